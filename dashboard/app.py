@@ -272,13 +272,12 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
 
 
 def has_content(page: MenuPage, view: PageView) -> bool:
-    """Return whether a page has something to show of a run; while that is read, which pages are
-    there whatever it holds."""
+    """Return whether a page has something to show of a run; while that is read, or if it cannot
+    be, which pages are there whatever it holds."""
     check = getattr(import_module(_module(page)), "has_content", None)
-    if view.entry.state == "loading":
-        return page.module in ("overview", "findings") or (
-            page.module in ("live", "runs", "compare") and bool(check and check(view))
-        )
+    if view.entry.state in ("loading", "failed"):
+        of_all = page.module in ("live", "runs", "compare") and bool(check and check(view))
+        return of_all or (page.module in ("overview", "findings") and view.entry.state == "loading")
     return check is None or bool(check(view))
 
 

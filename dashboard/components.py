@@ -121,7 +121,7 @@ def table(
     rows: Iterable[Sequence[Any]],
     *,
     numbers: Iterable[int] = (),
-    caption: str = "",
+    caption: Any = "",
     names: Iterable[int] = (0,),
     chosen: int | None = None,
     stacked: bool = False,
@@ -146,7 +146,7 @@ def table(
                 element(
                     "Td",
                     cell,
-                    cls=kind(i),
+                    cls=f"{kind(i)}{' none' * (cell == t.EMPTY_CELL)}".strip(),
                     role=roles["cell"],
                     data_head=header[i] if stacked else None,
                 )
@@ -175,7 +175,8 @@ def table(
         cls="data stacked" if stacked else "data",
         role=roles["table"],
     )
-    return scrolling(made, caption or header[0] or "Table")
+    named = caption if isinstance(caption, str) else ""
+    return scrolling(made, named or header[0] or "Table")
 
 
 def draw_grid(grid: d.Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
@@ -360,14 +361,16 @@ def figure(
     height: int,
     description: str,
     narrow_height: int = 0,
+    has_table: bool = False,
     id: Any = None,  # noqa: A002
 ) -> Any:
-    """Build a plotly figure with what it shows in words, and its PNG under a button.
-    ``narrow_height``: its height on a telephone, where a legend takes many lines."""
+    """Build a plotly figure with what it shows in words, its PNG under a button, and its numbers as
+    a table on demand (assets/figure_table.js). ``narrow_height``: its height on a telephone, where
+    a legend takes many lines. ``has_table``: a table beside it has the numbers."""
     graph: Any = dcc.Graph
     room = f"max({height}px, {narrow_height + 195}px - 50vw)"
     extra = {} if id is None else {"id": id}
-    return element(
+    drawn = element(
         "Figure",
         graph(
             figure=made,
@@ -388,6 +391,13 @@ def figure(
         role="group",  # of the picture and its buttons
         aria_label=description,
     )
+    if has_table:
+        return drawn
+    summary = element(
+        "Summary", "Data table", element("Span", f": {description}", cls="visually-hidden")
+    )
+    numbers = element("Details", summary, scrolling(None, description), cls="fold figure-data")
+    return element("Div", drawn, numbers, cls="with-data")
 
 
 def element(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:

@@ -9,7 +9,7 @@ from dash import ClientsideFunction, Input, Output, State, dcc
 
 from advisor.core import text as t
 from advisor.core.labels import clean, distinct_labels
-from advisor.dashboard.components import element
+from advisor.dashboard.components import element, remark
 
 PARAMS = """{
     backgroundColor: 'var(--card)', foregroundColor: 'var(--text)', borderColor: 'var(--line)',
@@ -95,8 +95,11 @@ def grid(
     height: int,
     label: str,
 ) -> Any:
-    """Build a grid of which one row can be selected (click, or space on the focused row)."""
+    """Build a grid of which one row can be selected (click, or space on the focused row). Columns
+    that no row has a value for are named below it."""
     make: Any = dash_ag_grid.AgGrid
+    empty = [column for column in columns if rows and not _is_measured(column, rows)]
+    columns = [column for column in columns if column not in empty]
     fixed = any(column.flex is not None for column in columns)  # else all share the room
     room = f"{min(height, 44 + 37 * max(len(rows), 1))}px"
     made = make(
@@ -151,8 +154,14 @@ def grid(
             cls="actions",
         ),
         element("Div", made, role="region", aria_label=label, style={"minHeight": room}),
+        remark(f"Not measured: {', '.join(column.title for column in empty)}." if empty else ""),
         cls="searched",
     )
+
+
+def _is_measured(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
+    texts = {row.get(f"{column.field}_text", row[column.field]) for row in rows}
+    return not texts <= {t.EMPTY_CELL, t.NOT_MEASURED, None, ""}
 
 
 def search_field(id: str, label: str, cls: str = "search") -> Any:  # noqa: A002

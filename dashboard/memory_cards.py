@@ -83,7 +83,9 @@ def _device(
             _segments(peak),
             f"memory-segments-gpu{peak.device}",
             height=_map_height(peak),
-            description="Blocks in each segment of the allocator, at their addresses.",
+            has_table=True,
+            description="Blocks in each segment of the allocator, at their addresses. The table of "
+            "pools has their sums.",
         )
         pools = (
             []

@@ -312,10 +312,10 @@ def line_chart(
     height: int = 200,
     step: bool = False,
     ends: tuple[float, float] | None = None,
-    dots: tuple[str, Sequence[float], Sequence[Any]] | None = None,
+    marks: Sequence[tuple[str, Sequence[float], Sequence[Any], str]] = (),
 ) -> Any:
-    """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis. ``dots``: name and
-    points that no line joins."""
+    """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis. ``marks``: points
+    that no line joins, each series with a symbol of its own."""
     made = empty_figure(height)
     for name, positions, values, colour in series:
         made.add_trace(
@@ -329,15 +329,14 @@ def line_chart(
                 hovertemplate="%{y:,.4g}<extra>" + escape_markup(name) + "</extra>",
             )
         )
-    if dots is not None:
-        name, positions, values = dots
+    for symbol, (name, positions, values, colour) in zip(cycle(SYMBOLS), marks, strict=False):
         made.add_trace(
             go.Scatter(
                 x=list(positions),
                 y=list(values),
                 name=name,
                 mode="markers",
-                marker={"size": 5, "color": "#9a9aa5"},
+                marker={"size": 6, "color": colour, "symbol": symbol},
                 hovertemplate="%{y:,.4g}<extra>" + name + "</extra>",
             )
         )

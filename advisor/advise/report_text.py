@@ -358,7 +358,8 @@ def _mfu(report: Report) -> tuple[float | None, bool]:
 
 
 def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of a page: name, value, and a note."""
+    """Return the figures at the top of a page: name, value, and a note. Of a program without GPU
+    work only those that were measured: the others do not apply."""
     scope, unit = report.scope, report.per
     spread = ""
     if scope.steps_used > 1:
@@ -389,7 +390,7 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     if report.communication_ns is not None:
         hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
         tiles.append(("Communication", t.format_duration(report.communication_ns), hidden))
-    return tiles
+    return tiles if report.time else [tile for tile in tiles if tile[1] != t.NOT_MEASURED]
 
 
 def describe_energy(report: Report) -> list[str]:

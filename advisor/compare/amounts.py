@@ -36,6 +36,10 @@ def compare_amounts(before: Report, after: Report) -> list[Amount]:
                 for side, there in zip((item, other), measured, strict=True)
             ]
             result.append(_amount(name, "ns", values, group))
+    unknown = [part for r in (before, after) for part in r.idle if part.cause == "unknown"]
+    outside = bool(unknown) and all(part.outside_operators for part in unknown)
+    for amount in result:
+        amount.outside_operators = outside and (amount.group, amount.name) == ("idle", "unknown")
     for name, unit, attribute in (
         ("GPU busy", "share", "busy_share"),
         ("communication", "ns", "communication_ns"),

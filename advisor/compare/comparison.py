@@ -143,6 +143,9 @@ class Amount(Struct, kw_only=True):
     """Value before; ``null``: not measured."""
     after: float | None
     """Value after; ``null``: not measured."""
+    outside_operators: bool = False
+    """Whether idle time of an ``unknown`` cause is of code outside operators, in all runs that have
+    it."""
 
 
 class FindingChange(Struct, kw_only=True):

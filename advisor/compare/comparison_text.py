@@ -339,7 +339,8 @@ def _label(amount: Amount, framework: str | None) -> str:
         case "time":
             return t.CLASS_LABELS.get(amount.name, t.cause_label(amount.name, framework))
         case "idle":
-            return f"– {t.cause_label(amount.name, framework)}"
+            label = t.cause_label(amount.name, framework, outside=amount.outside_operators)
+            return f"– {label}"
         case "host":
             return t.host_label(amount.name, framework)
         case "kernels":
@@ -422,7 +423,7 @@ def describe_realised_gain(c: Comparison) -> list[str]:
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
         text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
     if r.measured_ns is None or r.measured_low_ns is None or r.measured_high_ns is None:
-        return [f"{text}. The measured gain is unknown: {r.reason}."]
+        return [f"{text}. The gain was not measured: {r.reason}."]
     what, low, high = "shorter", r.measured_low_ns, r.measured_high_ns
     if r.measured_ns < 0:
         what, low, high = "longer", -high, -low

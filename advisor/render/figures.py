@@ -5,6 +5,7 @@ class here and its place in a document."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,8 @@ from advisor.render.html import (
 if TYPE_CHECKING:
     from advisor.measure.steps.step_lanes import StepLanes
 
+LAST_TICK: Final = 0.95
+"""Part of an axis behind which there is no room for a text."""
 WIDTH: Final = 1000
 """Units across a bar on a page."""
 Parts = list[tuple[str, str]]
@@ -280,8 +283,7 @@ class StepTimeline:
             )  # fmt: skip
             name = tag("span", f"{lane.label} ", tag("small", busy), cls="name")
             lanes.append(tag("div", name, drawn, cls="lane"))
-        ticks = [t.format_duration(shown.dur_ns * part / 4) if part else "0" for part in range(5)]
-        axis = tag("div", *(tag("span", tick) for tick in ticks), cls="axis")
+        axis = tag("div", _axis(shown.dur_ns), cls="axis")
         kinds = {run.kind for lane in shown.lanes for run in lane.runs}
         keys = [
             tag("li", legend_key(_kind(kind)), self._label(kind))
@@ -304,6 +306,20 @@ class StepTimeline:
         if kind in charts.CLASSES:
             return kind
         return f"idle: {t.cause_label(kind, self.framework)}"
+
+
+def _axis(dur_ns: float) -> Markup:
+    """Draw an axis from 0 with three to seven round times; the last leaves room for its text."""
+    power = 10 ** math.floor(math.log10(max(dur_ns, 1) / 10))
+    step = next(each for m in (1, 2, 2.5, 5, 10, 20) if dur_ns / (each := m * power) <= 6)
+    marks = [
+        tag(
+            "text", t.format_duration(at * step) if at else "0", x=f"{at * step / dur_ns:.2%}", y=12
+        )
+        for at in range(int(dur_ns / step) + 1)
+        if at * step <= LAST_TICK * dur_ns
+    ]
+    return tag("svg", *marks, aria_hidden="true", focusable="false")
 
 
 def _kind(kind: str) -> str:
@@ -369,7 +385,7 @@ def _tracks(
     for name, size in parts:
         length = max(size / most * 100, 0.5) if size else 0
         track = tag(
-            "svg", _rect("c-saved", 0, length), viewBox="0 0 100 10",
+            "svg", _rect("c-left", 0, length), viewBox="0 0 100 10",
             preserveAspectRatio="none", aria_hidden="true",
         )  # fmt: skip
         cells_ = tag("td", write(size)), tag("td", track, cls="track")

@@ -186,10 +186,15 @@
     event.preventDefault();
   });
 
-  // After each change of page: what the address points at, and the page's own link, into view; and
-  // the focus to what is new, so that a screen reader says it and Tab goes on from there.
-  var before = location.pathname;
+  // After each change of page: what there is room for, open; what the address points at, and the
+  // page's own link, into view; and the focus to what is new, so that a screen reader says it and
+  // Tab goes on from there.
+  var before = location.pathname,
+    wide = window.matchMedia("(min-width: 621px)");
   function arrived() {
+    document.querySelectorAll("details.grounds").forEach(function (part) {
+      part.open = wide.matches;
+    });
     var here = document.querySelector(".side .here");
     if (here && here.querySelector("a")) {
       here.querySelector("a").setAttribute("aria-current", "page");

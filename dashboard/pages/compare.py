@@ -34,6 +34,8 @@ from advisor.dashboard.page_view import PageView
 from advisor.render.documents.comparison import predicted_gain
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
+WAS, IS = BEFORE, "var(--accent)"
+"""Colours of the two bars of a line (assets/parts.css)."""
 MAX_WORK = 20
 WORK_WIDTH = 44
 """Length of an operator with its shapes, characters."""
@@ -128,6 +130,8 @@ def _head(c: Comparison, chooser: Any) -> Any:
 
 
 def _steps(c: Comparison) -> Any:
+    if words.is_of_whole_recordings(c):
+        return None  # the limits say so, and what to do
     if c.steps.before is None or c.steps.after is None:
         return empty_state("Step times are not compared", labels.clean(c.steps.reason))
     notes = [*words.step_notes(c.steps), *words.interval_method(c.steps)]
@@ -212,7 +216,9 @@ def _table(
         pair = [_pair(line, largest)] if bars else []
         rows.append([first, *pair, *line.texts, _change(line)])
     head = [title, *([""] if bars else []), "before", "after", "difference"]
-    return table(head, rows, numbers=range(len(head) - 3, len(head)), caption=caption, stacked=True)
+    keys = [swatch(WAS), "before ", swatch(IS), f"after · {caption}"] if bars else [caption]
+    numbers = range(len(head) - 3, len(head))
+    return table(head, rows, numbers=numbers, caption=element("Span", *keys), stacked=True)
 
 
 def _pair(line: ComparedFigure, largest: float) -> Any:
@@ -258,12 +264,11 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
         "Breakdown",
         element("Div", *strips, cls="strips") if strips else None,
         *(
-            _table(title, part, bars=True, caption=f"{title}, {unit}, all bars on one scale")
+            _table(title, part, bars=True, caption=f"{unit}, all bars on one scale")
             for title, part in groups
             if part
         ),
         _table("Figure", figures_) if figures_ else None,
-        aside="both on one scale" if len(strips) == 2 else "",
         cls="compared",
     )
 
@@ -300,7 +305,7 @@ def _work(c: Comparison) -> Any:
         return None
     return card(
         "Device work",
-        _table("GPU work", lines, bars=True, caption=f"GPU time and launches{per_suffix(c)}"),
+        _table("GPU work", lines, bars=True, caption=f"time / launches{per_suffix(c)}"),
         aside="matched by operator and shape, also across GPUs",
         cls="compared",
     )

@@ -167,6 +167,8 @@ def _map(view: PageView, what: str) -> Any:
     column, name = MAPS[what]
     wide = rows.pivot("step", index="rank", values=column, aggregate_function="first")
     steps = wide.columns[1:]
+    if len(steps) < 2:
+        return None  # the table of ranks has that step
     values = [
         [None if cell is None else cell / 1e6 for cell in row[1:]] for row in wide.iter_rows()
     ]

@@ -118,8 +118,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
                 "How to verify",
                 element("P", labels.clean(finding.verify)) if finding.verify else None,
             ),
-            _block("Evidence", _evidence(finding)),
-            _block("Caveats", _lines(caveats)),
+            _grounds(finding, caveats),
             *_folded(report, finding),
             _actions(view, finding),
             cls="body",
@@ -222,6 +221,23 @@ def _where(view: PageView, report: Report, finding: Finding) -> Any:
     if missing:
         lines.append(element("Li", element("Span", labels.clean(missing), cls="dim")))
     return element("Ul", *lines, cls="where-list")
+
+
+def _grounds(finding: Finding, caveats: list[str]) -> Any:
+    """Build evidence and caveats: open where there is room (assets/shell.js), on demand on a
+    telephone."""
+    parts = {"Evidence": _evidence(finding), "Caveats": _lines(caveats)}
+    shown = {title: body for title, body in parts.items() if body is not None}
+    if not shown:
+        return None
+    (_, first), *others = shown.items()
+    return element(
+        "Details",
+        element("Summary", " and ".join(shown).capitalize()),
+        element("Section", first),
+        *(_block(title, body) for title, body in others),
+        cls="fold grounds",
+    )
 
 
 def _evidence(finding: Finding) -> Any:

@@ -187,6 +187,7 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
             ),
             "job",
             height=height,
+            has_table=True,
             id=MAP,
             description="Each rank's time per step by class, compared with the median rank's. The "
             "table of ranks below has the numbers.",

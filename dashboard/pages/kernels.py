@@ -141,11 +141,11 @@ KERNELS = (
     Column("family", "Family", width=126),
     duration_column("time", "Time per step", 78),
     share_column("share", "Share", 62),
-    Column("count", "Launches per step", width=81, number=t.format_count),
+    Column("count", "Launches per step", width=90, number=t.format_count),
     share_column("occupancy", "Occupancy", 92),
     Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
     Column("bytes", "GB/s", width=66, number=GBPS, csv="Bytes/s"),
-    share_column("roofline", "Of roofline", 68),
+    share_column("roofline", "Of roofline", 78),
     Column("tensor", "Tensor", width=66),
     Column("op", "Launched by", flex=1, names=True),
 )
@@ -212,7 +212,8 @@ def _roofline(view: PageView) -> Any:
             "roofline",
             height=420,
             narrow_height=600,
-            description=description,
+            has_table=True,
+            description=f"{description} The table of kernels has the numbers.",
         ),
         remark(description + " Area shows time. Peaks are the vendor's figures."),
     )
@@ -247,7 +248,8 @@ def _tree(view: PageView) -> Any:
             plotly_figures.icicle(tree, f"all {what}"),
             "modules-and-ops",
             height=460,
-            description=description,
+            has_table=True,
+            description=f"{description} The table of operators has the numbers.",
         ),
         remark(description),
     )

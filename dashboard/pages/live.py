@@ -164,36 +164,34 @@ def _figures(record: RankRecord) -> Any:
 
 
 def steps_card(recorded: StepRecords, aside: str = "") -> Any:
-    """Draw durations of recorded steps, if known; profiled steps have their own colour."""
+    """Draw durations of recorded steps, if known, and mark those that the profiler slowed."""
     known, total = ~np.isnan(recorded.durations), len(recorded.steps)
-    steps = [step for step, wanted in zip(recorded.steps, known, strict=True) if wanted]
     durations = (recorded.durations[known] / 1e6).tolist()
-    numbers = [float(step.n) for step in steps]
-    series = []
-    for name, colour, profiled in (
-        ("step", theme.ACCENT, False),
-        ("while profiled", theme.CAUSES["dispatch"], True),
-    ):
-        values = [
-            ms if (step.window is not None) is profiled else None
-            for step, ms in zip(steps, durations, strict=True)
-        ]
-        if not profiled or any(value is not None for value in values):
-            series.append((name, *plotly_figures.downsample(numbers, values), colour))
-    # the host runs ahead, but where it takes long for a step the GPU waits
-    others = [step for step, timed in zip(recorded.steps, known, strict=True) if not timed]
-    dots = plotly_figures.downsample(
-        [float(step.n) for step in others], [step.dur / 1e6 for step in others]
-    )
+    numbers = np.array([step.n for step in recorded.steps], dtype=np.float64)
+    shown_ms = np.where(known, recorded.durations, recorded.dur) / 1e6
+    stops = ~recorded.profiled & (~recorded.unprofiled | recorded.exporting)
+    # without a length the host runs ahead, but where it takes long for a step the GPU waits
+    marks = [
+        (name, *plotly_figures.downsample(numbers[own].tolist(), shown_ms[own].tolist()), colour)
+        for name, own, colour in (
+            ("host time alone", ~known, theme.PLAIN),
+            ("while profiled", known & recorded.profiled, theme.CAUSES["dispatch"]),
+            ("while the profiler stops or writes", known & stops, theme.CAUSES["python"]),
+        )
+        if own.any()
+    ]
     drawn = plotly_figures.line_chart(
-        series, x="step", y="ms", height=220, dots=("host time alone", *dots) if others else None
+        [("step", *plotly_figures.downsample(numbers[known].tolist(), durations), theme.ACCENT)],
+        x="step",
+        y="ms",
+        height=220,
+        marks=marks,
     )
     description = f"Duration of each of {total} recorded steps, in ms."
-    if others:
-        count = f"{len(steps)} of {total} steps are timed on the GPU"
+    if not known.all():
+        count = f"{known.sum()} of {total} steps are timed on the GPU"
         aside = ", ".join(filter(None, (aside, f"{count}; a dot is the host's time of another")))
         description += f" {count}; a dot is the host's time of another."
-    shown_ms = np.where(known, recorded.durations, recorded.dur) / 1e6
     top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
     # start-up of a first step would flatten all others: a line names it, a double click shows it
     beyond = [
@@ -292,7 +290,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
     ]
     cards: list[Any] = []
     if made:
-        cards.append(card("GPU", figure_grid(made), aside="over the run, in seconds"))
+        cards.append(card("GPU", figure_grid(made), aside="over the run"))
     elif record.rank.devices:
         cards.append(empty_state("No GPU telemetry", "The driver reported no samples."))
     spans = throttle_spans(gpus, start)
@@ -304,7 +302,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
         if (drawn := _figure(name, unit, lines, hosts, start))
     ]
     if made:
-        cards.append(card("Host", figure_grid(made), aside="over the run, in seconds"))
+        cards.append(card("Host", figure_grid(made), aside="over the run"))
     return cards
 
 
@@ -327,11 +325,11 @@ def _figure(
         return None
     return element(
         "Div",
-        element("H3", f"{name}, {unit}"),
+        element("H3", name),
         figure(
-            plotly_figures.line_chart(series, x="", y="", height=150),
+            plotly_figures.line_chart(series, x="s", y=unit, height=190),
             f"telemetry-{name.lower().replace(' ', '-')}",
-            height=150,
+            height=190,
             description=f"{name} over time, in {unit}.",
         ),
     )

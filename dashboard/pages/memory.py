@@ -118,7 +118,7 @@ def _recorded(a: Analysis) -> Any:
         made.append(
             figure(
                 plotly_figures.line_chart(
-                    series, x="" if rss else "step", y="GiB", height=230, step=True, ends=ends
+                    series, x="step", y="GiB", height=230, step=True, ends=ends
                 ),
                 "memory-by-step",
                 height=230,

@@ -91,6 +91,7 @@ def _history(entries: list[OpenedPath]) -> Any:
             ),
             "runs",
             height=280,
+            has_table=True,
             description="The step time of each run; the table below has the numbers.",
         ),
         aside=OUTSIDE,

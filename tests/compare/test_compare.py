@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
-from advisor.compare.comparison_text import write_verdict
+from advisor.compare.comparison_text import breakdown_lines, write_verdict
 from advisor.compare.findings import RemainingFinding, compare_findings
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location, SkippedCheck
@@ -47,6 +47,28 @@ def amount(c: Comparison, group: str, name: str) -> tuple[float | None, float | 
     """A figure of the breakdown."""
     (found,) = [a for a in c.amounts if (a.group, a.name) == (group, name)]
     return found.before, found.after
+
+
+def test_idle_time_outside_operators_is_called_so_as_in_a_report(tmp_path: Path) -> None:
+    paths = []
+    for gap in (3000, 1000):
+        b = TraceBuilder()
+        for _ in range(3):
+            with b.step():
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm", 1000)
+                b.sync()
+                b.host(gap)
+        paths.append(b.write(tmp_path / f"{gap}.json"))
+    before, after = map(analyze, paths)
+    assert [part.outside_operators for part in before.idle if part.cause == "unknown"] == [True]
+    made = compare(before, after)
+    labels = {line.name: line.label for line in breakdown_lines(made) if line.group == "idle"}
+    assert labels["unknown"] == "– outside operators"
+    for amount in made.amounts:
+        amount.outside_operators = False
+    labels = {line.name: line.label for line in breakdown_lines(made) if line.group == "idle"}
+    assert labels["unknown"] == "– unknown"
 
 
 @pytest.fixture

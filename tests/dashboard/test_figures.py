@@ -12,8 +12,11 @@ import pytest
 pytest.importorskip("plotly")
 
 from advisor.core.gpus import lookup
-from advisor.dashboard.pages import memory
+from advisor.core.run_directory import RankRecord, StepRow
+from advisor.dashboard.grid import Column, duration_column, grid, grid_rows
+from advisor.dashboard.pages import live, memory
 from advisor.dashboard.plotly_figures import icicle, roofline
+from advisor.measure.steps.step_records import StepRecords
 
 
 def test_ranges_that_overlap_fit_into_what_contains_them_and_keep_their_times() -> None:
@@ -65,10 +68,38 @@ def test_memory_that_is_sampled_now_and_then_is_drawn_over_all_steps() -> None:
     ]
     run: Any = SimpleNamespace(recorded=SimpleNamespace(steps=steps, hosts=[]))
     _, device, host = memory._recorded(run).children
-    drawn = [each.children[0].figure for each in (device, host)]
+    drawn = [each.children[0].children[0].figure for each in (device, host)]
     line = drawn[0].data[0]
     assert (line.x, line.y, line.mode) == ((2.0, 9.0), (3.0, 4.0), "lines+markers")
     assert [made.layout.xaxis.range for made in drawn] == [(0, 65), (0, 65)]
+
+
+def test_steps_that_the_profiler_slowed_are_marked_even_if_each_stands_alone() -> None:
+    steps = [
+        StepRow(n=n, t=n, dur=(100 + n) * 1_000_000, window=0 if n in (20, 30) else None,
+                exporting=n == 25)
+        for n in range(60)
+    ]  # fmt: skip
+    card = live.steps_card(StepRecords(RankRecord(rank=0, steps=steps)))
+    drawn = card.children[1].children[0].children[0].figure
+    line, *marks = drawn.data
+    assert len(line.y) == 60 and None not in line.y
+    assert {mark.name: (list(mark.x), list(mark.y)) for mark in marks} == {
+        "while profiled": ([20, 30], [120, 130]),
+        "while the profiler stops or writes": ([21, 25, 31], [121, 125, 131]),
+    }
+    assert all(mark.mode == "markers" for mark in marks)
+    assert len({mark.marker.symbol for mark in marks}) == len(marks)
+
+
+def test_a_column_without_any_value_is_named_below_the_grid_and_not_drawn() -> None:
+    columns = [Column("name", "Name"), duration_column("a", "Here", 90),
+               duration_column("b", "Nowhere", 90)]  # fmt: skip
+    values = [{"name": "x", "a": None, "b": None}, {"name": "y", "a": 5.0, "b": None}]
+    made = grid("g", columns, grid_rows(columns, values), height=300, label="G")
+    shown = made.children[1].children.columnDefs
+    assert [column["headerName"] for column in shown] == ["Name", "Here"]
+    assert made.children[2].children == "Not measured: Nowhere."
 
 
 def test_a_memory_chart_begins_where_something_happens() -> None:

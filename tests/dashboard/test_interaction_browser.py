@@ -463,6 +463,45 @@ def test_the_page_of_a_recorded_run_fits_a_narrow_window(
     assert wide == []
 
 
+def test_a_chart_has_its_numbers_as_a_table(
+    recorded_run: Callable[[], Path], show: Any, tab: Any
+) -> None:
+    shown = show(recorded_run())
+    t = tab(shown)
+    page = t.open("/run")
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    card = page.locator(".card", has=page.get_by_role("heading", name="Steps", exact=True))
+    assert not card.locator(".figure-data table").count()
+    card.locator(".figure-data summary").focus()
+    page.keyboard.press("Enter")
+    heads = card.locator(".figure-data thead th").all_inner_texts()
+    assert heads[:3] == ["step", "step", "while profiled"]
+    rows = [
+        row.locator("th, td").all_inner_texts()
+        for row in card.locator(".figure-data tbody tr").all()
+    ]
+    recorded = shown.session.entries[0].loaded.main.recorded
+    assert [int(row[0]) for row in rows] == [step.n for step in recorded.steps]
+    for row, ns, profiled in zip(rows, recorded.durations, recorded.profiled, strict=True):
+        assert float(row[1]) == pytest.approx(ns / 1e6, rel=1e-3)
+        assert row[2] == (row[1] if profiled else "–")
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page).response["violations"]
+    assert [item["id"] for item in found if item["impact"] in ("serious", "critical")] == []
+    assert t.wrong == []
+
+
+def test_evidence_is_open_where_there_is_room_and_one_touch_away_on_a_telephone(
+    ranks: str, show: Any, tab: Any
+) -> None:
+    page = tab(show(ranks)).open("/findings")
+    assert page.locator("table.evidence").first.is_visible()
+    page = tab(show(ranks), width=390).open("/findings")
+    assert not page.locator("table.evidence").first.is_visible()
+    page.locator("details.grounds summary").first.click()
+    assert page.locator("table.evidence").first.is_visible()
+
+
 def test_on_paper_there_is_no_navigation_and_no_dark_ground(h100: str, show: Any, tab: Any) -> None:
     page = tab(show(h100), dark=True).open("/findings")
     page.emulate_media(media="print")

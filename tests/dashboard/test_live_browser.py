@@ -61,7 +61,7 @@ def test_the_page_moves_with_the_training_and_shows_findings_once_a_window_lands
             first = next(f for f in loaded.report.findings if f.folded_under is None)
             assert first.category == "input"
             assert first.title in t.text("#live-body ol.lines")
-            assert "CPU, %" in t.text("#live-body")
+            assert "Host memory" in t.text("#live-body")
             assert process.wait(60) == 0
             page.locator(".tile dd", has_text="ended").first.wait_for()
             assert tiles(page)["Steps"].split("\n")[0] == "120"

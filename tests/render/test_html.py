@@ -16,6 +16,7 @@ from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
 from advisor.core.text import split_sentences, split_verdict
 from advisor.measure.steps.step_lanes import CELLS, build_step_lanes
+from advisor.render import figures
 from advisor.render.document import Document, Paragraph, Section
 from advisor.render.formats import REPORTS
 from advisor.render.formats.html import MAX_TITLE, Html, style
@@ -27,7 +28,7 @@ VOID = {"meta", "br", "hr", "link", "img", "input"}
 OURS = set(
     """
         html head meta title style body a header main nav section footer h1 h2 h3 h4 p span b
-        small div dl dt dd ul li table thead tbody tr th td svg rect path article pre code
+        small div dl dt dd ul li table thead tbody tr th td svg rect path text article pre code
         details summary
         """.split()
 )
@@ -191,6 +192,22 @@ def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> 
     colours = [str(attrs.get("class")) for tag, attrs in page.tags if tag == "span"]
     keys = [name for name in colours if name.startswith("key ")]
     assert len(keys) > 1 and len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("dur_ns", "step_ns", "ticks"),
+    [
+        (14.5e6, 2.5e6, ["0", "2.5 ms", "5 ms", "7.5 ms", "10 ms", "12.5 ms"]),
+        (20e6, 5e6, ["0", "5 ms", "10 ms", "15 ms"]),
+        (99e3, 20e3, ["0", "20 µs", "40 µs", "60 µs", "80 µs"]),
+    ],
+)
+def test_an_axis_has_round_times(dur_ns: float, step_ns: float, ticks: list[str]) -> None:
+    drawn = str(figures._axis(dur_ns))
+    assert re.findall(r">([^<>]+)</text>", drawn) == ticks
+    places = [float(x) for x in re.findall(r'x="([\d.]+)%"', drawn)]
+    expected = [100 * number * step_ns / dur_ns for number in range(len(ticks))]
+    assert places == pytest.approx(expected, abs=0.01)
 
 
 def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:

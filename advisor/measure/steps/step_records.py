@@ -145,13 +145,14 @@ class StepRecords:
         them as well, none does."""
         plain = self.after_warmup & self.unprofiled
         enough = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
-        for some in (plain & ~self._exporting, plain):
+        for some in (plain & ~self.exporting, plain):
             if some.sum() >= enough:
                 return some
         return np.zeros(len(self.steps), dtype=bool)
 
     @cached_property
-    def _exporting(self) -> Bools:
+    def exporting(self) -> Bools:
+        """Steps while a trace is written."""
         return np.array([step.exporting for step in self.steps], dtype=bool)
 
     @cached_property
@@ -312,7 +313,7 @@ class StepRecords:
             if len(inside) < MIN_PROFILED or len(around) < MIN_AROUND:
                 continue
             first, last = np.flatnonzero(steps)[[0, -1]]
-            alone = around[~self._exporting[around]]
+            alone = around[~self.exporting[around]]
             before = alone[alone < first][-len(inside) :]
             after = alone[alone > last][: len(inside)]
             for share, compared in ((0.25, around), (0.5, before), (0.5, after)):

@@ -91,8 +91,7 @@ def _tiles(report: Report) -> Iterator[Block]:
     """Build the figures of merit, for a page."""
     if report.scope.has_no_step_time:
         return
-    known = [each for each in report_text.figures_of_merit(report) if each[1] != t.NOT_MEASURED]
-    yield Tiles(report_text.figures_of_merit(report) if report.time else known)
+    yield Tiles(report_text.figures_of_merit(report))
 
 
 def _time(report: Report, options: RenderOptions) -> Iterator[Block]:
@@ -118,7 +117,8 @@ def _timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
         return None
     title = "The recording"
     if report.per == "step":
-        title = f"A typical step: {options.clean(shown.step)}"
+        which = "A typical step" if report.scope.steps_used > 1 else "The step"
+        title = f"{which}: {options.clean(shown.step)}"
     title = f"{title}, {t.format_duration(shown.dur_ns)}"
     return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per))
 

@@ -133,11 +133,12 @@ def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
             return tag("pre", tag("code", code), tabindex=0)
         case d.Tiles():
             tiles = [
-                tag("div", tag("b", value, cls="none" * (value == t.NOT_MEASURED)),
-                    tag("span", name), tag("small", note) if note else "", cls="tile")
+                tag("div", tag("dt", name),
+                    tag("dd", value, cls="none" * (value == t.NOT_MEASURED)),
+                    tag("dd", note, cls="note") if note else "", cls="tile")
                 for name, value, note in part.rows
             ]  # fmt: skip
-            return tag("div", *tiles, cls="tiles")
+            return tag("dl", *tiles, cls="tiles")
         case d.Figure():
             return part.html()
     return Markup()

@@ -107,15 +107,22 @@
     return made;
   }
 
+  // A figure is drawn once it is in view.
+  function fill(details) {
+    var graph = details.closest(".with-data").querySelector(".js-plotly-plot");
+    if (graph && graph._fullData) {
+      details.querySelector(".scroll").replaceChildren(table(graph));
+    } else if (details.open && details.isConnected) {
+      setTimeout(fill, 100, details);
+    }
+  }
+
   document.addEventListener(
     "toggle",
     function (event) {
-      var details = event.target;
-      if (!details.matches(".figure-data") || !details.open) {
-        return;
+      if (event.target.matches(".figure-data") && event.target.open) {
+        fill(event.target);
       }
-      var graph = details.closest(".with-data").querySelector(".js-plotly-plot");
-      details.querySelector(".scroll").replaceChildren(graph ? table(graph) : "");
     },
     true,
   );

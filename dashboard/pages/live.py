@@ -174,9 +174,9 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     marks = [
         (name, *plotly_figures.downsample(numbers[own].tolist(), shown_ms[own].tolist()), colour)
         for name, own, colour in (
-            ("host time alone", ~known, theme.PLAIN),
-            ("while profiled", known & recorded.profiled, theme.CAUSES["dispatch"]),
-            ("while the profiler stops or writes", known & stops, theme.CAUSES["python"]),
+            ("host time alone", ~known & ~recorded.profiled & ~stops, theme.PLAIN),
+            ("while profiled", recorded.profiled, theme.CAUSES["dispatch"]),
+            ("while the profiler stops or writes", stops, theme.CAUSES["python"]),
         )
         if own.any()
     ]
@@ -190,8 +190,9 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     description = f"Duration of each of {total} recorded steps, in ms."
     if not known.all():
         count = f"{known.sum()} of {total} steps are timed on the GPU"
-        aside = ", ".join(filter(None, (aside, f"{count}; a dot is the host's time of another")))
-        description += f" {count}; a dot is the host's time of another."
+        count += "; off the line is the host's time of another"
+        aside = ", ".join(filter(None, (aside, count)))
+        description += f" {count}."
     top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
     # start-up of a first step would flatten all others: a line names it, a double click shows it
     beyond = [

@@ -586,7 +586,7 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     from advisor.core import labels
     from advisor.dashboard.app import create_app
     from advisor.dashboard.loaded_runs import DashboardSession
-    from advisor.dashboard.pages import findings, overview, run
+    from advisor.dashboard.pages import findings, live, overview, run
     from advisor.dashboard.pages.kernels import kernel_rows
     from advisor.dashboard.server import Access
     from advisor.dashboard.timeline.index_builder import build_index
@@ -613,6 +613,13 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     timed = sum(not math.isnan(ns) for ns in recorded.durations)
     assert any(f"{timed} of {len(recorded.steps)} steps are timed" in text for text in shown)
     assert any(text.startswith("Above the axis: step 0, 9.23 s") for text in shown)
+    # the slowest are the profiler's, though the GPU timed few of them
+    drawn = live.steps_card(recorded).children[1].children[0].children[0].figure
+    marks = {mark.name: list(mark.x) for mark in drawn.data[1:]}
+    assert marks["while profiled"] == [
+        step.n for step, own in zip(recorded.steps, recorded.profiled, strict=True) if own
+    ]
+    assert not set(marks["while profiled"]) & set(marks["host time alone"])
     # what to do stands before the figures, and limits that change nothing after the checks
     fix = first.index("First fix: ")
     assert fix < first.index("GPU busy") < first.index("Skipped checks")

@@ -262,6 +262,8 @@ class StepTimeline:
     framework: str | None
     caption: str
     """Unit of shares, such as ``of the step``."""
+    outside: bool = False
+    """Whether idle time of an unknown cause is of code outside operators."""
 
     def draw_lanes(self, explained: Collection[str]) -> Markup:
         """Draw the lanes; ``explained``: classes of colours that a legend beside them has."""
@@ -305,7 +307,7 @@ class StepTimeline:
     def _label(self, kind: str) -> str:
         if kind in charts.CLASSES:
             return kind
-        return f"idle: {t.cause_label(kind, self.framework)}"
+        return f"idle: {t.cause_label(kind, self.framework, outside=self.outside)}"
 
 
 def _axis(dur_ns: float) -> Markup:

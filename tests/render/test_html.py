@@ -17,9 +17,9 @@ from advisor.core.report import HotLine, Report
 from advisor.core.text import split_sentences, split_verdict
 from advisor.measure.steps.step_lanes import CELLS, build_step_lanes
 from advisor.render import figures
-from advisor.render.document import Document, Paragraph, Section
+from advisor.render.document import Document, Grid, Paragraph, Section
 from advisor.render.formats import REPORTS
-from advisor.render.formats.html import MAX_TITLE, Html, style
+from advisor.render.formats.html import MAX_TITLE, Html, block, style
 from advisor.render.html import esc
 from advisor.testing import TraceBuilder
 
@@ -189,6 +189,7 @@ def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> 
     found = examine(b.write(tmp_path / "step.json"))
     page = Page(REPORTS.render("html", found.report, analysis=found.main))
     assert "A typical step" in page.text and "stream 7" in page.text
+    assert "idle: outside operators" in page.text and "idle: unknown" not in page.text
     colours = [str(attrs.get("class")) for tag, attrs in page.tags if tag == "span"]
     keys = [name for name in colours if name.startswith("key ")]
     assert len(keys) > 1 and len(set(keys)) == len(keys)
@@ -208,6 +209,16 @@ def test_an_axis_has_round_times(dur_ns: float, step_ns: float, ticks: list[str]
     places = [float(x) for x in re.findall(r'x="([\d.]+)%"', drawn)]
     expected = [100 * number * step_ns / dur_ns for number in range(len(ticks))]
     assert places == pytest.approx(expected, abs=0.01)
+
+
+def test_a_long_table_shows_the_rows_that_matter_and_all_on_demand() -> None:
+    rows = [[f"rank {number}", f"{number} ms"] for number in range(40)]
+    drawn = block(Grid(["rank", "step"], rows, short=rows[30:33]))
+    shown, details, folded = drawn.partition("<details>")
+    assert details and "All 40 rows" in folded
+    assert [f"{n} ms<" in shown for n in (29, 30, 32, 33)] == [False, True, True, False]
+    assert all(f">{n} ms<" in folded for n in range(40))
+    assert "<details>" not in block(Grid(["rank", "step"], rows[:16], short=rows[:3]))
 
 
 def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:

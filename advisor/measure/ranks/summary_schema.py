@@ -449,4 +449,4 @@ def _name(
         if abs(more[place]) >= 0.02 * scale:
             word = LABELS.get(classes[place], classes[place])
             parts.append(f"{'more' if more[place] > 0 else 'less'} {word}")
-    return ", ".join(parts) or "like the middle of all"
+    return ", ".join(parts) or "like the median rank"

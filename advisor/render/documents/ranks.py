@@ -152,9 +152,9 @@ SLOWED = 0.25
 def sections(ranks: Ranks) -> Iterator[Block]:
     """Yield what a table of the ranks does not show; for a few ranks, the map and lists alone."""
     many = len(ranks.lines) > FEW_RANKS
-    if many and (bins := rank_charts.build_histogram(ranks)):
+    if many and len(bins := rank_charts.build_histogram(ranks)) > 1:
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
-        yield Section("The ranks' steps", [figure], "mean step, ranks")
+        yield Section("The ranks' steps", [figure])
     yield from _map(ranks)
     if many:
         yield from build_rank_groups(ranks)

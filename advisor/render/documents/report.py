@@ -120,7 +120,8 @@ def _timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
         which = "A typical step" if report.scope.steps_used > 1 else "The step"
         title = f"{which}: {options.clean(shown.step)}"
     title = f"{title}, {t.format_duration(shown.dur_ns)}"
-    return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per))
+    outside = any(part.outside_operators for part in report.idle)
+    return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per), outside)
 
 
 def _ranks(report: Report) -> Iterator[Block]:

@@ -22,6 +22,8 @@ MAX_ITEMS: Final = 200
 """Number of items of one list, or of cards of one section."""
 
 
+MAX_OPEN_ROWS: Final = 16
+"""Number of rows up to which a table is shown whole at once."""
 MIN_CONTENTS: Final = 4
 """Number of sections from which a page begins with a list of them."""
 
@@ -194,15 +196,25 @@ def _linked(text: d.Inline) -> Markup:
 
 
 def _table(table: d.Grid, level: int) -> Markup:
+    """Draw a table; of a long one the rows that matter most, and all on demand."""
+    title = tag(f"h{min(level, 6)}", table.title) if table.title else ""
+    count = len(table.rows)
+    if table.short is None or count <= max(MAX_OPEN_ROWS, len(table.short)):
+        return join(title, _rows(table, table.rows))
+    summary = tag("summary", f"All {t.count_noun(count, 'row')}")
+    whole = tag("details", summary, _rows(table, table.rows))
+    return join(title, _rows(table, table.short), whole)
+
+
+def _rows(table: d.Grid, shown: Sequence[Sequence[d.Inline]]) -> Markup:
     sides = table.sides
     rows = []
-    for row in table.rows:
+    for row in shown:
         first = tag("th", inline(row[0]), scope="row")
         rest = [
             tag("td", inline(cell), cls="line" * (side == "l"))
             for cell, side in zip(row[1:], sides[1:], strict=True)
         ]
         rows.append(tag("tr", first, *rest))
-    shown = tag("table", table_head(table.head), tag("tbody", *rows))
-    title = tag(f"h{min(level, 6)}", table.title) if table.title else ""
-    return join(title, scrolling_box(table.title or "Table", shown))
+    drawn = tag("table", table_head(table.head), tag("tbody", *rows))
+    return scrolling_box(table.title or "Table", drawn)

@@ -183,7 +183,11 @@ def _pool_name(row: dict[str, object]) -> str:
 
 def why_not_placed(placed: Placement) -> str:
     """Explain in one or two sentences why a request failed."""
-    driver = "" if placed.driver is None else f", the driver {t.format_bytes(placed.driver)}"
+    driver = ""
+    if placed.driver is not None:
+        short = placed.request - max(placed.driver, placed.largest)
+        driver = f", the driver {t.format_bytes(placed.driver)}"
+        driver += f": {t.format_bytes(short)} too little" * (short > 0)
     if placed.scattered:
         return (
             f"The request needed {t.format_bytes(placed.request)}. Its pool and stream had "

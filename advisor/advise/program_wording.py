@@ -146,6 +146,18 @@ def tool_of(meta: TraceMeta) -> Tool | None:
     return find_tool(meta.format, meta.framework)
 
 
+def how_to_record_more(option: str, a: Analysis) -> str:
+    """Translate a PyTorch profiler option for the tool of an analysed trace: ranges that it has
+    already are asked for where they are missing."""
+    how = how_to_record(option, a.trace.meta, recorder=a.record is not None)
+    marked = tool_of(a.trace.meta) is not None and (a.trace.cpu["kind"] == "annotation").any()
+    return how.replace(_RANGES, "more NVTX ranges, where they are missing", 1) if marked else how
+
+
+_RANGES = "NVTX ranges around the host's work"
+"""Way to see the host in the trace of a tool that records no stacks."""
+
+
 def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> str:
     """Translate a PyTorch profiler option (``record_shapes=True``) for the tool of a trace.
     ``recorder``: it was advisor's own. ``""`` if the tool cannot record it; a text that is no

@@ -169,7 +169,25 @@ def _unmarked(a: Analysis) -> str:
         return "the whole recording"
     outside = _outside(a)
     text = "the time from the first to the last GPU work"
-    return f"{text}; {outside} it are no idle time and left out" if outside else text
+    call, took = call_before(a)
+    most = f" ({t.format_duration(took)} of it in {call})" * bool(call)
+    return f"{text}; {outside} it are no idle time and left out{most}" if outside else text
+
+
+def call_before(a: Analysis) -> tuple[str, int]:
+    """Return the driver call that takes most of the recording before the first GPU work, and its
+    time there, ns: it starts CUDA. Empty name: none takes half of what is left out there."""
+    begin, start = int(a.spans.start.min()), recorded_extent(a.trace)[0]
+    calls = a.trace.cpu.filter(pl.col("kind") == "runtime", pl.col("ts") < begin)
+    took = pl.min_horizontal(pl.col("dur"), begin - pl.col("ts"))
+    first = calls.select(pl.col("name").cast(pl.String), took=took).sort("took").tail(1)
+    if first.is_empty() or first["took"][0] < MOST_BEFORE * max(1, begin - start):
+        return "", 0
+    return labels.shorten(labels.clean(first["name"][0]), 50), int(first["took"][0])
+
+
+MOST_BEFORE = 0.5
+"""Share of the time before the first GPU work from which a call is what takes it."""
 
 
 def _left_out(a: Analysis) -> str:

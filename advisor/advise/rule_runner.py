@@ -16,7 +16,7 @@ from msgspec import structs
 from advisor.advise.impact import estimate_impact, note_rank_counts, weigh_confidence
 from advisor.advise.program_wording import (
     for_program,
-    how_to_record,
+    how_to_record_more,
     is_of_use,
     skip_foreign_rules,
     without_compilation,
@@ -253,7 +253,7 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
     if isinstance(outcome, PassedCheck):
         return structs.replace(outcome, rule=rule.id)
     if isinstance(outcome, SkippedCheck):
-        record = how_to_record(outcome.record, a.trace.meta, recorder=a.record is not None)
+        record = how_to_record_more(outcome.record, a)
         return structs.replace(outcome, rule=rule.id, record=record)
     finding = without_known_settings(without_compilation(rule.complete(outcome), a), a)
     finding = weigh_confidence(finding, rule, a)

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
-from advisor.advise.program_wording import how_to_record
+from advisor.advise.program_wording import how_to_record_more
 from advisor.advise.recording_limits import is_too_small, lost_records
 from advisor.advise.report_text import explain_note
 from advisor.core import text as t
@@ -118,9 +118,7 @@ class _Reasons:
         looking = [rule for rule in self.rules if kind in rule.looks_at]
         own = (rule.fill_thresholds((rule.looks_at[kind],))[0] for rule in looking)
         result = "; ".join(dict.fromkeys(own)) or REASONS.get(kind, NO_RULE)
-        how = how_to_record(
-            "with_stack=True", self.a.trace.meta, recorder=self.a.record is not None
-        )
+        how = how_to_record_more("with_stack=True", self.a)
         stacks = kind == "unknown" and self.report.host and not self.a.trace.meta.with_stack
         return f"{result}; {how} shows it" if stacks and how else result
 

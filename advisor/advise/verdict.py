@@ -11,12 +11,13 @@ from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import (
     ACTIVITIES,
     analyze_command,
-    how_to_record,
+    ask_to_record,
+    how_to_record_more,
     record_gpu_work,
-    record_with,
 )
 from advisor.advise.recording_limits import (
     LATER_STEPS,
+    call_before,
     count_events,
     count_launches,
     describe_unseen_end,
@@ -217,6 +218,9 @@ def _verdict(
         of = f"of the {report.per}"
         if report.per == "recording":  # less than the file, which the report shows too
             of = f"of the analysed {t.format_duration(a.span_ns)}"
+        call, took = call_before(a) if report.per == "recording" else ("", 0)
+        if call and took >= MIN_IDLE_SHARE * a.span_ns:
+            text += f". Before it, CUDA's start takes {t.format_duration(took)}"
         return "limited", (
             f"One-off costs take at least {t.format_share(once)} {of}, mostly "
             f"{longest}. {action} {text}.{small}"
@@ -414,7 +418,7 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     ]
     named[0] += f" of the {report.per}"
     shown = {part.cause for part in causes}
-    how = how_to_record("with_stack=True", meta, recorder=a.record is not None)
+    how = how_to_record_more("with_stack=True", a)
     later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
     what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
     advice = "No fix with a significant gain is known."
@@ -484,8 +488,8 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     explain nothing of the time in which work is queued for the GPU."""
     idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
     idle += f" of the {report.per}"
-    option, own = "with_stack=True" if report.host else ACTIVITIES, a.record is not None
-    how = record_with(option, a.trace.meta, recorder=own)
+    how = how_to_record_more("with_stack=True" if report.host else ACTIVITIES, a)
+    how = f"{ask_to_record(how)}." if how else ""
     how = " ".join(filter(None, [_longest_operators(a), how]))
     queued = queued_idle_ns(a) / max(a.span_ns, 1)
     if queued < MIN_QUEUED_SHARE:

@@ -61,6 +61,9 @@ class PeriodicWork(Rule):
     min_near = Threshold(
         0.5, "of the work's share of the run, at least, in samples of the function", OURS
     )
+    min_all = Threshold(
+        0.9, "of the work's share of the run in samples of the code: all of the work is there", OURS
+    )
     min_gain_share = Threshold(
         0.5, "of the gain at least: some of the work may have to stay", CHOSEN
     )
@@ -104,7 +107,8 @@ class PeriodicWork(Rule):
             summary=(
                 f"Every {work.period} steps the loop spends {t.format_duration(work.each)} outside "
                 f"loading, forward, backward and optimizer. That is {where}, {work.share:.0%} of "
-                f"the {t.format_duration(work.step)} from one step to the next. " + self._name(code)
+                f"the {t.format_duration(work.step)} from one step to the next. "
+                + self._name(code, work)
             ),
             evidence=[
                 Evidence("time of this work per step", work.per_step, "ns"),
@@ -115,7 +119,7 @@ class PeriodicWork(Rule):
                 steps_seen(recorded),
             ],
             where=[] if code is None else [code.location],
-            impact=self._impact(a, work),
+            impact=self._impact(a, work, self._part_blamed(code, work)),
             **(self.case("validation") if work.outside else {}),
         )
 
@@ -139,19 +143,26 @@ class PeriodicWork(Rule):
             return work.on_device >= self.min_kept * work.each
         return work.gain >= self.min_kept * work.per_step
 
-    @staticmethod
-    def _name(code: SampledCode | None) -> str:
+    def _part_blamed(self, code: SampledCode | None, work: RecurringWork) -> float:
+        """Return the share of the work in the code that is named, by samples; 1: none is named."""
+        near = 1.0 if code is None else code.share / work.share
+        return 1.0 if near >= self.min_all else near
+
+    def _name(self, code: SampledCode | None, work: RecurringWork) -> str:
         if code is None:
             return "advisor record --deep shows its lines."
         inside = f", in {code.library_function}" if code.library_function else ""
-        return f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}."
+        part = self._part_blamed(code, work)
+        gain = f" The gain is of these {part:.0%} of the work." * (part < 1)
+        return f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}.{gain}"
 
-    def _impact(self, a: Analysis, work: RecurringWork) -> Any:
-        """Gain per step, or over the run where the work lies outside the steps."""
+    def _impact(self, a: Analysis, work: RecurringWork, part: float) -> Any:
+        """Gain per step, or over the run where the work lies outside the steps; ``part``: of the
+        work that the finding blames."""
         recorded = recorded_steps(a)
         if work.outside:
             whole = float(recorded.after_first_ns)
-            gain = work.gain / work.step * whole
+            gain = part * work.gain / work.step * whole
             return impact_over_run(
                 0.9 * gain,
                 low=self.min_gain_share * gain,
@@ -159,7 +170,7 @@ class PeriodicWork(Rule):
                 method="share of the steps beyond the median step x time after the first step",
                 total=whole,
             )
-        gain = work.gain / work.step * (recorded.mean or 0.0)
+        gain = part * work.gain / work.step * (recorded.mean or 0.0)
         return impact_per_step(
             a,
             0.9 * gain,
@@ -173,6 +184,7 @@ class PeriodicWork(Rule):
         return {
             "a loop over time before every 16 updates": _every(16, 40),
             "a validation on the host every 8 steps": _every(8, 40, outside=True),
+            "a part of it in other functions": _every(16, 40, blamed=0.6),
             "without samples": _every(16, 40, samples=0),
             "the host waits for the GPU": (
                 _every(16, 40, leaf="torch/cuda/__init__.py(1162): synchronize"),
@@ -194,12 +206,14 @@ def _every(
     *,
     outside: bool = False,
     samples: int = 100,
+    blamed: float = 1.0,
     leaf: str = "",
     device: float = 0.0,
     steps: int = 200,
     at: tuple[int, ...] = (),
 ) -> TraceBuilder:
-    """Steps of 8 ms, of which every ``period``-th has ``ms`` more."""
+    """Steps of 8 ms, of which every ``period``-th has ``ms`` more; ``blamed``: of it in one
+    function."""
     b = TraceBuilder()
     r = b.record_of_run()
     times = 0
@@ -215,7 +229,7 @@ def _every(
             fields={"gpu": {"forward": device * 1e6}} if device and n % 4 == 0 else {},
             **own,
         )
-    inside = round(samples * times * ms / (times * ms + 8 * steps))
+    inside = round(blamed * samples * times * ms / (times * ms + 8 * steps))
     call = "train.py(9): main"
     frames = [call, "train.py(40): work", "torch/_tensor.py(9): backward", leaf or call]
     stacks = [[samples - inside, [0, 2]], [max(1, inside), [0, 1, *([3] if leaf else [])]]]

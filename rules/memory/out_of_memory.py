@@ -192,6 +192,8 @@ class OutOfMemory(Rule):
             f"{t.format_bytes(peak.reserved)} reserved ({_list_holders(peak)})"
         )
         fix, grown = _name_ways(ways, peak, needed), ""
+        lacking = peak.device_free is not None and needed > 0
+        short = f", {t.format_bytes(needed)} more than the driver had" if lacking else ""
         code = advise_change(ways[0].name, peak.trains)[1] if ways else ""
         if (larger := peak.larger_inputs) is not None:
             origin, *ends = larger
@@ -201,7 +203,7 @@ class OutOfMemory(Rule):
             limit = self.case("an unusually large batch")
             fix, code = f"{limit['fix']} {fix}", f"{limit['code']}\n\n{code}".strip()
         return Finding(
-            summary=f"A request of {t.format_bytes(request)} failed: {why}.{grown}",
+            summary=f"A request of {t.format_bytes(request)} failed{short}: {why}.{grown}",
             evidence=[
                 Evidence("request", request, "bytes"),
                 Evidence("in tensors", peak.allocated, "bytes"),

@@ -98,3 +98,21 @@ def test_a_note_that_may_gain_as_much_as_a_fix_is_shown(shared_trace: Trace) -> 
         shown = REPORTS.render("terminal", of(path), width=120)
         (line,) = (line for line in shown.splitlines() if title in line)
         assert "possibly" in line and line.startswith(" ∙")
+
+
+def test_the_start_of_cuda_before_the_first_work_is_said(shared_trace: Trace) -> None:
+    """cudaDeviceGetStreamPriorityRange takes 29.9 and 24.6 s before the first kernel."""
+    for name, took in (("alexnet", "29.9 s"), ("simple_add", "24.6 s")):
+        report = of(shared_trace(name))
+        assert f"Before it, CUDA's start takes {took}." in report.verdict
+        assert any(f"{took} of it in cudaDeviceGet" in limit for limit in report.limits)
+    quiet = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
+    assert "CUDA's start" not in quiet.verdict and not any("of it in" in x for x in quiet.limits)
+
+
+def test_ranges_that_a_trace_has_are_not_asked_for_as_new() -> None:
+    """Some 11,000 NVTX ranges are in this file, and explain a quarter of the time."""
+    report = of(H100.parent / "nsys" / "ee4fcf3_report1.sqlite.gz")
+    asked = [report.verdict, *(each.record for each in report.not_checked)]
+    assert sum("more NVTX ranges" in text for text in asked) == 2
+    assert not any("with NVTX ranges" in text for text in asked)

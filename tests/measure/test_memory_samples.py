@@ -13,6 +13,7 @@ import pytest
 
 import advisor
 from advisor.advise.memory import is_new
+from advisor.core import text as t
 from advisor.core.memory_changes import advise_change
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import replay_allocator
@@ -417,7 +418,9 @@ def test_a_table_has_no_rows_without_a_line_alone() -> None:
 def test_names_of_changes_are_whole(name: str) -> None:
     page = REPORTS.render("terminal", advisor.analyze(str(FOLDER / f"{name}.pickle.gz")))
     assert "…ller" not in page and "…rlier" not in page
-    assert re.search(r"smaller logits +\d|earlier steps' outputs +\d|fused attention +\d", page)
+    assert re.search(
+        r"smaller logits \(loss in parts\) +\d|earlier steps' outputs +\d|fused attention +\d", page
+    )
 
 
 def test_a_saving_below_what_a_change_frees_at_the_peak_says_why() -> None:
@@ -425,3 +428,18 @@ def test_a_saving_below_what_a_change_frees_at_the_peak_says_why() -> None:
     savings = {each.name: each for each in find_savings(measured("h100_training"))}
     assert "this frees 328 MiB at that moment, and another" in savings["smaller logits"].assumes
     assert "at that moment" not in savings["8-bit optimizer"].assumes
+
+
+def test_a_failed_request_says_how_much_it_lacked() -> None:
+    """The driver had 12.3 GiB for a request of 15.6 GiB."""
+    report = advisor.analyze(str(FOLDER / "h100_full.pickle.gz"))
+    lacking = t.format_bytes((report.memory[0].request or 0) - (report.memory[0].driver_free or 0))
+    assert lacking == "3.36 GiB"
+    assert f"{lacking} more than the driver had" in report.risks[0].summary
+    assert f"{lacking} too little" in report.memory[0].placement
+
+
+def test_tensors_of_unknown_kind_are_no_category() -> None:
+    page = REPORTS.render("terminal", advisor.analyze(str(FOLDER / "h100_fragments.pickle.gz")))
+    assert "by       unknown: nothing in the snapshot shows" in page
+    assert not re.search(r"by +not attributed .*100%", page)

@@ -551,7 +551,9 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
     whole = REPORTS.render("terminal", report(0, notes=notes), details=True)
     shown = whole[whole.index("Not sure") :]
     words = " ".join(shown.split())
-    assert re.search(r"A chance gain possibly [\d.to ]+ ms note a possibility \(confidence in", words)
+    assert re.search(
+        r"A chance gain possibly [\d.to ]+ ms note a possibility \(confidence in", words
+    )
     words = re.sub(r"gain possibly [\d.to ]+ ms ", "", words)
     assert "A chance note a possibility (confidence in the cause 42%)" in words
     assert "A cost note of the recording" in words

@@ -213,6 +213,8 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / whole)}"
         for each in _listed(view)
     ]
+    if [each.category for each in _listed(view)] == ["not attributed"]:
+        by = ["unknown: nothing in the snapshot shows what these tensors are for"]
     held = [
         f"{t.format_bytes(view.allocated)} in tensors",
         f"{t.format_bytes(view.reserved)} reserved" if view.reserved else "",
@@ -373,6 +375,7 @@ def _savings(view: MemoryView) -> list[list[str]]:
 
 def _named(change: str) -> str:
     names = {"references": "earlier steps' outputs"}
+    names["smaller logits"] = "smaller logits (loss in parts)"
     names["expandable segments"] = "expandable segments (of reserved memory)"  # not of tensors
     return names.get(change, change)
 
@@ -428,4 +431,4 @@ def sentences(device: DeviceMemory) -> list[str]:
 
 
 def assumptions(view: MemoryView) -> list[str]:
-    return [f"{each.change}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]
+    return [f"{_named(each.change)}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]

@@ -1,0 +1,28 @@
+"""A finding on periodic work claims what it blames."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.core.finding import Finding
+from advisor.rules.host.periodic_work import PeriodicWork
+from advisor.testing import TraceBuilder
+
+
+def of(name: str) -> Finding:
+    example = PeriodicWork.examples()[name]
+    assert isinstance(example, TraceBuilder)
+    (finding,) = (f for f in PeriodicWork().check(example.analysis()) if isinstance(f, Finding))
+    return finding
+
+
+def test_the_gain_is_of_the_part_of_the_work_that_the_named_code_takes() -> None:
+    """60% of the samples that fall in the work are in the named function, the rest elsewhere."""
+    whole, part = (
+        of("a loop over time before every 16 updates"),
+        of("a part of it in other functions"),
+    )
+    for end in ("gain_ns", "low_ns", "high_ns"):
+        ratio = getattr(part.impact, end) / getattr(whole.impact, end)
+        assert ratio == pytest.approx(0.6, abs=0.05)
+    assert "The gain is of these" in part.summary and "The gain is of" not in whole.summary

@@ -17,6 +17,7 @@ from advisor.core.charts import Segment, StepBar
 from advisor.core.finding import Location
 from advisor.dashboard import theme
 from advisor.render import document as d
+from advisor.render.formats.html import MAX_TITLE
 
 if TYPE_CHECKING:
     from advisor.dashboard.page_view import PageView
@@ -38,14 +39,10 @@ def head(title: str, lead: Any = None, *below: Any) -> Any:
     )
 
 
-MAX_VERDICT = 180
-"""Length of a verdict as heading, characters: three lines of a page."""
-
-
 def verdict_head(verdict: str) -> list[Any]:
     """Build a verdict's heading: the problem, with the sentences after it that have room. The
     others are the paragraph under it."""
-    first, rest = t.split_verdict(verdict, MAX_VERDICT)
+    first, rest = t.split_verdict(verdict, MAX_TITLE)
     return [element("H1", first), element("P", rest, cls="lead") if rest else None]
 
 

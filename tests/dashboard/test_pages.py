@@ -18,8 +18,8 @@ from advisor import cli
 from advisor.core.report import EQUAL_STEP_SHARE
 from advisor.core.text import host_label, split_verdict
 from advisor.dashboard.app import PAGES
-from advisor.dashboard.components import MAX_VERDICT
 from advisor.dashboard.pages.distributed import _folded as folded
+from advisor.render.formats.html import MAX_TITLE
 from advisor.testing import TraceBuilder
 
 SCALES = {"ns": 1.0, "µs": 1e3, "ms": 1e6, "s": 1e9}
@@ -166,7 +166,7 @@ def _mfu(report: dict[str, Any]) -> float | None:
 
 def _the_overview_shows_the_figures(t: Any, report: dict[str, Any]) -> None:
     said = t.page.locator(".page-overview .page-head :is(h1, .lead)").all_inner_texts()
-    assert " ".join(said) == " ".join(filter(None, split_verdict(report["verdict"], MAX_VERDICT)))
+    assert " ".join(said) == " ".join(filter(None, split_verdict(report["verdict"], MAX_TITLE)))
     tiles = _tiles(t)
     unit = "Recording" if report["scope"]["step_source"] == "whole trace" else "Step"
     assert agrees(tiles[unit], _step_ns(report))

@@ -16,8 +16,9 @@ CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 )
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
-MAX_TITLE: Final = 90
-"""Length of a headline's part that is the title, characters; what has no room is a paragraph."""
+MAX_TITLE: Final = 180
+"""Length of a headline's part that is the title, characters: the problem with its gain, in three
+lines of a page; what has no room is a paragraph."""
 MAX_ITEMS: Final = 200
 """Number of items of one list, or of cards of one section."""
 

@@ -37,7 +37,7 @@ REASONS: Final = {
     "DtoH": "the host needs these values",
 }
 """Reasons that hold for a part whatever the rules say."""
-NO_RULE: Final = "no rule has a fix for it"
+NO_RULE: Final = "no fix is known for it"
 
 
 def find_time_without_fix(

@@ -220,7 +220,8 @@ def _verdict(
             of = f"of the analysed {t.format_duration(a.span_ns)}"
         call, took = call_before(a) if report.per == "recording" else ("", 0)
         if call and took >= MIN_IDLE_SHARE * a.span_ns:
-            text += f". Before it, CUDA's start takes {t.format_duration(took)}"
+            text = text.removesuffix(" between its first and its last work")
+            text += f". Before, CUDA starts for {t.format_duration(took)}"
         return "limited", (
             f"One-off costs take at least {t.format_share(once)} {of}, mostly "
             f"{longest}. {action} {text}.{small}"

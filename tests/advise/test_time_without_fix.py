@@ -104,10 +104,10 @@ def test_the_start_of_cuda_before_the_first_work_is_said(shared_trace: Trace) ->
     """cudaDeviceGetStreamPriorityRange takes 29.9 and 24.6 s before the first kernel."""
     for name, took in (("alexnet", "29.9 s"), ("simple_add", "24.6 s")):
         report = of(shared_trace(name))
-        assert f"Before it, CUDA's start takes {took}." in report.verdict
+        assert f"Before, CUDA starts for {took}." in report.verdict
         assert any(f"{took} of it in cudaDeviceGet" in limit for limit in report.limits)
     quiet = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
-    assert "CUDA's start" not in quiet.verdict and not any("of it in" in x for x in quiet.limits)
+    assert "CUDA starts" not in quiet.verdict and not any("of it in" in x for x in quiet.limits)
 
 
 def test_ranges_that_a_trace_has_are_not_asked_for_as_new() -> None:

@@ -286,13 +286,17 @@ class WindowReplayer:
         return next(saved) - next(saved)
 
     def _saved(self, edits: Sequence[Edit], assumption: str) -> float:
-        """Return what edits save, at most the time of what they select."""
+        """Return what edits save, at most the time of what they select, and at least what those of
+        them save that change host time alone."""
         if not edits:
             return 0.0
         by = assumption if assumption in PROFILER_ASSUMPTIONS else ""
         saved = self.period((), by) - self.period(edits, assumption)
-        most = self._exposed.max_saved(edits, optimistic=assumption == "high")
-        return min(saved, most) * self._of_profiled_step(edits, by)
+        saved *= self._of_profiled_step(edits, by)
+        if self.knows_own_steps and not leaves_device_work(edits):
+            on_host = [edit for edit in edits if leaves_device_work([edit])]
+            saved = max(saved, self._saved(on_host, assumption))
+        return min(saved, self._exposed.max_saved(edits, optimistic=assumption == "high"))
 
     def _of_profiled_step(self, edits: Sequence[Edit], assumption: str = "") -> float:
         """Return the factor from savings of a step without the profiler to savings of the measured
@@ -313,8 +317,8 @@ class WindowReplayer:
             self._bounds_and_causes(edits, applied),
         )
         both = [*applied, *edits]
-        limit = self._exposed.max_saved(both, optimistic=True) * self._of_profiled_step(both)
-        limit += self._exposed.beside_compute([*applied, *edits])
+        limit = self._exposed.max_saved(both, optimistic=True)
+        limit += self._exposed.beside_compute(both)
         low = min(gain, low if gain < 0 else max(0.0, low))
         return GainRange(gain, low, high, limit - self._saved(applied, ""), low_by, high_by)
 
@@ -348,7 +352,7 @@ class WindowReplayer:
         possible = gains[:-1] if others[0] == "unprofiled_min" else gains
         least, largest = min(possible) - error, max(gains) + error + beside
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
-        limit = self._exposed.max_saved(both, optimistic=True) * self._of_profiled_step(both)
+        limit = self._exposed.max_saved(both, optimistic=True)
         limit += beside - self._saved(applied, "")
         steps: dict[RangeCause, list[float]] = {
             "assumption": gains[1:3],

@@ -16,7 +16,7 @@ from advisor import Analysis, Edit
 from advisor.core.trace import BLOCKING_CALLS
 from advisor.replay.edit_language import parse_edit, write_edit
 from advisor.replay.estimators import estimator_for
-from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
+from advisor.replay.selection import host_spans, selected_gaps, selected_gpu, selected_host
 from advisor.replay.window_replayer import GainRange
 
 TOLERANCE = 0.001
@@ -97,8 +97,8 @@ class Draw:
     def wider(self, line: str) -> str | None:
         """The same of more events."""
         verb, target, *rest = line.split()
-        narrowed = [word for word in rest if ":" in word]
-        rest = [word for word in rest if ":" not in word]
+        narrowed = [word for word in rest if ":" in word and word != "at:loop"]
+        rest = [word for word in rest if word not in narrowed]
         kind = target.partition(":")[0]
         options: list[str] = ["work" if narrowed else ""]
         if kind in ("kernel", "family"):
@@ -109,9 +109,9 @@ class Draw:
             options = [kind]
         if kind in ("op", "host") and ":" in target:
             options = [
-                f"{target}|{other.partition(':')[2]}"
+                f"{target}|{other.split()[0].partition(':')[2]}"
                 for other in self.host
-                if other.startswith(kind) and other != target
+                if other.startswith(kind) and other.split()[0] != target
             ]
         options = [option for option in options if (option and option != target) or narrowed]
         return " ".join([verb, self.rng.choice(options), *rest]) if any(options) else None
@@ -242,7 +242,11 @@ def touchable(a: Analysis, edits: Sequence[Edit]) -> float:
         if edit.select.on == "gap":
             host += float(a.gaps.filter(pl.Series(selected_gaps(a, edit.select)))["dur"].sum())
         elif edit.select.on == "host":
-            host += clipped(cpu.filter(pl.Series(selected_host(a, edit.select)))) * (1 - left)
+            rows = cpu.select("ts", "dur").filter(pl.Series(selected_host(a, edit.select)))
+            if edit.select.at == "loop":  # with the time between them
+                _, ts, dur = host_spans(a, edit.select)
+                rows = pl.DataFrame({"ts": ts, "dur": dur})
+            host += clipped(rows) * (1 - left)
         elif edit.op == "drop_launch":
             host += float(end - begin)
         else:

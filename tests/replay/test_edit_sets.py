@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import edit_sets
 import polars as pl
@@ -40,6 +41,12 @@ def traces() -> list[str]:
     return [str(p.relative_to(CORPUS)) for p in sorted(found, key=lambda p: p.stat().st_size)]
 
 
+def runs() -> list[Path]:
+    """Recorded runs: of a GPU, and of the CPU."""
+    folders = (CORPUS / "h100", Path(__file__).parents[1] / "data" / "recorded")
+    return [path.parent for f in folders for path in sorted(f.glob("*/manifest.json"))]
+
+
 @pytest.mark.parametrize("name", traces())
 def test_no_law_is_broken(name: str) -> None:
     path = CORPUS / name
@@ -50,6 +57,19 @@ def test_no_law_is_broken(name: str) -> None:
     if a.steps.table.is_empty() or a.step_ns <= 0:
         pytest.skip("no steps in it")
     count = SETS or (1 if path.stat().st_size > LARGE else 3)
+    obeys(a, name, count)
+
+
+@pytest.mark.parametrize("run", runs(), ids=lambda run: run.name)
+def test_no_law_is_broken_by_a_recorded_run(run: Path) -> None:
+    """Its gains are of steps without the profiler, and then of the measured ones."""
+    a = examined(str(run)).main
+    if a.steps.table.is_empty() or a.step_ns <= 0:
+        pytest.skip("no steps in it")
+    obeys(a, run.name, SETS or 2)
+
+
+def obeys(a: Analysis, name: str, count: int) -> None:
     laws = edit_sets.tried(a, name, count)
     assert not [str(violation) for violation in laws.found]
 

@@ -8,7 +8,7 @@ during which the device is idle."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from math import ceil, isfinite
+from math import ceil, isfinite, sqrt
 
 import polars as pl
 from msgspec.structs import replace
@@ -505,7 +505,8 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
 
     The range widens by what this cannot know: work that a fix ends, on the device or of an operator
     on the host, may take as long without the profiler as it did in the window; and steps that are
-    longer than the window's need not have more of the cause."""
+    longer than the window's need not have more of the cause. The few steps of a window have more or
+    less of it than the run's, as far as they differ from each other."""
     impact, scale = finding.impact, None if step is None else step.gain_scale
     if step is None or scale is None or impact is None or impact.currency != "step_time":
         return finding
@@ -519,6 +520,7 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
         high = max(high, min(most, step.ns - _device_work_left(a, [finding], step.ns)))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, least)
+    low, high = low * (1 - (error := _sampling_error(a))), high * (1 + error)
     finding = replace(
         finding,
         impact=replace(
@@ -534,6 +536,15 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
         return finding
     why = "the profiled window is not like the rest of the run"
     return lower_confidence(finding, ATYPICAL_WINDOW_CONFIDENCE, why)
+
+
+def _sampling_error(a: Analysis) -> float:
+    """Return how far the window's mean step may be from that of all, as a share of it: 1.28
+    standard errors, which hold four of five."""
+    taken = a.steps.used["dur"].to_numpy().astype(float)
+    if len(taken) < 3:
+        return 0.0
+    return min(1.0, 1.28 * float(taken.std(ddof=1)) / (sqrt(len(taken)) * float(taken.mean())))
 
 
 def _of_the_run(finding: Finding, step: StepTime, a: Analysis) -> Callable[[float], float] | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine, open_ranks
+from advisor.advise.finding_text import ranked_findings
 from advisor.advise.ranks.job import files_summarised_apart
-from advisor.advise.report_text import ranked_findings
 from advisor.core.errors import AdvisorError
 from advisor.core.report import SCHEMA, Report, StepTime
 from advisor.core.report_file import read_saved

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from advisor.advise import report_text
+from advisor.advise import finding_text, report_text
 from advisor.advise.priority import marginal_gain
 from advisor.core import charts, labels
 from advisor.core import text as t
@@ -145,7 +145,7 @@ def _ranked(
 
 def build_fix_sequence(report: Report) -> FixSequence | None:
     """Return the step time left after each fix of the step; ``None`` if none shortens it."""
-    result = report_text.fixes_of_step(report)
+    result = finding_text.fixes_of_step(report)
     whole = report.step_ns
     if whole <= 0 or not any(finding.marginal_gain_ns for finding in result):
         return None
@@ -168,7 +168,7 @@ def build_chosen_fix_sequence(
     full = build_fix_sequence(report)
     if full is None:
         return None
-    result = report_text.fixes_of_step(report)
+    result = finding_text.fixes_of_step(report)
     known = [stair.saved_ns for stair in full.fixes]
 
     def savings(chosen: Sequence[Finding]) -> list[float]:

@@ -9,10 +9,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.advise.finding_text import explain_note
 from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
 from advisor.advise.program_wording import how_to_record_more
 from advisor.advise.recording_limits import is_too_small, lost_records
-from advisor.advise.report_text import explain_note
 from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Edit, Finding
 from advisor.core.intervals import covered_length, intersect, union

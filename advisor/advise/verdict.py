@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.auxiliary_report import auxiliary_verdict, flight_verdict
+from advisor.advise.finding_text import POSSIBLE, fixes_of_step, has_large_gain, is_unsure
 from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import (
     ACTIVITIES,
@@ -30,13 +31,7 @@ from advisor.advise.recording_limits import (
     schedule_of,
 )
 from advisor.advise.report_fields import MIN_APART_SHARE
-from advisor.advise.report_text import (
-    POSSIBLE,
-    fixes_of_step,
-    format_speedup,
-    has_large_gain,
-    is_unsure,
-)
+from advisor.advise.report_text import format_speedup
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding

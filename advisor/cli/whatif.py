@@ -139,7 +139,7 @@ def _no_edit(path: str, run: Run, options: o.Options) -> AdvisorError:
     """Return the error where no edit is given: with the longest targets of the trace, and the edits
     of its findings, to paste."""
     from advisor.advise.engine import examine
-    from advisor.advise.report_text import ranked_findings
+    from advisor.advise.finding_text import ranked_findings
     from advisor.core.labels import clean
     from advisor.core.text import format_duration
     from advisor.replay.edit_language import write_edit

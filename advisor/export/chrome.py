@@ -13,7 +13,7 @@ import polars as pl
 from msgspec import Raw
 from numpy.typing import NDArray
 
-from advisor.advise import report_text
+from advisor.advise import finding_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding
@@ -319,7 +319,7 @@ def build_tracks(
     yield _meta("process_labels", pid, 0, labels=text(report.verdict, 200))
     yield _meta("process_sort_index", pid, 0, sort_index=-1)
     result = [("steps", _steps(a)), ("idle gaps", _gaps(a, text))]
-    for finding in report_text.ranked_findings(report):
+    for finding in finding_text.ranked_findings(report):
         if not finding.other_rank:
             title = text(finding.title, 80)
             result.append((f"{finding.priority}. {title}", _finding(a, finding, text)))

@@ -3,7 +3,7 @@
 from typing import Any
 from urllib.parse import urlsplit
 
-from advisor.advise import report_text
+from advisor.advise import finding_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
@@ -41,7 +41,7 @@ def layout(category: object = None, **query: object) -> Any:
     """Build the page; ``category`` keeps the findings of one."""
     view = page_view.view(**query)
     report = view.loaded.report
-    ranked, timeless = report_text.ranked_findings(report), report.scope.has_no_step_time
+    ranked, timeless = finding_text.ranked_findings(report), report.scope.has_no_step_time
     everything = [*ranked, *report.risks, *report.notes]
     if not everything:
         return page(_head(report), _nothing(report), *counter_command(report))
@@ -64,7 +64,7 @@ def layout(category: object = None, **query: object) -> Any:
 
 
 def _head(report: Report) -> Any:
-    count = len(report_text.ranked_findings(report))
+    count = len(finding_text.ranked_findings(report))
     title = "Findings"
     if count:
         lead = "Fix them in this order. Each gain is of its fix alone."
@@ -103,8 +103,8 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
-    conditions = report_text.gain_conditions(finding, report)
-    caveats = [*conditions, *report_text.describe_caveats(finding, conditions)]
+    conditions = finding_text.gain_conditions(finding, report)
+    caveats = [*conditions, *finding_text.describe_caveats(finding, conditions)]
     return element(
         "Article",
         _title(report, finding),
@@ -194,8 +194,8 @@ def _lines(lines: list[str]) -> Any:
 
 
 def _where(view: PageView, report: Report, finding: Finding) -> Any:
-    places = report_text.named_places(finding, 5, name_width=90, path_width=90)
-    missing = report_text.line_not_recorded(report, finding)
+    places = finding_text.named_places(finding, 5, name_width=90, path_width=90)
+    missing = finding_text.line_not_recorded(report, finding)
     if not places and not missing:
         return None
     lines = []
@@ -205,7 +205,7 @@ def _where(view: PageView, report: Report, finding: Finding) -> Any:
             element("Code", abbreviation(*pair)) for pair in zip(texts, full_names, strict=True)
         ]
         figures = " · ".join(
-            t.location_figures(place, report_text.counted_steps(report), report.per)
+            t.location_figures(place, finding_text.counted_steps(report), report.per)
         )
         href = timeline_href(view, finding, place)
         source = editor_href(view.session.editor, place)
@@ -282,8 +282,8 @@ def _limit(item: Evidence) -> list[Any]:
 def _folded(report: Report, finding: Finding) -> list[Any]:
     """List what the fix covers, and apart from that the fixes that could stand in its place."""
     lines: dict[str, list[Any]] = {}
-    for other in report_text.folded_findings(report, finding):
-        word, text = report_text.covered_line(finding, other)
+    for other in finding_text.folded_findings(report, finding):
+        word, text = finding_text.covered_line(finding, other)
         lines.setdefault(word, []).append(element("Li", text))
     titles = {"also": "Also fixed by this", "or": "Alternatives to this fix"}
     return [_block(titles[word], element("Ul", *own, cls="folded")) for word, own in lines.items()]
@@ -332,7 +332,7 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
         return None
     lines = []
     for finding in notes:
-        reason = report_text.explain_note(finding)
+        reason = finding_text.explain_note(finding)
         target = next(
             (href for p in finding.where if (href := timeline_href(view, finding, p))), None
         )
@@ -357,7 +357,7 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
 
 def _note_gain(finding: Finding) -> Any:
     impact = finding.impact
-    if not report_text.note_gain(finding) or impact is None:
+    if not finding_text.note_gain(finding) or impact is None:
         return None
     return element(
         "Span",

@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 import dash
 from dash import ClientsideFunction, Input, Output
 
-from advisor.advise import report_text as facts_of
+from advisor.advise import finding_text
 from advisor.advise.ranks import rank_charts
 from advisor.core import text as t
 from advisor.core.labels import clean, shorten
@@ -276,7 +276,7 @@ def _changes(report: Report) -> list[Any]:
     """Show fixes, opened on demand, and what other changes would gain."""
     fixes = [
         foldable(
-            " · ".join(filter(None, (clean(finding.title), facts_of.describe_gain(finding)))),
+            " · ".join(filter(None, (clean(finding.title), finding_text.describe_gain(finding)))),
             element("P", clean(finding.summary)),
             element("P", clean(finding.fix)) if finding.fix else None,
         )

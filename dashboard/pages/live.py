@@ -7,7 +7,7 @@ import dash
 import numpy as np
 from dash import Input, Output, State, dcc
 
-from advisor.advise import report_charts, report_text
+from advisor.advise import finding_text, report_charts
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment
@@ -233,7 +233,7 @@ def _findings(view: PageView) -> Any:
         why = labels.clean(entry.failure_reason or entry.progress)
         return empty_state("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
-    ranked = report_text.ranked_findings(report)[:5]
+    ranked = finding_text.ranked_findings(report)[:5]
     if not ranked:
         return card("Findings", element("P", labels.clean(report.verdict)))
     if report.scope.step_source == "record":

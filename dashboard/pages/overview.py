@@ -6,7 +6,7 @@ import dash
 import dash_mantine_components as dmc
 from dash import ClientsideFunction, Input, Output, State
 
-from advisor.advise import report_charts, report_text
+from advisor.advise import finding_text, report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import FixSequence, StepAfterFix, StepBar
@@ -113,7 +113,7 @@ def _head(view: PageView, report: Report) -> Any:
     # one step time leads; those of the whole run and of its window are a click away
     folded = [lines.pop(label) for label in ("run", "window") if "window" in lines]
     risks = report.risks if report.scope.has_no_step_time else []  # of a snapshot's memory
-    first = next(iter((*report_text.ranked_findings(report), *risks)), None)
+    first = next(iter((*finding_text.ranked_findings(report), *risks)), None)
     return element(
         "Div",
         element(
@@ -265,12 +265,12 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 def finding_line(view: PageView, finding: Finding) -> Any:
     """Show a finding in two lines, linked to its details."""
     impact = finding.impact
-    where = report_text.named_places(finding, 1)
-    sampled = report_text.line_not_recorded(view.loaded.report, finding)
+    where = finding_text.named_places(finding, 1)
+    sampled = finding_text.line_not_recorded(view.loaded.report, finding)
     places = [" · ".join(where[0][1])] if where else []
-    if sampled.startswith(report_text.SAMPLED_LINE):
+    if sampled.startswith(finding_text.SAMPLED_LINE):
         places.insert(0, f"{sampled[:1].upper()}{sampled[1:]}")
-    order = report_text.order_parts(finding, view.loaded.report)
+    order = finding_text.order_parts(finding, view.loaded.report)
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
         amount = element(
@@ -313,7 +313,7 @@ def anchor(finding: Finding) -> str:
 
 def _top(view: PageView, report: Report) -> Any:
     timeless = report.scope.has_no_step_time
-    ranked = report.notes if timeless else report_text.ranked_findings(report)
+    ranked = report.notes if timeless else finding_text.ranked_findings(report)
     listed = [*ranked[:MAX_LISTED_FINDINGS], *report.risks]
     if not listed:
         return None
@@ -332,7 +332,7 @@ def _top(view: PageView, report: Report) -> Any:
 
 def counter_command(report: Report) -> list[Any]:
     """Show the command that the verdict speaks of, where no fix is known; else Kernels has it."""
-    ranked = report_text.ranked_findings(report)
+    ranked = finding_text.ranked_findings(report)
     return [] if ranked else [*map(draw_section, auxiliary_sections.counter_command(report))]
 
 

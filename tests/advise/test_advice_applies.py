@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import advisor
-from advisor.advise.report_text import describe_gain
+from advisor.advise.finding_text import describe_gain
 from advisor.core.report import Report
 from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import line_of_operator

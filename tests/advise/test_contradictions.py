@@ -11,13 +11,9 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import AnalysisResult
+from advisor.advise.finding_text import LATE_CAUSES, ranked_findings
 from advisor.advise.report_charts import build_chosen_fix_sequence, build_fix_sequence
-from advisor.advise.report_text import (
-    LATE_CAUSES,
-    describe_all_fixes,
-    ranked_findings,
-    step_after_fixes,
-)
+from advisor.advise.report_text import describe_all_fixes, step_after_fixes
 from advisor.core import text as t
 from advisor.core.charts import StepAfterFix
 from advisor.core.errors import AdvisorError

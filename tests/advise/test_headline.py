@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise import report_text
+from advisor.advise import finding_text, report_text
 from advisor.advise.engine import Options, analyze
-from advisor.advise.report_text import describe_gain, describe_scope, figures_of_merit
+from advisor.advise.finding_text import describe_gain
+from advisor.advise.report_text import describe_scope, figures_of_merit
 from advisor.core.finding import Impact
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord
@@ -460,7 +461,7 @@ def test_waits_that_cost_little_may_gain_no_more_than_they_cost(
     assert impact.gain_ns > 2 * float(cost.value or 0)
     assert impact.low_ns == pytest.approx(cost.value, abs=1) and impact.low_by == "late launches"
     assert any(
-        "no launch after them comes earlier" in why for why in report_text.range_reasons(first)
+        "no launch after them comes earlier" in why for why in finding_text.range_reasons(first)
     )
 
 
@@ -518,14 +519,14 @@ def test_the_shares_of_a_range_are_those_of_the_printed_gains(
     """Of 24.9 ms of slow operators the fix removes the same shares as its gain is."""
     report = analyze(shared_file("h100/conv_heuristics"))
     first = report.findings[0]
-    (note,) = [why for why in report_text.range_reasons(first) if why.startswith("range: ")]
+    (note,) = [why for why in finding_text.range_reasons(first) if why.startswith("range: ")]
     shares = [int(share) for share in re.findall(r"(\d+)%", note)]
     impact = first.impact
     assert impact is not None and impact.gain_ns and impact.low_ns and impact.high_ns
     expected = [shares[0] * ns / impact.gain_ns for ns in (impact.low_ns, impact.high_ns)]
     assert shares[1:] == pytest.approx(expected, abs=2)
     reads = analyze(shared_file("h100/host_metric")).findings[0]  # 1.05 ms and more: not none
-    assert "none" not in " ".join(report_text.range_reasons(reads))
+    assert "none" not in " ".join(finding_text.range_reasons(reads))
 
 
 def test_a_gain_at_the_upper_end_of_a_wide_range_is_up_to_it(
@@ -533,7 +534,7 @@ def test_a_gain_at_the_upper_end_of_a_wide_range_is_up_to_it(
 ) -> None:
     """At best all copies go, 15 ms, at worst none; 15.4 ms is the error of the estimate."""
     first = analyze(shared_file("v100_train_copy_heavy.json.gz")).findings[0]
-    assert report_text.describe_gain(first) == "up to 15 ms (0–15 ms), 12%"
+    assert finding_text.describe_gain(first) == "up to 15 ms (0–15 ms), 12%"
 
 
 @pytest.mark.parametrize(
@@ -762,6 +763,6 @@ def test_a_step_without_its_matrix_products_is_told_as_a_part(
 def test_why_a_gain_is_more_than_the_waits_of_a_graph_that_is_normalised_again() -> None:
     """Its edits end the kernels of the normalisation with the wait for its size."""
     report = analyze(Path(__file__).parents[1] / "corpus" / "h100" / "citation_gcn", OPTIONS)
-    (why,) = report_text.beyond_evidence(report.findings[0], report)
+    (why,) = finding_text.beyond_evidence(report.findings[0], report)
     assert why.startswith("the gain is more than")
     assert why.endswith("the kernels around the wait go too, and later work is launched earlier")

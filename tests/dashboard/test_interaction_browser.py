@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from advisor.advise import report_text
+from advisor.advise import finding_text
 from advisor.advise.report_charts import build_chosen_fix_sequence
 from advisor.core.text import format_duration
 from advisor.dashboard.app import create_app
@@ -97,7 +97,7 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
 ) -> None:
     shown = show(pair[0])
     result = shown.session.entries[0].loaded.examined
-    _, second = report_text.ranked_findings(result.report)[:2]
+    _, second = finding_text.ranked_findings(result.report)[:2]
     t = tab(shown)
     page = t.open("/")
     ticks, stairs = page.locator(".stair input"), page.locator(".stair .then")

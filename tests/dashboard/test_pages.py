@@ -495,7 +495,7 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
     ],
 )
 def test_the_findings_have_the_notes_and_the_line_of_the_report(name: str, says: str) -> None:
-    from advisor.advise import report_text
+    from advisor.advise import finding_text
     from advisor.dashboard.app import create_app
     from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.pages import findings
@@ -511,7 +511,7 @@ def test_the_findings_have_the_notes_and_the_line_of_the_report(name: str, says:
     texts = set(_texts(shown))
     assert any(says in text for text in texts)
     conditions = [
-        report_text.gain_conditions(f, report) for f in report_text.ranked_findings(report)
+        finding_text.gain_conditions(f, report) for f in finding_text.ranked_findings(report)
     ]
     assert any(conditions) and {each for some in conditions for each in some} <= texts
 
@@ -582,7 +582,7 @@ def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:
 
 
 def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -> None:
-    from advisor.advise import report_text
+    from advisor.advise import finding_text
     from advisor.core import labels
     from advisor.dashboard.app import create_app
     from advisor.dashboard.loaded_runs import DashboardSession
@@ -627,7 +627,7 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     assert limit > first.index("Skipped checks")
     # the explanation stands before what a range depends on
     summary = labels.clean(loaded.report.findings[0].summary)
-    (condition, *_) = report_text.gain_conditions(loaded.report.findings[0], loaded.report)
+    (condition, *_) = finding_text.gain_conditions(loaded.report.findings[0], loaded.report)
     assert finding.index(summary) < finding.index(condition)
     # an outlier's idle time is unknown, not zero
     index = build_index(loaded.main)
@@ -641,12 +641,12 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
 
 
 def test_an_alternative_is_no_fix_that_comes_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    from advisor.advise import report_text
+    from advisor.advise import finding_text
     from advisor.dashboard.pages import findings
 
     others = {"also": "a symptom", "or": "another way"}
-    monkeypatch.setattr(report_text, "folded_findings", lambda *_: list(others))
-    monkeypatch.setattr(report_text, "covered_line", lambda _, word: (word, others[word]))
+    monkeypatch.setattr(finding_text, "folded_findings", lambda *_: list(others))
+    monkeypatch.setattr(finding_text, "covered_line", lambda _, word: (word, others[word]))
     first, second = findings._folded(Any, Any)  # type: ignore[arg-type]
     assert "Also fixed by this" in str(first) and "another way" not in str(first)
     assert "Also fixed by this" not in str(second) and "another way" in str(second)

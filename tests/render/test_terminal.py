@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
 
-from advisor.advise import report_text
+from advisor.advise import finding_text
 from advisor.advise.engine import analyze
 from advisor.advise.rule_loading import load_rules
 from advisor.core import text as t
@@ -131,8 +131,8 @@ def test_a_gain_in_a_row_has_its_range_however_long_the_title(
     found = report().findings[0]
     made = replace(report(), findings=[replace(found, title="A title " + "of many words " * 3)])
     text = REPORTS.render("terminal", made, **options)
-    assert report_text.describe_gain(found) in text
-    assert re.search(r"\(.*–.*\)", report_text.describe_gain(found))
+    assert finding_text.describe_gain(found) in text
+    assert re.search(r"\(.*–.*\)", finding_text.describe_gain(found))
 
 
 def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:

@@ -26,7 +26,7 @@ import rewriting
 from msgspec.structs import replace
 
 from advisor import Analysis, Edit, Finding
-from advisor.advise import report_text
+from advisor.advise import finding_text
 from advisor.advise.engine import AnalysisResult
 from advisor.core.trace import BLOCKING_CALLS
 from advisor.measure.steps.steps import recorded_extent
@@ -581,7 +581,7 @@ def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them
         most = report.step_ns if impact.most_ns is None else impact.most_ns
         assert 0 <= low <= gain <= high <= most + EXACT_NS, finding.title
         assert high <= report.step_ns + EXACT_NS, finding.title
-        said = " ".join(report_text.gain_conditions(finding, report))
+        said = " ".join(finding_text.gain_conditions(finding, report))
         if low < 0.5 * gain or high > 2 * gain:
             assert re.search(
                 r"range: \w|range begins at 0: \w|no gain unless|(low|high) end.*: \w", said

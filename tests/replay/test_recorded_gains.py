@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
-from advisor.advise.report_text import beyond_evidence
+from advisor.advise.finding_text import beyond_evidence
 from advisor.core.finding import Edit, Select
 from advisor.replay.window_replayer import EVENT_COST_NS, WindowReplayer, event_cost, median_error
 from advisor.testing import TraceBuilder

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from advisor.advise import report_charts, report_text
+from advisor.advise import finding_text, report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding
@@ -59,7 +59,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         *auxiliary_sections.build_flight_record(report.flight),
         *auxiliary_sections.build_network_path(report.network),
     ]
-    ranked = report_text.ranked_findings(report)
+    ranked = finding_text.ranked_findings(report)
     on_demand = [block for block in context if isinstance(block, Section) and block.folded]
     return Document(
         report.verdict,
@@ -152,17 +152,17 @@ def _ranks(report: Report) -> Iterator[Block]:
 
 
 def _findings(report: Report, width: int) -> Iterator[Block]:
-    ranked = report_text.ranked_findings(report)
+    ranked = finding_text.ranked_findings(report)
     if ranked:
         outlook = report_text.describe_all_fixes(report)
         lead: list[Block] = [Paragraph(outlook, "soft")] if outlook else []
-        shared = report_text.shared_caveats(ranked)
+        shared = finding_text.shared_caveats(ranked)
         if shared:
             caveats = TextField("caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True)
             lead.append(FieldList([caveats]))
         result = [_card(report, finding, width, shared) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
-        title = "What to change" if report_text.has_large_gain(report) else "Small gains"
+        title = "What to change" if finding_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
     fix_sequence = report_charts.build_fix_sequence(report)
     if fix_sequence is not None and len(fix_sequence.fixes) > 1:
@@ -179,7 +179,7 @@ def _card(
 ) -> Card:
     """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand.
     ``shared``: caveats that stand above all cards."""
-    notes = report_text.gain_conditions(finding, report)
+    notes = finding_text.gain_conditions(finding, report)
     fields = [
         TextField("note", [*notes], "warn"),
         *_where(report, finding, width),
@@ -188,20 +188,20 @@ def _card(
     ]
     code: list[Block] = [Code(finding.code)] if finding.code else []
     share = t.format_share(finding.confidence)
-    unsure = report_text.is_unsure(finding)
-    sure = report_text.POSSIBLE.format(share) if unsure else f"confidence in the cause {share}"
+    unsure = finding_text.is_unsure(finding)
+    sure = finding_text.POSSIBLE.format(share) if unsure else f"confidence in the cause {share}"
     confidence = [sure, finding.severity]
     if finding.validation == "synthetic":
         confidence.append("not proven on real traces")
     covered = [
-        report_text.covered_line(finding, other)
-        for other in report_text.folded_findings(report, finding)
+        finding_text.covered_line(finding, other)
+        for other in finding_text.folded_findings(report, finding)
     ]
     return Card(
         finding.title,
         [FieldList(fields, indent=4), *code],
         number="" if finding.priority is None else str(finding.priority),
-        gain=report_text.describe_gain(finding, report),
+        gain=finding_text.describe_gain(finding, report),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[
@@ -213,7 +213,7 @@ def _card(
                     TextField("verify", [finding.verify]),
                     TextField(
                         "caveats",
-                        ["; ".join(report_text.describe_caveats(finding, [*shared, *notes]))],
+                        ["; ".join(finding_text.describe_caveats(finding, [*shared, *notes]))],
                         "soft",
                     ),
                     *(
@@ -225,7 +225,7 @@ def _card(
             ),
         ],
         fix=fix,
-        brief=fix and report_text.is_small(finding),
+        brief=fix and finding_text.is_small(finding),
     )
 
 
@@ -233,16 +233,16 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
     """List the places, worst first, a line each; what would record the first one's line. ``width``:
     columns of a page, which leave room to names."""
     names_width, path_width = max(48, width - 32), max(60, width - 20)
-    shown = report_text.named_places(finding, name_width=names_width, path_width=path_width)
+    shown = finding_text.named_places(finding, name_width=names_width, path_width=path_width)
     for number, (location, names) in enumerate(shown):
         whole = t.location_names(location, name_width=2000, path_width=2000)
         parts: list[Inline] = [
             Span(name, "code", full) for name, full in zip(names, whole, strict=True)
         ]
-        parts += t.location_figures(location, report_text.counted_steps(report), report.per)
+        parts += t.location_figures(location, finding_text.counted_steps(report), report.per)
         if parts:
             yield TextField("" if number else "where", parts, detail=number > 0)
-    if missing := report_text.line_not_recorded(report, finding):
+    if missing := finding_text.line_not_recorded(report, finding):
         yield TextField("" if shown else "where", [missing], "soft")
 
 
@@ -259,8 +259,8 @@ def _fact(item: Evidence) -> EvidenceRow:
 
 def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
-        large = [note for note in report.notes if report_text.is_large_note(note, report)]
-        shown = [n for n in report.notes if n in large or report_text.is_notable_note(n, report)]
+        large = [note for note in report.notes if finding_text.is_large_note(note, report)]
+        shown = [n for n in report.notes if n in large or finding_text.is_notable_note(n, report)]
         others = [note for note in report.notes if note not in shown]
         notes = [_note(note) for note in others[:MAX_NOTES]]
         counted = t.count_noun(len(others), "note")
@@ -286,7 +286,7 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.hot_lines:
         rows: list[Sequence[Inline]] = [
             [Span(place, "code"), share, Span(text, "code")]
-            for share, place, text in report_text.hot_lines(report)
+            for share, place, text in finding_text.hot_lines(report)
         ]
         table = Grid(["line", "CPU time", ""], rows, align="lrl")
         counted = t.count_noun(len(rows), "hot Python line")
@@ -323,9 +323,9 @@ def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Secti
 def _note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:
     """Describe a possible finding: why it is not ranked, and what it could gain; in a ``row``, its
     gain stands beside the title."""
-    gain = report_text.note_gain(finding)
+    gain = finding_text.note_gain(finding)
     fields = [
-        TextField("note", [report_text.explain_note(finding)]),
+        TextField("note", [finding_text.explain_note(finding)]),
         TextField("why", [finding.summary]),
         TextField("gain", ["" if row else gain]),
         TextField("fix", [finding.fix], prose=row),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
-from advisor.advise import report_text
+from advisor.advise import finding_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
@@ -76,7 +76,7 @@ def _annotation(finding: Finding) -> str:
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
     properties["title"] = (
-        f"{labels.clean(finding.title)} ({report_text.describe_gain(finding, alone=True)})"
+        f"{labels.clean(finding.title)} ({finding_text.describe_gain(finding, alone=True)})"
     )
     lines = [finding.summary, f"Fix: {finding.fix}"]
     if "file" not in properties and finding.where:

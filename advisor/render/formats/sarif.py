@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from advisor.advise import report_text
+from advisor.advise import finding_text, report_text
 from advisor.core import labels
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
@@ -118,7 +118,7 @@ def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
-    gain = report_text.describe_gain(finding, alone=True).capitalize()
+    gain = finding_text.describe_gain(finding, alone=True).capitalize()
     text = f"{finding.summary} {gain}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {

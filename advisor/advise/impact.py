@@ -372,23 +372,29 @@ def _bounded(finding: Finding, max_gain: float, step_ns: float) -> Finding:
 # -- of the window, of the run ---------------------------------------------------------------------
 
 
-def scale_to_run(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
+def scale_to_run(
+    findings: Sequence[Finding], a: Analysis, reference_ns: float | None
+) -> list[Finding]:
     """Scale gains found in a window to the run's own step. Those that a rule derived from the
-    record are of that step already."""
+    record are of that step already. ``reference_ns``: the step that the gains of edits are savings
+    of; ``None``: the window's."""
     step = step_time(a)
     result = []
     for finding in findings:
         if finding.edits or finding.impact is None or not finding.impact.of_run:
-            finding = _carry_over(finding, step, a)
+            of_ns = (reference_ns if finding.edits else None) or a.step_ns
+            finding = _carry_over(finding, step, a, of_ns)
             finding = _match_loading(finding, a)
             finding = _leave_device_work(finding, a, step)
         result.append(_share_of_reference(finding, step))
     return result
 
 
-def scales_to_run(findings: Sequence[Finding], a: Analysis) -> list[float]:
+def scales_to_run(
+    findings: Sequence[Finding], a: Analysis, reference_ns: float | None
+) -> list[float]:
     """Return the ratio of each finding's gain in the run's own step to that in the window."""
-    scaled = [finding.impact for finding in scale_to_run(findings, a)]
+    scaled = [finding.impact for finding in scale_to_run(findings, a, reference_ns)]
     gains = [(f.impact, of_run) for f, of_run in zip(findings, scaled, strict=True)]
     return [
         (of_run.gain_ns or 0) / of_window.gain_ns
@@ -495,24 +501,24 @@ def _share_of_reference(finding: Finding, step: StepTime | None) -> Finding:
     return replace(finding, impact=replace(impact, share=share), severity=severity)
 
 
-def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding:
-    """Convert a gain found in a window to the run's step.
+def _carry_over(finding: Finding, step: StepTime | None, a: Analysis, of_ns: float) -> Finding:
+    """Convert a gain that is a saving of a step of ``of_ns`` to the run's step.
 
-    What the profiler adds is host time. So device work that a fix ends takes as long without it,
-    and the time in which the device idles shrinks as that of the whole step does
-    (:func:`_of_the_run`). Where the run's steps are longer than the window's, and without a
-    device, a gain keeps its share of the step.
+    Device work that a fix ends takes as long in both, and the time in which the device idles
+    changes as that of the whole step does (:func:`_of_the_run`). Where the run's steps are longer,
+    and without a device, a gain keeps its share of the step.
 
     The range widens by what this cannot know: work that a fix ends, on the device or of an operator
     on the host, may take as long without the profiler as it did in the window; and steps that are
     longer than the window's need not have more of the cause. The few steps of a window have more or
     less of it than the run's, as far as they differ from each other."""
-    impact, scale = finding.impact, None if step is None else step.gain_scale
-    if step is None or scale is None or impact is None or impact.currency != "step_time":
+    impact = finding.impact
+    if step is None or step.gain_scale is None or impact is None or impact.gain_ns is None:
         return finding
-    if impact.gain_ns is None:
+    if impact.currency != "step_time":
         return finding
-    convert = _of_the_run(finding, step, a) or scale.__mul__
+    scale = step.ns / of_ns
+    convert = _of_the_run(finding, step, a, of_ns) or scale.__mul__
     least = impact.gain_ns if impact.low_ns is None else impact.low_ns
     most = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = min(convert(least), scale * least), max(convert(most), scale * most)
@@ -547,21 +553,23 @@ def _sampling_error(a: Analysis) -> float:
     return min(1.0, 1.28 * float(taken.std(ddof=1)) / (sqrt(len(taken)) * float(taken.mean())))
 
 
-def _of_the_run(finding: Finding, step: StepTime, a: Analysis) -> Callable[[float], float] | None:
-    """Return what converts a gain of the window to one of the run's usual step: of device work
-    that the edits touch, as much as the run has of the window's; of the idle time, the run's over
-    the window's. ``None``: there are no edits, the device hardly idles, its idle time alone is
+def _of_the_run(
+    finding: Finding, step: StepTime, a: Analysis, of_ns: float
+) -> Callable[[float], float] | None:
+    """Return what converts a gain of a step of ``of_ns`` to one of the run's usual step: of device
+    work that the edits touch, as much as the run has of the window's; of the idle time, the run's
+    over that step's. ``None``: there are no edits, the device hardly idles, its idle time alone is
     touched and the run has none, or the run's steps are clearly longer, for whatever reason."""
     if not finding.edits or a.device_id is None:
         return None
     busy = a.breakdown.busy.total / max(a.step_count, 1)
-    if not busy < a.step_ns or step.ns > (1 + MIN_APART_SHARE) * a.step_ns:
+    if not busy < of_ns or step.ns > (1 + MIN_APART_SHARE) * of_ns:
         return None
     touched = max(0.0, busy - _device_work_left(a, [finding], a.step_ns))
     if not touched and busy >= step.ns:
         return None
     device = min(1.0, step.ns / busy) if busy else 1.0
-    idle = max(0.0, step.ns - busy) / (a.step_ns - busy)
+    idle = max(0.0, step.ns - busy) / (of_ns - busy)
 
     def convert(gain_ns: float) -> float:
         on_device = min(gain_ns, touched)

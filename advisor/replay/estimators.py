@@ -36,6 +36,11 @@ class GainEstimator:
         """Error of the method, ns per step: gains below it are meaningless."""
         return 0.0
 
+    @property
+    def reference_ns(self) -> float | None:
+        """The step that gains are savings of, ns; ``None``: the measured one."""
+        return None
+
     @cached_property
     def unseen_loader(self) -> bool:
         """Whether the pace of the loader's workers is unknown, and gains do not allow for it."""
@@ -90,6 +95,10 @@ class ReplayEstimator(GainEstimator):
     def error(self) -> float:
         """Difference between the replayed and the measured step, ns."""
         return abs(self.replayer.unedited.period - self.replayer.measured.period)
+
+    @property
+    def reference_ns(self) -> float:
+        return self.replayer.reference_ns
 
     @cached_property
     def unseen_loader(self) -> bool:

@@ -16,7 +16,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED, StepRecords
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
-from advisor.replay.exposed_time import ExposedTime, leaves_device_work
+from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
@@ -232,6 +232,11 @@ class WindowReplayer:
             return False
         return recorded.host_is_ahead or recorded.median_around(recorded.active) is not None
 
+    @property
+    def reference_ns(self) -> float:
+        """The step that gains are savings of: the run's own one, replayed, else the measured."""
+        return self.period() if self.knows_own_steps else self.a.step_ns
+
     def _central(self, edits: Sequence[Edit]) -> str:
         """Return the assumption of the estimate itself. Dropped launches are the very time that the
         profiler lengthens most: without a record of steps without it, its usual cost is no gain."""
@@ -286,29 +291,15 @@ class WindowReplayer:
         return next(saved) - next(saved)
 
     def _saved(self, edits: Sequence[Edit], assumption: str) -> float:
-        """Return what edits save, at most the time of what they select, and at least what those of
-        them save that change host time alone."""
+        """Return what edits save, at most the time of what they select. What they save of a step
+        with more or less of the profiler's host time is scaled to the run's own step."""
         if not edits:
             return 0.0
         by = assumption if assumption in PROFILER_ASSUMPTIONS else ""
         saved = self.period((), by) - self.period(edits, assumption)
-        saved *= self._of_profiled_step(edits, by)
-        if self.knows_own_steps and not leaves_device_work(edits):
-            on_host = [edit for edit in edits if leaves_device_work([edit])]
-            saved = max(saved, self._saved(on_host, assumption))
+        if self.knows_own_steps and by:
+            saved *= self.period() / max(self.period((), by), 1.0)
         return min(saved, self._exposed.max_saved(edits, optimistic=assumption == "high"))
-
-    def _of_profiled_step(self, edits: Sequence[Edit], assumption: str = "") -> float:
-        """Return the factor from savings of a step without the profiler to savings of the measured
-        one: the ratio of their lengths, or that of the time in which the device idles where edits
-        leave all device work, which takes as long without the profiler."""
-        if not self.knows_own_steps:
-            return 1.0
-        step, profiled = self.period((), assumption), self.period((), "profiled")
-        busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
-        if step > busy and leaves_device_work(edits):
-            step, profiled = step - busy, profiled - busy
-        return max(1.0, profiled / step) if step > 0 else 1.0
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """Return the gain with its range, from 0 where something is gained."""

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
 from advisor.advise.finding_text import beyond_evidence
-from advisor.core.finding import Edit, Select
+from advisor.advise.impact import estimate_impact, scale_to_run
+from advisor.core.finding import Edit, Finding, Select
+from advisor.replay.estimators import ReplayEstimator
 from advisor.replay.window_replayer import EVENT_COST_NS, WindowReplayer, event_cost, median_error
 from advisor.testing import TraceBuilder
 from tests.replay.test_event_cost import OPS, host_bound
@@ -75,15 +77,18 @@ def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler()
 
 
 def test_what_the_profiler_lengthens_is_host_time_so_the_device_keeps_its_own() -> None:
-    """A profiled step idles longer than the run's own. Without launch costs both become the
+    """The run's own steps take 1.5 ms, profiled ones 2.6. Without launch costs both become the
     device's 400 µs and little more, not the same share of the step."""
-    replayer = WindowReplayer(eager(1500).analysis())
-    a = replayer.a
-    busy = a.breakdown.busy.total / a.step_count
-    gain = replayer.gain([LAUNCHES])
-    left = replayer.period([LAUNCHES], "unprofiled")
-    idle, real = a.step_ns - busy, replayer.period((), "unprofiled") - busy
-    assert gain == pytest.approx((real + busy - left) * idle / real, rel=0.01)
+    estimator = ReplayEstimator(eager(1500).analysis())
+    a, own = estimator.replayer.a, estimator.reference_ns
+    busy, left = a.breakdown.busy.total / a.step_count, estimator.replayer.period([LAUNCHES])
+    found = estimate_impact(Finding(summary="S.", edits=[LAUNCHES]), a, estimator)
+    assert own < a.step_ns and found.impact is not None
+    assert found.impact.gain_ns == pytest.approx(own - left, rel=0.01)
+    (of_run,) = scale_to_run([found], a, own)
+    assert of_run.impact is not None and of_run.impact.gain_ns is not None
+    assert busy < 1_500_000 - of_run.impact.gain_ns < left
+    assert busy == 400_000 and left < 600_000
 
 
 def test_a_decode_step_gains_what_a_cuda_graph_brought() -> None:

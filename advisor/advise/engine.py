@@ -173,9 +173,7 @@ def _advise(
     findings = add_hot_lines(checked.findings, hot, rules)
     ranked = prioritize(findings, a, estimator, rules)
     ranked = ranked.map_findings(
-        lambda found: limit_together(
-            scale_to_run(limit_to_cores(found, a), a, estimator.reference_ns), a
-        )
+        lambda found: limit_together(scale_to_run(limit_to_cores(found, a), a, estimator), a)
     )
     report = write_report(
         run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries

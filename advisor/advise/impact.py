@@ -373,16 +373,15 @@ def _bounded(finding: Finding, max_gain: float, step_ns: float) -> Finding:
 
 
 def scale_to_run(
-    findings: Sequence[Finding], a: Analysis, reference_ns: float | None
+    findings: Sequence[Finding], a: Analysis, estimator: GainEstimator
 ) -> list[Finding]:
     """Scale gains found in a window to the run's own step. Those that a rule derived from the
-    record are of that step already. ``reference_ns``: the step that the gains of edits are savings
-    of; ``None``: the window's."""
+    record are of that step already."""
     step = step_time(a)
     result = []
     for finding in findings:
         if finding.edits or finding.impact is None or not finding.impact.of_run:
-            of_ns = (reference_ns if finding.edits else None) or a.step_ns
+            of_ns = (estimator.reference_ns(finding.edits) if finding.edits else None) or a.step_ns
             finding = _carry_over(finding, step, a, of_ns)
             finding = _match_loading(finding, a)
             finding = _leave_device_work(finding, a, step)
@@ -391,10 +390,10 @@ def scale_to_run(
 
 
 def scales_to_run(
-    findings: Sequence[Finding], a: Analysis, reference_ns: float | None
+    findings: Sequence[Finding], a: Analysis, estimator: GainEstimator
 ) -> list[float]:
     """Return the ratio of each finding's gain in the run's own step to that in the window."""
-    scaled = [finding.impact for finding in scale_to_run(findings, a, reference_ns)]
+    scaled = [finding.impact for finding in scale_to_run(findings, a, estimator)]
     gains = [(f.impact, of_run) for f, of_run in zip(findings, scaled, strict=True)]
     return [
         (of_run.gain_ns or 0) / of_window.gain_ns
@@ -526,7 +525,8 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis, of_ns: flo
         high = max(high, min(most, step.ns - _device_work_left(a, [finding], step.ns)))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, least)
-    low, high = low * (1 - (error := _sampling_error(a))), high * (1 + error)
+    if impact.kind != "upper bound":
+        low, high = low * (1 - (error := _sampling_error(a))), high * (1 + error)
     finding = replace(
         finding,
         impact=replace(

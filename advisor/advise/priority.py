@@ -98,7 +98,7 @@ def prioritize(
             candidates.append(finding)
         else:
             unknown.append(finding)
-    scales = scales_to_run(candidates, a, estimator.reference_ns)
+    scales = scales_to_run(candidates, a, estimator)
     ordered, dropped = _order(candidates, scales, estimator, floor, a)
     unknown += [finding for finding in dropped if finding.known_cost]
     dropped = [finding for finding in dropped if not finding.known_cost]

@@ -36,9 +36,8 @@ class GainEstimator:
         """Error of the method, ns per step: gains below it are meaningless."""
         return 0.0
 
-    @property
-    def reference_ns(self) -> float | None:
-        """The step that gains are savings of, ns; ``None``: the measured one."""
+    def reference_ns(self, edits: Sequence[Edit] = ()) -> float | None:
+        """Return the step that the gain of edits is a saving of, ns; ``None``: the measured one."""
         return None
 
     @cached_property
@@ -96,8 +95,7 @@ class ReplayEstimator(GainEstimator):
         """Difference between the replayed and the measured step, ns."""
         return abs(self.replayer.unedited.period - self.replayer.measured.period)
 
-    @property
-    def reference_ns(self) -> float:
+    def reference_ns(self, edits: Sequence[Edit] = ()) -> float:
         return self.replayer.reference_ns
 
     @cached_property

@@ -281,10 +281,6 @@ class WindowReplayer:
     def _plan(self, graph: Graph) -> ReplayPlan:
         return self.plan if graph is self.graph else ReplayPlan(graph)
 
-    def step_after(self, edits: Sequence[Edit]) -> float:
-        """Return the measured step with edits applied, less what they save between two replays."""
-        return max(0.0, self.a.step_ns - self.gain(edits))
-
     def gain(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> float:
         """Return what edits save per step, on top of others that are applied already."""
         saved = (self._saved(each, self._central(each)) for each in ([*applied, *edits], applied))

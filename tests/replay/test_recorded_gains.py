@@ -13,11 +13,14 @@ from advisor.advise.finding_text import beyond_evidence
 from advisor.advise.impact import estimate_impact, scale_to_run
 from advisor.core.finding import Edit, Finding, Select
 from advisor.replay.estimators import ReplayEstimator
+from advisor.replay.ranks.estimator import RanksEstimator
 from advisor.replay.window_replayer import EVENT_COST_NS, WindowReplayer, event_cost, median_error
 from advisor.testing import TraceBuilder
+from tests.corpus_analyses import examined
 from tests.replay.test_event_cost import OPS, host_bound
 
 CORPUS = Path(__file__).parents[1] / "corpus"
+RECORDED = Path(__file__).parents[1] / "data" / "recorded"
 LAUNCHES = Edit(
     op="drop_launch",
     select=Select(on="gap", cause=("dispatch", "launch", "python"), max_ns=200_000),
@@ -80,15 +83,25 @@ def test_what_the_profiler_lengthens_is_host_time_so_the_device_keeps_its_own() 
     """The run's own steps take 1.5 ms, profiled ones 2.6. Without launch costs both become the
     device's 400 µs and little more, not the same share of the step."""
     estimator = ReplayEstimator(eager(1500).analysis())
-    a, own = estimator.replayer.a, estimator.reference_ns
+    a, own = estimator.replayer.a, estimator.reference_ns()
     busy, left = a.breakdown.busy.total / a.step_count, estimator.replayer.period([LAUNCHES])
     found = estimate_impact(Finding(summary="S.", edits=[LAUNCHES]), a, estimator)
     assert own < a.step_ns and found.impact is not None
     assert found.impact.gain_ns == pytest.approx(own - left, rel=0.01)
-    (of_run,) = scale_to_run([found], a, own)
+    (of_run,) = scale_to_run([found], a, estimator)
     assert of_run.impact is not None and of_run.impact.gain_ns is not None
     assert busy < 1_500_000 - of_run.impact.gain_ns < left
     assert busy == 400_000 and left < 600_000
+
+
+def test_of_several_ranks_savings_are_of_the_own_step_and_collectives_of_the_measured_one() -> None:
+    found = examined(str(RECORDED / "gloo_metrics.slow"))
+    estimator, (collectives, overlap, *_) = found.estimator, found.report.findings
+    assert isinstance(estimator, RanksEstimator) and collectives.rule == "collectives-in-step"
+    assert estimator.reference_ns(collectives.edits) is None
+    own = estimator.own.reference_ns()
+    assert own is not None and own < found.main.step_ns
+    assert estimator.reference_ns(overlap.edits) == own
 
 
 def test_a_decode_step_gains_what_a_cuda_graph_brought() -> None:

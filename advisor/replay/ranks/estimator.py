@@ -187,6 +187,13 @@ class RanksEstimator(GainEstimator):
         """Return the number of ranks on which a rule found something."""
         return len(self._of_rule[rule, 0])
 
+    def reference_ns(self, edits: Sequence[Edit] = ()) -> float | None:
+        """Return the own step of the rank, of which its savings are. Ranks that deviate, and
+        collectives, are changed in the job as it was measured."""
+        key = tuple(edits)
+        of_job = key in self._deviations or self._without_collectives(key) is not None
+        return None if of_job else self.own.reference_ns(edits)
+
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """Estimate the job's gain by edits; after others the range keeps its relative width."""
         if applied:

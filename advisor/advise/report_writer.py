@@ -71,23 +71,13 @@ def write_report(
     a = next(iter(analyses.values()))
     samples = {number: memory_of_rank(each, number) for number, each in analyses.items()}
     samples |= {each.rank: each.memory for each in summaries}
-    findings = ranked.findings
-    if part_of_step(a):  # a share of a part says nothing of the step
-        findings = [
-            replace(
-                f,
-                severity="info" if f.severity == "info" else "warning",
-                impact=f.impact and replace(f.impact, share=None),
-            )
-            for f in findings
-        ]
     memory_ranks = [each for _, each in sorted(samples.items()) if each is not None]
     report = Report(
         version=advisor.__version__,
         status="limited",
         verdict="",
         inputs=list_inputs(run, analyses),
-        findings=findings,
+        findings=_without_shares(ranked.findings) if part_of_step(a) else ranked.findings,
         notes=ranked.notes,
         risks=ranked.risks,
         passed=checked.passed,
@@ -116,17 +106,9 @@ def write_report(
     if line is not None:
         lists = {"findings": report.findings, "notes": report.notes, "risks": report.risks}
         report = replace(report, **{k: _with_command(line, found) for k, found in lists.items()})
-    command = profiling_command(report, a, line)
-    start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
-    if not start_up and not part_of_step(a):
-        report = replace(
-            report, without_fix=find_time_without_fix(report, a, rules, checked.findings)
-        )
-    if start_up:
-        report = replace(report, inference=None)  # its passes stand for no others
-    waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
-    if command is not None and not is_too_small(a) and not start_up and not waits:
-        report = replace(report, profile_kernels=list(command))
+    report = _with_next_steps(
+        report, a, rules, checked.findings, profiling_command(report, a, line)
+    )
     left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
     edits = [edit for finding in ranked.advice for edit in finding.edits]
     report = replace(report, replay=estimator.describe_replay(edits, left))
@@ -137,6 +119,38 @@ def write_report(
     status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
     return replace(report, charts=build_charts(report))
+
+
+def _without_shares(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings on a part of the step: a share of the part says nothing of the step."""
+    return [
+        replace(
+            f,
+            severity="info" if f.severity == "info" else "warning",
+            impact=f.impact and replace(f.impact, share=None),
+        )
+        for f in findings
+    ]
+
+
+def _with_next_steps(
+    report: Report,
+    a: Analysis,
+    rules: Sequence[Rule],
+    findings: Sequence[Finding],
+    command: Sequence[str] | None,
+) -> Report:
+    """Return the report with what no finding covers: time without a fix, and the ``command`` that
+    profiles slow kernels. Both are left out where they say nothing of the step."""
+    start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
+    if not start_up and not part_of_step(a):
+        report = replace(report, without_fix=find_time_without_fix(report, a, rules, findings))
+    if start_up:
+        report = replace(report, inference=None)  # its passes stand for no others
+    waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
+    if command is not None and not is_too_small(a) and not start_up and not waits:
+        report = replace(report, profile_kernels=list(command))
+    return report
 
 
 def _with_command(line: str, findings: Sequence[Finding]) -> list[Finding]:

@@ -78,8 +78,7 @@ def command(
     from advisor.advise.one_run import open_first_windows
     from advisor.core.files import read_toml
     from advisor.core.prices import read_prices
-    from advisor.render.documents.project import build
-    from advisor.replay.project.project import Projector, choose_gpus
+    from advisor.replay.project.project import Projector
     from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_instance, read_rank
 
     table = read_prices(prices)
@@ -99,19 +98,34 @@ def command(
             measured, gpus, nodes, recorded_mesh, machine, table, options, epoch, notes
         )
     else:
-        projector = Projector(measured, same_host=same_host)
-        result = choose_gpus(projector, targets, epoch)
-        median = None
+        projector, median = Projector(measured, same_host=same_host), None
         if pace.median != pace.slowest:
             other = read_rank(run, pace.median, options.steps)
             median = Projector(other, same_host=same_host)
-        ranks = _RankSteps(pace, median, result)
-        data = _plain(projector, result, notes) | {"currency": table.currency}
-        data |= {"epoch_steps": epoch} | ranks.plain()
-        notes = [*notes, *ranks.sentences()]
-        document = build(projector, result, notes, table.currency, epoch)
-        document = replace(document, data=data)
+        document = _on_gpus(projector, median, pace, targets, table, epoch, notes)
     out.deliver(wanted, document, output, [path], details=True)
+
+
+def _on_gpus(
+    projector: Projector,
+    median: Projector | None,
+    pace: PacingRank,
+    targets: list[tuple[GpuSpec, float | None]],
+    prices: Prices,
+    epoch: float | None,
+    notes: list[str],
+) -> Document:
+    """Project the slowest rank's step onto the ``targets``, with that of the ``median`` rank."""
+    from advisor.render.documents.project import build
+    from advisor.replay.project.project import choose_gpus
+
+    result = choose_gpus(projector, targets, epoch)
+    ranks = _RankSteps(pace, median, result)
+    data = _plain(projector, result, notes) | {"currency": prices.currency}
+    data |= {"epoch_steps": epoch} | ranks.plain()
+    notes = [*notes, *ranks.sentences()]
+    document = build(projector, result, notes, prices.currency, epoch)
+    return replace(document, data=data)
 
 
 class _RankSteps:

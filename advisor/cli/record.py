@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -83,20 +83,28 @@ def command(
         raise AdvisorError(
             "no PROGRAM is given: advisor record train.py; or a server: advisor record --attach URL"
         )
-    from advisor.recorder import launch
-    from advisor.recorder.options import switched_off
-
     chosen = {
         "out": out, "skip": skip, "warmup": warmup, "active": active, "ranks": ranks,
         "deep": deep or None, "signal": signal, "report": None if report else False,
     }  # fmt: skip
+    _run(program, chosen, scalene_steps if scalene else None, out)
+
+
+def _run(
+    program: list[str], chosen: dict[str, Any], scalene_steps: int | None, out: str | None
+) -> NoReturn:
+    """Record the program with the options that are ``chosen`` (not ``None``), and exit as it does.
+    With ``scalene_steps`` it runs once more, under Scalene."""
+    from advisor.recorder import launch
+    from advisor.recorder.options import switched_off
+
     words = launch.command_line(program)
     if behind := launch.warn_misplaced(program, OPTIONS):
         print(f"advisor: {behind}", file=sys.stderr)
     if switched_off():
         launch.exit_like_program(launch.run(words, os.environ.copy()))
     code = launch.record(words, {k: v for k, v in chosen.items() if v is not None})
-    if scalene and code == 0:
+    if scalene_steps is not None and code == 0:
         launch.under_scalene(program, scalene_steps, out or "")
     launch.exit_like_program(code)
 

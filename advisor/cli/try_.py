@@ -1,11 +1,13 @@
 """``advisor try``: measure what fixes save, without a change to the program's files."""
 
+from __future__ import annotations
+
 import re
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,9 @@ from advisor.cli import options as o
 from advisor.cli.output import check_output, choose_renderer, deliver
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
+
+if TYPE_CHECKING:
+    from advisor.tune.rounds import TrialLimits
 
 OPTIONS = ("--budget", "--steps", "--warmup", "--only", "--dry-run", "--remember", "--allow-write",
            "--out", "--output", "--format")  # fmt: skip
@@ -69,9 +74,8 @@ def command(
     from advisor.recorder import launch
     from advisor.tune.knob import find_knob
     from advisor.tune.pipeline import TrialRequest, command_of, try_program
-    from advisor.tune.rounds import TrialLimits
 
-    seconds = parse_time(budget)
+    limits = _limits(parse_time(budget), steps, warmup)
     if behind := launch.warn_misplaced(program, OPTIONS):
         print(f"advisor: {behind}", file=sys.stderr)
     for name in only or []:
@@ -83,9 +87,6 @@ def command(
     if recorded is not None and program[1:]:
         raise AdvisorError(f"options stand before the run: advisor try {' '.join(program[1:])} …")
     words = command_of(recorded) if recorded is not None else launch.command_line(program)
-    limits = TrialLimits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
-    if steps is not None:
-        limits = replace(limits, steps=steps, max_runs=steps)
     wanted = TrialRequest(
         limits=limits,
         only=tuple(only or ()),
@@ -102,6 +103,14 @@ def command(
     print(f"advisor: {run}: advisor dashboard {run} shows it", file=sys.stderr)
     if report.interrupted:
         raise typer.Exit(130)
+
+
+def _limits(budget: float, steps: int | None, warmup: int) -> TrialLimits:
+    """Return the limits of the trials. ``budget``: seconds for all; ``steps``: timed ones."""
+    from advisor.tune.rounds import TrialLimits
+
+    limits = TrialLimits(budget=budget, warmup=warmup, timeout=max(60.0, budget / 2))
+    return limits if steps is None else replace(limits, steps=steps, max_runs=steps)
 
 
 def parse_time(text: str) -> float:

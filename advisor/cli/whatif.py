@@ -16,6 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.render.formats import PREDICTIONS
 
 if TYPE_CHECKING:
+    from advisor.core.finding import Edit
     from advisor.core.trace import Run
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
@@ -28,6 +29,32 @@ MAX_TARGETS = 6
 MAX_NAMES, LONGEST_NAME = 8, 60
 """Number of names listed in place of an unknown one, and the length of each, characters."""
 
+EditLines = Annotated[
+    list[str],
+    typer.Option(
+        "--edit",
+        "-e",
+        metavar="EDIT",
+        help="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example "
+        "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="The linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="MESH",
+        help="Predict the step on another device mesh: dp=8,tp=4 (pp, cp, ep).",
+    ),
+]
+
 
 @o.with_options("node_size", "node_bandwidth", "rank", "steps", "recorded_gpu")
 def command(
@@ -37,31 +64,9 @@ def command(
     changes: Annotated[
         list[str], typer.Argument(metavar="EDIT", help=EDITS, show_default=False)
     ] = [],  # noqa: B006
-    edit: Annotated[
-        list[str],
-        typer.Option(
-            "--edit",
-            "-e",
-            metavar="EDIT",
-            help="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example "
-            "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
-        ),
-    ] = [],  # noqa: B006
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="The linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
-        ),
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            "--mesh",
-            metavar="MESH",
-            help="Predict the step on another device mesh: dp=8,tp=4 (pp, cp, ep).",
-        ),
-    ] = None,
+    edit: EditLines = [],  # noqa: B006
+    precision: Precision = None,
+    mesh: Mesh = None,
     recorded_mesh: o.RecordedMesh = None,
     same_batch: Annotated[
         bool, typer.Option("--same-batch", help="Keep the job's batch; default: that of a replica.")
@@ -123,16 +128,25 @@ def command(
     elif not edits:
         raise _no_edit(path, run, options)
     else:
-        result = what_if(run, edits, options.rank, steps=options.steps)
-        if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
-            raise AdvisorError(
-                "; ".join(_nothing(run, result, edit[i], i, options.steps) for i in missed)
-            )
-        rows = [row._asdict() | {"edit": e} for row, e in zip(result.edits, edit, strict=True)]
-        data = result._asdict() | {"edits": rows}
-        document = replace(documents.build(result, edit), data=data)
+        document = _edited(run, edit, edits, options)
     long = details or precision is not None or mesh is not None
     out.deliver(wanted, document, output, [path], details=long)
+
+
+def _edited(run: Run, lines: list[str], edits: list[Edit], options: o.Options) -> Document:
+    """Replay the steps with edits, which were written as ``lines``. Raises AdvisorError: one
+    selects nothing."""
+    from advisor.render.documents import whatif as documents
+    from advisor.replay.result import what_if
+
+    result = what_if(run, edits, options.rank, steps=options.steps)
+    if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
+        raise AdvisorError(
+            "; ".join(_nothing(run, result, lines[i], i, options.steps) for i in missed)
+        )
+    rows = [row._asdict() | {"edit": e} for row, e in zip(result.edits, lines, strict=True)]
+    data = result._asdict() | {"edits": rows}
+    return replace(documents.build(result, lines), data=data)
 
 
 def _no_edit(path: str, run: Run, options: o.Options) -> AdvisorError:

@@ -113,22 +113,25 @@ def build_trace(
     }
     del rows
     trim_memory(given)
+    meta = replace(meta, events_read=meta.events_read or given, events_dropped=dropped)
+    return Trace(**frames, meta=_complete(meta, frames, facts, origin, end))
+
+
+def _complete(
+    meta: TraceMeta, frames: dict[str, pl.DataFrame], facts: Facts, origin: int, end: int
+) -> TraceMeta:
+    """Return ``meta`` with what the rows show: clock, end, and which kinds were recorded."""
     start = meta.start_ns + origin
-    return Trace(
-        **frames,
-        meta=replace(
-            meta,
-            start_ns=start,
-            clock="unix" if start in _UNIX else "arbitrary",
-            end_ns=end - origin,
-            record_shapes=bool(meta.record_shapes) or frames["inputs"].height > 0,
-            with_stack=bool(meta.with_stack) or facts.python_frames,
-            profile_memory=bool(meta.profile_memory) or frames["memory"].height > 0,
-            sync_events=frames["sync"].height > 0,
-            events_read=meta.events_read or given,
-            events_dropped=dropped,
-            nesting_repaired=facts.nesting_repaired,
-        ),
+    return replace(
+        meta,
+        start_ns=start,
+        clock="unix" if start in _UNIX else "arbitrary",
+        end_ns=end - origin,
+        record_shapes=bool(meta.record_shapes) or frames["inputs"].height > 0,
+        with_stack=bool(meta.with_stack) or facts.python_frames,
+        profile_memory=bool(meta.profile_memory) or frames["memory"].height > 0,
+        sync_events=frames["sync"].height > 0,
+        nesting_repaired=facts.nesting_repaired,
     )
 
 

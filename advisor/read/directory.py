@@ -93,55 +93,19 @@ def open_run(
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window)
-        found = _recorded_logs(run, options)
-        logs = [each for each in found if not isinstance(each, str)]
-        fields = merged_logs(logs) | merged_logs(_given(options))
-        run = replace(
-            run,
-            traces={
-                place: replace(trace, meta=replace(trace.meta, **fields))
-                for place, trace in run.traces.items()
-            },
-            logs=fields,
-            problems=(*run.problems, *(each for each in found if isinstance(each, str))),
-        )
-        return with_memory(run, options)
+        return with_memory(_with_recorded_logs(run, options), options)
     ranks = RankFilter(options.ranks) if options is not None and options.ranks else None
     files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
     files = _of_ranks(files, range(rank, rank + 1) if rank is not None else ranks)
-    problems: list[str] = []
-    traces: list[Trace] = []
-    if len(files) == 1:
-        traces.append(_read(files[0], options))
-    else:
-        for trace in (_try_read(file, options) for file in files):
-            if isinstance(trace, str):
-                problems.append(trace)
-            else:
-                traces.append(trace)
-    if not traces:
-        none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
-        raise AdvisorError(f"{_shown(given[0])}: {none}")
+    traces, problems = _read_files(files, options, given[0])
     traces = ranks_in(traces[0]) if len(traces) == 1 else number_hosts_as_ranks(traces)
     traces = with_logs(traces, _given(options))
     traces, memory = join_snapshots(
         traces, {place: _rank(trace) for place, trace in enumerate(traces)}
     )
-    by_rank = _group(traces)
-    if rank is not None:
-        if rank not in by_rank:
-            have = _ranks(by_rank)
-            omit = "; leave out --rank" * (len(by_rank) == 1)
-            raise AdvisorError(f"{_shown(given[0])}: no trace of rank {rank} ({have}){omit}")
-        by_rank = {rank: by_rank[rank]}
-    elif ranks is not None:
-        kept = {number: windows for number, windows in by_rank.items() if number in ranks}
-        if not kept:
-            have = _ranks(by_rank)
-            raise AdvisorError(f"--ranks {ranks.text}: no trace of these ({have})")
-        by_rank = kept
+    by_rank = _keep_ranks(_group(traces), rank, ranks, given[0])
     keyed = {}
     for number, windows in by_rank.items():
         _refuse_overlap(number, windows)
@@ -157,6 +121,56 @@ def open_run(
     problems += _several_jobs(by_rank, given[0])
     run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
     return with_memory(run, options)
+
+
+def _read_files(
+    files: Sequence[str | RemoteFile], options: ReadOptions | None, given: str | Path
+) -> tuple[list[Trace], list[str]]:
+    """Read the files; of several, return a line for each that is no trace. Raises AdvisorError if
+    none is one; ``given`` is the path that the error names."""
+    if len(files) == 1:
+        return [_read(files[0], options)], []
+    read = [_try_read(file, options) for file in files]
+    traces = [each for each in read if not isinstance(each, str)]
+    problems = [each for each in read if isinstance(each, str)]
+    if not traces:
+        none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
+        raise AdvisorError(f"{_shown(given)}: {none}")
+    return traces, problems
+
+
+def _keep_ranks(
+    by_rank: dict[int, list[Trace]], rank: int | None, ranks: RankFilter | None, given: str | Path
+) -> dict[int, list[Trace]]:
+    """Return the windows of the ranks that are asked for. Raises AdvisorError if there are none."""
+    if rank is not None:
+        if rank not in by_rank:
+            have = _ranks(by_rank)
+            omit = "; leave out --rank" * (len(by_rank) == 1)
+            raise AdvisorError(f"{_shown(given)}: no trace of rank {rank} ({have}){omit}")
+        return {rank: by_rank[rank]}
+    if ranks is None:
+        return by_rank
+    kept = {number: windows for number, windows in by_rank.items() if number in ranks}
+    if not kept:
+        raise AdvisorError(f"--ranks {ranks.text}: no trace of these ({_ranks(by_rank)})")
+    return kept
+
+
+def _with_recorded_logs(run: Run, options: ReadOptions | None) -> Run:
+    """Return a recorder's run with the logs beside its traces, and those given as options."""
+    found = _recorded_logs(run, options)
+    logs = [each for each in found if not isinstance(each, str)]
+    fields = merged_logs(logs) | merged_logs(_given(options))
+    return replace(
+        run,
+        traces={
+            place: replace(trace, meta=replace(trace.meta, **fields))
+            for place, trace in run.traces.items()
+        },
+        logs=fields,
+        problems=(*run.problems, *(each for each in found if isinstance(each, str))),
+    )
 
 
 def _recorded_logs(run: Run, options: ReadOptions | None) -> list[Trace | str]:

@@ -170,28 +170,32 @@ class RecordingSession(Listener):
         self.oom = OutOfMemoryHook(
             lambda data: self.write_event("oom", data), options.memory_history
         )
-        self.writer = Writer(
-            out=options.out,
-            rank=self._rank_and_world,
-            names=self.tape.names,
-            describe=self._describe,
-            failed=self._failed,
-        )
+        self.writer = self._new_writer()
         self.compile_log = CompileLogHandler(self.writer.put)
-        self.writer.resolve = self.batches.resolve
-        self.writer.on_open = self._opened
-        self.writer.on_window_request = self.request_window
-        self.writer.read = self._read_in_writer
-        self.writer.host_is_ahead = self._host_is_ahead
-        self.writer.slowdown = (
-            SlowdownWatch() if options.on_trouble and self.windows.enabled else None
-        )
         self._sampler: Any = None
         self._stack_sampler: StackSampler | None = None
         self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
         self._watched = WatchedThread(self)
         self._timed_window = TimedWindow(self) if entry == "command" else None
+
+    def _new_writer(self) -> Writer:
+        """Return the writer of this session's files, which calls back into it."""
+        writer = Writer(
+            out=self.options.out,
+            rank=self._rank_and_world,
+            names=self.tape.names,
+            describe=self._describe,
+            failed=self._failed,
+        )
+        writer.resolve = self.batches.resolve
+        writer.on_open = self._opened
+        writer.on_window_request = self.request_window
+        writer.read = self._read_in_writer
+        writer.host_is_ahead = self._host_is_ahead
+        watches = self.options.on_trouble and self.windows.enabled
+        writer.slowdown = SlowdownWatch() if watches else None
+        return writer
 
     # -- life -----------------------------------------------------------------------------------
 

@@ -97,16 +97,7 @@ def parse_edit(line: str) -> Edit:
             raise wrong(f"no verb {words[0]!r}; {_suggest(words[0], VERBS)}")
     if not rest:
         raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
-    factors: tuple[float | None, float | None, float | None] = (None, None, None)
-    numbers = [w for w in rest[1:] if _NUMBER.fullmatch(w)]
-    if len(numbers) == 1:
-        low, middle, high = _NUMBER.fullmatch(numbers[0]).group("low", "middle", "high")  # type: ignore[union-attr]
-        factors = tuple(None if f in (None, "") else float(f) for f in (low, middle, high))  # type: ignore[assignment]
-        rest.remove(numbers[0])
-    number = factors[1]
-    for word in (*factors, *(w for w in rest[1:] if _NOT_FINITE.fullmatch(w))):
-        if word is not None and not math.isfinite(float(word)):
-            raise wrong(f"{numbers[0] if numbers else word} is not a finite number")
+    low, number, high = _take_number(rest, wrong)
     ahead = "ahead" in rest[1:]
     rest = [rest[0], *(w for w in rest[1:] if w != "ahead")]
     # the target is the first word: comes a qualifier of the same name, it is one
@@ -121,6 +112,60 @@ def parse_edit(line: str) -> Edit:
     if verb == "remove_skew" and not ranks:
         raise wrong("remove_skew needs the late rank, rank:N")
     target, _, pattern = named[0].partition(":")
+    select = _select_target(verb, target, pattern, wrong)
+    named_by = [w[len("name:") :] for w in qualifiers if w.startswith("name:")]
+    for text in (select.name, select.under, *under, *named_by):
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise wrong(f"{text!r} is not a regular expression ({error})") from None
+    if under:
+        if target == "sync" and pattern:
+            raise wrong("sync:PATTERN already says what the call is under")
+        select = _under(select, under[0])
+    select = _narrowed(select, qualifiers, wrong)
+    if select.at == "loop" and select.on != "host":
+        raise wrong("at:loop is for host events")
+    if target in NEEDS_SOMETHING and select == Select(on="host"):
+        raise wrong(f"{target} needs a pattern, {target}:REGEX")
+    kept = verb == "overlap" and low is None and high is not None and not number
+    edit = _edit(verb, select, None if kept else number, wrong)
+    if low is not None or high is not None:
+        if verb not in ("scale", "merge", "remove_skew") and not kept:
+            raise wrong(f"{verb} takes no band of factors")
+        edit = replace(edit, factor_low=low, factor_high=high)
+    if ahead and verb != "overlap":
+        raise wrong("ahead is for overlap")
+    edit = replace(edit, ahead=True) if ahead else edit
+    return replace(edit, rank=int(ranks[0])) if ranks else edit
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    return suggest(name, known, f"there are {', '.join(known)}")
+
+
+def _take_number(
+    rest: list[str], wrong: Callable[[str], AdvisorError]
+) -> tuple[float | None, float | None, float | None]:
+    """Take the number, ``LOW..NUMBER..HIGH``, from the words behind the verb; its parts, ``None``
+    where there is none. Raises what ``wrong`` makes of a number that is not finite."""
+    numbers = [w for w in rest[1:] if _NUMBER.fullmatch(w)]
+    low = middle = high = None
+    if len(numbers) == 1 and (found := _NUMBER.fullmatch(numbers[0])):
+        parts = found.group("low", "middle", "high")
+        low, middle, high = (float(part) if part else None for part in parts)
+        rest.remove(numbers[0])
+    for word in (low, middle, high, *(w for w in rest[1:] if _NOT_FINITE.fullmatch(w))):
+        if word is not None and not math.isfinite(float(word)):
+            raise wrong(f"{numbers[0] if numbers else word} is not a finite number")
+    return low, middle, high
+
+
+def _select_target(
+    verb: str, target: str, pattern: str, wrong: Callable[[str], AdvisorError]
+) -> Select:
+    """Return the selector of ``target:pattern``. Raises what ``wrong`` makes of a target that does
+    not exist, or that the verb does not take."""
     if target not in TARGETS:
         raise wrong(f"no target {target!r}; {_suggest(target, TARGETS)}")
     if target in NEEDS_PATTERN and not pattern:
@@ -138,35 +183,7 @@ def parse_edit(line: str) -> Edit:
         raise wrong(f"{verb} takes comm, not {target}")
     if verb in DEVICE_ONLY and select.on != "gpu":
         raise wrong(f"{verb} is for device work, not {target}")
-    named_by = [w[len("name:") :] for w in qualifiers if w.startswith("name:")]
-    for text in (select.name, select.under, *under, *named_by):
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise wrong(f"{text!r} is not a regular expression ({error})") from None
-    if under:
-        if target == "sync" and pattern:
-            raise wrong("sync:PATTERN already says what the call is under")
-        select = _under(select, under[0])
-    select = _narrowed(select, qualifiers, wrong)
-    if select.at == "loop" and select.on != "host":
-        raise wrong("at:loop is for host events")
-    if target in NEEDS_SOMETHING and select == Select(on="host"):
-        raise wrong(f"{target} needs a pattern, {target}:REGEX")
-    kept = verb == "overlap" and factors[0] is None and factors[2] is not None and not number
-    edit = _edit(verb, select, None if kept else number, wrong)
-    if factors[0] is not None or factors[2] is not None:
-        if verb not in ("scale", "merge", "remove_skew") and not kept:
-            raise wrong(f"{verb} takes no band of factors")
-        edit = replace(edit, factor_low=factors[0], factor_high=factors[2])
-    if ahead and verb != "overlap":
-        raise wrong("ahead is for overlap")
-    edit = replace(edit, ahead=True) if ahead else edit
-    return replace(edit, rank=int(ranks[0])) if ranks else edit
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    return suggest(name, known, f"there are {', '.join(known)}")
+    return select
 
 
 def _narrowed(

@@ -142,11 +142,7 @@ def what_if(
     recorded one, ``node_size`` the GPUs of a node, ``node_bandwidth`` GB/s of a GPU across nodes.
     Raises AdvisorError: an edit that cannot be read; no profiled window, in the run or of the rank;
     steps that are not there. And a mesh that cannot be projected."""
-    require_window(run, "nothing to replay")
-    chosen, rank = rank, run.ranks[0] if rank is None else rank
-    if rank not in run.ranks:
-        have = ", ".join(map(str, run.ranks))
-        raise AdvisorError(f"{run.path or 'run'}: no trace of rank {rank} (ranks present: {have})")
+    chosen, rank = rank, _existing_rank(run, rank)
     if mesh is not None:
         if edits:
             raise AdvisorError("edits are replayed on the recorded mesh: give edits or a mesh")
@@ -176,12 +172,7 @@ def what_if(
         notes.append(f"the ranks are not replayed together ({why}): {pace.sentence}")
     estimator = own if of_ranks is None else of_ranks
     here = (rank, *(number for number in estimator.ranks if number != rank))
-    for edit in parsed:
-        if edit.rank is not None and edit.rank not in here:
-            raise AdvisorError(
-                f"rank:{edit.rank}: only {counted_ranks(here)} replayed here; give a folder with "
-                "the traces of all ranks"
-            )
+    _refuse_other_ranks(parsed, here)
     named = {rank, *(edit.rank for edit in parsed if edit.rank is not None)}
     replayers = {number: WindowReplayer(analyses[number], number) for number in named}
     if isinstance(own, ReplayEstimator):
@@ -209,6 +200,28 @@ def what_if(
         high_ns=saved.high,
         ranks_error=None if of_ranks is None else of_ranks.study.replay.error,
     )
+
+
+def _existing_rank(run: Run, rank: int | None) -> int:
+    """Return the rank, by default the first. Raises AdvisorError: no window is profiled, or none of
+    this rank."""
+    require_window(run, "nothing to replay")
+    if rank is None:
+        return run.ranks[0]
+    if rank not in run.ranks:
+        have = ", ".join(map(str, run.ranks))
+        raise AdvisorError(f"{run.path or 'run'}: no trace of rank {rank} (ranks present: {have})")
+    return rank
+
+
+def _refuse_other_ranks(edits: Sequence[Edit], replayed: Sequence[int]) -> None:
+    """Raise AdvisorError if an edit is of a rank that is not replayed."""
+    for edit in edits:
+        if edit.rank is not None and edit.rank not in replayed:
+            raise AdvisorError(
+                f"rank:{edit.rank}: only {counted_ranks(replayed)} replayed here; give a folder "
+                "with the traces of all ranks"
+            )
 
 
 def _of_run(run: Run, rank: int, a: Analysis) -> StepTime | None:

@@ -356,38 +356,17 @@ class ExposedCommunication(Rule):
         subject = "The GPU does nothing but communicate for"
         if a.device_id is None:
             subject = "The rank waits for collectives for"
-        kinds = [
-            f"{kind}{'' if axis == 'unknown' else f' ({axis})'}"
-            f"{' in the optimizer step' * in_optimizer} "
-            f"{t.format_duration(ns / a.step_count)} in "
-            f"{t.count_noun(max(1, round(count / a.step_count)), 'call')}"
-            for kind, axis, in_optimizer, ns, count in by_kind.head(3).iter_rows()
-        ]
         evidence = [
             amount_per_step(a, "exposed communication", exposed),
             self.compare("share", share, "min_share", per=a.per),
             amount_per_step(a, "all communication", total),
             Evidence("hidden under compute", overlap, "share"),
-            Evidence("largest exposed", "; ".join(kinds)),
+            Evidence("largest exposed", _largest_kinds(a, by_kind)),
         ]
         waits = _waits_for_ranks(a, table)
         waited = min(int(waits["wait"].sum()), exposed)
         if waited > exposed / 2:
-            longest = waits.sort("wait").row(-1, named=True)
-            select, part = select_collectives(a, waits)
-            left = 1 - part * waited / int(waits["dur"].sum())
-            yield Finding(
-                summary=(
-                    f"In collectives the GPU waits for other ranks, {of_step(a, waited)}: "
-                    f"{t.format_bytes(longest['bytes'])} take "
-                    f"{t.format_duration(longest['dur'])}, where a network of 1 Gbit/s needs "
-                    f"{t.format_duration(longest['transfer'])}, latency included."
-                ),
-                evidence=[amount_per_step(a, "waiting for other ranks", waited), *evidence],
-                where=self._worst(a, waits),
-                edits=[Edit(op="scale", select=select, factor=left, factor_high=1.0)],
-                **self.case("a late rank"),
-            )
+            yield self._late_rank(a, waits, waited, evidence)
             return
         unsure = _time_beyond_fastest(table) / exposed
         advice = without_bf16(a, self._advice(a, by_kind, table))
@@ -415,6 +394,26 @@ class ExposedCommunication(Rule):
                 )
             ],
             **advice,
+        )
+
+    def _late_rank(
+        self, a: Analysis, waits: pl.DataFrame, waited: int, evidence: list[Evidence]
+    ) -> Finding:
+        """Return the finding that collectives wait for other ranks, ``waited`` ns in all."""
+        longest = waits.sort("wait").row(-1, named=True)
+        select, part = select_collectives(a, waits)
+        left = 1 - part * waited / int(waits["dur"].sum())
+        return Finding(
+            summary=(
+                f"In collectives the GPU waits for other ranks, {of_step(a, waited)}: "
+                f"{t.format_bytes(longest['bytes'])} take "
+                f"{t.format_duration(longest['dur'])}, where a network of 1 Gbit/s needs "
+                f"{t.format_duration(longest['transfer'])}, latency included."
+            ),
+            evidence=[amount_per_step(a, "waiting for other ranks", waited), *evidence],
+            where=self._worst(a, waits),
+            edits=[Edit(op="scale", select=select, factor=left, factor_high=1.0)],
+            **self.case("a late rank"),
         )
 
     def _advice(self, a: Analysis, by_kind: pl.DataFrame, table: pl.DataFrame) -> dict[str, Any]:
@@ -533,6 +532,17 @@ class ExposedCommunication(Rule):
                 "not a.breakdown.all_communication.total",
             ),
         }
+
+
+def _largest_kinds(a: Analysis, by_kind: pl.DataFrame) -> str:
+    """List the three kinds of collectives with most exposed time, with time and calls per step."""
+    return "; ".join(
+        f"{kind}{'' if axis == 'unknown' else f' ({axis})'}"
+        f"{' in the optimizer step' * in_optimizer} "
+        f"{t.format_duration(ns / a.step_count)} in "
+        f"{t.count_noun(max(1, round(count / a.step_count)), 'call')}"
+        for kind, axis, in_optimizer, ns, count in by_kind.head(3).iter_rows()
+    )
 
 
 def _waits_for_ranks(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:

@@ -250,31 +250,36 @@ class LoopPhases(LoopRule):
                 + (sentence or _most_of_it(line))
                 + name_operators(largest, spent_in_them)
             ),
-            evidence=[
-                Evidence("the loop's own code", ns, "ns", per="step"),
-                *(
-                    Evidence(f"phase '{name}'", own, "ns", per="step")
-                    for name, own in spent.items()
-                ),
-                *(
-                    [self.compare("share", ns / step, "min_share", per="step")]
-                    if line is None or ns >= self.min_share * step
-                    else [
-                        self.compare(
-                            "share of this function",
-                            line.share * ns / step,
-                            "min_named_share",
-                            per="step",
-                        )
-                    ]
-                ),
-                *([Evidence("operators in it", operators, "count", per="step")] if many else []),
-                steps_seen(recorded),
-            ],
+            evidence=self._evidence(recorded, spent, line, ns, step, operators if many else None),
             where=[] if place is None else [place],
             impact=gain,
             **texts,
         )
+
+    def _evidence(
+        self,
+        recorded: StepRecords,
+        spent: dict[str, float],
+        line: HottestLine | None,
+        ns: float,
+        step: float,
+        operators: float | None,
+    ) -> list[Evidence]:
+        """Return what shows that the loop's own code takes ``ns`` of a ``step``. ``spent``: ns by
+        phase; ``operators``: number per step, ``None`` where they do not matter."""
+        share = self.compare("share", ns / step, "min_share", per="step")
+        if line is not None and ns < self.min_share * step:
+            share = self.compare(
+                "share of this function", line.share * ns / step, "min_named_share", per="step"
+            )
+        evidence = [
+            Evidence("the loop's own code", ns, "ns", per="step"),
+            *(Evidence(f"phase '{name}'", own, "ns", per="step") for name, own in spent.items()),
+            share,
+        ]
+        if operators is not None:
+            evidence.append(Evidence("operators in it", operators, "count", per="step"))
+        return [*evidence, steps_seen(recorded)]
 
     def _cure(
         self, a: Analysis, code: _OwnCode

@@ -268,21 +268,9 @@ class HandwrittenOperator(Rule):
         )
         patterns = [PATTERNS[n] for n in by_pattern["pattern"]]
         share = float(table["dur"].sum()) / total
-        *most, _ = patterns
         names = t.list_names([pattern.name for pattern in patterns])
         verb = "takes" if len(patterns) == 1 else "take"
-        advice = [
-            self.case(
-                f"{one.name} of transformers"
-                if one.library and runs_code_of(a, one.library)
-                else one.name
-            )
-            for one in patterns
-        ]
-        liger = _liger(a, patterns)
-        uses = f"Use {t.list_names([one.use for one in patterns])}."
-        if liger:
-            uses = "The model is transformers' own: use Liger Kernel's operators, or compile it."
+        fix, code = self._replacement(a, patterns)
         yield Finding(
             title=_title(patterns),
             summary=(
@@ -304,21 +292,36 @@ class HandwrittenOperator(Rule):
                 ),
             ],
             where=kernel_work.kernel_locations(a, rows),
-            fix=" ".join(
-                [
-                    *([uses] if most or liger else []),
-                    *dict.fromkeys(one["fix"] for one in advice),
-                    "Compiling the model fuses such chains too.",
-                ]
-            ),
-            code="\n\n".join(liger)
-            or "\n".join(
-                f"# {one.name}\n{texts['code']}" if most else texts["code"]
-                for one, texts in zip(patterns, advice, strict=True)
-            ),
+            fix=fix,
+            code=code,
             references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
             edits=changes,
         )
+
+    def _replacement(self, a: Analysis, patterns: list[Pattern]) -> tuple[str, str]:
+        """Return fix and code that put fused operators in place of the patterns."""
+        advice = [
+            self.case(
+                f"{one.name} of transformers"
+                if one.library and runs_code_of(a, one.library)
+                else one.name
+            )
+            for one in patterns
+        ]
+        liger, several = _liger(a, patterns), len(patterns) > 1
+        uses = f"Use {t.list_names([one.use for one in patterns])}."
+        if liger:
+            uses = "The model is transformers' own: use Liger Kernel's operators, or compile it."
+        fixes = [
+            *([uses] if several or liger else []),
+            *dict.fromkeys(one["fix"] for one in advice),
+            "Compiling the model fuses such chains too.",
+        ]
+        code = "\n\n".join(liger) or "\n".join(
+            f"# {one.name}\n{texts['code']}" if several else texts["code"]
+            for one, texts in zip(patterns, advice, strict=True)
+        )
+        return " ".join(fixes), code
 
     def _with_backward(
         self, a: Analysis, table: pl.DataFrame

@@ -227,34 +227,17 @@ def costliest_places(
     if kernel is not None:
         launched = nullable_rows(kernel[known])
         names["kernel"] = a.trace.gpu["name"].to_physical().gather(launched)
-    same = [pl.col(name).eq_missing(pl.col(name).first()) for name in names]
-    table = (
-        pl.DataFrame(
-            {
-                "key": cpu["name"]
-                .to_physical()
-                .gather(named)
-                .set(pl.Series(layers["layer"] >= 0), 0),
-                **layers,
-                **names,
-                "row": known,
-                "cost": cost[known],
-                "instance": known if instance is None else instance[known],
-            }
-        )
-        .with_columns(of_gap=pl.col("cost").sum().over("key", "layer", "instance", *names))
-        .sort("cost", descending=True)
-        .group_by("key", "layer", maintain_order=True)
-        .agg(
-            pl.col("cost").sum(),
-            pl.col("cost").filter(*same).sum().alias("named"),
-            pl.col("of_gap").filter(*same).max(),
-            pl.col("row").first(),
-            pl.col("instance").filter(*same).n_unique().alias("count"),
-            pl.col("node").unique(),
-        )
-        .sort("cost", descending=True, maintain_order=True)
+    rows = pl.DataFrame(
+        {
+            "key": cpu["name"].to_physical().gather(named).set(pl.Series(layers["layer"] >= 0), 0),
+            **layers,
+            **names,
+            "row": known,
+            "cost": cost[known],
+            "instance": known if instance is None else instance[known],
+        }
     )
+    table = _sum_by_place(rows, list(names))
     whole = whole or float(table["cost"].sum())
     locations: list[Location] = []
     for place in table.head(top).iter_rows(named=True):
@@ -284,6 +267,26 @@ def costliest_places(
             )
         )
     return locations
+
+
+def _sum_by_place(rows: pl.DataFrame, names: list[str]) -> pl.DataFrame:
+    """Return a line per place (``key``, ``layer``), the most expensive first, of rows of a cost.
+    ``named``, ``of_gap`` and ``count`` are of the rows whose ``names`` are its costliest row's."""
+    same = [pl.col(name).eq_missing(pl.col(name).first()) for name in names]
+    return (
+        rows.with_columns(of_gap=pl.col("cost").sum().over("key", "layer", "instance", *names))
+        .sort("cost", descending=True)
+        .group_by("key", "layer", maintain_order=True)
+        .agg(
+            pl.col("cost").sum(),
+            pl.col("cost").filter(*same).sum().alias("named"),
+            pl.col("of_gap").filter(*same).max(),
+            pl.col("row").first(),
+            pl.col("instance").filter(*same).n_unique().alias("count"),
+            pl.col("node").unique(),
+        )
+        .sort("cost", descending=True, maintain_order=True)
+    )
 
 
 def device_places(

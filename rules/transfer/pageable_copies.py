@@ -207,15 +207,7 @@ class PageableCopies(Rule):
         speed = _speed(slow)
         pinned = _speed(copies.filter((pl.col("memory") == "pinned") & large))
         link = host_link_rate(a)
-        factor, worst = 1 / self.pinned_speedup, 1 / self.worst_speedup
-        case: dict[str, Any] = {}
-        if speed and pinned:
-            case = self.case("a pinned copy to compare with")
-            factor = min(1.0, speed / pinned)
-        elif speed and link:
-            case = self.case("the link is recorded")
-            factor = min(1.0, speed / (self.link_share * link))
-            worst = min(1.0, speed / (self.worst_link_share * link))
+        factor, worst, case = self._speedup(speed, pinned, link)
         # no more of the copy is hidden than there is other work to hide it under
         hidden = max(0, a.breakdown.busy.total - exposed) / max(1, alone.total)
         count = max(1, round(slow.height / a.step_count))
@@ -248,6 +240,20 @@ class PageableCopies(Rule):
             **case,
             **(self.case("no DataLoader") if _has_no_loader(a) else {}),
         )
+
+    def _speedup(
+        self, speed: float | None, pinned: float | None, link: float | None
+    ) -> tuple[float, float, dict[str, Any]]:
+        """Return the time of pinned copies over that of these (expected, at worst) and the texts
+        of the case. ``speed`` of these copies, of ``pinned`` ones and of the ``link``: GB/s."""
+        factor, worst = 1 / self.pinned_speedup, 1 / self.worst_speedup
+        if speed and pinned:
+            return min(1.0, speed / pinned), worst, self.case("a pinned copy to compare with")
+        if speed and link:
+            factor = min(1.0, speed / (self.link_share * link))
+            worst = min(1.0, speed / (self.worst_link_share * link))
+            return factor, worst, self.case("the link is recorded")
+        return factor, worst, {}
 
     @staticmethod
     def examples() -> Examples:

@@ -224,13 +224,7 @@ def _sums(
     known: dict[str, NDArray[np.float64]] = {}
     if a.device_id is not None:
         known = _known_work(a, work, node, count)
-    order = a.steps.used["index"].to_list()
-    place = {index: i for i, index in enumerate(order)}
-    step = step_of(a.steps, work["ts"].to_numpy()).to_list()
-    column = np.array([place.get(each, -1) for each in step], dtype=np.int64)
-    steps = np.zeros((count, max(1, len(order))))
-    shown = inside & (column >= 0)
-    np.add.at(steps, (node[shown], column[shown]), ns[shown])
+    steps = _time_per_step(a, work, node, count)
     parent = np.array(tree.parent, dtype=np.int64)
     depth = np.zeros(count, dtype=np.int64)
     for each in np.flatnonzero(target == np.arange(count)).tolist():
@@ -243,14 +237,8 @@ def _sums(
             for values in (*columns.values(), *known.values(), steps):
                 if values is not own:
                     values[parent[each]] += values[each]
-    calls = np.zeros(count, dtype=np.int64)
     rows = np.flatnonzero(scopes >= 0)
-    if len(rows):
-        ts, dur = (a.trace.cpu[name].gather(rows).to_numpy() for name in ("ts", "dur"))
-        called = rows[covered_length(ts, ts + np.maximum(dur, 1), a.spans) > 0]
-        if a.trace.meta.capture is not None:
-            called = called[called < a.trace.meta.capture.row]
-        calls = np.bincount(scopes[called], minlength=count)
+    calls = _count_calls(a, rows, scopes, count)
     kept = np.flatnonzero((target == np.arange(count)) & ((columns["ns"] > 0) | (calls > 0)))
     kept = kept[np.lexsort((kept, depth[kept]))]
     new = np.full(count, -1, dtype=np.int64)
@@ -259,7 +247,6 @@ def _sums(
     scopes[rows] = np.where(scopes[rows] >= 0, new[scopes[rows]], -1)
     up = np.where(parent[kept] >= 0, new[np.maximum(parent[kept], 0)], -1)
     names = [tree.name[each] for each in kept.tolist()]
-    time = columns["ns"][kept]
     data: dict[str, Any] = {
         "node": np.arange(len(kept)), "parent": up, "name": names,
         "kind": [split_number(name)[0] for name in names], "calls": calls[kept],
@@ -267,13 +254,8 @@ def _sums(
         "moved": None,
     }  # fmt: skip
     if known:
-        matrix, sure, moved = (known[each][kept] for each in ("matrix", "sure", "moved_ns"))
-        data["flops"] = np.where(
-            (matrix > 0) & (sure >= MIN_KNOWN_SHARE * matrix), known["flops"][kept], -1
-        )
-        data["moved"] = np.where(
-            (time > 0) & (moved >= MIN_KNOWN_SHARE * time), known["moved"][kept], -1
-        )
+        work_of = {name: values[kept] for name, values in known.items()}
+        data |= _mostly_known(work_of, columns["ns"][kept])
     frame = pl.DataFrame(data).select(
         pl.col(name).cast(kind) for name, kind in NODES_SCHEMA.items()
     )
@@ -282,6 +264,43 @@ def _sums(
     ]
     frame = frame.with_columns(pl.when(pl.col("parent") >= 0).then(pl.col("parent")), *positive)
     return frame, steps[kept]
+
+
+def _time_per_step(a: Analysis, work: pl.DataFrame, node: Rows, count: int) -> NDArray[np.float64]:
+    """Return ns of each node's own work (line) in each used step (column)."""
+    order = a.steps.used["index"].to_list()
+    place = {index: i for i, index in enumerate(order)}
+    step = step_of(a.steps, work["ts"].to_numpy()).to_list()
+    column = np.array([place.get(each, -1) for each in step], dtype=np.int64)
+    steps = np.zeros((count, max(1, len(order))))
+    shown = (node >= 0) & (column >= 0)
+    np.add.at(steps, (node[shown], column[shown]), work["ns"].to_numpy()[shown])
+    return steps
+
+
+def _count_calls(a: Analysis, rows: Rows, scopes: NDArray[np.int32], count: int) -> Rows:
+    """Count each node's calls inside the spans, the captured ones left out. ``rows``: those at
+    which a node of ``scopes`` begins."""
+    if not len(rows):
+        return np.zeros(count, dtype=np.int64)
+    ts, dur = (a.trace.cpu[name].gather(rows).to_numpy() for name in ("ts", "dur"))
+    called = rows[covered_length(ts, ts + np.maximum(dur, 1), a.spans) > 0]
+    if a.trace.meta.capture is not None:
+        called = called[called < a.trace.meta.capture.row]
+    return np.bincount(scopes[called], minlength=count)
+
+
+def _mostly_known(
+    known: dict[str, NDArray[np.float64]], ns: NDArray[Any]
+) -> dict[str, NDArray[np.float64]]:
+    """Return FLOPs and bytes of nodes; -1: known for less than ``MIN_KNOWN_SHARE`` of the time."""
+    matrix, moved = known["matrix"], known["moved_ns"]
+    flops_known = (matrix > 0) & (known["sure"] >= MIN_KNOWN_SHARE * matrix)
+    moved_known = (ns > 0) & (moved >= MIN_KNOWN_SHARE * ns)
+    return {
+        "flops": np.where(flops_known, known["flops"], -1),
+        "moved": np.where(moved_known, known["moved"], -1),
+    }
 
 
 def _known_work(

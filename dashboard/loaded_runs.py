@@ -15,8 +15,9 @@ from advisor.advise.engine import AnalysisResult, Options, examine, open_ranks
 from advisor.advise.finding_text import ranked_findings
 from advisor.advise.ranks.job import files_summarised_apart
 from advisor.core.errors import AdvisorError
-from advisor.core.report import SCHEMA, Report, StepTime
+from advisor.core.report import SCHEMA, Report
 from advisor.core.report_file import read_saved
+from advisor.core.report_steps import StepTime
 from advisor.core.run_directory import STEPS
 from advisor.core.trace import Run
 from advisor.dashboard.live_run import Follower

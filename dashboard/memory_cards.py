@@ -10,7 +10,7 @@ import polars as pl
 from advisor.advise.memory import build_memory_views, select_histories
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.report import MemoryView
+from advisor.core.report_memory import MemoryView
 from advisor.dashboard import plotly_figures
 from advisor.dashboard.components import (
     bar_cell,

@@ -31,6 +31,12 @@ import advisor.core.layers
 import advisor.core.prices
 import advisor.core.ranks
 import advisor.core.report
+import advisor.core.report_inference
+import advisor.core.report_kernels
+import advisor.core.report_memory
+import advisor.core.report_replay
+import advisor.core.report_steps
+import advisor.core.report_time
 import advisor.core.rule
 import advisor.recorder.options
 from advisor.advise.rule_loading import load_rules
@@ -297,6 +303,12 @@ def schema_text() -> str:
     ]
     modules = (
         advisor.core.report,
+        advisor.core.report_time,
+        advisor.core.report_steps,
+        advisor.core.report_kernels,
+        advisor.core.report_memory,
+        advisor.core.report_replay,
+        advisor.core.report_inference,
         advisor.core.auxiliary_inputs,
         advisor.core.layers,
         advisor.core.ranks,

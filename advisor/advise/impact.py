@@ -24,7 +24,7 @@ from advisor.core.finding import (
     Severity,
     impact_without_gain,
 )
-from advisor.core.report import StepTime
+from advisor.core.report_steps import StepTime
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import device_waits

@@ -15,7 +15,8 @@ from advisor.advise.program_wording import analyze_command
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
-from advisor.core.report import KernelCounters, KernelLine, Report, Status, TritonKernel
+from advisor.core.report import Report, Status
+from advisor.core.report_kernels import KernelCounters, KernelLine, TritonKernel
 from advisor.core.trace import CUDA, KINETO, PYTORCH
 from advisor.measure.device.kernel_names import library_of
 from advisor.measure.device.kernel_profiles import (

@@ -7,13 +7,13 @@ from typing import Literal
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.report import (
+from advisor.core.report import Report
+from advisor.core.report_memory import (
     MemoryHolder,
     MemoryPool,
     MemorySample,
     MemorySaving,
     MemoryView,
-    Report,
 )
 from advisor.core.rule import VerdictRole
 from advisor.measure import Analysis

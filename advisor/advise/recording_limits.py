@@ -18,7 +18,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.report import StepVariationPart
+from advisor.core.report_steps import StepVariationPart
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX, Run, Trace, TraceMeta
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX

@@ -18,18 +18,14 @@ from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import covered_length, union
 from advisor.core.prices import HOUR_NS, Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import FEW_RANKS, RankLine, Ranks, format_ranks
-from advisor.core.report import (
+from advisor.core.report import Input, Scope
+from advisor.core.report_steps import Phase, RecordedSteps, StepDurations, StepTime
+from advisor.core.report_time import (
     Family,
     HostShare,
     IdleCause,
-    Input,
     OperatorTime,
-    Phase,
-    RecordedSteps,
     SampledFunction,
-    Scope,
-    StepDurations,
-    StepTime,
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy

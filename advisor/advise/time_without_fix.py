@@ -16,7 +16,8 @@ from advisor.advise.recording_limits import is_too_small, lost_records
 from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Edit, Finding
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.report import Report, TimeWithoutFix
+from advisor.core.report import Report
+from advisor.core.report_time import TimeWithoutFix
 from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.replay.exposed_time import LAUNCH_CAUSES

@@ -36,7 +36,8 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
 from advisor.core.intervals import covered_length
-from advisor.core.report import HostShare, IdleCause, Report
+from advisor.core.report import Report
+from advisor.core.report_time import HostShare, IdleCause
 from advisor.core.rule import HostCheck, Rule, VerdictRole
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX

@@ -9,7 +9,10 @@ from advisor.compare.comparison import Amount, Comparison
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.prices import HOUR_NS
-from advisor.core.report import InferencePhase, KernelCounters, MemoryHolder, Report
+from advisor.core.report import Report
+from advisor.core.report_inference import InferencePhase
+from advisor.core.report_kernels import KernelCounters
+from advisor.core.report_memory import MemoryHolder
 
 
 def compare_amounts(before: Report, after: Report) -> list[Amount]:

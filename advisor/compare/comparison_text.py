@@ -12,7 +12,7 @@ from advisor.compare.amounts import memory_verdict, phase_verdict
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
-from advisor.core.report import EQUAL_STEP_SHARE
+from advisor.core.report_steps import EQUAL_STEP_SHARE
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import (

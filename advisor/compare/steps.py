@@ -20,7 +20,8 @@ from advisor.compare.statistics import (
 )
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
-from advisor.core.report import Input, Report, StepDurations
+from advisor.core.report import Input, Report
+from advisor.core.report_steps import StepDurations
 
 Source = Literal["recorder", "trace"]
 Runs = list[StepDurations]

@@ -15,7 +15,8 @@ from advisor.core.labels import clean, kernel_label, shorten
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding, Impact, Location
-    from advisor.core.report import Crash, IdleCause
+    from advisor.core.report import Crash
+    from advisor.core.report_time import IdleCause
     from advisor.core.rule import Evidence, Per
 
 

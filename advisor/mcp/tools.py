@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from advisor.advise.engine import AnalysisResult
     from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Finding
-    from advisor.core.report import OperatorRate
+    from advisor.core.report_kernels import OperatorRate
     from advisor.core.rule import Evidence, Rule
     from advisor.core.trace import Run
     from advisor.mcp.answers import AllowedFolders

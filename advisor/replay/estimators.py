@@ -6,7 +6,7 @@ from functools import cached_property
 from math import inf
 
 from advisor.core.finding import LAYER_TIMES, Edit, Finding, RangeCause
-from advisor.core.report import Replay
+from advisor.core.report_replay import Replay
 from advisor.measure import Analysis
 from advisor.replay.exposed_time import ExposedTime, host_work, leaves_host_work
 from advisor.replay.predictions import widened_by_kind

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.report import HardPart
+from advisor.core.report_replay import HardPart
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 
 EXPLAINED_NS = 5_000

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.report import StepTime
+from advisor.core.report_steps import StepTime
 from advisor.measure import Analysis
 from advisor.measure.steps.steps import require_used_steps, require_window
 from advisor.replay.edit_language import parse_edit

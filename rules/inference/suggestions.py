@@ -7,7 +7,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, impact_without_gain
-from advisor.core.report import InferenceByPhase, InferencePhase
+from advisor.core.report_inference import InferenceByPhase, InferencePhase
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import DECODE, MIXED, PREFILL

@@ -9,7 +9,8 @@ import pytest
 
 from advisor.advise.engine import Options, analyze
 from advisor.advise.report_text import describe_time_without_fix
-from advisor.core.report import Report, TimeWithoutFix
+from advisor.core.report import Report
+from advisor.core.report_time import TimeWithoutFix
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 

@@ -14,7 +14,8 @@ from advisor.compare.comparison import Bounds, Comparison
 from advisor.compare.gate import build_baseline, compare_with_baseline, decide
 from advisor.compare.statistics import Sample, difference_of_runs, t_quantile
 from advisor.core.errors import AdvisorError
-from advisor.core.report import Report, Scope, StepDurations
+from advisor.core.report import Report, Scope
+from advisor.core.report_steps import StepDurations
 from advisor.testing import TraceBuilder
 
 Record = Callable[..., Path]

@@ -23,7 +23,7 @@ from advisor.advise.engine import analyze, examine
 from advisor.cli.dashboard import EDITOR, parse_editor
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
-from advisor.core.report import StepTime
+from advisor.core.report_steps import StepTime
 from advisor.core.run_directory import MANIFEST, STEPS, Manifest, StepRow
 from advisor.dashboard import loaded_runs as home
 from advisor.dashboard.app import create_app

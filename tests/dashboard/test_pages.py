@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 from advisor import cli
-from advisor.core.report import EQUAL_STEP_SHARE
+from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.text import host_label, split_verdict
 from advisor.dashboard.app import PAGES
 from advisor.dashboard.pages.distributed import _folded as folded

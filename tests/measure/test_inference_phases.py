@@ -17,7 +17,8 @@ import pytest
 from advisor.advise.engine import analyze
 from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
-from advisor.core.report import InferenceByPhase, Report
+from advisor.core.report import Report
+from advisor.core.report_inference import InferenceByPhase
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import StepMark, Sums, parse_mark
 from advisor.measure.inference.graphs import attach_capture, missing_records

@@ -9,17 +9,9 @@ import pytest
 
 from advisor.core.finding import Finding, Impact, Location, PassedCheck, SkippedCheck
 from advisor.core.ranks import RankLine, Ranks
-from advisor.core.report import (
-    Family,
-    HardPart,
-    HostShare,
-    IdleCause,
-    Input,
-    Replay,
-    Report,
-    Scope,
-    TimeShare,
-)
+from advisor.core.report import Input, Report, Scope
+from advisor.core.report_replay import HardPart, Replay
+from advisor.core.report_time import Family, HostShare, IdleCause, TimeShare
 from advisor.core.rule import Evidence
 
 MS = 1_000_000

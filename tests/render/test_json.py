@@ -12,7 +12,8 @@ from advisor import analyze
 from advisor.advise.report_charts import build_charts
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import Ranks
-from advisor.core.report import SCHEMA, Replay, Report
+from advisor.core.report import SCHEMA, Report
+from advisor.core.report_replay import Replay
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from advisor.core.report import AttainableRate, OperatorRate, Report
+from advisor.core.report import Report
+from advisor.core.report_kernels import AttainableRate, OperatorRate
 from advisor.measure.host.operators import shape_text
 from advisor.render.documents import layers
 from advisor.render.formats.terminal import Terminal

@@ -17,7 +17,8 @@ from advisor.advise import report_charts
 from advisor.cli import run
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import Ranks
-from advisor.core.report import IdleCause, Report
+from advisor.core.report import Report
+from advisor.core.report_time import IdleCause
 from advisor.dashboard import components
 from advisor.render import formats
 from advisor.render.formats import COMPARISONS, REPORTS

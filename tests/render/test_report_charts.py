@@ -14,7 +14,8 @@ from advisor.advise.report_charts import MAX_CAUSES, build_step_bar
 from advisor.cli.output import _ASCII
 from advisor.core import charts
 from advisor.core.charts import Segment
-from advisor.core.report import IdleCause, Report
+from advisor.core.report import Report
+from advisor.core.report_time import IdleCause
 from advisor.dashboard import theme
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.steps.timeline import CLASSES

@@ -20,7 +20,9 @@ from advisor.advise.rule_loading import load_rules
 from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Impact, Location, Select
 from advisor.core.ranks import Ranks
-from advisor.core.report import Family, Replay, Report
+from advisor.core.report import Report
+from advisor.core.report_replay import Replay
+from advisor.core.report_time import Family
 from advisor.core.text import first_clause
 from advisor.render.document import Document, Grid, RenderOptions
 from advisor.render.formats import REPORTS

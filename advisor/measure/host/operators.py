@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import gpus
-from advisor.core.report import AttainableRate, OperatorRate
+from advisor.core.report_kernels import AttainableRate, OperatorRate
 from advisor.measure.device.families import MATRIX, Family
 from advisor.measure.device.roofline import select_device_rows
 from advisor.measure.device.shapes import FORMATS, Format

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.intervals import Ints, covered_length, union
-from advisor.core.report import GraphReplays, InferenceByPhase, InferencePhase, Quantiles
+from advisor.core.report_inference import GraphReplays, InferenceByPhase, InferencePhase, Quantiles
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
 from advisor.measure.host.names import cache_by_name, map_names

@@ -12,7 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
-from advisor.core.report import ModuleMemory
+from advisor.core.report_memory import ModuleMemory
 from advisor.core.snapshot import SnapshotFrame, Stack
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.memory.trace_memory import find_running

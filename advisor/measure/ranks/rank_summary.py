@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core.finding import Finding
 from advisor.core.intervals import Ints, covered_length, union
-from advisor.core.report import MemorySample
+from advisor.core.report_memory import MemorySample
 from advisor.measure import Analysis
 from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.ranks.collectives import collective_table, pack_collectives, step_summaries

@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
 from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import RankCluster, format_ranks
-from advisor.core.report import MemorySample
+from advisor.core.report_memory import MemorySample
 
 SCHEMA = "advisor.rank/1"
 MAX_BYTES = 200_000

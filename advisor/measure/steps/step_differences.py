@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Intervals, covered_length, union
-from advisor.core.report import StepVariation, StepVariationPart
+from advisor.core.report_steps import StepVariation, StepVariationPart
 from advisor.measure.device.families import CLASSES
 from advisor.measure.steps.timeline import CLASSES as HOST
 

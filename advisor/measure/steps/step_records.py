@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
-from advisor.core.report import StepTime
+from advisor.core.report_steps import StepTime
 from advisor.core.run_directory import MAX_VALUE, is_sane, read_recording
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from advisor.core.finding import Edit, Finding
-from advisor.core.report import Replay
+from advisor.core.report_replay import Replay
 from advisor.measure import Analysis
 from advisor.measure.ranks.outliers import Deviation, edits_of
 from advisor.measure.ranks.rank_summary import summarise_rank

@@ -1,7 +1,7 @@
 """Diagnoses of simulated jobs, compared with what is wrong with them.
 
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
-    python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md
+    python -m benchmarks.bench_jobs --write docs/ranks-accuracy.md
     python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's ranks
     python -m benchmarks.bench_jobs --calibrate                   # the table of past predictions
 
@@ -158,7 +158,7 @@ def seeds() -> str:
 
 
 def page(text: str, arguments: argparse.Namespace) -> str:
-    """docs/fleet-accuracy.md."""
+    """docs/ranks-accuracy.md."""
     kinds = "\n".join(f"| {fault.replace('_', ' ')} | {KIND[fault]} |" for fault in FAULTS)
     return f"""# Accuracy of job diagnoses
 
@@ -193,7 +193,7 @@ seeds from {arguments.seed:,} on:
 What this does not show: how often such faults are found in real jobs, whose programs are less
 regular than ours. Files of simulated jobs give the same numbers (`tests/simulation`).
 
-Again: `python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md`
+Again: `python -m benchmarks.bench_jobs --write docs/ranks-accuracy.md`
 """
 
 

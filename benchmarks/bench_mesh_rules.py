@@ -70,7 +70,7 @@ def report_of_first_rank(played: Played, network: float | None, folder: Path) ->
 
 
 def main() -> None:
-    """Print a line a rule."""
+    """Print a line per rule."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=20)
     jobs = parser.parse_args().jobs

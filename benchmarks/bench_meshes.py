@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_meshes                                # 100 simulated models
     python -m benchmarks.bench_meshes --calibrate                    # the table of past predictions
-    python -m benchmarks.bench_meshes --write docs/fleet-accuracy.md
+    python -m benchmarks.bench_meshes --write docs/ranks-accuracy.md
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed. The
 published tables are of other people's clusters: what is not published of them (the time in each
@@ -207,7 +207,7 @@ def published(row: Published) -> Case:
 
 
 def page(simulated: list[Case], tables: list[Case]) -> str:
-    """The section of docs/fleet-accuracy.md."""
+    """The section of docs/ranks-accuracy.md."""
     off = sorted(abs(math.log(case.predicted / case.measured)) for case in simulated)
     inside = sum(case.inside for case in simulated)
     width = statistics.median((case.high - case.low) / case.predicted for case in simulated)

@@ -353,7 +353,7 @@ def line_chart(
 def rank_step_heatmap(
     values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], unit: str
 ) -> Any:
-    """Draw a value a rank and step; what is missing stays blank."""
+    """Draw a value per rank and step; what is missing stays blank."""
     made = empty_figure(max(150, 60 + 26 * len(rows)))
     made.add_trace(
         go.Heatmap(

@@ -94,7 +94,7 @@ class Workload:
     processes: int = 1
     """Number of processes; on CUDA each has a GPU of its own."""
     cpu_scale: float = 1 / 16
-    """Scale at which a CPU takes some ten milliseconds a step."""
+    """Scale at which a CPU takes some ten milliseconds per step."""
     steps: int = 6
     """Steps to trace so that the finding can be seen."""
     around: int = 30

@@ -95,5 +95,5 @@ def ddp_straggler(run: Setup) -> Iterator[Any]:
     model = DistributedDataParallel(layers(run, width, 6))
     inputs = torch.randn(2 * batch, width, device=run.device, dtype=run.dtype)
     cut = batch if run.cured else batch // 2
-    mine = inputs[:cut] if run.rank == 0 else inputs[cut:]
-    yield from train(sgd(model), lambda: (model(mine) - mine).square().mean() * len(mine) / batch)
+    own = inputs[:cut] if run.rank == 0 else inputs[cut:]
+    yield from train(sgd(model), lambda: (model(own) - own).square().mean() * len(own) / batch)

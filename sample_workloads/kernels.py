@@ -101,7 +101,7 @@ def single_tensor_optimizer(run: Setup) -> Iterator[Any]:
     """AdamW that updates one parameter after the other.
 
     With ``foreach=False`` (as with optimizers written by hand) each of some hundred parameters gets
-    a dozen tiny kernels a step.
+    a dozen tiny kernels per step.
 
     The cure: ``fused=True``, a few kernels for all parameters together."""
     torch.manual_seed(run.seed)

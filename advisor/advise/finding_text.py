@@ -159,7 +159,7 @@ MAX_BEYOND_EVIDENCE, MIN_OF_EVIDENCE = 1.01, 0.8
 first, and below the second of what the fix should remove of it."""
 AS_ASSUMED: Final = 0.1
 """Difference up to which the share of the work that stays is what the fix is assumed to leave."""
-LEAST_BUSY_DEVICE: Final = 0.95
+MIN_DEVICE_BOUND_SHARE: Final = 0.95
 """GPU busy share from which not the host but other GPU work limits a step."""
 
 
@@ -335,7 +335,7 @@ def _is_busy(report: Report) -> bool:
     """Whether the device is busy so long in the run's step that the host hardly holds it up; so it
     is where that is unknown."""
     scale = min(1.0, report.gain_scale or 1.0)
-    return report.busy_share is None or report.busy_share >= LEAST_BUSY_DEVICE * scale
+    return report.busy_share is None or report.busy_share >= MIN_DEVICE_BOUND_SHARE * scale
 
 
 def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
@@ -395,10 +395,10 @@ def _what_remains(finding: Finding, left: float) -> str:
 
 
 def _leaves_idle(report: Report, gain_ns: float, removed_ns: float) -> bool:
-    """Tell whether the device is busy for less than ``LEAST_BUSY_DEVICE`` of the step that a fix
-    leaves, which removes ``removed_ns`` of its work."""
+    """Tell whether the device is busy for less than ``MIN_DEVICE_BOUND_SHARE`` of the step that a
+    fix leaves, which removes ``removed_ns`` of its work."""
     work = (report.busy_share or 0.0) * report.scope.step_ns * min(1.0, report.gain_scale or 1.0)
-    return work - removed_ns < LEAST_BUSY_DEVICE * (report.step_ns - gain_ns)
+    return work - removed_ns < MIN_DEVICE_BOUND_SHARE * (report.step_ns - gain_ns)
 
 
 def _two_steps(report: Report) -> str:

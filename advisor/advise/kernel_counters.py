@@ -225,7 +225,7 @@ def _collector(report: Report) -> str:
     return f"{amd} (AMD) or {nvidia} (NVIDIA)"
 
 
-AT_LIMIT, MOST_TIME = 0.8, 0.5
+AT_LIMIT, MIN_DOMINANT_SHARE = 0.8, 0.5
 """Use of a unit at its limit; share of all launches' time of a kernel that dominates."""
 RELIEVE: Final = {
     "L1": "Let neighbouring threads read neighbouring addresses, and keep tiles in registers",
@@ -238,7 +238,7 @@ RELIEVE: Final = {
 def _relieve(views: Sequence[KernelCounters]) -> str:
     """Return advice for the unit that limits the dominant kernel; empty if none is at its limit."""
     longest = _find_longest(views)
-    if longest is None or _total(longest) < MOST_TIME * sum(map(_total, views)):
+    if longest is None or _total(longest) < MIN_DOMINANT_SHARE * sum(map(_total, views)):
         return ""
     at_limit = len(views) > 1 and max(longest.use.values(), default=0.0) >= AT_LIMIT
     if at_limit and (library := library_of(longest.name)) is not None:

@@ -307,7 +307,7 @@ def _returned(view: MemoryView) -> str:
     return f"{given} returns {t.format_bytes(view.returnable)} of it"
 
 
-NEARLY_MOST = 0.9
+MIN_CHEAPER_SHARE = 0.9
 """Share of the most that a change frees, from which a cheaper one is named beside it."""
 
 
@@ -318,7 +318,7 @@ def large_savings(view: MemoryView) -> tuple[MemorySaving, MemorySaving, MemoryS
     if not large:
         return None
     most = max(large, key=lambda each: each.bytes)
-    cheaper = next(each for each in large if each.bytes >= NEARLY_MOST * most.bytes)
+    cheaper = next(each for each in large if each.bytes >= MIN_CHEAPER_SHARE * most.bytes)
     return large[0], cheaper, most
 
 

@@ -150,11 +150,11 @@ def _is_part(finding: Finding, ranked: Sequence[Finding], a: Analysis) -> bool:
     own = [edit for edit in finding.edits if edit.select.on == "gpu"]
     if len(own) < len(finding.edits) or a.device_id is None or not own:
         return False
-    mine = np.logical_or.reduce([selected_gpu(a, edit.select) for edit in own])
+    work = np.logical_or.reduce([selected_gpu(a, edit.select) for edit in own])
     ops = {edit.op for edit in own}
     dur = a.trace.gpu["dur"].to_numpy()
     return any(
-        float(dur[mine & selected_gpu(a, edit.select)].sum()) >= SAME_WORK * float(dur[mine].sum())
+        float(dur[work & selected_gpu(a, edit.select)].sum()) >= SAME_WORK * float(dur[work].sum())
         for other in ranked
         for edit in other.edits
         if edit.op in ops and edit.select.on == "gpu"

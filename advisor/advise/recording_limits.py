@@ -181,12 +181,12 @@ def call_before(a: Analysis) -> tuple[str, int]:
     calls = a.trace.cpu.filter(pl.col("kind") == "runtime", pl.col("ts") < begin)
     took = pl.min_horizontal(pl.col("dur"), begin - pl.col("ts"))
     first = calls.select(pl.col("name").cast(pl.String), took=took).sort("took").tail(1)
-    if first.is_empty() or first["took"][0] < MOST_BEFORE * max(1, begin - start):
+    if first.is_empty() or first["took"][0] < MIN_CALL_SHARE * max(1, begin - start):
         return "", 0
     return labels.shorten(labels.clean(first["name"][0]), 50), int(first["took"][0])
 
 
-MOST_BEFORE = 0.5
+MIN_CALL_SHARE = 0.5
 """Share of the time before the first GPU work from which a call is what takes it."""
 
 

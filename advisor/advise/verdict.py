@@ -68,7 +68,7 @@ MOSTLY_ONE_OFF_SHARE = 0.5
 """Share of the analysed time from which a report without findings begins with one-off costs."""
 MIN_IDLE_SHARE = 0.2
 """Share of the step from which a second cause of idle time is named."""
-MOST_OF_STEP = 0.5
+MIN_OPERATOR_STEP_SHARE = 0.5
 """Share of the step from which one operator's device work is named though no rule has a fix."""
 FAR_LARGER = 1.5
 """Ratio of a later fix's gain to the first's from which the verdict says what all fixes gain."""
@@ -662,7 +662,7 @@ def _largest_operator(report: Report, a: Analysis) -> str:
         .group_by("name")
         .agg(pl.col("ns").sum(), pl.col("place").mean(), pl.col("row"))
     )
-    table = table.filter(pl.col("ns") > MOST_OF_STEP * a.span_ns).sort("place", "ns")
+    table = table.filter(pl.col("ns") > MIN_OPERATOR_STEP_SHARE * a.span_ns).sort("place", "ns")
     if table.is_empty():
         return ""
     name, ns, _, rows = table.row(-1)
@@ -673,9 +673,9 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     if rate >= LOW_RATE:
         return ""
     dur = a.trace.gpu["dur"].to_numpy()
-    mine = np.isin(np.arange(len(dur)), rows)
+    own_work = np.isin(np.arange(len(dur)), rows)
     edits = [edit for f in report.findings for edit in f.edits if edit.select.on == "gpu"]
-    if any(2 * dur[mine & selected_gpu(a, edit.select)].sum() >= ns for edit in edits):
+    if any(2 * dur[own_work & selected_gpu(a, edit.select)].sum() >= ns for edit in edits):
         return ""
     which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
     at = f", at {t.format_share(rate)} of {which}" if rate else ""

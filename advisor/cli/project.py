@@ -40,7 +40,7 @@ def command(
     ] = False,
     prices: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money an hour."),
+        typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money per hour."),
     ] = None,
     gpus: Annotated[
         list[int], typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable.")

@@ -278,7 +278,7 @@ class Rule:
         text is a trap, in which the rule must stay silent. The text is the guard that must hold it.
 
         It is the name of a threshold, without which the rule would fire, or the text of the
-        condition that ends the search. Or it is ``worth``: the rule fires, without a gain."""
+        condition that ends the search. Or it is ``no gain``: the rule fires, without a gain."""
         raise NotImplementedError
 
     def for_program(self: R, program: Program) -> R:

@@ -8,9 +8,9 @@ Shared by the recorder, which writes it, and by ``read``. Imports neither torch 
       manifest.json             once, by the first process
       rank0/
         rank.json               once: process, device, flags
-        steps.jsonl             one line a step
+        steps.jsonl             one line per step
         inference.jsonl         the same where nothing was learnt; gone once something is
-        telemetry.jsonl         one line a sample of GPU and host
+        telemetry.jsonl         one line per sample of GPU and host
         events.jsonl            what happened once: loaders, windows, warnings, out of memory, end
         trace_w0.json.gz        one a profiled window
         memory_snapshot.pickle  allocator state when memory ran out

@@ -594,7 +594,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
     """Wrap backwards. Until an optimizer steps, also note whether weights or gradients changed
     since the last backward, which then ended a step."""
     compiling = _compiling()
-    tape, witness = on.tape, UpdateProbe()
+    tape, probe = on.tape, UpdateProbe()
     put, hook_state = tape.log.extend, tape.hook_state
     inside = PART_OF_GRADIENTS
 
@@ -612,7 +612,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
             if not hook_state[5]:
                 if not hook_state[6]:
                     on.on_first_backward()
-                if witness.has_update(args):
+                if probe.has_update(args):
                     put((APPLIED, now()))
             if hook_state[2]:
                 on.on_enter(BACKWARD)
@@ -628,7 +628,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
                 if hook_state[2]:
                     on.on_leave(before)
             if not hook_state[5]:
-                witness.remember_state()
+                probe.remember_state()
             return result
 
         return run_backward

@@ -137,7 +137,7 @@ def _awaited(
     ends = work.ts + work.dur
     owner = np.where(work.launch >= 0, thread[work.launch], -1)
     result = []
-    for number, which in enumerate(row.tolist()):  # a few calls a step; each looks at few streams
+    for number, which in enumerate(row.tolist()):  # a few calls per step; each looks at few streams
         begin, end = called[number], ended[number]
         if which in own and call[number] in OWN_WORK:
             result.append(own[which])

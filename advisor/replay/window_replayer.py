@@ -35,8 +35,8 @@ from advisor.replay.selection import Selection
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "python": 500.0}
 """Host time that the profiler adds to each event, about: 0.8 µs, with shapes 1.4 (PyTorch 2.13,
 CPU; small operators suffer most). A Python frame costs 0.6 times what a plain event does: 0.35 and
-0.57 µs on a faster CPU, of 917 frames and 1,141 operators a step, the fastest of 300 steps without
-and of 60 with the profiler."""
+0.57 µs on a faster CPU, of 917 frames and 1,141 operators per step, the fastest of 300 without and
+of 60 with the profiler."""
 VISIBLE = 0.8
 """Busy share of the device above which host time is hidden behind it."""
 MAX_COST = 3.0

@@ -32,7 +32,7 @@ from advisor.tune.rounds import TrialLimits
 from advisor.tune.trial_process import TrialProgram
 from advisor.tune.trials import TrialSession, build_trial_error, explain_refusal
 
-RECORDED_STEPS, RECORDED_LEAST = 90, 40
+RECORDED_STEPS, MIN_RECORDING_STEPS = 90, 40
 """Steps of the recording, and the least: a profiled window and as many around it."""
 RECORDED_SHARE = 0.2
 """Share of the budget that the recording may take, once there are enough steps."""
@@ -85,7 +85,7 @@ def _record(program: TrialProgram, root: Path, request: TrialRequest, say: Say) 
     limits = request.limits
     result = program.run(
         (),
-        warmup=RECORDED_LEAST,
+        warmup=MIN_RECORDING_STEPS,
         steps=RECORDED_STEPS,
         seconds=limits.budget * RECORDED_SHARE,
         timeout=limits.timeout + limits.budget * RECORDED_SHARE,

@@ -39,7 +39,7 @@ class SlowDevice(Rule):
     id = "slow-device"
     title = "One GPU is slower than the others"
     validation_note = (
-        "simulated jobs (docs/fleet-accuracy.md). Silent on two_ranks. Never seen to fire on a "
+        "simulated jobs (docs/ranks-accuracy.md). Silent on two_ranks. Never seen to fire on a "
         "real slow device"
     )
     sources = (Citation("five kernels, 20 times each", "advisor/measure/ranks/own_time.py"),)

@@ -123,7 +123,7 @@ class StragglerRank(Rule):
             "out samples by length, with batches of as many tokens on each rank. Split a data set "
             "by its size and not by its files.",
             "code": "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
-            "mine = order[dist.get_rank()::dist.get_world_size()]   # similar lengths everywhere",
+            "own = order[dist.get_rank()::dist.get_world_size()]   # similar lengths everywhere",
         },
         "imbalance that moves": {
             "fix": "Give the ranks equal work: batches by tokens and not by samples, sorted or "

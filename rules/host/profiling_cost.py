@@ -216,7 +216,7 @@ class ProfilerEvents(Rule):
                 b.product(3000, wait=True)
         short.overhead("Activity Buffer Request", 5)
         return {
-            "a buffer flush a step": flushed,
+            "a buffer flush in each step": flushed,
             "a short one": (short, "share < self.min_share"),
             "before the steps": (outside, "share < self.min_share"),
         }

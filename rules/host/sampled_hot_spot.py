@@ -13,7 +13,7 @@ from advisor.core.finding import HOST_CODE, Finding, Location, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import HOST_CAUSES
-from advisor.measure.host.sampled_code import COMPUTING, MOST, SampledCode, code_outside
+from advisor.measure.host.sampled_code import COMPUTING, MIN_LINE_SHARE, SampledCode, code_outside
 from advisor.measure.host.stacks import MIN_SAMPLES, SampledStack, outermost_operator, parse_frame
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
@@ -136,7 +136,7 @@ class SampledHotSpot(Rule):
             fix = self.fix.format(line=line, elsewhere=elsewhere)
             texts["fix"] = fix if cure is None else f"{cure.fix} {fix}"
             texts["code"] = self.code if cure is None else cure.code
-        in_line = sum(stack.samples for stack in stacks) >= MOST * code.samples
+        in_line = sum(stack.samples for stack in stacks) >= MIN_LINE_SHARE * code.samples
         yield Finding(
             title=f"{_named(code, in_line)} leaves the GPU idle",
             summary=(

@@ -241,7 +241,7 @@ class AllocationsInLoop(DriverAllocationRule):
         return {
             "a new size each step": b,
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
-            "the GPU has work queued": (hidden, "worth"),
+            "the GPU has work queued": (hidden, "no gain"),
             "none": (none, "calls.is_empty()"),
             "empty_cache() in the loop": (emptied, "max_emptied_steps"),
         }
@@ -415,7 +415,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "pin_memory() each step": pins,
             "a small batch is pinned": (small, "min_share"),
             "warm-up": (warm, "(each > 0).sum() <"),
-            "the GPU has work queued": (hidden, "worth"),
+            "the GPU has work queued": (hidden, "no gain"),
             "GPU memory": (device, "(each > 0).sum() <"),
             "two steps only": (rare, "min_steps"),
         }

@@ -177,7 +177,7 @@ def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() 
     ("band", "left"), [("0.1..0.25..0.5", 100), ("0.25..0.25..0.5", 125), ("0..0.25..0.5", 0)]
 )
 def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(band: str, left: float) -> None:
-    """1 ms of kernels a step: at best the share that the best case says is left, µs. One that is
+    """1 ms of kernels per step: at best the share that the best case says is left, µs. One that is
     no more than the expected one may be exceeded, as past estimates were, but not without end."""
     b = TraceBuilder("A100")
     for _ in b.steps():

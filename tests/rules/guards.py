@@ -11,8 +11,8 @@ from typing import Any
 from advisor.core.finding import Finding
 from advisor.core.rule import Rule
 
-WORTH = "worth"
-"""The rule fires, and the engine finds the finding worth nothing."""
+NO_GAIN = "no gain"
+"""The rule fires, and the engine estimates no gain."""
 
 
 class _Noted(ast.NodeTransformer):
@@ -86,12 +86,12 @@ def _defines(cls: type[Rule], name: str) -> bool:
 
 def guard_of(rule: Rule, subject: Any) -> str:
     """The last condition that a rule looked at before it ended without a finding: what holds it
-    silent. :data:`WORTH`: nothing does. ``subject``: what ``check`` or ``check_run`` takes."""
+    silent. :data:`NO_GAIN`: nothing does. ``subject``: what ``check`` or ``check_run`` takes."""
     twin = _twin(type(rule))()
     _notes.clear()
     outcomes = list((twin.check_run if rule.across_ranks else twin.check)(subject))
     if any(isinstance(outcome, Finding) for outcome in outcomes):
-        return WORTH
+        return NO_GAIN
     return _notes[-1] if _notes else ""
 
 

@@ -29,7 +29,7 @@ from advisor.read.runs import read_source
 
 MAX_RANKS_IN_MEMORY: Final = 16
 """Number of ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB
-while it is measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB. A machine with 16 GB
+while it is measured (benchmarks/bench_ranks.py), one of 100 MB some 0.8 GB. A machine with 16 GB
 has room for sixteen of those."""
 
 

@@ -1,7 +1,7 @@
 """Peaks and bandwidths of GPUs from public documents, found by the device's name; and the rates
 that kernels reach on them.
 
-The figures are in ``gpus.json`` beside this file, one entry a GPU with its sources. A GPU that is
+The figures are in ``gpus.json`` beside this file, one entry per GPU with its sources. A GPU that is
 not in it is unknown: `lookup` returns None, and whoever asked says so by its name. There is no
 default, because a roofline against another card's peak is worse than none.
 

@@ -194,8 +194,8 @@ def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> ND
         ts = own["ts"].to_numpy()
         end = np.maximum.accumulate(ts + own["dur"].to_numpy())
         place = np.searchsorted(ts, at, side="right") - 1
-        mine = (thread == each).fill_null(False).to_numpy()
-        result |= mine & (place >= 0) & (at < end[np.maximum(place, 0)])
+        on_thread = (thread == each).fill_null(False).to_numpy()
+        result |= on_thread & (place >= 0) & (at < end[np.maximum(place, 0)])
     return result
 
 

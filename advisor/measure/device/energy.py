@@ -1,4 +1,4 @@
-"""Energy of a rank's GPU a step, from what NVML reported while the steps ran.
+"""Energy of a rank's GPU per step, from what NVML reported while the steps ran.
 
 The driver's counter (nvmlDeviceGetTotalEnergyConsumption, mJ since the driver was loaded) where
 there is one, else its power (nvmlDeviceGetPowerUsage, mW) integrated by the trapezoid rule."""

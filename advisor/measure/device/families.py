@@ -209,7 +209,7 @@ SDPA = r"^aten::_?scaled_dot_product_"
 
 def op_families(names: pl.Series) -> pl.Series:
     """Return the family of the work that each operator does itself; null: it only calls others, or
-    nothing is known of it. Both names and result are one row an operator name (strings)."""
+    nothing is known of it. Both names and result are one row per operator name (strings)."""
     return _op_families(names)["family"]
 
 

@@ -73,7 +73,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
         )
         .sort("dur", "name", "op_name", descending=[True, False, False], nulls_last=True)
     )
-    # One row a name; what it mostly is stands for it.
+    # One row per name; what it mostly is stands for it.
     summed = ["occupancy", "blocks_per_sm", "flops", "moved", "ideal"]
     return (
         by_parts.group_by("name", maintain_order=True)
@@ -104,7 +104,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
     )
 
 
-MOST_OF_MFU = 0.5
+MIN_FORMAT_SHARE = 0.5
 """Share of the MFU that is of one number format, from which this is named."""
 
 
@@ -139,7 +139,7 @@ def model_flop_utilisation(a: Analysis) -> Utilisation | None:
     total = float(busy["busy"].sum())
     name, peak, most = formats.row(0)
     best = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
-    below = peak is not None and peak < best and most >= MOST_OF_MFU * total
+    below = peak is not None and peak < best and most >= MIN_FORMAT_SHARE * total
     return Utilisation(total / (a.span_ns / 1e9), str(name).upper() if below else None)
 
 
@@ -216,7 +216,7 @@ def _ratio(part: pl.Expr, whole: pl.Expr) -> pl.Expr:
 
 
 def _rate(name: str) -> pl.Expr:
-    """Return an amount a second of the time it is known for; null when that is too little time."""
+    """Return an amount per second of the time that it is known for; null: too little time."""
     time = pl.col(f"{name}_ns")
     return pl.when((time > 0) & (time >= KNOWN_SHARE * pl.col("dur"))).then(
         pl.col(name) / time * 1e9

@@ -22,7 +22,7 @@ MAX_REMEMBERED = 4_096
 def cache_by_name(
     describe: Callable[[pl.Series], pl.DataFrame],
 ) -> Callable[[pl.Series], pl.DataFrame]:
-    """Cache what a function derives from names, one row a name, for another rank, window or run.
+    """Cache what a function derives from names, one row per name, for another rank, window or run.
     Patterns by the dozen take longer to compile than to apply to some hundred names. The function
     must look at each name by itself."""
     lock = threading.Lock()

@@ -34,9 +34,9 @@ COMPUTING = LEARNING | {"forward", "data", "communication"}
 """Parts of a step with rules of their own."""
 MAX_INSIDE = 0.1
 """Share of a line's samples in those parts up to which it counts as outside of them."""
-MOST = 0.8
+MIN_LINE_SHARE = 0.8
 """Share of a line's samples from which a line that it leads to is named in its place."""
-MOST_SYMBOLS = 0.6
+MIN_SYMBOL_SHARE = 0.6
 """Share of the time of operators written as symbols from which one has the line of most of it."""
 SYMBOLS = frozenset(f"aten::{name}" for name in "add div index matmul mul neg pow sub".split())
 """Operators that Python writes as symbols: they have no function in a stack."""
@@ -100,7 +100,7 @@ def code_outside(
     if top < MIN_SAMPLES:
         return None
     file, function, line = max(
-        (place for place, count in outside.items() if count >= MOST * top),
+        (place for place, count in outside.items() if count >= MIN_LINE_SHARE * top),
         key=lambda place: (depth[place], place[2] > 0, outside[place]),
     )
     count = counts[file, function, line]
@@ -154,7 +154,7 @@ def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> Hotte
     rows = np.unique(outermost)
     own = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
     every = own.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
-    if recorded is None or ns < MOST_SYMBOLS * int(every):
+    if recorded is None or ns < MIN_SYMBOL_SHARE * int(every):
         return None
     return hottest_line([stack for stack in recorded.stacks if _ends_in_own_line(stack)])
 

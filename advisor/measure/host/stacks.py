@@ -149,7 +149,7 @@ def rows_around(parent: Rows, rows: Rows) -> Rows:
 
 
 def ancestor_chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
-    """Return these rows and those around them, from the inside: a line a row, padded with -1."""
+    """Return these rows and those around them, innermost first: a line per row, padded with -1."""
     levels = [rows.astype(np.int64)]
     while (levels[-1] >= 0).any():
         levels.append(rows_around(parent, levels[-1]).astype(np.int64))

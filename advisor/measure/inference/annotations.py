@@ -242,7 +242,7 @@ def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[StepMark]]:
 def _innermost(rows: pl.DataFrame, marks: list[StepMark]) -> tuple[pl.DataFrame, list[StepMark]]:
     end = (rows["ts"] + rows["dur"]).to_list()
     ts = rows["ts"].to_list()
-    outer = [after < mine for after, mine in zip(ts[1:], end, strict=False)] + [False]
+    outer = [after < own_end for after, own_end in zip(ts[1:], end, strict=False)] + [False]
     kept: list[int] = []
     result: list[StepMark] = []
     around: StepMark | None = None

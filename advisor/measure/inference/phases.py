@@ -210,17 +210,17 @@ class _Kernels:
     def sums(self, rows: Ints, start: Ints, end: Ints) -> _Sums:
         """Sum the work of the passes ``rows``, whose own time is [start, end)."""
         each = covered_length(start, end, self.busy)
-        mine = np.isin(self.owner, rows)
-        work = [float(self.dur[mine & (self.bound == code)].sum()) for code in range(4)]
+        owned = np.isin(self.owner, rows)
+        work = [float(self.dur[owned & (self.bound == code)].sum()) for code in range(4)]
         busy = float(each.sum())
         scale = busy / sum(work) if sum(work) else 0.0  # work that runs at once counts once
         names = ("unknown", "memory", "compute", "communication")
         limits = {name: ns * scale for name, ns in zip(names, work, strict=True)}
         limits["host"] = float((end - start).sum()) - busy
-        kernel = float(self.dur[mine & self.kernel].sum())
-        known = float(self.dur[mine & self.kernel & self.known].sum())
-        saved = float((self.dur - self.floor)[mine].sum()) * scale
-        table = pl.DataFrame({"role": self.role.filter(pl.Series(mine)), "ns": self.dur[mine]})
+        kernel = float(self.dur[owned & self.kernel].sum())
+        known = float(self.dur[owned & self.kernel & self.known].sum())
+        saved = float((self.dur - self.floor)[owned].sum()) * scale
+        table = pl.DataFrame({"role": self.role.filter(pl.Series(owned)), "ns": self.dur[owned]})
         parts = table.group_by("role").agg(pl.col("ns").sum()).sort("ns", "role", descending=True)
         return _Sums(
             busy,

@@ -200,8 +200,8 @@ differs."""
 def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]) -> bool:
     """Return whether ranks without a device have more work because their operators get other shapes
     than those of the others."""
-    mine, theirs = (set().union(*(s.operators for s in group)) for group in (slow, others))
-    if not mine or not theirs:
+    own, theirs = (set().union(*(s.operators for s in group)) for group in (slow, others))
+    if not own or not theirs:
         return False
 
     def spent(group: Sequence[RankSummary], names: set[str]) -> float:
@@ -209,8 +209,8 @@ def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]
             [sum(op.total_ns for name, op in s.operators.items() if name in names) for s in group]
         )
 
-    apart = spent(slow, mine - theirs) - spent(others, theirs - mine)
-    more = spent(slow, mine) - spent(others, theirs)
+    apart = spent(slow, own - theirs) - spent(others, theirs - own)
+    more = spent(slow, own) - spent(others, theirs)
     return more > 0 and apart >= MIN_OTHER_SHARE * more
 
 

@@ -38,7 +38,7 @@ aside; gpuprof calls a first step an outlier at 3x, Hampel's test uses 3 MAD."""
 OUTLIER_MADS = 5.0
 MIN_STEPS_LEFT = 3
 MAX_RHYTHM = 16
-"""Longest distance of recurring long steps, in steps; few loops have more loader workers a rank."""
+"""Longest distance of recurring long steps, in steps; few ranks have more loader workers."""
 RHYTHM_SPREAD = 2.5
 """Ratio of the longest to the shortest of them, at most."""
 HOLE_NS = 1_000_000

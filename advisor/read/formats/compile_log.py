@@ -1,4 +1,4 @@
-"""Structured logs of torch.compile: what ``TORCH_TRACE=FOLDER`` writes, a file a process.
+"""Structured logs of torch.compile: what ``TORCH_TRACE=FOLDER`` writes, one file per process.
 
 A line ``V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2350] {…}`` is a record; lines that begin
 with a tab are its payload (https://github.com/pytorch/tlparse). Only some kinds are looked at."""

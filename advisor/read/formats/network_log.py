@@ -119,17 +119,17 @@ def merged_networks(logs: list[NetworkLog]) -> NetworkLog:
     return NetworkLog(**fields)
 
 
-_LEAST = ("channels", "nvls_channels", "nvls", "ring_gb_per_s", "nic_gb_per_s", "ring")
-_MOST = ("ranks", "node_ranks", "gpus", "no_verbs")
+_MINIMA = ("channels", "nvls_channels", "nvls", "ring_gb_per_s", "nic_gb_per_s", "ring")
+_MAXIMA = ("ranks", "node_ranks", "gpus", "no_verbs")
 
 
 def _joined(name: str, known: list[Any]) -> Any:
     """Return one value for all files; ``None`` if none is known."""
     if not known:
         return None
-    if name in _LEAST:
+    if name in _MINIMA:
         return min(known)
-    return max(known) if name in _MOST else sum(known)
+    return max(known) if name in _MAXIMA else sum(known)
 
 
 @dataclass

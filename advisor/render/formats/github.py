@@ -86,7 +86,7 @@ def _annotation(finding: Finding) -> str:
 
 
 def _held(device: memory.DeviceMemory) -> str:
-    """Annotate what held a device's memory: its figures, then its tables, a row a line."""
+    """Annotate what held a device's memory: its figures, then its tables, one row per line."""
     title = {"title": f"{device.title} {device.aside}"}
     return _command("notice", title, "\n".join(memory.sentences(device)), lines=True)
 

@@ -78,9 +78,9 @@ class BatchSize(Knob):
     def schedule(self, before: float, after: float) -> str:
         times = after / before
         return (
-            f"{before:,.4g} → {after:,.4g} samples a batch: an epoch has {1 / times:.3g} times the "
-            f"steps, so a learning-rate schedule, warm-up or checkpoint that counts steps comes "
-            f"{times:.3g} times later by sample. The learning rate stayed as it is; to start "
+            f"{before:,.4g} → {after:,.4g} samples per batch: an epoch has {1 / times:.3g} times "
+            f"the steps, so a learning-rate schedule, warm-up or checkpoint that counts steps "
+            f"comes {times:.3g} times later by sample. The learning rate stayed as it is; to start "
             f"from: ×{times:.3g} for SGD (linear, Goyal et al. 2017), ×{math.sqrt(times):.3g} for "
             "Adam (square root, Malladi et al. 2022). Hold the final accuracy against the old one."
         )

@@ -118,7 +118,7 @@ def test_what_was_not_recorded_is_said_and_not_guessed(analysis: Analysis) -> No
 
 @pytest.mark.parametrize("seed", [1, 4, 12, 22])
 def test_the_other_mesh_of_a_simulated_job_is_near(seed: int, tmp_path: Path) -> None:
-    """Fast pairs; docs/fleet-accuracy.md has many."""
+    """Fast pairs; docs/ranks-accuracy.md has many."""
     pair = draw_pair(seed)
     path = tmp_path / "rank0.json"
     path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))

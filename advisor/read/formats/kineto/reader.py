@@ -167,7 +167,7 @@ def _nothing(splitter: Splitter, assembler: Assembler) -> str:
 OURS = "advisor"
 """Key of a trace that ``advisor`` wrote from another profiler's file: its format and facts."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
-_MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
+_MAX_NUMBER = 1 << 53  # of anything that a device has: beyond that floats are not exact
 _AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
 _NVIDIA = re.compile(
     r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
@@ -269,7 +269,7 @@ def whole_number(value: Any) -> int | None:
 
 def _positive(value: Any) -> int | None:
     number = whole_number(value)
-    return number if number is not None and 0 < number < _MOST else None
+    return number if number is not None and 0 < number < _MAX_NUMBER else None
 
 
 def _text(value: Any) -> str | None:

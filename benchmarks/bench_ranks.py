@@ -5,19 +5,19 @@ under as many names for one file: the rank is read from the name, and each name 
 file. Each figure is a process of its own, start-up and imports included. The memory is the most
 that the process which asked has held (``VmHWM``), and the most that one of its workers has.
 
-    python benchmarks/bench_fleet.py [--ranks 8 64 512] [--workers 1 2] [--source TRACE] [--write]
+    python benchmarks/bench_ranks.py [--ranks 8 64 512] [--workers 1 2] [--source TRACE] [--write]
 
 Beside it HolisticTraceAnalysis, given an interpreter that has it: it loads all ranks, in as many
 processes as there are cores, and breaks their time down. Its memory is the most that its processes
 held together, sampled (RSS), since all ranks stay in it.
 
-    python benchmarks/bench_fleet.py --hta-python VENV/bin/python [--hta-ranks 8 64] [--write]
+    python benchmarks/bench_ranks.py --hta-python VENV/bin/python [--hta-ranks 8 64] [--write]
 
 And one rank's trace of any size (``make_big.py``), read by `advisor analyze` as a file and as a job
 of one rank. The memory is what all its processes hold together, sampled (PSS: what several share is
 counted once).
 
-    python benchmarks/bench_fleet.py --one-gb 4 [--write]
+    python benchmarks/bench_ranks.py --one-gb 4 [--write]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 from public_traces import path_of
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "fleet.md"
+PAGE = HERE.parent / "docs" / "ranks.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 HTA_BEGIN, HTA_END = "<!-- hta: begin -->", "<!-- hta: end -->"
 ONE_BEGIN, ONE_END = "<!-- one: begin -->", "<!-- one: end -->"
@@ -148,7 +148,7 @@ def table(size: int, rows: list[tuple[int, int, dict[str, float]]]) -> str:
             f"{found['moved'] / 1e6:,.1f} MB |"
         )
     about = (
-        f"A rank's trace has {size / 1e6:.1f} MB. Measured by `benchmarks/bench_fleet.py` on "
+        f"A rank's trace has {size / 1e6:.1f} MB. Measured by `benchmarks/bench_ranks.py` on "
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}; the "
         f"load average was {os.getloadavg()[0]:.0f} when it began."
     )
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--source", type=Path, default=path_of("a100_train_6steps.json.gz"))
-    parser.add_argument("--write", action="store_true", help="into docs/fleet.md")
+    parser.add_argument("--write", action="store_true", help="into docs/ranks.md")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")
     parser.add_argument("--hta-ranks", type=int, nargs="+", default=[8, 64])

@@ -39,8 +39,6 @@ from advisor.replay.predictions import (
 
 NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
-CLOSE = 0.25
-"""How far a point may be from the measured change, as a share of it."""
 NARROW = 0.40
 """Half the width that a band may have, as a share of the measured change."""
 KIND_OF_RULE = {

@@ -104,7 +104,10 @@ def named_places(
     ]
 
 
-def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
+MAX_SHOWN_LINES = 8
+
+
+def hot_lines(report: Report) -> list[tuple[str, str, str]]:
     """Return (share of the samples, place, text) of the hottest lines."""
     return [
         (
@@ -112,7 +115,7 @@ def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
             f"{t.shorten_path(line.file, 50)}:{line.line}",
             labels.shorten(labels.clean(line.text), 80),
         )
-        for line in report.hot_lines[:limit]
+        for line in report.hot_lines[:MAX_SHOWN_LINES]
     ]
 
 

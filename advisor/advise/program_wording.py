@@ -185,10 +185,9 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
     return option
 
 
-def record_with(option: str, meta: TraceMeta, more: str = "", *, recorder: bool = False) -> str:
-    """Write a sentence that asks to record so, with ``more`` at its end; ``""`` if impossible.
-    ``recorder``: advisor's own recorded the trace."""
-    how = how_to_record(option, meta, recorder=recorder)
+def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
+    """Write a sentence that asks to record so, with ``more`` at its end; ``""`` if impossible."""
+    how = how_to_record(option, meta)
     return f"{ask_to_record(how)}{more}." if how else ""
 
 

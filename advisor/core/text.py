@@ -142,11 +142,11 @@ def format_cell(value: Value | None, write: Callable[[Value], str]) -> str:
     return EMPTY_CELL if value is None else write(value)
 
 
-def format_share_change(share: float | None, places: int = 1) -> str:
+def format_share_change(share: float | None) -> str:
     """Return a relative difference with its sign: ``+12.3%``; no sign for zero."""
     if share is None:
         return NOT_MEASURED
-    text = f"{abs(share):,.{places if abs(share) < 10 else 0}%}"
+    text = f"{abs(share):,.{1 if abs(share) < 10 else 0}%}"
     return with_sign(share if text.strip("0.%") else 0, text)
 
 

@@ -65,7 +65,7 @@ _CONTAINERS = {
 _SETITEMS, _SETITEM = ord("u"), ord("s")
 _LENGTHS = {0x8C: 1, ord("X"): 4, 0x8D: 8}  # strings: bytes of their length
 _FIXED = {ord("h"): 1, ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("j"): 4, ord("q"): 1, ord("G"): 8}
-_LONG1, _LONG_BINPUT, _FRAME, _STOP, _PROTO = 0x8A, ord("r"), 0x95, ord("."), 0x80
+_LONG1, _LONG_BINPUT, _FRAME, _STOP = 0x8A, ord("r"), 0x95, ord(".")
 
 
 _DAMAGE = (

@@ -11,7 +11,6 @@ own."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -34,8 +33,6 @@ from advisor.recorder.loaders import Batch
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
 from advisor.recorder.steps import RecordedStep
-
-log = logging.getLogger("advisor")
 
 READ_SECONDS = 0.2
 """Interval at which the tape is read, s: what waits on it fits the caches. Read once a second, the

@@ -205,9 +205,9 @@ class WindowReplayer:
         replayed = np.diff(completion_times(self.graph, time))
         return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
 
-    def step_times(self, edits: Sequence[Edit], assumption: str = "") -> ReplayedSteps:
+    def step_times(self, edits: Sequence[Edit]) -> ReplayedSteps:
         """Replay with edits applied, and return the times of nodes and steps."""
-        time, _, own = self._replay(edits, assumption)
+        time, _, own = self._replay(edits)
         return ReplayedSteps(time, completion_times(own.graph, time), self.graph.cycle_steps)
 
     def _replay(
@@ -309,17 +309,12 @@ class WindowReplayer:
         low = min(gain, low if gain < 0 else max(0.0, low))
         return GainRange(gain, low, high, limit - self._saved(applied, ""), low_by, high_by)
 
-    def gain_bounds(
-        self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
-    ) -> tuple[float, float]:
-        """Return (low, high) of the gain. The range covers the edits' assumptions, the profiler's
-        host cost, the replay's own error and past errors of such predictions. It ends at the time
-        of what they select."""
-        return self._bounds_and_causes(edits, applied)[:2]
-
     def _bounds_and_causes(
         self, edits: Sequence[Edit], applied: Sequence[Edit]
     ) -> tuple[float, float, RangeCause, RangeCause]:
+        """Return low and high of the gain, and what decides each. The range covers the edits'
+        assumptions, the profiler's host cost, the replay's own error and past errors of such
+        predictions. It ends at the time of what they select."""
         both = [*applied, *edits]
         others = ("unprofiled_max", "profiled") if self.knows_own_steps else ("unprofiled",)
         if self._central(both):

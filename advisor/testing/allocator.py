@@ -69,7 +69,6 @@ class _Segment:
     stream: int
     large: bool
     pool: tuple[int, int]
-    expandable: bool
     frames: list[dict[str, Any]] | None
     blocks: list[_Block] = field(default_factory=list)
 
@@ -90,13 +89,11 @@ class FakeAllocator:
         device: int = 0,
         max_entries: int | None = None,
         history: bool = True,
-        expandable: bool = False,
     ) -> None:
         self.total = total
         self.device = device
         self.max_entries = max_entries
         self.history = history
-        self.expandable = expandable
         self.label = ""
         """User metadata of the next allocations."""
         self.segments: list[_Segment] = []
@@ -141,7 +138,7 @@ class FakeAllocator:
                 raise DeviceFull(size)
         segment, block = result or self._fit(rounded, stream, large, pool) or _missing()
         rest = block.size - rounded
-        if rest >= ROUND if (not large or segment.expandable) else rest > SMALL:
+        if rest > SMALL if large else rest >= ROUND:
             at = segment.blocks.index(block)
             segment.blocks.insert(at + 1, _Block(block.address + rounded, rest))
             block.size = rounded
@@ -199,18 +196,12 @@ class FakeAllocator:
         need = SMALL_BUFFER if not large else LARGE_BUFFER
         if size >= MIN_LARGE:
             need = -(-size // ROUND_LARGE) * ROUND_LARGE
-        if self.expandable:
-            page = LARGE_BUFFER if large else SMALL_BUFFER
-            need = -(-size // page) * page
         if need > self._driver_free():
             return False
         whole = _Block(self._next, need)
         frames = self._frames_of_now()
-        self.segments.append(
-            _Segment(self._next, need, stream, large, pool, self.expandable, frames, [whole])
-        )
-        action = "segment_map" if self.expandable else "segment_alloc"
-        self._event(action, self._next, need, stream, pool)
+        self.segments.append(_Segment(self._next, need, stream, large, pool, frames, [whole]))
+        self._event("segment_alloc", self._next, need, stream, pool)
         self._next += need + LARGE_BUFFER
         return True
 
@@ -218,8 +209,9 @@ class FakeAllocator:
         for segment in [s for s in self.segments if len(s.blocks) == 1]:
             if segment.blocks[0].state == "inactive":
                 self.segments.remove(segment)
-                action = "segment_unmap" if segment.expandable else "segment_free"
-                self._event(action, segment.address, segment.total, segment.stream, segment.pool)
+                self._event(
+                    "segment_free", segment.address, segment.total, segment.stream, segment.pool
+                )
 
     def _driver_free(self) -> int:
         return self.total - sum(segment.total for segment in self.segments)
@@ -296,7 +288,7 @@ class FakeAllocator:
                     "allocated_size": in_use, "active_size": active,
                     "requested_size": sum(b.requested for b in s.blocks),
                     "stream": s.stream, "segment_type": "large" if s.large else "small",
-                    "segment_pool_id": s.pool, "is_expandable": s.expandable,
+                    "segment_pool_id": s.pool, "is_expandable": False,
                     "frames": s.frames or [], "blocks": blocks,
                 }
             )  # fmt: skip
@@ -319,7 +311,7 @@ def merged(devices: Sequence[FakeAllocator]) -> dict[str, Any]:
             "PYTORCH_CUDA_ALLOC_CONF": "",
             "max_split_size": -1,
             "garbage_collection_threshold": 0.0,
-            "expandable_segments": devices[0].expandable,
+            "expandable_segments": False,
             "pinned_num_register_threads": 1,
             "release_lock_on_cudamalloc": False,
             "pinned_use_cuda_host_register": False,

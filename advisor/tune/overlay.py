@@ -47,8 +47,7 @@ class Overlay:
         self.free = tuple(_folder(path) for path in (scratch, *free, "/dev", "/proc"))
         self.moved: set[str] = set()
         self.refused: list[str] = []
-        self._mkdir, self._makedirs = os.mkdir, os.makedirs
-        self._lexists, self._isdir = os.path.lexists, os.path.isdir
+        self._mkdir = os.mkdir
         self._os = {name: getattr(os, name) for name in ("stat", "lstat", "open")}
 
     def _protected(self, path: Any) -> str | None:

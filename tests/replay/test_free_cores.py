@@ -61,7 +61,7 @@ def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
 def test_on_busy_cores_loading_that_waits_needs_none() -> None:
     found = replayer(computed=False, used=2.0)
     assert gain(found) == pytest.approx(0.39, abs=0.02)
-    low, _ = found.gain_bounds([parse_edit("parallelize loader 4")])
+    low = found.gain_range([parse_edit("parallelize loader 4")]).low
     assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
 
 
@@ -72,9 +72,9 @@ def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
     found = replayer(computed=True, used=1.4)
     edit = [parse_edit("parallelize loader 1")]
     assert gain(found, 1) == pytest.approx(-0.15, abs=0.02)
-    low, high = found.gain_bounds(edit)
-    assert low / found.a.step_ns == pytest.approx(-0.4, abs=0.05)
-    assert 0.26 <= high / found.a.step_ns <= 0.35
+    bounds = found.gain_range(edit)
+    assert bounds.low / found.a.step_ns == pytest.approx(-0.4, abs=0.05)
+    assert 0.26 <= bounds.high / found.a.step_ns <= 0.35
 
 
 def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() -> None:

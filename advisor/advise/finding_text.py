@@ -149,6 +149,8 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
         amount = f"about {amount}"
     unit = "" if impact.unit == "step" and not alone else f" {t.format_per(impact.unit)}"
     spread = t.format_gain_range(finding)
+    if amount.startswith("up to ") and not impact.low_ns:
+        spread = None  # "up to" says it
     ends = f" ({spread.replace(' to ', '–')})" if spread else ""
     share = f", {t.format_share(impact.share)}" if impact.share is not None else ""
     return f"{amount}{unit}{ends}{share}"
@@ -188,6 +190,18 @@ def _with_stacks(finding: Finding, report: Report) -> list[str]:
     if not python and not any(edit.op == "drop_launch" for edit in finding.edits):
         return []
     return ["without Python stacks the gain is smaller: recording them slows the host"]
+
+
+def may_gain_little(finding: Finding) -> bool:
+    """Tell whether the gain may be near zero, so that its condition belongs beside it."""
+    impact = finding.impact
+    if impact is None or impact.low_ns is None:
+        return False
+    return impact.low_ns < NEAR_ZERO * (impact.gain_ns or 0)
+
+
+NEAR_ZERO: Final = 0.25
+"""Part of the gain below which the low end of its range counts as little."""
 
 
 def range_reasons(finding: Finding) -> list[str]:

@@ -36,11 +36,11 @@ def build_charts(report: Report) -> ReportCharts:
 
 # -- where the time goes ------------------------------------------------------------------------
 
-MAX_CAUSES = 5
+MAX_CAUSES = 4
 """Number of causes with a segment of their own; smaller ones are summed."""
 MIN_SHOWN_SHARE = 0.0005
 """Share of the step below which idle time is none: some nanoseconds between two kernels."""
-MIN_SEGMENT_SHARE = 0.005
+MIN_SEGMENT_SHARE = 0.015
 """Share of the step below which a cause has no segment of its own: it would be less than half a
 cell of a terminal wide."""
 

@@ -1,7 +1,7 @@
 """Texts of a report for any renderer: its scope, figures, gains, caveats and skipped checks."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
@@ -17,7 +17,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.charts import FixSequence
-from advisor.core.finding import LAYER_TIMES, Impact
+from advisor.core.finding import LAYER_TIMES
 from advisor.core.prices import format_money
 from advisor.core.report import EQUAL_STEP_SHARE, Replay, Report
 from advisor.core.rule import Per
@@ -37,6 +37,7 @@ def describe_scope(report: Report) -> list[Line]:
         ("trace", _trace(report)),
         ("device", _device(report)),
         ("run", describe_recorded_steps(report)),
+        ("host", describe_phases(report)),
         (
             "steps" if report.step is None or report.step.window_slowdown is None else "window",
             _steps(report),
@@ -84,7 +85,7 @@ def _trace(report: Report) -> list[str]:
         parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
     if len(report.inputs) > 1:
         which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
-        parts.append("; ".join([f"{which} of {len(report.inputs)}", *_other_ranks(report)]))
+        parts += [f"{which} of {len(report.inputs)}", *_other_ranks(report)]
     elif shown.rank is not None:
         parts.append(f"rank {shown.rank}")
     return parts
@@ -256,13 +257,6 @@ def describe_recorded_steps(report: Report) -> list[str]:
             f"({t.format_share(view.outside_share)} of the time after the first): "
             "validation, rollouts, checkpoints and the like"
         )
-    if view.phases and report.scope.step_source != "record":
-        shown = ", ".join(
-            f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
-            for phase in view.phases[:MAX_NAMES]
-            if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
-        )
-        parts.append(f"host time: {shown}")
     if view.ended is None:
         parts.append("killed, or still going on")
     elif view.ended == "disk":
@@ -270,6 +264,19 @@ def describe_recorded_steps(report: Report) -> list[str]:
     elif view.ended != "finished":
         parts.append(f"ended by {labels.clean(view.ended)}")
     return parts
+
+
+def describe_phases(report: Report) -> list[str]:
+    """Describe the recorder's shares of the host's time by phase of the step."""
+    view = report.recorded
+    if view is None or report.scope.step_source == "record":
+        return []
+    shown = [
+        f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
+        for phase in view.phases[:MAX_NAMES]
+        if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
+    ]
+    return [f"{shown[0]} of the host's time", *shown[1:]] if shown else []
 
 
 def headline_numbers(report: Report) -> list[Line]:
@@ -542,16 +549,16 @@ def describe_all_fixes(report: Report) -> str:
     they do not shorten it."""
     if not (faster := format_speedup(report)):
         return ""
-    found, gains = ranked_findings(report), gains_of_findings(report)
+    found = ranked_findings(report)
     before, after = report.step_ns, step_after_fixes(report)
     fixes = "all fixes" if len(found) > 1 else "this fix"
     busy = None if report.replay is None else report.replay.busy_after_ns
     then = ""
     if busy is not None and report.time:
-        then = f"; the GPU is then busy for {t.format_share(min(1.0, busy / after))} of it"
+        then = f", GPU busy {t.format_share(min(1.0, busy / after))}"
     return (
         f"With {fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
-        f"({faster}){then}.{_explain_gains(gains, before - after)}"
+        f"({faster}){then}."
         + "".join(
             f" Fix {f.priority} saves {t.format_duration(f.impact.gain_ns)} over the run, "
             "outside these steps."
@@ -561,13 +568,12 @@ def describe_all_fixes(report: Report) -> str:
     )
 
 
-def _explain_gains(gains: Sequence[Impact], together: float) -> str:
-    """Say what the gains of the list are of, where their sum or order lets one wonder."""
-    own = [impact.gain_ns or 0 for impact in gains if impact.unit != "run"]
+def gains_overlap(report: Report) -> bool:
+    """Tell whether the sum or order of the list's gains lets one wonder what they are of."""
+    own = [each.gain_ns or 0 for each in gains_of_findings(report) if each.unit != "run"]
     ordered = all(after <= before for before, after in itertools.pairwise(own))
-    if len(own) < 2 or (ordered and abs(sum(own) - together) < 0.01 * together):
-        return ""
-    return " Gains below are of each fix alone."
+    together = report.step_ns - step_after_fixes(report)
+    return len(own) > 1 and not (ordered and abs(sum(own) - together) < 0.01 * together)
 
 
 def describe_chosen_fixes(fix_sequence: FixSequence) -> str:

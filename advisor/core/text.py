@@ -428,9 +428,10 @@ def first_clause(text: str) -> str:
 
 
 _END: Final = re.compile(
-    r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])|(?<=[A-Za-z_)]{2}\.)\s+(?=[A-Z\d]|torch\.)"
+    r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])|(?<=[A-Za-z_)%`]{2}\.)\s+(?=[A-Z\d]|[a-z]+(?:::|[A-Z_(]|\.[a-z]))"
 )
-"""End of a sentence: before a capital letter, and of a longer word before a figure or a call."""
+"""End of a sentence: before a capital letter, and of a longer word before a figure or a name of
+code such as ``cudaFree``, ``aten::copy_`` and ``torch.compile``."""
 _REASON: Final = re.compile(
     r"(?<=.{12})(?:: (?=(?:the|it|this|that|one|\d)\b)|, (?:which|because|so that|and) |; )"
 )

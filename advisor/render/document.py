@@ -68,6 +68,8 @@ class Paragraph(Block):
     mark: str = ""
     """Mark that stands before it in a terminal."""
     indent: int = 2
+    spare: int = 0
+    """Level from which a terminal leaves it out to fit a screen; 0: never. So for other blocks."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class TextField:
     """Whether it is left out where room is short."""
     prose: bool = False
     """Whether these are sentences, of which the first will do where room is short."""
+    spare: int = 0
+    least: int | None = None
+    """Parts that stay where a terminal leaves something out to fit a screen; ``None``: all."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,9 @@ class Grid(Block):
     """Lines below the rows in a terminal, one each."""
     optional: Sequence[int] = ()
     """Columns that a terminal leaves out where they do not fit, the first of these first."""
+    spare: int = 0
+    least: int | None = None
+    """Rows that stay where a terminal leaves something out to fit a screen; ``None``: all."""
 
     @property
     def sides(self) -> str:
@@ -162,8 +170,9 @@ class Figure(Block):
     def html(self, *, small: bool = False) -> Markup:
         """Draw the picture for a page; ``small``: for a notebook's cell."""
 
-    def lines(self, width: int) -> list[list[tuple[str, str]]] | None:
-        """Return lines for a terminal, of (text, style of rich); ``None``: the table will do."""
+    def lines(self, width: int, *, short: bool = False) -> list[list[tuple[str, str]]] | None:
+        """Return lines for a terminal, of (text, style of rich); ``None``: the table will do.
+        ``short``: as few as possible."""
         return None
 
 
@@ -182,6 +191,7 @@ class Section(Block):
     """Text that stands in its place in a terminal: ``3 skipped checks``."""
     short: bool = False
     """Whether a notebook's cell shows it too."""
+    spare: int = 0
 
     @property
     def has_lines(self) -> bool:

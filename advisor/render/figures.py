@@ -56,6 +56,10 @@ def share_cells(shares: Sequence[float], width: int) -> list[int]:
 # -- where the time goes -------------------------------------------------------------------------
 
 
+MIN_KEY_SHARE: Final = 0.015
+"""Share of the step from which a short legend names a part."""
+
+
 @dataclass(frozen=True)
 class Bar(Figure):
     """Bar of the step's time, in which each instant counts once; its legend is that of one step
@@ -104,13 +108,15 @@ class Bar(Figure):
         explained = set(map(colour_class_of_segment, bar.segments))
         return join(drawn, self.step.draw_lanes(explained), legend)
 
-    def lines(self, width: int) -> list[Parts]:
+    def lines(self, width: int, *, short: bool = False) -> list[Parts]:
         """Draw the bar; below it work on the left, causes of idle time on the right, or below each
-        other on a narrow page."""
+        other on a narrow page. ``short``: shares alone, as many on a line as fit."""
         bar = self.bar
         lengths = share_cells([segment.share for segment in bar.segments], width)
         both = zip(bar.segments, lengths, strict=True)
         drawn = [(s.look.glyph * length, s.look.style) for s, length in both if length]
+        if short:
+            return [drawn, *self._keys(width)]
         wide = max(len(segment.time) for segment in bar.segments)
         room = width - wide - 12
         left_room = min(max((len(s.label) for s in bar.work), default=0), room)
@@ -133,6 +139,25 @@ class Bar(Figure):
                 parts += [(blanks, ""), *right[number]]
             rows.append(parts)
         return [drawn, *rows]
+
+    def _keys(self, width: int) -> list[Parts]:
+        """Explain the segments that are drawn by glyph, name and share."""
+        rows: list[Parts] = []
+        used = width
+        for segment in self.bar.segments:
+            text = f" {segment.name} {segment.share_text}"
+            if segment.share < MIN_KEY_SHARE:
+                continue
+            if used + len(text) + 3 > width:
+                rows.append([("  ", "")])
+                used = 0
+            rows[-1] += [
+                ("  " * bool(used), ""),
+                (segment.look.glyph, segment.look.style),
+                (text, ""),
+            ]
+            used += len(text) + 3
+        return rows
 
 
 def _strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Markup:
@@ -349,7 +374,7 @@ class Histogram(Figure):
         ]
         return Grid([*self.head, ""], rows, align="rrl")
 
-    def lines(self, width: int) -> list[Parts]:
+    def lines(self, width: int, *, short: bool = False) -> list[Parts]:
         wide = max(len(name) for name, _ in self.bins)
         digits = len(t.format_count(self._most()))
         room = width - wide - digits - 6

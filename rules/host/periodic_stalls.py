@@ -340,7 +340,7 @@ class LongStep(Rule):
         if not case and re.search(_LEARNS, what):
             case = "inside the model"
         yield Finding(
-            title=f"{step['name']} takes {dur[longest] / median:.0f} times as long as the others",
+            title=f"{step['name']} takes {dur[longest] / median:.0f}× as long as the others",
             summary=(
                 f"{step['name']} takes {t.format_duration(dur[longest])}{because}; the other "
                 f"profiled steps take {t.format_duration(others)} on average."

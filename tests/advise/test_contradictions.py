@@ -9,8 +9,10 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from rich.cells import cell_len
 
-from advisor.advise.engine import AnalysisResult
+from advisor.advise import engine
+from advisor.advise.engine import AnalysisResult, Options
 from advisor.advise.finding_text import LATE_CAUSES, ranked_findings
 from advisor.advise.report_charts import build_chosen_fix_sequence, build_fix_sequence
 from advisor.advise.report_text import describe_all_fixes, step_after_fixes
@@ -19,6 +21,7 @@ from advisor.core.charts import StepAfterFix
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
+from advisor.render.formats.terminal import MAX_SCREEN_LINES
 from advisor.replay.selection import selected_gpu
 from benchmarks.public_traces import CORPUS
 from tests.corpus_analyses import examined
@@ -391,6 +394,25 @@ RETIRED = (
 
 def test_the_verdict_takes_four_lines(report: Report) -> None:
     assert len(textwrap.wrap(report.verdict, 80)) <= MAX_LINES, report.verdict
+
+
+def test_a_report_fits_a_screen(report: Report) -> None:
+    shown = REPORTS.render("terminal", report, width=80).splitlines()
+    assert len(shown) <= MAX_SCREEN_LINES, len(shown)
+    assert max(map(cell_len, shown)) <= 80 or "://" in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CORPUS / "dlrm_8ranks",
+        *sorted((CORPUS / "memory").glob("*.gz")),
+        *sorted((CORPUS.parent / "data/recorded").glob("*.slow")),
+    ],
+    ids=lambda path: str(path.name),
+)
+def test_a_report_of_ranks_memory_or_a_run_on_the_host_fits_a_screen(source: Path) -> None:
+    test_a_report_fits_a_screen(engine.analyze(str(source), Options(config={})))
 
 
 def test_words_that_readers_stumbled_over_are_gone(text: str) -> None:

@@ -26,15 +26,20 @@ ENGINE_NAMES: Final = {
 }  # fmt: skip
 
 
+_SPARE: Final = {"between": 1, "rates": 1, "parts": 2, "graphs": 2}
+"""Levels from which a terminal leaves lines out to fit a screen."""
+
+
 def sections(report: Report) -> Iterator[Block]:
     """Yield steps by phase; nothing where the program trains, or nothing marks its steps."""
     inference = report.inference
     if inference is None:
         return
     table = Grid(COLUMN_TITLES, [build_row(phase) for phase in inference.phases], optional=(6, 3))
-    legend = [Paragraph(LIMIT, "soft")] if any(p.limit for p in inference.phases) else []
+    legend = [Paragraph(LIMIT, "soft", spare=1)] if any(p.limit for p in inference.phases) else []
     rows = [
-        TextField(label, parts, detail=detail) for label, parts, detail in describe_lines(inference)
+        TextField(label, parts, detail=detail, spare=_SPARE.get(label, 0))
+        for label, parts, detail in describe_lines(inference)
     ]
     engine = ENGINE_NAMES.get(inference.engine or "", inference.engine or "")
     source = "its own marks" if inference.source == "engine" else inference.source

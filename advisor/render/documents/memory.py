@@ -26,6 +26,8 @@ MAX_ROWS: Final = 25
 """Number of rows of a table."""
 MAX_SHORT: Final = 8
 """Number of rows of a table where room is short."""
+MIN_SHORT: Final = 3
+"""Number of them that stay where the page is longer than a screen."""
 MAX_SAVINGS: Final = 8
 MAX_DEVICES: Final = 8
 SAME: Final = 0.01
@@ -51,7 +53,10 @@ def sections(report: Report) -> list[Block]:
         if view in similar or (view.source == "trace" and _is_no_question(view, report)):
             continue
         fields = FieldList(
-            [TextField(label, parts, detail=label == _BASIS) for label, parts in device.lines]
+            [
+                TextField(label, parts, detail=label == _BASIS, spare=_SPARE.get(label, 0))
+                for label, parts in device.lines
+            ]
         )
         first: list[Block] = [_sizes(view)]
         first += [each for each in device.tables if not _is_folded(each)]
@@ -191,6 +196,8 @@ POOLS: Final = "Segments, when the snapshot was taken"
 _MODULES = "By module, those inside it included"
 _FOLDED = (_MODULES, _CHURN, POOLS)
 _BASIS = "known by"
+_SPARE: Final = {"failed": 1, "steps": 2, "end": 2, "by": 4}
+"""Levels from which a terminal leaves lines out to fit a screen."""
 
 
 def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
@@ -288,7 +295,7 @@ def _bases(view: MemoryView) -> list[str]:
 
 def _table(title: str, head: list[str], rows: list[list[str]], limit: int, align: str = "") -> Grid:
     rows = rows[:limit]
-    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT])
+    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], least=MIN_SHORT)
 
 
 def _held(view: MemoryView) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """The ranks of a job beside each other: their steps, similar ones, what a change gains."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from advisor.advise.ranks import rank_charts
@@ -52,9 +53,10 @@ def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Sec
         [
             Grid(head, [[*row] for row in rows], align="".join(align), optional=[2, 1]),
             Items([*_pipelines(report), *_links(report)]),
-            Paragraph(" ".join(_mesh_notes(report)), "soft", indent=0),
+            Paragraph(" ".join(_mesh_notes(report)), "soft", indent=0, spare=1),
         ],
         t.format_per(report.per),
+        spare=2,
     )
 
 
@@ -170,7 +172,7 @@ def build_what_if(report: Report) -> Iterator[Section]:
     if abs(slowdown) >= SLOWED:
         aside = f"of profiled steps, {format_longer(slowdown)} than the run's"
     if changes := rank_charts.other_changes(report):
-        yield _list("What if", changes, aside)
+        yield replace(_list("What if", changes, aside), spare=1)
 
 
 def _list(title: str, lines: list[str], aside: str = "") -> Section:

@@ -43,6 +43,10 @@ _STYLE: Final = {
     "critical": "bold red",
 }
 _ON_HOST: Final = ("GPU", "ops", "ranges", "path", "no fix")
+_SPARE: Final = {"host": 1, "energy": 1, "no fix": 3, "path": 4, "ranges": 4}
+"""Levels from which a terminal leaves lines out to fit a screen."""
+_LEAST: Final = {"trace": 3, "window": 3, "GPU": 3, "ops": 2}
+"""Parts of a line that stay then."""
 """Figures beside the bar that are shown where room is short."""
 
 
@@ -65,7 +69,10 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         report.verdict,
         [
             FieldList(
-                [TextField(label, parts) for label, parts in report_text.describe_scope(report)],
+                [
+                    TextField(label, parts, spare=_SPARE.get(label, 0), least=_LEAST.get(label))
+                    for label, parts in report_text.describe_scope(report)
+                ],
                 indent=0,
             ),
             *_tiles(report),
@@ -99,7 +106,13 @@ def _time(report: Report, options: RenderOptions) -> Iterator[Block]:
     if bar is None:
         return
     rows = [
-        TextField(label, parts, detail=label not in _ON_HOST)
+        TextField(
+            label,
+            parts,
+            detail=label not in _ON_HOST,
+            spare=_SPARE.get(label, 0),
+            least=_LEAST.get(label),
+        )
         for label, parts in report_text.headline_numbers(report)
     ]
     drawn = Bar(bar, _timeline(report, options))
@@ -138,7 +151,8 @@ def _ranks(report: Report) -> Iterator[Block]:
             short=[row.cells for row in short.rows],
             omitted_note=short.more,
         )
-        notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
+        notes = [Paragraph(table.more, "soft")] if table.more else []
+        notes += [Paragraph(table.note, "soft", spare=1)] if table.note else []
         profiled = " · profiled steps" * differs
         aside = f"{table.total} in this recording, times {t.format_per(report.per)}{profiled}"
         yield Section("Ranks", [shown, *notes], aside)
@@ -162,6 +176,7 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
             lead.append(FieldList([caveats]))
         result = [_card(report, finding, width, shared) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
+        each += ", of each fix alone" * report_text.gains_overlap(report)
         title = "What to change" if finding_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
     fix_sequence = report_charts.build_fix_sequence(report)
@@ -180,11 +195,15 @@ def _card(
     """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand.
     ``shared``: caveats that stand above all cards."""
     notes = finding_text.gain_conditions(finding, report)
+    first = 0 if finding_text.may_gain_little(finding) else 4
     fields = [
-        TextField("note", [*notes], "warn"),
+        *(
+            TextField("" if number else "note", [note], "warn", spare=3 if number else first)
+            for number, note in enumerate(notes)
+        ),
         *_where(report, finding, width),
         TextField("why", [finding.summary], prose=True),
-        TextField("fix", [finding.fix], "strong", prose=True),
+        TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
     ]
     code: list[Block] = [Code(finding.code)] if finding.code else []
     share = t.format_share(finding.confidence)
@@ -241,7 +260,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
         ]
         parts += t.location_figures(location, finding_text.counted_steps(report), report.per)
         if parts:
-            yield TextField("" if number else "where", parts, detail=number > 0)
+            yield TextField("" if number else "where", parts, detail=number > 0, least=2)
     if missing := finding_text.line_not_recorded(report, finding):
         yield TextField("" if shown else "where", [missing], "soft")
 
@@ -328,7 +347,7 @@ def _note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:
         TextField("note", [finding_text.explain_note(finding)]),
         TextField("why", [finding.summary]),
         TextField("gain", ["" if row else gain]),
-        TextField("fix", [finding.fix], prose=row),
+        TextField("fix", [finding.fix], prose=row, spare=2 if row else 0),
     ]
     shown = FieldList([f for f in fields if f.parts[0]], indent=4)
     possible = gain.replace("if so,", "possibly") if row else ""

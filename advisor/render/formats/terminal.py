@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from rich.cells import cell_len, chop_cells
@@ -23,6 +24,12 @@ from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_SCREEN_LINES: Final = 45
 """Number of lines that a report without details is made to fit, by fewer fixes in full."""
+MAX_SPARE: Final = 4
+"""Highest level of what is left out to fit a screen."""
+SHORT_FIGURES: Final = 3
+"""Level from which figures are drawn short."""
+CLAUSES: Final = 4
+"""Level from which a sentence's first clause, and a snippet's first alternative, stand alone."""
 MAX_FULL: Final = 3
 """Number of fixes shown in full without details, and of those in a brief report."""
 MAX_CODE: Final = 12
@@ -48,11 +55,12 @@ class Terminal(DocumentRenderer):
             return _Screen(document, options, options.top).text
         if options.details:
             return _Screen(document, options, len(cards)).text
-        for full in range(min(MAX_FULL, fixes), 0, -1):
-            screen = _Screen(document, options, full)
-            if screen.text.count("\n") <= MAX_SCREEN_LINES:
-                return screen.text
-        return _Screen(document, options, min(1, fixes)).text
+        for level in range(MAX_SPARE + 1):
+            for full in range(max(1, min(MAX_FULL, fixes)), 0, -1):
+                screen = _Screen(document, options, full, level)
+                if screen.text.count("\n") <= MAX_SCREEN_LINES:
+                    return screen.text
+        return screen.text
 
 
 def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
@@ -84,12 +92,15 @@ def _row(page: Page, card: d.Card) -> None:
 
 
 class _Screen:
-    """Drawing of a document with ``full`` fixes in full."""
+    """Drawing of a document with ``full`` fixes in full, without what is spare at ``level``."""
 
-    def __init__(self, document: d.Document, options: RenderOptions, full: int) -> None:
+    def __init__(
+        self, document: d.Document, options: RenderOptions, full: int, level: int = 0
+    ) -> None:
         self.page = Page(options.width, colour=options.colour)
         self.details = options.details
         self.full = self.first = full
+        self.level = level
         self.left_out: list[str] = []
         self.rows = 0
         page = self.page
@@ -111,6 +122,9 @@ class _Screen:
         if self.left_out and not self.details:
             self.page.blank_line()
             text = ", ".join(self.left_out)
+            if self.level:
+                counted = [name for name in self.left_out if name[0].isdigit()]
+                text = " and ".join(filter(None, [", ".join(counted), "more"]))
             self.page.wrap(f"Not shown: {text}. --details shows them.", style="dim")
         elif self.left_out:
             self.page.blank_line()
@@ -118,11 +132,14 @@ class _Screen:
 
     def blocks(self, blocks: Sequence[d.Block]) -> None:
         before: d.Block | None = None
-        for place, block in enumerate(blocks):
+        for place, whole in enumerate(blocks):
+            block = self._without_spare(whole)
             match block:
+                case None:
+                    continue
                 case d.Card() if not (block.fix or block.always_full or self.details):
                     _row(self.page, block)
-                    for part in block.blocks:
+                    for part in map(self._without_spare, block.blocks):
                         if isinstance(part, d.FieldList):
                             rows = [row for row in part.rows if row.label in ("where", "fix")]
                             self.fields(d.FieldList(rows), indent=4)
@@ -148,6 +165,35 @@ class _Screen:
                     self.block(block)
             before = block
 
+    def _without_spare(self, block: d.Block) -> d.Block | None:
+        """Return what is left of a block at this level, and count what is not."""
+        if not self.level:
+            return block
+        match block:
+            case d.Section() if 0 < block.spare <= self.level:
+                self._omit(block.summary or block.title.lower())
+                return None
+            case d.Grid() | d.Paragraph() if 0 < block.spare <= self.level:
+                self._omit("more")
+                return None
+            case d.FieldList():
+                kept = [row for row in block.rows if not 0 < row.spare <= self.level]
+                fields = [replace(row, parts=row.parts[: row.least]) for row in kept]
+                if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
+                    self._omit("more")
+                return replace(block, rows=fields)
+            case d.Grid() if block.least is not None:
+                rows = block.rows if block.short is None else block.short
+                if len(rows) > block.least:
+                    self._omit("more")
+                return replace(block, short=rows[: block.least])
+        return block
+
+    def _omit(self, *names: str) -> None:
+        """Count what is left out, each by a name."""
+        new = (labels.clean(name) for name in names if name)
+        self.left_out += [name for name in new if name not in self.left_out]
+
     def _is_brief(self, card: d.Card) -> bool:
         return card.brief and not self.details
 
@@ -155,7 +201,7 @@ class _Screen:
         """Draw a heading and what is below it, or note that it is left out."""
         if (section.folded or section.detail) and not self.details:
             if section.summary:
-                self.left_out.append(labels.clean(section.summary))
+                self._omit(section.summary)
             return
         if not section.has_lines:
             return
@@ -171,7 +217,9 @@ class _Screen:
             is_risk, gain = card.gain.startswith("risk: "), card.gain.removeprefix("risk: ")
             page.flow("risk" if is_risk else "gain", [gain], style="yellow" if is_risk else "green")
         asked, self.details = self.details, self.details or card.always_full
-        for block in (*card.blocks, *(card.details if self.details else ())):
+        for whole in (*card.blocks, *(card.details if self.details else ())):
+            if (block := self._without_spare(whole)) is None:
+                continue
             if isinstance(block, d.FieldList):
                 self.fields(block, indent=4)
             else:
@@ -185,7 +233,8 @@ class _Screen:
                 continue
             parts = [d.plain_text(part) for part in row.parts]
             if row.prose and not self.details:
-                parts = [t.first_sentence(part) for part in parts]
+                shorten = t.first_clause if self.level >= CLAUSES else t.first_sentence
+                parts = [shorten(part) for part in parts]
             self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
 
     def block(self, block: d.Block) -> None:
@@ -212,9 +261,10 @@ class _Screen:
                 self.table(block)
             case d.Code():
                 text = block.text if self.details else _shortened(block.text)
+                text = _first_alternative(text) if self.level >= CLAUSES else text
                 page.code(block.label, text, indent=block.indent)
             case d.Figure():
-                lines = block.lines(page.width)
+                lines = block.lines(page.width, short=self.level >= SHORT_FIGURES)
                 for line in lines or ():
                     page.line(*line)
                 table = block.table() if lines is None else None
@@ -279,6 +329,19 @@ def _shortened(code: str) -> str:
     end = max((row for row in range(1, MAX_CODE + 1) if not lines[row].strip()), default=MAX_CODE)
     left = sum(bool(line.strip()) for line in lines[end:])
     return "\n".join([*lines[:end], f"… {t.count_noun(left, 'more line')}: --details"])
+
+
+def _first_alternative(code: str) -> str:
+    """Return what stands before an empty line and a comment, if it does something by itself."""
+    first, comment, rest = code.strip("\n").partition("\n\n#")
+    statements = (line for line in first.split("\n") if not _PREPARES.match(line))
+    if not comment or not any(statements):
+        return code
+    left = sum(bool(line.strip()) for line in rest.split("\n"))
+    return f"{first}\n# … {t.count_noun(left, 'more line')}: --details"
+
+
+_PREPARES: Final = re.compile(r"\s*(#|import |from |$)")
 
 
 LABEL_WIDTH = 9

@@ -322,9 +322,12 @@ def headline_numbers(report: Report) -> list[Line]:
         if report.replay.unprofiled and report.step is not None:
             share = report.step.busy_share or share
         if path and _has_hidden_work(critical, share):
-            most = f", so a faster host saves {t.format_share(1 - (share or 0.0))} at most"
-            most *= (share or 0.0) >= ABOUT_EVEN
-            path.append(f"the GPU works beside the host: {t.format_share(share)} busy{most}")
+            beside = f"the GPU works beside the host: {t.format_share(share)} busy"
+            if (share or 0.0) >= ABOUT_EVEN:
+                most = t.format_share(1 - (share or 0.0))
+                path[0] += f"; {beside}, so a faster host saves {most} at most"
+            else:
+                path.append(beside)
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:

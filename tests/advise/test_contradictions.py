@@ -137,7 +137,7 @@ def test_the_busy_share_is_of_the_step_beside_it(result: AnalysisResult, report:
 
 
 def test_work_that_no_fix_changes_keeps_the_device_busy(result: AnalysisResult) -> None:
-    """``the GPU is then busy for 98% of it``: at least with the work that no ranked fix selects. So
+    """``With all fixes: …, GPU busy 98%``: at least with the work that no ranked fix selects. So
     it is with work of one name that a fix moves beside other work: that stays in order."""
     report, a = result.report, result.main
     if report.replay is None or report.replay.busy_after_ns is None or a.device_id is None:

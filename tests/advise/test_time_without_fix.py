@@ -49,7 +49,7 @@ def test_idle_time_as_long_as_a_fix_has_a_reason(
     smallest = min(f.impact.gain_ns or 0 for f in report.findings if f.priority and f.impact)
     assert own.ns == pytest.approx(idle(report, cause)) and own.ns >= smallest
     assert why in own.why
-    shown = REPORTS.render("terminal", report)
+    shown = REPORTS.render("terminal", report, details=True)
     assert f"{label} " in shown.partition("no fix")[2].partition("What to change")[0]
 
 

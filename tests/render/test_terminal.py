@@ -194,7 +194,7 @@ def test_a_gain_that_may_be_none_says_what_it_depends_on(
     )  # fmt: skip
     one = finding(1, impact=impact, assumptions=["two CPU cores are free"])
     shown = REPORTS.render("terminal", report(findings=[one]))
-    assert "up to 10.8 ms (0–10.8 ms), 3%" in shown
+    assert "up to 10.8 ms, 3%" in shown
     assert "no gain unless two CPU cores are free" in shown
 
 
@@ -285,7 +285,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     assert "critical path, unprofiled: 75%" in REPORTS.render("terminal", own)
     assert "25% on GPU compute" in shown
     # 400 - 56.7 is 343.3, 400 / 343.3 is 1.165, 300 / 343.3 is 0.874
-    after = "With this fix: 400 ms → 343 ms (1.17× faster); the GPU is then busy for 87% of it."
+    after = "With this fix: 400 ms → 343 ms (1.17× faster), GPU busy 87%."
     assert after in " ".join(shown.split())
     assert "within 1.2% of the measured steps" in " ".join(shown.split())
     assert "predicts 98% of 9,450 starts of GPU work within 5 µs" in " ".join(shown.split())

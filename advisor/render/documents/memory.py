@@ -26,8 +26,8 @@ MAX_ROWS: Final = 25
 """Number of rows of a table."""
 MAX_SHORT: Final = 8
 """Number of rows of a table where room is short."""
-MIN_SHORT: Final = 3
-"""Number of them that stay where the page is longer than a screen."""
+MIN_SHORT, MIN_SAVINGS = 3, 5
+"""Number of them, and of savings, that stay where the page is longer than a screen."""
 MAX_SAVINGS: Final = 8
 MAX_DEVICES: Final = 8
 SAME: Final = 0.01
@@ -267,6 +267,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
             _savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],
+            least=MIN_SAVINGS,
         ),
         _table(_CHURN, ["line", "per step", "times"], _churn(view), rows),
         _table(
@@ -293,9 +294,16 @@ def _bases(view: MemoryView) -> list[str]:
     ]
 
 
-def _table(title: str, head: list[str], rows: list[list[str]], limit: int, align: str = "") -> Grid:
+def _table(
+    title: str,
+    head: list[str],
+    rows: list[list[str]],
+    limit: int,
+    align: str = "",
+    least: int = MIN_SHORT,
+) -> Grid:
     rows = rows[:limit]
-    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], least=MIN_SHORT)
+    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], least=least)
 
 
 def _held(view: MemoryView) -> list[list[str]]:

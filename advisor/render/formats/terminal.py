@@ -26,10 +26,9 @@ MAX_SCREEN_LINES: Final = 45
 """Number of lines that a report without details is made to fit, by fewer fixes in full."""
 MAX_SPARE: Final = 4
 """Highest level of what is left out to fit a screen."""
-SHORT_FIGURES: Final = 3
-"""Level from which figures are drawn short."""
-CLAUSES: Final = 4
-"""Level from which a sentence's first clause, and a snippet's first alternative, stand alone."""
+TIGHT: Final = MAX_SPARE
+"""Level from which figures are drawn short, and a sentence's first clause and a snippet's first
+alternative stand alone."""
 MAX_FULL: Final = 3
 """Number of fixes shown in full without details, and of those in a brief report."""
 MAX_CODE: Final = 12
@@ -233,7 +232,7 @@ class _Screen:
                 continue
             parts = [d.plain_text(part) for part in row.parts]
             if row.prose and not self.details:
-                shorten = t.first_clause if self.level >= CLAUSES else t.first_sentence
+                shorten = t.first_clause if self.level >= TIGHT else t.first_sentence
                 parts = [shorten(part) for part in parts]
             self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
 
@@ -261,10 +260,10 @@ class _Screen:
                 self.table(block)
             case d.Code():
                 text = block.text if self.details else _shortened(block.text)
-                text = _first_alternative(text) if self.level >= CLAUSES else text
+                text = _first_alternative(text) if self.level >= TIGHT else text
                 page.code(block.label, text, indent=block.indent)
             case d.Figure():
-                lines = block.lines(page.width, short=self.level >= SHORT_FIGURES)
+                lines = block.lines(page.width, short=self.level >= TIGHT)
                 for line in lines or ():
                     page.line(*line)
                 table = block.table() if lines is None else None

@@ -449,7 +449,7 @@ def test_a_folder_of_ranks_says_whose_step_it_is_and_what_they_wait_for_each_oth
     for axis in whole.mesh:
         assert axis.waiting_ns is None and axis.waited_here_ns is not None
         assert 0.8 * axis.ns < axis.waited_here_ns <= axis.ns
-    text = REPORTS.render("terminal", whole)
+    text = REPORTS.render("terminal", whole, details=True)
     assert "How long is unknown" not in text and "≥ 3.96 ms" in text
     found = {f.rule: f for f in (*whole.findings, *whole.notes)}
     assert found["launch-bound"].fix.startswith(
@@ -543,8 +543,8 @@ def test_what_a_finding_cures_is_not_said_again_below_the_fixes(
 ) -> None:
     """Rank 7 is late: a fix, so no change of its own. The first fix saves less, and says why."""
     report = analyze(Path(shared_trace("dlrm_8ranks/worker7.pt.trace")).parent)
-    shown = " ".join(str(report).split())
-    first, fixes, others = (shown.index(part) for part in ("rank 0 of 8;", "What to", "What if"))
+    shown = " ".join(REPORTS.render("terminal", report, details=True).split())
+    first, fixes, others = (shown.index(part) for part in ("rank 0 of 8", "What to", "What if"))
     assert first < fixes < others and "rank 7 arriving" not in shown
-    assert "rank 7 (--rank 7) keeps the others waiting; longest step: rank 1, 19.9 ms" in shown
+    assert "rank 7 (--rank 7) keeps the others waiting longest step: rank 1, 19.9 ms" in shown
     assert "ranked above 'Rank 7 keeps the others waiting' (1.27 ms): its cause is more" in shown

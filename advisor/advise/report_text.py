@@ -19,7 +19,9 @@ from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.charts import FixSequence
 from advisor.core.finding import LAYER_TIMES
 from advisor.core.prices import format_money
-from advisor.core.report import EQUAL_STEP_SHARE, Replay, Report
+from advisor.core.report import Report
+from advisor.core.report_replay import Replay
+from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.rule import Per
 
 MAX_NAMES = 6

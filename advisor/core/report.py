@@ -20,12 +20,11 @@ from advisor.core.layers import Layers, MeshAxis
 from advisor.core.prices import Cost, EnergyUse
 from advisor.core.ranks import Ranks
 from advisor.core.report_file import decode_json, encode_json
-from advisor.core.report_inference import InferenceByPhase, InferencePhase, Quantiles
+from advisor.core.report_inference import InferenceByPhase
 from advisor.core.report_kernels import AttainableRate, KernelCounters, OperatorRate, TritonKernel
-from advisor.core.report_memory import MemoryHolder, MemorySample, MemoryView, ModuleMemory
+from advisor.core.report_memory import MemorySample, MemoryView
 from advisor.core.report_replay import Replay
 from advisor.core.report_steps import (
-    EQUAL_STEP_SHARE,
     RecordedSteps,
     StepDurations,
     StepTime,
@@ -41,14 +40,6 @@ from advisor.core.report_time import (
 )
 from advisor.core.report_versions import from_version_1
 from advisor.core.rule import Per
-
-# the report, and what renderers still take of its parts from here
-__all__ = [
-    "EQUAL_STEP_SHARE", "MAX_LINES", "SCHEMA", "AttainableRate", "Crash", "InferenceByPhase",
-    "InferencePhase", "Input", "KernelCounters", "MemoryHolder", "MemorySample", "MemoryView",
-    "ModuleMemory", "OperatorRate", "Quantiles", "Replay", "Report", "RuleText", "Scope", "Status",
-    "StepTime", "TritonKernel", "limit_lines", "render",
-]  # fmt: skip
 
 SCHEMA = "advisor.report/2"
 

@@ -20,7 +20,8 @@ from advisor.core.auxiliary_inputs import (
     GraphBreak,
     NetworkLog,
 )
-from advisor.core.report import KernelCounters, Report, TritonKernel
+from advisor.core.report import Report
+from advisor.core.report_kernels import KernelCounters, TritonKernel
 from advisor.measure.comm.flight_recorder import describe_call, of_ranks
 from advisor.measure.device.kernel_profiles import label_kernels
 from advisor.render.document import (

@@ -5,7 +5,8 @@ from typing import Final
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.report import InferenceByPhase, InferencePhase, Quantiles, Report
+from advisor.core.report import Report
+from advisor.core.report_inference import InferenceByPhase, InferencePhase, Quantiles
 from advisor.measure.inference.annotations import NO_CACHE
 from advisor.render.document import Block, FieldList, Grid, Paragraph, Section, TextField
 

@@ -7,7 +7,8 @@ from typing import Final
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import Layer, LayerOutlier, Layers
-from advisor.core.report import AttainableRate, OperatorRate, Report
+from advisor.core.report import Report
+from advisor.core.report_kernels import AttainableRate, OperatorRate
 from advisor.core.rule import Per
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (

@@ -8,7 +8,8 @@ from advisor.advise.memory import large_savings
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.memory_changes import advise_change
-from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
+from advisor.core.report import Report
+from advisor.core.report_memory import MemoryHolder, MemorySample, MemoryView, ModuleMemory
 from advisor.render.document import (
     Block,
     Code,
@@ -213,7 +214,6 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     moment = {"out of memory": "when it ran out", "peak": "at its peak"}.get(
         view.at, "in the snapshot"
     )
-    freed = "where memory ran out" if view.at == "out of memory" else "of the peak"
     peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
     whole = max(view.allocated, 1)
     by = [
@@ -231,7 +231,18 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     lines = [("held", held), ("by", by), (_BASIS, _bases(view)), ("failed", [view.placement]),
              ("end", _end(view)), ("steps", _steps(view))]  # fmt: skip
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
-    tables = [
+    return DeviceMemory(
+        title,
+        when,
+        [(label, parts) for label, parts in kept if parts],
+        [table for table in _tables(view, rows, moment) if table.rows],
+    )
+
+
+def _tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
+    """Return a device's tables, the most important ones first."""
+    freed = "where memory ran out" if view.at == "out of memory" else "of the peak"
+    return [
         _table(
             f"By line, {moment}", ["line · category", "bytes", "share", "blocks"], _held(view), rows
         ),
@@ -277,12 +288,6 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
             rows,
         ),
     ]
-    return DeviceMemory(
-        title,
-        when,
-        [(label, parts) for label, parts in kept if parts],
-        [table for table in tables if table.rows],
-    )
 
 
 def _bases(view: MemoryView) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Final
 from advisor.advise.report_text import path_parts
 from advisor.core import text as t
 from advisor.core.ranks import format_ranks
-from advisor.core.report import StepTime
+from advisor.core.report_steps import StepTime
 from advisor.render.document import (
     Block,
     Code,

@@ -82,7 +82,7 @@ class TextField:
     prose: bool = False
     """Whether these are sentences, of which the first will do where room is short."""
     spare: int = 0
-    least: int | None = None
+    min_parts: int | None = None
     """Parts that stay where a terminal leaves something out to fit a screen; ``None``: all."""
 
 
@@ -133,7 +133,7 @@ class Grid(Block):
     optional: Sequence[int] = ()
     """Columns that a terminal leaves out where they do not fit, the first of these first."""
     spare: int = 0
-    least: int | None = None
+    min_rows: int | None = None
     """Rows that stay where a terminal leaves something out to fit a screen; ``None``: all."""
 
     @property

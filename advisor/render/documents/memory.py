@@ -278,7 +278,7 @@ def _tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
             _savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],
-            least=MIN_SAVINGS,
+            min_rows=MIN_SAVINGS,
         ),
         _table(_CHURN, ["line", "per step", "times"], _churn(view), rows),
         _table(
@@ -305,10 +305,10 @@ def _table(
     rows: list[list[str]],
     limit: int,
     align: str = "",
-    least: int = MIN_SHORT,
+    min_rows: int = MIN_SHORT,
 ) -> Grid:
     rows = rows[:limit]
-    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], least=least)
+    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=min_rows)
 
 
 def _held(view: MemoryView) -> list[list[str]]:

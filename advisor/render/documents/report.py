@@ -45,7 +45,7 @@ _STYLE: Final = {
 _ON_HOST: Final = ("GPU", "ops", "ranges", "path", "no fix")
 _SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 4, "ranges": 4}
 """Levels from which a terminal leaves lines out to fit a screen."""
-_LEAST: Final = {"trace": 3, "path": 1, "window": 3, "GPU": 3, "ops": 2}
+_MIN_PARTS: Final = {"trace": 3, "path": 1, "window": 3, "GPU": 3, "ops": 2}
 """Parts of a line that stay then."""
 """Figures beside the bar that are shown where room is short."""
 
@@ -70,7 +70,9 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         [
             FieldList(
                 [
-                    TextField(label, parts, spare=_SPARE.get(label, 0), least=_LEAST.get(label))
+                    TextField(
+                        label, parts, spare=_SPARE.get(label, 0), min_parts=_MIN_PARTS.get(label)
+                    )
                     for label, parts in report_text.describe_scope(report)
                 ],
                 indent=0,
@@ -111,7 +113,7 @@ def _time(report: Report, options: RenderOptions) -> Iterator[Block]:
             parts,
             detail=label not in _ON_HOST,
             spare=_SPARE.get(label, 0),
-            least=_LEAST.get(label),
+            min_parts=_MIN_PARTS.get(label),
         )
         for label, parts in report_text.headline_numbers(report)
     ]
@@ -260,7 +262,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
         ]
         parts += t.location_figures(location, finding_text.counted_steps(report), report.per)
         if parts:
-            yield TextField("" if number else "where", parts, detail=number > 0, least=2)
+            yield TextField("" if number else "where", parts, detail=number > 0, min_parts=2)
     if missing := finding_text.line_not_recorded(report, finding):
         yield TextField("" if shown else "where", [missing], "soft")
 

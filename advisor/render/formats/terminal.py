@@ -177,15 +177,15 @@ class _Screen:
                 return None
             case d.FieldList():
                 kept = [row for row in block.rows if not 0 < row.spare <= self.level]
-                fields = [replace(row, parts=row.parts[: row.least]) for row in kept]
+                fields = [replace(row, parts=row.parts[: row.min_parts]) for row in kept]
                 if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
                     self._omit("more")
                 return replace(block, rows=fields)
-            case d.Grid() if block.least is not None:
+            case d.Grid() if block.min_rows is not None:
                 rows = block.rows if block.short is None else block.short
-                if len(rows) > block.least:
+                if len(rows) > block.min_rows:
                     self._omit("more")
-                return replace(block, short=rows[: block.least])
+                return replace(block, short=rows[: block.min_rows])
         return block
 
     def _omit(self, *names: str) -> None:

@@ -55,7 +55,13 @@ def sections(report: Report) -> list[Block]:
             continue
         fields = FieldList(
             [
-                TextField(label, parts, detail=label == _BASIS, spare=_SPARE.get(label, 0))
+                TextField(
+                    label,
+                    parts,
+                    detail=label == _BASIS,
+                    spare=_SPARE.get(label, 0),
+                    min_parts=3 if label == "held" else None,
+                )
                 for label, parts in device.lines
             ]
         )

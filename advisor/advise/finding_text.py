@@ -170,13 +170,22 @@ MIN_DEVICE_BOUND_SHARE: Final = 0.95
 
 def gain_conditions(finding: Finding, report: Report) -> list[str]:
     """Say what a gain depends on: its range, other fixes, a rank; and why it exceeds the
-    evidence."""
+    evidence. The most important first."""
+    ends, little = range_reasons(finding), may_gain_little(finding)
     return [
-        *range_reasons(finding),
-        *beyond_evidence(finding, report),
-        *_with_stacks(finding, report),
+        *(ends if little else ()),
         *order_parts(finding, report),
+        *beyond_evidence(finding, report),
+        *(() if little else ends),
+        *_with_stacks(finding, report),
     ]
+
+
+def minor_conditions(finding: Finding, report: Report) -> list[str]:
+    """Return those of the conditions without which a page can do: what no other figure of the page
+    contradicts, and no gain near zero depends on."""
+    stacks = _with_stacks(finding, report)
+    return stacks if may_gain_little(finding) else [*range_reasons(finding), *stacks]
 
 
 def _with_stacks(finding: Finding, report: Report) -> list[str]:
@@ -189,7 +198,7 @@ def _with_stacks(finding: Finding, report: Report) -> list[str]:
         return []
     if not python and not any(edit.op == "drop_launch" for edit in finding.edits):
         return []
-    return ["without Python stacks the gain is smaller: recording them slows the host"]
+    return ["expect less without Python stacks, which slow the host while they are recorded"]
 
 
 def may_gain_little(finding: Finding) -> bool:
@@ -286,7 +295,7 @@ DECIDED_BY: Final = {
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "measured gains of such fixes were {past} of the estimate",
+    "past": "where such fixes were measured, they gained {past} of the estimate",
     "not proven": "this estimate has been checked on few programs",
     "device work": "at best only the GPU's own work remains",
     "late launches": "only the time of these calls is saved, as no launch after them comes earlier",

@@ -163,7 +163,8 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
             parts = [f"{who} limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
     if left_out:
-        text += f". {left_out} more {'is' if left_out == 1 else 'are'} of the runtime"
+        verb = "is" if left_out == 1 else "are"
+        text += f". {t.count_noun(left_out, 'kernel')} of the runtime {verb} left out"
     if checks:
         short = label_kernels(view.short for view in report.kernel_counters)
         names = t.list_names(dict.fromkeys(short[view.short] for view in checks))

@@ -149,19 +149,18 @@ def _steps(report: Report) -> list[str]:
     used = f"{scope_.steps_used} of {scope_.steps_found}"
     mean = f"{t.format_duration(scope_.step_ns)} {t.format_per(scope_.per)}"
     if scope_.steps_used == 1:
-        parts = [f"{used} {source}", mean]
+        parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
     else:
         spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
-        parts = [f"{used} {source}", f"{mean} on average", spread]
+        parts = [f"{used} {source}", f"{mean} on average", *compare_window_with_run(report), spread]
         if scope_.step_max_ns >= VARYING_STEPS * scope_.step_min_ns:
             parts.append("they vary; figures are means")
-    parts += compare_window_with_run(report)
     if scope_.outliers:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope_.outliers)
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
     if scope_.behind_ns > scope_.step_ns:
-        ahead = f"the host is {t.format_duration(scope_.behind_ns)} ahead of the GPU"
-        parts.append(f"{ahead}: these steps are taken on the GPU")
+        ahead = f"the host queues work {t.format_duration(scope_.behind_ns)} ahead"
+        parts.append(f"{ahead}, so steps are timed by the GPU's work")
     return parts
 
 

@@ -217,7 +217,7 @@ def _verdict(
         call, took = call_before(a) if report.per == "recording" else ("", 0)
         if call and took >= MIN_IDLE_SHARE * a.span_ns:
             text = text.removesuffix(" between its first and its last work")
-            text += f". Before, CUDA starts for {t.format_duration(took)}"
+            text += f". CUDA's start took {t.format_duration(took)} before that"
         return "limited", (
             f"One-off costs take at least {t.format_share(once)} {of}, mostly "
             f"{longest}. {action} {text}.{small}"
@@ -495,7 +495,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}; for {t.format_share(queued)}, although kernels are queued. "
+        f"{idle}. For {t.format_share(queued)}, kernels are queued and none runs. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -525,8 +525,8 @@ def _longest_operators(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
-UNFILTERED = "Record all activities, unfiltered, on an unshared GPU."
-UNFILTERED_WITH_STACKS = "Record stacks on an unshared GPU."
+UNFILTERED = "Record all activities on a GPU that nothing else uses."
+UNFILTERED_WITH_STACKS = "Record with stacks, on a GPU that nothing else uses."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

@@ -56,7 +56,7 @@ def share_cells(shares: Sequence[float], width: int) -> list[int]:
 # -- where the time goes -------------------------------------------------------------------------
 
 
-MIN_KEY_SHARE: Final = 0.015
+MIN_KEY_SHARE: Final = 0.02
 """Share of the step from which a short legend names a part."""
 
 

@@ -120,8 +120,8 @@ class LaunchBound(Rule):
     alternatives = "launches"
     looks_at = dict.fromkeys(
         ("dispatch", "launch", "python"),
-        "a fix for launches needs {min_share:.0%} of the time, {min_launches} launches, and a GPU "
-        "at most {max_busy:.0%} busy",
+        "fewer launches are advised from {min_share:.0%} of the time and {min_launches} launches "
+        "on, if the GPU is at most {max_busy:.0%} busy",
     )
 
     fix = (

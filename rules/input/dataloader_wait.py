@@ -63,8 +63,8 @@ class LoaderWaitRule(Rule):
     falsified_by = "the same step time when the loop reuses one batch"
     confidence = 0.9
     looks_at: ClassVar[Mapping[str, str]] = {
-        "loader": "a fix needs {min_share:.0%} of the time and {min_batch_ms:g} ms per batch, as "
-        "taking over a ready one takes that long"
+        "loader": "workers are advised from {min_share:.0%} of the time and {min_batch_ms:g} ms "
+        "per batch on: taking over a ready one takes that long"
     }
 
     _ranges: ClassVar[str]

@@ -49,7 +49,8 @@ class DriverAllocationRule(Rule):
     assumptions = ("the GPU has other work as soon as the host is free",)
 
     looks_at: ClassVar[Mapping[str, str]] = {
-        "allocation": "a fix needs such calls in {min_steps} marked steps, as fewer are warm-up"
+        "allocation": "a fix is advised from {min_steps} marked steps with such calls on; fewer "
+        "may be warm-up"
     }
 
     _calls: ClassVar[dict[str, str]]

@@ -61,7 +61,9 @@ class DeviceCopies(Rule):
     references = ("https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",)
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
-    looks_at: ClassVar[Mapping[str, str]] = {"DtoD": "a fix needs {min_share:.0%} of the time"}
+    looks_at: ClassVar[Mapping[str, str]] = {
+        "DtoD": "a fix is advised from {min_share:.0%} of the time on"
+    }
 
     verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
     falsified_by = "a different result without the copies"
@@ -228,8 +230,8 @@ class CopiesNotOverlapped(Rule):
     )
     max_overlap = Threshold(0.5, "of the copy time is hidden: the copies count as overlapped", OURS)
     looks_at: ClassVar[Mapping[str, str]] = {
-        "HtoD": "a fix needs {min_share:.0%} of the time, and compute that hides less than "
-        "{max_overlap:.0%} of it"
+        "HtoD": "a fix is advised from {min_share:.0%} of the time on, if compute hides less "
+        "than {max_overlap:.0%} of it"
     }
 
     fix = (

@@ -423,8 +423,8 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
-    assert "idles for 49% of the step; for 32%, although kernels are queued." in report.verdict
-    assert "Record stacks on an unshared GPU." in report.verdict
+    assert "idles for 49% of the step. For 32%, kernels are queued and none runs." in report.verdict
+    assert "Record with stacks, on a GPU that nothing else uses." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 
@@ -444,7 +444,7 @@ def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
         report = analyze(shared_trace(name))
         (shown,) = [parts for label, parts in describe_scope(report) if label == "steps"]
         assert (
-            "the host is 17.2 ms ahead of the GPU: these steps are taken on the GPU" in shown
+            "the host queues work 17.2 ms ahead, so steps are timed by the GPU's work" in shown
         ) == behind
 
 

@@ -59,7 +59,8 @@ def test_exposed_copies_are_told_apart_by_direction(shared_trace: Trace) -> None
     own = part(report, "exposed copies")
     assert own.ns == next(each.ns for each in report.time if each.name == "copies")
     assert own.why == (
-        "15.1 ms to the CPU belong to fix 1; 13.4 ms within the GPU (a fix needs 5% of the time)"
+        "15.1 ms to the CPU belong to fix 1; "
+        "13.4 ms within the GPU (a fix is advised from 5% of the time on)"
     )
 
 
@@ -105,7 +106,7 @@ def test_the_start_of_cuda_before_the_first_work_is_said(shared_trace: Trace) ->
     """cudaDeviceGetStreamPriorityRange takes 29.9 and 24.6 s before the first kernel."""
     for name, took in (("alexnet", "29.9 s"), ("simple_add", "24.6 s")):
         report = of(shared_trace(name))
-        assert f"Before, CUDA starts for {took}." in report.verdict
+        assert f"CUDA's start took {took} before that." in report.verdict
         assert any(f"{took} of it in cudaDeviceGet" in limit for limit in report.limits)
     quiet = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
     assert "CUDA starts" not in quiet.verdict and not any("of it in" in x for x in quiet.limits)

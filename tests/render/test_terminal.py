@@ -551,7 +551,7 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
         finding(2, title="A cost", impact=Impact(currency="unpriced", reason="of the recording")),
     ]
     whole = REPORTS.render("terminal", report(0, notes=notes), details=True)
-    shown = whole[whole.index("Not sure") :]
+    shown = whole[whole.index("Large but unproven") :]
     words = " ".join(shown.split())
     assert re.search(
         r"A chance gain possibly [\d.to ]+ ms note a possibility \(confidence in", words
@@ -604,7 +604,7 @@ def test_a_note_about_much_of_the_step_is_no_detail(
         edits=[Edit(op="remove", select=Select(on="gpu"))] if replayed else [],
     )
     shown = REPORTS.render("terminal", report(1, notes=[note]))
-    on_page = "Not sure · about much of the time" in shown
+    on_page = "Large but unproven" in shown
     assert on_page == (ms == 120 and not replayed)
     assert on_page == ("note     not in the trace" in shown)
     assert ("1 note" in shown) != on_page

@@ -49,7 +49,8 @@ def sections(report: Report) -> Iterator[Block]:
     if step is not None and step.window_is_other:
         profiled += "; limit: of the run's own steps"
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
-    yield Section("Inference by phase", [table, *legend, FieldList(rows)], aside, short=True)
+    title = "Inference by phase"
+    yield Section(title, [table, *legend, FieldList(rows)], aside, short=True, spare=4)
 
 
 def build_row(phase: InferencePhase) -> list[str]:

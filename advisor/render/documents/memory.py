@@ -1,5 +1,6 @@
 """Document of a memory snapshot, a section a device."""
 
+from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import median
 from typing import Final, NamedTuple
@@ -27,8 +28,8 @@ MAX_ROWS: Final = 25
 """Number of rows of a table."""
 MAX_SHORT: Final = 8
 """Number of rows of a table where room is short."""
-MIN_SHORT, MIN_SAVINGS = 3, 5
-"""Number of them, and of savings, that stay where the page is longer than a screen."""
+MIN_SHORT, MIN_SAVINGS = 3, 4
+"""Number of them that stay where the page is longer than a screen; and of the cheapest savings."""
 MAX_SAVINGS: Final = 8
 MAX_DEVICES: Final = 8
 SAME: Final = 0.01
@@ -284,7 +285,7 @@ def _tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
             _savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],
-            min_rows=MIN_SAVINGS,
+            shown=_named_first(view),
         ),
         _table(_CHURN, ["line", "per step", "times"], _churn(view), rows),
         _table(
@@ -311,10 +312,20 @@ def _table(
     rows: list[list[str]],
     limit: int,
     align: str = "",
-    min_rows: int = MIN_SHORT,
+    shown: Sequence[int] = (),
 ) -> Grid:
+    """Return a table; ``shown``: the rows that a terminal shows."""
     rows = rows[:limit]
-    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=min_rows)
+    if shown:
+        return Grid(head, rows, title, align=align, short=[rows[n] for n in shown])
+    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=MIN_SHORT)
+
+
+def _named_first(view: MemoryView) -> list[int]:
+    """Return the places of the cheapest savings, and of those that the verdict names."""
+    listed = view.savings[:MAX_SAVINGS]
+    named = large_savings(view) or ()
+    return [n for n, each in enumerate(listed) if n < MIN_SAVINGS or each in named]
 
 
 def _held(view: MemoryView) -> list[list[str]]:
@@ -424,7 +435,7 @@ def _steps(view: MemoryView) -> list[str]:
     if not view.events:
         return []
     if not view.step_source:
-        return ["No step recurs in the history, so growth and allocations per step are unknown"]
+        return ["fewer than two complete steps in the history, so growth per step is unknown"]
     churn = f"{t.format_bytes(view.churn_bytes)} allocated per step" if view.churn_bytes else ""
     whole = t.count_noun(view.steps, "complete step")
     return [f"{whole} in the history, from {view.step_source}", churn]

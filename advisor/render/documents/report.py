@@ -45,8 +45,8 @@ _STYLE: Final = {
 _ON_HOST: Final = ("GPU", "ops", "ranges", "path", "no fix")
 _SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 4, "ranges": 4}
 """Levels from which a terminal leaves lines out to fit a screen."""
-_MIN_PARTS: Final = {"trace": 3, "path": 1, "window": 3, "GPU": 3, "ops": 2}
-"""Parts of a line that stay then."""
+_MIN_PARTS: Final = {"trace": 4, "path": 1, "window": 3, "GPU": 3, "ops": 2}
+"""Parts of a line that stay then; one less on the fullest page."""
 """Figures beside the bar that are shown where room is short."""
 
 
@@ -188,7 +188,10 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
     if report.risks:
         cards = [_card(report, finding, width, fix=not ranked) for finding in report.risks]
         lost = any(each.impact is not None and bool(each.impact.gain_ns) for each in report.risks)
-        yield Section("Risks, and time lost over the run" if lost else "Memory and risks", cards)
+        title = "Risks, and time lost over the run" if lost else "Memory and risks"
+        counted = t.count_noun(len(cards), "risk")
+        grave = not ranked or any(each.severity == "critical" for each in report.risks)
+        yield Section(title, cards, summary=counted, spare=0 if grave else 4)
 
 
 def _card(
@@ -197,10 +200,15 @@ def _card(
     """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand.
     ``shared``: caveats that stand above all cards."""
     notes = finding_text.gain_conditions(finding, report)
-    first = 0 if finding_text.may_gain_little(finding) else 4
+    minor = finding_text.minor_conditions(finding, report)
     fields = [
         *(
-            TextField("" if number else "note", [note], "warn", spare=3 if number else first)
+            TextField(
+                "" if number else "note",
+                [note],
+                "warn",
+                spare=3 if note in minor else 4 * (number > 0),
+            )
             for number, note in enumerate(notes)
         ),
         *_where(report, finding, width),
@@ -299,7 +307,7 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
         else:
             if shown:
                 cards = [_note(n, large=n in large, row=n not in large) for n in shown]
-                yield Section("Not sure", cards, "about much of the time")
+                yield Section("Large but unproven", cards)
             if notes:
                 yield Section("Notes", notes, folded=True, summary=counted)
     yield from on_demand

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Final
 
 from rich.cells import cell_len, chop_cells
@@ -54,11 +55,13 @@ class Terminal(DocumentRenderer):
             return _Screen(document, options, options.top).text
         if options.details:
             return _Screen(document, options, len(cards)).text
-        for level in range(MAX_SPARE + 1):
-            for full in range(max(1, min(MAX_FULL, fixes)), 0, -1):
-                screen = _Screen(document, options, full, level)
-                if screen.text.count("\n") <= MAX_SCREEN_LINES:
-                    return screen.text
+        most = max(1, min(MAX_FULL, fixes))
+        for level, clauses, full in product(
+            range(MAX_SPARE + 1), (True, False), range(most, 0, -1)
+        ):
+            screen = _Screen(document, options, full, level, clauses=clauses)
+            if screen.text.count("\n") <= MAX_SCREEN_LINES:
+                break
         return screen.text
 
 
@@ -91,15 +94,22 @@ def _row(page: Page, card: d.Card) -> None:
 
 
 class _Screen:
-    """Drawing of a document with ``full`` fixes in full, without what is spare at ``level``."""
+    """Drawing of a document with ``full`` fixes in full, without what is spare at ``level``;
+    ``clauses``: the others say what to do."""
 
     def __init__(
-        self, document: d.Document, options: RenderOptions, full: int, level: int = 0
+        self,
+        document: d.Document,
+        options: RenderOptions,
+        full: int,
+        level: int = 0,
+        *,
+        clauses: bool = True,
     ) -> None:
         self.page = Page(options.width, colour=options.colour)
         self.details = options.details
         self.full = self.first = full
-        self.level = level
+        self.level, self.clauses = level, clauses
         self.left_out: list[str] = []
         self.rows = 0
         page = self.page
@@ -124,7 +134,9 @@ class _Screen:
             if self.level:
                 counted = [name for name in self.left_out if name[0].isdigit()]
                 text = " and ".join(filter(None, [", ".join(counted), "more"]))
-            self.page.wrap(f"Not shown: {text}. --details shows them.", style="dim")
+                self.page.wrap(f"Not shown: {text} (--details).", style="dim")
+            else:
+                self.page.wrap(f"Not shown: {text}. --details shows them.", style="dim")
         elif self.left_out:
             self.page.blank_line()
             self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")
@@ -151,6 +163,8 @@ class _Screen:
                         self.page.blank_line()
                     self.rows += 1
                     _row(self.page, block)
+                    if self.clauses:
+                        self._clause(block)
                 case d.Card():
                     self.full -= block.fix
                     if place or block.number:
@@ -159,7 +173,8 @@ class _Screen:
                 case d.Section():
                     self.section(block)
                 case _:
-                    if isinstance(block, d.FieldList) and isinstance(before, d.Figure):
+                    figures = isinstance(block, d.FieldList) and isinstance(before, d.Figure)
+                    if figures and self.level < TIGHT:
                         self.page.blank_line()
                     self.block(block)
             before = block
@@ -177,7 +192,7 @@ class _Screen:
                 return None
             case d.FieldList():
                 kept = [row for row in block.rows if not 0 < row.spare <= self.level]
-                fields = [replace(row, parts=row.parts[: row.min_parts]) for row in kept]
+                fields = [replace(row, parts=self._parts(row)) for row in kept]
                 if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
                     self._omit("more")
                 return replace(block, rows=fields)
@@ -187,6 +202,21 @@ class _Screen:
                     self._omit("more")
                 return replace(block, short=rows[: block.min_rows])
         return block
+
+    def _parts(self, row: d.TextField) -> Sequence[d.Inline]:
+        """Return the parts of a line that stay at this level."""
+        if row.min_parts is None:
+            return row.parts
+        return row.parts[: max(1, row.min_parts - (self.level >= TIGHT))]
+
+    def _clause(self, card: d.Card) -> None:
+        """Draw what to do of a fix that has a row."""
+        for block in card.blocks:
+            rows = block.rows if isinstance(block, d.FieldList) else ()
+            for row in rows:
+                if row.label == "fix" and row.parts:
+                    text = t.first_clause(d.plain_text(row.parts[0]))
+                    self.page.flow("fix", [text], style=STYLES[row.style])
 
     def _omit(self, *names: str) -> None:
         """Count what is left out, each by a name."""

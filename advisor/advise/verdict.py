@@ -525,8 +525,8 @@ def _longest_operators(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
-UNFILTERED = "Record all activities on a GPU that nothing else uses."
-UNFILTERED_WITH_STACKS = "Record with stacks, on a GPU that nothing else uses."
+UNFILTERED = "Record all activities, on a GPU of your own."
+UNFILTERED_WITH_STACKS = "Record with stacks, on a GPU of your own."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

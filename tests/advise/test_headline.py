@@ -424,7 +424,7 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
     assert "idles for 49% of the step. For 32%, kernels are queued and none runs." in report.verdict
-    assert "Record with stacks, on a GPU that nothing else uses." in report.verdict
+    assert "Record with stacks, on a GPU of your own." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 
@@ -555,7 +555,7 @@ def test_idle_time_outside_operators_is_not_called_unknown(
     report = analyze(shared_file(name))
     (part,) = [each for each in report.idle if each.cause == "unknown"]
     assert part.outside_operators is outside
-    page = str(report)
+    page = REPORTS.render("terminal", report, details=True)
     assert ("? outside operators" in page, "? unknown" in page) == (outside, not outside)
 
 

@@ -317,7 +317,7 @@ def _table(
     """Return a table; ``shown``: the rows that a terminal shows."""
     rows = rows[:limit]
     if shown:
-        return Grid(head, rows, title, align=align, short=[rows[n] for n in shown])
+        return Grid(head, rows, title, align=align, short=[rows[n] for n in shown if n < limit])
     return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=MIN_SHORT)
 
 

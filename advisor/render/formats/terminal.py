@@ -52,7 +52,7 @@ class Terminal(DocumentRenderer):
         if options.brief:
             return _brief(document, [card for card in cards if card.fix], options)
         if options.top is not None:
-            return _Screen(document, options, options.top).text
+            return _Screen(document, options, options.top, clauses=False).text
         if options.details:
             return _Screen(document, options, len(cards)).text
         most = max(1, min(MAX_FULL, fixes))
@@ -163,7 +163,7 @@ class _Screen:
                         self.page.blank_line()
                     self.rows += 1
                     _row(self.page, block)
-                    if self.clauses:
+                    if self.clauses and not block.brief:
                         self._clause(block)
                 case d.Card():
                     self.full -= block.fix

@@ -495,7 +495,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}. For {t.format_share(queued)}, kernels are queued and none runs. "
+        f"{idle}. For {t.format_share(queued)}, queued kernels do not run. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -525,8 +525,8 @@ def _longest_operators(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
-UNFILTERED = "Record all activities, on a GPU of your own."
-UNFILTERED_WITH_STACKS = "Record with stacks, on a GPU of your own."
+UNFILTERED = "Record all activities on a GPU of your own."
+UNFILTERED_WITH_STACKS = "Record stacks on a GPU of your own."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

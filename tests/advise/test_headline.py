@@ -423,8 +423,8 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
-    assert "idles for 49% of the step. For 32%, kernels are queued and none runs." in report.verdict
-    assert "Record with stacks, on a GPU of your own." in report.verdict
+    assert "idles for 49% of the step. For 32%, queued kernels do not run." in report.verdict
+    assert "Record stacks on a GPU of your own." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 

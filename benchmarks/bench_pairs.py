@@ -365,9 +365,9 @@ def predict(
     a = Analysis(run.window(run.ranks[0]))
     replayer = WindowReplayer(a)
     gain = replayer.gain(edits) / 1e6
-    bands = [GainInterval(gain, *(end / 1e6 for end in replayer.gain_bounds(edits)))]
+    bands = [GainInterval(gain, *(end / 1e6 for end in replayer.gain_range(edits)[1:3]))]
     with without_program(title):
-        bands.append(GainInterval(gain, *(end / 1e6 for end in replayer.gain_bounds(edits))))
+        bands.append(GainInterval(gain, *(end / 1e6 for end in replayer.gain_range(edits)[1:3])))
     bound = BoundEstimator(a).gain_range(edits)
     return bands[1], bands[0], bound.gain / 1e6
 

@@ -163,12 +163,13 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
         most_of_it = saved.gain - saved.low < hand_over
         low_by: RangeCause = "hand-over" if most_of_it else saved.low_by
         saved = saved._replace(low=max(0.0, saved.low - hand_over), low_by=low_by)
+    limit = min(saved.max_gain, a.step_ns)
     if finding.validation == "synthetic" and not estimator.is_calibrated(finding.edits):
-        low, high = worst_case(saved.low, saved.high, a.step_ns)
+        low, high = worst_case(saved.low, saved.high, limit)
         saved = saved._replace(low=low, high=high, low_by="not proven", high_by="not proven")
     device = "" if a.device is None or a.device.name is None else a.device.name
     own = GainInterval(saved.low, saved.high)
-    band, why = widened_by_rule(finding.rule, device, saved.gain, own, a.step_ns)
+    band, why = widened_by_rule(finding.rule, device, saved.gain, own, limit)
     if why:
         saved = saved._replace(
             low=band.low,

@@ -350,10 +350,11 @@ def widened_by_kind(
     return GainInterval(min(low, *ends), min(max(high, *ends), step_ns))
 
 
-def worst_case(low: float, high: float, step_ns: float) -> GainInterval:
-    """Return a band widened by the largest past error, ns per step."""
+def worst_case(low: float, high: float, limit_ns: float) -> GainInterval:
+    """Return a band widened by the largest past error, ns per step, up to ``limit_ns``, the most
+    that the fix can save."""
     factor = math.exp(max(row.error for row in shipped_experiments()))
-    return GainInterval(low / factor, min(high * factor, step_ns))
+    return GainInterval(low / factor, max(high, min(high * factor, limit_ns)))
 
 
 # -- by rule ------------------------------------------------------------------------------------
@@ -367,19 +368,18 @@ class WidenedRange(NamedTuple):
 
 
 def widened_by_rule(
-    rule: str, device: str, gain: float, band: GainInterval, step_ns: float
+    rule: str, device: str, gain: float, band: GainInterval, limit_ns: float
 ) -> WidenedRange:
     """Return a band, ns per step, widened by past errors of this rule's fixes: on the same hardware
-    where there are enough, else on any. It never becomes narrower."""
+    where there are enough, else on any. It never becomes narrower, and ends at ``limit_ns``, the
+    most that the fix can save."""
     own = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
     here = [row for row in own if row.device == device]
     used = here if len(here) >= MIN_ERRORS else own
     if len(used) < MIN_ERRORS:
         return WidenedRange(band, "")
     factor = math.exp(error_bound([row.error for row in used]))
-    wide = GainInterval(
-        min(band.low, gain / factor), min(max(band.high, gain * factor), max(step_ns, band.high))
-    )
+    wide = GainInterval(min(band.low, gain / factor), max(band.high, min(gain * factor, limit_ns)))
     return WidenedRange(wide, str(records_by_rule(used)[rule]))
 
 

@@ -14,6 +14,7 @@ from advisor.core.rule import Evidence, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.sampled_code import share_of_python
 from advisor.measure.host.stacks import LOOP, HottestLine, SampledStack, parse_frame
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.support.citations import CHOSEN, XPROF
@@ -92,10 +93,11 @@ class LoopPhases(LoopRule):
     no code of the loop but a wait for other ranks. Their share is left out too.
 
     Where half of these stacks are in one kind of library function, such as ``json.dumps``, the
-    advice is about that. Products of matrices, and losses that are one function of PyTorch already,
-    have no replacement. They gain nothing, and are named where they are most of this time. If their
-    loss is over many classes, the labels that it ignores may save much: ignored-labels reports that
-    where the recorder met the loss."""
+    advice is about that. Where half run Python itself, it is to replace a loop over elements.
+    Products of matrices, and losses that are one function of PyTorch already, have no replacement.
+    They gain nothing, and are named where they are most of this time. If their loss is over many
+    classes, the labels that it ignores may save much: ignored-labels reports that where the
+    recorder met the loss."""
 
     id = "loop-phases"
     subject = HOST_CODE
@@ -138,6 +140,17 @@ class LoopPhases(LoopRule):
             "assumptions": ("part of its result is not used, or is known from a step before",),
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
+        "Python": {
+            "title": "A loop in Python outside the model takes much of the step",
+            "fix": "Replace the loop over elements by operators on whole NumPy arrays or tensors, "
+            "or by a library's function for it, such as torchvision.ops.batched_nms for "
+            "overlapping boxes. Compute once what is the same for many steps.",
+            "code": "# all pairs in one operator, not a loop in a loop; a, b: NumPy arrays\n"
+            "both = np.minimum(a[:, None], b[None, :])\n"
+            "keep = (both > limit).any(axis=1)",
+            "assumptions": ("the loop works on elements that can be computed together",),
+            "falsified_by": "the same step time with operators on whole arrays",
+        },
         "a sort": {
             "title": "Sorting outside the model takes much of the step",
             "fix": "Take the values that are used with torch.topk: it does not sort all. "
@@ -167,6 +180,9 @@ class LoopPhases(LoopRule):
     )
     min_product_share = Threshold(
         0.5, "of the operators' time in products and in losses that are one function", CHOSEN
+    )
+    min_python_share = Threshold(
+        0.5, "of this time's samples in lines that call no operator or library", CHOSEN
     )
     min_classes = Threshold(1000, "classes: scores of fewer are seldom what takes time", CHOSEN)
     min_loss_share = Threshold(
@@ -303,10 +319,13 @@ class LoopPhases(LoopRule):
             return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
         if code.case:
             return gain, place, self.case(code.case), ""
-        use = find_library_use([each for each in recorded.stacks if each.part == LOOP])
+        sampled = [each for each in recorded.stacks if each.part == LOOP]
+        use = find_library_use(sampled)
         known = {} if use is None else use.advice("the step")
         if use is None or not known:
-            return gain, place, {}, ""
+            python = line is not None and not code.largest
+            python = python and share_of_python(sampled) >= self.min_python_share
+            return gain, place, self.case("Python") if python else {}, ""
         gain = _gain_of(a, use.time.share * code.ns, "this library function")
         return gain, use.time.location or place, known, use.sentence("it").strip()
 

@@ -101,3 +101,27 @@ def test_a_loss_by_hand_beside_a_product_gains_its_own_part_only() -> None:
     assert "cross_entropy" in str(finding.fix)
     assert finding.impact is not None and finding.impact.high_ns is not None
     assert finding.impact.high_ns < 5.5 * MS
+
+
+@pytest.mark.parametrize(
+    ("leaf", "python"),
+    [
+        ("", True),  # its own arithmetic
+        ("<built-in function builtins.min>", True),
+        ("<built-in function .append>", True),
+        ("<built-in function time.sleep>", False),
+        ("<built-in function .recv>", False),
+        ("numpy/_core/fromnumeric.py(70): _wrapreduction", False),
+    ],
+)
+def test_a_loop_in_python_is_told_from_waits_and_libraries(leaf: str, python: bool) -> None:
+    """20 samples in a function of the loop, each in a line that calls this."""
+    b = TraceBuilder(gpu=None)
+    run = b.record_of_run()
+    run.steps(60, 10, forward=2, backward=2)
+    frames = ["serve.py(50): <module>", "serve.py(30): main", "serve.py(12): overlap", leaf]
+    inside = [0, 1, 2, 3] if leaf else [0, 1, 2]
+    run.event("stacks", frames=frames, stacks=[[20, inside]])
+    (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
+    assert finding.where[0].function == "overlap"
+    assert finding.title.startswith("A loop in Python") == python

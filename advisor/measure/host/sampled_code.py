@@ -164,6 +164,26 @@ def _ends_in_own_line(stack: SampledStack) -> bool:
     return bool(stack.frames) and frame_rank(stack.frames[-1]) == 2 and not stack.called
 
 
+def share_of_python(sampled: Sequence[SampledStack]) -> float:
+    """Return the share of these samples in which the user's lines run Python itself: they call
+    nothing, or a function of single values such as ``min`` or ``list.append``."""
+    total = sum(stack.samples for stack in sampled)
+    own = sum(
+        stack.samples
+        for stack in sampled
+        if stack.frames
+        and frame_rank(stack.frames[-1]) == 2
+        and (not stack.called or _SINGLE_VALUES.search(stack.called))
+    )
+    return own / total if total else 0.0
+
+
+_SINGLE_VALUES = re.compile(
+    r"^(?:builtins\.(?:abs|bool|divmod|float|int|isinstance|len|max|min|next|pow|range|round|str|zip)"
+    r"|math\.\w+|\.(?:append|get|items|keys|pop|values|add|update|extend))$"
+)
+
+
 def find_step_part(stack: SampledStack) -> str:
     """Return the part of a step; transforms of images are no forward, though some are modules."""
     if stack.part == "forward" and model_call(stack.frames) is None:

@@ -142,9 +142,9 @@ class LoopPhases(LoopRule):
         },
         "Python": {
             "title": "A loop in Python outside the model takes much of the step",
-            "fix": "Replace the loop over elements by operators on whole NumPy arrays or tensors, "
-            "or by a library's function for it, such as torchvision.ops.batched_nms for "
-            "overlapping boxes. Compute once what is the same for many steps.",
+            "fix": "Replace the loop over elements by operators on whole NumPy arrays or tensors. "
+            "Libraries have such loops too: torchvision.ops.batched_nms for overlapping boxes. "
+            "Compute once what is the same for many steps.",
             "code": "# all pairs in one operator, not a loop in a loop; a, b: NumPy arrays\n"
             "both = np.minimum(a[:, None], b[None, :])\n"
             "keep = (both > limit).any(axis=1)",

@@ -180,7 +180,7 @@ def compare_window_with_run(report: Report) -> list[str]:
         return []
     if not step.window_differs and not step.atypical:
         return ["as long as the run's steps"]
-    longer = f"{format_longer(step.window_excess)} than the run's {step.statistic} step"
+    longer = f"{format_longer(step.window_excess)} the run's {step.statistic} step"
     parts = [longer]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
@@ -210,8 +210,10 @@ def compare_window_with_run(report: Report) -> list[str]:
 
 
 def format_longer(share: float) -> str:
-    """Format a relative difference of times: ``12% longer``."""
-    return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
+    """Format a relative difference of times: ``12% longer than``, ``2.5 times as long as``."""
+    if share >= 1:
+        return f"{1 + share:.1f} times as long as"
+    return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'} than"
 
 
 def time_heading(report: Report) -> tuple[str, str]:

@@ -92,16 +92,16 @@ class UnusedGradients(Rule):
     )
 
     fix = (
-        "Freeze what is not trained with requires_grad_(False), before the optimizer is made. Or "
+        "Freeze what no optimizer holds with requires_grad_(False), once the optimizer is made. Or "
         "give these parameters to an optimizer, if they should be trained."
     )
     code = (
-        "model.requires_grad_(False)                # all of it, then what is trained\n"
-        "for name, parameter in model.named_parameters():\n"
-        '    if "lora_" in name:\n'
-        "        parameter.requires_grad_(True)\n"
-        "trained = [p for p in model.parameters() if p.requires_grad]\n"
-        "optimizer = torch.optim.AdamW(trained, lr=lr)   # your settings"
+        "# once the optimizer is made; of several, the parameters of all\n"
+        "groups = optimizer.param_groups\n"
+        'trained = {id(p) for group in groups for p in group["params"]}\n'
+        "for parameter in model.parameters():\n"
+        "    if id(parameter) not in trained:\n"
+        "        parameter.requires_grad_(False)"
     )
     verify = "Record again: the backward pass is shorter; the loss of a fixed seed is the same."
     falsified_by = "code that reads these gradients, or an optimizer that is none of PyTorch's"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import Edit, GainKind, Impact, Instants, Location, Select
 from advisor.core.intervals import Floats, Intervals, covered_length
+from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
 from advisor.measure import Analysis
@@ -85,8 +86,13 @@ def of_step(a: Analysis, ns: float) -> str:
 
 
 def of_each_step(a: Analysis) -> str:
-    """``of each step``, or ``of the recording`` when the trace has no steps."""
-    return "of each step" if a.per == "step" else t.format_of(a.per)
+    """``of each step``; ``of each profiled step`` where the run's own take another time; ``of the
+    recording`` when the trace has no steps."""
+    if a.per != "step":
+        return t.format_of(a.per)
+    own = None if a.recorded is None else a.recorded.step_time
+    same = own is None or abs(a.step_ns / own.reference_ns - 1) < EQUAL_STEP_SHARE
+    return "of each step" if same else "of each profiled step"
 
 
 def without_bf16(a: Analysis, advice: dict[str, Any]) -> dict[str, Any]:

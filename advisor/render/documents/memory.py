@@ -30,6 +30,8 @@ MAX_SHORT: Final = 8
 """Number of rows of a table where room is short."""
 MIN_SHORT, MIN_SAVINGS = 3, 4
 """Number of them that stay where the page is longer than a screen; and of the cheapest savings."""
+NO_LINE: Final = "line not recorded"
+"""Name of the place of memory whose stack is unknown."""
 MAX_SAVINGS: Final = 8
 MAX_DEVICES: Final = 8
 SAME: Final = 0.01
@@ -67,7 +69,12 @@ def sections(report: Report) -> list[Block]:
             ]
         )
         first: list[Block] = [_sizes(view)]
-        first += [each for each in device.tables if not _is_folded(each)]
+        tables = [each for each in device.tables if not _is_folded(each)]
+        first += tables
+        if any(str(row[0]).startswith(NO_LINE) for each in tables for row in each.rows):
+            why = "made before the history began, or by autograd's own thread"
+            why = why if view.events else "the snapshot has no history of allocations"
+            first.append(Paragraph(f"'{NO_LINE}': {why}.", "soft", spare=1))
         rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
             first += _advised_savings(view, report)
@@ -445,7 +452,7 @@ def _place(each: MemoryHolder) -> str:
     if each.file is None and each.function is not None:
         return labels.clean(each.function)
     if each.file is None:
-        return "line not recorded"
+        return NO_LINE
     return f"{shorten(each.file)}:{each.line}"
 
 

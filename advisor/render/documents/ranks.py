@@ -170,7 +170,7 @@ def build_what_if(report: Report) -> Iterator[Section]:
     slowdown = 0.0 if step is None else step.window_excess or 0.0
     aside = ""
     if abs(slowdown) >= SLOWED:
-        aside = f"of profiled steps, {format_longer(slowdown)} than the run's"
+        aside = f"of profiled steps, {format_longer(slowdown)} the run's"
     if changes := rank_charts.other_changes(report):
         yield replace(_list("What if", changes, aside), spare=1)
 

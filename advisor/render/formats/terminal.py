@@ -71,14 +71,18 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
     shown = cards[: MAX_FULL if options.top is None else options.top]
     for card in shown:
         _row(page, card)
-        lists = (block for block in card.blocks if isinstance(block, d.FieldList))
-        for field in (field for each in lists for field in each.rows):
-            if field.label == "fix":
-                page.wrap(t.first_clause(d.plain_text(field.parts[0])), indent=4, style="bold")
+        page.wrap(_fix_clause(card), indent=4, style="bold")
     if len(cards) > len(shown):
         more = t.count_noun(len(cards) - len(shown), "more fix", "more fixes")
         page.wrap(f"{more}: run without --brief.", indent=4, style="dim")
     return page.getvalue()
+
+
+def _fix_clause(card: d.Card) -> str:
+    """Return what a fix does, without its reason; empty if it does not say."""
+    lists = (block for block in card.blocks if isinstance(block, d.FieldList))
+    fields = (field for each in lists for field in each.rows if field.label == "fix")
+    return next((t.first_clause(d.plain_text(f.parts[0])) for f in fields if f.parts), "")
 
 
 def _row(page: Page, card: d.Card) -> None:
@@ -164,7 +168,7 @@ class _Screen:
                     self.rows += 1
                     _row(self.page, block)
                     if self.clauses and not block.brief:
-                        self._clause(block)
+                        self.page.flow("fix", [_fix_clause(block)], style="bold")
                 case d.Card():
                     self.full -= block.fix
                     if place or block.number:
@@ -208,15 +212,6 @@ class _Screen:
         if row.min_parts is None:
             return row.parts
         return row.parts[: max(1, row.min_parts - (self.level >= TIGHT))]
-
-    def _clause(self, card: d.Card) -> None:
-        """Draw what to do of a fix that has a row."""
-        for block in card.blocks:
-            rows = block.rows if isinstance(block, d.FieldList) else ()
-            for row in rows:
-                if row.label == "fix" and row.parts:
-                    text = t.first_clause(d.plain_text(row.parts[0]))
-                    self.page.flow("fix", [text], style=STYLES[row.style])
 
     def _omit(self, *names: str) -> None:
         """Count what is left out, each by a name."""

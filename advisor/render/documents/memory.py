@@ -74,7 +74,7 @@ def sections(report: Report) -> list[Block]:
         if any(str(row[0]).startswith(NO_LINE) for each in tables for row in each.rows):
             why = "made before the history began, or by autograd's own thread"
             why = why if view.events else "the snapshot has no history of allocations"
-            first.append(Paragraph(f"'{NO_LINE}': {why}.", "soft", spare=1))
+            first.insert(2, Paragraph(f"'{NO_LINE}': {why}.", "soft", spare=1))
         rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
             first += _advised_savings(view, report)

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import bench_pairs
 import pytest
-from bench_pairs import CLOSE, NARROW, PAIRS, Pair, Row
+from bench_pairs import NARROW, PAIRS, Pair, Row
 
 Find = Callable[[str], str]
+
+CLOSE = 0.25
+"""How far a point may be from the measured change, as a share of it."""
 
 
 @functools.lru_cache(maxsize=len(PAIRS))

@@ -62,8 +62,7 @@ class SavingRule(Rule):
             "another thread or process. Save less often, and from one rank only where ranks have "
             "the same state.",
             "code": "import torch.distributed.checkpoint as dcp\n"
-            "# what you save now\n"
-            "state = {'model': model.state_dict(), 'optim': optimizer.state_dict()}\n"
+            "state = {'model': model.state_dict()}   # and what else you save now\n"
             "future = dcp.async_save(state, checkpoint_id=path)\n"
             "# before the next save: future.result()",
         }

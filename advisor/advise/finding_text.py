@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
+from advisor.advise.priority import EQUAL_GAIN, is_more_certain
 from advisor.advise.program_wording import ACTIVITIES
 from advisor.core import labels
 from advisor.core import text as t
@@ -511,9 +512,13 @@ def _why_before(finding: Finding, report: Report) -> list[str]:
     kept = finding.marginal_gain_ns if place > 1 else None
     if (kept or 0) >= (most.marginal_gain_ns or 0) and kept is not None:
         why = "after the fixes above it saves more"
-    elif gain(most) * most.confidence < gain(finding) * finding.confidence:
+    elif is_more_certain(finding, most) and (
+        gain(most) * most.confidence < gain(finding) * finding.confidence
+    ):
         sure, less = t.format_share(finding.confidence), t.format_share(most.confidence)
         why = f"its cause is more certain ({sure}, not {less})"
+    elif gain(most) <= (1 + EQUAL_GAIN) * gain(finding):
+        why = "the two gains are about equal"
     elif launches and any(edit.op == "make_async" for edit in finding.edits):
         why = "a CUDA graph cannot be captured around its waits"
     elif launches and finding.edits and all(edit.op == "remove" for edit in finding.edits):

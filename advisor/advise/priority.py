@@ -37,6 +37,9 @@ WAITS_LEAD_FROM = 0.10
 graph can hold them, and work that need not be done before launching it faster. Launching itself is
 reported from the same share."""
 
+EQUAL_CONFIDENCE, EQUAL_GAIN = 0.1, 0.1
+"""Difference of two confidences, and relative difference of two gains, up to which they count as
+equal: both are estimates."""
 VAGUE_WEIGHT = 0.5
 """Weight of a finding that names no place and may gain nothing."""
 
@@ -193,7 +196,8 @@ def _order(
     floor: float,
     a: Analysis,
 ) -> tuple[list[Finding], list[Finding]]:
-    """Return the findings by marginal gain × weight, the largest first; and those left out.
+    """Return the findings by marginal gain, weighed by confidence, the largest first; and those
+    left out.
     ``scales``: ratios of the findings' gains in the run's step to those in the window's.
 
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
@@ -323,10 +327,9 @@ def _own_gain(finding: Finding) -> float:
     return float(impact.gain_ns or 0) if impact is not None else 0.0
 
 
-def _weight(finding: Finding) -> float:
-    """Return the weight of a finding's gain in the order: its confidence, reduced if it may gain
-    nothing and names no place."""
-    return finding.confidence * (VAGUE_WEIGHT if is_vague(finding) else 1.0)
+def is_more_certain(finding: Finding, other: Finding) -> bool:
+    """Tell whether a finding's cause is so much more certain than another's that it counts."""
+    return finding.confidence - other.confidence > EQUAL_CONFIDENCE + 1e-9
 
 
 def is_vague(finding: Finding) -> bool:
@@ -344,20 +347,31 @@ def _best(
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Return the waiting finding with the largest marginal gain × weight, in the run's step, and
-    that gain, in the window's.
+    """Return the finding to choose next of those waiting, and its marginal gain in the window's
+    step: the one with the largest gain × weight in the run's step, unless one that is about as
+    certain gains clearly more.
 
     Gains mostly shrink as others are done, so each is looked at again only when its last gain
     could still win; what gained nothing is looked at again every time, because a fix may begin to
     pay once another has moved the bottleneck. ``latest`` is brought up to date."""
     largest = max(map(abs, latest), default=0.0)
     fresh: set[int] = set()
+
+    def gain(index: int) -> float:
+        vague = VAGUE_WEIGHT if is_vague(findings[index]) else 1.0
+        return latest[index] * scales[index] * vague
+
     while True:
-        best = max(
-            waiting, key=lambda i: (latest[i] * scales[i] * _weight(findings[i]), findings[i].rule)
-        )
+        heaviest = max(waiting, key=lambda i: (gain(i) * findings[i].confidence, findings[i].rule))
+        more = [
+            i
+            for i in waiting
+            if gain(i) > (1 + EQUAL_GAIN) * gain(heaviest)
+            and not is_more_certain(findings[heaviest], findings[i])
+        ]
+        best = max(more, key=gain, default=heaviest)
         hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
-        again = [best] if best not in fresh else hopeless if chosen else []
+        again = [*({heaviest, best} - fresh)] or (hopeless if chosen else [])
         if not again:
             return best, latest[best]
         for index in again:

@@ -61,19 +61,20 @@ class Slow(Rule):
         )
 
 
-def rule(rule_id: str, pattern: str, group: str = "") -> Rule:
-    cls = type(rule_id, (Slow,), {"id": rule_id, "pattern": pattern, "group": group})
+def rule(rule_id: str, pattern: str, group: str = "", confidence: float = 0.8) -> Rule:
+    own = {"id": rule_id, "pattern": pattern, "group": group, "confidence": confidence}
+    cls = type(rule_id, (Slow,), own)
     made = cls()
     assert isinstance(made, Rule)
     return made
 
 
-def two_kernels() -> Run:
+def two_kernels(small_us: float = 1000) -> Run:
     """Four steps of a device that is always busy: 3 ms of one kernel, 1 ms of another."""
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
-            for name, us in (("big_kernel", 3000), ("small_kernel", 1000)):
+            for name, us in (("big_kernel", 3000), ("small_kernel", small_us)):
                 with b.op("aten::mm"):
                     b.launch(name, us)
             b.sync()
@@ -112,6 +113,20 @@ def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch)
     # 3 ms and 1 ms of device work, one launch call less each
     assert gains[0] == pytest.approx(3.0e6, rel=0.02)
     assert gains[1] == pytest.approx(1.0e6, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("small_us", "confidence", "first"),
+    [(2900, 0.9, "small"), (2600, 0.9, "big"), (2600, 0.99, "small"), (2000, 0.99, "big")],
+    ids=["equal gains", "equal confidences", "neither, more certain", "neither, larger"],
+)
+def test_a_little_more_confidence_does_not_outweigh_a_clearly_larger_gain(
+    small_us: float, confidence: float, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger gain is of 3 ms, with a confidence of 80%."""
+    rules = [rule("small", "^small", confidence=confidence), rule("big", "^big")]
+    made = report(two_kernels(small_us), rules, monkeypatch)
+    assert made.findings[0].rule == first  # type: ignore[attr-defined]
 
 
 def test_gains_of_the_window_are_ordered_as_they_are_in_the_run(

@@ -547,4 +547,4 @@ def test_what_a_finding_cures_is_not_said_again_below_the_fixes(
     first, fixes, others = (shown.index(part) for part in ("rank 0 of 8", "What to", "What if"))
     assert first < fixes < others and "rank 7 arriving" not in shown
     assert "rank 7 (--rank 7) keeps the others waiting longest step: rank 1, 19.9 ms" in shown
-    assert "ranked above 'Rank 7 keeps the others waiting' (1.27 ms): its cause is more" in shown
+    assert "'Rank 7 keeps the others waiting' (1.27 ms): the two gains are about equal" in shown

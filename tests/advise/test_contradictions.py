@@ -229,6 +229,13 @@ def test_a_verdict_that_leads_with_a_far_smaller_gain_says_what_all_fixes_gain(
     assert len(textwrap.wrap(report.verdict, 80)) <= 4
 
 
+def test_a_verdict_gives_the_range_of_the_gain_that_it_names(report: Report) -> None:
+    for finding in ranked_findings(report)[:1]:
+        spread = t.format_gain_range(finding)
+        if spread is not None and re.search("A fix (saves|may save) ", report.verdict):
+            assert f"range {spread})" in report.verdict
+
+
 @pytest.mark.parametrize("name", ["h100/host_metric", "h100/gpt2_eager_attention", "dlrm_8ranks"])
 def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -> None:
     """A fix that is offered saves what the step lacks to that of both; alone, its own gain."""

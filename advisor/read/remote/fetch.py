@@ -6,7 +6,7 @@ cannot. A file counts as read when as many bytes came as were promised and it is
 import errno
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -173,16 +173,13 @@ class _Copy:
 
     def _member(self, kind: str, name: str, archive: str, out: BinaryIO) -> None:
         self._from_start(out)
-        opened_member = archives.open_member(kind, archive, name)
-        file, size = call_within(max(self._timeout, LISTING), opened_member.__enter__)
-        try:
+        member = archives.open_member(kind, archive, name)
+        with ExitStack() as opened:  # which raises the archive's own words for damage
+            file, size = call_within(
+                max(self._timeout, LISTING), lambda: opened.enter_context(member)
+            )
             self._refuse_large(size, size)
             self._drain(file, out)
-        except BaseException as error:
-            # the archive's own words for damage; it raises what it is given otherwise
-            opened_member.__exit__(type(error), error, error.__traceback__)
-            raise
-        opened_member.__exit__(None, None, None)
         self._refuse_short(out, size)
 
     def _from_start(self, out: BinaryIO) -> None:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from advisor.core.errors import AdvisorError, install_command
@@ -225,24 +226,16 @@ def can_seek(file: Any, place: int) -> bool:
 def call_within(seconds: float, call: Callable[[], _T]) -> _T:
     """Return what a call returns, or raise what it raises. Raises TimeoutError if it is late; it
     then goes on in a thread that nobody waits for. Ctrl-C works meanwhile."""
-    done = threading.Event()
-    result: list[_T] = []
-    failure: list[BaseException] = []
+    answer: Future[_T] = Future()
 
     def run() -> None:
         try:
-            result.append(call())
+            answer.set_result(call())
         except BaseException as error:
-            failure.append(error)
-        finally:
-            done.set()
+            answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="advisor-remote").start()
-    if not done.wait(seconds):
-        raise TimeoutError
-    if failure:
-        raise failure[0]
-    return result[0]
+    return answer.result(seconds)
 
 
 def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _T:

@@ -125,8 +125,6 @@ def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> Co
 def _memory(a: Analysis) -> list[CounterSeries]:
     memory = a.trace.memory
     all_series: list[CounterSeries] = []
-    if memory.is_empty():
-        return all_series
     for device in sorted(memory["device"].unique().drop_nulls().to_list())[:17]:
         samples = memory.filter(pl.col("device") == device).sort("ts", maintain_order=True)
         where = "Host" if device < 0 else f"GPU {device}"
@@ -151,8 +149,6 @@ def _memory(a: Analysis) -> list[CounterSeries]:
 def _hardware(a: Analysis) -> list[CounterSeries]:
     table = a.trace.counters
     all_series: list[CounterSeries] = []
-    if table.is_empty():
-        return all_series
     names = table["name"].unique().cast(pl.String).sort().to_list()
     for name in names[:MAX_COUNTERS]:
         samples = table.filter((pl.col("name") == name) & pl.col("value").is_not_null()).sort("ts")

@@ -4,7 +4,7 @@ categories of slices, which give the timeline its colours."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +92,6 @@ def _wide(
     for _, lo, hi in spans:
         block = index.longest[lo // BLOCK : (hi - 1) // BLOCK + 1]
         blocks = np.flatnonzero(block >= least) + lo // BLOCK
-        if not len(blocks):
-            wide.append(blocks)
-            continue
         rows = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
         rows = rows[(rows >= lo) & (rows < hi)]
         wide.append(rows[index.end[rows] - index.start[rows] >= least])
@@ -113,22 +110,16 @@ def _stored(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: 
             parts.append(np.arange(a + lo, a + hi))
     if not parts:
         return EMPTY_RUNS
-    rows, runs = np.concatenate(parts), level.runs
-    cell, width = runs.cell[rows].astype(np.int64), runs.width[rows].astype(np.int64)
-    return _cut(
-        CellRuns(runs.lane[rows], cell, width, runs.slot[rows], runs.cover[rows]), low, high
-    )
+    runs = level.runs.take(np.concatenate(parts))
+    runs = runs._replace(cell=runs.cell.astype(np.int64), width=runs.width.astype(np.int64))
+    return _cut(runs, low, high)
 
 
 def _cut(runs: CellRuns, low: int, high: int) -> CellRuns:
     """Cut runs to the cells ``low`` to ``high``."""
     end = np.minimum(runs.cell + runs.width, high + 1)
     cell = np.maximum(runs.cell, low)
-    visible = end > cell
-    width = (end - cell)[visible]
-    return CellRuns(
-        runs.lane[visible], cell[visible], width, runs.slot[visible], runs.cover[visible]
-    )
+    return runs._replace(cell=cell, width=end - cell).take(end > cell)
 
 
 def _computed(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int) -> CellRuns:
@@ -223,6 +214,9 @@ class CellRuns(NamedTuple):
     """Category with most time in the cell (the lower number of equals), within its set."""
     cover: NDArray[np.uint8]
     """Share of the cell that narrow slices cover, rounded up to COVER_STEP, 1 to 255."""
+
+    def take(self, chosen: NDArray[Any]) -> CellRuns:
+        return CellRuns(*(column[chosen] for column in self))
 
 
 class CellTimes(NamedTuple):

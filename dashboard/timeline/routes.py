@@ -10,6 +10,7 @@ import flask
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun, OpenedPath
 from advisor.dashboard.page_view import clean_query
+from advisor.dashboard.page_view import session as page_session
 from advisor.dashboard.timeline.detail_levels import (
     ALL,
     BASE,
@@ -130,12 +131,6 @@ def _loaded(session: DashboardSession, args: Any, run: str, rank: str) -> tuple[
     return loaded, number
 
 
-def _ranks(session: DashboardSession, args: Any) -> list[int]:
-    key = args.get("run", session.entries[0].key)
-    entry = next(e for e in session.entries if e.key == key)
-    return sorted(entry.loaded.analyses) if entry.loaded is not None else []
-
-
 def _runs(session: DashboardSession) -> list[dict[str, Any]]:
     """List the runs that are read, to put one beside another."""
     ready = [(e, e.loaded) for e in session.entries if e.loaded is not None]
@@ -148,7 +143,7 @@ def _runs(session: DashboardSession) -> list[dict[str, Any]]:
 
 def _beside(_line: RankTimeline, args: Any) -> Reply:
     """Answer the time offset to another rank or run (``other_run``, ``other_rank``), ns."""
-    session = flask.current_app.config["ADVISOR_SESSION"]
+    session = page_session()
     here, there = (
         _loaded(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
     )
@@ -159,15 +154,16 @@ def _beside(_line: RankTimeline, args: Any) -> Reply:
 def _info(line: RankTimeline, args: Any) -> Reply:
     """Answer the parts of the picture: groups, lanes, categories, counters, findings, steps."""
     index, a = line.index, line.analysis
-    session = flask.current_app.config.get("ADVISOR_SESSION")
+    session = page_session()
+    loaded, _ = _loaded(session, args, "run", "rank")
     device = a.device
     steps = a.steps
     return flask.jsonify(
         {
             "version": line.version,
             "rank": line.rank,
-            "ranks": _ranks(session, args) if session is not None else [line.rank],
-            "runs": _runs(session) if session is not None else [],
+            "ranks": sorted(loaded.analyses),
+            "runs": _runs(session),
             "libraries": line.libraries,
             "frames": bool((a.trace.cpu["kind"] == "python").any()),
             "begin": index.begin,
@@ -210,7 +206,7 @@ def _info(line: RankTimeline, args: Any) -> Reply:
             "names": len(index.names),
             "page": NAMES_PER_PAGE,
             "notes": list(index.notes),
-            "findings": [finding_summary(k, f) for k, f in keyed_findings(line.report)],
+            "findings": [finding_summary(k, f) for k, f in keyed_findings(line.report).items()],
         }
     )
 

@@ -1,6 +1,5 @@
 """Queries on the index: slices by name, the slices of a finding, statistics of a range."""
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -38,12 +37,7 @@ _TWICE = ("collectives", "copies", "phases")
 
 def search(index: TimelineIndex, query: str) -> SearchHits:
     """Find slices whose name contains the lower-case text; an empty text finds nothing."""
-    none = np.zeros(0, dtype=np.int32)
-    if not query:
-        return SearchHits(none, none, np.zeros(0, dtype=np.int64))
-    wanted = np.array([query in name.lower() for name in index.names], dtype=bool)
-    if not wanted.any():
-        return SearchHits(none, none, np.zeros(0, dtype=np.int64))
+    wanted = np.array([query != "" and query in name.lower() for name in index.names], dtype=bool)
     position = np.flatnonzero(wanted[index.name]).astype(np.int32)
     once = np.ones(len(position), dtype=bool)
     for lane in index.lanes:
@@ -116,17 +110,9 @@ LABEL = 60
 """Length of a place's name, characters."""
 
 
-def keyed_findings(report: Report) -> Iterator[tuple[str, Finding]]:
-    """Return every finding with its key: the rule's id, and ``~2`` after it for a second one."""
-    counts: dict[str, int] = {}
-    for finding in (*report.findings, *report.risks, *report.notes):
-        count = counts[finding.rule] = counts.get(finding.rule, 0) + 1
-        yield (finding.rule if count == 1 else f"{finding.rule}~{count}"), finding
-
-
-def find_finding(report: Report, key: str) -> Finding | None:
-    """Return the finding of a key; ``None``: there is none."""
-    return next((finding for its_key, finding in keyed_findings(report) if its_key == key), None)
+def keyed_findings(report: Report) -> dict[str, Finding]:
+    """Return findings by their keys in addresses: ``Report.by_id``, with ``~`` for ``#``."""
+    return {key.replace("#", "~"): finding for key, finding in report.by_id().items()}
 
 
 def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
@@ -231,8 +217,6 @@ def _by_name(
     index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> dict[str, Any]:
     name, overlap, durations = _inside(index, lanes, keys, x0, x1)
-    if not len(name):
-        return {"rows": [], "names": 0, "count": 0, "total": 0}
     count = np.bincount(name, minlength=len(index.names))
     total = np.bincount(name, weights=overlap, minlength=len(index.names))
     full = np.bincount(name, weights=durations, minlength=len(index.names))
@@ -254,7 +238,7 @@ def _inside(
     index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
     """Return name, duration inside the range and whole duration of the slices in it."""
-    names, overlaps, durations = [], [], []
+    names, overlaps, durations = ([np.zeros(0, kind)] for kind in (np.uint32, np.int64, np.int64))
     for number in lanes:
         lo, hi = index.within(number, x0, x1)
         if hi <= lo:
@@ -269,8 +253,6 @@ def _inside(
         names.append(name)
         overlaps.append(np.minimum(end, x1) - np.maximum(start, x0))
         durations.append(end - start)
-    if not names:
-        return np.zeros(0, np.uint32), np.zeros(0, np.int64), np.zeros(0, np.int64)
     return np.concatenate(names), np.concatenate(overlaps), np.concatenate(durations)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.timeline.index_builder import build_index
-from advisor.dashboard.timeline.search import SearchHits, affected_slices, find_finding, search
+from advisor.dashboard.timeline.search import SearchHits, affected_slices, keyed_findings, search
 from advisor.measure.ranks.skew import align_ranks
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RankTimeline:
         """Return a byte a slice: FOCUS for those of the finding, FOUND for those of the search;
         ``None``: none of either."""
         query = query.strip().lower()
-        finding = find_finding(self.report, focus) if focus else None
+        finding = keyed_findings(self.report).get(focus)
         return self._flagged(focus, query) if finding is not None or query else None
 
     def _make_flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
@@ -76,7 +76,7 @@ class RankTimeline:
 
     def _outline(self, focus: str) -> NDArray[np.bool_]:
         """Find the slices of a finding of this rank; none for another rank's."""
-        finding = find_finding(self.report, focus)
+        finding = keyed_findings(self.report).get(focus)
         if finding is None or finding.trace_rank not in (None, self.rank):
             return np.zeros(len(self.index), dtype=bool)
         return affected_slices(self.analysis, self.index, finding)

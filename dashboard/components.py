@@ -92,6 +92,11 @@ def empty_state(title: str, why: str, how: str = "", *more: Any) -> Any:
     )
 
 
+def empty_page(title: str, *notice: Any) -> list[Any]:
+    """Build a page of one notice. ``notice``: arguments of :func:`empty_state`."""
+    return page(head(title), empty_state(*notice))
+
+
 def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
     """Build figures of merit: (name, value, what to know about it)."""
     items = []

@@ -20,6 +20,7 @@ from advisor.dashboard.components import (
     draw_block,
     draw_strip,
     element,
+    empty_page,
     empty_state,
     figure,
     head,
@@ -55,22 +56,18 @@ def layout(other: object = None, **query: object) -> Any:
     view = page_view.view(**query)
     pairs = view.session.pairs
     if not pairs and has_content(view):
-        return page(
-            head("Compare"),
-            empty_state(
-                "No run is compared yet",
-                "A run that is read is compared with the newest one.",
-                "Open a second one on the page Runs.",
-            ),
+        return empty_page(
+            "Compare",
+            "No run is compared yet",
+            "A run that is read is compared with the newest one.",
+            "Open a second one on the page Runs.",
         )
     if not pairs:
-        return page(
-            head("Compare"),
-            empty_state(
-                "One run is open",
-                "A comparison needs two runs.",
-                "Start advisor dashboard BEFORE AFTER, or use advisor compare.",
-            ),
+        return empty_page(
+            "Compare",
+            "One run is open",
+            "A comparison needs two runs.",
+            "Start advisor dashboard BEFORE AFTER, or use advisor compare.",
         )
     first = view.session.entries[0].key
     by_key = {before if after == first else after: (before, after) for before, after in pairs}

@@ -22,6 +22,7 @@ from advisor.dashboard.components import (
     link,
     page,
     rank_choice,
+    remark,
     table,
     tiles,
 )
@@ -151,7 +152,7 @@ def _lines(view: PageView) -> Any:
             stacked=True,
         ),
         element("P", shown.note, cls="note-line", style={"marginTop": "12px"}),
-        element("P", shown.more, cls="note-line") if shown.more else None,
+        remark(shown.more),
     )
 
 

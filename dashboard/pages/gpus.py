@@ -15,6 +15,7 @@ from advisor.dashboard.components import (
     banner,
     card,
     element,
+    empty_page,
     empty_state,
     fact_list,
     foldable,
@@ -56,10 +57,7 @@ def layout(**query: object) -> Any:
     try:
         prices = view.session.options.prices or read_prices()
     except AdvisorError as error:
-        return page(
-            head("Cost and GPUs"),
-            empty_state("The prices cannot be read", labels.clean(str(error))),
-        )
+        return empty_page("Cost and GPUs", "The prices cannot be read", labels.clean(str(error)))
     unpaid = NOT_THIS_GPU if prices.table else NO_PRICE
     costs = card(
         "This run",

@@ -19,6 +19,7 @@ from advisor.dashboard.components import (
     card,
     draw_section,
     element,
+    empty_page,
     empty_state,
     fact_list,
     figure,
@@ -67,14 +68,12 @@ def layout(**query: object) -> Any:
     entry = view.session.entry(asked[0]) if asked else view.entry
     report = entry.report
     if report is None or report.ranks is None:
-        return page(
-            head("Job"),
-            empty_state(
-                "One run is open",
-                "This page compares the ranks of a job: outliers, and groups of similar ranks.",
-                "Open a folder with the traces of several ranks, or the JSON that advisor analyze "
-                "--output JOB.json wrote of one.",
-            ),
+        return empty_page(
+            "Job",
+            "One run is open",
+            "This page compares the ranks of a job: outliers, and groups of similar ranks.",
+            "Open a folder with the traces of several ranks, or the JSON that advisor analyze "
+            "--output JOB.json wrote of one.",
         )
     ranks = report.ranks
     return page(
@@ -106,14 +105,12 @@ def _lead(report: Report) -> str | None:
 
 def choose(view: PageView) -> Any:
     """Build the notice that asks for a rank, in place of a page on a single rank."""
-    return page(
-        head("Choose a rank"),
-        empty_state(
-            "This page is of one rank",
-            "A job is open; the traces of its ranks are read one by one, when they are asked for.",
-            "",
-            link("To the job and its ranks", href=view.href("/job"), cls="button main"),
-        ),
+    return empty_page(
+        "Choose a rank",
+        "This page is of one rank",
+        "A job is open; the traces of its ranks are read one by one, when they are asked for.",
+        "",
+        link("To the job and its ranks", href=view.href("/job"), cls="button main"),
     )
 
 

@@ -18,6 +18,7 @@ from advisor.dashboard.components import (
     choices,
     draw_strip,
     element,
+    empty_page,
     empty_state,
     figure,
     head,
@@ -47,14 +48,12 @@ def layout(rank: object = None, **query: object) -> Any:
     view = page_view.view(**query)
     session = view.session
     if not session.live or session.follower is None:
-        return page(
-            head("Live"),
-            empty_state(
-                "Not following a run",
-                "This page follows steps, phases and telemetry during training.",
-                "Start advisor dashboard RUN --live, where RUN is the folder that advisor record "
-                "writes.",
-            ),
+        return empty_page(
+            "Live",
+            "Not following a run",
+            "This page follows steps, phases and telemetry during training.",
+            "Start advisor dashboard RUN --live, where RUN is the folder that advisor record "
+            "writes.",
         )
     interval: Any = dcc.Interval
     return [

@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.dashboard import page_view
-from advisor.dashboard.components import banner, card, draw_block, empty_state, head, page, tiles
+from advisor.dashboard.components import banner, card, draw_block, empty_page, head, page, tiles
 from advisor.dashboard.page_view import PageView
 from advisor.render.documents.trial import build
 from advisor.tune.report import (
@@ -30,18 +30,14 @@ def layout(**query: object) -> Any:
     try:
         report = read(view.entry.path)
     except (AdvisorError, OSError) as error:
-        return page(
-            head("Trials"), empty_state("These trials cannot be read", labels.clean(str(error)))
-        )
+        return empty_page("Trials", "These trials cannot be read", labels.clean(str(error)))
     if report is None:
-        return page(
-            head("Trials"),
-            empty_state(
-                "No trials",
-                "This page shows the measured gain of each fix and whether losses changed.",
-                "Run advisor try RUN. It reruns the recorded program with and without each fix "
-                "that needs no file change.",
-            ),
+        return empty_page(
+            "Trials",
+            "No trials",
+            "This page shows the measured gain of each fix and whether losses changed.",
+            "Run advisor try RUN. It reruns the recorded program with and without each fix that "
+            "needs no file change.",
         )
     measured, *blocks = build(report).blocks
     both = report.together

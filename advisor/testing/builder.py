@@ -165,9 +165,16 @@ class TraceBuilder:
             yield
             self.now += 0.5
 
-    def on_host(self, op: str, us: float) -> None:
-        """Add an operator that computes on the host."""
-        with self.op(op, host_us=us):
+    def on_host(
+        self,
+        op: str,
+        us: float = 2.0,
+        shapes: Sequence[Sequence[Any]] | None = None,
+        dtypes: str | Sequence[str] = "float",
+        **given: Any,
+    ) -> None:
+        """Add an operator that computes on the host; ``given``: arguments of :meth:`op`."""
+        with self.op(op, shapes, dtypes, host_us=us, **given):
             pass
 
     @contextmanager
@@ -258,6 +265,25 @@ class TraceBuilder:
         for _ in range(times):
             with self.op(op, shapes, dtypes, host_us=host_us):
                 self.launch(kernel, us, **launch)
+
+    def compute(
+        self,
+        op: str,
+        us: float,
+        shapes: Sequence[Sequence[Any]] | None = None,
+        dtypes: str | Sequence[str] = "float",
+        *,
+        kernel: str = "ampere_sgemm_128x64_nn",
+        host_us: float = 9.0,
+        **given: Any,
+    ) -> None:
+        """Add an operator that computes for ``us``, in a kernel or, without a GPU, on the host.
+        ``given``: arguments of :meth:`op`."""
+        if not self.head["deviceProperties"]:
+            self.on_host(op, us, shapes, dtypes, **given)
+            return
+        with self.op(op, shapes, dtypes, host_us=host_us, **given):
+            self.launch(kernel, us)
 
     def product(self, us: float, times: int = 1, *, wait: bool = False, **launch: Any) -> None:
         """Add FP32 matrix products; ``wait``: the host waits for them, as at the end of a step."""
@@ -410,7 +436,10 @@ class TraceBuilder:
         self._free[stream] = max(self._free.get(stream, 0.0), self._free.get(on, 0.0))
 
     def sync(self, name: str = "cudaDeviceSynchronize", *, stream: int | None = None) -> None:
-        """Make the host wait: for one stream, or for all if ``stream`` is None."""
+        """Make the host wait: for one stream, or for all if ``stream`` is None. Without a GPU there
+        is nothing to wait for."""
+        if not self.head["deviceProperties"] and not self._free:
+            return
         start = self.now
         busy = [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
         self.now = max(self.now + 1.0, *busy)

@@ -672,14 +672,12 @@ def _recompiled(
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
     for step in b.steps(6):
         if every and step % every == 0:
-            with b.op(name, host_us=us):
-                pass
+            b.on_host(name, us)
         with b.op("Torch-Compiled Region: 0/0"):
             for _ in range(10):
                 if gpu:
                     b.launch("triton_poi_fused_add_relu_0", 200)
                 else:
                     b.host(200)
-        if gpu:
-            b.sync()
+        b.sync()
     return b

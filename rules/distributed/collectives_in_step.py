@@ -354,7 +354,6 @@ def _on_gpu(us: float = 300) -> TraceBuilder:
         with b.range("DistributedDataParallel.forward"):
             for op in ("aten::flatten_dense_tensors", "c10d::broadcast_"):
                 b.run(op, "CatArrayBatchedCopy", 5, host_us=us)
-            with b.op("aten::unflatten_dense_tensors", host_us=2 * us):
-                pass
+            b.on_host("aten::unflatten_dense_tensors", 2 * us)
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 20, times=100, host_us=30)
     return b

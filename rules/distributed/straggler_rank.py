@@ -319,8 +319,7 @@ def _processes(compute: list[float], lengths: Sequence[int] = ()) -> list[TraceB
             with b.step():
                 begin = b.now
                 for part, bucket in ((0.75, 1), (0.25, 2)):
-                    with b.op("aten::mm", shapes, host_us=us * part):
-                        pass
+                    b.on_host("aten::mm", us * part, shapes)
                     with b.op("c10d::allreduce_"):
                         started = b.now
                     # two threads: both wait for the slowest process at once

@@ -191,15 +191,10 @@ def _training(
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
 
-    def work(name: str, shapes: list[list[int]], kernel: str, time: float) -> None:
-        with b.op(name, shapes, host_us=20 if gpu else time):
-            if gpu:
-                b.launch(kernel, time)
-
     for _, size in zip(b.steps(len(sizes)), sizes, strict=False):
-        work("aten::linear", [[512, 512], [512, 512]], "ampere_sgemm_128x64_nn", 2000)
-        work("autograd::engine::evaluate_function: AddmmBackward0", [], "ampere_sgemm", 2000)
-        work("aten::sort", [[size]], "DeviceRadixSortOnesweepKernel", us)
+        b.compute("aten::linear", 2000, [[512, 512], [512, 512]])
+        b.compute("autograd::engine::evaluate_function: AddmmBackward0", 2000, [])
+        b.compute("aten::sort", us, [[size]], kernel="DeviceRadixSortOnesweepKernel")
     for n in range(60 if recorded else 0):
         b.record_of_run().step(4 + n / 10, window=0 if 8 <= n < 12 else None)
     return b

@@ -392,17 +392,15 @@ class LoopPhases(LoopRule):
             (drawn, False, "aten::sort"),
         ):
             for number in b.steps():
-                with b.range("advisor::forward"), b.op("aten::linear", host_us=2000):
-                    pass
-                with b.op(name, sequence=number if learnt else None, host_us=6000):
-                    pass
+                with b.range("advisor::forward"):
+                    b.on_host("aten::linear", 2000)
+                b.on_host(name, 6000, sequence=number if learnt else None)
                 if b is mined:
                     b.on_host("aten::sort", 3000)
                 if b is drawn:
                     b.on_host("aten::multinomial", 50)
                 node = "autograd::engine::evaluate_function: LogBackward0"
-                with b.op(node, sequence=number if learnt else None, host_us=2000):
-                    pass
+                b.on_host(node, 2000, sequence=number if learnt else None)
         return {
             "a loss by hand": loss,
             "a sort in the loss": mined,

@@ -190,8 +190,7 @@ def _training(
     def run(name: str, sequence: int, inner: int | None = None) -> None:
         with b.op(name, [[32, 128], [128, 128]], sequence=sequence, host_us=20 if gpu else 200):
             if inner is not None:
-                with b.op("aten::mul", [[32, 128]], sequence=inner):
-                    pass
+                b.on_host("aten::mul", 2, [[32, 128]], sequence=inner)
             if gpu:
                 b.launch("ampere_sgemm_128x64_nn", 200)
 
@@ -208,8 +207,7 @@ def _training(
                     inner = number if twice or (differentiated and not done) else None
                     number += inner is not None
                     run(f"{NODE_PREFIX}AddmmBackward0", sequence, inner)
-                    with b.op(f"{NODE_PREFIX}torch::autograd::AccumulateGrad"):
-                        pass
+                    b.on_host(f"{NODE_PREFIX}torch::autograd::AccumulateGrad")
             if updates:
                 with b.range("Optimizer.step#Adam.step"):
                     b.on_host("aten::add_", 20)

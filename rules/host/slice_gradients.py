@@ -159,22 +159,18 @@ def _loop(
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
     for _ in b.steps(5):
-        with b.op("aten::linear", host_us=20 if gpu else 2000):
-            if gpu:
-                b.launch("ampere_sgemm_128x64_nn", 2000)
+        b.compute("aten::linear", 2000)
         for step in range(count):
             whole = f"[16, {80 if one_tensor else 80 + step}, 64]"
             concrete = ["", whole, "1", str(step)]
-            with (
-                b.op("autograd::engine::evaluate_function: SelectBackward0"),
-                b.op(
+            with b.op("autograd::engine::evaluate_function: SelectBackward0"):
+                b.compute(
                     "aten::select_backward",
+                    us,
                     [[16, 64], [], [], []],
                     ["float", "ScalarList", "Scalar", "Scalar"],
                     concrete=concrete,
-                    host_us=4 if gpu else us,
-                ),
-            ):
-                if gpu:
-                    b.launch("at::native::vectorized_elementwise_kernel", us)
+                    kernel="at::native::vectorized_elementwise_kernel",
+                    host_us=4,
+                )
     return b

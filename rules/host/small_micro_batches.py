@@ -259,8 +259,7 @@ def _training(
         if not updates:
             with b.range("Optimizer.step#SGD.step"):
                 b.on_host("aten::_foreach_add_", 30)
-        if gpu:
-            b.sync()
+        b.sync()
     if trainer:
         r = b.record_of_run()
         r.event("loader", id=1, workers=0, trainer=trainer)

@@ -330,16 +330,12 @@ def _calls(
     shape = [rows, 128] if rows else [128]
     for _ in b.steps():
         for _ in range(count):
-            with b.op("aten::linear", [shape, [256, 128], [256]], host_us=60):
-                pass
-            with b.op("aten::relu", [[256]], host_us=10):
-                pass
+            b.on_host("aten::linear", 60, [shape, [256, 128], [256]])
+            b.on_host("aten::relu", 10, [[256]])
             if also:
-                with b.op(also, [[256], [256]]):
-                    pass
+                b.on_host(also, 2, [[256], [256]])
         if batch:
-            with b.op("aten::stack", [[[256]] * count], host_us=20):
-                pass
+            b.on_host("aten::stack", 20, [[[256]] * count])
         for _ in range(count):
             b.on_host(f"{NODE_PREFIX}AddmmBackward0", 80)
         b.on_host("aten::lerp_", rest)
@@ -382,8 +378,7 @@ def _graph(
                 b.on_host("aten::index", 15)
                 b.on_host("aten::mean", 15)
                 if between:
-                    with b.op(between, [[4, 32], [4, 32]], host_us=5):
-                        pass
+                    b.on_host(between, 5, [[4, 32], [4, 32]])
             with b.op("aten::stack", [[], []] if count > 30 else [[[32]] * count, []], LIST):
                 b.host(100)
         b.on_host("aten::softmax", rest)

@@ -312,31 +312,25 @@ def _decode(
     b = TraceBuilder(gpu)
     tokens = 16
 
-    def run(name: str, shapes: list[list[int]], us: float) -> None:
-        with b.op(name, shapes, host_us=5 if gpu else us):
-            if gpu:
-                b.launch("ampere_sgemm_128x64_nn", us)
-
     for _ in b.steps(steps):
         for _ in range(passes):
-            run(EMBEDDING, [[6000, 256], [tokens, 1]], 5)
+            b.compute(EMBEDDING, 5, [[6000, 256], [tokens, 1]])
             if encoder:
-                run("aten::linear", [[tokens, rows // 16, 256], [256, 256]], 900)
-                run(encoder, [[tokens, rows // 16, 256]] * 3, 100)
-                run("aten::linear", [[tokens, rows // 16, 256], [256, 256]], 900)
+                b.compute("aten::linear", 900, [[tokens, rows // 16, 256], [256, 256]])
+                b.compute(encoder, 100, [[tokens, rows // 16, 256]] * 3)
+                b.compute("aten::linear", 900, [[tokens, rows // 16, 256], [256, 256]])
             for _ in range(layers):
-                run("aten::linear", [[tokens, 1, 256], [256, 256]], 20)
+                b.compute("aten::linear", 20, [[tokens, 1, 256], [256, 256]])
                 if rows:
                     for _ in range(2):
-                        run("aten::linear", [[tokens, rows // 16, 256], [256, 256]], 300)
-                run(scores, [[tokens, 4, 1, 64], [tokens, 4, max(rows, 16) // 16, 64]], 20)
-            run("aten::linear", [[tokens, 256], [classes, 256]], 100)
-            run(chooses, [[tokens, classes]], 5)
+                        b.compute("aten::linear", 300, [[tokens, rows // 16, 256], [256, 256]])
+                b.compute(scores, 20, [[tokens, 4, 1, 64], [tokens, 4, max(rows, 16) // 16, 64]])
+            b.compute("aten::linear", 100, [[tokens, 256], [classes, 256]])
+            b.compute(chooses, 5, [[tokens, classes]])
             b.on_host("aten::copy_", rest)
             tokens += 16 * grows
         if trains:
             with b.range("Optimizer.step#SGD.step"), b.op("aten::add_"):
                 b.host(5)
-        if gpu:
-            b.sync()
+        b.sync()
     return b

@@ -111,17 +111,12 @@ def _model(
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
 
-    def work(name: str, kernel: str, us: int) -> None:
-        with b.op(name, host_us=20 if gpu else us):
-            if gpu:
-                b.launch(kernel, us)
-
     for _ in b.steps(steps):
         for _ in range(6):
-            work("aten::linear", "ampere_sgemm_128x64_nn", 400)
+            b.compute("aten::linear", 400)
             with b.op("aten::dropout", host_us=2):
                 if active:
-                    work("aten::native_dropout", "fused_dropout_kernel_vec", 200)
+                    b.compute("aten::native_dropout", 200, kernel="fused_dropout_kernel_vec")
         if trains:
-            work("autograd::engine::evaluate_function: AddmmBackward0", "ampere_sgemm", 800)
+            b.compute("autograd::engine::evaluate_function: AddmmBackward0", 800)
     return b

@@ -219,24 +219,16 @@ def _tuning(
     """Instruction tuning: 8 rows of 128 labels."""
     b = TraceBuilder(gpu=gpu)
 
-    def run(name: str, shapes: list[list[int]], time: float) -> None:
-        if gpu:
-            b.run(name, "ampere_sgemm_128x64_nn", time, shapes)
-            return
-        with b.op(name, shapes):
-            b.host(time)
-
     logits = [positions, vocabulary]
     for _ in b.steps():
-        run("aten::mm", [[1024, 512], [512, 512]], 9000)
-        run("aten::mm", [[positions, 512], [512, vocabulary]], us)
-        run("aten::_log_softmax", [logits], us / 3)
+        b.compute("aten::mm", 9000, [[1024, 512], [512, 512]])
+        b.compute("aten::mm", us, [[positions, 512], [512, vocabulary]])
+        b.compute("aten::_log_softmax", us / 3, [logits])
         with b.range("advisor::backward"):
-            run("aten::_log_softmax_backward_data", [logits, logits], us / 3)
-            run("aten::mm", [[vocabulary, positions], [positions, 512]], us)
-            run("aten::mm", [[1024, 512], [512, 512]], 9000)
-        if gpu:
-            b.sync()
+            b.compute("aten::_log_softmax_backward_data", us / 3, [logits, logits])
+            b.compute("aten::mm", us, [[vocabulary, positions], [positions, 512]])
+            b.compute("aten::mm", 9000, [[1024, 512], [512, 512]])
+        b.sync()
     r = b.record_of_run()
     r.steps(60, 10, forward=4, backward=5)
     for _ in range(samples):

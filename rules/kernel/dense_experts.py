@@ -229,26 +229,20 @@ def _mixture(
     """Eight experts of two layers, 320 tokens."""
     b = TraceBuilder(gpu=gpu)
 
-    def run(name: str, shapes: list[list[int]], time: float, **more: Any) -> None:
-        with b.op(name, shapes, host_us=9 if gpu else time, **more):
-            if gpu:
-                b.launch("ampere_sgemm_128x64_nn", time)
-
     for number in b.steps():
         node = 100 * number
-        run("aten::tanh", [[320, 192]], 5000)
+        b.compute("aten::tanh", 5000, [[320, 192]])
         arguments = ["", str(chosen), "-1", "True", "True"]
-        run("aten::topk", [[320, 8], [], [], [], []], 9, concrete=arguments)
+        b.compute("aten::topk", 9, [[320, 8], [], [], [], []], concrete=arguments)
         for expert in range(8):
             more: dict[str, Any] = {"sequence": node + 4 * expert} if trains else {}
-            run("aten::linear", [[rows, 192], [384, 192], [384]], us, **more)
-            run("aten::gelu", [[rows, 384]], us / 10)
-            run("aten::linear", [[rows, 384], [192, 384], [192]], us, **more)
+            b.compute("aten::linear", us, [[rows, 192], [384, 192], [384]], **more)
+            b.compute("aten::gelu", us / 10, [[rows, 384]])
+            b.compute("aten::linear", us, [[rows, 384], [192, 384], [192]], **more)
             if weighs:
-                run("aten::mul", [[rows, 1], [rows, 192]], 9)
+                b.compute("aten::mul", 9, [[rows, 1], [rows, 192]])
         for expert in reversed(range(8 if trains else 0)):
-            run(f"{NODE_PREFIX}AddmmBackward0", [], 2 * us, sequence=node + 4 * expert)
+            b.compute(f"{NODE_PREFIX}AddmmBackward0", 2 * us, [], sequence=node + 4 * expert)
         b.on_host("aten::gelu", 300)
-        if gpu:
-            b.sync()
+        b.sync()
     return b

@@ -252,27 +252,20 @@ def _model(
     logits, hidden = [16, 32, 6000], [16, 32, 96]
     args = ["1", "-1"] if args is None else args
 
-    def run(name: str, shapes: list[list[int]], time: float, **more: Any) -> None:
-        with b.op(name, shapes, host_us=9 if gpu else time, **more):
-            if gpu:
-                b.launch("ampere_sgemm_128x64_nn", time)
-
     for number in b.steps():
         sequence = 10 * number if trains else None
-        run("aten::tanh", [hidden], 5000)
-        run(product, [hidden, [6000, 96], [6000]], us, sequence=sequence)
+        b.compute("aten::tanh", 5000, [hidden])
+        b.compute(product, us, [hidden, [6000, 96], [6000]], sequence=sequence)
         part: dict[str, Any] = {} if sequence is None else {"sequence": sequence + 1}
         if whole:
-            with b.op("aten::slice", [logits, [], [], [], []], concrete=["", "0", "0", END, "1"]):
-                pass
-        with b.op(taker, [logits, *([[]] * len(args))], concrete=["", *args], host_us=5, **part):
-            pass
+            sizes = [logits, [], [], [], []]
+            b.on_host("aten::slice", 2, sizes, concrete=["", "0", "0", END, "1"])
+        b.on_host(taker, 5, [logits, *([[]] * len(args))], concrete=["", *args], **part)
         if also:
-            run(also, [logits], 100)
+            b.compute(also, 100, [logits])
         for at, node in enumerate(("SelectBackward0", "AddmmBackward0") if trains else ()):
             name = f"{NODE_PREFIX}{node}"
-            run(name, [], (us / 8, 2 * us)[at], sequence=10 * number + 1 - at)
+            b.compute(name, (us / 8, 2 * us)[at], [], sequence=10 * number + 1 - at)
         b.on_host("aten::gelu", 300)
-        if gpu:
-            b.sync()
+        b.sync()
     return b

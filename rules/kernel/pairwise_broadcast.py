@@ -381,6 +381,5 @@ def _pairs(
             with b.op("autograd::engine::evaluate_function: SubBackward0", sequence=1):
                 run("aten::neg", [result], [""])
         b.on_host("aten::gelu", rest)
-        if gpu:
-            b.sync()
+        b.sync()
     return b

@@ -1,5 +1,6 @@
 """Arithmetic on a whole tensor of which the next line takes a small part."""
 
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -218,25 +219,20 @@ def _pictures(
     other: list[int] | None = None, us: float = 4000,
 ) -> TraceBuilder:  # fmt: skip
     b = TraceBuilder(gpu=gpu)
+    compute = partial(b.compute, kernel="vectorized_elementwise_kernel")
     shape, channel = [1000, 3, 1080, 1920], other or [1, 3, 1, 1]
 
-    def run(name: str, shapes: list[Any], time: float, *more: Any, **given: Any) -> None:
-        with b.op(name, shapes, *more, host_us=9 if gpu else time, **given):
-            if gpu:
-                b.launch("vectorized_elementwise_kernel", time)
-
     for _ in b.steps():
-        run("aten::sub", [shape, channel, []], us)
-        run("aten::div", [shape, channel], us)
+        compute("aten::sub", us, [shape, channel, []])
+        compute("aten::div", us, [shape, channel])
         if taker == "aten::index":
-            run(taker, [shape, [[32]]], 100, ["float", "TensorList"])
+            compute(taker, 100, [shape, [[32]]], ["float", "TensorList"])
         elif taker == "aten::slice":
-            run(taker, [shape, [], [], [], []], 3, concrete=["", "2", "0", end, "1"])
+            compute(taker, 3, [shape, [], [], [], []], concrete=["", "2", "0", end, "1"])
         else:
-            run(taker, [shape, [], [], []], 500, concrete=["", "[256, 455]", "False", ""])
+            compute(taker, 500, [shape, [], [], []], concrete=["", "[256, 455]", "False", ""])
         if also:
-            run("aten::mean", [shape], 300)
-        run("aten::conv2d", [[1, 3, 224, 224], [64, 3, 7, 7]], 9000)
-        if gpu:
-            b.sync()
+            compute("aten::mean", 300, [shape])
+        compute("aten::conv2d", 9000, [[1, 3, 224, 224], [64, 3, 7, 7]])
+        b.sync()
     return b

@@ -377,8 +377,7 @@ def _fft(
             _call(b, "aten::constant_pad_nd", [64, 100], [f"[0, {length - 100}]"], host_us=9)
         _call(b, name, [64, length], ["[1]"], host_us=3000)
         b.on_host("aten::gelu", rest)
-        if gpu:
-            b.sync()
+        b.sync()
     return b
 
 

@@ -311,20 +311,16 @@ def _trace(
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
     first = 0
 
-    def work(name: str, sequence: int | None) -> None:
-        with b.op(name, sequence=sequence, host_us=60):
-            if gpu:
-                b.launch("ampere_sgemm_128x64_nn", 50)
-
     for _ in b.steps(5):
         numbers = range(first, first + 12)
         for number in numbers:
-            work("aten::linear", number)
+            b.compute("aten::linear", 50, sequence=number, host_us=60)
         if backward:
             for number in reversed(numbers):
-                work("autograd::engine::evaluate_function: AddmmBackward0", number)
+                node = "autograd::engine::evaluate_function: AddmmBackward0"
+                b.compute(node, 50, sequence=number, host_us=60)
         first += 12
         for _ in range(more):
-            work(name, first if graph else None)
+            b.compute(name, 50, sequence=first if graph else None, host_us=60)
             first += 1
     return b

@@ -230,16 +230,12 @@ def _cache(
     b = TraceBuilder(gpu=gpu)
     for _, length in zip(b.steps(len(lengths)), lengths, strict=False):
         for _ in range(4):
-            with b.op("aten::linear", host_us=20 if gpu else 300):
-                if gpu:
-                    b.launch("ampere_sgemm_128x64_nn", 300)
+            b.compute("aten::linear", 300)
             lists = [[[8, 16, length, 64], [8, 16, 1, 64]], []]
-            with b.op("aten::cat", lists, ["TensorList", "Scalar"], host_us=20 if gpu else us):
-                if gpu:
-                    b.launch("CatArrayBatchedCopy", us)
+            types = ["TensorList", "Scalar"]
+            b.compute("aten::cat", us, lists, types, kernel="CatArrayBatchedCopy")
             if dropped:
                 of = [[8, 16, length + 1, 64], [], [], [], []]
                 types = ["float", "Scalar", "Scalar", "Scalar", "Scalar"]
-                with b.op("aten::slice", of, types, concrete=["", "2", str(dropped), "", "1"]):
-                    pass
+                b.on_host("aten::slice", 2, of, types, concrete=["", "2", str(dropped), "", "1"])
     return b

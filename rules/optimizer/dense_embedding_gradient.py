@@ -1,5 +1,6 @@
 """The gradient of an embedding is a whole table, of which a step uses few rows."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -287,19 +288,15 @@ def _recommender(
     us: float = 900,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
+    compute = partial(b.compute, kernel="at::native::vectorized_elementwise_kernel")
     table = [rows, 32]
 
-    def work(name: str, shapes: list[list[int]], us: float) -> None:
-        with b.op(name, shapes, host_us=10 if gpu else us):
-            if gpu:
-                b.launch("at::native::vectorized_elementwise_kernel", us)
-
     for _ in b.steps(5):
-        work("aten::embedding", [table, [512]], 20)
-        work("aten::mm", [[512, 32], [32, rows] if tied else [32, 64]], 200)
+        compute("aten::embedding", 20, [table, [512]])
+        compute("aten::mm", 200, [[512, 32], [32, rows] if tied else [32, 64]])
         if not sparse:
-            work("aten::embedding_dense_backward", [[512, 32], [512], [], [], []], us)
+            compute("aten::embedding_dense_backward", us, [[512, 32], [512], [], [], []])
             with b.range("Optimizer.step#Adam.step"):
-                work("aten::lerp_", [table, table, []], us)
-                work("aten::lerp_", [[32, 64], [32, 64], []], 10)
+                compute("aten::lerp_", us, [table, table, []])
+                compute("aten::lerp_", 10, [[32, 64], [32, 64], []])
     return b

@@ -193,25 +193,18 @@ def _training(
     ``dropped``: another optimizer holds the layers, and drops these gradients."""
     b = TraceBuilder(gpu=gpu)
 
-    def product(left: list[int], right: list[int], time: float) -> None:
-        with b.op("aten::mm", [left, right]):
-            if gpu:
-                b.launch("ampere_sgemm_128x64_nn", time)
-            else:
-                b.host(time)
-
     for _ in b.steps():
-        product([1024, 256], [256, 512], 4000)
+        b.compute("aten::mm", 4000, [[1024, 256], [256, 512]])
         with b.range("advisor::backward"):
             for layer in range(4):
                 shapes = [[8, 512]] if layer == 3 else []
                 with b.op(f"{NODE_PREFIX}AddmmBackward0", sequence=layer):
-                    product([1024, 512], [512, 256], 600)
-                    product([256, 1024], [1024, 512], us)
+                    b.compute("aten::mm", 600, [[1024, 512], [512, 256]])
+                    b.compute("aten::mm", us, [[256, 1024], [1024, 512]])
                 for shape in [[256, 512], *shapes]:
                     accumulate = "torch::autograd::AccumulateGrad"
-                    with b.op(f"{NODE_PREFIX}{accumulate}"), b.op(accumulate, [shape]):
-                        pass
+                    with b.op(f"{NODE_PREFIX}{accumulate}"):
+                        b.on_host(accumulate, 2, [shape])
         if dropped:
             with b.range("Optimizer.step#Adam.step"):
                 b.host(10)

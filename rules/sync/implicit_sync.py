@@ -318,8 +318,8 @@ class ImplicitSync(Rule):
         for _ in host.steps():
             _work(host)
             for _ in range(20):
-                with host.op("aten::item"), host.op("aten::_local_scalar_dense"):
-                    pass
+                with host.op("aten::item"):
+                    host.on_host("aten::_local_scalar_dense")
             host.sync()
         for _ in late.steps():
             _work(late)  # the read comes long after the GPU is done, and it idles anyway

@@ -126,6 +126,11 @@ class StepTimeChange(Struct, kw_only=True):
     notes: list[str] = field(default_factory=list)
     """Caveats on what the figures show, one sentence each."""
 
+    def centers(self) -> list[float | None]:
+        """Return the compared statistic before and after, ns; ``None``: no steps."""
+        name = f"{self.statistic or 'median'}_ns"
+        return [getattr(side, name, None) for side in (self.before, self.after)]
+
 
 class Amount(Struct, kw_only=True):
     """A figure on both sides."""

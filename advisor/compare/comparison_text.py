@@ -200,11 +200,6 @@ def per_suffix(comparison: Comparison) -> str:
     return " per repetition" if has_guessed_steps(comparison) else " per step"
 
 
-def _center(steps: StepTimeChange, which: str) -> float | None:
-    side = getattr(steps, which)
-    return None if side is None else side.mean_ns if steps.statistic == "mean" else side.median_ns
-
-
 def format_interval(steps: StepTimeChange) -> str:
     """Format the difference's interval: ``−2.1% to +0.3% with 95% confidence``."""
     if steps.share_low is None or steps.share_high is None:
@@ -514,7 +509,7 @@ def write_headline(c: Comparison) -> str:
 
 def format_step_times(steps: StepTimeChange) -> list[str]:
     """Format the step times before and after, in the compared statistic."""
-    return [t.format_duration(_center(steps, side)) for side in ("before", "after")]
+    return list(map(t.format_duration, steps.centers()))
 
 
 def _pair(steps: StepTimeChange, per: str = "", between: str = " → ") -> str:

@@ -149,21 +149,19 @@ def build_trial_answer(
     report: TrialReport | None, path: str, exit_code: int | None, seconds: float, said: str
 ) -> Tried:
     """Return the answer of a trial report; without one, ``said`` tells why."""
-    shown, more = b.take_first([] if report is None else report.trials, b.MAX_TRIALS)
-    cut = report is None or report.interrupted or report.out_of_budget
+    report = report or TrialReport(interrupted=True)
+    shown, more = b.take_first(report.trials, b.MAX_TRIALS)
     return Tried(
         path=path,
         exit_code=exit_code,
         seconds=seconds,
-        complete=not cut and exit_code == 0,
-        step_ns=None if report is None else report.step_ns,
-        repeats_its_losses=None if report is None else report.repeats,
+        complete=not (report.interrupted or report.out_of_budget) and exit_code == 0,
+        step_ns=report.step_ns,
+        repeats_its_losses=report.repeats,
         trials=[_line(trial) for trial in shown],
         more_trials=more,
-        together=None if report is None else _together(report.together),
-        by_hand=[]
-        if report is None
-        else [b.bound_name(item) for item in report.without[: b.MAX_TRIALS]],
+        together=_together(report.together),
+        by_hand=[b.bound_name(item) for item in report.without[: b.MAX_TRIALS]],
         untrusted=b.UNTRUSTED,
         from_program=said,
     )

@@ -25,7 +25,6 @@ from advisor.core.errors import AdvisorError, describe_failure
 from advisor.mcp import SKILL, programs
 from advisor.mcp import answers as b
 from advisor.mcp.answers import (
-    AllowedFolders,
     Analysed,
     ChangeLine,
     Compared,
@@ -47,7 +46,7 @@ from advisor.mcp.answers import (
 if TYPE_CHECKING:
     from advisor.advise.engine import AnalysisResult
     from advisor.compare.comparison import FindingChange
-    from advisor.core.finding import Finding
+    from advisor.core.finding import Finding, Impact
     from advisor.core.report_kernels import OperatorRate
     from advisor.core.rule import Evidence, Rule
     from advisor.core.trace import Run
@@ -217,19 +216,12 @@ class Tools:
             c = compare_examined(*sides)
         changes, more = b.take_first(c.findings, b.MAX_FINDINGS)
         steps, r = c.steps, c.realised
-        centers = [
-            None
-            if entry is None
-            else entry.mean_ns
-            if steps.statistic == "mean"
-            else entry.median_ns
-            for entry in (steps.before, steps.after)
-        ]
+        before_ns, after_ns = steps.centers()
         return b.copy_fields(
             Compared,
             steps,
-            before_ns=centers[0],
-            after_ns=centers[1],
+            before_ns=before_ns,
+            after_ns=after_ns,
             gained=b.copy_fields(Gained, r),
             findings=[_change(item) for item in changes],
             more_findings=more,
@@ -374,14 +366,11 @@ def _changed(path: Path) -> int:
 
 
 def _gpu_step(p: Projection) -> GpuStep:
-    there = not p.refused
+    figures = dict.fromkeys(("step_ns", "low_ns", "high_ns", "speedup") if p.refused else ())
     return b.copy_fields(
         GpuStep,
         p,
-        step_ns=p.step_ns if there else None,
-        low_ns=p.low_ns if there else None,
-        high_ns=p.high_ns if there else None,
-        speedup=p.speedup if there else None,
+        **figures,
         memory=p.fit.verdict,
         notes=[b.bound_text(note) for note in p.notes],
     )
@@ -394,18 +383,19 @@ def _place(finding: Finding) -> str:
 def _line(key: str, f: Finding) -> FindingLine:
     impact = f.impact
     timed = impact is not None and impact.currency in ("step_time", "run_time")
-    gain = impact if timed else None
     return b.copy_fields(
         FindingLine,
         f,
         id=key,
         currency=None if impact is None else impact.currency,
-        gain_ns=None if gain is None else gain.gain_ns,
-        low_ns=None if gain is None else gain.low_ns,
-        high_ns=None if gain is None else gain.high_ns,
+        **_gain(impact if timed else None),
         share_of_step=None if impact is None else impact.share,
         from_trace={"title": b.bound_name(f.title), "place": _place(f)},
     )
+
+
+def _gain(impact: Impact | None) -> dict[str, int | None]:
+    return {name: getattr(impact, name, None) for name in ("gain_ns", "low_ns", "high_ns")}
 
 
 def _full(key: str, f: Finding) -> FindingFull:
@@ -414,9 +404,7 @@ def _full(key: str, f: Finding) -> FindingFull:
         FindingFull,
         f,
         id=key,
-        gain_ns=None if impact is None else impact.gain_ns,
-        low_ns=None if impact is None else impact.low_ns,
-        high_ns=None if impact is None else impact.high_ns,
+        **_gain(impact),
         method="" if impact is None else impact.method,
         proven_on=f.validation,
         untrusted=b.UNTRUSTED,

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from advisor.tune.knob import GROUP, SO_FAR, TURN, TrialResult, TrialSpec, encode, read_spec
+import msgspec
+
+from advisor.tune.knob import GROUP, SO_FAR, TURN, TrialResult, TrialSpec, read_spec
 from advisor.tune.overlay import Overlay
 
 Note = Callable[[str], None]
@@ -398,5 +400,5 @@ def _write(path: str, result: TrialResult) -> None:
     """Write the result completely or not at all."""
     beside = f"{path}.{os.getpid()}"
     with open(beside, "wb") as file:  # noqa: PTH123
-        file.write(encode(result))
+        file.write(msgspec.json.encode(result))
     os.replace(beside, path)  # noqa: PTH105

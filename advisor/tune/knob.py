@@ -250,6 +250,10 @@ class KnobSetting(Struct, frozen=True):
         return self.knob if self.value is None else f"{self.knob}={self.value}"
 
 
+KnobSettings = tuple[KnobSetting, ...]
+"""Settings that one process has, of several knobs; empty: the program as it is."""
+
+
 class TrialSpec(Struct, frozen=True, kw_only=True):
     """Specification of one process: its changes, and when it ends."""
 
@@ -261,7 +265,7 @@ class TrialSpec(Struct, frozen=True, kw_only=True):
     """… and the folder in it for all that this process writes."""
     allowed: tuple[str, ...] = ()
     """Other folders in which the user lets the program write."""
-    knob_settings: tuple[KnobSetting, ...] = ()
+    knob_settings: KnobSettings = ()
     warmup: int = 10
     """Number of steps before timing starts."""
     steps: int = 60
@@ -329,13 +333,3 @@ def read_spec() -> TrialSpec | None:
     if not path:
         return None
     return msgspec.json.decode(Path(path).read_bytes(), type=TrialSpec)
-
-
-def read_result(data: bytes) -> TrialResult:
-    """Decode a result. Raises msgspec.DecodeError for anything else."""
-    return msgspec.json.decode(data[:MAX_RESULT_BYTES], type=TrialResult)
-
-
-def encode(what: Any) -> bytes:
-    """Encode as JSON."""
-    return msgspec.json.encode(what)

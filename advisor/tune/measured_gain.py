@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence, Sized
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from advisor.compare.statistics import CONFIDENCE_LEVEL, t_quantile
 from advisor.core import text as t
@@ -91,22 +91,22 @@ def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
 
 def _between(means: Sequence[NDArray[np.float64]]) -> float:
     """Return half the interval from the means of whole runs, with one scatter for both sides."""
-    logs = [np.log(item) for item in means]
-    freedom = sum(len(item) - 1 for item in logs)
-    if not freedom:
-        return 0.0
-    spread = sum(float(np.square(item - item.mean()).sum()) for item in logs) / freedom
-    return _reach(spread * sum(1 / len(item) for item in logs), freedom)
+    variance, freedom = _pooled([np.log(item) for item in means])
+    return _reach(variance * sum(1 / len(item) for item in means), freedom)
 
 
 def _scatter(groups: Sequence[Sequence[float]]) -> float:
     """Return half the interval of the mean of all values, each around the mean of its group."""
-    logs = [np.asarray(group, dtype=float) for group in groups if len(group)]
+    variance, freedom = _pooled(groups)
+    return _reach(variance / max(1, sum(map(len, groups))), freedom)
+
+
+def _pooled(groups: Iterable[ArrayLike]) -> tuple[float, int]:
+    """Return the variance of values around the mean of their group, and its degrees of freedom."""
+    logs = [log for group in groups if len(log := np.asarray(group, dtype=float))]
     freedom = sum(len(log) - 1 for log in logs)
-    if not freedom:
-        return 0.0
     squares = sum(float(np.square(log - log.mean()).sum()) for log in logs)
-    return _reach(squares / freedom / sum(map(len, logs)), freedom)
+    return squares / max(1, freedom), freedom
 
 
 def block_log_ratios(
@@ -150,11 +150,10 @@ def measure_paired_gain(
     if not own:
         return None
     asked = [own] if len(own) >= MIN_OWN_PAIRS else [own, *others]
-    freedom = sum(len(logs) - 1 for logs in asked if logs)
+    variance, freedom = _pooled(asked)
     if freedom < MIN_DEGREES_OF_FREEDOM:
         return None
-    squares = sum(float(np.square(np.array(logs) - np.mean(logs)).sum()) for logs in asked if logs)
-    reach = _reach(squares / freedom / len(own), freedom)
+    reach = _reach(variance / len(own), freedom)
     first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
     return _gain(first, math.exp(float(np.mean(own))), reach, len(own))
 

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from advisor.tune.knob import KnobSetting, TrialResult
+from advisor.tune.knob import KnobSettings, TrialResult
 from advisor.tune.trial_process import RunningTrial, TrialProgram
 
-KnobSettings = tuple[KnobSetting, ...]
 BLOCKS_PER_PROCESS = 8
 """Number of blocks of steps of each process."""
 BLOCK_SECONDS = 0.4

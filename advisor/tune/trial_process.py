@@ -26,16 +26,15 @@ from advisor.core.labels import clean
 from advisor.recorder.folder import RUN_DIR, with_injected
 from advisor.tune.knob import (
     GROUP,
+    MAX_RESULT_BYTES,
     MODULE,
     SO_FAR,
     SPEC,
     TURN,
-    KnobSetting,
+    KnobSettings,
     TrialResult,
     TrialSpec,
-    encode,
     find_knob,
-    read_result,
 )
 
 GRACE_SECONDS = 5.0
@@ -68,7 +67,7 @@ class TrialProgram:
         self.cache = root / "cache"
         self.cache.mkdir()
 
-    def run(self, knob_settings: tuple[KnobSetting, ...], **wanted: Any) -> TrialResult:
+    def run(self, knob_settings: KnobSettings, **wanted: Any) -> TrialResult:
         """Run one process from its start to its end: see :meth:`start`. Raises AdvisorError: it
         cannot be started."""
         running = self.start(knob_settings, **wanted)
@@ -80,7 +79,7 @@ class TrialProgram:
 
     def start(
         self,
-        knob_settings: tuple[KnobSetting, ...],
+        knob_settings: KnobSettings,
         *,
         timeout: float,
         record: Path | None = None,
@@ -103,16 +102,14 @@ class TrialProgram:
             record=record is not None,
             **limits,
         )
-        (home / "spec.json").write_bytes(encode(spec))
+        (home / "spec.json").write_bytes(msgspec.json.encode(spec))
         env = self.environment(home, scratch, knob_settings)
         if record is not None:
             env[RUN_DIR] = str(record)
             env["ADVISOR_REPORT"] = "0"
         return RunningTrial(self.words, home, env, [self.root, *map(Path, self.allowed)], timeout)
 
-    def environment(
-        self, home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
-    ) -> dict[str, str]:
+    def environment(self, home: Path, scratch: Path, knob_settings: KnobSettings) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
         env |= {**QUIET_ENVIRONMENT, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
         env |= {"TMPDIR": str(scratch / "tmp"), SPEC: str(home / "spec.json"), BEGIN: MODULE}
@@ -225,7 +222,7 @@ class RunningTrial:
 
     def _read(self, path: Path) -> TrialResult | None:
         try:
-            return read_result(path.read_bytes())
+            return msgspec.json.decode(path.read_bytes()[:MAX_RESULT_BYTES], type=TrialResult)
         except (OSError, msgspec.MsgspecError):
             return None
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import KnobSetting, TrialResult, find_knob
+from advisor.tune.knob import KnobSetting, KnobSettings, TrialResult, find_knob
 from advisor.tune.measured_gain import (
     MeasuredGain,
     block_log_ratios,
@@ -41,7 +41,6 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 """Messages of native writers that may not write."""
-KnobSettings = tuple[KnobSetting, ...]
 Say = Callable[[str], None]
 
 
@@ -170,7 +169,7 @@ class TrialSession:
             [self._steps(key[0], a) for a, _ in pairs], [self._steps(key[1], b) for _, b in pairs]
         )
 
-    def _steps(self, knob_settings: tuple[KnobSetting, ...], result: TrialResult) -> list[int]:
+    def _steps(self, knob_settings: KnobSettings, result: TrialResult) -> list[int]:
         """Return the steps of a run, ns. With another batch size they are scaled to the samples of
         the program's own."""
         if not any(
@@ -251,7 +250,7 @@ class TrialSession:
         """Return the peak memory that every run with the knob saves against every run without,
         bytes, of the device where there is one. 0: too little, or unknown."""
 
-        def peaks(knob_settings: tuple[KnobSetting, ...]) -> list[int]:
+        def peaks(knob_settings: KnobSettings) -> list[int]:
             runs = [r for r in self.runs[knob_settings] if not r.problem]
             device = [r.device_bytes for r in runs if r.device_bytes is not None]
             return device or [r.host_bytes for r in runs if r.host_bytes is not None]
@@ -318,7 +317,7 @@ class TrialSession:
                 left.append(trial.knob_setting)
             self._note(best, left)
 
-    def _note(self, knob_settings: tuple[KnobSetting, ...], left: list[KnobSetting]) -> None:
+    def _note(self, knob_settings: KnobSettings, left: list[KnobSetting]) -> None:
         got = self.measure_gain(knob_settings)
         if got is None:
             return

@@ -55,15 +55,17 @@ def parse_ranges(texts: pl.Series) -> pl.DataFrame:
     )
 
 
-def inputs_of(dims: pl.Series) -> tuple[pl.Series, pl.DataFrame | None]:
-    """Return each range's row of inputs (null: no shapes), and the table of inputs or ``None``."""
+def number_inputs(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+    """Return ranges with the row of their inputs (``inputs``, null: no shapes) in place of
+    ``dims``, and the table of inputs or ``None``."""
+    dims, ranges = ranges["dims"], ranges.drop("dims")
     distinct = dims.drop_nulls().unique(maintain_order=True)
     if not len(distinct):
-        return pl.Series("inputs", [None], dtype=pl.Int64).new_from_index(0, len(dims)), None
+        return ranges.with_columns(inputs=pl.lit(None, dtype=pl.Int64)), None
     rows = dims.replace_strict(
         distinct, pl.Series(range(len(distinct))), default=None, return_dtype=pl.Int64
     )
-    return rows.alias("inputs"), pl.DataFrame({"dims": distinct})
+    return ranges.with_columns(inputs=rows), pl.DataFrame({"dims": distinct})
 
 
 _PYTHON = re.compile(r"(?:^|/)(?:i?python|pypy|pytest|torchrun|accelerate|deepspeed|jupyter)")

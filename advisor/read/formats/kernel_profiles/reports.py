@@ -119,7 +119,7 @@ class _Machine(msgspec.Struct):
 
 def read_kernel_profiles(data: bytes, path: str, layout: Layout) -> KernelProfiles:
     """Return the kernels of one report. Raises AdvisorError if it holds none or cannot be read."""
-    dropped: dict[str, int] = {}
+    dropped = Counter[str]()
     if layout == "ncu-rep":
         tool, kernels = NCU, list(_ncu_report(data, path, dropped))
     elif layout == "ncu-csv":
@@ -144,7 +144,7 @@ def _rows(data: bytes, path: str) -> Iterator[list[str]]:
 # -- Nsight Compute, CSV ---------------------------------------------------------------------------
 
 
-def _ncu_csv(rows: Iterator[list[str]], dropped: dict[str, int]) -> list[KernelProfile]:
+def _ncu_csv(rows: Iterator[list[str]], dropped: Counter[str]) -> list[KernelProfile]:
     """Read the pages ``details`` (one row per metric or rule) and ``raw`` (one row per kernel)."""
     head = next(rows, [])
     column = {name: at for at, name in enumerate(head)}
@@ -157,7 +157,7 @@ def _ncu_csv(rows: Iterator[list[str]], dropped: dict[str, int]) -> list[KernelP
     result: list[KernelProfile] = []
     for row in rows:
         if len(row) < len(head):
-            _count(dropped, "short rows")
+            dropped["short rows"] += 1
         elif len(result) < MAX_KERNELS:
             values = {
                 name: metric_of(row[at], units[at]) for at, name in metrics[:MAX_METRICS] if row[at]
@@ -167,19 +167,19 @@ def _ncu_csv(rows: Iterator[list[str]], dropped: dict[str, int]) -> list[KernelP
 
 
 def _details(
-    rows: Iterator[list[str]], column: dict[str, int], dropped: dict[str, int]
+    rows: Iterator[list[str]], column: dict[str, int], dropped: Counter[str]
 ) -> list[KernelProfile]:
     kernels: dict[tuple[str, ...], tuple[list[str], dict[str, Metric], list[ToolAdvice]]] = {}
     wanted = ("ID", "Process ID", "Kernel Name", "Block Size", "Grid Size")
     least = column["Metric Name"]
     for row in rows:
         if len(row) <= least:
-            _count(dropped, "short rows")
+            dropped["short rows"] += 1
             continue
         row += [""] * (len(column) - len(row))
         key = tuple(row[column[name]] for name in wanted if name in column)
         if key not in kernels and len(kernels) >= MAX_KERNELS:
-            _count(dropped, "kernels beyond the first 20,000")
+            dropped["kernels beyond the first 20,000"] += 1
             continue
         _, metrics, advice = kernels.setdefault(key, (row, {}, []))
         if label := row[least]:
@@ -286,10 +286,6 @@ def share_of(percent: float | str | None) -> float | None:
     return percent / 100.0
 
 
-def _count(dropped: dict[str, int], why: str) -> None:
-    dropped[why] = dropped.get(why, 0) + 1
-
-
 # -- Nsight Compute, .ncu-rep ----------------------------------------------------------------------
 
 
@@ -298,7 +294,7 @@ _EXECUTED = "inst_executed"
 _SAMPLED = re.compile(r"smsp__pcsamp_(?:sample_count|warps_issue_stalled_(?:(?!_not_issued)\w)+)")
 
 
-def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[KernelProfile]:
+def _ncu_report(data: bytes, path: str, dropped: Counter[str]) -> Iterator[KernelProfile]:
     """Yield a report's kernels. Damage after the first is counted; before, raises AdvisorError."""
     strings: list[str] = []
     tables: dict[str, list[LineRow]] = {}
@@ -319,7 +315,7 @@ def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[Ker
             raise AdvisorError(
                 f"{path}: a report of Nsight Compute whose layout is not known; {EXPORT}"
             ) from None
-        _count(dropped, "results after damage")
+        dropped["results after damage"] += 1
 
 
 def _messages(data: bytes) -> Iterator[tuple[str, Any]]:

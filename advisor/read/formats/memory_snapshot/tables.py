@@ -4,6 +4,7 @@ Blocks carried their stack in ``history`` first, then in ``frames``; segments ha
 whether they are expandable; states, addresses of blocks, times, settings and annotations came one
 by one. What a file does not tell is null."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -101,7 +102,7 @@ class _Tables:
         self._by_stack: dict[Stack, int] = {}
         self._frames: dict[int, SnapshotFrame | None] = {}
         self._settings: dict[str, str] = {}
-        self._dropped: dict[str, int] = {}
+        self._dropped = Counter[str]()
         self._pools: dict[tuple[int, int], str] = {}
 
     def snapshot(self) -> MemorySnapshot:
@@ -317,7 +318,7 @@ class _Tables:
         return fields
 
     def _drop(self, why: str) -> None:
-        self._dropped[why] = self._dropped.get(why, 0) + 1
+        self._dropped[why] += 1
 
 
 def _items(value: Any) -> list[Any]:

@@ -4,13 +4,14 @@ The layout is that of Nsight Systems' exporter ("SQLite Schema Reference" in its
 to 2026. Tables are written only where something was recorded, and columns come and go between
 versions: whatever is not there is not recorded."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import polars as pl
 import polars.selectors as cs
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
-from advisor.read.nvtx import inputs_of, parse_ranges
+from advisor.read.nvtx import number_inputs, parse_ranges
 from advisor.read.sqlite import (
     Database,
     Types,
@@ -82,7 +83,7 @@ class NsysTables:
         self._db = db
         self._names = db.read_texts("StringIds", "id", "value")
         self.processes = Processes()
-        self.dropped: dict[str, int] = {}
+        self.dropped = Counter[str]()
         self.inputs: pl.DataFrame | None = None
         self._gpus = self._gpu_of()
 
@@ -298,15 +299,14 @@ class NsysTables:
         rows = self._db.read(NVTX, _RANGE, where, lambda batch: self._of_ranges(batch, domains))
         if "ts" not in rows.columns:
             return pl.DataFrame()
-        number, self.inputs = inputs_of(rows["dims"])
-        return rows.drop("dims").with_columns(number)
+        rows, self.inputs = number_inputs(rows)
+        return rows
 
     def _of_ranges(self, rows: pl.DataFrame, domains: dict[int, str]) -> pl.DataFrame:
         """Parse rows of ranges and drop their texts: nearly each of PyTorch's is distinct."""
         rows = select_columns(rows, _RANGE)
         if open_ones := rows["end"].null_count():
-            why = "ranges without an end"
-            self.dropped[why] = self.dropped.get(why, 0) + open_ones
+            self.dropped["ranges without an end"] += open_ones
         rows = rows.filter(pl.col("end").is_not_null() & pl.col("globalTid").is_not_null())
         result = parse_ranges(rows["text"].fill_null(self._text(rows, "textId")).fill_null("range"))
         foreign = pl.Series("domain", [None], dtype=pl.String).new_from_index(0, rows.height)

@@ -14,7 +14,7 @@ import polars as pl
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
 from advisor.read.formats.rocm.device_rows import FILL, build_device, copy_direction
-from advisor.read.nvtx import inputs_of, parse_ranges
+from advisor.read.nvtx import number_inputs, parse_ranges
 from advisor.read.sqlite import (
     Database,
     KeyedTable,
@@ -25,6 +25,7 @@ from advisor.read.sqlite import (
     narrow_integers,
     read_numbered,
     select_columns,
+    stack_frames,
 )
 
 _OWN = ("hcc_activity_callback", "roctracer", "rocprofiler")
@@ -61,8 +62,8 @@ class Rpd:
         )
         if not rows.height:
             return pl.DataFrame()
-        number, self.inputs = inputs_of(rows["dims"])
-        return rows.drop("dims").with_columns(number)
+        rows, self.inputs = number_inputs(rows)
+        return rows
 
     def _calls(self, rows: pl.DataFrame, arguments: KeyedTable) -> pl.DataFrame:
         """Return calls, then ranges, without their texts: nearly each of PyTorch's is distinct."""
@@ -216,15 +217,10 @@ class Rocpd:
             device += [item.kernels(), item.copies()]
             self.programs += item.programs()
         self.devices = tuple(devices.values())
-        return self._with_ranges(host), device
-
-    def _with_ranges(self, parts: list[pl.DataFrame]) -> list[pl.DataFrame]:
-        parts = [part for part in parts if part.height]
-        if not parts:
-            return []
-        rows = pl.concat(parts, how="diagonal_relaxed")
-        number, self.inputs = inputs_of(rows["dims"])
-        return [rows.drop("dims").with_columns(number)]
+        rows = stack_frames(host)
+        if rows.height:
+            rows, self.inputs = number_inputs(rows)
+        return [rows], device
 
 
 class _Process:

@@ -9,7 +9,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Device, Trace, TraceMeta
 from advisor.read.build import build_trace
-from advisor.read.nvtx import framework_of, inputs_of, parse_ranges
+from advisor.read.nvtx import framework_of
 from advisor.read.sqlite import stack_frames
 
 DIRECTIONS = {
@@ -29,14 +29,6 @@ def copy_direction(names: pl.Series) -> pl.Series:
         for name in names.drop_nulls().unique().to_list()
     }
     return names.replace_strict(known, default="other", return_dtype=pl.String)
-
-
-def parse_roctx_ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | None]:
-    """Return ``name``, ``kind``, ``sequence`` and ``inputs`` of ROCTX ranges, and the table of
-    inputs: PyTorch writes its operators' texts there as with NVTX."""
-    result = parse_ranges(texts)
-    number, inputs = inputs_of(result["dims"])
-    return result.drop("dims").with_columns(number), inputs
 
 
 def trace_of(

@@ -9,7 +9,8 @@ from msgspec import Struct, field
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Device
-from advisor.read.formats.rocm.device_rows import build_device, copy_direction, parse_roctx_ranges
+from advisor.read.formats.rocm.device_rows import build_device, copy_direction
+from advisor.read.nvtx import number_inputs, parse_ranges
 
 _CORRELATIONS = 40
 _GPU = 2  # rocprofiler_agent_type_t
@@ -196,7 +197,7 @@ class Rows:
         marks = [part for part in marks if part.height]
         if marks:
             rows = pl.concat(marks)
-            result, self.inputs = parse_roctx_ranges(rows["text"])
+            result, self.inputs = number_inputs(parse_ranges(rows["text"]))
             self.host.append(rows.drop("text").hstack(result))
 
     @property

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -61,7 +60,6 @@ MAX_BYTES = 4_000_000_000
 """Largest uncompressed size of what is read for one call, bytes."""
 MAX_EDITS, LONGEST_EDIT = 20, 500
 
-Key = tuple[str, int | None, int]
 _F = TypeVar("_F", bound=Callable[..., Any])
 log = logging.getLogger("advisor.mcp")
 
@@ -104,7 +102,7 @@ class Tools:
 
     def __init__(self, allowed: AllowedFolders) -> None:
         self.allowed = allowed
-        self._kept: OrderedDict[Key, AnalysisResult] = OrderedDict()
+        self._kept = functools.lru_cache(MAX_KEPT_ANALYSES)(_examine)
         self._lock = Lock()
 
     def recordings(
@@ -334,22 +332,20 @@ class Tools:
         return open_first_windows(self.allowed.path(given), read)
 
     def _examined(self, given: str, rank: int | None) -> AnalysisResult:
-        from advisor.advise.engine import Options, examine
-        from advisor.core.prices import NO_PRICES
-        from advisor.read import ReadOptions
-
         path = self.allowed.path(given)
-        key = (str(path), rank, _changed(path))
         with self._lock:
-            result = self._kept.pop(key, None)
-            if result is None:
-                read = ReadOptions(max_bytes=MAX_BYTES, urls=False)
-                # no settings from a folder that a client may write to
-                result = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
-            self._kept[key] = result
-            while len(self._kept) > MAX_KEPT_ANALYSES:
-                self._kept.popitem(last=False)
-        return result
+            return self._kept(path, rank, _changed(path))
+
+
+def _examine(path: Path, rank: int | None, _written: int) -> AnalysisResult:
+    """Analyse what was last written at a time: kept for that time only."""
+    from advisor.advise.engine import Options, examine
+    from advisor.core.prices import NO_PRICES
+    from advisor.read import ReadOptions
+
+    read = ReadOptions(max_bytes=MAX_BYTES, urls=False)
+    # no settings from a folder that a client may write to
+    return examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
 
 
 def _changed(path: Path) -> int:

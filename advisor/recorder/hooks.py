@@ -86,9 +86,9 @@ class Listener:
     def on_upload(self, tensor: Any) -> None:
         """Called before a tensor is copied from the host to a device."""
 
-    def on_forward(self, module: Any, *, replayed: bool = False) -> None:
-        """Called after an outermost forward, until a backward or an update is recorded.
-        ``replayed``: ``module`` is a CUDA graph."""
+    def on_forward(self, module: Any, result: Any = None, *, replayed: bool = False) -> None:
+        """Called after an outermost forward, until a backward or an update is recorded, with what
+        it returned. ``replayed``: ``module`` is a CUDA graph."""
 
     def on_generate_start(self) -> None:
         """Called before ``generate``, until a backward or an update is recorded …"""
@@ -470,7 +470,7 @@ def _forward(
             if hook_state[2]:
                 on.on_leave(before)
             if not hook_state[6]:
-                on.on_forward(module)
+                on.on_forward(module, result)
 
     return forward
 

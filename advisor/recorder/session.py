@@ -364,8 +364,8 @@ class RecordingSession(Listener):
         """Sample the inputs of an outermost forward: their padding, and whether it repeats one."""
         try:
             self.padding.on_forward(module, args, kwargs)
-            if self.tape.hook_state[HAS_TRAINED]:
-                self.repeated_inputs.on_forward(module, args, kwargs)
+            trained = bool(self.tape.hook_state[HAS_TRAINED])
+            self.repeated_inputs.on_forward(module, args, kwargs, trained=trained)
         except Exception as error:
             self.on_internal_error(error)
 
@@ -376,7 +376,7 @@ class RecordingSession(Listener):
         except Exception as error:
             self.on_internal_error(error)
 
-    def on_forward(self, module: Any, *, replayed: bool = False) -> None:
+    def on_forward(self, module: Any, result: Any = None, *, replayed: bool = False) -> None:
         """Note an outermost forward that has ended, before any backward or update."""
         try:
             put = self.tape.log.extend
@@ -389,6 +389,7 @@ class RecordingSession(Listener):
             put((FORWARD_OF, id(module) if model else -id(module)))
             if model and not replayed:
                 self.gradients.add_module(module)
+                self.repeated_inputs.on_end(module, result)
             self._on_inference_step()
         except Exception as error:
             self.on_internal_error(error)

@@ -111,7 +111,7 @@ class StackSampler(BackgroundThread):
         stack: list[tuple[CodeType, int]] = []
         called = ""
         while frame is not None and len(stack) < MAX_DEPTH:
-            if _is_own(frame.f_code):
+            if is_own(frame.f_code):
                 if stack and stack[-1][0].co_filename == threading.__file__:
                     return 0  # the recorder waits for a thread of its own to start
             else:
@@ -147,18 +147,21 @@ class StackSampler(BackgroundThread):
         self._write_event("stacks", {"frames": list(index), "stacks": lines})
 
     def _text(self, code: CodeType, line: int) -> str:
-        """Return a frame's text as PyTorch's profiler writes it: ``train.py(12): log``."""
         known = self._texts.get((code, line))
         if known is None:
-            function = code.co_qualname.replace(".<locals>", "")
-            for part in _PARTS_OF_FUNCTIONS:
-                function = function.replace(f".{part}", "").replace(part, "<module>")
-            known = f"{without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
-            self._texts[code, line] = known
+            known = self._texts[code, line] = frame_text(code, line)
         return known
 
 
-def _is_own(code: CodeType) -> bool:
+def frame_text(code: CodeType, line: int) -> str:
+    """Return a frame's text as PyTorch's profiler writes it: ``train.py(12): log``."""
+    function = code.co_qualname.replace(".<locals>", "")
+    for part in _PARTS_OF_FUNCTIONS:
+        function = function.replace(f".{part}", "").replace(part, "<module>")
+    return f"{without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
+
+
+def is_own(code: CodeType) -> bool:
     """Return whether code is the recorder's or started the program: no line of the program's."""
     return code.co_filename.startswith((_OWN, "<frozen runpy>"))
 

@@ -53,3 +53,90 @@ def test_only_the_same_module_with_the_same_input_counts(
     (event,) = recorded(training(second)).events_of("repeated_inputs")
     assert event["again"] in (again, max(again - 1, 0))
     assert 6 <= event["forwards"] <= 12
+
+
+def denoising(encode: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """Thirty steps of two modules; ``encode(encoder, ids)`` runs before the network of each."""
+
+    def run() -> None:
+        encoder, network = Cached().eval(), torch.nn.Linear(4, 4).eval()
+        with torch.inference_mode():
+            ids = torch.arange(12.0).reshape(3, 4)
+            x = torch.randn(3, 4)
+            for _ in range(30):
+                x = network(x + encode(encoder, ids)) + torch.randn(3, 4)
+
+    return run
+
+
+class Cached(torch.nn.Module):
+    """A module that may keep a state that is no tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, ids: Any, number: int = 0, cache: Any = None, grown: bool = False) -> Any:
+        self.calls += grown
+        return self.dropout(self.layer(ids)) + number + self.calls
+
+
+def in_place(encoder: Any, ids: Any) -> Any:
+    return encoder(ids.add_(1))
+
+
+def redrawn(encoder: Any, ids: Any) -> Any:
+    return encoder.train()(ids)
+
+
+@pytest.mark.parametrize(
+    ("encode", "again"),
+    [
+        (lambda encoder, ids: encoder(ids), 5),
+        (lambda encoder, ids: encoder(ids.clone()), 5),
+        (lambda encoder, ids: encoder(ids, grown=True), 0),
+        (lambda encoder, ids: encoder(ids, cache=object()), 0),
+        (lambda encoder, ids: encoder(ids, number=int(torch.randint(1_000_000, ()))), 0),
+        (lambda encoder, ids: encoder(torch.randn(3, 4)), 0),
+        (in_place, 0),
+        (redrawn, 0),
+    ],
+    ids=[
+        *("the same tensor", "an equal tensor", "a state of its own", "a cache", "another number"),
+        *("another tensor", "changed in place", "random outputs"),
+    ],
+)
+def test_an_inference_compares_values_of_inputs_and_outputs(
+    recorded: Recorded, encode: Callable[[Any, Any], Any], again: int
+) -> None:
+    event = recorded(denoising(encode)).events_of("repeated_inputs")[0]
+    assert event["again"] == again
+    names = {each["name"]: (each["forwards"], each["again"]) for each in event["modules"]}
+    assert names == ({"Cached": (6, again)} if again else {})
+    assert event["ns"] > sum(each["ns"] for each in event["modules"])
+
+
+def test_the_caller_is_named_by_its_line(recorded: Recorded) -> None:
+    event = recorded(denoising(lambda encoder, ids: encoder(ids))).events_of("repeated_inputs")[0]
+    (module,) = event["modules"]
+    assert "test_repeated_inputs.py" in module["frames"][1]
+    assert module["frames"][1].endswith("denoising.run")
+    assert not [name for name in module["frames"] if "torch/nn" in name or "recorder/hooks" in name]
+
+
+def test_blocks_all_over_a_large_tensor_are_compared() -> None:
+    from advisor.recorder.repeated_inputs import BLOCK, MAX_BLOCKS, _checksum
+
+    values = torch.zeros(4 * BLOCK * MAX_BLOCKS, dtype=torch.uint8)
+    sums = {_checksum(values)}
+    for index in (0, 17 * BLOCK, len(values) - 1):
+        other = values.clone()
+        other[index : index + 4 * BLOCK] = 1
+        sums.add(_checksum(other))
+    assert len(sums) == 4
+    assert _checksum(values.view(2, -1).T) is None
+    given_back = torch.zeros(100)
+    given_back.untyped_storage().resize_(8)
+    assert _checksum(given_back) is None

@@ -57,6 +57,7 @@ CASES = {
     "quadrature": "slow-operator-arguments",
     "pairs": "pairwise-broadcast",
     "picture_answers": "constant-projections",
+    "text_encoder": "same-input-again",
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",

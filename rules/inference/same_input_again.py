@@ -1,0 +1,212 @@
+"""A module of an inference loop that gets inputs it already computed an output for."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from advisor.core.finding import Finding, Impact, Location, Outcomes, impact_without_gain
+from advisor.core.rule import Factor, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.stacks import frame_rank, parse_frame
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.support.common import impact_per_step, recorded_steps
+from advisor.testing import Examples, TraceBuilder
+
+
+class _Repeats(NamedTuple):
+    """Forwards of one module in the recorder's samples; times in ns."""
+
+    module: str
+    place: Location | None
+    forwards: int
+    again: int
+    ns: int
+    again_ns: int
+    samples: int
+
+    @property
+    def share_again(self) -> float:
+        """Share of the calls that repeat one: the first call of a sample is not known to."""
+        return min(1.0, self.again / max(1, self.forwards - self.samples))
+
+
+class SameInputAgain(Rule):
+    """A loop of an inference calls a module again with the input of a call before. Examples are a
+    text encoder in each denoising step, and embeddings of class names for each batch of pictures.
+    The output is the same, and can be kept.
+
+    The recorder compares 12 outermost forwards in 60: module, version of its weights, and inputs.
+    Inputs and outputs on the CPU are compared by a checksum of values, inputs on a device by their
+    memory and its version. A forward with a cache of keys and values is not compared. Where all
+    modules get the same inputs again and again, a benchmark runs on one input, and the rule is
+    silent.
+
+    The gain is the module's share of the time in forward, for the part of its calls that repeat
+    one. The first call of a sample does not count: it is not known to repeat. All calls are the
+    most that is saved."""
+
+    id = "same-input-again"
+    title = "A module computes the same output again"
+    reads_record = True
+    sampled_part = "forward"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/text_encoder.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/text_encoder.cured", *CURED_RECORDINGS)
+    validation_note = (
+        "a CPU recording, torch 2.13: a text encoder in each of 8 denoising steps, 27% of the step "
+        "predicted; 25–36% measured in four pairs of runs"
+    )
+    references = ("https://docs.python.org/3/library/functools.html#functools.lru_cache",)
+
+    min_forwards = Threshold(12, "forwards that were compared: one sample", CHOSEN)
+    min_again = Threshold(0.25, "of the module's forwards repeat an earlier one", CHOSEN)
+    min_new = Threshold(0.25, "of all compared forwards get new inputs", CHOSEN)
+    min_share = Threshold(0.05, "of the time in forward", XPROF)
+    worst_kept = Factor(0.7, "of the time is saved at least: outputs are kept and copied", CHOSEN)
+
+    fix = (
+        "Call the module once for each new input, before the loop, and keep its output. Where the "
+        "same inputs come back with later requests, keep outputs in a dictionary by input."
+    )
+    code = (
+        "cond = text_encoder(ids)          # once, before the loop\n"
+        "for t in timesteps:\n"
+        "    x = step(x, t, cond)          # not text_encoder(ids) in each"
+    )
+    verify = "Record again: the module is called once for each input."
+    falsified_by = "inputs that differ in real use: a test that repeats one input"
+    assumptions = ("real inputs repeat as those of this run do",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        recorded = recorded_steps(a)
+        if not recorded.inference or not a.span_ns:
+            return
+        events = recorded.record.events_of("repeated_inputs")
+        forwards, again, total = (_sum(events, key) for key in ("forwards", "again", "ns"))
+        if forwards < self.min_forwards or total <= 0:
+            return
+        if 1 - again / forwards < self.min_new:
+            return
+        found = max(_modules(events), key=lambda each: each.again_ns, default=None)
+        if found is None:
+            return
+        if found.again < self.min_again * found.forwards:
+            return
+        share = found.again_ns / total
+        if share < self.min_share:
+            return
+        yield Finding(
+            summary=(
+                f"{found.module} got the input of an earlier call in {found.again} of "
+                f"{found.forwards} calls that were compared. These calls take {share:.0%} of the "
+                "time in forward."
+            ),
+            evidence=[
+                self.compare("compared forwards", forwards, "min_forwards", "count"),
+                self.compare(
+                    f"calls of {found.module} with the input of an earlier one",
+                    found.again / found.forwards,
+                    "min_again",
+                ),
+                self.compare("forwards with new inputs", 1 - again / forwards, "min_new"),
+                self.compare("share of the time in forward", share, "min_share"),
+            ],
+            where=[] if found.place is None else [found.place],
+            impact=self._impact(a, found, total),
+        )
+
+    def _impact(self, a: Analysis, found: _Repeats, total: int) -> Impact:
+        recorded = recorded_steps(a)
+        forward = recorded.share("forward")
+        step = recorded.median if not recorded.varies else recorded.mean
+        if a.device_id is not None or forward is None or not step:
+            return impact_without_gain("how long it takes on the device is not recorded")
+        each = step * forward / total
+        return impact_per_step(
+            a,
+            each * found.share_again * found.ns,
+            low=each * self.worst_kept * found.again_ns,
+            high=each * found.ns,
+            method="recorded time of forwards that repeat",
+            of_median=not recorded.varies,
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a text encoder in each denoising step": _denoising(),
+            "on a GPU": _denoising(gpu="A100"),
+            "without the caller's frames": _denoising(frames=[]),
+            "each input is new": (_denoising(again=0), "found is None"),
+            "an input came back by chance": (_denoising(again=1), "min_again"),
+            "one input for all modules": (_denoising(again=6, others=5), "min_new"),
+            "small beside the rest": (_denoising(ms=0.2), "min_share"),
+            "few forwards": (_denoising(samples=1, compared=11), "min_forwards"),
+            "a training": (_denoising(trained=True), "not recorded.inference"),
+        }
+
+
+def _sum(events: list[dict[str, Any]], key: str) -> int:
+    return sum(value for each in events if isinstance(value := each.get(key), int))
+
+
+def _modules(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
+    """Yield the modules that the recorder saw repeat, each over all samples."""
+    entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for event in events:
+        given = event.get("modules")
+        for entry in given if isinstance(given, list) else []:
+            if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
+                key = str(entry.get("name")), str(entry["frames"][:1])
+                entries.setdefault(key, []).append(entry)
+    for (name, _), same in entries.items():
+        forwards, again, ns, again_ns = (
+            _sum(same, key) for key in ("forwards", "again", "ns", "again_ns")
+        )
+        yield _Repeats(name, _place(same[0]["frames"]), forwards, again, ns, again_ns, len(same))
+
+
+def _place(frames: list[Any]) -> Location | None:
+    """Return the innermost frame of the user's code; of a library's where there is none."""
+    names = [name for name in frames if isinstance(name, str)]
+    frame = next((parse_frame(name) for name in names if frame_rank(name) == 2), None)
+    frame = frame or next((parse_frame(name) for name in names if frame_rank(name) == 1), None)
+    if frame is None:
+        return None
+    return Location(file=frame.file, line=frame.line, function=frame.function)
+
+
+FRAMES = ["poster.py(41): Pipeline.velocity", "poster.py(60): main"]
+
+
+def _denoising(
+    *,
+    gpu: str | None = None,
+    again: int = 5,
+    others: int = 0,
+    ms: float = 4,
+    samples: int = 4,
+    compared: int = 12,
+    frames: list[str] = FRAMES,
+    trained: bool = False,
+) -> TraceBuilder:
+    """Steps of a text encoder and a network, 8 ms; in each sample six forwards of both."""
+    b = TraceBuilder(gpu=gpu)
+    for _ in b.steps():
+        b.on_host("aten::addmm", 1_000 * (8 + ms))
+        if gpu:
+            b.product(6_000)
+    run = b.record_of_run()
+    phases = {"backward": 1.0} if trained else {}
+    run.steps(60, 8 + ms + 1, forward=8 + ms, **phases)
+    for _ in range(samples):
+        each = round(ms * 1e6)
+        found = {"name": "TextEncoder", "frames": frames, "forwards": 6, "again": again}
+        found |= {"ns": 6 * each, "again_ns": again * each}
+        run.event(
+            "repeated_inputs",
+            forwards=compared,
+            again=again + others,
+            ns=6 * (each + 8_000_000),
+            modules=[found] if again else [],
+        )
+    return b

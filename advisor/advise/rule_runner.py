@@ -28,6 +28,7 @@ from advisor.core.finding import Finding, Location, Outcome, PassedCheck, Skippe
 from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
 from advisor.measure import Analysis
+from advisor.measure.host.module_lines import line_of_layer
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.replay.estimators import GainEstimator, estimator_for
 
@@ -264,10 +265,20 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
     elif where and a.recorded is not None and not any(place.file for place in where):
         counts = [place.count or 1 for place in where]
         if counts[0] >= MAIN_PLACE * sum(counts):  # else its line is that of a bystander
-            where = [_with_sampled_line(place, a) for place in where]
+            where = [_with_layer_line(place, a) for place in where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
+
+
+def _with_layer_line(place: Location, a: Analysis) -> Location:
+    """Add the line of the user's code to an operator's place, by the layer that has its weights;
+    else by stacks sampled outside windows."""
+    line = line_of_layer(a, place)
+    if line is None:
+        return _with_sampled_line(place, a)
+    found = {name: getattr(line, name) for name in ("file", "line", "function")}
+    return structs.replace(place, **found, layer=place.layer or line.layer)
 
 
 def _with_sampled_line(place: Location, a: Analysis) -> Location:

@@ -10,6 +10,7 @@ and of its outputs, by a checksum of a part of them. No device is asked for valu
 import ctypes
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from itertools import chain
 from time import perf_counter_ns
 from types import FrameType
@@ -171,11 +172,11 @@ def _unless_intercepted(look: Callable[[], _T]) -> _T | None:
 
     if is_intercepted(torch):
         return None
-    try:
-        with torch._C.DisableTorchFunction():
-            return look()
-    except (RuntimeError, AttributeError, TypeError):
-        return None  # a tensor without memory of its own: sparse, or of functorch
+    # a tensor may have no memory of its own (sparse, or of functorch); a class of the program's may
+    # do anything when it is looked at
+    with suppress(Exception), torch._C.DisableTorchFunction():
+        return look()
+    return None
 
 
 def _tensors(given: Any) -> list[Any]:

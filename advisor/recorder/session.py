@@ -27,6 +27,7 @@ from advisor.recorder.gradients import UnusedGradientFinder
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import InferenceStep, InferenceStepFinder
 from advisor.recorder.loaders import Batches, Loaders
+from advisor.recorder.module_lines import ModuleLines
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.padding import TokenPadding
 from advisor.recorder.repeated_inputs import RepeatedInputs
@@ -139,6 +140,7 @@ class RecordingSession(Listener):
         self.inspect_batch = self.batches.inspect_batch
         self.padding = TokenPadding(self.write_event)
         self.repeated_inputs = RepeatedInputs(self.write_event)
+        self.module_lines = ModuleLines(self.write_event)
         self._pid = os.getpid()
         self.torch = torch
         self._lazy = lazy
@@ -361,11 +363,13 @@ class RecordingSession(Listener):
             self.on_internal_error(error)
 
     def on_forward_start(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sample the inputs of an outermost forward: their padding, and whether it repeats one."""
+        """Sample the inputs of an outermost forward: their padding, and whether it repeats one.
+        Describe a model's layers once."""
         try:
             self.padding.on_forward(module, args, kwargs)
             trained = bool(self.tape.hook_state[HAS_TRAINED])
             self.repeated_inputs.on_forward(module, args, kwargs, trained=trained)
+            self.module_lines.on_forward(module)
         except Exception as error:
             self.on_internal_error(error)
 

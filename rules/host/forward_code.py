@@ -3,13 +3,22 @@
 from collections import Counter
 from typing import ClassVar
 
+import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Location, Outcomes
-from advisor.core.intervals import Intervals, intersect, subtract, union
+from advisor.core.intervals import Intervals, Ints, intersect, subtract, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import SampledStack, frame_rank, parse_frame
+from advisor.measure.host.device_reads import outermost_aten
+from advisor.measure.host.stacks import (
+    MIN_OF_LOOP,
+    SampledStack,
+    frame_rank,
+    line_of_function,
+    normalize_operator_name,
+    parse_frame,
+)
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
@@ -24,18 +33,23 @@ from advisor.testing import Examples, TraceBuilder
 FORWARD = "advisor::forward"
 """The recorder's range around calls of the model."""
 WORK = ("op", "runtime")
+NEAR = 4
+"""Operators before or after a stretch, of which the nearest one with a known line counts."""
 
 
 class ForwardCode(Rule):
     """Python inside ``forward`` adds to each step where the training computes on the CPU. Examples
     are tables and masks that are the same every time, and numbers handled in loops or with NumPy.
 
-    Counted are stretches of the recorder's forward range in which no operator runs for a
-    millisecond or more. Python around operators takes some microseconds each and has its own
-    rules. Waits for collectives do not count, such as those for buffers that
-    DistributedDataParallel broadcasts. The function is the one in which the recorder sampled most
-    Python stacks, outside methods named ``forward``. Where half of these are in one kind of library
-    function, such as one that makes a window, the advice is about that."""
+    Counted are stretches of the recorder's forward range without an operator. They last a
+    millisecond or more, or a twentieth of a short step. Python around operators takes some
+    microseconds each and has its own rules. Waits for collectives do not count, such as those for
+    buffers that DistributedDataParallel broadcasts.
+
+    The function is the one in which the recorder sampled most Python stacks, outside methods named
+    ``forward``. Where none is there, it is the line between those of the operators before and
+    after. Where half of the samples are in one kind of library function, such as one that makes a
+    window, the advice is about that."""
 
     id = "forward-code"
     title = "The forward pass spends much of the step in Python"
@@ -54,6 +68,7 @@ class ForwardCode(Rule):
 
     min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
     min_stretch = Threshold(1.0, "ms without an operator: longer than Python around one", CHOSEN)
+    min_stretch_share = Threshold(0.05, "of the step, for a shorter stretch", CHOSEN)
     min_samples = Threshold(8, "samples in a function, to name it", OURS)
     min_gain_share = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
 
@@ -76,11 +91,12 @@ class ForwardCode(Rule):
             return
         stretches = self._without_operators(a)
         lengths = stretches.end - stretches.start
-        long = lengths >= self.min_stretch * 1e6
+        each_step = a.span_ns / a.step_count
+        long = lengths >= min(self.min_stretch * 1e6, self.min_stretch_share * each_step)
         ns = int(lengths[long].sum())
         if ns < self.min_share * a.span_ns:
             return
-        place = self._function(a)
+        place = self._function(a) or self._enclosed(a, stretches.start[long], stretches.end[long])
         use = find_library_use(self._samples(a))
         each = ns / a.step_count
         where = f"{place.function} ({place.file}:{place.line})" if place is not None else ""
@@ -156,10 +172,43 @@ class ForwardCode(Rule):
         return Location(file=function[0], line=line, function=function[1])
 
     @staticmethod
+    def _enclosed(a: Analysis, start: Ints, end: Ints) -> Location | None:
+        """The line between those of the operators before and after most of the time; the latter's
+        line if several lines are between."""
+        stacks, main = recorded_steps(a).stacks, a.trace.main_thread
+        cpu = a.trace.cpu
+        own = np.unique(outermost_aten(a))
+        own = own[own >= 0]
+        own = own[(cpu["thread"].gather(own) == main).to_numpy()]
+        ts, names = cpu["ts"].to_numpy()[own], cpu["name"].gather(own).cast(pl.String).to_list()
+        lines = {
+            name: line_of_function(stacks, normalize_operator_name(name)) for name in set(names)
+        }
+        times: Counter[tuple[str, str, int, int]] = Counter()
+        for first, last, at in zip(start, end, np.searchsorted(ts, start), strict=True):
+            known = [
+                next((line.location for name in near if (line := lines[name]) is not None), None)
+                for near in (reversed(names[max(0, at - NEAR) : at]), names[at : at + NEAR])
+            ]
+            before, after = known
+            if before is None or after is None or before.function != after.function:
+                continue
+            if before.file == after.file and (before.line or 0) < (after.line or 0):
+                key = before.file or "", before.function or "", before.line or 0, after.line or 0
+                times[key] += int(last - first)
+        if not times:
+            return None
+        (file, function, above, below), ns = times.most_common(1)[0]
+        if ns < MIN_OF_LOOP * int((end - start).sum()):
+            return None
+        return Location(file=file, line=max(above + 1, below - 1), function=function)
+
+    @staticmethod
     def examples() -> Examples:
         return {
             "a table made in each forward": _forward(),
             "without samples": _forward(samples=0),
+            "in a short step": _forward(stretch=500, rest=1_000),
             "Python around operators": (_forward(stretch=300, times=12), "min_stretch"),
             "small beside the rest": (_forward(rest=40_000), "min_share"),
             "the loop's own code": (_forward(inside=False), "ns < self.min_share * a.span_ns"),

@@ -387,6 +387,30 @@ def test_a_table_made_in_forward_is_named_by_its_library_function() -> None:
     assert found.title == f"{MADE} takes much of the forward pass"
 
 
+@pytest.mark.parametrize(("after", "line"), [(56, 55), (58, 57), (50, None)])
+def test_python_that_no_sample_shows_is_between_the_lines_around_it(
+    after: int, line: int | None
+) -> None:
+    """NumPy in short calls keeps the interpreter, so that no sample falls in it."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        with b.range("advisor::forward"):
+            b.on_host("aten::sum", 900)
+            b.host(2_000)
+            b.on_host("aten::to", 10)
+            b.on_host("aten::matmul", 4_000)
+    run = b.record_of_run()
+    run.steps(60, 7, forward=7)
+    call = "torch/nn/modules/module.py(1789): Module._call_impl"
+    frames = [
+        *(call, "mel.py(54): LogMel.forward", "<built-in function .sum>"),
+        *(f"mel.py({after}): LogMel.forward", "<built-in function torch.matmul>"),
+    ]
+    run.event("stacks", frames=frames, stacks=[[20, [0, 1, 2]], [90, [0, 3, 4]]])
+    where = finding_of(ForwardCode(), b).where
+    assert [(place.file, place.line) for place in where] == ([("mel.py", line)] if line else [])
+
+
 def test_code_that_leaves_the_gpu_idle_has_its_cure_first() -> None:
     example = SampledHotSpot.examples()["operators on the CPU"]
     assert isinstance(example, TraceBuilder)

@@ -240,6 +240,19 @@ LIBRARY_FIXES = (
         assumptions=("the rest of the object stays as it is",),
     ),
     LibraryFix(
+        "Picking random items from a sequence",
+        "Keep items in a list or array as a ring buffer, since indexing a deque is slow, and "
+        "draw indices in one NumPy call. An array with a row for each item gives the batch at "
+        "once: items[rows]. random.choices adds up its weights in each call: pass cum_weights.",
+        "self.items[self.added % capacity] = item   # a list, not a deque\n"
+        "self.added += 1\n"
+        "count = min(self.added, capacity)\n"
+        "rows = self.rng.choice(count, n, replace=False)   # np.random.default_rng()\n"
+        "batch = [self.items[row] for row in rows]",
+        frames=rf"random\.py{_AT}(?:sample|choices?|shuffle)\b",
+        assumptions=("other random numbers, drawn together, serve as well",),
+    ),
+    LibraryFix(
         "Drawing random numbers",
         "Draw many numbers in one call, with torch on the GPU if they are used there. "
         "choice(n, replace=False), permutation and shuffle order all n numbers: randint draws only "

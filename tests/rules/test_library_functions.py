@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import copy
 import csv
 import gzip
@@ -54,7 +55,8 @@ ROWS, SKLEARN = (
     "Fitting or applying a scikit-learn transform",
 )
 WORDS, COPIES = "Tokenizing and searching text", "Copying objects with copy.deepcopy"
-RANDOM, TENSORS = "Drawing random numbers", "Calling torch.tensor or np.array"
+RANDOM, PICKS = "Drawing random numbers", "Picking random items from a sequence"
+TENSORS = "Calling torch.tensor or np.array"
 RECORDS, FILES = "Writing logs and records", "Looking for files and opening them"
 WAITS, JOINS = "Waiting (a sleep, a lock, a queue)", "Joining samples to a batch"
 
@@ -101,6 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LISTS = [list(range(50)) for _ in range(50)]
 DATABASE = sqlite3.connect(":memory:")
 EVENTS: queue.Queue[int] = queue.Queue()
+MEMORY = collections.deque(range(500))
 
 
 def from_npz(root: Path) -> Callable[[], object]:
@@ -126,7 +129,9 @@ MET: dict[str, tuple[str, Callable[[Path], Callable[[], object]]]] = {
     "gzip": (INFLATE, lambda root: lambda: gzip.GzipFile(root / "x.gz").read()),
     "re": (WORDS, lambda _: lambda: re.findall(r"\w", "some words")),
     "deepcopy": (COPIES, lambda _: lambda: copy.deepcopy(LISTS)),
-    "random.choice": (RANDOM, lambda _: lambda: [random.choice(LISTS) for _ in range(30)]),
+    "random.choice": (PICKS, lambda _: lambda: [random.choice(LISTS) for _ in range(30)]),
+    "random.sample": (PICKS, lambda _: lambda: random.sample(MEMORY, 30)),
+    "random.gauss": (RANDOM, lambda _: lambda: [random.gauss() for _ in range(30)]),
     "torch.tensor": (TENSORS, lambda _: lambda: torch.tensor(LISTS)),
     "np.array": (TENSORS, lambda _: lambda: np.array(LISTS)),
     "json.dumps": (RECORDS, lambda _: lambda: json.dumps(LISTS, indent=1)),
@@ -171,6 +176,12 @@ def test_functions_of_other_libraries_are_known_too(work: str) -> None:
     use = find_library_use([stack])
     assert use is not None and use.cure is not None and use.cure.work == work
     assert "/opt" not in use.time.text
+
+
+def test_drawing_from_an_array_is_not_picking_from_a_python_sequence() -> None:
+    """A Generator's methods have no frames: only the call shows them."""
+    use = find_library_use([SampledStack(20, ("sampler.py(57): Sampler.sample",), ".choice")])
+    assert use is not None and use.cure is not None and use.cure.work == RANDOM
 
 
 def test_each_kind_is_met_by_a_test() -> None:

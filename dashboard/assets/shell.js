@@ -103,8 +103,9 @@
   window.addEventListener("beforeprint", function () {
     document.querySelectorAll(".save-csv").forEach(function (button) {
       var id = button.getAttribute("data-grid");
-      if (window.dash_ag_grid.getApi) {
-        document.getElementById(id).after(printed(window.dash_ag_grid.getApi(id)));
+      var grid = document.getElementById(id);  // none until it is drawn
+      if (grid && window.dash_ag_grid && window.dash_ag_grid.getApi) {
+        grid.after(printed(window.dash_ag_grid.getApi(id)));
       }
     });
   });

@@ -44,6 +44,7 @@ from advisor.rules.support.loop_operators import (
 )
 from advisor.testing import Examples, TraceBuilder
 
+_FIND = "Find this code first: advisor record --deep shows its lines."
 _SORTS = r"^aten::(?:arg|m)?sort$"
 _SOME_VALUES: Mapping[str, Any] = {
     "assumptions": ("only the largest or smallest values are used",),
@@ -105,6 +106,12 @@ class LoopPhases(LoopRule):
     inference: ClassVar[Mapping[str, Any]] = {
         **LoopRule.inference,
         "title": "Code outside the model takes much of the step",
+        "cases": {
+            "unknown": {
+                "fix": f"{_FIND} {LoopRule.inference['fix']}",
+                "code": "advisor record --deep serve.py",
+            }
+        },
     }
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **LoopRule.cases,
@@ -140,6 +147,7 @@ class LoopPhases(LoopRule):
             "assumptions": ("part of its result is not used, or is known from a step before",),
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
+        "unknown": {"fix": f"{_FIND} {LoopRule.fix}", "code": "advisor record --deep train.py"},
         "Python": {
             "title": "A loop in Python outside the model takes much of the step",
             "fix": "Replace the loop over elements by operators on whole NumPy arrays or tensors. "
@@ -325,7 +333,9 @@ class LoopPhases(LoopRule):
         if use is None or not known:
             python = line is not None and not code.largest
             python = python and share_of_python(sampled) >= self.min_python_share
-            return gain, place, self.case("Python") if python else {}, ""
+            unknown = place is None and not code.largest
+            case = "Python" if python else "unknown" if unknown else ""
+            return gain, place, self.case(case) if case else {}, ""
         gain = _gain_of(a, use.time.share * code.ns, "this library function")
         return gain, use.time.location or place, known, use.sentence("it").strip()
 

@@ -58,6 +58,7 @@ CASES = {
     "pairs": "pairwise-broadcast",
     "picture_answers": "constant-projections",
     "text_encoder": "same-input-again",
+    "grouped_heads": "repeated-keys-values",
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",

@@ -177,3 +177,19 @@ def test_both_inputs_have_one_memory_order_afterwards(case: str, order: Callable
     exec(code, given)
     assert given["y"].stride() == x.stride() != y.stride()
     assert torch.equal(given["y"], y)
+
+
+@pytest.mark.parametrize("case", ["", "one query", "two products", "a mask, FP32 or large heads"])
+def test_grouped_attention_without_copies_is_the_same_as_with_them(case: str) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    b, heads, kv_heads, d = 2, 12, 3, 8
+    t = 1 if case == "one query" else 16
+    q, k, v = (torch.randn(b, n, m, d) for n, m in ((heads, t), (kv_heads, 16), (kv_heads, 16)))
+    mask = torch.randn(1, 1, t, 16) if "products" in case or "mask" in case else None
+    given = {"F": torch.nn.functional, "q": q, "k": k, "v": v, "b": b, "t": t, "d": d}
+    given |= {"heads": heads, "kv_heads": kv_heads, "mask": mask}
+    rule = RULES["repeated-keys-values"]
+    exec(rule.cases[case]["code"] if case else rule.code, given)
+    keys, values = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    expected = attend(q, keys, values, attn_mask=mask, is_causal=not case)
+    assert torch.allclose(given["y"], expected, atol=1e-5)

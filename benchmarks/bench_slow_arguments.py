@@ -1,5 +1,6 @@
 """Time that operators on a CPU take by how they are called: FFTs by length, a sort and topk, norms
-and their like over a dimension that is not the innermost, distances and products of all pairs.
+and their like over a dimension that is not the innermost, distances and products of all pairs,
+smoothing filters.
 
 python benchmarks/bench_slow_arguments.py
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import thread_time
 
@@ -122,13 +124,35 @@ def time_pairs() -> None:
             print(f"{kind}, {n} × {m} × {d}: {shares[0]} remain, with backward {shares[1]}")
 
 
+def time_filters() -> None:
+    """Print what remains of smoothing with one pass per dimension, forward and with backward."""
+    for images, channels, size in ((6, 1, 128), (4, 3, 128), (16, 2, 64)):
+        x = torch.rand(images, channels, size, size, requires_grad=True)
+        for k in (11, 13, 15, 21, 33, 55):
+            row = torch.full((channels, 1, 1, k), 1 / k)
+
+            def smooth(*weights: torch.Tensor, x: torch.Tensor = x, back: bool = False) -> None:
+                y = x if back else x.detach()
+                for weight in weights:
+                    pad = [points // 2 for points in weight.shape[2:]]
+                    y = torch.conv2d(y, weight, padding=pad, groups=len(weight))
+                if back:
+                    torch.autograd.grad(y.sum(), x)
+
+            for back in (False, True):
+                full = time_of(partial(smooth, row.mT @ row, back=back))
+                left = time_of(partial(smooth, row, row.mT, back=back)) / full
+                print(f"{images} x {channels} x {size}, k={k}, {back=}: {full:.1f} ms, {left:.2f}")
+
+
 def main() -> None:
-    """Print the four tables."""
+    """Print the tables."""
     torch.set_num_threads(1)
     time_ffts()
     time_sorts()
     time_reductions()
     time_pairs()
+    time_filters()
 
 
 if __name__ == "__main__":

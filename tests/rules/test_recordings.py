@@ -56,6 +56,7 @@ CASES = {
     "single_tensor": "single-tensor-optimizer",
     "quadrature": "slow-operator-arguments",
     "pairs": "pairwise-broadcast",
+    "plates": "separable-filter",
     "picture_answers": "constant-projections",
     "text_encoder": "same-input-again",
     "grouped_heads": "repeated-keys-values",
@@ -94,6 +95,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "one_by_one",
             "pairs",
             "picture_answers",
+            "plates",
             "second_forward",
         ),
         *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),
@@ -118,6 +120,12 @@ def test_of_a_function_of_the_loop_what_takes_its_time_is_said_and_its_line() ->
     assert (first.rule, first.where[0].function) == ("growing-concatenation", "Window.push")
     assert first.where[0].line == 14
     assert (second.rule, second.folded_under) == ("loop-phases", first.rule)
+
+
+def test_the_line_of_a_filter_is_not_that_of_the_models_own_convolutions() -> None:
+    """Both are in forward, and the model's take longer."""
+    where = findings("plates.slow")["separable-filter"].where
+    assert (where[0].function, where[0].line) == ("LocalContrast.blur", 21)
 
 
 def test_a_loop_that_sleeps_and_evaluates_is_first_told_so() -> None:

@@ -22,7 +22,6 @@ from advisor.core.prices import format_money
 from advisor.core.report import Report
 from advisor.core.report_replay import Replay
 from advisor.core.report_steps import EQUAL_STEP_SHARE
-from advisor.core.rule import Per
 
 MAX_NAMES = 6
 
@@ -317,7 +316,7 @@ def headline_numbers(report: Report) -> list[Line]:
         lines.append(("work", _families(report)))
     if report.replay is not None and report.time:
         critical = report.replay.critical
-        path = path_parts(critical, report.scope.framework, report.per)
+        path = path_parts(critical, report.scope.framework)
         unknown = sum(part.share for part in report.idle if part.cause in ("unknown", "end"))
         if unknown >= MOSTLY_UNKNOWN:  # what the host does then is not recorded
             path = []
@@ -325,12 +324,9 @@ def headline_numbers(report: Report) -> list[Line]:
         if report.replay.unprofiled and report.step is not None:
             share = report.step.busy_share or share
         if path and _has_hidden_work(critical, share):
-            beside = f"the GPU works beside the host: {t.format_share(share)} busy"
+            path[[*critical].index("host")] += ", beside GPU work"
             if (share or 0.0) >= ABOUT_EVEN:
-                most = t.format_share(1 - (share or 0.0))
-                path[0] += f"; {beside}, so a faster host saves {most} at most"
-            else:
-                path.append(beside)
+                path[0] += f"; a faster host saves {t.format_share(1 - (share or 0.0))} at most"
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
@@ -467,9 +463,9 @@ def _families(report: Report) -> list[str]:
 
 MOSTLY_UNKNOWN: Final = 0.5
 """Share of the step in which the device idles for an unknown cause, from which its path is too."""
-BOTH_WORK: Final = 1.25
+BOTH_WORK: Final = 1.05
 """Share of the step on the host plus share in which the device works, from which the report
-says that they overlap."""
+says that they overlap: the two are not shares of one whole."""
 
 
 ABOUT_EVEN: Final = 0.8
@@ -477,21 +473,20 @@ ABOUT_EVEN: Final = 0.8
 
 
 def _has_hidden_work(critical: Mapping[str, float], busy: float | None) -> bool:
-    """Tell whether the device works beside the host for much of what the step depends on the host:
-    the shares of both say more than the whole step."""
+    """Tell whether the device works beside the host while the step depends on the host: the shares
+    of both say more than the whole step."""
     total = sum(critical.values()) or 1.0
     return busy is not None and busy + critical.get("host", 0.0) / total >= BOTH_WORK
 
 
-def path_parts(critical: Mapping[str, float], framework: str | None, per: Per) -> list[str]:
-    """Say what a step depends on, by the parts of its critical path; those of less than 1% are left
-    out: ``68% of the step depends on the host``, ``4% on GPU compute``."""
+def path_parts(critical: Mapping[str, float], framework: str | None) -> list[str]:
+    """List the parts of a step's critical path; those of less than 1% are left out: ``68% on the
+    host``, ``4% on GPU compute``."""
     total = sum(critical.values()) or 1.0
-    named = [(name, ns) for name, ns in critical.items() if ns >= 0.01 * total]
-    depends = f" {t.format_of(per)} depends"
     return [
-        f"{t.format_share(ns / total)}{'' if n else depends} on {t.path_label(name, framework)}"
-        for n, (name, ns) in enumerate(named)
+        f"{t.format_share(ns / total)} on {t.path_label(name, framework)}"
+        for name, ns in critical.items()
+        if ns >= 0.01 * total
     ]
 
 

@@ -136,6 +136,13 @@ def labels_by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
     return dict(zip(wanted, distinct_labels(wanted, width), strict=True))
 
 
+_ATTEMPTS = (
+    (tidy_name, 1.0), (tidy_name, 0.75), (tidy_name, 0.5), (tidy_name, 0.33), (tidy_name, 0.16),
+    (clean, 0.33), (clean, 0.12),
+)  # fmt: skip
+"""Looks at a name, and shares of the room that its head may have."""
+
+
 def distinct_labels(
     names: Iterable[str | None], width: int, *, always_tidy: bool = False
 ) -> list[str]:
@@ -162,7 +169,7 @@ def distinct_labels(
     texts, words = list[str](), dict[int, list[str]]()
     # first the whole head, then less of it, so that more of what differs has room; names that are
     # the same without namespaces or parameters differ by those
-    for look, share in ((tidy_name, 2), (tidy_name, 3), (tidy_name, 6), (clean, 3), (clean, 8)):
+    for look, share in _ATTEMPTS:
         # a hostile table has no second look
         if not left or (words and sum(map(len, words.values())) > MAX_TWICE):
             break
@@ -220,10 +227,9 @@ _NOISE = frozenset(
 _TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softmax|loss)$")
 
 
-def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) -> list[str]:
-    """Cut each text to the width: its own head, up to a ``share``-th of the room, and the words
-    that the others do not have. ``words``: those of the texts that are too long."""
-    heads: dict[int, int] = {i: _head(result, width // share) for i, result in words.items()}
+def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: float) -> list[str]:
+    """Cut each text to the width: its own head, up to a ``share`` of the room, and the words that the others do not have. ``words``: those of the texts that are too long."""
+    heads: dict[int, int] = {i: _head(result, int(width * share)) for i, result in words.items()}
     same_names: defaultdict[str, list[int]] = defaultdict(list)
     for i, result in words.items():
         same_names["".join(result[: heads[i]])].append(i)
@@ -335,6 +341,10 @@ def _render(words: list[str], head: int, places: list[int], width: int) -> str:
             index += step
             if words[index - step] in "<>(), " and index - step not in (head,):
                 break
+    for index in range(head, len(words)):  # then what follows the head, as far as there is room
+        if index not in kept and len(_joined(words, kept | {index})) > width:
+            break
+        kept.add(index)
     if places and all(_weight(words[at]) < 2 for at in kept if at >= head):  # a number says nothing
         best = max(range(head, len(words)), key=lambda at: (_weight(words[at]), -at))
         kept |= {best} if len(_joined(words, kept | {best})) <= width else set()
@@ -347,13 +357,13 @@ def _joined(words: list[str], kept: set[int]) -> str:
     before = -1
     for index in sorted(kept):
         if index != before + 1:
-            parts[-1] = parts[-1].rstrip("<(, _:")
+            parts[-1] = parts[-1].rstrip("<(, _:#")
             parts.append("")
         if parts[-1] or len(parts) == 1 or words[index] not in ">), _:":
             parts[-1] += words[index]
         before = index
     if before != len(words) - 1:
-        parts[-1] = parts[-1].rstrip("<(, _:")
+        parts[-1] = parts[-1].rstrip("<(, _:#")
         parts.append("")
     text = ELLIPSIS.join(parts)
     return re.sub(f"{ELLIPSIS}(?:{ELLIPSIS})+", ELLIPSIS, text)

@@ -280,7 +280,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     full = report(findings=[fixed], replay=replay())
     shown = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
-    assert "critical path: 75% of the step depends on the host" in shown
+    assert "critical path: 75% on the host" in shown
     own = report(findings=[fixed], replay=replay(unprofiled=True))
     assert "critical path, unprofiled: 75%" in REPORTS.render("terminal", own)
     assert "25% on GPU compute" in shown

@@ -77,7 +77,7 @@ NO_STALLS = ("selected", "not_selected")
 """Warp states that are no stalls."""
 
 
-LABEL_WIDTH = 34
+LABEL_WIDTH = 38
 
 
 class ProfiledKernel(NamedTuple):

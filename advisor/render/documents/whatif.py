@@ -65,7 +65,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     edited = t.format_duration(result.edited_step_ns)
     least = "at least " * bool(result.reason)
     path = {} if result.reason else result.critical_path
-    parts = path_parts(path, result.framework, "step" if result.marked else "recording")
+    parts = path_parts(path, result.framework)
     fields = [
         TextField("measured", [f"{step} {per}", *_steps(result)]),
         *([TextField("run", _run(result.step))] if result.step is not None and apart else []),

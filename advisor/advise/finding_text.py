@@ -578,12 +578,18 @@ LARGE_NOTE: Final = 0.2
 def is_large_note(note: Finding, report: Report) -> bool:
     """Tell whether a note is about much of the step, and its fix may gain: where a replay showed
     that it gains little, it stays a detail."""
-    impact, time = note.impact, note.shown_time
+    impact = note.impact
     if report.step_ns <= 0 or (impact is not None and impact.gain_ns is None and note.edits):
         return False
+    return share_of_note(note, report) >= LARGE_NOTE
+
+
+def share_of_note(note: Finding, report: Report) -> float:
+    """Return the share of the step that a note is about, or may gain if that is more."""
+    impact, time = note.impact, note.shown_time
     share = 0.0 if impact is None else impact.share or 0.0
     about = 0.0 if time is None else float(time.value or 0.0) / max(report.scope.step_ns, 1.0)
-    return max(share, about) >= LARGE_NOTE
+    return max(share, about)
 
 
 def is_notable_note(note: Finding, report: Report) -> bool:

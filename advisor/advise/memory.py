@@ -7,6 +7,7 @@ from typing import Literal
 import polars as pl
 
 from advisor.core import text as t
+from advisor.core.finding import Limit
 from advisor.core.report import Report
 from advisor.core.report_memory import (
     MemoryHolder,
@@ -355,44 +356,62 @@ def _freed(saving: MemorySaving, view: MemoryView) -> str:
     return f"{saving.change}, {t.format_bytes(saving.bytes)} ({share})"
 
 
-def memory_limits(a: Analysis) -> list[str]:
-    """List what a snapshot does not show, a sentence each."""
+def memory_limits(a: Analysis) -> list[Limit]:
+    """List what a snapshot does not show."""
     if a.snapshot is None:
         return []
     result = []
     if a.snapshot.events.is_empty():
         result.append(
-            "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
-            f"on before the first allocation: {RECORD_HISTORY}."
+            Limit(
+                "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
+                f"on before the first allocation: {RECORD_HISTORY}.",
+                "no history",
+            )
         )
     elif all(peak.history.is_too_short for peak in a.peak_memories):
         count = a.snapshot.events.height
         result.append(
-            f"The memory snapshot has a history of {t.count_noun(count, 'event')}: peak, churn and "
-            "growth are unknown."
+            Limit(
+                f"The memory snapshot has a history of {t.count_noun(count, 'event')}: peak, churn "
+                "and growth are unknown.",
+                "short history",
+            )
         )
     elif any(peak.history.began_before and peak.history.count for peak in a.peak_memories):
         result.append(
-            "The memory history starts in the middle: blocks that were there before have no line "
-            "unless they are held to the end. Switch it on earlier, or raise max_entries."
+            Limit(
+                "The memory history starts in the middle: blocks that were there before have no "
+                "line unless they are held to the end. Switch it on earlier, or raise max_entries.",
+                "history starts late",
+            )
         )
     if a.snapshot.source == "timeline":
         result.append(
-            "A memory timeline has neither lines nor segments: record a snapshot for them "
-            "(torch.cuda.memory._dump_snapshot)."
+            Limit(
+                "A memory timeline has neither lines nor segments: record a snapshot for them "
+                "(torch.cuda.memory._dump_snapshot).",
+                "no lines",
+            )
         )
     elif not any(a.snapshot.stacks):
         result.append(
-            "The memory snapshot has no stacks: categories and lines are unknown "
-            "(context='all' in _record_memory_history)."
+            Limit(
+                "The memory snapshot has no stacks: categories and lines are unknown "
+                "(context='all' in _record_memory_history).",
+                "no stacks",
+            )
         )
     unmatched = sum(peak.history.unmatched for peak in a.peak_memories)
     if unmatched:
         result.append(
-            f"Not in the memory history's state: {t.count_noun(unmatched, 'allocation')} without "
-            "an end: history was switched off, or frees were not recorded."
+            Limit(
+                f"Not in the memory history's state: {t.count_noun(unmatched, 'allocation')} "
+                "without an end: history was switched off, or frees were not recorded."
+            )
         )
     result += [
-        f"Memory snapshot: {count:,} left out: {why}." for why, count in a.snapshot.dropped.items()
+        Limit(f"Memory snapshot: {count:,} left out: {why}.")
+        for why, count in a.snapshot.dropped.items()
     ]
     return result

@@ -16,7 +16,7 @@ from advisor.advise.program_wording import (
 )
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
+from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES, Limit
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.report_steps import StepVariationPart
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX, Run, Trace, TraceMeta
@@ -71,86 +71,109 @@ def part_of_step(a: Analysis) -> str:
     )
 
 
-def list_limits(a: Analysis, run: Run) -> list[str]:
-    """List what this trace cannot show and what was left out of it, a sentence each."""
+def list_limits(a: Analysis, run: Run) -> list[Limit]:
+    """List what this trace cannot show and what was left out of it."""
     meta = a.trace.meta
     if a.record_only:
         own = [] if a.only_input else _record_limits(a)
-        return [*own, *memory_limits(a), *_profile_limits(a), *run.problems]
+        return [*own, *memory_limits(a), *_profile_limits(a), *map(Limit, run.problems)]
     result = []
     if meta.truncated:
         damage = f" ({meta.damage})" if meta.damage else ""
-        result.append(
-            f"The file is cut off{damage}: {t.count_noun(meta.events_read, 'event')} kept."
-        )
+        kept = t.count_noun(meta.events_read, "event")
+        result.append(Limit(f"The file is cut off{damage}: {kept} kept.", "cut off"))
     # a recording says whether its machine has a GPU: where there is none, nothing is missing
     on_host = a.record is not None and a.trains_on_host
     if a.trace.gpu.is_empty() and (not on_host or count_launches(a.trace)):
-        result.append(_no_device_work(a.trace))
+        result.append(Limit(_no_device_work(a.trace), "no GPU work"))
     result += _window_limits(a)
     if a.steps.source == LAYER_TIMES:
         result.append(
-            "Layer times are means of many inferences, without starts: idle time, launches and the "
-            f"host are not measured. {record_with(ACTIVITIES, meta)}"
+            Limit(
+                "Layer times are means of many inferences, without starts: idle time, launches and "
+                f"the host are not measured. {record_with(ACTIVITIES, meta)}",
+                "no start times",
+            )
         )
     elif a.trace.cpu.is_empty():
         result.append(
-            "No host events in the trace: who launched what, why the device idles and which line "
-            f"of code is responsible are unknown. {record_with(ACTIVITIES, meta)}"
+            Limit(
+                "No host events in the trace: who launched what, why the device idles and which "
+                f"line of code is responsible are unknown. {record_with(ACTIVITIES, meta)}",
+                "no host events",
+            )
         )
     elif not (a.trace.cpu["kind"] == "op").any():
-        result.append(_no_operators(a.trace))
+        result.append(Limit(_no_operators(a.trace), "no operators"))
     if part := part_of_step(a):
-        result.append(f"{part} Times and gains are of that part. {record_whole_steps(meta)}")
+        whole = record_whole_steps(meta)
+        result.append(Limit(f"{part} Times and gains are of that part. {whole}", "part of a step"))
     result += _start_up(a)
     result += _unknown_step(a)
     shortest, longest = _extremes(a)
     if a.step_count > 1 and longest > UNEVEN_STEP_RATIO * max(1, shortest):
         result.append(
-            f"The steps differ: {t.format_range(shortest, longest)}. Figures are means over them. "
-            f"{longer_steps(a)}"
+            Limit(
+                f"The steps differ: {t.format_range(shortest, longest)}. Figures are means over "
+                f"them. {longer_steps(a)}",
+                "steps differ",
+            )
         )
     for reason, count in meta.events_dropped.items():
         if reason == ANOTHER_TRACE:
-            result.append("Another trace follows in the same file: it is left out. Split the file.")
+            another = "Another trace follows in the same file: it is left out. Split the file."
+            result.append(Limit(another, "a second trace"))
             continue
-        result.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
+        result.append(Limit(f"{count:,} event{'' if count == 1 else 's'}: {reason}."))
     if a.steps.source == "whole trace":
         how = mark_steps(meta.format, meta.framework)
         result.append(
-            f"Steps were not recorded: the figures are for {_unmarked(a)}. "
-            f"{how[0].upper()}{how[1:]} for figures per step."
+            Limit(
+                f"Steps were not recorded: the figures are for {_unmarked(a)}. "
+                f"{how[0].upper()}{how[1:]} for figures per step.",
+                UNMARKED,
+            )
         )
     elif a.steps.source in GUESSED_STEP_SOURCES:
         how = mark_steps(meta.format, meta.framework)
         result.append(
-            "Nothing marks the steps. A repetition is where the same work comes again; it may be a "
-            f"part of an iteration, such as a layer.{_left_out(a)} {how[0].upper()}{how[1:]}."
+            Limit(
+                "Nothing marks the steps. A repetition is where the same work comes again; it may "
+                f"be a part of an iteration, such as a layer.{_left_out(a)} "
+                f"{how[0].upper()}{how[1:]}.",
+                UNMARKED,
+            )
         )
     elif a.steps.source == DEVICE_STEPS:
         how = mark_steps(meta.format, meta.framework)
         result.append(
-            "The program marks no steps. These are the ones that the profiler derived from the "
-            f"GPU's work; work outside them is left out. {how[0].upper()}{how[1:]}."
+            Limit(
+                "The program marks no steps. These are the ones that the profiler derived from the "
+                f"GPU's work; work outside them is left out. {how[0].upper()}{how[1:]}.",
+                UNMARKED,
+            )
         )
     if a.steps.source == "whole trace" or a.steps.source in GUESSED_STEP_SOURCES:
         result += _possible_steps(a.trace)
     result += memory_limits(a)
     result += _profile_limits(a)
-    result.extend(run.problems)
+    result += map(Limit, run.problems)
     return result
 
 
-def _profile_limits(a: Analysis) -> list[str]:
+UNMARKED = "no marked steps"
+
+
+def _profile_limits(a: Analysis) -> list[Limit]:
     """Say what was left out of the kernel profiles."""
     profiles = a.trace.meta.kernel_profiles
     if profiles is None or not profiles.dropped:
         return []
     parts = [f"{why} ({n:,})" if n > 1 else why for why, n in profiles.dropped.items()]
-    return [f"Left out of the kernels of {profiles.tool}: {', '.join(parts)}."]
+    return [Limit(f"Left out of the kernels of {profiles.tool}: {', '.join(parts)}.")]
 
 
-def _possible_steps(trace: Trace) -> list[str]:
+def _possible_steps(trace: Trace) -> list[Limit]:
     """List ranges that repeat and hold much of the GPU's work: one of them may be the step."""
     groups = [g for g in range_groups(trace) if g.share >= POSSIBLE_SHARE]
     groups.sort(key=lambda g: (not g.is_step_range, -g.share, g.marks.height))
@@ -160,7 +183,8 @@ def _possible_steps(trace: Trace) -> list[str]:
         f"{t.format_share(g.share)} of GPU work)"
         for g in groups[:MAX_NAMED]
     ]
-    return [f"Ranges that could be the step (--steps NAME): {', '.join(named)}."] if named else []
+    text = f"Ranges that could be the step (--steps NAME): {', '.join(named)}."
+    return [Limit(text)] if named else []
 
 
 def _unmarked(a: Analysis) -> str:
@@ -266,30 +290,37 @@ def _no_device_work(trace: Trace) -> str:
     )
 
 
-def _window_limits(a: Analysis) -> list[str]:
+def _window_limits(a: Analysis) -> list[Limit]:
     """List limits that come from the recording and not from the steps."""
     result = []
     if is_too_small(a):
         result.append(
-            f"The trace holds {count_events(a):,} operators, calls and kernels: too few to tell "
-            f"how the program runs. {record_whole_steps(a.trace.meta)}"
+            Limit(
+                f"The trace holds {count_events(a):,} operators, calls and kernels: too few to "
+                f"tell how the program runs. {record_whole_steps(a.trace.meta)}",
+                "too few events",
+            )
         )
     result += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
         result.append(
-            "The host runs ahead: the first work of a step waits "
-            f"{t.format_duration(a.steps.ahead_ns)} in "
-            "the queue (median). So a step is the device's period, from the first work of a step "
-            "to the first of the next; the host's own marks are "
-            f"{t.format_duration(a.steps.host_ns)} apart."
+            Limit(
+                "The host runs ahead: the first work of a step waits "
+                f"{t.format_duration(a.steps.ahead_ns)} in the queue (median). So a step is the "
+                "device's period, from the first work of a step to the first of the next; the "
+                f"host's own marks are {t.format_duration(a.steps.host_ns)} apart."
+            )
         )
     result += _behind(a)
     result += _one_off(a)
     if lost_replays(a):
         result.append(
-            "Graph replays hold fewer kernels than others of the same graph or than its capture, "
-            "or they pause where a graph cannot. Idle time and gains are unknown, and rules on "
-            "idle time are skipped."
+            Limit(
+                "Graph replays hold fewer kernels than others of the same graph or than its "
+                "capture, or they pause where a graph cannot. Idle time and gains are unknown, and "
+                "rules on idle time are skipped.",
+                LOST,
+            )
         )
     elif a.lost_records.reported and not a.trace.gpu.is_empty():
         share = a.lost_records.lost / max(a.lost_records.launches, 1)
@@ -303,13 +334,19 @@ def _window_limits(a: Analysis) -> list[str]:
             "Copy or record it again." if a.lost_records.truncated else "Record a shorter window."
         )
         result.append(
-            f"{missing}: busy time is a lower bound, idle time is not known, no gain is estimated, "
-            f"and rules on idle time are skipped. {again}"
+            Limit(
+                f"{missing}: busy time is a lower bound, idle time is not known, no gain is "
+                f"estimated, and rules on idle time are skipped. {again}",
+                LOST,
+            )
         )
     return result
 
 
-def _earlier(a: Analysis) -> list[str]:
+LOST = "lost kernels"
+
+
+def _earlier(a: Analysis) -> list[Limit]:
     rows = a.launched_before
     if not rows.any():
         return []
@@ -328,13 +365,15 @@ def _earlier(a: Analysis) -> list[str]:
     inside = covered_length(ts, ts + gpu["dur"].to_numpy()[rows], a.spans).sum()
     if inside:
         return [
-            f"Work launched before the recording is in the GPU time of the first steps, but in no "
-            f"table of kernels and no gain: {' and '.join(parts)}."
+            Limit(
+                f"Work launched before the recording is in the GPU time of the first steps, but in "
+                f"no table of kernels and no gain: {' and '.join(parts)}."
+            )
         ]
-    return [f"Work launched before the recording is excluded: {' and '.join(parts)}."]
+    return [Limit(f"Work launched before the recording is excluded: {' and '.join(parts)}.")]
 
 
-def _behind(a: Analysis) -> list[str]:
+def _behind(a: Analysis) -> list[Limit]:
     """Warn of steps that only hand work to other threads, as JAX's on a CPU. Most of the work is
     then after the last step."""
     meta, last = a.trace.meta, a.spans.end.max(initial=0)
@@ -350,15 +389,16 @@ def _behind(a: Analysis) -> list[str]:
         return []
     wait = " (jax.block_until_ready(state))" if meta.framework == JAX else ""
     return [
-        f"The work runs behind the steps: {t.format_duration(behind)} of other threads' lie after "
-        "the last "
-        f"one, {t.format_duration(inside)} in the steps. Their times are those of handing work "
-        "over. Wait for "
-        f"it in the loop while you record{wait}."
+        Limit(
+            f"The work runs behind the steps: {t.format_duration(behind)} of other threads' lie "
+            f"after the last one, {t.format_duration(inside)} in the steps. Their times are those "
+            f"of handing work over. Wait for it in the loop while you record{wait}.",
+            "work after the steps",
+        )
     ]
 
 
-def _one_off(a: Analysis) -> list[str]:
+def _one_off(a: Analysis) -> list[Limit]:
     """Name the first calls within the used steps that cost time once."""
     table = a.one_off_costs
     ts = table["ts"].to_numpy()
@@ -386,13 +426,17 @@ def _one_off(a: Analysis) -> list[str]:
     more = table.height - len(named)
     others = f" and {t.count_noun(more, 'more first call')}" if more > 0 else ""
     return [
-        f"One-off costs are in what is analysed, {t.format_duration(whole)} "
-        f"({t.format_share(whole / a.span_ns)}), calls inside each other counted once: "
-        f"{', '.join(named)}"
-        f"{others}. Loading of code, search of "
-        "algorithms and compilation at a first call: later steps do not have them, and no advice "
-        f"is made of them. {again}"
+        Limit(
+            f"One-off costs are in what is analysed, {t.format_duration(whole)} "
+            f"({t.format_share(whole / a.span_ns)}), calls inside each other counted once: "
+            f"{', '.join(named)}{others}. Loading of code, search of algorithms and compilation at "
+            f"a first call: later steps do not have them, and no advice is made of them. {again}",
+            ONE_OFF,
+        )
     ]
+
+
+ONE_OFF = "one-off costs"
 
 
 def one_off_costs(a: Analysis) -> tuple[float, str]:
@@ -427,7 +471,7 @@ def _long_calls(a: Analysis) -> pl.DataFrame:
     return longest.sort("dur", descending=True)
 
 
-def _start_up(a: Analysis) -> list[str]:
+def _start_up(a: Analysis) -> list[Limit]:
     longest = _long_calls(a).head(1)
     if longest.is_empty() or not a.span_ns or longest["ts"][0] in a.one_off_costs["ts"]:
         return []  # the line of one-off costs names it
@@ -437,10 +481,13 @@ def _start_up(a: Analysis) -> list[str]:
     if within < took / 2 or took >= a.span_ns:
         return []  # no figure is of it
     return [
-        f"{labels.shorten(labels.clean(name), 50)} alone takes {t.format_duration(took)} "
-        f"({t.format_share(took / a.span_ns)} of what is analysed): this is start-up, which later "
-        "steps do not have. Record after a "
-        f"few steps{schedule_of(a.trace.meta, ': ', LATER_STEPS)}."
+        Limit(
+            f"{labels.shorten(labels.clean(name), 50)} alone takes {t.format_duration(took)} "
+            f"({t.format_share(took / a.span_ns)} of what is analysed): this is start-up, which "
+            "later steps do not have. Record after a few steps"
+            f"{schedule_of(a.trace.meta, ': ', LATER_STEPS)}.",
+            ONE_OFF,
+        )
     ]
 
 
@@ -450,18 +497,22 @@ def _extremes(a: Analysis) -> tuple[int, int]:
     return (int(dur.min()), int(dur.max())) if len(dur) else (0, 0)
 
 
-def _unknown_step(a: Analysis) -> list[str]:
+def _unknown_step(a: Analysis) -> list[Limit]:
     """Say that the run's own step time is unknown, if it is."""
     recorded = a.recorded
     if recorded is None or recorded.median is not None or not recorded.host_is_ahead:
         return []
     return [
-        "What the run's own steps take is not measured: the host runs ahead of the GPU, and fewer "
-        f"than {MIN_DEVICE_TIMED} steps have CUDA events. Figures are of the profiled steps."
+        Limit(
+            "What the run's own steps take is not measured: the host runs ahead of the GPU, and "
+            f"fewer than {MIN_DEVICE_TIMED} steps have CUDA events. Figures are of the profiled "
+            "steps.",
+            "unprofiled steps not timed",
+        )
     ]
 
 
-def _record_limits(a: Analysis) -> list[str]:
+def _record_limits(a: Analysis) -> list[Limit]:
     """List what a record without a profiled window cannot show."""
     recorded = a.recorded
     assert recorded is not None
@@ -469,18 +520,22 @@ def _record_limits(a: Analysis) -> list[str]:
     done = [line.removesuffix(DONE) for line in windows if line.endswith(DONE)]
     lack = f"The trace of {', '.join(done)} is missing" if done else "No window was profiled"
     result = [
-        f"{lack}: what the host did is known by phase, and nothing of what ran on "
-        "the device. Host times of phases that only launch work say little about the device."
+        Limit(
+            f"{lack}: what the host did is known by phase, and nothing of what ran on the device. "
+            "Host times of phases that only launch work say little about the device.",
+            "no profiled window",
+        )
     ]
-    result += [line + "." for line in windows if not line.endswith(DONE)]
+    result += [Limit(f"{line}.") for line in windows if not line.endswith(DONE)]
     if not recorded.record.has_ended:
-        result.append("The run was killed, or is still going on: figures are up to its last step.")
+        killed = "The run was killed, or is still going on: figures are up to its last step."
+        result.append(Limit(killed))
     if unseen := describe_unseen_end(recorded):
-        result.append(unseen)
+        result.append(Limit(unseen))
     if not recorded.steps:
-        result.append("No step was recorded.")
+        result.append(Limit("No step was recorded."))
     elif not recorded.used.any():
-        result.append("No step without a profiler was recorded.")
+        result.append(Limit("No step without a profiler was recorded."))
     return result
 
 

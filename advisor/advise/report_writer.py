@@ -37,6 +37,7 @@ from advisor.advise.report_text import step_after_fixes
 from advisor.advise.time_without_fix import find_time_without_fix
 from advisor.advise.verdict import MOSTLY_ONE_OFF_SHARE, write_verdict
 from advisor.core.auxiliary_inputs import CompileLog
+from advisor.core.finding import Limit
 from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, Report, RuleText
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
@@ -72,6 +73,7 @@ def write_report(
     samples = {number: memory_of_rank(each, number) for number, each in analyses.items()}
     samples |= {each.rank: each.memory for each in summaries}
     memory_ranks = [each for _, each in sorted(samples.items()) if each is not None]
+    limits = [*list_limits(a, run), *_why_bounds(estimator, ranked.findings)]
     report = Report(
         version=advisor.__version__,
         status="limited",
@@ -82,7 +84,8 @@ def write_report(
         risks=ranked.risks,
         passed=checked.passed,
         not_checked=_merged(checked.skipped),
-        limits=[*list_limits(a, run), *_why_bounds(estimator, ranked.findings), *problems],
+        limits=[*(limit.text for limit in limits), *problems],
+        main_limit=next((limit.name for limit in limits if limit.name), ""),
         ranks=build_ranks_view(analyses, ranks),
         step=step_time(a),
         step_durations=step_durations(a),
@@ -173,11 +176,12 @@ def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]
     ]
 
 
-def _why_bounds(estimator: GainEstimator, findings: Sequence[Finding]) -> list[str]:
+def _why_bounds(estimator: GainEstimator, findings: Sequence[Finding]) -> list[Limit]:
     """Say why gains are not replayed; empty if they are, or there are no findings."""
     if not findings or not estimator.reason:
         return []
-    return [f"Gains are exposed time, not replayed: {estimator.reason}."]
+    text = f"Gains are exposed time, not replayed: {estimator.reason}."
+    return [Limit(text, "gains not replayed")]
 
 
 def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:

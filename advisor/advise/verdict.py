@@ -7,7 +7,14 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.auxiliary_report import auxiliary_verdict, flight_verdict
-from advisor.advise.finding_text import POSSIBLE, fixes_of_step, has_large_gain, is_unsure
+from advisor.advise.finding_text import (
+    POSSIBLE,
+    fixes_of_step,
+    has_large_gain,
+    is_large_note,
+    is_unsure,
+    share_of_note,
+)
 from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import (
     ACTIVITIES,
@@ -70,6 +77,9 @@ MIN_OPERATOR_STEP_SHARE = 0.5
 """Share of the step from which one operator's device work is named though no rule has a fix."""
 FAR_LARGER = 1.5
 """Ratio of a later fix's gain to the first's from which the verdict says what all fixes gain."""
+SEVERAL_TIMES = 3.0
+"""Ratio of the share of the step that a note is about to the first gain's share from which the
+verdict points at it."""
 MIN_STEPS = 3
 MAX_HEALTHY_STEP_RATIO = 2.0
 """Ratio of longest to shortest or median step above which a mean step is not called healthy."""
@@ -89,6 +99,8 @@ def write_verdict(
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
     elif status != "healthy":
         text += _largest_operator(report, a)
+    if status == "bottlenecks":
+        text += _larger_note(report, text)
     if leak := _memory_runs_out(report, roles):
         vague = bool(report.findings) and is_vague(report.findings[0])
         after = status == "bottlenecks" and not vague
@@ -678,13 +690,31 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
     at = f", at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
-    noted = (n for n in report.notes if any(place.op == name for place in n.where))
-    fixes = [f"{t.first_clause(note.fix)} (a note)" for note in noted]
-    known_fix = [*fixes, "No fix is known for it"][0]
+    noted = [n for n in report.notes if any(place.op == name for place in n.where)]
+    known_fix = _possible_fix(report, noted[0]) if noted else "No fix is known for it"
     return (
         f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
         f"{report.per}{at}. {known_fix}."
     )
+
+
+def _possible_fix(report: Report, note: Finding) -> str:
+    """Name the fix of a note, and the share of the step that it is about if that is large."""
+    about = ""
+    if is_large_note(note, report):
+        about = f", on {t.format_share(share_of_note(note, report))} of the {report.per}"
+    return f"{t.first_clause(note.fix)} (unproven{about})"
+
+
+def _larger_note(report: Report, text: str) -> str:
+    """Point at a note about several times the share of the step that the first fix gains; empty:
+    there is none, or ``text`` names its fix."""
+    first = report.findings[0].share_of_step if report.findings else 0.0
+    large = [n for n in report.notes if is_large_note(n, report)]
+    note = max(large, key=lambda n: share_of_note(n, report), default=None)
+    if note is None or not first or share_of_note(note, report) < SEVERAL_TIMES * first:
+        return ""
+    return "" if t.first_clause(note.fix) in text else f" {_possible_fix(report, note)}."
 
 
 def _rates(report: Report) -> tuple[str, bool]:

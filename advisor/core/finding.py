@@ -1,7 +1,7 @@
 """Finding, Edit, Impact and the other vocabulary of advice. Every folder may import it."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
@@ -344,6 +344,10 @@ class Finding(Struct, frozen=True, kw_only=True):
         return next(timed, None)
 
 
+MissingData = Literal["no stacks", "other load on the CPUs", "GPU unknown", "no shapes", ""]
+"""Names of data that the first advice may depend on, the most important first."""
+
+
 class SkippedCheck(Struct, frozen=True, kw_only=True):
     """A check that a rule skipped: what it could not check, why, and what to record to allow it."""
 
@@ -355,6 +359,17 @@ class SkippedCheck(Struct, frozen=True, kw_only=True):
     """Recording option that would allow it (``record_shapes=True`` …)."""
     rule: str = ""
     """Rules that abstained."""
+    missing: MissingData = ""
+    """Name of the missing data, if the first advice may depend on it."""
+
+
+class Limit(NamedTuple):
+    """What a recording cannot show or leaves out."""
+
+    text: str
+    """A sentence or two."""
+    name: str = ""
+    """Name in a few words, if the verdict depends on it."""
 
 
 class PassedCheck(Struct, frozen=True, kw_only=True):

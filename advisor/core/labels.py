@@ -141,6 +141,8 @@ _ATTEMPTS = (
     (clean, 0.33), (clean, 0.12),
 )  # fmt: skip
 """Looks at a name, and shares of the room that its head may have."""
+MIN_WHOLE = 0.5
+"""Share of the room above which a head is tried only if what tells a name apart has room too."""
 
 
 def distinct_labels(
@@ -228,7 +230,8 @@ _TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softm
 
 
 def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: float) -> list[str]:
-    """Cut each text to the width: its own head, up to a ``share`` of the room, and the words that the others do not have. ``words``: those of the texts that are too long."""
+    """Cut each text to the width: its own head, up to a ``share`` of the room, and the words that
+    the others do not have. ``words``: those of the texts that are too long."""
     heads: dict[int, int] = {i: _head(result, int(width * share)) for i, result in words.items()}
     same_names: defaultdict[str, list[int]] = defaultdict(list)
     for i, result in words.items():
@@ -243,7 +246,7 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: float
     for group in groups:
         picked = _picked([words[i][heads[i] :] for i in group], [heads[i] for i in group])
         for i, places in zip(group, picked, strict=True):
-            shown[i] = _render(words[i], heads[i], places, width)
+            shown[i] = _render(words[i], heads[i], places, width, partly=share <= MIN_WHOLE)
     return shown
 
 
@@ -318,14 +321,19 @@ def _weight(word: str) -> int:
     return 3 if _TELLING.search(word) else 2
 
 
-def _render(words: list[str], head: int, places: list[int], width: int) -> str:
-    """Join head and picked words, and as much around them as there is room for."""
+def _render(
+    words: list[str], head: int, places: list[int], width: int, *, partly: bool = True
+) -> str:
+    """Join head and picked words, and as much around them as there is room for. Empty if not all
+    picked words have room, unless ``partly``."""
     kept = set(range(head))
     if len(_joined(words, kept)) > width:
         return shorten("".join(words), width)
     for place in places:
         if len(_joined(words, kept | {place})) <= width:
             kept.add(place)
+        elif not partly:
+            return ""
     # then whole words next to those: what a picked word is part of, the end, the head's own
     starts = [place for place in places if place in kept]
     for index, step in [

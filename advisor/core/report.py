@@ -261,6 +261,8 @@ class Report(Struct, kw_only=True):
     """Checks that were skipped, each with what to record to allow it."""
     limits: list[str] = field(default_factory=list)
     """Limits of this trace: what it cannot show, one sentence each."""
+    main_limit: str = ""
+    """Name of the limit that matters most for the verdict; empty: none does."""
     ranks: Ranks | None = None
     """Comparison of the ranks; ``null``: one rank."""
     replay: Replay | None = None

@@ -139,6 +139,7 @@ class GraphBreaks(Rule):
             yield SkippedCheck(
                 what="the lines at which the graph breaks",
                 why="neither Python stacks nor a log of torch.compile were recorded",
+                missing="no stacks",
                 record="with_stack=True, or TORCH_TRACE=FOLDER",
             )
         first = f" First: {_reason(known[0])}." if known else _read_values(a)

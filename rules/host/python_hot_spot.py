@@ -315,6 +315,7 @@ class PythonHotSpot(Rule):
                     "operator runs"
                 ),
                 why="no Python stacks were recorded",
+                missing="no stacks",
                 record="with_stack=True",
             )
 

@@ -284,6 +284,7 @@ class StepJitter(Rule):
         if others is not None and others >= self.max_others:
             yield SkippedCheck(
                 what="whether the program itself makes its steps uneven",
+                missing="other load on the CPUs",
                 why=f"other programs used {others:.0%} of the machine's CPUs meanwhile",
                 record="a run on a machine without other load",
             )

@@ -108,6 +108,7 @@ class DoublePrecision(Rule):
                 yield SkippedCheck(
                     what="double precision",
                     why="no input shapes and types",
+                    missing="no shapes",
                     record="record_shapes=True",
                 )
             return

@@ -352,6 +352,7 @@ class Fp32Matmul(Rule):
         return SkippedCheck(
             what=f"whether tensor cores would be faster at FP32 matrix work {work}",
             why=f"the GPU {name!r} is unknown" if name else "the trace does not name its GPU",
+            missing="GPU unknown",
             record="" if name else "a profiler that writes deviceProperties",
         )
 

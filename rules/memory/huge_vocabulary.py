@@ -148,6 +148,7 @@ class HugeVocabulary(Rule):
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
                     why="shapes are not recorded",
+                    missing="no shapes",
                     record="record_shapes=True",
                 )
             return

@@ -101,22 +101,21 @@ def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Ite
         table["dur"].sum()
     ):
         return
+    what = f"how near {work} come to the device's rates"
     if a.hardware is None:
-        why, record = "the attainable rates of this device are unknown", ""
+        why = "the attainable rates of this device are unknown"
+        yield SkippedCheck(what=what, why=why, missing="GPU unknown")
     elif a.trace.meta.record_shapes is not True and not a.trace.inputs.height:
-        why, record = "the trace has no input shapes", "record_shapes=True"
-    else:
-        return
-    yield SkippedCheck(what=f"how near {work} come to the device's rates", why=why, record=record)
+        yield skip_without_shapes(a, what)
 
 
 def skip_without_shapes(a: Analysis, what: str) -> SkippedCheck:
     """Report that ``what`` needs shapes: none are recorded, or not those of these kernels."""
     if a.trace.inputs.is_empty():
         why, record = "the trace has no input shapes", "record_shapes=True"
-    else:
-        why, record = "the recorded input shapes are not those of these kernels' operators", ""
-    return SkippedCheck(what=what, why=why, record=record)
+        return SkippedCheck(what=what, why=why, record=record, missing="no shapes")
+    why = "the recorded input shapes are not those of these kernels' operators"
+    return SkippedCheck(what=what, why=why)
 
 
 def tensor_core_passed_check(

@@ -13,7 +13,12 @@ from rich.cells import cell_len
 
 from advisor.advise import engine
 from advisor.advise.engine import AnalysisResult, Options
-from advisor.advise.finding_text import LATE_CAUSES, ranked_findings
+from advisor.advise.finding_text import (
+    LATE_CAUSES,
+    is_large_note,
+    ranked_findings,
+    share_of_note,
+)
 from advisor.advise.report_charts import build_chosen_fix_sequence, build_fix_sequence
 from advisor.advise.report_text import describe_all_fixes, step_after_fixes
 from advisor.core import text as t
@@ -401,6 +406,24 @@ RETIRED = (
 
 def test_the_verdict_takes_four_lines(report: Report) -> None:
     assert len(textwrap.wrap(report.verdict, 80)) <= MAX_LINES, report.verdict
+
+
+def test_a_verdict_points_at_a_note_on_several_times_as_much(report: Report) -> None:
+    first = report.findings[0].share_of_step if report.findings else 0.0
+    large = [n for n in report.notes if is_large_note(n, report)]
+    if report.status == "bottlenecks" and first and large:
+        note = max(large, key=lambda n: share_of_note(n, report))
+        if share_of_note(note, report) >= 3 * first:
+            assert f"{t.first_clause(note.fix)} (unproven" in report.verdict
+
+
+def test_what_is_not_shown_takes_a_line_that_names_the_main_limit(report: Report) -> None:
+    shown = REPORTS.render("terminal", report, width=80).splitlines()
+    last = shown[-1]
+    assert ("Not shown" not in "".join(shown)) or last.startswith("Not shown (--details): ")
+    missing = [item.missing for item in report.not_checked if item.missing]
+    if report.main_limit or missing:
+        assert any(f" ({name})" in last for name in (report.main_limit, *missing))
 
 
 def test_a_report_fits_a_screen(report: Report) -> None:

@@ -534,7 +534,7 @@ def test_the_breakdown_of_recorded_runs_says_that_it_is_of_the_window(shared_fil
     assert "figures within noise" not in shown  # different programs: nothing is judged
     same = compare(run, run)
     assert "Breakdown" not in (short := COMPARISONS.render("terminal", same))
-    assert "Not shown: 15 figures within noise" in short
+    assert "Not shown (--details): 15 figures within noise" in short
     full = COMPARISONS.render("terminal", same, details=True)
     assert "of the profiled window: changes of less than 0.5% of the step" in full
     assert "Within noise" in full and "GPU busy" in full

@@ -354,7 +354,7 @@ def test_a_compiled_function_that_takes_most_of_a_recording_is_named_by_its_leng
     assert a.one_off_costs["name"].to_list() == ["delta_r2"] and a.one_off_costs["usual"][0] is None
     compiling = a.gaps.filter(pl.col("cause") == "compile")["dur"].sum()
     assert 0.6 * 297e6 < compiling <= 298e6
-    said = list_limits(a, Run({(0, 0): b.trace()}))
+    said = [limit.text for limit in list_limits(a, Run({(0, 0): b.trace()}))]
     assert any("delta_r2 29" in line and "(its only call)" in line for line in said)
 
 
@@ -424,7 +424,7 @@ def test_a_launch_that_waits_for_a_full_queue_is_no_start_up(queued_us: float, t
     b.call("cudaLaunchKernel", 50_000)
     b.run("aten::mm", "gemm", 300)
     b.sync()
-    said = list_limits(b.analysis(), Run({(0, 0): b.trace()}))
+    said = [limit.text for limit in list_limits(b.analysis(), Run({(0, 0): b.trace()}))]
     assert any("start-up" in line for line in said) == told
 
 

@@ -1,12 +1,12 @@
 """The document of a report: where the time goes, what to change, and what else is known."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from advisor.advise import finding_text, report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Finding
+from advisor.core.finding import Finding, MissingData
 from advisor.core.report import Report
 from advisor.core.rule import Evidence
 from advisor.render.document import (
@@ -36,6 +36,7 @@ MAX_RANKS: Final = 8
 MIN_POSSIBLE: Final = 0.05
 """Share of the step from which a possible gain is named where notes are only counted."""
 MAX_NOTES: Final = 100
+MISSING_DATA: Final = get_args(MissingData)
 _STYLE: Final = {
     "bottlenecks": "bold yellow",
     "healthy": "bold green",
@@ -323,7 +324,8 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
         yield Section("Hot Python lines", [table], aside, folded=True, summary=counted)
     yield from checks(report)
     if report.limits:
-        yield _counted("Limits of this trace", report.limits, "!", "limit")
+        name = report.main_limit
+        yield _counted("Limits of this trace", report.limits, "!", "limit", name)
     closing = report_text.define_gains(report)
     if closing:
         paragraphs = [Paragraph(line, "soft") for line in closing]
@@ -334,19 +336,24 @@ def checks(report: Report) -> Iterator[Section]:
     """The checks that passed, and those that were skipped, with the reason."""
     if report.passed:
         good = [item.text for item in report.passed]
-        yield _counted("Passed checks", good, "✓", "passed check")
+        yield _counted("Passed checks", good, "✓", "passed check", spare=1)
     skipped: list[Inline] = [
         (f"{what}: ", Span(why, "soft"))
         for what, why in report_text.describe_skipped_checks(report)
     ]
     if skipped:
-        yield _counted("Skipped checks", skipped, "?", "skipped check")
+        missing = min((item.missing for item in report.not_checked), key=MISSING_DATA.index)
+        name = "" if report.main_limit else missing
+        yield _counted("Skipped checks", skipped, "?", "skipped check", name)
 
 
-def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Section:
-    """Build a folded list, of which a terminal says how long it is."""
-    summary = t.count_noun(len(items), noun)
-    return Section(title, [Items(items, mark)], folded=True, summary=summary)
+def _counted(
+    title: str, items: Sequence[Inline], mark: str, noun: str, name: str = "", *, spare: int = 0
+) -> Section:
+    """Build a folded list, of which a terminal says how long it is, and the name of what matters
+    most in it."""
+    summary = t.count_noun(len(items), noun) + f" ({name})" * bool(name)
+    return Section(title, [Items(items, mark)], folded=True, summary=summary, spare=spare)
 
 
 def _note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:

@@ -115,6 +115,7 @@ class _Screen:
         self.full = self.first = full
         self.level, self.clauses = level, clauses
         self.left_out: list[str] = []
+        self.spare: set[str] = set()
         self.rows = 0
         page = self.page
         if document.headline:
@@ -134,13 +135,15 @@ class _Screen:
             self.left_out.insert(0, f"{self.rows} more in detail (--top {total})")
         if self.left_out and not self.details:
             self.page.blank_line()
-            text = ", ".join(self.left_out)
-            if self.level:
-                counted = [name for name in self.left_out if name[0].isdigit()]
-                text = " and ".join(filter(None, [", ".join(counted), "more"]))
-                self.page.wrap(f"Not shown: {text} (--details).", style="dim")
-            else:
-                self.page.wrap(f"Not shown: {text}. --details shows them.", style="dim")
+            counted = [name for name in self.left_out if name[0].isdigit()]
+            kept = [name for name in counted if name not in self.spare]
+            lines = [
+                "Not shown (--details): " + " and ".join(filter(None, [", ".join(names), more]))
+                for names, more in ((self.left_out, ""), (counted, "more"), (kept, "more"))
+            ]
+            lines = lines[1:] if self.level else lines
+            fitting = (line for line in lines if cell_len(line) < self.page.width)
+            self.page.wrap(f"{next(fitting, lines[-1])}.", style="dim")
         elif self.left_out:
             self.page.blank_line()
             self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")
@@ -188,7 +191,7 @@ class _Screen:
         if not self.level:
             return block
         match block:
-            case d.Section() if 0 < block.spare <= self.level:
+            case d.Section(folded=False) if 0 < block.spare <= self.level:
                 self._omit(block.summary or block.title.lower())
                 return None
             case d.Grid() | d.Paragraph() if 0 < block.spare <= self.level:
@@ -226,6 +229,7 @@ class _Screen:
         if (section.folded or section.detail) and not self.details:
             if section.summary:
                 self._omit(section.summary)
+                self.spare |= {section.summary} if section.spare else set()
             return
         if not section.has_lines:
             return

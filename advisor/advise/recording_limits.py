@@ -507,7 +507,7 @@ def _unknown_step(a: Analysis) -> list[Limit]:
             "What the run's own steps take is not measured: the host runs ahead of the GPU, and "
             f"fewer than {MIN_DEVICE_TIMED} steps have CUDA events. Figures are of the profiled "
             "steps.",
-            "unprofiled steps not timed",
+            "run not timed",
         )
     ]
 

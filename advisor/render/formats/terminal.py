@@ -138,12 +138,13 @@ class _Screen:
             counted = [name for name in self.left_out if name[0].isdigit()]
             kept = [name for name in counted if name not in self.spare]
             lines = [
-                "Not shown (--details): " + " and ".join(filter(None, [", ".join(names), more]))
-                for names, more in ((self.left_out, ""), (counted, "more"), (kept, "more"))
+                f"Not shown (--details): {', '.join([*names, '…']) if names else 'more.'}"
+                for names in (counted, kept)
             ]
-            lines = lines[1:] if self.level else lines
-            fitting = (line for line in lines if cell_len(line) < self.page.width)
-            self.page.wrap(f"{next(fitting, lines[-1])}.", style="dim")
+            if not self.level:
+                lines.insert(0, f"Not shown (--details): {', '.join(self.left_out)}.")
+            fitting = (line for line in lines if cell_len(line) <= self.page.width)
+            self.page.wrap(next(fitting, lines[-1]), style="dim")
         elif self.left_out:
             self.page.blank_line()
             self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")

@@ -117,7 +117,7 @@ def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
     shown = REPORTS.render("terminal", made)
     assert len(shown.splitlines()) <= 45
     words = " ".join(shown.split())
-    assert re.search(r"Not shown \(--details\): .*1 skipped check, 1 limit\\b", words)
+    assert re.search(r"Not shown \(--details\): .*1 skipped check, 1 limit\b", words)
     for number in range(1, findings + 1):
         assert f" {number}  Finding number {number} of the step" in shown
     full = REPORTS.render("terminal", made, details=True)

@@ -364,7 +364,7 @@ class SkippedCheck(Struct, frozen=True, kw_only=True):
 
 
 class Limit(NamedTuple):
-    """What a recording cannot show or leaves out."""
+    """Limit of a recording: what it cannot show, or leaves out."""
 
     text: str
     """A sentence or two."""

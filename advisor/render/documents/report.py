@@ -44,7 +44,7 @@ _STYLE: Final = {
     "critical": "bold red",
 }
 _ON_HOST: Final = ("GPU", "ops", "ranges", "path", "no fix")
-_SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 4, "ranges": 4, "ops": 4}
+_SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 1, "ranges": 4, "ops": 4}
 """Levels from which a terminal leaves lines out to fit a screen."""
 _MIN_PARTS: Final = {"trace": 4, "path": 1, "window": 4, "GPU": 3, "ops": 2}
 """Parts of a line that stay then; one less on the fullest page."""

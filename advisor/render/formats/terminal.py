@@ -56,9 +56,9 @@ class Terminal(DocumentRenderer):
         if options.details:
             return _Screen(document, options, len(cards)).text
         most = max(1, min(MAX_FULL, fixes))
-        for level, clauses, full in product(
-            range(MAX_SPARE + 1), (True, False), range(most, 0, -1)
-        ):
+        steps = [(True, level) for level in range(MAX_SPARE)]
+        steps += [(False, level) for level in range(MAX_SPARE + 1)]
+        for (clauses, level), full in product(steps, range(most, 0, -1)):
             screen = _Screen(document, options, full, level, clauses=clauses)
             if screen.text.count("\n") <= MAX_SCREEN_LINES:
                 break
@@ -135,19 +135,22 @@ class _Screen:
             self.left_out.insert(0, f"{self.rows} more in detail (--top {total})")
         if self.left_out and not self.details:
             self.page.blank_line()
-            counted = [name for name in self.left_out if name[0].isdigit()]
-            kept = [name for name in counted if name not in self.spare]
-            lines = [
-                f"Not shown (--details): {', '.join([*names, '…']) if names else 'more.'}"
-                for names in (counted, kept)
-            ]
-            if not self.level:
-                lines.insert(0, f"Not shown (--details): {', '.join(self.left_out)}.")
-            fitting = (line for line in lines if cell_len(line) <= self.page.width)
-            self.page.wrap(next(fitting, lines[-1]), style="dim")
+            self.page.wrap(self._not_shown(), style="dim")
         elif self.left_out:
             self.page.blank_line()
             self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")
+
+    def _not_shown(self) -> str:
+        """Name what is left out, as far as it fits a line."""
+        line = f"Not shown (--details): {', '.join(self.left_out)}."
+        names = [name for name in self.left_out if name[0].isdigit()]
+        if self.level:
+            line = f"Not shown (--details): {', '.join([*names, 'more'])}."
+        while names and cell_len(line) > self.page.width:
+            # passed checks go first; what names a limit stays longest
+            names.remove(max(names, key=lambda name: (name in self.spare, "(" not in name)))
+            line = f"Not shown (--details): {', '.join([*names, 'more'])}."
+        return line
 
     def blocks(self, blocks: Sequence[d.Block]) -> None:
         before: d.Block | None = None

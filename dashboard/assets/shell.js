@@ -103,7 +103,7 @@
   window.addEventListener("beforeprint", function () {
     document.querySelectorAll(".save-csv").forEach(function (button) {
       var id = button.getAttribute("data-grid");
-      var grid = document.getElementById(id);  // none until it is drawn
+      var grid = document.getElementById(id); // none until it is drawn
       if (grid && window.dash_ag_grid && window.dash_ag_grid.getApi) {
         grid.after(printed(window.dash_ag_grid.getApi(id)));
       }

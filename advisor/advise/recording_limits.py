@@ -125,40 +125,44 @@ def list_limits(a: Analysis, run: Run) -> list[Limit]:
             result.append(Limit(another, "a second trace"))
             continue
         result.append(Limit(f"{count:,} event{'' if count == 1 else 's'}: {reason}."))
-    if a.steps.source == "whole trace":
-        how = mark_steps(meta.format, meta.framework)
-        result.append(
-            Limit(
-                f"Steps were not recorded: the figures are for {_unmarked(a)}. "
-                f"{how[0].upper()}{how[1:]} for figures per step.",
-                UNMARKED,
-            )
-        )
-    elif a.steps.source in GUESSED_STEP_SOURCES:
-        how = mark_steps(meta.format, meta.framework)
-        result.append(
-            Limit(
-                "Nothing marks the steps. A repetition is where the same work comes again; it may "
-                f"be a part of an iteration, such as a layer.{_left_out(a)} "
-                f"{how[0].upper()}{how[1:]}.",
-                UNMARKED,
-            )
-        )
-    elif a.steps.source == DEVICE_STEPS:
-        how = mark_steps(meta.format, meta.framework)
-        result.append(
-            Limit(
-                "The program marks no steps. These are the ones that the profiler derived from the "
-                f"GPU's work; work outside them is left out. {how[0].upper()}{how[1:]}.",
-                UNMARKED,
-            )
-        )
+    result += _unmarked_steps(a)
     if a.steps.source == "whole trace" or a.steps.source in GUESSED_STEP_SOURCES:
         result += _possible_steps(a.trace)
     result += memory_limits(a)
     result += _profile_limits(a)
     result += map(Limit, run.problems)
     return result
+
+
+def _unmarked_steps(a: Analysis) -> list[Limit]:
+    """Say what stands for steps where nothing marks them."""
+    how = mark_steps(a.trace.meta.format, a.trace.meta.framework)
+    if a.steps.source == "whole trace":
+        return [
+            Limit(
+                f"Steps were not recorded: the figures are for {_unmarked(a)}. "
+                f"{how[0].upper()}{how[1:]} for figures per step.",
+                UNMARKED,
+            )
+        ]
+    if a.steps.source in GUESSED_STEP_SOURCES:
+        return [
+            Limit(
+                "Nothing marks the steps. A repetition is where the same work comes again; it may "
+                f"be a part of an iteration, such as a layer.{_left_out(a)} "
+                f"{how[0].upper()}{how[1:]}.",
+                UNMARKED,
+            )
+        ]
+    if a.steps.source == DEVICE_STEPS:
+        return [
+            Limit(
+                "The program marks no steps. These are the ones that the profiler derived from the "
+                f"GPU's work; work outside them is left out. {how[0].upper()}{how[1:]}.",
+                UNMARKED,
+            )
+        ]
+    return []
 
 
 UNMARKED = "no marked steps"

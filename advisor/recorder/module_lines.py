@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from advisor.recorder.stack_samples import frame_text
+from advisor.recorder.watchers import is_intercepted
 
 CALLS_BEFORE = 3
 """Forwards of a model before its table is written: layers may be made in the first."""
@@ -34,10 +35,14 @@ class ModuleLines:
 
     def on_forward(self, module: Any) -> None:
         """Count an outermost forward that begins; describe the module at its third."""
+        import torch
+
         key = id(module)
         calls = self._calls.get(key, 0)
         if calls >= CALLS_BEFORE or (not calls and len(self._calls) >= MAX_MODELS):
             return
+        if is_intercepted(torch):
+            return  # sizes are tensors while a program is traced
         self._calls[key] = calls + 1
         if calls + 1 < CALLS_BEFORE:
             return
@@ -56,7 +61,9 @@ def describe_modules(model: Any) -> list[list[Any]]:
         weights = {
             attribute: list(weight.shape)
             for attribute, weight in vars(module).get("_parameters", {}).items()
-            if weight is not None and len(weight.shape) <= MAX_DIMENSIONS
+            if weight is not None
+            and len(weight.shape) <= MAX_DIMENSIONS
+            and all(type(size) is int for size in weight.shape)
         }
         if not weights:
             continue

@@ -47,8 +47,8 @@ class SeparableFilter(Rule):
 
     Found are convolutions with a weight of one channel per group, and as many groups as channels.
     No operator computes the weight's gradient or updates it. Networks with large depthwise layers
-    have many channels, so only weights of few channels count. Where nothing is trained, only
-    weights of one channel count.
+    have many channels, so only weights of few channels count. In inference only weights of one
+    channel count.
 
     What remains was measured on one thread of a CPU. There the library's fast kernels end at
     filters smaller than ``min_size_on_cpu``. On GPUs the same is expected from the number of

@@ -305,7 +305,8 @@ def test_a_host_that_is_ahead_for_most_of_the_window_is_not_all_that_limits(
 ) -> None:
     """Of its 30.7 ms the queue is full from the fifth to the 29th, and empty at the end."""
     path = shared_trace("pairs/particle_batch128")
-    shown = REPORTS.render("terminal", analyze(path, Options(config={})))
+    report = analyze(path, Options(config={}))
+    shown = REPORTS.render("terminal", report, details=True)
     assert "critical path: 100% on the host" in shown
     words = " ".join(shown.split())
     assert "on the host, beside GPU work; a faster host saves 14% at most" in words

@@ -277,8 +277,10 @@ def _with_layer_line(place: Location, a: Analysis) -> Location:
     line = line_of_layer(a, place)
     if line is None:
         return _with_sampled_line(place, a)
-    found = {name: getattr(line, name) for name in ("file", "line", "function")}
-    return structs.replace(place, **found, layer=place.layer or line.layer)
+    layer = place.layer or line.layer
+    return structs.replace(
+        place, file=line.file, line=line.line, function=line.function, layer=layer
+    )
 
 
 def _with_sampled_line(place: Location, a: Analysis) -> Location:

@@ -22,6 +22,8 @@ MAX_MODELS = 8
 MAX_MODULES, MAX_ENTRIES = 20_000, 1_000
 """Most modules looked at in a model, and most entries of its table."""
 MAX_DIMENSIONS = 8
+READS = ("LOAD_ATTR", "LOAD_METHOD")
+"""Instructions that read an attribute."""
 
 
 class ModuleLines:
@@ -35,12 +37,12 @@ class ModuleLines:
 
     def on_forward(self, module: Any) -> None:
         """Count an outermost forward that begins; describe the module at its third."""
-        import torch
-
         key = id(module)
         calls = self._calls.get(key, 0)
         if calls >= CALLS_BEFORE or (not calls and len(self._calls) >= MAX_MODELS):
             return
+        import torch
+
         if is_intercepted(torch):
             return  # sizes are tensors while a program is traced
         self._calls[key] = calls + 1
@@ -102,16 +104,11 @@ def _lines(owner: type, attribute: str) -> Iterator[str]:
     methods = [code for each in owner.__mro__[:-1] for code in _methods(each)]
     methods = [code for code in methods if attribute in code.co_names]
     for code in sorted(methods, key=lambda code: code.co_name != "forward"):
-        line = 0
         for instruction in dis.get_instructions(code):
-            line = instruction.starts_line if type(instruction.starts_line) is int else line
-            line = getattr(instruction, "line_number", None) or line
             if instruction.opname in READS and instruction.argval == attribute:
-                yield frame_text(code, line)
+                line = instruction.positions.lineno if instruction.positions else None
+                yield frame_text(code, line or code.co_firstlineno)
                 break
-
-
-READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _methods(owner: type) -> Iterator[CodeType]:

@@ -78,8 +78,7 @@ class RepeatedInputs:
             self._write()
         if at >= SAMPLE or number >= MAX_SAMPLES:
             return
-        look = self._look if trained else self._look_at_values
-        forward = _unless_intercepted(lambda: look(module, args, kwargs))
+        forward = _unless_intercepted(lambda: self._look(module, args, kwargs))
         if forward is not None:
             self._looked_at += 1
             if trained:
@@ -129,7 +128,8 @@ class RepeatedInputs:
         self._looked_at = self._again = self._ns = 0
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:
-        """Compare a forward by its inputs' memory; ``None`` if nothing is known of it."""
+        """Compare a forward by its inputs' memory. Where nothing is trained, compare it by their
+        values if they are on the CPU. ``None``: nothing is known of it."""
         from torch import Tensor
         from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -137,8 +137,16 @@ class RepeatedInputs:
         weight = next(iter(module.parameters()), None)
         if not tensors or len(tensors) >= MAX_TENSORS or not isinstance(weight, Tensor):
             return None
-        if any(tensor.is_inference() for tensor in (weight, *tensors)):
-            return None  # their versions are not counted
+        if weight.is_inference():
+            return None  # its versions are not counted
+        if not self._trained:
+            if not all(map(_is_known, (*args, *kwargs.values()))):
+                return None  # a cache of keys and values, say
+            if values := _checksums(tensors):
+                settings = _settings(args, kwargs)
+                return _Forward((id(module), weight._version, settings, values), None, False)
+        if any(tensor.is_inference() for tensor in tensors):
+            return None
         inputs = tuple((t.data_ptr(), t._version, t.shape, t.dtype) for t in tensors)
         if not all(pointer for pointer, *_ in inputs):
             return None  # empty, or on the meta device
@@ -148,22 +156,6 @@ class RepeatedInputs:
         memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._seen[key] = memory
         return _Forward(key, memory, again)
-
-    def _look_at_values(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Forward | None:
-        """Compare a forward by its inputs' values, on a device by their memory; ``None`` if nothing
-        is known of it."""
-        if not all(map(_is_known, (*args, *kwargs.values()))):
-            return None  # a cache of keys and values, say
-        tensors = _tensors((args, kwargs))
-        weight = next(iter(module.parameters()), None)
-        if not tensors or len(tensors) >= MAX_TENSORS or weight is None or weight.is_inference():
-            return None
-        values = _checksums(tensors)
-        if values is None:
-            return self._look(module, args, kwargs)
-        return _Forward((id(module), weight._version, _settings(args, kwargs), values), None, False)
 
 
 def _unless_intercepted(look: Callable[[], _T]) -> _T | None:

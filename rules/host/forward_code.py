@@ -173,8 +173,8 @@ class ForwardCode(Rule):
 
     @staticmethod
     def _enclosed(a: Analysis, start: Ints, end: Ints) -> Location | None:
-        """The line between those of the operators before and after most of the time; the latter's
-        line if several lines are between."""
+        """The line between those of the operators before and after most of the time; of several
+        lines, the last."""
         stacks, main = recorded_steps(a).stacks, a.trace.main_thread
         cpu = a.trace.cpu
         own = np.unique(outermost_aten(a))
@@ -186,11 +186,10 @@ class ForwardCode(Rule):
         }
         times: Counter[tuple[str, str, int, int]] = Counter()
         for first, last, at in zip(start, end, np.searchsorted(ts, start), strict=True):
-            known = [
+            before, after = (
                 next((line.location for name in near if (line := lines[name]) is not None), None)
                 for near in (reversed(names[max(0, at - NEAR) : at]), names[at : at + NEAR])
-            ]
-            before, after = known
+            )
             if before is None or after is None or before.function != after.function:
                 continue
             if before.file == after.file and (before.line or 0) < (after.line or 0):

@@ -16,6 +16,7 @@ from advisor.rules.support.common import (
     of_step,
     outermost_in_steps,
     scale_edit,
+    sum_of_events,
     work_launched_in,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -115,10 +116,7 @@ class SecondForward(Rule):
     def _recorded_share(self, a: Analysis) -> float | None:
         """Return the share of compared forwards that repeat an earlier one; ``None``: too few."""
         events = [] if a.recorded is None else a.recorded.record.events_of("repeated_inputs")
-        forwards, again = (
-            sum(value for each in events if isinstance(value := each.get(key), int))
-            for key in ("forwards", "again")
-        )
+        forwards, again = (sum_of_events(events, key) for key in ("forwards", "again"))
         return again / forwards if forwards >= self.min_forwards else None
 
     @staticmethod

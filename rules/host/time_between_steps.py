@@ -141,7 +141,7 @@ def _rollout_of(samples: Sequence[SampledStack]) -> Location | None:
     frame = parse_frame(max(lines, key=lines.__getitem__)) if lines else None
     if frame is None or lines.total() < stacks.MIN_SAMPLES:
         return None
-    return Location(file=frame.file, line=frame.line, function=frame.function)
+    return frame.location
 
 
 def _evaluated(*, every: int, ms: float, steps: int = 80, rollouts: bool = False) -> TraceBuilder:

@@ -8,7 +8,7 @@ from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import frame_rank, parse_frame
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.support.common import impact_per_step, recorded_steps
+from advisor.rules.support.common import impact_per_step, recorded_steps, sum_of_events
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -81,7 +81,7 @@ class SameInputAgain(Rule):
         if not recorded.inference or not a.span_ns:
             return
         events = recorded.record.events_of("repeated_inputs")
-        forwards, again, total = (_sum(events, key) for key in ("forwards", "again", "ns"))
+        forwards, again, total = (sum_of_events(events, key) for key in ("forwards", "again", "ns"))
         if forwards < self.min_forwards or total <= 0:
             return
         if 1 - again / forwards < self.min_new:
@@ -145,10 +145,6 @@ class SameInputAgain(Rule):
         }
 
 
-def _sum(events: list[dict[str, Any]], key: str) -> int:
-    return sum(value for each in events if isinstance(value := each.get(key), int))
-
-
 def _modules(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
     """Yield the modules that the recorder saw repeat, each over all samples."""
     entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -160,7 +156,7 @@ def _modules(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
                 entries.setdefault(key, []).append(entry)
     for (name, _), same in entries.items():
         forwards, again, ns, again_ns = (
-            _sum(same, key) for key in ("forwards", "again", "ns", "again_ns")
+            sum_of_events(same, key) for key in ("forwards", "again", "ns", "again_ns")
         )
         yield _Repeats(name, _place(same[0]["frames"]), forwards, again, ns, again_ns, len(same))
 
@@ -170,9 +166,7 @@ def _place(frames: list[Any]) -> Location | None:
     names = [name for name in frames if isinstance(name, str)]
     frame = next((parse_frame(name) for name in names if frame_rank(name) == 2), None)
     frame = frame or next((parse_frame(name) for name in names if frame_rank(name) == 1), None)
-    if frame is None:
-        return None
-    return Location(file=frame.file, line=frame.line, function=frame.function)
+    return None if frame is None else frame.location
 
 
 FRAMES = ["poster.py(41): Pipeline.velocity", "poster.py(60): main"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck, impact_without_gain
+from advisor.core.finding import Finding, Outcomes, SkippedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
@@ -389,9 +389,7 @@ class CpuBoundTransforms(Rule):
         recorded = recorded_steps(a)
         step = recorded.mean or 0.0
         frame = parse_frame(str(feed.get("item")))
-        where = []
-        if frame is not None:
-            where = [Location(file=frame.file, line=frame.line, function=frame.function)]
+        where = [] if frame is None else [frame.location]
         gain = taken.gain * step
         return Finding(
             summary=(

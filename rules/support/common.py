@@ -3,7 +3,7 @@ a recorded run its record, its loader and the impact of a fix."""
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -426,6 +426,11 @@ def recorded_steps(a: Analysis) -> StepRecords:
     if a.recorded is None:
         raise ValueError("this rule needs a recorded run")
     return a.recorded
+
+
+def sum_of_events(events: Iterable[Mapping[str, Any]], key: str) -> int:
+    """Return the sum of a count in the recorder's events; what is no whole number is left out."""
+    return sum(value for each in events if isinstance(value := each.get(key), int))
 
 
 def own_phases(recorded: StepRecords) -> dict[str, Floats]:

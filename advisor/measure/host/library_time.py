@@ -85,8 +85,7 @@ def find_hottest_library_call(
         place = next((each for each in around if not re.search(NESTED, each)), "")
         frame = parse_frame(place)
         if frame is not None:
-            own = Location(file=frame.file, line=frame.line, function=frame.function)
-            lines.setdefault(key, Counter())[own] += samples
+            lines.setdefault(key, Counter())[frame.location] += samples
     if not counts:
         return None
     key, samples = counts.most_common(1)[0]

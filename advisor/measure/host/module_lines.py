@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core.finding import Location
 from advisor.measure import Analysis
@@ -57,8 +56,7 @@ def _read_layer(row: Any) -> Layer | None:
     frame = parse_frame(text) if isinstance(text, str) else None
     if frame is None or not all(isinstance(shape, list) for shape in shapes):
         return None
-    place = Location(file=frame.file, line=frame.line, function=frame.function)
-    return Layer(f"{name} ({kind})", place, tuple(tuple(shape) for shape in shapes))
+    return Layer(f"{name} ({kind})", frame.location, tuple(tuple(shape) for shape in shapes))
 
 
 def line_of_layer(a: Analysis, place: Location) -> Location | None:
@@ -97,8 +95,7 @@ def line_of_layer(a: Analysis, place: Location) -> Location | None:
 def _calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
     """Yield (row of the outermost operator in forward, ns) of different calls, the longest first.
     On a device the time is that of the place's kernels."""
-    cpu, forward = a.trace.cpu, a.forward_op.astype(np.int64)
-    outermost = outermost_aten(a)
+    cpu = a.trace.cpu
     if a.device_id is None:
         rows = np.flatnonzero((cpu["name"] == place.op).to_numpy())
         ns = cpu["dur"].to_numpy()[rows]
@@ -109,7 +106,8 @@ def _calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
         device = np.flatnonzero(own.fill_null(value=False).to_numpy())
         op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device]
         rows, ns = op[op >= 0], a.trace.gpu["dur"].to_numpy()[device][op >= 0]
-    top = _forward_call(rows.astype(np.int64), forward, outermost)
+    maker = a.forward_op[rows]  # of a gradient
+    top = outermost_aten(a)[np.where(maker >= 0, maker, rows)]
     table = pl.DataFrame({"row": top, "ns": ns}).filter(pl.col("row") >= 0)
     table = table.with_columns(
         name=cpu["name"].gather(table["row"]).to_physical(),
@@ -117,16 +115,6 @@ def _calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
     )
     calls = table.group_by("name", "inputs").agg(pl.col("row").min(), pl.col("ns").sum())
     yield from calls.sort("ns", "row", descending=True).head(MAX_CALLS).select("row", "ns").rows()
-
-
-def _forward_call(
-    rows: NDArray[np.int64], forward: NDArray[np.int64], outermost: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the outermost operator of each row, or of the forward operator that it is the gradient
-    of; -1: unknown."""
-    maker = forward[rows]
-    rows = np.where(maker >= 0, maker, rows)
-    return outermost[rows]
 
 
 def _layers_of(a: Analysis, call: int, layers: list[Layer]) -> list[Layer]:

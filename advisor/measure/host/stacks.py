@@ -166,6 +166,11 @@ class Frame(NamedTuple):
     line: int
     function: str
 
+    @property
+    def location(self) -> Location:
+        """The frame as a place of a finding."""
+        return Location(file=self.file, line=self.line, function=self.function)
+
 
 _FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
 _GENERATED = re.compile(r"^<(?!ipython-input)|torchinductor|torch_compile_debug|eval_with_key")

@@ -61,8 +61,9 @@ class RepeatedInputs:
         """Memory of each forward's inputs, or the checksum of its outputs."""
         self._looked_at = self._again = self._ns = 0
         self._modules: dict[int, dict[str, Any]] = {}
-        self._begun: tuple[Any, _Forward | None, int] | None = None
-        """The timed forward: its module, what it is compared by, and its begin, ns."""
+        self._begun: tuple[int, _Forward | None, int] | None = None
+        """The timed forward: identity of its module, which is not kept alive, what it is compared
+        by, and its begin, ns."""
         self._trained = False
 
     def on_forward(
@@ -72,6 +73,7 @@ class RepeatedInputs:
         if trained != self._trained:
             self._clear()
             self._trained, self._forwards = trained, 0
+        self._begun = None
         number, at = divmod(self._forwards, INTERVAL)
         self._forwards += 1
         if at == SAMPLE:
@@ -84,12 +86,12 @@ class RepeatedInputs:
             if trained:
                 self._again += forward.again
         if not trained:
-            self._begun = module, forward, perf_counter_ns()
+            self._begun = id(module), forward, perf_counter_ns()
 
     def on_end(self, module: Any, result: Any) -> None:
         """Time an outermost forward that ended, where nothing is trained."""
         begun, self._begun = self._begun, None
-        if begun is None or begun[0] is not module:
+        if begun is None or begun[0] != id(module):
             return
         forward, ns = begun[1], perf_counter_ns() - begun[2]
         again = False
@@ -124,7 +126,6 @@ class RepeatedInputs:
     def _clear(self) -> None:
         self._seen.clear()
         self._modules.clear()
-        self._begun = None
         self._looked_at = self._again = self._ns = 0
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +141,17 @@ def test_blocks_all_over_a_large_tensor_are_compared() -> None:
     given_back = torch.zeros(100)
     given_back.untyped_storage().resize_(8)
     assert _checksum(given_back) is None
+
+
+@pytest.mark.parametrize("make", [torch.nn.ReLU, lambda: torch.nn.Linear(4, 4)])
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_module_is_kept_alive(make: Callable[[], Any], trained: bool) -> None:
+    """Modules that are made for one call are freed after it, so that their memory is reused."""
+    from advisor.recorder.repeated_inputs import RepeatedInputs
+
+    seen = RepeatedInputs(lambda kind, data: None)
+    module = make()
+    kept = weakref.ref(module)
+    seen.on_forward(module, (torch.ones(4),), {}, trained=trained)
+    del module
+    assert kept() is None

@@ -369,9 +369,12 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     """Say why the fix gains far less than the time that it removes; empty: it does not, or the
     cause is unknown."""
     impact = finding.impact
-    if impact is None or not impact.gain_ns or impact.of_job or report.scope.device is None:
+    if impact is None or not impact.gain_ns or impact.of_job:
         return ""
     operations = {edit.op for edit in finding.edits}
+    if report.scope.device is None:
+        hidden = operations == {"overlap"} and impact.gain_ns < MIN_OF_EVIDENCE * shown_ns
+        return "little independent work is left to hide it under" if hidden else ""
     places = {edit.select.on for edit in finding.edits}
     scale = min(1.0, report.gain_scale or 1.0)
     left = 1.0 - impact.gain_ns / max(shown_ns, 1.0)
@@ -393,7 +396,8 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
         compute = sum(part.ns for part in report.time if part.name == "compute")
         if impact.gain_ns <= compute < shown_ns:
             return "too little other GPU work can hide it"
-        return "" if _is_busy(report) else "the host then limits the step"
+        independent = "little of the other work is independent of it"
+        return independent if _is_busy(report) else "the host then limits the step"
     if operations == {"make_async"}:
         return "the GPU works during the rest of these waits"
     if not operations <= {"remove", "scale", "merge"}:

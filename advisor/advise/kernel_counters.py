@@ -44,7 +44,8 @@ MAX_STALLS = 5
 
 
 def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]:
-    """Return a view of each profiled kernel, by gain per step; without a trace, by duration."""
+    """Return a view of each profiled kernel, by gain per step; without a trace, by duration, and
+    without durations by the bytes of all launches."""
     gpu = a.trace.gpu["dur"].to_numpy()
     per_step = {
         id(k): float(gpu[k.rows].sum()) / a.step_count if len(k.rows) else None
@@ -59,7 +60,13 @@ def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCou
         gain = None if edit is None else round(max(0.0, estimator.gain_range([edit]).gain))
         views.append(_view(a, k, per_step[id(k)], gain))
     return sorted(
-        views, key=lambda v: (-(v.gain_ns or 0), -(v.step_ns or 0), -(v.duration_ns or 0))
+        views,
+        key=lambda v: (
+            -(v.gain_ns or 0),
+            -(v.step_ns or 0),
+            -(v.duration_ns or 0),
+            -(v.dram_bytes or 0) * (v.profiled or 1),
+        ),
     )
 
 
@@ -164,7 +171,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         text += f": {', '.join(parts)}"
     if left_out:
         verb = "is" if left_out == 1 else "are"
-        text += f". {t.count_noun(left_out, 'kernel')} of the runtime {verb} left out"
+        text += f". {t.count_noun(left_out, 'kernel')} of the runtime {verb} not counted"
     if checks:
         short = label_kernels(view.short for view in report.kernel_counters)
         names = t.list_names(dict.fromkeys(short[view.short] for view in checks))

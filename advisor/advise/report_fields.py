@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.advise.auxiliary_report import source_scope
 from advisor.advise.recording_limits import lost_records, lost_replays, window_lines
@@ -24,12 +25,13 @@ from advisor.core.report_time import (
     Family,
     HostShare,
     IdleCause,
+    NextOperator,
     OperatorTime,
     SampledFunction,
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
-from advisor.measure.host.gaps import is_outside_operators
+from advisor.measure.host.gaps import is_outside_operators, operators_after_gaps
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
@@ -230,24 +232,34 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
     unknown = sum(ns for cause, ns in rows if cause == "unknown")
     outside = is_outside_operators(a)
     span = max(a.span_ns, 1)
+    causes = [
+        IdleCause(cause, ns / a.step_count, ns / span, _sampled(a, cause))
+        for cause, ns in rows
+        if ns
+    ]
     return {
         "idle": [
-            IdleCause(
-                cause,
-                ns / a.step_count,
-                ns / span,
-                _sampled(a, cause),
-                cause == "unknown" and outside,
-            )
-            for cause, ns in rows
-            if ns
+            _outside_operators(a, part) if outside and part.cause == "unknown" else part
+            for part in causes
         ],
         "unknown_idle_share": unknown / idle if idle else None,
     }
 
 
+def _outside_operators(a: Analysis, part: IdleCause) -> IdleCause:
+    """Return idle time of an unknown cause with the operators that ended it."""
+    table = operators_after_gaps(a)
+    named = table.drop_nulls("name").head(MAX_SAMPLED).select("name", "dur").iter_rows()
+    return replace(
+        part,
+        outside_operators=True,
+        gaps=int(table["count"].sum()) / a.step_count,
+        next_operators=[NextOperator(name, ns / int(table["dur"].sum())) for name, ns in named],
+    )
+
+
 MAX_SAMPLED = 3
-"""Number of functions that are named."""
+"""Number of functions, or operators, that are named."""
 MIN_SAMPLED_SHARE = 0.01
 """Share of the step from which they are."""
 

@@ -151,9 +151,8 @@ def _steps(report: Report) -> list[str]:
         parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
     else:
         spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
-        parts = [f"{used} {source}", f"{mean} on average", *compare_window_with_run(report), spread]
-        if scope_.step_max_ns >= VARYING_STEPS * scope_.step_min_ns:
-            parts.append("they vary; figures are means")
+        mean = f"{mean} on average ({spread})"
+        parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
     if scope_.outliers:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope_.outliers)
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
@@ -163,13 +162,13 @@ def _steps(report: Report) -> list[str]:
     return parts
 
 
-VARYING_STEPS = 1.5
-"""Ratio of the longest to the shortest step from which the report says that steps differ."""
 MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""
 SAME_CAUSE = 0.5
-"""Part of the window's excess that the unprofiled steps around it have, where these are called
-longer, or shorter, too."""
+"""Part of an excess from which its cause is named: of the window's over the run's steps, what the
+unprofiled steps around it have too; of the mean's over the median, that of slow steps."""
+SLOW_STEP = 2.0
+"""Ratio of a step to the median from which it is called slow."""
 
 
 def compare_window_with_run(report: Report) -> list[str]:
@@ -180,31 +179,24 @@ def compare_window_with_run(report: Report) -> list[str]:
     if not step.window_differs and not step.atypical:
         return ["as long as the run's steps"]
     longer = f"{format_longer(step.window_excess)} the run's {step.statistic} step"
-    parts = [longer]
+    nearby = step.nearby_ns or step.reference_ns
+    around, differs = t.format_duration(nearby), nearby / step.reference_ns - 1
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
-        same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
-        parts = [] if same else [longer]
-        share = t.format_share(step.profiler_overhead)
-        adds = f"compared with the steps around them, the profiler adds {share}"
-        if step.statistic == "mean" and 0 <= step.window_excess < step.profiler_overhead:
-            parts = [] if same else [f"{longer}, which includes slow steps"]
-        if step.window_excess < 0:  # the two add up to no contradiction
-            parts = [f"{longer}, although {adds}"]
-        else:
-            parts.append(adds)
+        parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
+        if step.atypical or abs(differs) >= EQUAL_STEP_SHARE:
+            parts[0] += f" to the {around} of the steps around them"
+    elif step.nearby_ns is None or (report.scope.steps_used == 1 and not step.atypical):
+        parts = [longer]
+    elif step.atypical or differs / step.window_excess >= SAME_CAUSE:
+        parts = [f"the steps around them take {around} without the profiler"]
+    else:
+        parts = [f"{longer}; steps vary too much to tell the profiler's cost"]
     if step.in_warm_up:
         parts.append("they are among the first steps")
-    around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
     if step.atypical and step.nearby_ns is not None:
         share = t.format_share(step.share_beyond) if step.share_beyond else "none"
-        as_much = f"{share} of the run's are as "
-        as_much += "long" if step.nearby_ns > step.ns else "short"
-        parts.append(f"the window is not like the run: {around}, and {as_much}")
-    elif len(parts) == 1 and parts[0] == longer and step.nearby_ns and report.scope.steps_used > 1:
-        same = (step.nearby_ns / step.reference_ns - 1) / step.window_excess >= SAME_CAUSE
-        if not same and step.profiler_overhead is None:
-            return [f"{longer}; steps vary too much to tell the profiler's cost"]
-        parts.append(f"{around}{', so it is not the profiler' * same}")
+        kind = "long" if step.nearby_ns > step.ns else "short"
+        parts.append(f"{share} of the run's steps are as {kind}")
     return ["; ".join(parts)]
 
 
@@ -249,6 +241,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
         parts.append(f"{first[0]} {t.format_duration(first[1])} without the profiler")
         if other[1] and abs(other[1] / first[1] - 1) > EQUAL_STEP_SHARE:
             parts.append(f"{other[0]} {t.format_duration(other[1])}")
+    parts += _describe_slow_steps(report)
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
     if view.samples_per_second is not None:
@@ -266,6 +259,22 @@ def describe_recorded_steps(report: Report) -> list[str]:
     elif view.ended != "finished":
         parts.append(f"ended by {labels.clean(view.ended)}")
     return parts
+
+
+def _describe_slow_steps(report: Report) -> list[str]:
+    """Say how many steps make the mean longer than the median, where a few do."""
+    step, runs = report.step, [each for each in report.step_durations if each.source == "recorder"]
+    if step is None or not step.varies or step.mean_ns <= step.ns or len(runs) != 1:
+        return []
+    durations = runs[0].durations_ns
+    slow = [ns for ns in durations if ns >= SLOW_STEP * step.ns]
+    excess = sum(slow) - len(slow) * step.ns
+    if excess < SAME_CAUSE * (sum(durations) - len(durations) * step.ns):
+        return []
+    share = t.format_share(sum(slow) / sum(durations))
+    verb = "takes" if len(slow) == 1 else "take"
+    count = t.count_noun(len(slow), "step")
+    return [f"{count} over twice the median {verb} {share} of the time"]
 
 
 def describe_phases(report: Report) -> list[str]:
@@ -314,6 +323,7 @@ def headline_numbers(report: Report) -> list[Line]:
         )
     if report.families:
         lines.append(("work", _families(report)))
+    lines.append(("idle", describe_time_outside_operators(report)))
     if report.replay is not None and report.time:
         critical = report.replay.critical
         path = path_parts(critical, report.scope.framework)
@@ -341,6 +351,26 @@ def headline_numbers(report: Report) -> list[Line]:
         lines.append(("host", host[:MAX_NAMES]))
     lines.append(("no fix", describe_time_without_fix(report)))
     return lines
+
+
+MIN_OUTSIDE_OPERATORS = 0.1
+"""Share of the step from which idle time outside operators is described."""
+MIN_NEXT_SHARE = 0.1
+"""Share of that time from which the operator after it is named."""
+
+
+def describe_time_outside_operators(report: Report) -> list[str]:
+    """Describe the gaps in which the host is outside operators, and which operators end them."""
+    for part in report.idle:
+        if part.gaps is None or part.share < MIN_OUTSIDE_OPERATORS:
+            continue
+        count = t.count_noun(round(part.gaps), "gap") if part.gaps >= 0.5 else "less than one gap"
+        mean = f"{t.format_duration(part.ns / part.gaps)} on average"
+        named = [each for each in part.next_operators if each.share >= MIN_NEXT_SHARE]
+        before = [f"{labels.clean(each.name)} {t.format_share(each.share)}" for each in named]
+        before[:1] = [f"before {each}" for each in before[:1]]
+        return [f"outside operators: {count} {t.format_per(report.per)}, {mean}", *before]
+    return []
 
 
 def describe_time_without_fix(report: Report) -> list[str]:

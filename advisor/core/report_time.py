@@ -26,6 +26,15 @@ class SampledFunction(Struct, frozen=True):
     """Share of the step, by the time from its samples to the next ones."""
 
 
+class NextOperator(Struct, frozen=True):
+    """Operator that ended idle time of the device: it launched the work that ran next."""
+
+    name: str
+    """Outermost ``aten::`` operator around the launch."""
+    share: float
+    """Share of the cause's idle time that it ended."""
+
+
 class IdleCause(Struct, frozen=True):
     """Idle device time attributed to one cause, per step."""
 
@@ -39,6 +48,11 @@ class IdleCause(Struct, frozen=True):
     """Functions that samples of the CPU show meanwhile, most first; empty: no samples."""
     outside_operators: bool = False
     """Whether an ``unknown`` cause is mostly code of the host outside recorded operators."""
+    gaps: float | None = None
+    """Gaps per step that have this cause, if the host is outside operators then; ``null``: it is
+    not."""
+    next_operators: list[NextOperator] = field(default_factory=list)
+    """Operators that ended these gaps, three at most, largest first."""
 
 
 class TimeWithoutFix(Struct, frozen=True):

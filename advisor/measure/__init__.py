@@ -30,6 +30,7 @@ from advisor.measure.device.kernels import (
 )
 from advisor.measure.host.device_reads import (
     find_time_after_reads,
+    outermost_aten,
     read_loops,
     round_trips,
     trip_intervals,
@@ -180,6 +181,9 @@ class Analysis:
         """The input that replaces a trace and a record; of several, the one with the verdict.
         ``None``: there is a trace or a record."""
         return self.auxiliary_inputs[0] if self.record_only and self.record is None else None
+
+    outermost_aten = cached_property(outermost_aten)
+    """Outermost aten operator around each row of ``trace.cpu``; -1: none."""
 
     @cached_property
     def flight(self) -> FlightRecord | None:

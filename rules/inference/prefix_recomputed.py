@@ -12,7 +12,12 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.support.common import amount_per_step, example_steps
+from advisor.rules.support.common import (
+    TRANSFORMERS,
+    amount_per_step,
+    example_steps,
+    runs_code_of,
+)
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING, PRODUCT = "aten::embedding", "aten::bmm"
@@ -63,15 +68,28 @@ class PrefixRecomputed(Rule):
     fix = (
         "Keep the keys and values of earlier tokens, and pass only the new token to the model. "
         "Transformers does it with use_cache=True (model.generate). In your own model, append each "
-        "layer's k and v to tensors that are allocated once."
+        "layer's k and v to those kept, and give the new token its position."
     )
     code = (
-        "out = model(prompt, use_cache=True)\n"
-        "for _ in range(new_tokens):\n"
-        "    token = out.logits[:, -1:].argmax(-1)\n"
-        "    cache = out.past_key_values\n"
-        "    out = model(token, past_key_values=cache, use_cache=True)"
+        "# in each attention layer; cache: a dict of the layer, empty at first\n"
+        "if cache:\n"
+        "    k = torch.cat([cache['k'], k], dim=-2)\n"
+        "    v = torch.cat([cache['v'], v], dim=-2)\n"
+        "cache.update(k=k, v=v)\n"
+        "prompt = q.shape[-2] > 1   # a new token may see all before it\n"
+        "out = F.scaled_dot_product_attention(q, k, v, is_causal=prompt)"
     )
+    cases = {
+        "transformers' own model": {
+            "fix": "Keep the keys and values of earlier tokens (use_cache=True), and pass only the "
+            "new token to the model. model.generate does both.",
+            "code": "out = model(prompt, use_cache=True)\n"
+            "for _ in range(new_tokens):\n"
+            "    token = out.logits[:, -1:].argmax(-1)\n"
+            "    cache = out.past_key_values\n"
+            "    out = model(token, past_key_values=cache, use_cache=True)",
+        },
+    }
     verify = "Profile again: embedding and attention get one token in each pass after the first."
     falsified_by = "a model whose earlier tokens change with later ones (not causal)"
     confidence = 0.85
@@ -97,6 +115,7 @@ class PrefixRecomputed(Rule):
                 Evidence("tokens per pass, mean", tokens, "count"),
             ],
             edits=[self._edit(a, tokens)],
+            **(self.case("transformers' own model") if runs_code_of(a, TRANSFORMERS) else {}),
         )
 
     def _edit(self, a: Analysis, tokens: float) -> Edit:

@@ -94,7 +94,7 @@ class DenseEmbeddingGradient(Rule):
     )
     cases = {
         "the optimizer takes sparse gradients": {
-            "fix": "Make the gradient sparse: {optimizer} takes sparse gradients, and nothing else "
+            "fix": "Make the gradient sparse ({optimizer} takes sparse gradients); nothing else "
             "has to change.",
             "code": "table = torch.nn.Embedding(rows, size, sparse=True)",
             "falsified_by": "weight decay or clipping, which need the gradient of every row",

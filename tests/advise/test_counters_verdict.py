@@ -204,7 +204,7 @@ def test_a_kernel_with_a_unit_half_busy_is_not_limited_by_latency_alone() -> Non
     assert "5 kernels with hardware counters: 4 are limited by latency, 1 by latency and" in (
         report.verdict
     )
-    assert "2 kernels of the runtime are left out." in report.verdict
+    assert "2 kernels of the runtime are not counted." in report.verdict
 
 
 def _shown(name: str) -> str:

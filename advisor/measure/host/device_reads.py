@@ -76,7 +76,7 @@ def _reads(a: Analysis) -> _Reads:
     syncs = a.syncs.filter(~pl.col("profiler") & pl.col("copy").is_not_null())
     syncs = syncs.filter((gpu["copy"].gather(syncs["copy"]) == "DtoH").fill_null(False))
     host = syncs["host"].to_numpy().astype(np.int64)
-    top = outermost_aten(a)[host]
+    top = a.outermost_aten[host]
     top = np.where(top >= 0, top, host)
     top, first = np.unique(top, return_index=True)
     copy = syncs["copy"].to_numpy().astype(np.int64)[first]
@@ -103,7 +103,7 @@ def read_loops(a: Analysis) -> Intervals:
     if a.device_id is None or a.syncs.is_empty():
         return EMPTY
     cpu = a.trace.cpu
-    tops = outermost_aten(a)
+    tops = a.outermost_aten
     outer = np.flatnonzero(tops == np.arange(len(tops)))
     reads = np.intersect1d(_reads(a).top, outer)
     reads = reads[name_matches(cpu["name"], f"{VALUE}|{COPY}").to_numpy()[reads]]

@@ -151,6 +151,21 @@ def is_outside_operators(a: Analysis) -> bool:
     return bool((a.trace.cpu["kind"] == "op").any()) and queued_idle_ns(a) < unknown / 2
 
 
+def operators_after_gaps(a: Analysis) -> pl.DataFrame:
+    """Return the outermost aten operators that launched the work after idle time outside operators:
+    ``name`` (null: launched by none), ``dur`` (its sum, ns) and ``count`` of the gaps, longest time
+    first."""
+    gaps = a.gaps.filter(pl.col("cause") == "unknown")
+    launch = a.trace.gpu["launch"].gather(gaps["next"])
+    top = a.outermost_aten[launch.fill_null(0).to_numpy()] if gaps.height else np.zeros(0, int)
+    top = np.where(launch.is_null().to_numpy(), -1, top)
+    name = a.trace.cpu["name"].gather(nullable_rows(top.astype(np.int32))).cast(pl.String)
+    table = gaps.select("dur", "gap", name=name).group_by("name")
+    return table.agg(pl.col("dur").sum(), count=pl.col("gap").n_unique()).sort(
+        "dur", "name", descending=[True, False]
+    )
+
+
 def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
     cpu = a.trace.cpu
     count = len(part)

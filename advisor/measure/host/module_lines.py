@@ -11,7 +11,6 @@ import polars as pl
 from advisor.core.finding import Location
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.host.stacks import parse_frame
 
 MIN_SHARE = 0.5
@@ -107,7 +106,7 @@ def _calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
         op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device]
         rows, ns = op[op >= 0], a.trace.gpu["dur"].to_numpy()[device][op >= 0]
     maker = a.forward_op[rows]  # of a gradient
-    top = outermost_aten(a)[np.where(maker >= 0, maker, rows)]
+    top = a.outermost_aten[np.where(maker >= 0, maker, rows)]
     table = pl.DataFrame({"row": top, "ns": ns}).filter(pl.col("row") >= 0)
     table = table.with_columns(
         name=cpu["name"].gather(table["row"]).to_physical(),

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from advisor.core.finding import Location
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
-from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_OF_LOOP,
@@ -127,7 +126,7 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     cpu, main = a.trace.cpu, a.trace.main_thread
     rows = np.flatnonzero(((cpu["name"] == op) & (cpu["thread"] == main)).to_numpy())
     own = cpu.select("ts", "dur")[rows]
-    outermost = outermost_aten(a)
+    outermost = a.outermost_aten
     called = cpu["name"].gather(nullable_rows(outermost[rows])).cast(pl.String)
     times = own.group_by(called.alias("called")).agg(pl.col("dur").sum()).sort("dur").drop_nulls()
     # others may run the same operator: nearly all of its time is in one of them

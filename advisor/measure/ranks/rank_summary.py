@@ -12,7 +12,6 @@ from advisor.core.finding import Finding
 from advisor.core.intervals import Ints, covered_length, union
 from advisor.core.report_memory import MemorySample
 from advisor.measure import Analysis
-from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.ranks.collectives import collective_table, pack_collectives, step_summaries
 from advisor.measure.ranks.summary_schema import (
     MAX_BYTES,
@@ -116,7 +115,7 @@ def _operators(a: Analysis) -> dict[str, KernelSummary]:
     if a.device_id is not None:
         return {}
     ts = cpu["ts"].to_numpy()
-    own = outermost_aten(a) == np.arange(len(ts))
+    own = a.outermost_aten == np.arange(len(ts))
     own &= covered_length(ts, ts + 1, a.spans) > 0
     rows = cpu.filter(pl.Series(own)).filter(pl.col("inputs").is_not_null())
     table = (

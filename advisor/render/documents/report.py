@@ -43,12 +43,12 @@ _STYLE: Final = {
     "limited": "bold",
     "critical": "bold red",
 }
-_ON_HOST: Final = ("GPU", "ops", "ranges", "path", "no fix")
-_SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 1, "ranges": 4, "ops": 4}
-"""Levels from which a terminal leaves lines out to fit a screen."""
-_MIN_PARTS: Final = {"trace": 4, "path": 1, "window": 4, "GPU": 3, "ops": 2}
-"""Parts of a line that stay then; one less on the fullest page."""
+_ON_HOST: Final = ("GPU", "ops", "ranges", "idle", "path", "no fix")
 """Figures beside the bar that are shown where room is short."""
+_SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 1, "idle": 5, "ranges": 4, "ops": 4}
+"""Levels from which a terminal leaves lines out to fit a screen."""
+_MIN_PARTS: Final = {"trace": 4, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2}
+"""Parts of a line that stay then; one less on the fullest page."""
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:

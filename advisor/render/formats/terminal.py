@@ -25,9 +25,9 @@ from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_SCREEN_LINES: Final = 45
 """Number of lines that a report without details is made to fit, by fewer fixes in full."""
-MAX_SPARE: Final = 4
+MAX_SPARE: Final = 5
 """Highest level of what is left out to fit a screen."""
-TIGHT: Final = MAX_SPARE
+TIGHT: Final = 4
 """Level from which figures are drawn short, and a sentence's first clause and a snippet's first
 alternative stand alone."""
 MAX_FULL: Final = 3
@@ -56,8 +56,9 @@ class Terminal(DocumentRenderer):
         if options.details:
             return _Screen(document, options, len(cards)).text
         most = max(1, min(MAX_FULL, fixes))
-        steps = [(True, level) for level in range(MAX_SPARE)]
-        steps += [(False, level) for level in range(MAX_SPARE + 1)]
+        steps = [(clauses, level) for clauses in (True, False) for level in range(TIGHT)]
+        tight = range(TIGHT, MAX_SPARE + 1)
+        steps += [(clauses, level) for level in tight for clauses in (True, False)]
         for (clauses, level), full in product(steps, range(most, 0, -1)):
             screen = _Screen(document, options, full, level, clauses=clauses)
             if screen.text.count("\n") <= MAX_SCREEN_LINES:

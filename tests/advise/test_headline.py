@@ -561,6 +561,10 @@ def test_idle_time_outside_operators_is_not_called_unknown(
     assert part.outside_operators is outside
     page = REPORTS.render("terminal", report, details=True)
     assert ("? outside operators" in page, "? unknown" in page) == (outside, not outside)
+    assert (part.gaps is not None, bool(part.next_operators)) == (outside, outside)
+    assert sum(each.share for each in part.next_operators) <= 1
+    described = outside and part.share >= report_text.MIN_OUTSIDE_OPERATORS
+    assert ("idle     outside operators: " in page) is described
 
 
 def test_a_path_is_not_of_a_host_of_which_nothing_is_recorded(

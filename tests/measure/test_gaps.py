@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.measure import Analysis
-from advisor.measure.host.gaps import CAUSES, GAPS_SCHEMA
+from advisor.measure.host.gaps import CAUSES, GAPS_SCHEMA, operators_after_gaps
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -164,6 +164,26 @@ def test_time_between_operators_without_stacks_is_unknown_and_named_by_its_range
     a = s.finish()
     assert blamed(a) == {"unknown": 197.5, "dispatch": 2, "launch": 8}
     assert host_name(a, "unknown") == "## optimizer ##"
+
+
+def test_the_operators_after_time_outside_operators():
+    """197.5 us before the second kernel (aten::mm) and 595 before the third (inside aten::linear,
+    whose aten::addmm launches it)."""
+    s = Scene()
+    s.b.host(300)
+    with s.b.op("aten::mm", host_us=2):
+        s.b.launch("second", 100)
+    s.b.host(700)
+    with s.b.op("aten::linear"), s.b.op("aten::addmm", host_us=2):
+        s.b.launch("third", 100)
+    s.step.__exit__(None, None, None)
+    a = s.b.analysis()
+    table = operators_after_gaps(a)
+    assert table["name"].to_list() == ["aten::linear", "aten::mm"]
+    unknown = a.gaps.filter(pl.col("cause") == "unknown")
+    by_hand = dict(unknown.group_by("gap").agg(pl.col("dur").sum()).sort("gap").iter_rows())
+    assert table["dur"].to_list() == sorted(by_hand.values(), reverse=True)
+    assert min(by_hand.values()) == 197_500 and table["count"].to_list() == [1, 1]
 
 
 @pytest.mark.parametrize("call", ["cudaMalloc", "cudaFree", "cudaHostAlloc", "hipFree"])

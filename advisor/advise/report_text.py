@@ -248,7 +248,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
         parts.append(f"{view.samples_per_second:,.0f} samples/s")
     if view.outside_ns and (view.outside_share or 0.0) >= MIN_OUTSIDE_SHARE:
         parts.append(
-            f"{t.format_duration(view.outside_ns)} between steps "
+            f"pauses of {t.format_duration(view.outside_ns)} in all between steps "
             f"({t.format_share(view.outside_share)} of the time after the first): "
             "validation, rollouts, checkpoints and the like"
         )

@@ -5,7 +5,6 @@ here advises: limits of a measurement are constants, with their reason."""
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import polars as pl
@@ -89,24 +88,41 @@ if TYPE_CHECKING:
 Measured = TypeVar("Measured")
 
 
-class _IdleMeasurement(Generic[Measured]):
-    """A cached measurement that counts the device as idle where no work is recorded. Each use is
-    counted: where records are lost, nothing may be concluded from it."""
+class _Measurement(Generic[Measured]):
+    """A cached measurement. ``idle_reads`` counts each use of one that treats time without recorded
+    work as idle, or that is computed from such a measurement."""
+
+    of_idle = False
+    """Whether it treats time without recorded work as idle itself."""
 
     def __init__(self, measure: Callable[[Analysis], Measured]) -> None:
         self._measure = measure
-        self._key = f"_{measure.__name__}"
         self.__doc__ = measure.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
     def __get__(self, a: Analysis | None, owner: type | None = None) -> Measured:
         if a is None:
             return self  # type: ignore[return-value]  # as a property does, for its docstring
-        a.idle_reads += 1
-        kept = a.__dict__
-        if self._key not in kept:
-            kept[self._key] = self._measure(a)
-        result: Measured = kept[self._key]
+        cache, key = a.__dict__, f"{self._name}, of idle time"
+        if key in cache:
+            a.idle_reads += 1
+            cached: Measured = cache[key]
+            return cached
+        before = a.idle_reads
+        result = self._measure(a)
+        a.idle_reads += self.of_idle
+        # under the attribute's own name, later uses do not come here
+        cache[key if a.idle_reads > before else self._name] = result
         return result
+
+
+class _IdleMeasurement(_Measurement[Measured]):
+    """A cached measurement that treats time without recorded work as idle: where records are lost,
+    nothing may be concluded from it."""
+
+    of_idle = True
 
 
 MORE_WORK = 0.03
@@ -146,7 +162,7 @@ class Analysis:
 
     # -- what the analysis is about ---------------------------------------------------------
 
-    @cached_property
+    @_Measurement
     def recorded(self) -> StepRecords | None:
         """The recorder's steps and samples of this rank; ``None``: a trace alone."""
         if self.record is None:
@@ -159,17 +175,17 @@ class Analysis:
             return None
         return self.device_busy(self.in_window).total / self.step_count
 
-    forward_only = cached_property(forward_only)
+    forward_only = _Measurement(forward_only)
     """Whether the loop does not train, as far as is recorded."""
 
-    @cached_property
+    @_Measurement
     def auxiliary_inputs(self) -> tuple[AuxiliaryInput, ...]:
         """Inputs other than a trace and a record, given with one or alone."""
         meta = self.trace.meta
         given = () if self.snapshot is None else (SNAPSHOT,)
         return tuple(kind for kind in AUXILIARY_INPUTS if kind in given or kind.is_in(meta))
 
-    @cached_property
+    @_Measurement
     def record_only(self) -> bool:
         """Whether the trace is empty and there is a record, or another source: no window was
         profiled."""
@@ -182,30 +198,30 @@ class Analysis:
         ``None``: there is a trace or a record."""
         return self.auxiliary_inputs[0] if self.record_only and self.record is None else None
 
-    outermost_aten = cached_property(outermost_aten)
+    outermost_aten = _Measurement(outermost_aten)
     """Outermost aten operator around each row of ``trace.cpu``; -1: none."""
 
-    @cached_property
+    @_Measurement
     def flight(self) -> FlightRecord | None:
         """Dumps of the flight recorder, compared across ranks; ``None``: there are none."""
         dumps = self.trace.meta.flight
         return compare_dumps(dumps) if dumps else None
 
-    @cached_property
+    @_Measurement
     def steps(self) -> Steps:
         """Steps and how they were found (``steps.py``)."""
         return find_steps(self.trace, self.selection)
 
-    @cached_property
+    @_Measurement
     def passes(self) -> ForwardPasses | None:
         """Steps of inference (``inference/passes.py``); ``None``: the program trains, or nothing
         marks them."""
         return find_passes(self.trace)
 
-    inference = cached_property(measure_inference)
+    inference = _Measurement(measure_inference)
     """Steps of inference by phase; ``None``: there are none."""
 
-    @cached_property
+    @_Measurement
     def engine(self) -> str | None:
         """Inference engine of the program, by its marks or by its frames; ``None``: it trains, or
         neither is recorded."""
@@ -216,12 +232,12 @@ class Analysis:
         """The instants that count: the used steps, ns."""
         return self.steps.spans
 
-    @cached_property
+    @_Measurement
     def span_ns(self) -> int:
         """Length of the analysed window, ns."""
         return self.spans.total
 
-    @cached_property
+    @_Measurement
     def step_count(self) -> int:
         """Number of used steps (1 for ``whole trace``)."""
         return max(1, self.steps.used.height)
@@ -231,14 +247,14 @@ class Analysis:
         """Unit that figures are given per: a step, or the recording when no step is marked."""
         return "step" if self.record_only else unit_of(self.steps.source)
 
-    @cached_property
+    @_Measurement
     def step_ns(self) -> float:
         """Mean duration of the used steps, ns; without a trace, of the recorded ones."""
         if self.record_only and self.recorded is not None:
             return self.recorded.mean or 0.0
         return self.span_ns / self.step_count
 
-    @cached_property
+    @_Measurement
     def device_id(self) -> int | None:
         """The device that is analysed: the one with most device time; ``None``: no device work."""
         return analysed_device(self.trace)
@@ -249,7 +265,7 @@ class Analysis:
         seen = self.record is not None and bool(self.record.rank.devices)
         return self.device_id is None and not seen
 
-    @cached_property
+    @_Measurement
     def device(self) -> Device | None:
         """Properties of that device, if the file has them."""
         return None if self.device_id is None else self.trace.working_device(self.device_id)
@@ -260,7 +276,7 @@ class Analysis:
         name = None if self.device is None else self.device.name
         return self.hardware.name if name is None and self.hardware is not None else name
 
-    @cached_property
+    @_Measurement
     def hardware(self) -> GpuSpec | None:
         """Peaks and limits of that device; ``None``: unknown GPU, so rooflines are not measured."""
         if self.device is None:
@@ -274,13 +290,13 @@ class Analysis:
         named = self.trace.meta.gpu
         return find_gpu(named).gpu if result is None and named is not None else result
 
-    @cached_property
+    @_Measurement
     def in_window(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: on the analysed device, touching ``spans``, and not launched
         before the recording began."""
         return self.on_device & ~self.launched_before
 
-    @cached_property
+    @_Measurement
     def lost_records(self) -> LostRecords:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
         replays that is not in the recording (``inference/graphs.py``)."""
@@ -289,21 +305,21 @@ class Analysis:
         cut = self.trace.meta.truncated and not self.trace.cpu.is_empty()
         return LostRecords(*both, graphs[1], cut)
 
-    one_off_costs = cached_property(find_one_off_rows)
+    one_off_costs = _Measurement(find_one_off_rows)
     """Costs of first calls that take a fraction of the time when repeated."""
 
-    new_shape_calls = cached_property(new_shape_calls)
+    new_shape_calls = _Measurement(new_shape_calls)
     """Operators that are slow on the first sight of an input shape, in most of the steps."""
 
-    new_shape_spans = cached_property(new_shape_spans)
+    new_shape_spans = _Measurement(new_shape_spans)
 
-    @cached_property
+    @_Measurement
     def launched_before(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: launched before the recording began (``launches.py``). The
         device is busy with it, but it is not the steps' work."""
         return launched_before_recording(self.trace)
 
-    @cached_property
+    @_Measurement
     def on_device(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``. Work that
         took no time by the file's clock ran all the same."""
@@ -322,7 +338,7 @@ class Analysis:
         ts = gpu["ts"].to_numpy()[rows]
         return intersect(union(ts, ts + gpu["dur"].to_numpy()[rows]), self.spans)
 
-    @cached_property
+    @_Measurement
     def own_busy_share(self) -> float | None:
         """Share of the run's own step in which the device works; ``None``: no device.
 
@@ -351,7 +367,7 @@ class Analysis:
     gaps = _IdleMeasurement(idle_gaps)
     """Idle gaps of the device, with blame."""
 
-    step_halves = cached_property(compare_halves)
+    step_halves = _Measurement(compare_halves)
     """Classes of time and kinds of work that the longer half of the steps has more of."""
 
     syncs = _IdleMeasurement(find_syncs)
@@ -360,15 +376,15 @@ class Analysis:
     copies = _IdleMeasurement(find_copies)
     """Copies: direction, bandwidth, what hid them."""
 
-    host = cached_property(host_breakdown)
+    host = _Measurement(host_breakdown)
     """Host time by thread and class."""
 
-    timeline = cached_property(build_timeline)
+    timeline = _Measurement(build_timeline)
     """Exclusive activity of each host thread over time."""
 
     # -- device work ------------------------------------------------------------------------
 
-    @cached_property
+    @_Measurement
     def kernels(self) -> pl.DataFrame:
         """Kernels and what is known of each, aligned with ``trace.gpu`` (``kernels.py``).
 
@@ -384,28 +400,28 @@ class Analysis:
         inputs tell the work, which is ``op_name`` or around it; null)."""
         return with_attention(self, measure_kernels(self))
 
-    families = cached_property(sum_families)
+    families = _Measurement(sum_families)
     """Device time by family."""
 
-    hot_kernels = cached_property(sum_kernels)
+    hot_kernels = _Measurement(sum_kernels)
     """Device time by kernel name."""
 
-    @cached_property
+    @_Measurement
     def fused_kernels(self) -> dict[str, FusedKernel]:
         """Kernels that inductor generated, by name, from torch.compile logs; empty: no logs."""
         log = self.trace.meta.compilation
         return {} if log is None else {each.name: each for each in log.kernels}
 
-    rooflines = cached_property(measure_operators)
+    rooflines = _Measurement(measure_operators)
     """Operators by shape against what the device attains."""
 
-    layers = cached_property(measure_layers)
+    layers = _Measurement(measure_layers)
     """Work by module."""
 
-    varying_kernels = cached_property(find_varying_kernels)
+    varying_kernels = _Measurement(find_varying_kernels)
     """Kernels whose like launches differ in duration."""
 
-    flop_utilisation = cached_property(model_flop_utilisation)
+    flop_utilisation = _Measurement(model_flop_utilisation)
     """Model FLOP utilisation, and the number format it is of."""
 
     @property
@@ -416,55 +432,55 @@ class Analysis:
     collectives = _IdleMeasurement(find_collectives)
     """Collectives: bytes, rates, what hid them."""
 
-    read_loops = cached_property(read_loops)
+    read_loops = _Measurement(read_loops)
     """Host time of loops of reads."""
 
-    after_reads = cached_property(find_time_after_reads)
+    after_reads = _Measurement(find_time_after_reads)
     """Host time of work on what was read."""
 
-    round_trips = cached_property(round_trips)
+    round_trips = _Measurement(round_trips)
     """Copies to the host that come back."""
 
-    trip_intervals = cached_property(trip_intervals)
+    trip_intervals = _Measurement(trip_intervals)
     """Intervals of those round trips."""
 
-    second_forwards = cached_property(second_forwards)
+    second_forwards = _Measurement(second_forwards)
     """Host time of layers that run again beside the trained forward pass."""
 
-    repeated_backwards = cached_property(repeated_backwards)
+    repeated_backwards = _Measurement(repeated_backwards)
     """Host time of autograd nodes that run more than once."""
 
-    rebuilt_weights = cached_property(rebuilt_weights)
+    rebuilt_weights = _Measurement(rebuilt_weights)
     """Operators that make untrained weights again."""
 
-    rebuilt_weights_time = cached_property(rebuilt_weights_time)
+    rebuilt_weights_time = _Measurement(rebuilt_weights_time)
     """Host time of these operators."""
 
-    recorded_gradients = cached_property(recorded_gradients)
+    recorded_gradients = _Measurement(recorded_gradients)
     """Parameters with gradients that no optimizer holds, from the record."""
 
-    dropped_gradients = cached_property(dropped_gradients)
-    unused_gradient_work = cached_property(unused_gradient_work)
+    dropped_gradients = _Measurement(dropped_gradients)
+    unused_gradient_work = _Measurement(unused_gradient_work)
     """Work of the backward pass on these gradients."""
 
     # -- memory -----------------------------------------------------------------------------
 
-    recompute_time = cached_property(recompute_time)
+    recompute_time = _Measurement(recompute_time)
     """Host time of recomputation."""
 
-    memory = cached_property(memory_by_step)
+    memory = _Measurement(memory_by_step)
     """Device memory by step."""
 
-    allocations = cached_property(find_allocations)
+    allocations = _Measurement(find_allocations)
     """Calls that allocate or free device or pinned memory."""
 
-    @cached_property
+    @_Measurement
     def peak_memories(self) -> list[PeakMemory]:
         """Contents of the memory per device of the snapshot (``peak_memory.py``), the fullest
         first. Empty: no snapshot."""
         return [] if self.snapshot is None else peak_memories(self.snapshot)
 
-    @cached_property
+    @_Measurement
     def gpu_and_host_peaks(self) -> list[PeakMemory]:
         """``peak_memories``; without a snapshot, those of the trace's own allocator events
         (``trace_memory.py``), the host's (device -1) last."""
@@ -474,27 +490,27 @@ class Analysis:
         made = [] if recorded is None else peak_memories(recorded)
         return sorted(made, key=lambda peak: peak.device < 0)
 
-    profiled_kernels = cached_property(profiled_kernels)
+    profiled_kernels = _Measurement(profiled_kernels)
     """Kernels with hardware counters, and their launches."""
 
-    compiled_kernels = cached_property(compiled_kernels)
+    compiled_kernels = _Measurement(compiled_kernels)
     """Kernels that Triton compiled, and their launches."""
 
     # -- stacks -----------------------------------------------------------------------------
 
-    @cached_property
+    @_Measurement
     def user_frame(self) -> NDArray[np.int32]:
         """Aligned with ``trace.cpu``: row of the innermost Python frame of the *user's* code
         around (or at) each host row, -1: none (``stacks.py``)."""
         return user_frames(self.trace)
 
-    @cached_property
+    @_Measurement
     def forward_op(self) -> NDArray[np.int32]:
         """Aligned with ``trace.cpu``: for rows of the backward pass, row of the forward operator
         that created their node, -1: none (``stacks.py``)."""
         return forward_ops(self.trace)
 
-    forward_frame = cached_property(forward_frames)
+    forward_frame = _Measurement(forward_frames)
     """Aligned with ``trace.cpu``: the user's frame around each row's forward operator."""
 
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:

@@ -521,3 +521,13 @@ def test_a_report_of_start_up_begins_with_it(
 ) -> None:
     verdict = analyze(shared_trace(name), OPTIONS).verdict
     assert f"One-off costs take at least {share}" in verdict and f"mostly {what}" in verdict
+
+
+def test_every_use_of_a_measurement_of_idle_time_is_counted(shared_trace: Shared):
+    """Rules run in any order: the second one that uses a measurement must be known to use it."""
+    a = Analysis(read_trace(shared_trace("b200_eager")))
+    for measure, of_idle in (("gaps", 1), ("read_loops", 1), ("is_device_bound", 1), ("steps", 0)):
+        for _ in range(3):
+            before = a.idle_reads
+            getattr(a, measure)
+            assert (a.idle_reads > before) is bool(of_idle), measure

@@ -1,1 +1,1 @@
-"""Helpers that several rules share, and the sources of numbers. No rule is defined here."""
+"""Functions that several rules share, and the sources of numbers. No rule is defined here."""

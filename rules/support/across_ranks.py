@@ -1,4 +1,4 @@
-"""Findings across ranks, made of what the search for outliers found and the replay estimated."""
+"""Findings across ranks, built from the outliers found and the gains that the replay estimated."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.study import Study
 
 MIN_READ_SHARE = 0.9
-"""Share of the job's ranks that must be read; else one that was not may be later still."""
+"""Minimum share of the job's ranks that must be read: an unread rank may be later still."""
 
-WAIT = "exposed wait of the others"
+WAIT_LABEL = "exposed wait of the others"
 
 
 def find_unit(study: Study) -> Per:
-    """Return the unit that the job's figures are per, such as a step."""
+    """Return the unit of the job's figures, such as per step."""
     return unit_of(study.job.summaries[0].step_source)
 
 
 def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: str) -> Finding:
-    """Build the finding of a deviation: evidence, places, edits, and the gain where the ranks are
-    not replayed."""
+    """Build the finding of a deviation: evidence, places and edits, and the gain where the ranks
+    are not replayed."""
     from advisor.measure.ranks.outliers import edits_of
 
     job, result, per = study.job, study.job.waits, find_unit(study)
     index, steps = list(deviation.members.rank_indices), max(1, len(job.profile.steps))
-    who = describe_subject(job, deviation)
-    taken, last = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
-    waited = float(result.caused_exposed_ns[index].sum()) / steps
-    error = job.joined.clocks.error_ns
-    world = max((s.world for s in job.summaries), default=0)
-    whole = len(job.summaries) >= MIN_READ_SHARE * world
-    own = "transfer time above the same of other groups"
+    subject = describe_subject(job, deviation)
+    taken, lasts = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
+    waited_ns = float(result.caused_exposed_ns[index].sum()) / steps
+    error_ns = job.joined.clocks.error_ns
+    world_size = max((s.world for s in job.summaries), default=0)
+    enough_ranks_read = len(job.summaries) >= MIN_READ_SHARE * world_size
+    label = "transfer time above the same of other groups"
     if deviation.kind != "network":
-        own = "own work above the others'" if not deviation.arrives_late else WAIT
+        label = "own work above the others'" if not deviation.arrives_late else WAIT_LABEL
     evidence = [
-        Evidence("rank", job.topology.ranks[index[0]]) if len(index) == 1 else Evidence("who", who),
-        Evidence(own, deviation.excess_ns, "ns", per=per),
+        Evidence("rank", job.topology.ranks[index[0]])
+        if len(index) == 1
+        else Evidence("who", subject),
+        Evidence(label, deviation.excess_ns, "ns", per=per),
         Evidence(
             "share of the ranks' step",
             deviation.excess_ns / job.step_ns if job.step_ns else None,
@@ -59,51 +61,51 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         ),
     ]
     if taken:
-        evidence.append(Evidence("arrives last at", last / taken, "share"))
-        if own != WAIT:
-            evidence.append(Evidence(WAIT, waited, "ns", per=per))
-    if error is not None:
-        evidence.append(Evidence("error of the clocks' alignment", error, "ns"))
+        evidence.append(Evidence("arrives last at", lasts / taken, "share"))
+        if label != WAIT_LABEL:
+            evidence.append(Evidence(WAIT_LABEL, waited_ns, "ns", per=per))
+    if error_ns is not None:
+        evidence.append(Evidence("error of the clocks' alignment", error_ns, "ns"))
     impact = None
     if gain is None:
-        even = subtract_dealt_work(job, deviation, waited)
+        shared_ns = subtract_dealt_work(job, deviation, waited_ns)
         impact = Impact(
             currency="step_time",
-            gain_ns=round(even),
+            gain_ns=round(shared_ns),
             low_ns=0,
-            high_ns=round(waited),
-            share=even / job.step_ns if job.step_ns else None,
+            high_ns=round(waited_ns),
+            share=shared_ns / job.step_ns if job.step_ns else None,
             method="mean exposed wait of the other ranks",
             kind="recorded",
             per=per,
         )
     return Finding(
         title=title,
-        summary=f"{who[0].upper()}{who[1:]}: {describe_reason(job, deviation)}.",
+        summary=f"{subject[0].upper()}{subject[1:]}: {describe_reason(job, deviation)}.",
         evidence=evidence,
-        where=_places(job, index),
+        where=_find_longest_waits(job, index),
         edits=edits_of(job, deviation),
         impact=impact,
-        confidence=0.8 if whole else 0.5,
+        confidence=0.8 if enough_ranks_read else 0.5,
         confidence_notes=[]
-        if whole
-        else ["not all ranks of the job are here: another one may be later still"],
-        falsified_by=f"a run in which the hosts of {who} and of others are swapped, and the same "
-        "ranks are late",
+        if enough_ranks_read
+        else ["not all ranks of the job were read: another rank may be later still"],
+        falsified_by=f"a run in which the hosts of {subject} and of others are swapped, and the "
+        "same ranks are late",
     )
 
 
 def subtract_dealt_work(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
-    """Return a gain, ns, less the part of evenly dealt work that the other ranks take over."""
+    """Return a gain, ns, minus the part of evenly dealt work that the other ranks take over."""
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns
     return ns * (1 - len(deviation.members.rank_indices) / len(job.summaries))
 
 
-def _places(job: JobMeasurements, at: list[int]) -> list[Location]:
+def _find_longest_waits(job: JobMeasurements, rank_indices: list[int]) -> list[Location]:
     """Return the collectives with the longest waits for these ranks."""
     result = job.waits
-    rows = np.flatnonzero(np.isin(result.last_rank, at))
+    rows = np.flatnonzero(np.isin(result.last_rank, rank_indices))
     rows = rows[np.argsort(-result.mean_wait[rows], kind="stable")][:3]
     places = []
     for row in rows.tolist():

@@ -20,20 +20,20 @@ from advisor.rules.support.common import amount_per_step
 from advisor.rules.support.kernel_work import is_unfused_attention, read_inputs
 
 MIN_UNFUSED_SHARE = 0.5
-"""Share of an operator's time in unfused attention from which it is that rule's finding."""
+"""Minimum share of an operator's time in unfused attention at which only that rule reports it."""
 ON_ROCM = "on ROCm"
-"""Name of the case with what ROCm's libraries need."""
+"""Name of the case about what ROCm's libraries need."""
 
 
 class SlowCause(NamedTuple):
     """Cause that makes an operator slow."""
 
     text: str
-    """Text for the summary; ``""``: advice alone."""
+    """Text for the summary, or ``""`` if there is only advice."""
     case: str = ""
-    """Case of the rule with the advice; ``""``: the rule's own."""
+    """Case of the rule with the advice, or ``""`` for the rule's own advice."""
     searched: bool = False
-    """Whether only a search in the library can tell if there is a faster kernel."""
+    """Whether only a search in the library can tell if a faster kernel exists."""
 
 
 class BelowRate(Rule):
@@ -42,7 +42,7 @@ class BelowRate(Rule):
     families: ClassVar[tuple[str, ...]]
     """Kernel families that the rule judges."""
     max_efficiency: ClassVar[Threshold[float]]
-    """Share of the attainable rate: slower operators are reported."""
+    """Share of the attainable rate. Slower operators are reported."""
     reach: ClassVar[Factor[float]]
     """Share of the attainable rate that a better kernel reaches."""
     best_reach: ClassVar[Factor[float]]
@@ -90,7 +90,7 @@ class BelowRate(Rule):
             return
         worst = slow.sort("saved", descending=True).row(0, named=True)
         causes = self._causes(a, worst, read_inputs(a, worst["inputs"]))
-        why = "; ".join(cause.text for cause in causes if cause.text)
+        reasons = "; ".join(cause.text for cause in causes if cause.text)
         advice = self._advise([cause.case for cause in causes if cause.case])
         if not advice["fix"]:
             return  # what helps is done already
@@ -100,7 +100,7 @@ class BelowRate(Rule):
             summary=(
                 f"Slow {self._work}{self._included(a, slow)} take {share:.0%} of kernel time. The "
                 f"costliest{name} reaches "
-                f"{format_share(worst['efficiency'])} of {self._rate}: {why}."
+                f"{format_share(worst['efficiency'])} of {self._rate}: {reasons}."
             ),
             evidence=self._evidence(a, slow),
             where=kernel_work.kernel_locations(a, rows),
@@ -109,15 +109,15 @@ class BelowRate(Rule):
         )
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
-        """Report that the rates of much of its work are unknown."""
+        """Report that the rates of much of the rule's work are unknown."""
         return kernel_work.report_unknown_rates(a, self.families, self._work)
 
     def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
-        """Say what else is in the operators' time."""
+        """Describe other work that is part of the operators' time."""
         return ""
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
-        """Return those of the slow operators that the rule is about."""
+        """Return only the slow operators that the rule is about."""
         return slow
 
     def _causes(
@@ -127,12 +127,12 @@ class BelowRate(Rule):
         raise NotImplementedError
 
     def _advise(self, cases: Sequence[str]) -> dict[str, Any]:
-        """Fix and code of the cases, one after the other; the rule's own where none of them (the
-        vendor's left aside) has code."""
+        """Join fix and code of the cases. The rule's own are added where no case but the vendor's
+        has code."""
         texts = [self.case(name) for name in cases]
         if not any("code" in self.case(name) for name in cases if name != ON_ROCM):
             texts.append({"fix": self.fix, "code": self.code})
-        assumptions = [text for each in texts for text in each.get("assumptions", ())]
+        assumptions = [text for case in texts for text in case.get("assumptions", ())]
         return {
             "fix": " ".join(text["fix"] for text in texts if text.get("fix")),
             "code": "\n".join(dict.fromkeys(text["code"] for text in texts if text.get("code"))),
@@ -149,14 +149,14 @@ class BelowRate(Rule):
             self.compare(f"share of {self._rate}", reached, "max_efficiency"),
         ]
         for row in slow.sort("saved", descending=True).head(3).iter_rows(named=True):
-            by = "flops_per_s" if row["bound"] == "compute" else "bytes_per_s"
-            unit, scale = ("TFLOP/s", 1e12) if by == "flops_per_s" else ("GB/s", 1e9)
-            rate, roof = row[by] or 0.0, row[f"attainable_{by}"]
+            rate_column = "flops_per_s" if row["bound"] == "compute" else "bytes_per_s"
+            unit, scale = ("TFLOP/s", 1e12) if rate_column == "flops_per_s" else ("GB/s", 1e9)
+            rate, attainable_rate = row[rate_column] or 0.0, row[f"attainable_{rate_column}"]
             lines.append(
                 Evidence(
                     "operator",
                     f"{row['op']} {shapes_of(a, row['inputs'])}: {rate / scale:,.0f} of "
-                    f"{roof / scale:,.0f} {unit}",
+                    f"{attainable_rate / scale:,.0f} {unit}",
                 )
             )
         return lines
@@ -164,11 +164,11 @@ class BelowRate(Rule):
     def _edit(
         self, a: Analysis, slow: pl.DataFrame, *, searched: bool = False
     ) -> tuple[Edit, kernel_work.Mask]:
-        """Return the edit to bring the operators' kernels to an efficiency; and a mask of these.
-        Where a kernel has to be ``searched`` for, not even the size of the gain is known: the
-        estimate is the geometric mean of the ends.
+        """Return the edit that brings the operators' kernels to an efficiency, and a mask of these
+        kernels. Where a kernel has to be ``searched`` for, not even the size of the gain is known:
+        the estimate is the geometric mean of the best and worst case.
 
-        Kernels are named: where another operator runs the same ones, its time stays."""
+        The edit names kernels: where another operator runs the same kernels, its time stays."""
         rows = rows_of(a, slow) & kernel_work.compute_rows(a)
         names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
         select = kernel_work.select_kernels(names.to_list())
@@ -192,24 +192,24 @@ class BelowRate(Rule):
 def find_slow(
     a: Analysis, families: Sequence[str], max_efficiency: float, matrix_work: bool = False
 ) -> pl.DataFrame:
-    """Rows of ``Analysis.rooflines`` of these families that are bound by compute or memory and
-    reach less than ``max_efficiency``; empty: none, or not known. ``matrix_work``: without matrix
-    work in full FP32 on a device that has faster formats. Unfused attention is always left out.
-    Other rules report both."""
+    """Return rows of ``Analysis.rooflines`` of these families that are bound by compute or memory
+    and reach less than ``max_efficiency``. Empty if there are none, or the rates are unknown.
+    ``matrix_work`` leaves out matrix work in full FP32 on a device that has faster formats. Unfused
+    attention is always left out. Other rules report both."""
     table = a.rooflines
     if table.is_empty() or a.hardware is None:
         return table.clear()
     judged = pl.col("family").is_in(list(families)) & (pl.col("efficiency") < max_efficiency)
     slow = table.filter(judged & pl.col("op").is_not_null())
     if matrix_work and a.hardware.peak("fp16") not in (None, a.hardware.peak("fp32")):
-        full = (pl.col("dtype") == "fp32").fill_null(False) & ~pl.col("tensor_core").fill_null(True)
-        slow = slow.filter(~full)
+        fp32 = (pl.col("dtype") == "fp32").fill_null(False) & ~pl.col("tensor_core").fill_null(True)
+        slow = slow.filter(~fp32)
     if slow.is_empty():
         return slow
     # unfused attention is slow because it is unfused: once fused, these operators are gone
-    part = share_in(a, is_unfused_attention(a))
+    unfused_shares = share_in(a, is_unfused_attention(a))
     return (
-        slow.join(part, on=["op", "inputs"], how="left", nulls_equal=True)
+        slow.join(unfused_shares, on=["op", "inputs"], how="left", nulls_equal=True)
         .filter(pl.col("part").fill_null(0.0) < MIN_UNFUSED_SHARE)
         .drop("part")
         .sort("dur", descending=True)
@@ -217,13 +217,13 @@ def find_slow(
 
 
 def shapes_of(a: Analysis, row: int | None) -> str:
-    """Write shapes of the inputs as text."""
+    """Return the shapes of the inputs as text."""
     dims = None if row is None else a.trace.inputs["dims"][row]
     return shape_text(dims) or ""
 
 
 def saved_time(table: pl.DataFrame, efficiency: float, faster: float) -> float:
-    """Time that rows below an efficiency save by reaching it, ns; none becomes more than
+    """Return the time that rows below an efficiency save by reaching it, ns. None becomes more than
     ``faster`` times faster."""
-    short = (1 - pl.col("efficiency") / efficiency).clip(0.0, 1 - 1 / faster)
-    return float(table.select((pl.col("dur") * short).sum()).item() or 0.0)
+    saved_share = (1 - pl.col("efficiency") / efficiency).clip(0.0, 1 - 1 / faster)
+    return float(table.select((pl.col("dur") * saved_share).sum()).item() or 0.0)

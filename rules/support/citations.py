@@ -148,7 +148,7 @@ TENSORRT = Citation(
 )
 OURS = Citation("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Citation("our choice, checked by examples and recordings only", "docs/thresholds.md")
-"""Source of a number that we chose; no public one is known."""
+"""Source of a number that we chose, as no public one is known."""
 PEAKS = Citation("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
 RATES = Citation(
     "public traces of busy devices: median product 38 to 98% of the rate, median memory-bound "
@@ -164,7 +164,7 @@ SMALL_GRIDS_TRACES = Citation(
     "tests/rules/test_real_traces_kernel.py",
 )
 STEP_SERIES = Citation(
-    "as the step series sets steps aside: beyond 1.5 times the median",
+    "as the step series excludes steps: beyond 1.5 times the median",
     "advisor/measure/steps/steps.py",
 )
 
@@ -173,7 +173,7 @@ STEP_SERIES = Citation(
 
 
 def public_traces(names: str) -> tuple[str, ...]:
-    """Public traces by name, as ``found_in`` and ``silent_in`` have them."""
+    """Return public traces by name, as ``found_in`` and ``silent_in`` have them."""
     return tuple(f"traces/{name}" for name in names.split())
 
 

@@ -1,5 +1,5 @@
-"""Helpers that several rules need for a finding: amounts per step and the places that cost most; of
-a recorded run its record, its loader and the impact of a fix."""
+"""Functions that several rules need for a finding: amounts per step and the costliest places. For a
+recorded run, also its record, its loader and the impact of a fix."""
 
 import math
 import re
@@ -39,7 +39,7 @@ from advisor.testing import TraceBuilder
 Rows = NDArray[np.int64]
 
 MAX_CORRELATIONS = 500
-"""An Edit names single calls or copies only up to this many, to keep the report small."""
+"""Maximum number of single calls or copies that an Edit names, to keep the report small."""
 
 CONFUSION_MATRIX = (
     "# a confusion matrix that stays on the GPU; torch.bincount waits for it\n"
@@ -50,7 +50,7 @@ CONFUSION_MATRIX = (
     "index = torch.where(valid, target * classes + pred, 0).flatten()\n"
     "matrix.index_add_(0, index, valid.flatten().to(matrix.dtype))"
 )
-"""Counts of pairs of classes, without a read of the largest index by the host."""
+"""Code that counts pairs of classes without a read of the largest index by the host."""
 COPY_AHEAD = (
     "uploads, compute = torch.cuda.Stream(), torch.cuda.current_stream()\n"
     "def prefetch(batch):\n"
@@ -64,39 +64,39 @@ COPY_AHEAD = (
     "    current, ready = ready, prefetch(next(batches, []))\n"
     "    train_step(*current)"
 )
-"""Copies the next batch on its own stream while a step computes."""
+"""Code that copies the next batch on its own stream while a step computes."""
 
 
 def sum_column(values: pl.Series) -> int:
-    """Return the sum of a column of integers; nulls do not count."""
+    """Return the sum of a column of integers, without nulls."""
     return int(values.sum() or 0)
 
 
 def amount_per_step(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence:
-    """Return an amount of the analysed window per step, or of the recording without steps."""
+    """Return an amount of the window per step, or of the whole recording if it has no steps."""
     return Evidence(label, amount / a.step_count, unit, per=a.per)
 
 
 def of_step(a: Analysis, ns: float) -> str:
-    """Time in the analyzed window: ``3 ms of each step (12%)``, or ``of the recording`` when the
-    trace has no steps."""
+    """Return time in the analyzed window as text: ``3 ms of each step (12%)``, or ``of the
+    recording`` when the trace has no steps."""
     return (
         f"{t.format_duration(ns / a.step_count)} {of_each_step(a)} ({ns / max(a.span_ns, 1):.0%})"
     )
 
 
 def of_each_step(a: Analysis) -> str:
-    """``of each step``; ``of each profiled step`` where the run's own take another time; ``of the
-    recording`` when the trace has no steps."""
+    """Return ``of each step``, ``of each profiled step`` where the run's own steps take another
+    time, or ``of the recording`` when the trace has no steps."""
     if a.per != "step":
         return t.format_of(a.per)
-    own = None if a.recorded is None else a.recorded.step_time
-    same = own is None or abs(a.step_ns / own.reference_ns - 1) < EQUAL_STEP_SHARE
-    return "of each step" if same else "of each profiled step"
+    run_time = None if a.recorded is None else a.recorded.step_time
+    is_equal = run_time is None or abs(a.step_ns / run_time.reference_ns - 1) < EQUAL_STEP_SHARE
+    return "of each step" if is_equal else "of each profiled step"
 
 
 def without_bf16(a: Analysis, advice: dict[str, Any]) -> dict[str, Any]:
-    """Return advice with FP16 in place of BF16 where the GPU has no units for that, as a V100."""
+    """Return advice with FP16 in place of BF16 where the GPU has no units for BF16 (V100)."""
     if a.hardware is None or a.hardware.peak("bf16") or not a.hardware.peak("fp16"):
         return advice
     texts = {key: value for key, value in advice.items() if isinstance(value, str)}
@@ -111,7 +111,7 @@ def is_share(value: object) -> TypeGuard[float]:
 
 
 def stacks_option(a: Analysis) -> str:
-    """Name the option that records Python stacks beside this."""
+    """Return the option that records Python stacks as well."""
     return "with_stack=True" if a.record is None else "advisor record --deep"
 
 
@@ -129,7 +129,7 @@ def runs_code_of(a: Analysis, pattern: str) -> bool:
 
 
 def per_step(a: Analysis) -> str:
-    """`` per step``, or nothing when the trace has no steps."""
+    """Return `` per step``, or nothing when the trace has no steps."""
     return " per step" if a.per == "step" else ""
 
 
@@ -145,22 +145,22 @@ def int_column(frame: pl.DataFrame, name: str) -> Rows:
 
 def shapes_by_step(a: Analysis, operators: str) -> Floats:
     """Return a number for each analysed step, the same where these operators have the same input
-    shapes; empty: shapes are not recorded."""
+    shapes. Empty if shapes are not recorded."""
     cpu = a.trace.cpu
     rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], operators).to_numpy()))
-    begins = a.steps.marks["ts"].to_numpy()
+    step_starts = a.steps.marks["ts"].to_numpy()
     table = pl.DataFrame(
         {
-            "step": np.searchsorted(begins, cpu["ts"].gather(rows).to_numpy(), side="right"),
+            "step": np.searchsorted(step_starts, cpu["ts"].gather(rows).to_numpy(), side="right"),
             "dims": a.trace.inputs["dims"].gather(cpu["inputs"].gather(rows)),
         }
     ).drop_nulls()
-    each = table.group_by("step").agg(pl.col("dims").cast(pl.String).sort().str.join("\n"))
-    return each.select(pl.col("dims").rank("dense")).to_series().cast(pl.Float64).to_numpy()
+    by_step = table.group_by("step").agg(pl.col("dims").cast(pl.String).sort().str.join("\n"))
+    return by_step.select(pl.col("dims").rank("dense")).to_series().cast(pl.Float64).to_numpy()
 
 
 def outermost_in_steps(a: Analysis) -> pl.DataFrame:
-    """Return outermost operators of the analysed steps: ``row, name, ts, ns, inputs``."""
+    """Return the outermost operators of the analysed steps: ``row, name, ts, ns, inputs``."""
     cpu = a.trace.cpu
     rows = rows_in_steps(a, outermost_rows(a.trace))
     return pl.DataFrame(
@@ -175,21 +175,21 @@ def outermost_in_steps(a: Analysis) -> pl.DataFrame:
 
 
 def layer_columns(a: Analysis, host: Rows) -> dict[str, Rows]:
-    """Columns of host rows: ``node``, the module around (-1: none), and ``layer``, equal for
+    """Return columns of host rows: ``node``, the module around (-1: none), and ``layer``, equal for
     modules of the same kind where the user's line is outside of them, else -1."""
     around = modules_around(a, host)
     return {"node": around.node, "layer": around.group}
 
 
 def layer_fields(a: Analysis, place: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a Location: the modules in ``node``, and whether the line is around them
+    """Return fields of a Location: the modules in ``node``, and whether the line is around them
     (``layer``)."""
     layer = describe_nodes(a, place["node"])
     return {"layer": layer, "around_layer": layer is not None and place["layer"] >= 0}
 
 
 def locate_row(a: Analysis, row: int | None, **fields: Any) -> Location:
-    """The user's line around a row of ``trace.cpu``, with other ``fields`` of the location."""
+    """Return the user's line around a row of ``trace.cpu``, with other fields of the location."""
     file, line, function = a.location(row)
     return Location(file=file, line=line, function=function, **fields)
 
@@ -209,38 +209,38 @@ def costliest_places(
 ) -> list[Location]:
     """Return the places of the program that cost most, the most expensive first.
 
-    ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns, by
-    default its duration. Rows are of one place when they share the innermost frame of user code
-    around them; without stacks when they share the innermost op; else their own name. ``ts`` and
-    ``dur`` describe each instance (by default the host row itself); ``kernel`` is a row of
-    ``trace.gpu`` to name; rows of one ``instance`` count once (by default each row is one);
-    ``gap``, of which gap of the device each row is a piece, if gaps are to be counted. Count, share
-    and worst instance are of the op and kernel of the most expensive row, which are named; shares
-    are of ``whole``, ns, by default of all costs."""
+    ``host`` are rows of ``trace.cpu`` (-1: none). ``cost`` is what each of them costs, ns, by
+    default its duration. Rows belong to one place when they share the innermost frame of user code
+    around them. Without stacks they share the innermost op, else their own name. ``ts`` and ``dur``
+    describe each instance (by default the host row itself). ``kernel`` is a row of ``trace.gpu`` to
+    name. Rows of one ``instance`` count once (by default each row is one). ``gap`` is the gap of
+    the device that each row is a piece of, if gaps are to be counted. Count, share and worst
+    instance are of the op and kernel of the most expensive row, which are named. Shares are of
+    ``whole``, ns, by default of all costs."""
     cpu = a.trace.cpu
     cost = cpu["dur"].to_numpy()[host] if cost is None else cost
-    known = np.flatnonzero((host >= 0) & (cost > 0))
-    if not len(known):
+    costly_rows = np.flatnonzero((host >= 0) & (cost > 0))
+    if not len(costly_rows):
         return []
-    hosts = host[known]
-    frame = a.user_frame[hosts].astype(np.int64)
-    op = climb_stack(parent_rows(a.trace), is_operator(a.trace), hosts)
-    op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
-    named = np.where(frame >= 0, frame, np.where(op >= 0, op, hosts))
-    layers = layer_columns(a, hosts)
+    host_rows = host[costly_rows]
+    frame = a.user_frame[host_rows].astype(np.int64)
+    op_rows = climb_stack(parent_rows(a.trace), is_operator(a.trace), host_rows)
+    op_of = dict(zip(costly_rows.tolist(), op_rows.tolist(), strict=True))
+    named = np.where(frame >= 0, frame, np.where(op_rows >= 0, op_rows, host_rows))
+    layers = layer_columns(a, host_rows)
     instance = instance if gap is None else gap
-    names = {"op": cpu["name"].to_physical().gather(np.where(op >= 0, op, hosts))}
+    names = {"op": cpu["name"].to_physical().gather(np.where(op_rows >= 0, op_rows, host_rows))}
     if kernel is not None:
-        launched = nullable_rows(kernel[known])
+        launched = nullable_rows(kernel[costly_rows])
         names["kernel"] = a.trace.gpu["name"].to_physical().gather(launched)
     rows = pl.DataFrame(
         {
             "key": cpu["name"].to_physical().gather(named).set(pl.Series(layers["layer"] >= 0), 0),
             **layers,
             **names,
-            "row": known,
-            "cost": cost[known],
-            "instance": known if instance is None else instance[known],
+            "row": costly_rows,
+            "cost": cost[costly_rows],
+            "instance": costly_rows if instance is None else instance[costly_rows],
         }
     )
     table = _sum_by_place(rows, list(names))
@@ -248,23 +248,23 @@ def costliest_places(
     locations: list[Location] = []
     for place in table.head(top).iter_rows(named=True):
         row, count = place["row"], place["count"]
-        at_row = int(host[row])
-        around = op_of[row]
+        host_row = int(host[row])
+        op_row = op_of[row]
         locations.append(
             locate_row(
                 a,
-                at_row,
+                host_row,
                 **layer_fields(a, place),
                 share=place["named"] / whole,
-                op=str(cpu["name"][around if around >= 0 else at_row]),
+                op=str(cpu["name"][op_row if op_row >= 0 else host_row]),
                 kernel=None
                 if kernel is None or kernel[row] < 0
                 else str(a.trace.gpu["name"][int(kernel[row])]),
-                ts_ns=int(cpu["ts"][at_row] if ts is None else ts[row]),
+                ts_ns=int(cpu["ts"][host_row] if ts is None else ts[row]),
                 dur_ns=int(
                     place["of_gap"]
                     if gap is not None
-                    else cpu["dur"][at_row]
+                    else cpu["dur"][host_row]
                     if dur is None
                     else dur[row]
                 ),
@@ -276,19 +276,19 @@ def costliest_places(
 
 
 def _sum_by_place(rows: pl.DataFrame, names: list[str]) -> pl.DataFrame:
-    """Return a line per place (``key``, ``layer``), the most expensive first, of rows of a cost.
-    ``named``, ``of_gap`` and ``count`` are of the rows whose ``names`` are its costliest row's."""
-    same = [pl.col(name).eq_missing(pl.col(name).first()) for name in names]
+    """Return one row per place (``key``, ``layer``), the most expensive first, for rows of a cost.
+    ``named``, ``of_gap`` and ``count`` cover only rows with the ``names`` of the costliest row."""
+    has_first_names = [pl.col(name).eq_missing(pl.col(name).first()) for name in names]
     return (
         rows.with_columns(of_gap=pl.col("cost").sum().over("key", "layer", "instance", *names))
         .sort("cost", descending=True)
         .group_by("key", "layer", maintain_order=True)
         .agg(
             pl.col("cost").sum(),
-            pl.col("cost").filter(*same).sum().alias("named"),
-            pl.col("of_gap").filter(*same).max(),
+            pl.col("cost").filter(*has_first_names).sum().alias("named"),
+            pl.col("of_gap").filter(*has_first_names).max(),
             pl.col("row").first(),
-            pl.col("instance").filter(*same).n_unique().alias("count"),
+            pl.col("instance").filter(*has_first_names).n_unique().alias("count"),
             pl.col("node").unique(),
         )
         .sort("cost", descending=True, maintain_order=True)
@@ -298,8 +298,8 @@ def _sum_by_place(rows: pl.DataFrame, names: list[str]) -> pl.DataFrame:
 def device_places(
     a: Analysis, work: pl.DataFrame, cost: str | Rows = "exposed", host: str | Rows = "op"
 ) -> list[Location]:
-    """Return such places of device work, with columns ``gpu``, ``ts`` and ``dur``. ``cost``,
-    ``host``: a column of theirs, or numbers."""
+    """Return the costliest places of device work, with columns ``gpu``, ``ts`` and ``dur``.
+    ``cost`` and ``host`` are names of its columns, or numbers."""
     return costliest_places(
         a,
         row_numbers(work[host]) if isinstance(host, str) else host,
@@ -313,7 +313,7 @@ def device_places(
 def example_steps(
     body: Callable[[TraceBuilder], None], gpu: str | None = "A100", count: int = 4
 ) -> TraceBuilder:
-    """An example of ``count`` steps that each run ``body`` and wait for the device."""
+    """Return an example of ``count`` steps that each run ``body`` and wait for the device."""
     b = TraceBuilder(gpu)
     for _ in b.steps(count):
         body(b)
@@ -322,7 +322,7 @@ def example_steps(
 
 
 def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:
-    """Return when any row of the device work runs; its column ``gpu`` has rows of ``trace.gpu``."""
+    """Return when any row of the device work runs. Its column ``gpu`` has rows of ``trace.gpu``."""
     mask = np.zeros(a.trace.gpu.height, dtype=bool)
     mask[row_numbers(work["gpu"])] = True
     return a.device_busy(mask)
@@ -342,8 +342,8 @@ def rows_launched_in(a: Analysis, instants: Intervals) -> NDArray[np.bool_]:
 
 
 def find_places(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]:
-    """Return the costliest place of these operators of the host: of the device work launched in
-    the ``stretches``, with its kernel, where that takes longer than they do."""
+    """Return the costliest place of these operators of the host, or of the device work launched in
+    the ``stretches``, with its kernel, where that work takes longer."""
     gpu = a.trace.gpu
     work = np.flatnonzero(rows_launched_in(a, stretches)) if a.device_id is not None else rows[:0]
     if int(gpu["dur"].gather(work).sum() or 0) <= stretches.total:
@@ -353,8 +353,8 @@ def find_places(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]
 
 
 def measure_time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
-    """Return the time that the host spends in some stretches or the device with the work launched
-    in them, whichever is longer, ns; and both as evidence."""
+    """Return the time, ns, that the host spends in some stretches, or the device with the work
+    launched in them, whichever is longer. The evidence has both."""
     device = 0 if a.device_id is None else work_launched_in(a, stretches)
     evidence = [
         amount_per_step(a, "host time of this work", stretches.total),
@@ -365,8 +365,8 @@ def measure_time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Eviden
 
 
 def remove_at(instants: Instants, *, gaps: bool = False) -> list[Edit]:
-    """Remove the host's work in the instants that ``Select.at`` names, and what it launches;
-    ``gaps``: and the device's idle time in them."""
+    """Remove the host's work in the instants that ``Select.at`` names, and the work it launches.
+    ``gaps`` also removes the device's idle time in them."""
     edits = [Edit(op="remove", select=Select(on=on, at=instants)) for on in ("gpu", "host")]
     return edits + gaps * [Edit(op="remove", select=Select(on="gap", at=instants))]
 
@@ -380,13 +380,13 @@ def backward_operators(a: Analysis, rows: Rows) -> Rows:
 
 
 def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:
-    """Scale the selected work to so much of its time; at best, and at worst."""
+    """Scale the selected work to a share of its time: expected, at best and at worst."""
     return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)
 
 
 def remove_collectives(a: Analysis, needless: pl.DataFrame, whole_ns: int, under: str = "") -> Edit:
-    """Remove these rows of ``Analysis.collectives``; where they are too many to name, their share
-    of ``whole_ns`` from the communication ``under`` such operators."""
+    """Remove these rows of ``Analysis.collectives``. Where they are too many to name, scale the
+    communication ``under`` these operators down by their share of ``whole_ns``."""
     ids = a.trace.gpu["correlation"].gather(needless["gpu"]).drop_nulls().unique().sort()
     if a.device_id is not None and len(ids) <= MAX_CORRELATIONS:
         select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
@@ -403,10 +403,10 @@ def select_copies(a: Analysis, gpu: pl.Series) -> Select:
 
 
 BUSY_PERCENT = 50
-"""NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
-to save power."""
+"""Minimum NVML utilisation of a sample under load. Idle GPUs lower clocks and links to save
+power."""
 LOOP_SHARE = 0.20
-"""Share of the step from which the loop's own code is reported."""
+"""Minimum share of the step at which the loop's own code is reported."""
 SAVING_AND_LOGGING = {
     "a checkpoint is written": (
         r"^torch/serialization\.py\(\d+\): _?save$"
@@ -417,33 +417,33 @@ SAVING_AND_LOGGING = {
         r"tensorboard.*: (?:add_\w+|flush)$|^wandb/.*: (?:log|_log)$|^mlflow/.*: log_\w+$"
     ),
 }
-"""Frames and ranges that save or log, by cause."""
+"""Patterns of frames and ranges that save or log, by cause."""
 METHOD = "upper bound (recorded host time)"
 
 
 def recorded_steps(a: Analysis) -> StepRecords:
-    """Return the record, which the engine promises to rules with ``reads_record``."""
+    """Return the record, which every rule with ``reads_record`` has."""
     if a.recorded is None:
         raise ValueError("this rule needs a recorded run")
     return a.recorded
 
 
 def sum_of_events(events: Iterable[Mapping[str, Any]], key: str) -> int:
-    """Return the sum of a count in the recorder's events; what is no whole number is left out."""
-    return sum(value for each in events if isinstance(value := each.get(key), int))
+    """Return the sum of a count in the recorder's events, without values that are not integers."""
+    return sum(value for event in events if isinstance(value := event.get(key), int))
 
 
 def own_phases(recorded: StepRecords) -> dict[str, Floats]:
-    """Return times of the loop's own code in each step that counts, by phase, ns."""
+    """Return times of the loop's own code in each counted step, by phase, ns."""
     times = {name: recorded.phase(name) for name in OWN_PHASES}
-    return {name: own for name, own in times.items() if own is not None}
+    return {name: phase_times for name, phase_times in times.items() if phase_times is not None}
 
 
 COMPILERS = (
     r"torch/_dynamo/convert_frame\.py\(|torch/_inductor/compile_fx\.py\(\d+\): \w*compile"
     r"|triton/.*: compile$|CachingAutotuner"
 )
-"""Frames of a compiler at work: a compiled function that only runs has none of them."""
+"""Pattern of frames of a compiler at work. A compiled function that only runs has none of them."""
 COMPILING = {
     "fix": "Compile before the loop, with every shape that comes: run each once, or pad to a few. "
     "Mark a dimension that varies as dynamic (torch._dynamo.mark_dynamic). If the step compiles "
@@ -452,30 +452,30 @@ COMPILING = {
 }
 """Advice for steps that are long because they compile."""
 MOSTLY_COMPILING = 0.5
-"""Share of the time lost in long steps from which compiling is their cause."""
+"""Minimum share of the time lost in long steps at which compiling is their cause."""
 
 
 def time_compiling(recorded: StepRecords) -> float:
-    """Time after the warm-up in which the training thread compiled, by the stacks that the
-    recorder sampled then, ns; 0: too few samples of it."""
-    settled = np.flatnonzero(recorded.after_warmup)
-    if not len(settled):
+    """Return the time after the warm-up in which the training thread compiled, ns, by the stacks
+    that the recorder sampled then. It is 0 if too few samples show it."""
+    settled_steps = np.flatnonzero(recorded.after_warmup)
+    if not len(settled_steps):
         return 0.0
-    stacks = read_stacks(recorded.record, since=recorded.steps[settled[0]].t)
-    share, own = share_in(stacks, COMPILERS)
-    if sum(stack.samples for stack in own) < MIN_SAMPLES:
+    stacks = read_stacks(recorded.record, since=recorded.steps[settled_steps[0]].t)
+    share, compiling_stacks = share_in(stacks, COMPILERS)
+    if sum(stack.samples for stack in compiling_stacks) < MIN_SAMPLES:
         return 0.0
     return share * float(recorded.dur[recorded.used].sum())
 
 
 def local_ranks(a: Analysis) -> int:
-    """Return the training processes on this machine, by the launcher's environment; 1 without."""
+    """Return the number of training processes on this machine, as the launcher says, else 1."""
     text = recorded_steps(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
 def own_cores(a: Analysis, cpus: int) -> float:
-    """Return the cores of each training process that shares these, one at least."""
+    """Return the cores of each training process that shares them, at least 1."""
     return max(1.0, cpus / local_ranks(a))
 
 
@@ -491,17 +491,17 @@ def impact_per_step(
     of_host: bool = True,
     outside: float = 0.0,
 ) -> Impact:
-    """An impact in time per step, from recorded times, ns: of the mean step, or ``of_median``. No
-    fix saves more than that step, whatever other steps take; one ``of_host`` time saves no more
-    than a GPU waits, in the step and ``outside`` of it."""
+    """Return an impact in time per step, from recorded times, ns: of the mean step, or
+    ``of_median``. No fix saves more than that step, whatever other steps take. A fix of host time
+    (``of_host``) saves no more than a GPU waits, in the step and ``outside`` of it."""
     recorded = recorded_steps(a)
     step = (recorded.median if of_median else recorded.mean) or 0.0
-    most = step
-    waits = device_waits(a) if of_host else None
-    if waits is not None:
-        most = min(step, waits + outside)
+    max_gain = step
+    device_wait = device_waits(a) if of_host else None
+    if device_wait is not None:
+        max_gain = min(step, device_wait + outside)
     if step:
-        gain, high = min(gain, most), min(gain if high is None else high, most)
+        gain, high = min(gain, max_gain), min(gain if high is None else high, max_gain)
     kind = "upper bound" if method == METHOD else kind
     impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, total=step)
     return replace(impact, currency="step_time", of_run=True, kind=kind)
@@ -510,7 +510,7 @@ def impact_per_step(
 def impact_over_run(
     gain: float, *, low: float = 0.0, high: float | None = None, method: str, total: float = 0.0
 ) -> Impact:
-    """An impact in time over the recorded run, ns; ``total``: the time that it is a share of."""
+    """Return an impact in time over the recorded run, ns. It is a share of the time ``total``."""
     return Impact(
         currency="run_time",
         gain_ns=round(gain),
@@ -523,26 +523,26 @@ def impact_over_run(
 
 
 def estimate_contended_loading(a: Analysis, loading: float, *, alone: bool = False) -> float | None:
-    """Part of the main thread's loading that a step computing on the CPU would take from cores that
-    it needs itself (see ``StepRecords.remaining_loading_share``), if everything computes that can.
-    ``loading``: its share of the step. ``alone``: without other programs. ``None``: a GPU trains,
-    or CPU use was not recorded."""
+    """Return the part of the main thread's loading that a step computing on the CPU would take from
+    cores it needs itself (see ``StepRecords.remaining_loading_share``), if all work that can
+    computes. ``loading`` is its share of the step. ``alone`` is without other programs. The result
+    is ``None`` if a GPU trains, or CPU use was not recorded."""
     if a.recorded is None or not a.trains_on_host:
         return None
-    computed = a.recorded.computing_share(loading, on_host=True)
-    if computed is None:
+    computing_share = a.recorded.computing_share(loading, on_host=True)
+    if computing_share is None:
         return None
-    return a.recorded.remaining_loading_share(loading, computed, alone=alone)
+    return a.recorded.remaining_loading_share(loading, computing_share, alone=alone)
 
 
 def workers_needed(batch: float, rest: float) -> int:
     """Return how many workers, each loading a batch in ``batch`` ns, keep up with steps of ``rest``
-    ns. One more than that also keeps up with slower batches."""
+    ns. One more worker also keeps up with slower batches."""
     return max(1, math.ceil(batch / max(rest, 1.0)))
 
 
 def under_load(recorded: StepRecords) -> list[GpuSample]:
-    """Return the GPU's samples with at least ``BUSY_PERCENT`` utilisation."""
+    """Return the GPU's samples with a utilisation of at least ``BUSY_PERCENT``."""
     return [
         gpu
         for gpu in recorded.gpus
@@ -556,25 +556,26 @@ def link_speed(generation: int, width: int) -> float:
 
 
 def host_link_rate(a: Analysis) -> float | None:
-    """Peak rate of the PCIe link in one direction, GB/s, that card and slot allow; ``None``: not
-    recorded, or the GPU is unknown. An idle link runs slower, so what it runs at does not count."""
+    """Return the peak rate of the PCIe link in one direction, GB/s, that card and slot allow, or
+    ``None`` if it or the GPU is unknown. An idle link runs slower, so its present speed does not
+    count."""
     pcie = None if a.hardware is None else a.hardware.pcie
     if pcie is None or a.recorded is None:
         return None
-    possible = [
+    max_speeds = [
         link_speed(gpu.pcie_gen_max, gpu.pcie_width_max)
         for gpu in a.recorded.gpus
         if gpu.pcie_gen_max and gpu.pcie_width_max
     ]
-    most = link_speed(pcie.generation, pcie.lanes)
-    return pcie.gb_per_s * min(1.0, max(possible) / most) if possible else None
+    card_speed = link_speed(pcie.generation, pcie.lanes)
+    return pcie.gb_per_s * min(1.0, max(max_speeds) / card_speed) if max_speeds else None
 
 
 def record_example(
     gpu: GpuSample | Callable[[float], GpuSample], b: TraceBuilder | None = None
 ) -> TraceBuilder:
-    """An example of 60 recorded steps of 10 ms and what was read of the GPU meanwhile (by share of
-    the run); ``b``: a trace that belongs to it."""
+    """Return an example of 60 recorded steps of 10 ms and what was read of the GPU meanwhile (by
+    share of the run). ``b`` is a trace that belongs to it."""
     b = b or TraceBuilder()
     run = b.record_of_run()
     run.steps(60, 10)
@@ -583,12 +584,12 @@ def record_example(
 
 
 def find_loader(a: Analysis) -> dict[str, Any] | None:
-    """The loader that feeds the steps: the one iterated most often in training."""
+    """Return the loader that feeds the steps: the one iterated most often in training."""
     recorded = recorded_steps(a)
     if not recorded.loaders:
         return None
-    iterations = [e.get("id") for e in recorded.record.events_of("loader_iter")]
-    return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
+    iterations = [event.get("id") for event in recorded.record.events_of("loader_iter")]
+    return max(recorded.loaders, key=lambda loader: iterations.count(loader.get("id")))
 
 
 def has_trainer(a: Analysis) -> bool:
@@ -598,15 +599,15 @@ def has_trainer(a: Analysis) -> bool:
 
 
 def find_iterator_start(event: Event) -> int:
-    """Return when a loader's iterator was asked for, ns. The event is written once its purpose is
-    known, perhaps steps later; records of older versions have only the event's time."""
+    """Return the time at which a loader's iterator was requested, ns. The event is written once its
+    purpose is known, perhaps steps later. Records of older versions have only the event's time."""
     began = event.data.get("began_ns")
-    known = isinstance(began, int) and not isinstance(began, bool) and abs(began) < MAX_VALUE
-    return began if known and isinstance(began, int) else event.t
+    is_recorded = isinstance(began, int) and not isinstance(began, bool) and abs(began) < MAX_VALUE
+    return began if is_recorded and isinstance(began, int) else event.t
 
 
 def workers_of(event: dict[str, Any]) -> int | None:
-    """Return the worker processes of a loader; ``None``: not recorded."""
+    """Return the number of worker processes of a loader, or ``None`` if it was not recorded."""
     value = event.get("workers")
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -1,4 +1,4 @@
-"""Advice of rules for programs that are not written with PyTorch, where several rules share it."""
+"""Advice for programs that are not written with PyTorch, where several rules share it."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ HIP_NAMES = (
     ("cudaMallocAsync", "hipMallocAsync"), ("CUDA", "HIP"), ("NCCL", "RCCL"), ("cuda", "hip"),
     ("cublas", "hipblas"), ("CUBLAS", "HIPBLAS"),
 )  # fmt: skip
-"""HIP's names of calls and libraries of CUDA."""
+"""HIP's names of CUDA's calls and libraries."""
 
 
 def in_any_language(
@@ -23,19 +23,19 @@ def in_any_language(
     falsified_by: str = "",
     terms: Mapping[str, str] | None = None,
 ) -> dict[str, FrameworkAdvice]:
-    """Entries of ``Rule.framework_advice``: ``fix`` in any language, and in C++ with CUDA or HIP
-    what to call and ``code`` too."""
+    """Return entries of ``Rule.framework_advice``: ``fix`` in any language, and in C++ with CUDA or
+    HIP also the calls and ``code``."""
     any_language = FrameworkAdvice(fix, "", verify, title, falsified_by, terms or {})
-    own = any_language._replace(fix=f"{fix} {cuda}".strip(), code=code)
-    hip = own._replace(
-        fix=f"{fix} {_as_hip(cuda)}".strip(),
-        code=_as_hip(code),
-        terms={name: _as_hip(text) for name, text in own.terms.items()},
+    in_cuda = any_language._replace(fix=f"{fix} {cuda}".strip(), code=code)
+    in_hip = in_cuda._replace(
+        fix=f"{fix} {_translate_to_hip(cuda)}".strip(),
+        code=_translate_to_hip(code),
+        terms={name: _translate_to_hip(text) for name, text in in_cuda.terms.items()},
     )
-    return {ANY_FRAMEWORK: any_language, CUDA: own._replace(amd=hip)}
+    return {ANY_FRAMEWORK: any_language, CUDA: in_cuda._replace(amd=in_hip)}
 
 
-def _as_hip(calls: str) -> str:
+def _translate_to_hip(calls: str) -> str:
     """Replace calls of CUDA by HIP's names."""
     for cuda, hip in HIP_NAMES:
         calls = calls.replace(cuda, hip)
@@ -161,7 +161,7 @@ GRAPHS_ON = {
         "Profile again: cudaGraphLaunch replaces most launches.",
     ),
 }
-"""Ways in which launches become graphs, by engine."""
+"""Ways to replay launches as graphs, by engine."""
 
 STAGING_CODE = (
     "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"

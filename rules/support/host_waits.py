@@ -23,12 +23,12 @@ from advisor.rules.support.common import (
 
 
 class BlockingCalls(NamedTuple):
-    """Blocking calls: some rows of ``Analysis.syncs`` and what they cost."""
+    """Blocking calls: rows of ``Analysis.syncs``, with their cost."""
 
     table: pl.DataFrame
     idle: NDArray[np.int64]
     """GPU idle time after each call, ns. Only the last part counts, as long as the host was
-    blocked: without the call the host would be ahead by that much and no more."""
+    blocked: without the call the host would be ahead by that time at most."""
 
     @property
     def total(self) -> int:
@@ -37,11 +37,11 @@ class BlockingCalls(NamedTuple):
 
     @property
     def reads(self) -> int:
-        """Reads and waits that the GPU idles after: a copy and the wait for it are one."""
+        """Number of reads and waits that the GPU idles after. A copy and its wait are one."""
         return len(np.unique(number_reads(self.table)[self.idle > 0]))
 
     def per_step(self, a: Analysis) -> int:
-        """Return how many of them there are per step, at least 1."""
+        """Return the number of reads per step, at least 1."""
         return max(1, round(self.reads / a.step_count))
 
 
@@ -53,14 +53,15 @@ PINNED_CALLS = (
     Select(on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"),
     Select(on="host", call=("memcpy_blocking",)),
 )
-"""Candidates that select these, see :func:`make_async`."""
+"""Candidates of :func:`make_async` that select waits for copies from pinned memory."""
 
 
 def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
     """Return the rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
 
     ``condition`` may use two more columns: ``direction`` and ``memory`` (``Pinned``, ``Pageable``
-    …, the host side) of the copy that the host waits for; null: no copy, or not recorded."""
+    …, the host side) of the copy that the host waits for, null if there is none or it was not
+    recorded."""
     gpu = a.trace.gpu
     copies = pl.DataFrame(
         {name: gpu[name].gather(a.syncs["copy"]) for name in ("copy", "src", "dst")}
@@ -81,20 +82,20 @@ def with_operators(a: Analysis, blocking: BlockingCalls) -> BlockingCalls:
     host = row_numbers(table["host"])
     around = outermost_aten(a)[host]
     row = np.where(around >= 0, around, host)
-    begin = cpu["ts"].to_numpy()[row]
-    end = begin + cpu["dur"].to_numpy()[row]
+    start = cpu["ts"].to_numpy()[row]
+    end = start + cpu["dur"].to_numpy()[row]
     until = int_column(table, "bubble_end")
     since = np.maximum(int_column(table, "bubble_ts"), until - int_column(table, "waited"))
     idle = a.breakdown.idle
-    own = covered_length(begin, end, idle)
-    both = np.maximum(begin, since), np.maximum(np.minimum(end, until), np.maximum(begin, since))
-    own -= covered_length(*both, idle)
-    _, place, calls = np.unique(row, return_inverse=True, return_counts=True)
-    return BlockingCalls(table, blocking.idle + own // calls[place])
+    around_idle = covered_length(start, end, idle)
+    overlap = np.maximum(start, since), np.maximum(np.minimum(end, until), np.maximum(start, since))
+    around_idle -= covered_length(*overlap, idle)
+    _, group, calls = np.unique(row, return_inverse=True, return_counts=True)
+    return BlockingCalls(table, blocking.idle + around_idle // calls[group])
 
 
 def locate_blocking(a: Analysis, blocking: BlockingCalls) -> list[Location]:
-    """Find the places that lose most; the worst instance is the call that blocked."""
+    """Find the places that lose most. The worst instance is the call that blocked."""
     instance = number_reads(blocking.table)
     return costliest_places(
         a, row_numbers(blocking.table["host"]), blocking.idle, instance=instance
@@ -102,14 +103,14 @@ def locate_blocking(a: Analysis, blocking: BlockingCalls) -> list[Location]:
 
 
 def number_reads(syncs: pl.DataFrame) -> NDArray[np.int64]:
-    """Return the read that each of these calls belongs to: a copy and the wait for it are one."""
+    """Return the read that each of these calls belongs to. A copy and the wait for it are one."""
     return row_numbers(syncs.select(pl.coalesce("op", "host")).to_series())
 
 
 def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
-    """``aten::item 3 per step, aten::nonzero 1 per step``, the costliest first; ``12 times`` of a
-    recording without steps. The runtime calls' own names where the program is not written with
-    PyTorch."""
+    """Return ``aten::item 3 per step, aten::nonzero 1 per step``, the costliest first, or ``12
+    times`` for a recording without steps. Programs not written with PyTorch show the runtime calls'
+    names."""
     table = blocking.table.with_columns(lost=pl.Series(blocking.idle))
     if not a.trace.meta.is_pytorch:
         names = a.trace.cpu["name"].gather(row_numbers(table["host"])).cast(pl.String)
@@ -120,28 +121,28 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
         .sort("lost", "len", "cause", descending=[True, True, False])
     )
     return ", ".join(
-        f"{cause} {_rate(a, count)}" for cause, _, count in by_cause.head(3).iter_rows()
+        f"{cause} {_format_count(a, count)}" for cause, _, count in by_cause.head(3).iter_rows()
     )
 
 
-def _rate(a: Analysis, count: int) -> str:
-    each = per_step(a)
-    return f"{t.format_number(count / a.step_count)}{each}" if each else t.count_noun(count, "time")
+def _format_count(a: Analysis, count: int) -> str:
+    per = per_step(a)
+    return f"{t.format_number(count / a.step_count)}{per}" if per else t.count_noun(count, "time")
 
 
 def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
-    """Make these calls asynchronous: with the first candidate that selects every costly one and no
-    other costly call, else call by call. Where all wait for copies in one direction, no others."""
-    costly = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
+    """Make these calls asynchronous: with the first candidate that selects every costly one of them
+    and no other costly call, else call by call. A common copy direction of all is selected too."""
+    costly_syncs = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
     calls = row_numbers(blocking.table["host"])
-    wanted = calls[blocking.idle > 0]
-    others = np.setdiff1d(row_numbers(costly["host"]), wanted)
+    costly_calls = calls[blocking.idle > 0]
+    others = np.setdiff1d(row_numbers(costly_syncs["host"]), costly_calls)
     directions = blocking.table["direction"].unique().to_list()
     for select in candidates:
         if len(directions) == 1 and directions[0] is not None:
             select = replace(select, copy=(directions[0],))
-        chosen = selected_host(a, select)
-        if chosen[wanted].all() and not chosen[others].any():
+        is_selected = selected_host(a, select)
+        if is_selected[costly_calls].all() and not is_selected[others].any():
             return Edit(op="make_async", select=select)
     return make_calls_async(a, calls[np.argsort(-blocking.idle, kind="stable")])
 

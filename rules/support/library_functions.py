@@ -1,5 +1,5 @@
-"""Functions of libraries that take much of a step's Python time, what they cost and how to save
-it: the one table for the loading, the loop's own code and the forward pass."""
+"""Library functions that take much of a step's Python time, with their cost and cure: the one table
+for the loading, the loop's own code and the forward pass."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ ONCE = ("the result is the same each time, and fits in memory",)
 
 
 class LibraryFix:
-    """A kind of library function, and what to write in its place."""
+    """Kind of library function, and its replacement."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class LibraryFix:
         assumptions: tuple[str, ...] = ONCE,
     ) -> None:
         self.work = work
-        """Name of what it does, the subject of a title: ``Parsing text``."""
+        """Name of its work, the subject of a title: ``Parsing text``."""
         self.fix = fix
         self.code = code
         self.workers = workers
-        """Warning where DataLoader workers run it; empty: none."""
+        """Warning where DataLoader workers run it. Empty if there is none."""
         self.workers_first = workers_first
         """Whether loader workers are the first cure: it waits, or is needed for each batch."""
         self.assumptions = assumptions
@@ -40,16 +40,16 @@ class LibraryFix:
 
     @cached_property
     def frames(self) -> re.Pattern[str] | None:
-        """Pattern of its frames, ``file(line): function``; ``None``: it has none."""
+        """Pattern of its frames, ``file(line): function``, or ``None`` if it has none."""
         return re.compile(rf"(?:^|/)(?:{self._frames})") if self._frames else None
 
     @cached_property
     def calls(self) -> re.Pattern[str] | None:
-        """Pattern of what has no Python code: ``numpy.array``, ``.read`` of an object."""
+        """Pattern of calls without Python code: ``numpy.array``, ``.read`` of an object."""
         return re.compile(rf"^(?:{self._calls})$") if self._calls else None
 
 
-_AT = r"\(\d+\): (?:\w+\.)*"
+_FRAME_LINE = r"\(\d+\): (?:\w+\.)*"
 """Text of a frame between its file and its function."""
 
 LIBRARY_FIXES = (
@@ -60,26 +60,26 @@ LIBRARY_FIXES = (
         "files, opened with mmap_mode='r'.",
         "arrays = dict(np.load(file))             # once, in __init__\n"
         "# or, uncompressed: rows = np.load('rows.npy', mmap_mode='r')",
-        frames=rf"numpy/lib/_?npyio\w*\.py{_AT}__getitem__",
+        frames=rf"numpy/lib/_?npyio\w*\.py{_FRAME_LINE}__getitem__",
         workers="An .npz file that is open before the workers start is shared: reads of it may "
         "return garbage.",
     ),
     LibraryFix(
         "Making windows, filters or modules anew",
-        "Make it once, in __init__ or beside the function, and keep it: equal arguments give equal "
-        "values.",
+        "Make it once, in __init__ or next to the function, and keep it: equal arguments give "
+        "equal values.",
         "self.window = torch.hann_window(n_fft)   # in __init__, not for each sample",
         frames=r"torchaudio/functional/\w+\.py"
-        rf"{_AT}(?:_get_sinc_resample_kernel|\w*_?fbanks|create_dct)"
-        rf"|torchaudio/transforms/\w+\.py{_AT}__init__|librosa/filters\.py"
+        rf"{_FRAME_LINE}(?:_get_sinc_resample_kernel|\w*_?fbanks|create_dct)"
+        rf"|torchaudio/transforms/\w+\.py{_FRAME_LINE}__init__|librosa/filters\.py"
         r"|scipy/signal/(?:windows/|_?fir_filter|_?filter_design)"
-        rf"|numpy/lib/\w+\.py{_AT}(?:hanning|hamming|blackman|bartlett|kaiser|i0|meshgrid)"
-        rf"|numpy/lib/\w*index_tricks\w*\.py{_AT}__getitem__"
-        rf"|torch/nn/(?:init\.py|modules/\w+\.py{_AT}__init__|modules/\w+\.py{_AT}reset_parameters)"
-        rf"|torch/signal/windows/|torch/functional\.py{_AT}meshgrid"
+        rf"|numpy/lib/\w+\.py{_FRAME_LINE}(?:hanning|hamming|blackman|bartlett|kaiser|i0|meshgrid)"
+        rf"|numpy/lib/\w*index_tricks\w*\.py{_FRAME_LINE}__getitem__"
+        rf"|torch/nn/(?:init\.py|modules/\w+\.py{_FRAME_LINE}__init__|modules/\w+\.py{_FRAME_LINE}reset_parameters)"
+        rf"|torch/signal/windows/|torch/functional\.py{_FRAME_LINE}meshgrid"
         r"|(?:re/_(?:compiler|parser)|sre_(?:compile|parse))\.py"
         r"|(?:transformers|tokenizers|diffusers|timm)/\S+\.py"
-        rf"{_AT}(?:from_pretrained|from_file|create_model)",
+        rf"{_FRAME_LINE}(?:from_pretrained|from_file|create_model)",
         calls=r"(?:torch\.)?(?:bartlett|blackman|hamming|hann|kaiser)_window"
         r"|numpy\.(?:bartlett|blackman|hamming|hanning|kaiser|indices|meshgrid)",
         assumptions=("its arguments do not change",),
@@ -90,9 +90,9 @@ LIBRARY_FIXES = (
         "Parquet. Or keep them in memory.",
         "table = np.loadtxt(file); np.save('table.npy', table)   # once\n"
         "rows = np.load('table.npy', mmap_mode='r')",
-        frames=rf"numpy/lib/_?npyio\w*\.py{_AT}(?:loadtxt|genfromtxt|fromregex|_read)"
-        rf"|json/(?:(?:decoder|scanner)\.py|__init__\.py{_AT}loads?)|csv\.py|pandas/io/|yaml/|xml/"
-        rf"|html/|bs4/|configparser\.py|ast\.py{_AT}(?:literal_eval|parse)"
+        frames=rf"numpy/lib/_?npyio\w*\.py{_FRAME_LINE}(?:loadtxt|genfromtxt|fromregex|_read)"
+        rf"|json/(?:(?:decoder|scanner)\.py|__init__\.py{_FRAME_LINE}loads?)|csv\.py|pandas/io/|yaml/|xml/"
+        rf"|html/|bs4/|configparser\.py|ast\.py{_FRAME_LINE}(?:literal_eval|parse)"
         r"|polars/io/(?:csv|json|ndjson)",
         calls=r"(?:\w+\.)?(?:fromstring|literal_eval)|_?csv\.reader"
         r"|(?:_?json|orjson|ujson|simdjson|rapidjson|msgspec\.json|yaml)\.(?:loads?|decode)",
@@ -103,7 +103,7 @@ LIBRARY_FIXES = (
         "torch.load(mmap=True) and np.load(mmap_mode='r') then read single rows.",
         "rows = np.load('rows.npy', mmap_mode='r')   # in __init__\n"
         "sample = torch.from_numpy(np.array(rows[index]))",
-        frames=rf"torch/(?:serialization|_weights_only_unpickler)\.py{_AT}_*(?:\w*load\w*|persist\w*)"
+        frames=rf"torch/(?:serialization|_weights_only_unpickler)\.py{_FRAME_LINE}_*(?:\w*load\w*|persist\w*)"
         r"|joblib/numpy_pickle|pickle\.py|shelve\.py|dill/|cloudpickle/",
         calls=r"_?pickle\.\w+|marshal\.loads?",
     ),
@@ -113,7 +113,7 @@ LIBRARY_FIXES = (
         "file, and open that once with mmap_mode='r'.",
         "rows = np.load('rows.npy', mmap_mode='r')   # in __init__\n"
         "sample = torch.from_numpy(np.array(rows[index]))",
-        frames=rf"numpy/lib/_?npyio\w*\.py{_AT}load|numpy/lib/_?format\w*\.py|numpy/_core/_?memmap"
+        frames=rf"numpy/lib/_?npyio\w*\.py{_FRAME_LINE}load|numpy/lib/_?format\w*\.py|numpy/_core/_?memmap"
         r"|safetensors/",
         calls=r"numpy\.(?:load|fromfile)|(?:safetensors\.)?(?:deserialize|safe_open)",
     ),
@@ -236,7 +236,7 @@ LIBRARY_FIXES = (
         "Copy only what changes: dict(sample), list(sample), tensor.clone(), array.copy(). "
         "copy.deepcopy visits each object in Python.",
         "sample = dict(self.samples[index])   # its tensors are shared until one is replaced",
-        frames=rf"copy\.py{_AT}(?:deepcopy|_deepcopy\w*|_reconstruct|copy)",
+        frames=rf"copy\.py{_FRAME_LINE}(?:deepcopy|_deepcopy\w*|_reconstruct|copy)",
         assumptions=("the rest of the object stays as it is",),
     ),
     LibraryFix(
@@ -249,7 +249,7 @@ LIBRARY_FIXES = (
         "count = min(self.added, capacity)\n"
         "rows = self.rng.choice(count, n, replace=False)   # np.random.default_rng()\n"
         "batch = [self.items[row] for row in rows]",
-        frames=rf"random\.py{_AT}(?:sample|choices?|shuffle)\b",
+        frames=rf"random\.py{_FRAME_LINE}(?:sample|choices?|shuffle)\b",
         assumptions=("other random numbers, drawn together, serve as well",),
     ),
     LibraryFix(
@@ -279,7 +279,7 @@ LIBRARY_FIXES = (
         "Log every N steps and print less, or write from another thread.",
         "if step % 100 == 0:\n    log(metrics)",
         frames=r"logging/|loguru/|tqdm/|rich/|wandb/|mlflow/|tensorboardX?/"
-        rf"|json/(?:encoder\.py|__init__\.py{_AT}dumps?)|numpy/lib/\w+\.py{_AT}savetxt"
+        rf"|json/(?:encoder\.py|__init__\.py{_FRAME_LINE}dumps?)|numpy/lib/\w+\.py{_FRAME_LINE}savetxt"
         r"|torch/utils/tensorboard/|traceback\.py|warnings\.py|pprint\.py",
         calls=r"builtins\.print|\.(?:write|writelines|flush)",
         assumptions=("fewer lines are enough",),
@@ -290,7 +290,7 @@ LIBRARY_FIXES = (
         "open.",
         "files = sorted(os.listdir(root))   # once, in __init__",
         frames=r"glob\.py|fnmatch\.py|pathlib\.py|pathlib/|genericpath\.py|posixpath\.py|ntpath\.py"
-        rf"|os\.py{_AT}(?:walk|fwalk|makedirs)|tempfile\.py|shutil\.py",
+        rf"|os\.py{_FRAME_LINE}(?:walk|fwalk|makedirs)|tempfile\.py|shutil\.py",
         calls=r"(?:os|posix|nt)\.\w+|_?io\.open|builtins\.open|\.(?:read|readline|readinto)",
         assumptions=("the files do not change during the run",),
     ),
@@ -299,8 +299,8 @@ LIBRARY_FIXES = (
         "Remove the wait, or wait in another thread: the step goes on, and takes the result when "
         "it is there.",
         "answer = pool.submit(ask, batch)   # a ThreadPoolExecutor; answer.result() later",
-        frames=rf"threading\.py{_AT}(?:wait|acquire|join|wait_for|_wait_for_tstate_lock|__enter__)"
-        rf"|queue\.py{_AT}(?:get|put)|multiprocessing/|concurrent/futures/|asyncio/|selectors\.py",
+        frames=rf"threading\.py{_FRAME_LINE}(?:wait|acquire|join|wait_for|_wait_for_tstate_lock|__enter__)"
+        rf"|queue\.py{_FRAME_LINE}(?:get|put)|multiprocessing/|concurrent/futures/|asyncio/|selectors\.py",
         calls=r"(?:time\.)?sleep|select\.\w+|\.(?:acquire|poll)|_thread\.\w+",
         workers_first=True,
         assumptions=("the step can go on meanwhile",),
@@ -317,7 +317,7 @@ LIBRARY_FIXES = (
         assumptions=("the samples have one size, and fit into memory",),
     ),
 )
-"""Known kinds, the more special first: the first that a stack shows is the stack's."""
+"""Known kinds, the more specific first. A stack belongs to the first kind that matches it."""
 
 
 class LibraryUse(NamedTuple):
@@ -325,17 +325,17 @@ class LibraryUse(NamedTuple):
 
     time: LibraryTime
     cure: LibraryFix | None
-    """``None``: nothing is known of this function."""
+    """Cure, or ``None`` if this function is unknown."""
     timed: bool
-    """Whether the stacks are of a window, with their times; sampled ones only count."""
+    """Whether the stacks are of a window, with their times. Sampled stacks only count."""
 
     def sentence(self, part: str) -> str:
-        """Say how much of the part it takes; ``part``: ``the loading``."""
-        of = f"{part} is" if self.timed else f"the sampled stacks of {part} are"
-        return f" {self.time.share:.0%} of {of} in {self.time.text}."
+        """Return a sentence with its share of the ``part``, such as ``the loading``."""
+        stacks_text = f"{part} is" if self.timed else f"the sampled stacks of {part} are"
+        return f" {self.time.share:.0%} of {stacks_text} in {self.time.text}."
 
     def advice(self, part: str) -> dict[str, Any]:
-        """Texts of a finding about it; none: nothing is known of it."""
+        """Return texts of a finding about it. Empty if the function is unknown."""
         if self.cure is None:
             return {}
         return {
@@ -347,17 +347,17 @@ class LibraryUse(NamedTuple):
 
 
 def find_library_use(stacks: Sequence[SampledStack], *, timed: bool = False) -> LibraryUse | None:
-    """Find the library function with most of these samples, or time; ``None``: there is none."""
-    found = find_hottest_library_call(stacks, _cure_of)
-    return None if found is None else LibraryUse(*found, timed=timed)
+    """Find the library function with most of these samples, or time, if there is one."""
+    hottest_call = find_hottest_library_call(stacks, _find_cure)
+    return None if hottest_call is None else LibraryUse(*hottest_call, timed=timed)
 
 
-def _cure_of(frames: Sequence[str], called: str) -> tuple[LibraryFix, int] | None:
+def _find_cure(frames: Sequence[str], call: str) -> tuple[LibraryFix, int] | None:
     for cure in LIBRARY_FIXES:
         if cure.frames is not None:
-            for place, frame in enumerate(frames):
+            for index, frame in enumerate(frames):
                 if cure.frames.search(frame):
-                    return cure, place
-        if called and cure.calls is not None and cure.calls.match(called):
+                    return cure, index
+        if call and cure.calls is not None and cure.calls.match(call):
             return cure, len(frames)
     return None

@@ -1,4 +1,4 @@
-"""Waits of the step for the DataLoader, and how much of them the GPU idles."""
+"""Waits of the step for the DataLoader, and how long the GPU idles during them."""
 
 import re
 from pathlib import PurePath
@@ -34,13 +34,13 @@ from advisor.rules.support.common import (
 from advisor.rules.support.library_functions import LibraryFix, LibraryUse, find_library_use
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
-"""The iterator PyTorch names when ``num_workers=0``."""
+"""Pattern of the iterator that PyTorch names when ``num_workers=0``."""
 WORKERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
-"""Every other iterator: worker processes, a DataPipe, or tf.data."""
+"""Pattern of every other iterator: worker processes, a DataPipe, or tf.data."""
 
 
 MIN_TABLE_SHARE = 0.5
-"""Part of the loading from which work on a table is what it does."""
+"""Minimum share of the loading at which work on a table is named as what it does."""
 
 
 class LoaderWaits(NamedTuple):
@@ -51,8 +51,8 @@ class LoaderWaits(NamedTuple):
     total: int
     """Summed time that they cover, ns."""
     exposed: int
-    """Part that delays the step, ns: the GPU idles and its next work comes after the wait. Without
-    GPU work in the trace, all of it."""
+    """Part that delays the step, ns: the GPU idles and its next work comes after the wait. It is
+    the whole wait if the trace has no GPU work."""
     exposed_ns: NDArray[np.int64]
     """Exposed part of each row of ``host``, ns."""
     by_step: NDArray[np.int64]
@@ -60,21 +60,21 @@ class LoaderWaits(NamedTuple):
 
 
 def find_waits(a: Analysis, pattern: str) -> LoaderWaits | None:
-    """Find waits whose range matches ``pattern``; ``None``: there are none in the used steps."""
+    """Find waits whose range matches ``pattern``, or ``None`` if the used steps have none."""
     cpu = a.trace.cpu
-    named = name_matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
+    is_wait = name_matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
     if a.device_id is None and a.trace.main_thread is not None:
-        named &= cpu["thread"] == a.trace.main_thread
-    ranges = np.flatnonzero(named.to_numpy())
+        is_wait &= cpu["thread"] == a.trace.main_thread
+    ranges = np.flatnonzero(is_wait.to_numpy())
     if not len(ranges):
         return None
-    # a nested loader's range lies inside another one's: the outer one has its time already
+    # a nested loader's range is inside an outer range, which has its time already
     nested = np.isin(row_numbers(cpu["parent"])[ranges], ranges)
     ranges = ranges[~nested]
     ts = cpu["ts"].to_numpy()[ranges]
     end = ts + cpu["dur"].to_numpy()[ranges]
-    inside = covered_length(ts, end, a.spans) > 0
-    ranges, ts, end = ranges[inside], ts[inside], end[inside]
+    in_steps = covered_length(ts, end, a.spans) > 0
+    ranges, ts, end = ranges[in_steps], ts[in_steps], end[in_steps]
     if not len(ranges):
         return None
     wait = intersect(union(ts, end), a.spans)
@@ -90,16 +90,16 @@ def find_waits(a: Analysis, pattern: str) -> LoaderWaits | None:
 
 
 def is_recurring(waits: LoaderWaits, minimum: float) -> bool:
-    """The wait is more than one step's accident: without the worst step, the others still lose
-    ``minimum`` ns on average. With fewer than three steps there is nothing to compare."""
+    """Return whether the wait is more than one step's accident: without the worst step, the others
+    still lose ``minimum`` ns on average. Fewer than three steps cannot be compared."""
     if len(waits.by_step) < 3:
         return True
-    rest = waits.by_step.sum() - waits.by_step.max()
-    return bool(rest / (len(waits.by_step) - 1) >= minimum)
+    remaining_ns = waits.by_step.sum() - waits.by_step.max()
+    return bool(remaining_ns / (len(waits.by_step) - 1) >= minimum)
 
 
 def skip_single_wait(waits: LoaderWaits, loader: str) -> SkippedCheck:
-    """Report a wait that does not recur, as a skipped check. ``loader``: its name."""
+    """Report a wait that does not recur as a skipped check. ``loader`` is its name."""
     longest = t.format_duration(waits.by_step.max())
     return SkippedCheck(
         what=f"whether the wait of {longest} for {loader} recurs",
@@ -109,55 +109,55 @@ def skip_single_wait(waits: LoaderWaits, loader: str) -> SkippedCheck:
 
 
 IMAGES = re.compile(r"(?:^|/)(?:torchvision|PIL|cv2|albumentations|kornia)/")
-"""Files of libraries that decode and prepare images."""
+"""Pattern of files of libraries that decode and prepare images."""
 _TABLES = re.compile(r"(?:^|/)(?:polars|pandas)/")
-_READS = re.compile(r"(?:^|/)(?:io|parsers)/|parquet|\(\d+\): (?:scan|read)_")
-"""Frames that read files: the table is not in memory."""
-_ITEM = r"\): __getitems?__$"
+_FILE_READ_FRAMES = re.compile(r"(?:^|/)(?:io|parsers)/|parquet|\(\d+\): (?:scan|read)_")
+"""Pattern of frames that read files: the table is not in memory."""
+_DATASET_ITEM = r"\): __getitems?__$"
 
 
 def table_of_dataset(a: Analysis) -> str | None:
     """Name the function that works on a table in memory (pandas, polars) for each sample or batch,
-    where half of the stacks sampled in the loading are in such work of the Dataset; ``None``: they
-    are not, or files are read."""
+    where half of the stacks sampled in the loading are in this work of the Dataset. The result is
+    ``None`` if they are not, or files are read."""
     stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
-    _, own = share_in(stacks, _ITEM)
-    if any(_READS.search(frame) for stack in stacks for frame in stack.frames):
+    _, in_items = share_in(stacks, _DATASET_ITEM)
+    if any(_FILE_READ_FRAMES.search(frame) for stack in stacks for frame in stack.frames):
         return None
-    own = [stack for stack in own if any(_TABLES.search(frame) for frame in stack.frames)]
-    samples = sum(stack.samples for stack in own)
-    line = hottest_line(own)
+    in_items = [stack for stack in in_items if any(_TABLES.search(frame) for frame in stack.frames)]
+    samples = sum(stack.samples for stack in in_items)
+    line = hottest_line(in_items)
     if line is None or samples < MIN_TABLE_SHARE * sum(stack.samples for stack in stacks):
         return None
     return line.location.function
 
 
 def prepares_images(a: Analysis) -> bool:
-    """Whether frames of the trace or of the sampled stacks are of a library for images."""
+    """Return whether frames of the trace or of sampled stacks belong to a library for images."""
     stacks = [] if a.recorded is None else a.recorded.stacks
     return bool(name_matches(a.trace.cpu["name"], IMAGES.pattern).any()) or any(
         IMAGES.search(frame) for stack in stacks for frame in stack.frames
     )
 
 
-_NEXT_INDEX = r"(?:^|/)torch/utils/data/dataloader\.py\(\d+\): (?:\w+\.)?_next_index$"
-"""The loader asks its sampler for the next batch's indices: in the loop's process, always."""
+_SAMPLER_FRAME = r"(?:^|/)torch/utils/data/dataloader\.py\(\d+\): (?:\w+\.)?_next_index$"
+"""Frame of the loader in the loop's process that asks its sampler for the next batch's indices."""
 
 
 MIN_SAMPLER_SHARE = 0.15
-"""Part of the loading from which the sampler's is separated, as calls are assigned to lines."""
+"""Minimum share of the loading to separate the sampler, as calls are assigned to lines."""
 
 
 def library_of_loading(a: Analysis, waits: LoaderWaits | None = None) -> LibraryUse | None:
     """Find the library function that takes most of the loading in the loop's process, without its
-    sampler: by the Python stacks of the window's ``waits``, which have times, else by those sampled
-    outside windows; ``None``: there is none, or no stacks."""
+    sampler: by the Python stacks of the window's ``waits``, which have times, else by stacks
+    sampled outside windows. The result is ``None`` if there is none, or no stacks."""
     timed = [] if waits is None else stacks_under(a, waits.host)
     sampled = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
     for stacks in (timed, sampled):
-        _, sampler = share_in(stacks, _NEXT_INDEX)
-        rest = [each for each in stacks if each not in sampler]
-        use = find_library_use(rest, timed=stacks is timed)
+        _, sampler_stacks = share_in(stacks, _SAMPLER_FRAME)
+        other_stacks = [s for s in stacks if s not in sampler_stacks]
+        use = find_library_use(other_stacks, timed=stacks is timed)
         if use is not None:
             return use
     return None
@@ -167,11 +167,11 @@ class LoadingSamples(NamedTuple):
     """Parts of the loading in the loop's process, by Python stacks."""
 
     sampler: float
-    """Share of the loader's sampler, which no worker takes over; 0: too small, or not recorded."""
+    """Share of the loader's sampler, which no worker takes over, or 0 if small or not recorded."""
     sampler_line: HottestLine | None
     """Line of the user's code with most of the sampler's time."""
     other_line: HottestLine | None
-    """Line with most of the rest."""
+    """Line with most of the remaining time."""
 
     @property
     def moves(self) -> float:
@@ -181,24 +181,24 @@ class LoadingSamples(NamedTuple):
 
 def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamples:
     """Separate the sampler from the rest of the loading, by the Python stacks of the window's
-    ``waits``, else by those sampled outside windows."""
+    ``waits``, else by stacks sampled outside windows."""
     stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
-    share, own = share_in(stacks, _NEXT_INDEX)
-    lines = hottest_line(own), hottest_line([each for each in stacks if each not in own])
+    share, sampler = share_in(stacks, _SAMPLER_FRAME)
+    lines = hottest_line(sampler), hottest_line([s for s in stacks if s not in sampler])
     cpu = a.trace.cpu
-    rows = np.flatnonzero(name_matches(cpu["name"], _NEXT_INDEX).to_numpy())
-    if waits is not None and len(rows):
+    sampler_rows = np.flatnonzero(name_matches(cpu["name"], _SAMPLER_FRAME).to_numpy())
+    if waits is not None and len(sampler_rows):
         ts, dur = (cpu[column].to_numpy() for column in ("ts", "dur"))
         loading = intersect(union(ts[waits.host], (ts + dur)[waits.host]), a.spans)
-        inside = intersect(union(ts[rows], (ts + dur)[rows]), loading)
-        share = inside.total / max(waits.total, 1)
-    elif sum(each.samples for each in stacks) < MIN_SAMPLES:
+        sampler_intervals = intersect(union(ts[sampler_rows], (ts + dur)[sampler_rows]), loading)
+        share = sampler_intervals.total / max(waits.total, 1)
+    elif sum(s.samples for s in stacks) < MIN_SAMPLES:
         share = 0.0
     return LoadingSamples(share if share >= MIN_SAMPLER_SHARE else 0.0, *lines)
 
 
 class LoadingRule(Rule):
-    """A rule about loading in the loop's own process, of which a library function may take most."""
+    """Base of the rules about loading in the loop's own process, mostly in a library function."""
 
     once_left = Factor(0.1, "of a library function's time is left, with its cure", CHOSEN)
     worst_once_left = Factor(0.4, "of it is left, at worst", CHOSEN)
@@ -209,13 +209,13 @@ class LoadingRule(Rule):
     def advise_library(
         self, use: LibraryUse, cure: LibraryFix, fix: str, moves: float, workers: int
     ) -> dict[str, Any]:
-        """Return the fields of a finding about a library function. Workers, the ``fix`` so far,
-        come first for some. ``moves``: share of the loading without the sampler."""
+        """Return the fields of a finding about a library function. For some functions, workers (the
+        ``fix`` so far) come first. ``moves`` is the share of the loading without the sampler."""
         if cure.workers_first:
             return {"fix": f"{fix} {cure.fix}"}
-        second = f"Workers come second, for the rest: num_workers={workers}."
+        workers_advice = f"Workers come second, for the rest: num_workers={workers}."
         share = use.time.share
-        gone = (
+        removed_shares = (
             share * (1 - self.once_left),
             share + (1 - share) * self.rest_saved,
             share * (1 - self.worst_once_left),
@@ -223,20 +223,20 @@ class LoadingRule(Rule):
         select = Select(on="host", name=SINGLE_PROCESS)
         return {
             **use.advice("the loading"),
-            "fix": f"{cure.fix} {second} {cure.workers}".strip(),
+            "fix": f"{cure.fix} {workers_advice} {cure.workers}".strip(),
             "verify": "Record again: the phase 'data' shrinks.",
-            "edits": [scale_edit(select, *(1 - moves * each for each in gone))],
+            "edits": [scale_edit(select, *(1 - moves * removed for removed in removed_shares))],
         }
 
 
 def lines_of(use: LibraryUse | None) -> list[Location]:
-    """Return the user's line that calls a library function, if it is known."""
+    """Return the user's line that calls a library function. Empty if it is unknown."""
     return [] if use is None or use.time.location is None else [use.time.location]
 
 
 def move_loading(moves: float, workers: int, name: str, taken: float | None = None) -> Edit:
-    """Return the edit that moves loading to workers: all of it, or the share ``moves``, of which
-    ``taken`` stays for want of cores."""
+    """Return the edit that moves loading to workers: all of it, or the share ``moves``. Of that,
+    the share ``taken`` stays, for lack of cores."""
     select = Select(on="host", name=name)
     if moves == 1:
         return Edit(op="parallelize", select=select, workers=workers)
@@ -245,20 +245,20 @@ def move_loading(moves: float, workers: int, name: str, taken: float | None = No
 
 
 class LoadingCalls(NamedTuple):
-    """Calls that the loading consists of, as far as they were recorded."""
+    """Recorded calls that the loading consists of."""
 
     evidence: list[Evidence]
     where: list[Location]
     summary: str
-    """A sentence about the call that takes most of it, or nothing."""
+    """Sentence about the call that takes most of the loading, or nothing."""
 
 
 BUILT_IN = re.compile(r"^<built-in (?:method|function) (\S+?)(?: of (\S+) object.*)?>$")
-"""``<built-in method std of Tensor object at 0x7f…>``, which is shown as ``Tensor.std``."""
+"""Pattern of ``<built-in method std of Tensor object at 0x7f…>``, shown as ``Tensor.std``."""
 MIN_LISTED_SHARE = 0.05
-"""Part of the loading from which a call inside it is listed: smaller ones change nothing."""
+"""Minimum share of the loading at which a call inside it is listed. Smaller ones change nothing."""
 MIN_SUMMARY_SHARE = 0.3
-"""Part of the loading from which one call is named in the summary."""
+"""Minimum share of the loading at which one call is named in the summary."""
 
 
 def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
@@ -267,15 +267,15 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
     where: list[Location] = []
     calls = measure_contents(a, waits.host)
     summary = ""
-    listed = calls.filter(pl.col("ns") >= MIN_LISTED_SHARE * waits.total).head(3)
-    for row in listed.iter_rows(named=True):
-        text = _describe(a, row)
+    listed_calls = calls.filter(pl.col("ns") >= MIN_LISTED_SHARE * waits.total).head(3)
+    for row in listed_calls.iter_rows(named=True):
+        text = _describe_call(a, row)
         evidence.append(amount_per_step(a, f"loading: {text}", row["ns"]))
         share = row["ns"] / waits.total
         if not summary and share >= MIN_SUMMARY_SHARE:
             summary = f" {text} takes {share:.0%} of the loading."
         if row["frame"] is not None:
-            ts, dur = (int(a.trace.cpu[c][row["callee"]]) for c in ("ts", "dur"))
+            ts, dur = (int(a.trace.cpu[column][row["callee"]]) for column in ("ts", "dur"))
             where.append(
                 locate_row(
                     a,
@@ -286,17 +286,17 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
                     count=row["count"],
                 )
             )
-    unexplained = waits.total - int(calls["ns"].sum())
-    stacks = bool((a.trace.cpu["kind"] == "python").any())
-    if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
+    unexplained_ns = waits.total - int(calls["ns"].sum())
+    has_stacks = bool((a.trace.cpu["kind"] == "python").any())
+    if not has_stacks and not calls.is_empty() and unexplained_ns >= MIN_LISTED_SHARE * waits.total:
         hint = f" ({stacks_option(a)} shows what)" if a.trace.meta.is_pytorch else ""
         label = f"loading: outside operators{hint}"
-        evidence.append(amount_per_step(a, label, unexplained))
+        evidence.append(amount_per_step(a, label, unexplained_ns))
     return LoadingCalls(evidence, where, summary)
 
 
-def _describe(a: Analysis, row: dict[str, int | None]) -> str:
-    """``zoom (scipy/ndimage/interpolation.py:700), called by __getitem__ (data.py:41)``."""
+def _describe_call(a: Analysis, row: dict[str, int | None]) -> str:
+    """Return ``zoom (scipy/ndimage/interpolation.py:700), called by __getitem__ (data.py:41)``."""
     callee, leaf, frame = row["callee"], row["leaf"], row["frame"]
     assert callee is not None
     text = _name_with_line(a, callee)

@@ -1,5 +1,5 @@
-"""The base of the rules about the loop's own code; and its operators, outside modules, loading,
-backward pass and optimizer."""
+"""Base of the rules about the loop's own code, and the operators of that code: outside modules,
+loading, backward pass and optimizer."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -19,11 +19,11 @@ from advisor.rules.support.common import Rows, backward_operators
 
 PYTORCH = r"(?:^|/)torch/.*\.py\("
 OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
-"""Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
+"""Files of PyTorch that are the loop's own code. Every loop needs the Python of its other files."""
 
 
 class LoopRule(Rule):
-    """Base of the rules about the loop's own code: what to do about it."""
+    """Base of the rules about the loop's own code, with their advice."""
 
     host_check = "the loop's own code"
     is_python_time = True
@@ -47,7 +47,7 @@ class LoopRule(Rule):
         "(a sleep, a server, a lock), wait in another thread.",
         "code": "",
         "assumptions": (
-            "the result can be kept, computed on whole arrays, or made beside the model",
+            "the result can be kept, computed on whole arrays, or made while the model runs",
         ),
     }
     verify = "Record again: the step is shorter by this code's time."
@@ -57,10 +57,10 @@ class LoopRule(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "many operators": {
             "title": "A function of the loop runs many small operators in each step",
-            "fix": "Run each operation once on all tensors. Use torch._foreach_norm and the like "
-            "for lists of parameters, and clip_grad_norm_(foreach=True) to clip. For metrics, run "
-            "one operator on the whole batch. Read results with .item() once, after the loop, or "
-            "every N steps.",
+            "fix": "Run each operation once on all tensors. Use functions such as "
+            "torch._foreach_norm for lists of parameters, and clip_grad_norm_(foreach=True) to "
+            "clip. For metrics, run one operator on the whole batch. Read results with .item() "
+            "once, after the loop, or every N steps.",
             "code": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n"
             "# metrics: one operator on the batch, such as\n"
             "torch.bincount(target * n + predicted, minlength=n * n)",
@@ -75,24 +75,24 @@ TRAINS = (
     r"|distributed/distributed_c10d\.py\("
     r"|autograd/\w+\.py\(\d+\): (?:backward|grad)|_tensor\.py\(\d+\): backward|optim/|utils/data/)"
 )
-"""Rows that load, run a module, go backward, update or wait for other ranks."""
-_WHOLE = (
+"""Pattern of rows that load, run a module, go backward, update or wait for other ranks."""
+_SINGLE_CALL_OPS = (
     r"^aten::(?:linear|matmul|mm|addmm|bmm|baddbmm|einsum|\w*conv\w*"
     r"|\w*_loss|nll_loss\w*|_?log_softmax|binary_cross_entropy\w*|kl_div|_?cdist\w*"
     r"|scaled_dot_product_attention|\w*_norm|embedding)$"
 )
-"""Products and convolutions, and functions of PyTorch for what programs also write in several
-operators: there is no other function to call in their place."""
-_SCORED = r"^aten::(?:cross_entropy_loss|nll_loss\w*|_?log_softmax)$"
-"""Losses over the scores of classes; the last or second dimension counts the classes."""
+"""Products, convolutions, and PyTorch functions for what programs also write in several operators:
+no other function can replace them."""
+_CLASS_LOSSES = r"^aten::(?:cross_entropy_loss|nll_loss\w*|_?log_softmax)$"
+"""Losses over the scores of classes. The last or second dimension counts the classes."""
 MAX_OPERATORS, MIN_OPERATOR_SHARE = 3, 0.10
-"""Most operators of the loop's own code that are named, and their smallest share of its operators'
-time; the largest is named in any case."""
+"""Maximum number of named operators of the loop's own code, and their minimum share of its
+operators' time. The largest is always named."""
 
 
 def operators_beside_training(a: Analysis) -> Rows:
-    """Operators in the analysed steps on the main thread outside modules, loading, the backward
-    pass and the optimizer; none: nothing tells them apart."""
+    """Return operators in the analysed steps on the main thread outside modules, loading, the
+    backward pass and the optimizer. Empty if nothing tells them apart."""
     trains = name_matches(a.trace.cpu["name"], TRAINS).to_numpy()
     if a.trace.main_thread is None or not trains.any():
         return np.empty(0, dtype=np.int64)
@@ -103,7 +103,7 @@ def operators_beside_training(a: Analysis) -> Rows:
 
 
 def largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
-    """Return the operators with most time among these, and their time per profiled step, ns."""
+    """Return the operators with most time among these, with their time per profiled step, ns."""
     cpu = a.trace.cpu
     names = cpu["name"].gather(rows).cast(pl.String)
     table = pl.DataFrame({"name": names, "ns": cpu["dur"].gather(rows)})
@@ -112,13 +112,13 @@ def largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
 
 
 def name_operators(largest: Mapping[str, float], total: float) -> str:
-    """Name the operators that take most of this code's time; empty: its time is not theirs."""
-    named = [
+    """Name the operators that take most of this code's time. Empty if operators do not take it."""
+    texts = [
         f"{labels.clean(name)} takes {ns / total:.0%}"
-        for number, (name, ns) in enumerate(largest.items())
-        if not number or ns >= MIN_OPERATOR_SHARE * total
+        for index, (name, ns) in enumerate(largest.items())
+        if not index or ns >= MIN_OPERATOR_SHARE * total
     ]
-    return f" Of its operators, {', '.join(named)}." if named else ""
+    return f" Of its operators, {', '.join(texts)}." if texts else ""
 
 
 def differentiated_operators(a: Analysis, rows: Rows) -> Rows:
@@ -130,12 +130,12 @@ def differentiated_operators(a: Analysis, rows: Rows) -> Rows:
 
 
 def backward_of(a: Analysis, rows: Rows) -> float:
-    """Return time per profiled step of the backward pass of these operators, ns."""
+    """Return the time per profiled step of the backward pass of these operators, ns."""
     return operator_time(a, backward_operators(a, rows))
 
 
 def operator_time(a: Analysis, rows: Rows) -> float:
-    """Return time per profiled step of operators, ns."""
+    """Return the time per profiled step of these operators, ns."""
     return float(a.trace.cpu["dur"].gather(rows).sum()) / max(a.step_count, 1)
 
 
@@ -144,39 +144,39 @@ class WholeOperators(NamedTuple):
 
     rows: Rows
     row: int
-    """Row of the longest of the operator and inputs with most time."""
+    """Row of the longest call of the operator and inputs with most time."""
     shapes: str
-    """Shapes of its tensors, ``20×50×96 and 4001×96``; empty: not recorded."""
+    """Shapes of its tensors, ``20×50×96 and 4001×96``. Empty if they are not recorded."""
     classes: int
-    """Most classes whose scores a loss among them is computed from; 0: no such loss."""
+    """Maximum number of classes whose scores a loss is computed from, or 0 if there is no loss."""
 
     def name(self, a: Analysis) -> str:
-        """``aten::linear on 20×50×96 and 4001×96``."""
+        """Return the name and shapes: ``aten::linear on 20×50×96 and 4001×96``."""
         name = labels.clean(str(a.trace.cpu["name"][self.row]))
         return f"{name} on {self.shapes}" if self.shapes else name
 
 
 def whole_operators(a: Analysis, rows: Rows) -> WholeOperators | None:
-    """Find products, and what is one function of PyTorch already, among these operators."""
+    """Find the operators among these that are products, or one function of PyTorch already."""
     cpu = a.trace.cpu
-    own = rows[name_matches(cpu["name"].gather(rows), _WHOLE).to_numpy()]
-    if not len(own):
+    single_calls = rows[name_matches(cpu["name"].gather(rows), _SINGLE_CALL_OPS).to_numpy()]
+    if not len(single_calls):
         return None
-    table = cpu.select("name", "inputs", "dur")[own].with_columns(row=own)
+    table = cpu.select("name", "inputs", "dur")[single_calls].with_columns(row=single_calls)
     calls = table.group_by("name", "inputs").agg(
         pl.col("dur").sum().alias("ns"), pl.col("row").sort_by("dur").last()
     )
     row = int(calls.sort("ns", "row")["row"][-1])
-    losses = own[name_matches(cpu["name"].gather(own), _SCORED).to_numpy()]
-    scores = [sizes[0] for each in losses if (sizes := _shapes(a, int(each)))]
+    losses = single_calls[name_matches(cpu["name"].gather(single_calls), _CLASS_LOSSES).to_numpy()]
+    scores = [sizes[0] for loss in losses if (sizes := _read_shapes(a, int(loss)))]
     classes = [shape[1] for shape in scores if len(shape) > 1]
-    named = ["×".join(map(str, shape)) for shape in _shapes(a, row)[:2]]
-    return WholeOperators(own, row, " and ".join(named), max(classes, default=0))
+    shapes = ["×".join(map(str, shape)) for shape in _read_shapes(a, row)[:2]]
+    return WholeOperators(single_calls, row, " and ".join(shapes), max(classes, default=0))
 
 
-def _shapes(a: Analysis, row: int) -> list[tuple[int, ...]]:
-    """Return the shapes of an operator's tensors, without those of single numbers."""
+def _read_shapes(a: Analysis, row: int) -> list[tuple[int, ...]]:
+    """Return the shapes of an operator's tensors, without single numbers."""
     inputs = a.trace.cpu["inputs"][row]
     if inputs is None or a.trace.inputs.is_empty():
         return []
-    return [shape for each in inputs_at(a, inputs).tensors if (shape := tuple(each.shape))]
+    return [shape for tensor in inputs_at(a, inputs).tensors if (shape := tuple(tensor.shape))]

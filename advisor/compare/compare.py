@@ -38,11 +38,11 @@ from advisor.core.trace import Run
 from advisor.replay import predictions
 from advisor.replay.estimators import REPLAY
 
-MIN_SAME_OPERATORS = 0.8
-"""Matched share of device time, by operator alone, from which only the input shapes differ."""
-AGREEING_SHARE = 0.1
-"""Share by which gain and prediction may differ and still agree, however narrow their ranges. A
-replay that misses the step by that much still estimates gains (``trust.MAX_STEP_ERROR``)."""
+MIN_SAME_OPERATORS_SHARE = 0.8
+"""Minimum matched share, by operator alone, at which only the input shapes differ."""
+MAX_DISAGREEMENT = 0.1
+"""Largest relative difference at which gain and prediction still agree, even with narrow ranges. A
+replay that misses the step by this share still estimates gains (``trust.MAX_STEP_ERROR``)."""
 
 RunOrFiles = str | Path | Sequence[str | Path] | Run
 
@@ -50,15 +50,15 @@ RunOrFiles = str | Path | Sequence[str | Path] | Run
 def compare(
     before: RunOrFiles | Report, after: RunOrFiles | Report, options: Options | None = None
 ) -> Comparison:
-    """Read, analyze and compare two runs. A saved Report can stand for a run; its step times
-    compare as exactly. Raises AdvisorError as ``analyze`` does."""
+    """Read, analyze and compare two runs. A saved Report can replace a run; its step times compare
+    just as exactly. Raises AdvisorError as ``analyze`` does."""
     sides = [
         given if isinstance(given, Report) else examine(given, options) for given in (before, after)
     ]
     if isinstance(sides[0], AnalysisResult) and isinstance(sides[1], AnalysisResult):
         return compare_examined(sides[0], sides[1])
-    reports = [each if isinstance(each, Report) else each.report for each in sides]
-    saved = [index for index, each in enumerate(sides) if isinstance(each, Report)]
+    reports = [side if isinstance(side, Report) else side.report for side in sides]
+    saved = [index for index, side in enumerate(sides) if isinstance(side, Report)]
     return compare_reports(reports[0], reports[1], saved=saved)
 
 
@@ -66,19 +66,19 @@ def compare_reports(
     before: Report, after: Report, paths: Sequence[str] = ("", ""), saved: Sequence[int] = ()
 ) -> Comparison:
     """Compare two runs by their reports. ``paths``: their names, by default the first trace of
-    each. ``saved``: the sides (0, 1) without a trace; the limits say what is therefore not
-    compared."""
-    comparison = _compared(before, after, paths)
+    each. ``saved``: the sides (0, 1) without a trace. The limits say what is not compared for this
+    reason."""
+    comparison = _start_comparison(before, after, paths)
     changes = compare_findings(before, after, None)
     comparison.findings = [change for change, _ in changes]
     comparison.realised = RealisedGain(rules=[], reason="there is no trace to replay")
     comparison.limits = list_limits(before, after, comparison)
     if saved:
-        which = "both runs" if len(saved) > 1 else f"the run {('before', 'after')[saved[0]]}"
+        saved_runs = "both runs" if len(saved) > 1 else f"the run {('before', 'after')[saved[0]]}"
         comparison.limits.insert(
             0,
-            f"Of {which} there is only a saved report: device work and predicted gains are not "
-            "compared, and findings of one side are not checked on the other.",
+            f"Only a saved report of {saved_runs} is available: device work and predicted gains "
+            "are not compared, and findings of one side are not checked on the other.",
         )
     comparison.verdict = write_verdict(comparison)
     return comparison
@@ -88,21 +88,21 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     """Compare two runs that were analyzed already; of several ranks, the reported one."""
     a, b = before.main, after.main
     paths = [str(each.run.path or each.main.trace.meta.path) for each in (before, after)]
-    comparison = _compared(before.report, after.report, paths)
+    comparison = _start_comparison(before.report, after.report, paths)
 
     def search(finding: Finding, of_before: bool) -> RemainingFinding | None:
-        own, other = (before, after) if of_before else (after, before)
-        return find_remaining(finding, own, other)
+        run, other_run = (before, after) if of_before else (after, before)
+        return find_remaining(finding, run, other_run)
 
     changes = compare_findings(before.report, after.report, search)
     comparison.findings = [change for change, _ in changes]
     comparison.work, comparison.work_rest = compare_work(a, b)
     comparison.matched = matched_share(comparison.work, comparison.work_rest)
     if comparison.is_of_other_programs and can_match_by_shape(a, b):
-        work, rest = compare_work(a, b, shapes=False)
-        if (matched_share(work, rest) or 0.0) >= MIN_SAME_OPERATORS:
+        work, work_rest = compare_work(a, b, shapes=False)
+        if (matched_share(work, work_rest) or 0.0) >= MIN_SAME_OPERATORS_SHARE:
             comparison.other_shapes = True
-            comparison.work, comparison.work_rest = work, rest
+            comparison.work, comparison.work_rest = work, work_rest
     if comparison.same_device is not False:
         comparison.kernels, comparison.kernels_rest = compare_kernels(a, b)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
@@ -118,7 +118,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     return comparison
 
 
-def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
+def _start_comparison(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
     """Return the part of a comparison that two reports alone determine."""
     _refuse_other_kinds(before, after, paths)
     sides = [
@@ -147,27 +147,27 @@ def _refuse_other_kinds(before: Report, after: Report, paths: Sequence[str]) -> 
         for each in (before, after)
     ]
     if kinds[0] != kinds[1]:
-        what = [f"{path} ({kind})" for path, kind in zip(paths, kinds, strict=True)]
+        descriptions = [f"{path} ({kind})" for path, kind in zip(paths, kinds, strict=True)]
         raise AdvisorError(
-            f"{' and '.join(what)} cannot be compared: give two traces or runs, two memory "
+            f"{' and '.join(descriptions)} cannot be compared: give two traces or runs, two memory "
             "snapshots, or two kernel profiles"
         )
 
 
 def find_other_programs(before: Report, after: Report, *, strict: bool = False) -> str:
-    """Say what in two reports is of different programs; empty if nothing is. A file of one name is
-    one program, whatever it does. ``strict``: files of different names need common operators."""
+    """Say what shows that two reports are of different programs; empty if nothing does. Runs of one
+    file are one program. ``strict``: files of different names need common operators."""
     reports = (before, after)
     names = [str((each.recorded and each.recorded.program) or "") for each in reports]
     renamed = all(names) and names[0] != names[1]
     if (all(names) and not renamed) or bool(before.time) != bool(after.time):
         return ""
-    least = MIN_MATCHED_RENAMED if renamed else MIN_MATCHED
-    one, other = map(_time_by_operator, reports)
-    if whole := min(sum(one.values()), sum(other.values())):
-        common = sum(min(ns, other.get(name, 0.0)) for name, ns in one.items()) / whole
+    min_common = MIN_MATCHED_RENAMED if renamed else MIN_MATCHED
+    old_times, new_times = map(_time_by_operator, reports)
+    if total := min(sum(old_times.values()), sum(new_times.values())):
+        common = sum(min(ns, new_times.get(name, 0.0)) for name, ns in old_times.items()) / total
         text = f"Only {t.format_share(common)} of the time is in operators that both have"
-        return text if common < least else ""
+        return text if common < min_common else ""
     if before.recorded and after.recorded and before.recorded.inference != after.recorded.inference:
         return "One of the two trains, the other does not"
     if renamed and strict:
@@ -176,7 +176,7 @@ def find_other_programs(before: Report, after: Report, *, strict: bool = False) 
 
 
 def _time_by_operator(report: Report) -> dict[str, float]:
-    """Return shares of the time by operator: of the device, else of the host; not of them all."""
+    """Return shares of device or host time by operator. Some operators may be missing."""
     result: dict[str, float] = {}
     for item in report.rooflines if report.time else report.operators:
         if item.name is not None:
@@ -185,7 +185,7 @@ def _time_by_operator(report: Report) -> dict[str, float]:
 
 
 def describe_side(report: Report, path: str = "") -> Side:
-    """Describe one of the two runs. ``path``: its name, by default its first trace."""
+    """Describe one of the two runs. ``path`` is its name, by default its first trace."""
     first = report.inputs[0] if report.inputs else None
     scope = report.scope
     return Side(
@@ -211,7 +211,7 @@ def describe_side(report: Report, path: str = "") -> Side:
 
 def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> list[str]:
     """Say after how many steps the time to compile is recovered, if only the later run compiled.
-    The earlier run's steps are the eager time. Empty if that is not known."""
+    The earlier run's steps give the eager time. Empty if the number of steps is unknown."""
     log = after.compilation
     if log is None or not log.ns or before.compilation is not None:
         return []
@@ -221,12 +221,12 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
     if steps.verdict != "faster":
         return [f"{compiling}, and the steps are not shorter: that is not gained again."]
     count = t.count_noun(math.ceil(log.ns / -steps.difference_ns), "step")
-    least = math.ceil(log.ns / -(steps.low_ns or steps.difference_ns))
+    min_steps = math.ceil(log.ns / -(steps.low_ns or steps.difference_ns))
     text = f"{compiling}, which is gained again after {count}"
     if steps.high_ns is None or steps.high_ns >= 0:
         return [f"{text}."]
-    most = math.ceil(log.ns / -steps.high_ns)
-    return [f"{text} ({t.format_count(least)} to {t.format_count(most)})."]
+    max_steps = math.ceil(log.ns / -steps.high_ns)
+    return [f"{text} ({t.format_count(min_steps)} to {t.format_count(max_steps)})."]
 
 
 # -- predicted and measured gain ----------------------------------------------------------------
@@ -235,7 +235,7 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
 def measure_realised_gain(
     findings: list[Finding], before: AnalysisResult, c: Comparison
 ) -> RealisedGain:
-    """Compare the predicted saving of all fixed findings together with the measured one."""
+    """Compare the predicted saving of all fixed findings together with the measured saving."""
     steps = c.steps
     fixed = [
         finding
@@ -250,15 +250,15 @@ def measure_realised_gain(
         result.reason = "no finding with an estimated gain was fixed"
         return result
     edits = [edit for finding in fixed for edit in finding.edits]
-    own = fixed[0].impact if len(fixed) == 1 else None
-    result.predicted_ns = None if own is None else own.gain_ns  # as the report of before has it
-    low, high = (None, None) if own is None else (own.low_ns, own.high_ns)
+    impact = fixed[0].impact if len(fixed) == 1 else None
+    result.predicted_ns = None if impact is None else impact.gain_ns  # from the report
+    low, high = (None, None) if impact is None else (impact.low_ns, impact.high_ns)
     if result.predicted_ns is not None and low is not None and high is not None:
         result.predicted_low_ns, result.predicted_high_ns = low, high
     else:
-        saved = before.estimator.gain_range(edits)
-        result.predicted_ns = saved.gain
-        result.predicted_low_ns, result.predicted_high_ns = saved.low, saved.high
+        estimate = before.estimator.gain_range(edits)
+        result.predicted_ns = estimate.gain
+        result.predicted_low_ns, result.predicted_high_ns = estimate.low, estimate.high
     result.method = before.estimator.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
         result.reason = steps.reason.partition("; ")[0]
@@ -271,11 +271,13 @@ def measure_realised_gain(
         result.reason = "the input shapes differ, and the prediction is for those before"
     elif c.is_of_other_programs:
         result.reason = "the work differs, and the prediction is for the work before"
-    elif _other_batch(c):
+    elif _has_other_batch(c):
         result.reason = "the batch sizes differ, and the prediction is for the one before"
     elif result.method == REPLAY:
         error = abs(result.measured_ns - result.predicted_ns)
-        result.agrees = error <= AGREEING_SHARE * max(result.measured_ns, result.predicted_ns) or (
+        result.agrees = error <= MAX_DISAGREEMENT * max(
+            result.measured_ns, result.predicted_ns
+        ) or (
             result.measured_low_ns <= result.predicted_high_ns
             and result.predicted_low_ns <= result.measured_high_ns
         )
@@ -284,7 +286,7 @@ def measure_realised_gain(
     return result
 
 
-def _other_batch(c: Comparison) -> bool:
+def _has_other_batch(c: Comparison) -> bool:
     return None not in (c.before.samples, c.after.samples) and c.before.samples != c.after.samples
 
 
@@ -292,32 +294,32 @@ def _other_batch(c: Comparison) -> bool:
 
 
 def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
-    """List what makes the two hard to compare, one sentence each."""
-    item, other = c.before, c.after
+    """List the reasons why the two are hard to compare, one sentence each."""
+    old, new = c.before, c.after
     result = []
-    same = before.scope == after.scope and before.kernel_counters == after.kernel_counters
-    same = same and before.triton_kernels == after.triton_kernels
-    same = same and before.compilation == after.compilation
-    if same and before.step_durations == after.step_durations and before.memory == after.memory:
+    is_same = before.scope == after.scope and before.kernel_counters == after.kernel_counters
+    is_same = is_same and before.triton_kernels == after.triton_kernels
+    is_same = is_same and before.compilation == after.compilation
+    if is_same and before.step_durations == after.step_durations and before.memory == after.memory:
         result.append("Both are the same recording.")
     if c.same_device is False:
         result.append(
-            f"The GPUs differ ({item.device_name} and {other.device_name}): the program need not "
+            f"The GPUs differ ({old.device_name} and {new.device_name}): the program need not "
             "be "
             "what became faster or slower. Work is matched by operator, not by kernel name."
         )
-    elif c.same_device is None and (item.device_name or other.device_name):
+    elif c.same_device is None and (old.device_name or new.device_name):
         result.append("The GPU model of one side is unknown: the two GPUs may differ.")
     for which, report, counterpart in (("before", before, after), ("after", after, before)):
         if not report.time and counterpart.time:
             result.append(f"No GPU work in the trace {which}: device time is not compared.")
-    result += _step_limits(c, before)
+    result += _list_step_limits(c, before)
     earlier = [each.scope.earlier_ns for each in (before, after)]
     if any(earlier):
-        shown = [t.format_duration(ns) if ns else "none" for ns in earlier]
+        durations = [t.format_duration(ns) if ns else "none" for ns in earlier]
         result.append(
-            f"GPU work that was launched before the recording is left out: {shown[0]} before, "
-            f"{shown[1]} after."
+            f"GPU work that was launched before the recording is left out: {durations[0]} before, "
+            f"{durations[1]} after."
         )
     if c.other_shapes:
         result.append(
@@ -333,27 +335,27 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
             f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
             "both have: these look like different programs."
         )
-    if _other_batch(c):
+    if _has_other_batch(c):
         result.append(
-            f"A step has {t.count_noun(item.samples or 0, 'sample')} before and {other.samples} "
+            f"A step has {t.count_noun(old.samples or 0, 'sample')} before and {new.samples} "
             "after: "
             "compare time per sample, not per step."
         )
-    if item.ranks != other.ranks:
+    if old.ranks != new.ranks:
         result.append(
-            f"{t.count_noun(item.ranks, 'rank')} before and {other.ranks} after; one of each is "
+            f"{t.count_noun(old.ranks, 'rank')} before and {new.ranks} after; one of each is "
             "compared."
         )
-    elif item.ranks > 1:
-        result.append(f"One of {item.ranks} ranks is compared (rank {item.rank}); --rank chooses.")
-    for which, each in (("before", item), ("after", other)):
+    elif old.ranks > 1:
+        result.append(f"One of {old.ranks} ranks is compared (rank {old.rank}); --rank chooses.")
+    for which, each in (("before", old), ("after", new)):
         if each.truncated:
             result.append(f"The trace {which} is truncated.")
     return result
 
 
-def _step_limits(c: Comparison, before: Report) -> list[str]:
-    """Say in sentences how steps were found, if that limits the comparison."""
+def _list_step_limits(c: Comparison, before: Report) -> list[str]:
+    """Describe how steps were found, if that limits the comparison."""
     sources = {"before": c.before.step_source, "after": c.after.step_source}
     unmarked = [which for which, source in sources.items() if source == "whole trace"]
     result = []
@@ -379,15 +381,15 @@ def _step_limits(c: Comparison, before: Report) -> list[str]:
 
 
 def append_prediction(comparison: Comparison, file: Path, *, unix: int) -> bool:
-    """Record the predicted and measured saving of a fix in a ledger, once. Return whether it did:
-    both were recorded, and one finding with an estimated gain is gone."""
+    """Record the predicted and measured saving of a fix in a ledger, once. Return whether it was
+    recorded: both sides must be runs, and one finding with an estimated gain gone."""
     result = prediction_of(comparison, unix=unix)
     after = Path(comparison.after.path)
     if result is None or not is_run(after) or not is_run(comparison.before.path):
         return False
-    same = (result.rule, result.predicted, result.measured)
+    key = (result.rule, result.predicted, result.measured)
     if any(
-        (row.rule, row.predicted, row.measured) == same
+        (row.rule, row.predicted, row.measured) == key
         for row in predictions.read_predictions(file).predictions
     ):
         return False  # compared before
@@ -396,7 +398,7 @@ def append_prediction(comparison: Comparison, file: Path, *, unix: int) -> bool:
 
 
 def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Prediction | None:
-    """Return the tested prediction of a single fix; ``None`` if there is none."""
+    """Return the tested prediction of a single fix, or ``None`` if there is none."""
     fix = comparison.realised
     step = comparison.before.step_ns
     if len(fix.rules) != 1 or not step or comparison.is_of_other_programs:

@@ -18,8 +18,8 @@ GateAnswer = Literal["passed", "not shown", "regression"]
 
 
 MIN_MATCHED, MIN_MATCHED_RENAMED = 0.2, 0.3
-"""Share of time in work of both runs, below which they are different programs: of any, and where
-their files have different names."""
+"""Minimum share of time in work of both runs, below which they are different programs. The second
+limit applies to files of different names."""
 
 
 class Side(Struct, kw_only=True):
@@ -28,38 +28,38 @@ class Side(Struct, kw_only=True):
     path: str
     """Path or name of the run, as given."""
     rank: int | None
-    """Number of the compared rank; ``null``: unknown."""
+    """Number of the compared rank, or ``null`` if unknown."""
     window: int
-    """Number of the rank's window that is compared."""
+    """Number of the compared window."""
     ranks: int
     """Number of ranks."""
     status: str
-    """Status of its report."""
+    """Status of the run's report."""
     verdict: str
-    """Verdict of its report, one sentence."""
+    """Verdict of the run's report, one sentence."""
     device_name: str | None
-    """Model of the GPU; ``null``: unknown, or no device work."""
+    """Model of the GPU, or ``null`` if it is unknown or did no work."""
     step_source: str
     """Source of the steps, as in a report's ``scope``."""
     steps_used: int
-    """Number of profiled steps that are measured."""
+    """Number of measured profiled steps."""
     step_ns: float
-    """Mean duration of those steps, ns."""
+    """Mean duration of the measured steps, ns."""
     record_shapes: bool | None
-    """Whether input shapes were recorded; ``null``: unknown."""
+    """Whether input shapes were recorded, or ``null`` if unknown."""
     with_stack: bool | None
-    """Whether Python stacks were recorded, which slow the host; ``null``: unknown."""
+    """Whether Python stacks were recorded, which slow the host, or ``null`` if unknown."""
     profile_memory: bool | None
-    """Whether memory events were recorded; ``null``: unknown."""
+    """Whether memory events were recorded, or ``null`` if unknown."""
     truncated: bool
     """Whether the file ends early."""
     samples: int | None = None
-    """Batch size in most of the recorder's steps, gradient accumulation included; ``null``: not
-    recorded."""
+    """Batch size in most of the recorder's steps, gradient accumulation included, or ``null`` if
+    not recorded."""
     crash: str = ""
-    """Ranks that an exception ended, in a sentence; empty: none is recorded."""
+    """Sentence about the ranks that an exception ended. Empty if none is recorded."""
     framework: str | None = None
-    """Framework of the program, as in a report's ``scope``; ``null``: unknown."""
+    """Framework of the program, as in a report's ``scope``, or ``null`` if unknown."""
 
 
 class Distribution(Struct, kw_only=True):
@@ -80,9 +80,9 @@ class Distribution(Struct, kw_only=True):
     max_ns: float
     """Longest duration, ns."""
     autocorrelation: float | None
-    """Correlation of neighbouring steps; ``null``: fewer than three steps, or all equal."""
+    """Correlation of neighbouring steps, or ``null`` if fewer than three steps or all are equal."""
     durations_ns: list[int]
-    """Durations in order, ns; at most 2,000, evenly chosen."""
+    """Durations in order, ns: at most 2,000, evenly chosen."""
     runs: int = 1
     """Number of runs that the steps come from."""
 
@@ -96,13 +96,13 @@ class StepTimeChange(Struct, kw_only=True):
     source: str
     """Source of the steps. ``recorder``: unprofiled steps, from boundary to boundary on the host,
     or on the device where the host runs ahead of it. ``trace``: the profiled steps of the window.
-    Empty: neither."""
+    Empty if there are neither."""
     before: Distribution | None = None
-    """Step durations before; ``null``: no steps."""
+    """Step durations before, or ``null`` without steps."""
     after: Distribution | None = None
-    """Step durations after; ``null``: no steps."""
+    """Step durations after, or ``null`` without steps."""
     statistic: str = ""
-    """Statistic that is compared: ``mean`` or ``median``."""
+    """Compared statistic: ``mean`` or ``median``."""
     method: str = ""
     """Method that computed the interval."""
     paired: bool = False
@@ -110,7 +110,7 @@ class StepTimeChange(Struct, kw_only=True):
     level: float = 0.95
     """Confidence level of the interval."""
     difference_ns: float | None = None
-    """Step time after minus before, ns; ``null``: not measured."""
+    """Step time after minus before, ns, or ``null`` if not measured."""
     low_ns: float | None = None
     """Lower end of the difference's interval, ns."""
     high_ns: float | None = None
@@ -122,12 +122,12 @@ class StepTimeChange(Struct, kw_only=True):
     share_high: float | None = None
     """Upper end of the interval, as a share of the step time before."""
     reason: str = ""
-    """Reason why there is no verdict; empty: there is one."""
+    """Reason why there is no verdict. Empty if there is one."""
     notes: list[str] = field(default_factory=list)
     """Caveats on what the figures show, one sentence each."""
 
     def centers(self) -> list[float | None]:
-        """Return the compared statistic before and after, ns; ``None``: no steps."""
+        """Return the compared statistic before and after, ns, or ``None`` without steps."""
         name = f"{self.statistic or 'median'}_ns"
         return [getattr(side, name, None) for side in (self.before, self.after)]
 
@@ -136,20 +136,20 @@ class Amount(Struct, kw_only=True):
     """A figure on both sides."""
 
     group: str
-    """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family). Of
-    snapshots, at the peak: ``memory`` and ``memory by line``. Of a model that is served:
-    ``phases`` and ``parts`` of a layer. By kind of module, what changed most first: ``layers``
-    (own time) and ``memory by layer`` (kept). Else ``figures``."""
+    """Group: ``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by
+    family). For snapshots, at the peak: ``memory`` and ``memory by line``. For a served model:
+    ``phases`` and ``parts`` of a layer. By kind of module, largest change first: ``layers`` (own
+    time) and ``memory by layer`` (kept). Else ``figures``."""
     name: str
     """Name of the class, cause, family or other quantity."""
     unit: str
     """Unit: ``ns`` (per step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency."""
     before: float | None
-    """Value before; ``null``: not measured."""
+    """Value before, or ``null`` if not measured."""
     after: float | None
-    """Value after; ``null``: not measured."""
+    """Value after, or ``null`` if not measured."""
     outside_operators: bool = False
-    """Whether idle time of an ``unknown`` cause is of code outside operators, in all runs that have
+    """Whether idle time of an ``unknown`` cause is in code outside operators, in all runs that have
     it."""
 
 
@@ -157,9 +157,9 @@ class FindingChange(Struct, kw_only=True):
     """A finding, and whether it is new, fixed, remaining or replaced."""
 
     change: Change
-    """``fixed``: the rule ran and no longer finds it. ``replaced``: so too, but what does the work
-    now takes longer. ``unchecked``: the rule could not check
-    again. ``unchecked before``: it is there now, and could not be checked before."""
+    """Change: ``fixed`` if the rule ran and no longer finds it. ``replaced`` if, in addition, what
+    does the work now takes longer. ``unchecked`` if the rule could not check again. ``unchecked
+    before`` if it is there now, and could not be checked before."""
     rule: str
     """Identifier of the rule."""
     title: str
@@ -167,23 +167,25 @@ class FindingChange(Struct, kw_only=True):
     category: str
     """Category of the rule."""
     place: str
-    """Place where the problem is worst; empty: unknown."""
+    """Place where the problem is worst. Empty if unknown."""
     same_place: bool | None
-    """Whether a ``remaining`` finding is at the same place; ``null``: a place is unknown."""
+    """Whether a ``remaining`` finding is at the same place, or ``null`` if a place is unknown."""
     before_priority: int | None = None
-    """Priority of the finding before; ``null``: not there, or not ranked."""
+    """Priority of the finding before, or ``null`` if absent or not ranked."""
     after_priority: int | None = None
-    """Priority of the finding after; ``null``: not there, or not ranked."""
+    """Priority of the finding after, or ``null`` if absent or not ranked."""
     before_gain_ns: int | None = None
-    """Gain of its fix alone before, ns per step; ``null``: not there, or no gain in step time."""
+    """Gain of its fix alone before, ns per step, or ``null`` if absent or without gain in step
+    time."""
     after_gain_ns: int | None = None
-    """Gain of its fix alone after, ns per step; ``null``: not there, or no gain in step time."""
+    """Gain of its fix alone after, ns per step, or ``null`` if absent or without gain in step
+    time."""
     reason: str = ""
-    """Reason why it is unchecked; for ``remaining``, why one report does not list it."""
+    """Reason why it is unchecked or, for ``remaining``, why one report does not list it."""
 
 
 class RealisedGain(Struct, kw_only=True):
-    """Predicted saving of the fixes, compared with the measured one."""
+    """Predicted saving of the fixes, compared with the measured saving."""
 
     rules: list[str]
     """Rules of the findings that were fixed and had an estimated gain."""
@@ -202,8 +204,8 @@ class RealisedGain(Struct, kw_only=True):
     measured_high_ns: float | None = None
     """Upper end of the measured saving's interval, ns per step."""
     agrees: bool | None = None
-    """Whether the interval and the range overlap, or the two differ by a tenth at most. For an
-    upper bound: whether the saving may be within it. ``null``: not compared."""
+    """Whether the interval and the range overlap, or the two differ by at most a tenth. For an
+    upper bound: whether the saving may be within it. ``null`` if not compared."""
     reason: str = ""
     """Reason why the two are not compared."""
 
@@ -213,22 +215,23 @@ class ComparedWork(Struct, kw_only=True):
     matched in full and shortened to 300 characters."""
 
     op: str | None
-    """Innermost operator around the launch; ``null``: unknown."""
+    """Innermost operator around the launch, or ``null`` if unknown."""
     shape: str | None
     """Dimensions of its inputs as JSON, cut in the middle when longer than 1,000 characters;
-    ``null``: not compared by shape."""
+    ``null`` if not compared by shape."""
     before_ns: float
     """Summed durations before, ns per step."""
     after_ns: float
     """Summed durations after, ns per step."""
     before_count: float
-    """Number of device events before, per step; 0: none."""
+    """Number of device events per step before."""
     after_count: float
-    """Number of device events after, per step; 0: none."""
+    """Number of device events per step after."""
     before_kernels: list[str]
-    """Names of the kernels before, the longest-running first; at most three."""
+    """Names of the kernels before, longest-running first, at most three."""
     after_kernels: list[str]
-    """Names of the kernels after, likewise; on another GPU they differ."""
+    """Names of the kernels after, longest-running first, at most three. They differ on another
+    GPU."""
 
 
 class Bounds(Struct, frozen=True, kw_only=True):
@@ -237,17 +240,17 @@ class Bounds(Struct, frozen=True, kw_only=True):
     slower: float = 0.05
     """Largest allowed slowdown, as a share of the baseline's step time."""
     memory: float | None = None
-    """Largest allowed growth of the memory peak, as a share; ``null``: not checked."""
+    """Largest allowed growth of the memory peak, as a share, or ``null`` if not checked."""
     strict: bool = False
-    """Whether a step that is not shown to be within its bound fails too."""
+    """Whether a step time that is not shown to be within its bound also fails."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):
     """Decision of a gate: whether the run is slower than its bounds allow."""
 
     answer: GateAnswer
-    """``passed``: the whole interval is within the bound. ``regression``: all of it is above, or
-    the memory peak is. ``not shown``: it reaches to both sides."""
+    """Answer: ``passed`` if the whole interval is within the bound. ``regression`` if all of it, or
+    the memory peak, is above. ``not shown`` if it extends to both sides."""
     failed: bool
     """Whether the gate fails, with exit code 1."""
     reasons: list[str]
@@ -255,11 +258,11 @@ class Decision(Struct, frozen=True, kw_only=True):
     bounds: Bounds
     """Bounds that were applied."""
     detectable: float
-    """Smallest slowdown that these steps would show as a regression, as a share of before."""
+    """Smallest slowdown that these steps would show as a regression, as a share of the baseline."""
 
 
 class Comparison(Struct, kw_only=True):
-    """Two runs side by side. ``to_dict`` has the schema ``SCHEMA``."""
+    """Comparison of two runs. ``to_dict`` has the schema ``SCHEMA``."""
 
     schema: str = SCHEMA
     """Name and number of this schema."""
@@ -272,7 +275,7 @@ class Comparison(Struct, kw_only=True):
     after: Side
     """Run that is compared with it."""
     same_device: bool | None
-    """Whether both ran on the same GPU model; ``null``: unknown."""
+    """Whether both ran on the same GPU model, or ``null`` if unknown."""
     steps: StepTimeChange
     """Step times and their difference."""
     amounts: list[Amount] = field(default_factory=list)
@@ -284,26 +287,28 @@ class Comparison(Struct, kw_only=True):
     work: list[ComparedWork] = field(default_factory=list)
     """Device work by operator and shape, largest difference first; at most 500."""
     work_rest: ComparedWork | None = None
-    """Sum of the device work that ``work`` leaves out; ``null``: none."""
+    """Sum of the device work that ``work`` omits, or ``null`` if it omits none."""
     matched: float | None = None
-    """Share of both sides' device time in operators and shapes that both have; ``null``: none."""
+    """Share of both sides' device time in operators and shapes that both have, or ``null`` without
+    device time."""
     other_programs: str = ""
-    """Reason why the reports look like those of different programs, without a full stop; empty:
-    they do not. Where ``matched`` is known, that decides."""
+    """Reason why the reports seem to be of different programs, without a full stop. Empty if they
+    do not. Where ``matched`` is known, it decides."""
     other_shapes: bool = False
     """Whether only the input shapes differ: ``work`` is then by operator alone."""
     kernels: list[ComparedWork] = field(default_factory=list)
-    """Device work by kernel name, likewise; empty if the GPUs differ, as their kernels do."""
+    """Device work by kernel name, ordered like ``work``. Empty if the GPUs, and so the kernels,
+    differ."""
     kernels_rest: ComparedWork | None = None
-    """Sum of the device work that ``kernels`` leaves out; ``null``: none."""
+    """Sum of the device work that ``kernels`` omits, or ``null`` if it omits none."""
     limits: list[str] = field(default_factory=list)
     """Reasons why the two are hard to compare, one sentence each."""
     decision: Decision | None = None
-    """Decision of a gate; ``null``: no bounds were given."""
+    """Decision of a gate, or ``null`` if no bounds were given."""
 
     @property
     def is_of_other_programs(self) -> bool:
-        """Whether the work of the two has next to nothing in common."""
+        """Whether the two runs have almost no work in common."""
         if self.matched is None:
             return bool(self.other_programs)
         return self.matched < MIN_MATCHED and not self.other_shapes
@@ -341,6 +346,6 @@ class Comparison(Struct, kw_only=True):
         return [item for item in self.findings if item.change in changes]
 
     def find_amount(self, name: str) -> Amount | None:
-        """Return one of the ``figures`` by name; ``None`` if neither side measured it."""
+        """Return one of the ``figures`` by name, or ``None`` if neither side measured it."""
         figures = (item for item in self.amounts if item.group == "figures")
         return next((item for item in figures if item.name == name), None)

@@ -31,12 +31,12 @@ MIN_WORK_SHARE = 0.001
 """Share of the longer step below which an operator's change is shown but not judged."""
 NOISE = f"changes of less than {MIN_SHARE:.1%} of the step, or 1% of another figure"
 MAX_WORK = 10
-MAX_PATH = 200
-"""Characters of a path in a command."""
-WIDTH = 30
-"""Width of a label in the table of work, characters."""
+MAX_PATH_LENGTH = 200
+"""Maximum length of a path in a command, in characters."""
+MAX_LABEL = 30
+"""Width of a label in the table of work, in characters."""
 MIN_STEPS_FOR_PERCENTILES = 10
-TITLES = {
+CHANGE_TITLES = {
     "fixed": "fixed",
     "replaced": "gone, but the replacement takes longer",
     "new": "new",
@@ -44,21 +44,21 @@ TITLES = {
     "unchecked": "not checked again",
     "unchecked before": "not checked before",
 }
-TITLES_UNJUDGED = {
-    **TITLES,
+UNJUDGED_TITLES = {
+    **CHANGE_TITLES,
     "fixed": "only before",
     "replaced": "only before",
     "new": "only after",
     "remaining": "in both",
 }
-"""Titles between different programs, of which none fixes the other."""
-ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
+"""Titles for different programs, where neither run is a fix of the other."""
+CHANGE_ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
-"""Names of the figures of which more is better; of all others less is."""
+"""Names of the figures for which more is better; for all others, less is."""
 
 FigureVerdict = Literal["better", "worse", "new", "gone", ""]
-"""Judgement of a change. ``new`` and ``gone``: one side has none of it, and another line has what
-replaces it. Empty: too small to matter, not shown to be a change, or not measured."""
+"""Judgement of a change. ``new`` and ``gone``: one side lacks it, and another line has its
+replacement. Empty if it is too small to matter, not shown to be a change, or not measured."""
 
 
 class ComparedFigure(NamedTuple):
@@ -70,17 +70,17 @@ class ComparedFigure(NamedTuple):
     """Name as in ``Amount``, or the full name of what ``label`` shortens."""
     label: str
     before: float | None
-    """Value before in the figure's unit, or ns; ``None``: not measured."""
+    """Value before in the figure's unit, or ns; ``None`` if not measured."""
     after: float | None
     texts: tuple[str, str]
-    """Both values as shown."""
+    """Both values as text."""
     change: str
-    """Difference with its sign; empty: none, or not measured."""
+    """Difference with its sign. Empty if there is none, or it was not measured."""
     verdict: FigureVerdict
 
     @property
     def is_noise(self) -> bool:
-        """Whether it is measured on both sides, and changed too little to matter."""
+        """Whether the figure is measured on both sides, and changed too little to matter."""
         return not self.verdict and self.before is not None and self.after is not None
 
 
@@ -92,13 +92,13 @@ def write_verdict(comparison: Comparison) -> str:
     if text:
         pass
     elif comparison.is_of_other_programs:
-        return " ".join([*_crashes(comparison), _other_programs(comparison)])
+        return " ".join([*_describe_crashes(comparison), _write_other_programs(comparison)])
     elif steps.difference_ns is None or steps.share is None:
-        text = _without_steps(comparison)
+        text = _write_without_steps(comparison)
         if is_unjudged(comparison):
-            return " ".join([*_crashes(comparison), f"{text}."])
+            return " ".join([*_describe_crashes(comparison), f"{text}."])
     else:
-        pair = _pair(steps)
+        pair = _format_pair(steps)
         if steps.verdict == "no difference":
             text = f"No difference in step time can be shown: {pair} ({format_interval(steps)})"
         else:
@@ -111,7 +111,7 @@ def write_verdict(comparison: Comparison) -> str:
     if counts["replaced"]:
         parts.append(f"{counts['replaced']} gone with a slower replacement")
     text = f"{text}. Findings: {', '.join(parts)}." if parts else f"{text}."
-    return " ".join([*_crashes(comparison), text])
+    return " ".join([*_describe_crashes(comparison), text])
 
 
 def write_badge(comparison: Comparison) -> str:
@@ -122,44 +122,44 @@ def write_badge(comparison: Comparison) -> str:
 
 
 def is_unjudged(comparison: Comparison) -> bool:
-    """Tell whether there is no verdict: different programs or, without steps, other input shapes,
-    and no server's phases to compare."""
+    """Return whether there is no verdict: different programs or, without steps, other input shapes,
+    and no phases of a server to compare."""
     c = comparison
     other_work = c.other_shapes and c.steps.difference_ns is None
     return (c.is_of_other_programs or other_work) and not phase_verdict(c)
 
 
-def _other_programs(comparison: Comparison) -> str:
+def _write_other_programs(comparison: Comparison) -> str:
     """Write the sentence that replaces the verdict if the two look like different programs."""
     text = "These look like different programs, so neither is called faster"
     steps = comparison.steps
     if steps.difference_ns is None:
         return f"{text}."
-    return f"{text}: a step takes {_pair(steps, between=' and ')}."
+    return f"{text}: a step takes {_format_pair(steps, between=' and ')}."
 
 
-def _without_steps(comparison: Comparison) -> str:
-    """Write the verdict where step times are not compared, led by what is known instead."""
+def _write_without_steps(comparison: Comparison) -> str:
+    """Write the verdict where step times are not compared. It begins with what is known instead."""
     steps = comparison.steps
     no_steps = f"step times are not compared: {steps.reason.partition('; ')[0]}"
     if has_guessed_steps(comparison) and steps.before is not None and steps.after is not None:
-        every = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
-        return f"GPU work repeats every {' → '.join(every)}, but {no_steps}"
-    if spans := _whole(comparison):
+        intervals = [t.format_duration(side.mean_ns) for side in (steps.before, steps.after)]
+        return f"GPU work repeats every {' → '.join(intervals)}, but {no_steps}"
+    if spans := _recording_lengths(comparison):
         before, after = spans
         text = f"From the first GPU work to the last: {' → '.join(map(t.format_duration, spans))}"
         if comparison.other_shapes:
             text = f"{text[0].lower()}{text[1:]}"
             return f"Not comparable: other input shapes, such as another batch size; {text}"
-        how = "longer" if after > before else "shorter"
+        direction = "longer" if after > before else "shorter"
         if (share := t.format_share(abs(after / before - 1))) not in ("0%", "<1%"):
-            text += f" ({share} {how})"
+            text += f" ({share} {direction})"
         return f"{text}, if both did the same work"
     return f"Step times are not compared: {steps.reason}"
 
 
-def _whole(comparison: Comparison) -> tuple[float, float] | None:
-    """Return the lengths of two recordings without steps, ns; ``None`` if one has steps, or no
+def _recording_lengths(comparison: Comparison) -> tuple[float, float] | None:
+    """Return the lengths of two recordings without steps, ns, or ``None`` if one has steps or no
     device time."""
     times = [each for each in comparison.amounts if each.group == "time"]
     if not times or not is_of_whole_recordings(comparison):
@@ -171,14 +171,14 @@ def _whole(comparison: Comparison) -> tuple[float, float] | None:
 
 
 def has_guessed_steps(comparison: Comparison) -> bool:
-    """Tell whether a side's steps are repetitions of device work that nothing marks."""
+    """Return whether a side's steps are repetitions of device work that nothing marks."""
     return bool(
         {comparison.before.step_source, comparison.after.step_source} & {*GUESSED_STEP_SOURCES}
     )
 
 
-def _crashes(comparison: Comparison) -> list[str]:
-    """Return a sentence for each run that crashed, which does not compare with a complete one."""
+def _describe_crashes(comparison: Comparison) -> list[str]:
+    """Return a sentence for each run that crashed and so is not comparable with a complete run."""
     sides = (("before", comparison.before), ("after", comparison.after))
     return [
         f"The run {which} crashed: {side.crash[0].lower()}{side.crash[1:]}"
@@ -188,7 +188,7 @@ def _crashes(comparison: Comparison) -> list[str]:
 
 
 def is_of_whole_recordings(comparison: Comparison) -> bool:
-    """Tell whether neither side has marked steps: figures are then of whole recordings."""
+    """Return whether neither side has marked steps, so that figures are of whole recordings."""
     sources = {comparison.before.step_source, comparison.after.step_source}
     return sources == {"whole trace"}
 
@@ -210,10 +210,10 @@ def format_interval(steps: StepTimeChange) -> str:
 
 def describe_sides(c: Comparison) -> list[tuple[str, list[str]]]:
     """Describe the two runs as (label, parts)."""
-    return [("before", _side(c.before)), ("after", _side(c.after))]
+    return [("before", _describe_side(c.before)), ("after", _describe_side(c.after))]
 
 
-def _side(side: Side) -> list[str]:
+def _describe_side(side: Side) -> list[str]:
     parts = [t.shorten_path(side.path, 60)]
     if side.rank is not None:
         parts.append(f"rank {side.rank}")
@@ -226,13 +226,13 @@ def _side(side: Side) -> list[str]:
 def step_lines(c: Comparison) -> list[ComparedFigure]:
     """Return the distributions of step times side by side. A figure is better or worse only if a
     difference is shown."""
-    item, other = c.steps.before, c.steps.after
-    if item is None or other is None:
+    old, new = c.steps.before, c.steps.after
+    if old is None or new is None:
         return []
-    texts = (t.format_count(item.count), t.format_count(other.count))
-    result = [ComparedFigure("steps", "steps", "steps", item.count, other.count, texts, "", "")]
-    few = min(item.count, other.count) < MIN_STEPS_FOR_PERCENTILES
-    shown = c.steps.verdict in ("slower", "faster") and not is_unjudged(c)
+    texts = (t.format_count(old.count), t.format_count(new.count))
+    result = [ComparedFigure("steps", "steps", "steps", old.count, new.count, texts, "", "")]
+    few = min(old.count, new.count) < MIN_STEPS_FOR_PERCENTILES
+    is_shown = c.steps.verdict in ("slower", "faster") and not is_unjudged(c)
     for label, field in (
         ("mean", "mean_ns"),
         ("median", "median_ns"),
@@ -243,29 +243,29 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
     ):
         if few and field in ("p10_ns", "p90_ns"):
             continue
-        before, after = getattr(item, field), getattr(other, field)
-        judged = _judged(before, after, 0.0) if shown else ""
+        before, after = getattr(old, field), getattr(new, field)
+        verdict = _judge_change(before, after, 0.0) if is_shown else ""
         change = (
             t.format_share_change((after - before) / before) if before and after != before else ""
         )
         texts = (t.format_duration(before), t.format_duration(after))
-        result.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
+        result.append(ComparedFigure("steps", label, label, before, after, texts, change, verdict))
     return result
 
 
-def _judged(
-    before: float | None, after: float | None, least: float, *, more: bool = False
+def _judge_change(
+    before: float | None, after: float | None, max_noise: float, *, more_is_better: bool = False
 ) -> FigureVerdict:
-    """Judge a change. ``least``: largest change without meaning. ``more``: more is better."""
-    if before is None or after is None or abs(after - before) <= least:
+    """Judge a change. A change of at most ``max_noise`` has no meaning."""
+    if before is None or after is None or abs(after - before) <= max_noise:
         return ""
-    if not more and (not before or not after):
+    if not more_is_better and (not before or not after):
         return "gone" if before else "new"
-    return "better" if (after > before) == more else "worse"
+    return "better" if (after > before) == more_is_better else "worse"
 
 
 def step_notes(steps: StepTimeChange) -> list[str]:
-    """Say how the steps changed, then the caveats; empty if it is not measured."""
+    """Say how the steps changed, then the caveats. Empty if the change is not measured."""
     if steps.difference_ns is None:
         return []
     low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
@@ -281,14 +281,14 @@ def step_notes(steps: StepTimeChange) -> list[str]:
 
 
 def interval_method(steps: StepTimeChange) -> list[str]:
-    """Say how the interval of the difference was computed; empty if it is not measured."""
-    known = steps.difference_ns is not None
-    return [f"The interval of the step time: {steps.method}."] if known else []
+    """Say how the interval of the difference was computed. Empty if it is not measured."""
+    is_known = steps.difference_ns is not None
+    return [f"The interval of the step time: {steps.method}."] if is_known else []
 
 
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
-    """Return where the step's time goes, side by side. A change below ``MIN_SHARE`` of the longer
-    step is not judged, nor one below 1% of another figure."""
+    """Return where the step's time goes, side by side. Changes below ``MIN_SHARE`` of the longer
+    step, or below 1% of another figure, are not judged."""
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
     return figures_of(c, [*wanted, "figures", "counters"])
@@ -298,38 +298,41 @@ def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
     """Return the amounts of some groups as table lines, without short times."""
     result, unjudged = [], is_unjudged(c)
     for group in groups:
-        whole = max(c.before.step_ns, c.after.step_ns, 1.0)
-        if group == "parts":  # of a token, not of a step
-            own = (max(a.before or 0.0, a.after or 0.0) for a in c.amounts if a.group == group)
-            whole = max(own, default=whole)
+        total = max(c.before.step_ns, c.after.step_ns, 1.0)
+        if group == "parts":  # per token
+            part_ns = (max(a.before or 0.0, a.after or 0.0) for a in c.amounts if a.group == group)
+            total = max(part_ns, default=total)
         for amount in c.amounts:
             if amount.group != group:
                 continue
             largest = max(amount.before or 0.0, amount.after or 0.0)
-            if amount.unit == "ns" and largest < MIN_SHARE * whole and group != "phases":
+            if amount.unit == "ns" and largest < MIN_SHARE * total and group != "phases":
                 continue
-            least = {"ns": MIN_SHARE * whole, "share": 0.01}.get(amount.unit, 0.01 * largest)
-            more = amount.name in MORE_IS_BETTER
-            judged = _judged(amount.before, amount.after, least, more=more)
-            if judged in ("new", "gone") and group in ("time", "idle", "host"):
-                judged = "worse" if judged == "new" else "better"  # nothing stands in for idling
-            judged = "" if unjudged else judged
+            max_noise = {"ns": MIN_SHARE * total, "share": 0.01}.get(amount.unit, 0.01 * largest)
+            is_gain = amount.name in MORE_IS_BETTER
+            verdict = _judge_change(amount.before, amount.after, max_noise, more_is_better=is_gain)
+            if verdict in ("new", "gone") and group in ("time", "idle", "host"):
+                verdict = "worse" if verdict == "new" else "better"  # nothing replaces idle time
+            verdict = "" if unjudged else verdict
             result.append(
                 ComparedFigure(
                     group,
                     amount.name,
-                    _label(amount, c.after.framework),
+                    _format_label(amount, c.after.framework),
                     amount.before,
                     amount.after,
-                    (_value(amount.before, amount.unit), _value(amount.after, amount.unit)),
-                    _change(amount),
-                    judged,
+                    (
+                        _format_value(amount.before, amount.unit),
+                        _format_value(amount.after, amount.unit),
+                    ),
+                    _format_change(amount),
+                    verdict,
                 )
             )
     return result
 
 
-def _label(amount: Amount, framework: str | None) -> str:
+def _format_label(amount: Amount, framework: str | None) -> str:
     match amount.group:
         case "time":
             return t.CLASS_LABELS.get(amount.name, t.cause_label(amount.name, framework))
@@ -343,11 +346,11 @@ def _label(amount: Amount, framework: str | None) -> str:
     return amount.name
 
 
-def _value(value: float | None, unit: str) -> str:
+def _format_value(value: float | None, unit: str) -> str:
     return t.EMPTY_CELL if value is None else t.format_value(value, unit)
 
 
-def _change(amount: Amount) -> str:
+def _format_change(amount: Amount) -> str:
     if amount.before is None or amount.after is None:
         return ""
     change = amount.after - amount.before
@@ -362,9 +365,9 @@ def _change(amount: Amount) -> str:
 
 def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Group the findings by their change: (title, findings), new ones first."""
-    titles = TITLES_UNJUDGED if is_unjudged(c) else TITLES
+    titles = UNJUDGED_TITLES if is_unjudged(c) else CHANGE_TITLES
     result: dict[str, list[FindingChange]] = {}
-    for change in ORDER:
+    for change in CHANGE_ORDER:
         items = [item for item in c.findings if item.change == change]
         if items:
             result.setdefault(titles[change], []).extend(items)
@@ -378,8 +381,8 @@ def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
     if item.change == "remaining" and None not in gains:
         parts.append(f"gain {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        what = "estimated gain" if item.change in ("fixed", "replaced") else "gain"
-        parts.append(f"{what} {t.format_duration(next(g for g in gains if g is not None))}{each}")
+        label = "estimated gain" if item.change in ("fixed", "replaced") else "gain"
+        parts.append(f"{label} {t.format_duration(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""
         parts.append(f"{item.place}{moved}")
@@ -389,7 +392,7 @@ def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
 
 
 def next_fix(c: Comparison) -> str:
-    """Name the first fix of the run after; empty: it has none, or the programs differ."""
+    """Name the first fix of the later run. Empty if it has none, or the programs differ."""
     ranked = [item for item in c.findings if item.after_priority is not None]
     if not ranked or is_unjudged(c):
         return ""
@@ -399,12 +402,12 @@ def next_fix(c: Comparison) -> str:
         gain = f": {t.format_duration(first.after_gain_ns)}{per_suffix(c)}"
         if first.before_gain_ns is not None:
             gain += f", {t.format_duration(first.before_gain_ns)} before"
-    path = shlex.quote(t.shorten_path(c.after.path, MAX_PATH))
+    path = shlex.quote(t.shorten_path(c.after.path, MAX_PATH_LENGTH))
     return f"{first.title}{gain}. Its fix: advisor analyze {path}"
 
 
 def describe_realised_gain(c: Comparison) -> list[str]:
-    """Say in sentences what fixes were predicted to save, and what they saved."""
+    """Describe what fixes were predicted to save, and what they saved."""
     r = c.realised
     if not r.rules or r.predicted_ns is None or is_unjudged(c):
         return []
@@ -419,11 +422,11 @@ def describe_realised_gain(c: Comparison) -> list[str]:
         text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
     if r.measured_ns is None or r.measured_low_ns is None or r.measured_high_ns is None:
         return [f"{text}. The gain was not measured: {r.reason}."]
-    what, low, high = "shorter", r.measured_low_ns, r.measured_high_ns
+    direction, low, high = "shorter", r.measured_low_ns, r.measured_high_ns
     if r.measured_ns < 0:
-        what, low, high = "longer", -high, -low
-    text += f". The step became {t.format_duration(abs(r.measured_ns))} {what}"
-    text += f" ({t.format_range(low, high)} {what} with 95% confidence)."
+        direction, low, high = "longer", -high, -low
+    text += f". The step became {t.format_duration(abs(r.measured_ns))} {direction}"
+    text += f" ({t.format_range(low, high)} {direction} with 95% confidence)."
     if r.agrees is None:
         return [text, f"Prediction and gain are not compared: {r.reason}."]
     if r.agrees:
@@ -431,7 +434,9 @@ def describe_realised_gain(c: Comparison) -> list[str]:
     return [text, "The two do not agree: something else changed too, or the prediction was wrong."]
 
 
-def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list[ComparedFigure]:
+def work_lines(
+    c: Comparison, limit: int = MAX_WORK, width: int = MAX_LABEL
+) -> list[ComparedFigure]:
     """Return the device work that differs, by operator and shape, with labels of at most ``width``
     characters."""
     items: list[ComparedWork] = []
@@ -440,7 +445,7 @@ def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list
             break
         items.append(item)
     names, unjudged = [work_name(item) for item in items], is_unjudged(c)
-    whole = max(c.before.step_ns, c.after.step_ns, 1.0)
+    total = max(c.before.step_ns, c.after.step_ns, 1.0)
     return [
         ComparedFigure(
             "work",
@@ -449,11 +454,13 @@ def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list
             item.before_ns,
             item.after_ns,
             (
-                _work_side(item.before_ns, item.before_count),
-                _work_side(item.after_ns, item.after_count),
+                _format_work(item.before_ns, item.before_count),
+                _format_work(item.after_ns, item.after_count),
             ),
             t.format_change(item.after_ns - item.before_ns),
-            "" if unjudged else _judged(item.before_ns, item.after_ns, MIN_WORK_SHARE * whole),
+            ""
+            if unjudged
+            else _judge_change(item.before_ns, item.after_ns, MIN_WORK_SHARE * total),
         )
         for item, name, label in zip(
             items, names, labels.distinct_labels(names, width), strict=True
@@ -461,12 +468,12 @@ def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list
     ]
 
 
-def _work_side(ns: float, count: float) -> str:
+def _format_work(ns: float, count: float) -> str:
     return f"{t.format_duration(ns)} / {t.format_count(count)}×" if count else t.EMPTY_CELL
 
 
 def work_name(item: ComparedWork) -> str:
-    """Return the operator with its input shapes, else the kernel's name."""
+    """Return the operator with its input shapes, or the kernel's name without one."""
     if item.op is None:
         return (item.before_kernels or item.after_kernels or ["unknown"])[0]
     return f"{labels.clean(item.op)} {format_shape(item.shape)}".rstrip()
@@ -493,7 +500,7 @@ HEADLINES = {
     "regression": "Regression",
 }
 MAX_GATE_FINDINGS = 10
-"""Number of new, and of gone, findings that a gate lists."""
+"""Maximum number of new, and of gone, findings that a gate lists."""
 GATE_FIGURES = ("memory peak", "energy per step", "cost of 1,000 steps", "cost")
 
 
@@ -501,7 +508,7 @@ def write_headline(c: Comparison) -> str:
     """Write ``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, −0.2% to +1.8% with 95%
     confidence)``."""
     assert c.decision is not None
-    pair = _pair(c.steps, " per step")
+    pair = _format_pair(c.steps, " per step")
     title = HEADLINES[c.decision.answer]
     change = t.format_share_change(c.steps.share)
     return f"{title}: {pair} ({change}, {format_interval(c.steps)})"
@@ -512,13 +519,13 @@ def format_step_times(steps: StepTimeChange) -> list[str]:
     return list(map(t.format_duration, steps.centers()))
 
 
-def _pair(steps: StepTimeChange, per: str = "", between: str = " → ") -> str:
-    """Write both step times, and of what they are where mean and median differ: a run's own report
-    may lead with the other one."""
+def _format_pair(steps: StepTimeChange, per: str = "", between: str = " → ") -> str:
+    """Write both step times, and name the statistic where mean and median differ: a run's own
+    report may begin with the other."""
     sides = [side for side in (steps.before, steps.after) if side is not None]
     differ = any(abs(s.mean_ns / s.median_ns - 1) >= EQUAL_STEP_SHARE for s in sides if s.median_ns)
-    of = {"mean": " on average", "median": " in the median"}[steps.statistic] if differ else ""
-    return f"{between.join(format_step_times(steps))}{per}{of}"
+    suffix = {"mean": " on average", "median": " in the median"}[steps.statistic] if differ else ""
+    return f"{between.join(format_step_times(steps))}{per}{suffix}"
 
 
 def gate_sensitivity(c: Comparison) -> str:
@@ -526,9 +533,9 @@ def gate_sensitivity(c: Comparison) -> str:
     assert c.decision is not None
     before, after = c.steps.before, c.steps.after
     assert before is not None and after is not None
-    which = "unprofiled" if c.steps.source == "recorder" else "profiled"
+    kind = "unprofiled" if c.steps.source == "recorder" else "profiled"
     return (
-        f"In {before.count:,} and {after.count:,} {which} steps, a slowdown of "
+        f"In {before.count:,} and {after.count:,} {kind} steps, a slowdown of "
         f"{c.decision.detectable:.1%} or more would show as a regression."
     )
 
@@ -541,12 +548,12 @@ def gate_method(steps: StepTimeChange) -> list[str]:
 
 
 def gate_figures(c: Comparison) -> list[Amount]:
-    """Return the figures that a gate shows besides the step time."""
+    """Return the figures that a gate shows in addition to the step time."""
     return [a for a in c.amounts if a.group == "figures" and a.name in GATE_FIGURES]
 
 
 def gate_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
-    """Return the ranked findings that only the run has, and those that only the baseline has."""
+    """Return the ranked findings that only the run has, and findings that only the baseline has."""
     new = [
         item
         for item in c.findings_with("new", "unchecked before")

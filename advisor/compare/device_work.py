@@ -11,13 +11,13 @@ from advisor.core.labels import shorten
 from advisor.measure import Analysis
 
 MAX_ROWS = 500
-COPY = "aten::copy_"
+COPY_OPERATOR = "aten::copy_"
 MAX_KERNELS = 3
-MAX_NAME, MAX_SHAPE = 300, 1000
-"""Lengths at which a name and a shape are cut, characters. Those of C++ templates and compiled
-regions have thousands."""
+MAX_NAME_LENGTH, MAX_SHAPE_LENGTH = 300, 1000
+"""Maximum lengths of a name and a shape, in characters. Names of C++ templates and compiled regions
+have thousands."""
 
-_KEY = ("op", "shape")
+_WORK_KEY = ("op", "shape")
 
 
 def compare_work(
@@ -26,12 +26,13 @@ def compare_work(
     """Return device time per step by operator and shape: (largest differences, the others summed).
 
     The operator is the innermost around the launch, with its own inputs; work that no operator
-    launched goes by its kernel. By operator alone when only one side has shapes, or
-    without ``shapes``. Kernel names do not matter, so the same program on two GPUs is matched too.
+    launched is identified by its kernel. Work is matched by operator alone if only one side has
+    shapes, or without ``shapes``. Kernel names do not matter, so the same program on two GPUs is
+    matched too.
     """
     shapes = shapes and can_match_by_shape(before, after)
     sides = [operators(a, shapes=shapes) for a in (before, after)]
-    return _joined(sides, _KEY)
+    return _join_sides(sides, _WORK_KEY)
 
 
 def compare_kernels(
@@ -49,15 +50,15 @@ def compare_kernels(
         )
         for a in (before, after)
     ]
-    return _joined(sides, ("kernel",))
+    return _join_sides(sides, ("kernel",))
 
 
 def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float | None:
-    """Return the share of both sides' device time in rows that both have; ``None``: no work.
+    """Return the share of both sides' device time in rows that both have, or ``None`` without work.
 
-    What is left out of the rows is counted as matched: it differs too little to be shown. Copies
-    say nothing: all programs have them."""
-    rows = [row for row in work if row.op != COPY] or list(work)
+    Work that is not in the rows counts as matched: it differs too little to be shown. Copies are
+    ignored, because all programs have them."""
+    rows = [row for row in work if row.op != COPY_OPERATOR] or list(work)
     rows += [rest] if rest is not None else []
     total = sum(row.before_ns + row.after_ns for row in rows)
     both = sum(row.before_ns + row.after_ns for row in rows if row.before_count and row.after_count)
@@ -67,25 +68,25 @@ def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float 
 
 
 def can_match_by_shape(before: Analysis, after: Analysis) -> bool:
-    """Tell whether both sides have shapes, so that work can be matched by them."""
+    """Return whether both sides have shapes, so that work can be matched by them."""
     return not before.trace.inputs.is_empty() and not after.trace.inputs.is_empty()
 
 
 def device_work(a: Analysis) -> pl.DataFrame:
     """Return device work of the used steps by operator, inputs and kernel: ``op`` (name),
-    ``inputs`` (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both per step. Of an
-    event that reaches out of the steps, only the part inside counts."""
+    ``inputs`` (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both per step. Only the
+    part of an event inside the steps counts."""
     trace = a.trace
     gpu = trace.gpu[np.flatnonzero(a.in_window)]
     ts = gpu["ts"].to_numpy()
-    inside = covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans)
+    inside_ns = covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans)
     op = gpu["op"].cast(pl.Int64)
     frame = pl.DataFrame(
         {
             "op": trace.cpu["name"].gather(op),
             "inputs": trace.cpu["inputs"].gather(op),
             "kernel": gpu["name"],
-            "ns": inside,
+            "ns": inside_ns,
         }
     )
     return (
@@ -100,7 +101,7 @@ def device_work(a: Analysis) -> pl.DataFrame:
 
 def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
     """Return device work by operator and shape: ``op``, ``shape``, ``ns``, ``count``, ``kernels``
-    (longest-running first) and ``kernel``, which stands for work without an operator."""
+    (longest-running first) and ``kernel``, which identifies work without an operator."""
     work = device_work(a)
     shape = pl.lit(None, pl.String)
     if shapes:
@@ -121,7 +122,7 @@ def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
     )
 
 
-def _joined(
+def _join_sides(
     sides: list[pl.DataFrame], key: tuple[str, ...]
 ) -> tuple[list[ComparedWork], ComparedWork | None]:
     keys = [*dict.fromkeys((*key, "kernel"))]
@@ -129,34 +130,34 @@ def _joined(
         side.select(*keys, *(pl.col(c).alias(f"{name}_{c}") for c in ("ns", "count", "kernels")))
         for name, side in zip(("before", "after"), sides, strict=True)
     )
-    both = left.join(right, on=keys, how="full", coalesce=True, nulls_equal=True)
+    joined = left.join(right, on=keys, how="full", coalesce=True, nulls_equal=True)
     figures = [f"{name}_{c}" for name in ("before", "after") for c in ("ns", "count")]
-    both = (
-        both.with_columns(pl.col(figures).fill_null(0.0))
+    joined = (
+        joined.with_columns(pl.col(figures).fill_null(0.0))
         .with_columns(difference=(pl.col("after_ns") - pl.col("before_ns")).abs())
         .with_columns(larger=pl.max_horizontal("after_ns", "before_ns"))
         .sort("difference", "larger", *keys, descending=[True, True, *[False] * len(keys)])
     )
-    shown, rest = both.head(MAX_ROWS), both.tail(max(0, both.height - MAX_ROWS))
-    rows = [_work(row) for row in shown.to_dicts()]
-    if rest.is_empty():
+    shown, remaining = joined.head(MAX_ROWS), joined.tail(max(0, joined.height - MAX_ROWS))
+    rows = [_build_work(row) for row in shown.to_dicts()]
+    if remaining.is_empty():
         return rows, None
-    totals = rest.select(pl.col(figures).sum()).to_dicts()[0]
-    return rows, _work(totals)
+    totals = remaining.select(pl.col(figures).sum()).to_dicts()[0]
+    return rows, _build_work(totals)
 
 
-def _work(row: dict[str, Any]) -> ComparedWork:
+def _build_work(row: dict[str, Any]) -> ComparedWork:
     return ComparedWork(
-        op=_short(row.get("op")),
-        shape=_short(row.get("shape"), MAX_SHAPE),
+        op=_shorten_name(row.get("op")),
+        shape=_shorten_name(row.get("shape"), MAX_SHAPE_LENGTH),
         before_ns=row["before_ns"],
         after_ns=row["after_ns"],
         before_count=row["before_count"],
         after_count=row["after_count"],
-        before_kernels=[_short(name) or "" for name in row.get("before_kernels") or []],
-        after_kernels=[_short(name) or "" for name in row.get("after_kernels") or []],
+        before_kernels=[_shorten_name(name) or "" for name in row.get("before_kernels") or []],
+        after_kernels=[_shorten_name(name) or "" for name in row.get("after_kernels") or []],
     )
 
 
-def _short(text: str | None, max_length: int = MAX_NAME) -> str | None:
+def _shorten_name(text: str | None, max_length: int = MAX_NAME_LENGTH) -> str | None:
     return text if text is None else shorten(text, max_length)

@@ -1,4 +1,4 @@
-"""Gate for CI: a comparison with a decision whether a run is slower than its baseline."""
+"""Gate for CI: a comparison that decides whether a run is slower than its baseline."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from advisor.compare.steps import with_guessed_steps
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 
-TOO_FEW = f"steps cannot tell slower from noise; record at least {MIN_DEPENDENT_STEPS}"
+TOO_FEW_STEPS = f"steps cannot tell slower from noise; record at least {MIN_DEPENDENT_STEPS}"
 
 
 def compare_with_baseline(
@@ -20,7 +20,7 @@ def compare_with_baseline(
 ) -> Comparison:
     """Compare a run with its baseline and decide.
 
-    Raises AdvisorError where they do not compare: other programs, GPUs, batch sizes or ranks,
+    Raises AdvisorError if they are not comparable: other programs, GPUs, batch sizes or ranks,
     profiled steps on one side only, or too few steps."""
     refuse_incomparable(before, after)
     check_steps(before, "the baseline")
@@ -30,7 +30,7 @@ def compare_with_baseline(
     if steps.before is None or steps.after is None or steps.difference_ns is None:
         raise AdvisorError(steps.reason)
     if min(steps.before.count, steps.after.count) < MIN_DEPENDENT_STEPS:
-        raise AdvisorError(f"{steps.before.count} and {steps.after.count} {TOO_FEW}")
+        raise AdvisorError(f"{steps.before.count} and {steps.after.count} {TOO_FEW_STEPS}")
     comparison.decision = decide(comparison, bounds or Bounds())
     return comparison
 
@@ -69,15 +69,15 @@ def check_steps(report: Report, name: str) -> None:
         return
     if report.scope.step_source == "whole trace":
         raise AdvisorError(f"{name}: no steps are marked; {mark_steps_of(report)}")
-    raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW}")
+    raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW_STEPS}")
 
 
 def refuse_incomparable(baseline: Report, run: Report) -> None:
     """Raise AdvisorError if a run and its baseline are not comparable."""
     before, after = describe_side(baseline), describe_side(run)
-    again = "save the baseline again"
+    advice = "save the baseline again"
     if why := find_other_programs(baseline, run, strict=True):
-        raise AdvisorError(f"{why[0].lower()}{why[1:]}: these may be different programs; {again}")
+        raise AdvisorError(f"{why[0].lower()}{why[1:]}: these may be different programs; {advice}")
     devices = {before.device_name, after.device_name} - {None}
     if len(devices) > 1:
         raise AdvisorError(
@@ -87,18 +87,18 @@ def refuse_incomparable(baseline: Report, run: Report) -> None:
     if None not in (before.samples, after.samples) and before.samples != after.samples:
         raise AdvisorError(
             f"the baseline has {before.samples} samples per step and the run {after.samples}: "
-            f"{again}"
+            f"{advice}"
         )
     if before.ranks != after.ranks:
         raise AdvisorError(
-            f"the baseline has {before.ranks} ranks and the run {after.ranks}: {again}"
+            f"the baseline has {before.ranks} ranks and the run {after.ranks}: {advice}"
         )
 
 
 def decide(c: Comparison, bounds: Bounds) -> Decision:
-    """Decide whether a comparison with measured steps keeps its bounds.
+    """Decide whether a comparison with measured steps is within its bounds.
 
-    Raises AdvisorError: a bound is for what was not measured."""
+    Raises AdvisorError if a bound applies to a figure that was not measured."""
     low, high, share = c.steps.share_low, c.steps.share_high, c.steps.share
     if low is None or high is None or share is None:
         raise AdvisorError(f"step times are not compared: {c.steps.reason}")
@@ -107,17 +107,17 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
         answer = "regression"
     elif high <= bounds.slower:
         answer = "passed"
-    grown, memory = _memory(c.find_amount("memory peak"), bounds)
+    grown, memory = _check_memory(c.find_amount("memory peak"), bounds)
     return Decision(
         answer="regression" if grown else answer,
         failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),
-        reasons=[_step_reason(answer, low, high, bounds), *memory],
+        reasons=[_explain_step_time(answer, low, high, bounds), *memory],
         bounds=bounds,
         detectable=bounds.slower + share - low,
     )
 
 
-def _step_reason(answer: GateAnswer, low: float, high: float, bounds: Bounds) -> str:
+def _explain_step_time(answer: GateAnswer, low: float, high: float, bounds: Bounds) -> str:
     if max(abs(low), abs(high)) < 0.0005:  # 0.0% on both sides
         change = "no difference"
     elif low < 0 < high:
@@ -131,13 +131,13 @@ def _step_reason(answer: GateAnswer, low: float, high: float, bounds: Bounds) ->
     return f"{allowed}. Record more steps{', or drop --strict' if bounds.strict else ''}"
 
 
-def _memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:
+def _check_memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:
     """Return whether the memory peak is a regression, and the reason in a list."""
     if bounds.memory is None:
         return False, []
     if peak is None or not peak.before or peak.after is None:
         raise AdvisorError("--max-memory: the memory peak was not measured on both sides")
-    share = peak.after / peak.before - 1
-    grown = share > bounds.memory
-    where = "above" if grown else "within"
-    return grown, [f"memory peak {share:+.1%}: {where} the limit of {bounds.memory:+.1%}"]
+    growth = peak.after / peak.before - 1
+    has_grown = growth > bounds.memory
+    position = "above" if has_grown else "within"
+    return has_grown, [f"memory peak {growth:+.1%}: {position} the limit of {bounds.memory:+.1%}"]

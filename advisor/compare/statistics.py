@@ -1,14 +1,15 @@
-"""Confidence intervals for the difference between step times: of two runs, or of several.
+"""Confidence intervals for the difference between step times of two or more runs.
 
-Steps depend on those before them, so blocks of neighbouring steps are drawn again and again
-(circular block bootstrap: D. N. Politis and J. P. Romano, 1992), which keeps that dependence. The
-interval is the spread of the draws times a quantile of Student's t with a degree of freedom for
-each block but one: percentiles of the draws are too narrow where there are few blocks (the same
-reason as for fixed smoothing: N. M. Kiefer and T. J. Vogelsang, Econometric Theory 21, 2005).
+Steps depend on those before them, so blocks of neighbouring steps are resampled (circular block
+bootstrap: D. N. Politis and J. P. Romano, 1992), which keeps that dependence. The interval is the
+spread of the draws times a quantile of Student's t with one degree of freedom less than there are
+blocks: percentiles of the draws are too narrow where there are few blocks (the same reason as for
+fixed smoothing: N. M. Kiefer and T. J. Vogelsang, Econometric Theory 21, 2005).
 
-Steps of the same number are drawn together where both series have the same ones: two runs with one
-seed see the same batches, and what is long in both is no difference. Three or four steps show
-nothing of how one depends on the next: Welch's interval (B. L. Welch, Biometrika 34, 1947)."""
+Steps of the same number are drawn together where both series have the same numbers: two runs with
+one seed see the same batches, and a step that is long in both is not a difference. Three or four
+steps do not show how one depends on the next: they get Welch's interval (B. L. Welch, Biometrika
+34, 1947)."""
 
 import math
 from collections.abc import Sequence
@@ -21,20 +22,20 @@ Sample = NDArray[np.float64]
 
 CONFIDENCE_LEVEL = 0.95
 MIN_STEPS = 3
-"""Smallest number of steps for a spread: with two, Welch's interval is that of one difference."""
+"""Minimum number of steps for a spread: two steps give only one difference."""
 MIN_DEPENDENT_STEPS = 5
-"""Smallest number of steps on each side that shows how one depends on the next."""
+"""Minimum number of steps on each side that shows how one depends on the next."""
 MIN_FOR_MEDIAN = 40
-"""Number of steps on both sides from which medians are compared. Below, a resampled median takes so
+"""Minimum number of steps on both sides to compare medians. With fewer, a resampled median takes so
 few values that its percentiles mean little."""
 RESAMPLES = 2000
 MAX_CORRELATION, MAX_CORRELATION_OF_FEW = 0.98, 0.9
-"""Largest correlation of neighbours for which blocks are made, and for which the error of few steps
-is widened; at 1 there would be one block."""
+"""Maximum correlation of neighbours in the length of blocks, and in the error of few steps. At 1
+there would be one block."""
 MAX_DRAWN_AT_ONCE = 4_000_000
-"""Number of steps drawn at one time: a series of a million does not take its size 2,000 times."""
-_SEED = 19_920_601
-"""Seed of the draws: the same series give the same interval."""
+"""Maximum number of steps drawn at once: a long series needs no 2,000 times its memory."""
+_RANDOM_SEED = 19_920_601
+"""Seed of the draws, so that the same series give the same interval."""
 
 
 class Difference(NamedTuple):
@@ -42,7 +43,7 @@ class Difference(NamedTuple):
 
     method: str
     statistic: str
-    """Statistic that is compared: ``mean`` or ``median``."""
+    """Compared statistic: ``mean`` or ``median``."""
     before: float
     after: float
     low: float
@@ -59,39 +60,39 @@ def welch_interval(before: Sample, after: Sample, level: float = CONFIDENCE_LEVE
     a, b = len(before), len(after)
     va, vb = before.var(ddof=1) / a, after.var(ddof=1) / b
     spread = math.sqrt(va + vb)
-    reach = 0.0
+    half = 0.0
     if spread > 0:
         freedom = (va + vb) ** 2 / (va**2 / (a - 1) + vb**2 / (b - 1))
-        reach = t_quantile(0.5 + level / 2, float(freedom)) * spread
+        half = t_quantile(0.5 + level / 2, float(freedom)) * spread
     centers = float(before.mean()), float(after.mean())
-    return _around("Welch's t interval", "mean", *centers, reach)
+    return _center_on("Welch's t interval", "mean", *centers, half)
 
 
-def _around(method: str, statistic: str, before: float, after: float, reach: float) -> Difference:
-    """Return the difference with an interval of ``reach`` to either side."""
+def _center_on(method: str, statistic: str, before: float, after: float, half: float) -> Difference:
+    """Return the difference with an interval of ``half`` to either side."""
     amount = after - before
-    return Difference(method, statistic, before, after, amount - reach, amount + reach)
+    return Difference(method, statistic, before, after, amount - half, amount + half)
 
 
 def difference(
     before: Sample, after: Sample, *, paired: bool = False, level: float = CONFIDENCE_LEVEL
 ) -> Difference | None:
-    """Return the difference of two series in time order; ``None``: fewer than five steps on a side.
+    """Return the difference of two series in time order; ``None`` with under five steps on a side.
 
-    It compares means below 40 steps, and medians from there on. ``paired``: the steps at one place
-    of both series have the same number; the series are equally long."""
+    It compares means below 40 steps, and medians otherwise. ``paired``: the series are equally
+    long, and steps at the same index have the same number."""
     shortest = min(len(before), len(after))
     if shortest < MIN_DEPENDENT_STEPS:
         return None
     if paired and len(before) != len(after):
         raise ValueError(f"{len(before)} and {len(after)} steps cannot be paired")
     statistic = "median" if shortest >= MIN_FOR_MEDIAN else "mean"
-    random = np.random.default_rng(_SEED)
+    random = np.random.default_rng(_RANDOM_SEED)
     blocks = [block_length(before), block_length(after)]
     if paired:
         blocks = [max(*blocks, block_length(after - before))]
-        drawn = _drawn([before, after], blocks[0], statistic, random)
-        spread, freedom = _spread(drawn[1] - drawn[0], len(before) / blocks[0])
+        drawn = _resample([before, after], blocks[0], statistic, random)
+        spread, freedom = _estimate_spread(drawn[1] - drawn[0], len(before) / blocks[0])
         if statistic == "mean":
             spread = max(spread, autoregressive_error(after - before))
     else:
@@ -99,13 +100,13 @@ def difference(
             _standard_error(series, block, statistic, random)
             for series, block in zip((before, after), blocks, strict=True)
         ]
-        spread, freedom = _combined(sides)
+        spread, freedom = _combine_errors(sides)
     center = np.median if statistic == "median" else np.mean
-    long = " and ".join(map(str, blocks))
+    lengths = " and ".join(map(str, blocks))
     unit = "pairs of steps" if paired else "steps"
-    method = f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} ({unit})"
+    method = f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {lengths} ({unit})"
     centers = float(center(before)), float(center(after))
-    return _around(method, statistic, *centers, _reach(spread, freedom, level))
+    return _center_on(method, statistic, *centers, _half_width(spread, freedom, level))
 
 
 def difference_of_runs(
@@ -113,32 +114,34 @@ def difference_of_runs(
 ) -> Difference:
     """Return the difference between several runs of one program and one or more of another.
 
-    A run differs from the next by more than its steps do: another node, clock or allocator layout.
-    So runs are what is counted: the interval is Student's t over their medians (means below 40
-    steps), whose spread is taken to be the same on both sides, and never narrower than the one of
-    the steps themselves. Three runs or more on the two sides together."""
+    Runs differ by more than their steps do: another node, clock or allocator layout. So each run
+    counts once: the interval is Student's t over the runs' medians (means below 40 steps). It
+    assumes the same spread on both sides, and is never narrower than the interval of the steps
+    themselves. Both sides together need at least three runs."""
     statistic = "median" if min(map(len, (*before, *after))) >= MIN_FOR_MEDIAN else "mean"
     center = np.median if statistic == "median" else np.mean
     centers = [np.array([center(run) for run in runs]) for runs in (before, after)]
     counts = [len(runs) for runs in centers]
     runs_freedom = sum(counts) - 2
     squares = sum(float(((runs - runs.mean()) ** 2).sum()) for runs in centers)
-    between = math.sqrt(squares / runs_freedom * sum(1 / count for count in counts))
-    random = np.random.default_rng(_SEED)
+    run_error = math.sqrt(squares / runs_freedom * sum(1 / count for count in counts))
+    random = np.random.default_rng(_RANDOM_SEED)
     errors = []
     for runs in (before, after):
-        each = [_standard_error(run, block_length(run), statistic, random) for run in runs]
-        spread, freedom = _combined(each)
+        step_errors = [_standard_error(run, block_length(run), statistic, random) for run in runs]
+        spread, freedom = _combine_errors(step_errors)
         errors.append((spread / len(runs), freedom))
-    within, steps_freedom = _combined(errors)
-    reach = max(_reach(between, runs_freedom, level), _reach(within, steps_freedom, level))
+    step_error, steps_freedom = _combine_errors(errors)
+    half = max(
+        _half_width(run_error, runs_freedom, level), _half_width(step_error, steps_freedom, level)
+    )
     method = f"Student's t interval over {counts[0]} and {counts[1]} runs"
     first, second = (float(runs.mean()) for runs in centers)
-    return _around(method, statistic, first, second, reach)
+    return _center_on(method, statistic, first, second, half)
 
 
 def block_length(series: Sample) -> int:
-    """Return the steps in a block that suit a first-order autoregression of the same correlation.
+    """Return the number of steps per block for a first-order autoregression of this correlation.
 
     D. N. Politis and H. White, Econometric Reviews 23 (2004), for the circular bootstrap:
     (1.5 (2r / (1 - r²))² n)^(1/3). The correlation of few steps is estimated too low, by
@@ -154,7 +157,7 @@ def block_length(series: Sample) -> int:
 
 def autoregressive_error(series: Sample) -> float:
     """Return the mean's standard error in a first-order autoregression: s² / n (1 + r) / (1 - r). r
-    is the correlation of neighbours, corrected by 1 / n for the mean that was estimated too."""
+    is the correlation of neighbours, corrected by 1 / n because the mean is estimated as well."""
     count, measured = len(series), autocorrelation(series)
     if measured is None:
         return 0.0
@@ -166,14 +169,14 @@ def _standard_error(
     series: Sample, block: int, statistic: str, random: np.random.Generator
 ) -> tuple[float, float]:
     """Return the standard error of one series' statistic, and its degrees of freedom."""
-    drawn = _drawn([series], block, statistic, random)[0]
-    spread, freedom = _spread(drawn, len(series) / block)
+    drawn = _resample([series], block, statistic, random)[0]
+    spread, freedom = _estimate_spread(drawn, len(series) / block)
     if statistic == "mean":
         spread = max(spread, autoregressive_error(series))
     return spread, freedom
 
 
-def _combined(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _combine_errors(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return a sum's standard error and degrees of freedom (Welch and Satterthwaite, by blocks)."""
     variances = [error**2 for error, _ in errors]
     spread = math.sqrt(sum(variances))
@@ -181,12 +184,12 @@ def _combined(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return spread, spread**4 / parts if parts > 0 else 1.0
 
 
-def _reach(spread: float, freedom: float, level: float) -> float:
+def _half_width(spread: float, freedom: float, level: float) -> float:
     """Return half the width of the interval."""
     return spread * t_quantile(0.5 + level / 2, max(1.0, freedom)) if spread > 0 else 0.0
 
 
-def _drawn(
+def _resample(
     series: list[Sample], block: int, statistic: str, random: np.random.Generator
 ) -> list[NDArray[np.float64]]:
     """Return the statistic of each series in every draw; all series draw the same blocks."""
@@ -195,22 +198,22 @@ def _drawn(
     center = np.median if statistic == "median" else np.mean
     rounds = max(1, MAX_DRAWN_AT_ONCE // count)
     for first in range(0, RESAMPLES, rounds):
-        many = min(rounds, RESAMPLES - first)
-        starts = random.integers(0, count, size=(many, math.ceil(count / block), 1))
-        rows = ((starts + np.arange(block)) % count).reshape(many, -1)[:, :count]
-        for values, item in zip(result, series, strict=True):
-            values[first : first + many] = center(item[rows], axis=1)
+        draws = min(rounds, RESAMPLES - first)
+        starts = random.integers(0, count, size=(draws, math.ceil(count / block), 1))
+        rows = ((starts + np.arange(block)) % count).reshape(draws, -1)[:, :count]
+        for result_values, values in zip(result, series, strict=True):
+            result_values[first : first + draws] = center(values[rows], axis=1)
     return result
 
 
-def _spread(drawn: NDArray[np.float64], blocks: float) -> tuple[float, float]:
-    """Return (standard error, degrees of freedom); k blocks vary by (k - 1) / k too little."""
+def _estimate_spread(drawn: NDArray[np.float64], blocks: float) -> tuple[float, float]:
+    """Return (standard error, degrees of freedom). k blocks vary too little, by (k - 1) / k."""
     blocks = max(2.0, blocks)
     return float(drawn.std()) * math.sqrt(blocks / (blocks - 1)), blocks - 1
 
 
 def autocorrelation(sample: Sample) -> float | None:
-    """Return the correlation of neighbouring steps; ``None`` if they are too few or all equal."""
+    """Return the correlation of neighbouring steps, or ``None`` if too few or all equal."""
     if len(sample) < MIN_STEPS:
         return None
     centred = sample - sample.mean()

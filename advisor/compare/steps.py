@@ -28,30 +28,30 @@ Runs = list[StepDurations]
 
 MAX_SHOWN_DURATIONS = 2000
 MIN_CORRELATION = 0.3
-"""Correlation of neighbouring steps from which the interval of few steps is called narrow."""
+"""Minimum correlation of neighbouring steps that the caveat on few steps mentions."""
 UNMARKED_STEPS_NOTE = (
     "Nothing marks the steps: a step is where the device's work repeats, which may be a part of an "
     "iteration, such as a layer. Name a range with --steps to compare iterations."
 )
-SIDES = ("before", "after")
+SIDE_NAMES = ("before", "after")
 
 
 def compare_steps(before: Report, after: Report) -> StepTimeChange:
-    """Compare the recorder's unprofiled steps if both reports have them, else the profiled ones."""
+    """Compare the recorder's unprofiled steps if both reports have them, else profiled steps."""
     reports = (before, after)
     source, sides = common_steps(before, after)
-    shapes = [_distribution(runs) for runs in sides]
+    distributions = [_describe_distribution(runs) for runs in sides]
     shortest = min(len(run.durations_ns) for runs in sides for run in runs) if all(sides) else 0
     if shortest < MIN_STEPS or (source == "trace" and with_guessed_steps(reports)):
         return StepTimeChange(
             verdict="not measured",
             source=source,
-            before=shapes[0],
-            after=shapes[1],
-            reason=_why_not(reports, sides),
+            before=distributions[0],
+            after=distributions[1],
+            reason=_explain_missing(reports, sides),
         )
-    paired = _paired(sides)
-    samples = [[_sample(run) for run in runs] for runs in sides]
+    paired = _has_paired_steps(sides)
+    samples = [[_to_sample(run) for run in runs] for runs in sides]
     if any(len(runs) > 1 for runs in sides):
         result = difference_of_runs(*samples)
     else:
@@ -62,12 +62,12 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     if result.low > 0 or result.high < 0:
         verdict = "slower" if result.low > 0 else "faster"
     base = result.before or 1.0
-    low = max(result.low, -result.before)  # no step takes less than nothing
+    low = max(result.low, -result.before)  # a step time is never negative
     return StepTimeChange(
         verdict=verdict,
         source=source,
-        before=shapes[0],
-        after=shapes[1],
+        before=distributions[0],
+        after=distributions[1],
         statistic=result.statistic,
         method=result.method,
         paired=paired,
@@ -78,15 +78,15 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
         share=result.amount / base,
         share_low=low / base,
         share_high=result.high / base,
-        notes=_notes(source, result.statistic, sides, reports),
+        notes=_list_notes(source, result.statistic, sides, reports),
     )
 
 
 def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]:
-    """Return the first source of steps that both have (``""``: none), and the runs of both."""
+    """Return the first source of steps that both have (``""`` if none), and the runs of both."""
     source: Source
     for source in ("recorder", "trace"):
-        sides = (_runs(before, source), _runs(after, source))
+        sides = (_select_runs(before, source), _select_runs(after, source))
         if all(sides) and min(len(run.durations_ns) for runs in sides for run in runs) >= MIN_STEPS:
             return source, sides
     return ("trace" if all(sides) else ""), sides
@@ -97,23 +97,23 @@ def with_guessed_steps(reports: Sequence[Report]) -> list[Report]:
     return [report for report in reports if report.scope.step_source in GUESSED_STEP_SOURCES]
 
 
-def _runs(report: Report, source: Source) -> Runs:
+def _select_runs(report: Report, source: Source) -> Runs:
     return [steps for steps in report.step_durations if steps.source == source]
 
 
-def _sample(steps: StepDurations) -> Sample:
+def _to_sample(steps: StepDurations) -> Sample:
     return np.array(steps.durations_ns, dtype=np.float64)
 
 
-def _paired(sides: tuple[Runs, Runs]) -> bool:
-    """Tell whether each side is one run, with steps of the same numbers."""
+def _has_paired_steps(sides: tuple[Runs, Runs]) -> bool:
+    """Return whether each side is one run, with steps of the same numbers."""
     if any(len(runs) != 1 for runs in sides):
         return False
     before, after = sides[0][0], sides[1][0]
     return before.numbers == after.numbers
 
 
-def _distribution(runs: Runs) -> Distribution | None:
+def _describe_distribution(runs: Runs) -> Distribution | None:
     durations = [ns for run in runs for ns in run.durations_ns]
     if not durations:
         return None
@@ -135,21 +135,21 @@ def _distribution(runs: Runs) -> Distribution | None:
     )
 
 
-def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
+def _explain_missing(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
     """Say why step times are not compared."""
     if guesses := with_guessed_steps(reports):
-        how = mark_steps_of(guesses[0])
-        return f"nothing marks the steps, and what repeats may be a part of one; {how}"
+        advice = mark_steps_of(guesses[0])
+        return f"nothing marks the steps, and what repeats may be a part of one; {advice}"
     unmarked, example = [], reports[0]
-    for side, report in zip(SIDES, reports, strict=True):
+    for side, report in zip(SIDE_NAMES, reports, strict=True):
         if report.scope.step_source == "whole trace":
             unmarked.append(side)
             example = report
         elif not report.step_durations and report.scope.steps_used:
-            return f"the report {side} does not hold its steps; analyze the trace again"
+            return f"the report {side} does not contain its steps; analyze the trace again"
     if unmarked:
-        how = mark_steps_of(example)
-        return f"no steps are marked in the trace {' and '.join(unmarked)}; {how}"
+        advice = mark_steps_of(example)
+        return f"no steps are marked in the trace {' and '.join(unmarked)}; {advice}"
     sources = [{steps.source for steps in report.step_durations} for report in reports]
     if all(sources) and not sources[0] & sources[1]:
         return "profiled steps on one side, unprofiled ones on the other; record both the same way"
@@ -157,7 +157,7 @@ def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
     return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"
 
 
-def _notes(
+def _list_notes(
     source: str, statistic: str, sides: tuple[Runs, Runs], reports: Sequence[Report]
 ) -> list[str]:
     result = []
@@ -170,38 +170,38 @@ def _notes(
             "Profiled steps: the profiler slows the host, most where there are many small "
             "operators. Runs of advisor record are compared by their unprofiled steps."
         )
-        result += _recorded_differently(reports)
-    samples = [_sample(run) for runs in sides for run in runs]
+        result += _note_other_options(reports)
+    samples = [_to_sample(run) for runs in sides for run in runs]
     if min(map(len, samples)) < MIN_DEPENDENT_STEPS:
         result.append(
             "So few steps do not show how one depends on the next: the interval is for "
             "independent steps, and the true one is wider."
         )
     elif statistic == "mean":
-        worst = max((autocorrelation(sample) or 0.0) for sample in samples)
-        much = f" (correlation up to {worst:.2f})" if worst >= MIN_CORRELATION else ""
+        highest = max((autocorrelation(sample) or 0.0) for sample in samples)
+        suffix = f" (correlation up to {highest:.2f})" if highest >= MIN_CORRELATION else ""
         result.append(
-            f"Few steps: where one depends on the next{much}, the true interval is wider. "
+            f"Few steps: where one depends on the next{suffix}, the true interval is wider. "
             f"Record {MIN_FOR_MEDIAN} or more."
         )
     if all(len(runs) == 1 for runs in sides):
         result.append("One run each: another run of the same program may differ by more.")
     else:
         counts = t.list_names(t.count_noun(len(runs), "run") for runs in sides)
-        result.append(f"{counts}: the interval holds how far runs of one program differ.")
+        result.append(f"{counts}: the interval includes how much runs of one program differ.")
     return result
 
 
-def _recorded_differently(reports: Sequence[Report]) -> list[str]:
+def _note_other_options(reports: Sequence[Report]) -> list[str]:
     names = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
     inputs: list[Input] = [report.inputs[0] for report in reports if report.inputs]
     result = []
-    for field, what in names.items() if len(inputs) == len(reports) else ():
-        sides = [getattr(each, field) for each in inputs]
+    for field, option_noun in names.items() if len(inputs) == len(reports) else ():
+        sides = [getattr(trace_input, field) for trace_input in inputs]
         if None not in sides and sides[0] != sides[1]:
-            which = SIDES[0] if sides[0] else SIDES[1]
+            side = SIDE_NAMES[0] if sides[0] else SIDE_NAMES[1]
             result.append(
-                f"Only the trace {which} was recorded with {what}, which slows its host: "
+                f"Only the trace {side} was recorded with {option_noun}, which slows its host: "
                 "record both the same way."
             )
     return result

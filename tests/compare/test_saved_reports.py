@@ -93,7 +93,7 @@ def test_a_report_without_steps_says_what_to_do(training: Make, tmp_path: Path) 
     old = msgspec.structs.replace(saved(path), step_durations=[])
     found = compare(old, path)
     assert found.steps.verdict == "not measured"
-    assert "the report before does not hold its steps; analyze the trace again" in found.verdict
+    assert "the report before does not contain its steps; analyze the trace again" in found.verdict
     assert found.amounts == compare(path, path).amounts
 
 
@@ -117,5 +117,5 @@ def test_damaged_steps_are_no_report(training: Make, tmp_path: Path, steps: str)
 def test_python_takes_reports_and_traces_together(training: Make, tmp_path: Path) -> None:
     path = training().write(tmp_path / "a.json")
     made = advisor.analyze(path)
-    assert "Of the run before" in compare(made, path).limits[0]
+    assert "of the run before" in compare(made, path).limits[0]
     assert "Of both runs" in compare(made, made).limits[0]

@@ -189,9 +189,9 @@ def test_saved_reports_are_compared_as_far_as_they_tell(
 ) -> None:
     reports = save(fast), save(slow)
     for before, after, only in (
-        (*reports, "Of both runs"),
-        (fast, reports[1], "Of the run after"),
-        (reports[0], slow, "Of the run before"),
+        (*reports, "of both runs"),
+        (fast, reports[1], "of the run after"),
+        (reports[0], slow, "of the run before"),
     ):
         found = Comparison.from_json(advisor("compare", before, after, "--format", "json")[1])
         whole = Comparison.from_json(advisor("compare", fast, slow, "--format", "json")[1])

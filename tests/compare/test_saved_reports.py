@@ -118,4 +118,4 @@ def test_python_takes_reports_and_traces_together(training: Make, tmp_path: Path
     path = training().write(tmp_path / "a.json")
     made = advisor.analyze(path)
     assert "of the run before" in compare(made, path).limits[0]
-    assert "Of both runs" in compare(made, made).limits[0]
+    assert "of both runs" in compare(made, made).limits[0]

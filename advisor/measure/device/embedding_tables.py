@@ -11,40 +11,40 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
-_MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"
+_PRODUCTS = r"^aten::(?:mm|addmm|matmul|linear)$"
 MAX_DESCRIBED = 20_000
-"""Most kinds of inputs that are looked at."""
+"""Maximum number of distinct inputs that are read."""
 
 
 class Table(NamedTuple):
     rows: int
     size: int
     used: int
-    """Rows that a step looks up, at most: the same row may come twice."""
+    """Maximum number of rows that a step looks up: the same row may occur twice."""
 
 
 def find_tables(a: Analysis) -> list[Table]:
-    """Find embedding tables that the analysed window looks rows up in and nothing multiplies."""
+    """Find embedding tables that the analysed window looks rows up in and no product uses."""
     cpu = a.trace.cpu
-    lookups = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], LOOKUP).to_numpy()))
-    calls = pl.DataFrame({"inputs": cpu["inputs"].gather(lookups).drop_nulls()})
+    lookup_rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], LOOKUP).to_numpy()))
+    calls = pl.DataFrame({"inputs": cpu["inputs"].gather(lookup_rows).drop_nulls()})
     used: dict[tuple[int, ...], int] = {}
     for index, count in calls.group_by("inputs").len().sort("inputs").iter_rows():
-        table, indices = (inputs_at(a, index).tensor(at) for at in (0, 1))
+        table, indices = (inputs_at(a, index).tensor(position) for position in (0, 1))
         if table is not None and indices is not None and len(table.shape) == 2:
             used[table.shape] = used.get(table.shape, 0) + indices.elements * count
-    multiplied = _multiplied(a)
+    product_shapes = _find_product_shapes(a)
     return [
-        Table(rows, size, max(1, round(number / a.step_count)))
-        for (rows, size), number in used.items()
-        if not {(rows, size), (size, rows)} & multiplied
+        Table(rows, size, max(1, round(lookups_of_table / a.step_count)))
+        for (rows, size), lookups_of_table in used.items()
+        if not {(rows, size), (size, rows)} & product_shapes
     ]
 
 
-def _multiplied(a: Analysis) -> set[tuple[int, ...]]:
+def _find_product_shapes(a: Analysis) -> set[tuple[int, ...]]:
     cpu = a.trace.cpu
-    chosen = name_matches(cpu["name"], _MULTIPLIES).to_numpy()
-    inputs = cpu["inputs"].filter(pl.Series(chosen)).drop_nulls().unique().sort()
+    is_product = name_matches(cpu["name"], _PRODUCTS).to_numpy()
+    inputs = cpu["inputs"].filter(pl.Series(is_product)).drop_nulls().unique().sort()
     return {
         tensor.shape for index in inputs[:MAX_DESCRIBED] for tensor in inputs_at(a, index).tensors
     }

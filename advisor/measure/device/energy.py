@@ -13,29 +13,31 @@ from advisor.core.prices import RankEnergy
 from advisor.measure.steps.step_records import StepRecords, finite_or_nan
 
 MIN_SAMPLES = 4
-"""Samples of the GPU that are needed, at least."""
+"""Minimum number of samples of the GPU."""
 MIN_INTERVALS = 3
-"""Sampling intervals that the measured steps last, at least: the counter moves in jumps."""
+"""Minimum duration of the measured steps in sampling intervals: the counter moves in jumps."""
 MAX_GAP_NS = 10_000_000_000
 """Longest gap between two samples over which energy is interpolated, ns."""
-MIN_COVERED = 0.5
-"""Share of the steps that count which must lie between samples."""
+MIN_COVERED_SHARE = 0.5
+"""Minimum share of the used steps that are between samples."""
 
 
 def step_energy(recorded: StepRecords, rank: int = -1) -> RankEnergy | None:
-    """Measure the energy per step of this rank's GPU; ``None``: not sampled, or too seldom. On a
-    MIG slice it is that of the whole board, as the driver measures it. The steps are those that
-    count (``StepRecords.used``) and lie between samples."""
+    """Measure the energy per step of this rank's GPU; ``None`` if not sampled, or too seldom. There
+    is none for a MIG slice, since the driver measures the whole board. The steps are the used ones
+    (``StepRecords.used``) between samples."""
     if recorded.uuid is not None and recorded.uuid.startswith("MIG-"):
         return None
     methods: tuple[Literal["counter", "power"], ...] = ("counter", "power")
     for method in methods:
-        course = _counter(recorded) if method == "counter" else _integrated(recorded)
-        if course is None:
+        energy_over_time = (
+            _read_counter(recorded) if method == "counter" else _integrate_power(recorded)
+        )
+        if energy_over_time is None:
             continue
-        result = _a_step(recorded, *course)
-        if result is not None:
-            joules, steps, seconds = result
+        total = _sum_steps(recorded, *energy_over_time)
+        if total is not None:
+            joules, steps, seconds = total
             watts = joules / seconds
             return RankEnergy(
                 rank=rank, joules=joules / steps, watts=watts, method=method, steps=steps
@@ -43,54 +45,57 @@ def step_energy(recorded: StepRecords, rank: int = -1) -> RankEnergy | None:
     return None
 
 
-def _known(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
-    """Return times, ns, and values of a figure in the GPU's samples; ``None``: too few samples."""
+def _read_samples(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
+    """Return times, ns, and values of a field of the GPU's samples, or ``None`` if there are too
+    few."""
     times = np.array([t for t, _ in recorded.timed_gpu_samples], dtype=np.int64)
     values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpu_samples])
-    known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
-    times, values = times[known], values[known]
+    is_known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
+    times, values = times[is_known], values[is_known]
     if len(times) < MIN_SAMPLES or bool((np.diff(times) <= 0).any()):
         return None
     return times, values
 
 
-def _counter(recorded: StepRecords) -> tuple[Ints, Floats] | None:
-    """Return (times, joules so far) by the counter."""
-    known = _known(recorded, "energy")
-    if known is None:
+def _read_counter(recorded: StepRecords) -> tuple[Ints, Floats] | None:
+    """Return (times, joules so far) from the counter."""
+    samples = _read_samples(recorded, "energy")
+    if samples is None:
         return None
-    times, values = known
-    falls = bool((np.diff(values) < 0).any())  # the driver was loaded anew
-    return None if falls or values[-1] <= values[0] else (times, (values - values[0]) / 1e3)
+    times, values = samples
+    is_reset = bool((np.diff(values) < 0).any())  # the driver was reloaded
+    return None if is_reset or values[-1] <= values[0] else (times, (values - values[0]) / 1e3)
 
 
-def _integrated(recorded: StepRecords) -> tuple[Ints, Floats] | None:
-    known = _known(recorded, "power")
-    if known is None:
+def _integrate_power(recorded: StepRecords) -> tuple[Ints, Floats] | None:
+    samples = _read_samples(recorded, "power")
+    if samples is None:
         return None
-    times, values = known
+    times, values = samples
     if bool((values < 0).any()) or not values.any():
         return None
     parts = (values[1:] + values[:-1]) / 2 * np.diff(times) / 1e12  # mW and ns to J
     return times, np.concatenate([[0.0], np.cumsum(parts)])
 
 
-def _a_step(recorded: StepRecords, times: Ints, joules: Floats) -> tuple[float, int, float] | None:
-    """Return (joules, steps, seconds) of the steps that count and lie between samples."""
-    begin = recorded.ts[recorded.used]
-    finish = begin + recorded.dur[recorded.used]
-    inside = (begin >= times[0]) & (finish <= times[-1])
+def _sum_steps(
+    recorded: StepRecords, times: Ints, joules: Floats
+) -> tuple[float, int, float] | None:
+    """Return (joules, steps, seconds) of the used steps between samples."""
+    start = recorded.ts[recorded.used]
+    end = start + recorded.dur[recorded.used]
+    is_covered = (start >= times[0]) & (end <= times[-1])
     gaps = np.diff(times)
-    bad: NDArray[np.int64] = np.concatenate([[0], np.cumsum(gaps > MAX_GAP_NS)])
-    first = np.clip(np.searchsorted(times, begin, side="right") - 1, 0, len(gaps))
-    last = np.clip(np.searchsorted(times, finish, side="left"), 0, len(gaps))
-    inside &= bad[last] == bad[first]
-    count = int(inside.sum())
-    if not count or count < MIN_COVERED * len(begin):
+    gaps_before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(gaps > MAX_GAP_NS)])
+    first_sample = np.clip(np.searchsorted(times, start, side="right") - 1, 0, len(gaps))
+    last_sample = np.clip(np.searchsorted(times, end, side="left"), 0, len(gaps))
+    is_covered &= gaps_before[last_sample] == gaps_before[first_sample]
+    count = int(is_covered.sum())
+    if not count or count < MIN_COVERED_SHARE * len(start):
         return None
-    begin, finish = begin[inside], finish[inside]
-    time = float((finish - begin).sum())
-    if time < MIN_INTERVALS * float(np.median(gaps)):
+    start, end = start[is_covered], end[is_covered]
+    total_ns = float((end - start).sum())
+    if total_ns < MIN_INTERVALS * float(np.median(gaps)):
         return None
-    spent = np.interp(finish, times, joules) - np.interp(begin, times, joules)
-    return float(spent.sum()), count, time / 1e9
+    energy = np.interp(end, times, joules) - np.interp(start, times, joules)
+    return float(energy.sum()), count, total_ns / 1e9

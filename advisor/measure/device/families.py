@@ -1,8 +1,9 @@
 """The families of device work, which family an operator's work belongs to, and the step's device
 time in exclusive classes: each instant is counted once.
 
-The operator that launched a kernel knows best what it is for (a cuDNN convolution runs kernels
-called ``…gemm``), so it is asked first; the kernel's own name (``kernel_names.py``) second."""
+The operator that launched a kernel is the best evidence of its purpose (a cuDNN convolution runs
+kernels called ``…gemm``), so it decides first; the kernel's own name (``kernel_names.py``) second.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ FAMILIES = (
     "normalisation",
     "elementwise",
     "reduction",
-    "layout",  # data moved into another order or place: transposes, concatenation, padding
+    "layout",  # data moved to another order or location: transposes, concatenation, padding
     "copy",  # memcpy rows, and kernels that copy or cast
     "memset",
     "embedding",  # lookups in tables of embeddings
@@ -56,7 +57,7 @@ MATRIX = ("gemm", "convolution", "attention")
 """Families whose work matrix units can do."""
 
 RECURRENT = r"^aten::(lstm|gru|rnn)"
-"""Operators that are a whole recurrent layer and do the matrix products inside."""
+"""Operators that compute a complete recurrent layer, including its matrix products."""
 
 _OPS: dict[str, str] = {
     "gemm": """
@@ -197,9 +198,9 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("sort", r"(?i)complete_cumsum|moe_align|topk_softmax"),
     ("normalisation", r"(?i)^([^a]|a[^t]).*(layer_?norm|rms_?norm|group_?norm|batch_?norm)"),
 )
-"""Family -> pattern of whole operator names that the table does not list."""
+"""Family -> pattern of complete operator names that the table does not list."""
 
-_ENGINE = r"^autograd::engine|Backward\d+$"
+_AUTOGRAD_NODE = r"^autograd::engine|Backward\d+$"
 """Autograd's own nodes: the operators inside them determine the family."""
 
 SDPA = r"^aten::_?scaled_dot_product_"
@@ -208,8 +209,8 @@ SDPA = r"^aten::_?scaled_dot_product_"
 
 
 def op_families(names: pl.Series) -> pl.Series:
-    """Return the family of the work that each operator does itself; null: it only calls others, or
-    nothing is known of it. Both names and result are one row per operator name (strings)."""
+    """Return the family of the work that each operator does itself, or null if it only calls others
+    or is unknown. Both names and result have one row per operator name (strings)."""
     return _op_families(names)["family"]
 
 
@@ -221,12 +222,14 @@ def find_layer_operators(names: pl.Series) -> pl.Series:
 
 @cache_by_name
 def _op_families(names: pl.Series) -> pl.DataFrame:
-    known = names.str.strip_prefix("aten::")
+    bare_names = names.str.strip_prefix("aten::")
     aten = names.str.starts_with("aten::")
-    result = [_lookup(op) if is_aten else None for op, is_aten in zip(known, aten, strict=True)]
-    table = pl.Series(result, dtype=pl.String)
+    families = [
+        _find_family(op) if is_aten else None for op, is_aten in zip(bare_names, aten, strict=True)
+    ]
+    table = pl.Series(families, dtype=pl.String)
     frame = pl.DataFrame({"name": names, "table": table})
-    engine = pl.col("name").str.contains(_ENGINE)
+    engine = pl.col("name").str.contains(_AUTOGRAD_NODE)
     pattern = pl.coalesce(
         pl.when(pl.col("name").str.contains(text)).then(pl.lit(family))
         for family, text in _PATTERNS
@@ -235,7 +238,7 @@ def _op_families(names: pl.Series) -> pl.DataFrame:
     return frame.select(family.cast(Family).alias("family"))
 
 
-def _lookup(op: str) -> str | None:
+def _find_family(op: str) -> str | None:
     return _BY_NAME.get(op) or _BY_NAME.get(op.removesuffix("_"))
 
 
@@ -247,13 +250,13 @@ class Breakdown(NamedTuple):
 
     An instant with several activities counts for the first of compute, communication, copies,
     memset: so ``communication`` is communication not hidden under compute, and ``copies`` are
-    copies hidden under neither. Work launched before the recording began is no step's work, but the
-    device is busy with it. ``per_step`` has a row a used step: ``step`` and one column a
+    copies hidden under neither. Work launched before the recording began belongs to no step, but
+    the device is busy with it. ``per_step`` has one row per used step: ``step`` and one column per
     class, ns, clipped to the step's own span.
 
-    Without device work in the trace all sets are empty, ``idle`` too, and the columns of
-    ``per_step`` are null; but for communication, which is gloo's then, exposed where no operator
-    runs."""
+    Without device work in the trace all sets are empty, including ``idle``, and the columns of
+    ``per_step`` are null. The exception is communication: it is then gloo's, exposed while no
+    operator runs."""
 
     compute: Intervals
     communication: Intervals
@@ -267,12 +270,12 @@ class Breakdown(NamedTuple):
     per_step: pl.DataFrame
 
     def totals(self) -> dict[str, int]:
-        """Return ns by class; they add up to the analysed window (0 without device work)."""
+        """Return ns by class, which add up to the analysed window (0 without device work)."""
         return {name: getattr(self, name).total for name in CLASSES}
 
     @property
     def communication_overlap(self) -> float | None:
-        """Share of communication time that runs under compute; ``None``: no communication."""
+        """Share of communication time that is under compute, or ``None`` without communication."""
         total = self.all_communication.total
         return None if total == 0 else 1 - self.communication.total / total
 
@@ -280,45 +283,45 @@ class Breakdown(NamedTuple):
 def break_down(a: Analysis) -> Breakdown:
     """Split the analysed device's time into exclusive classes."""
     if a.device_id is None:
-        return _not_measured(a)
+        return _break_down_host(a)
     kind = a.trace.gpu["kind"]
-    inside = a.on_device
-    communication = a.kernels["communication"].to_numpy() & inside
-    kernel = (kind == "kernel").to_numpy() & inside & ~communication
+    is_inside = a.on_device
+    communication = a.kernels["communication"].to_numpy() & is_inside
+    kernel = (kind == "kernel").to_numpy() & is_inside & ~communication
     compute = a.device_busy(kernel)
     comm = a.device_busy(communication)
-    copies = a.device_busy((kind == "memcpy").to_numpy() & inside & ~communication)
-    memset = a.device_busy((kind == "memset").to_numpy() & inside)
+    copies = a.device_busy((kind == "memcpy").to_numpy() & is_inside & ~communication)
+    memset = a.device_busy((kind == "memset").to_numpy() & is_inside)
     busy = union_of(compute, comm, copies, memset)
-    parts = {
+    classes = {
         "compute": compute,
         "communication": subtract(comm, compute),
         "copies": subtract(copies, union_of(compute, comm)),
         "memset": subtract(memset, union_of(compute, comm, copies)),
-        "idle": _outside(busy, a.spans),
+        "idle": _find_idle(busy, a.spans),
     }
     used = a.steps.used
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     per_step = pl.DataFrame(
         {
             "step": used["index"],
-            **{name: covered_length(start, end, part) for name, part in parts.items()},
+            **{name: covered_length(start, end, part) for name, part in classes.items()},
         }
     )
-    return Breakdown(**parts, busy=busy, all_communication=comm, per_step=per_step)
+    return Breakdown(**classes, busy=busy, all_communication=comm, per_step=per_step)
 
 
-def _not_measured(a: Analysis) -> Breakdown:
+def _break_down_host(a: Analysis) -> Breakdown:
     step = a.steps.used.select(pl.col("index").alias("step"))
     nulls = [pl.lit(None, dtype=pl.Int64).alias(name) for name in CLASSES]
     sets = dict.fromkeys((*CLASSES, "busy", "all_communication"), EMPTY)
-    every, exposed = time_on_host(a)
-    sets |= {"communication": exposed, "all_communication": every}
+    communication, exposed = time_on_host(a)
+    sets |= {"communication": exposed, "all_communication": communication}
     return Breakdown(**sets, per_step=step.with_columns(nulls))
 
 
-def _outside(busy: Intervals, spans: Intervals) -> Intervals:
+def _find_idle(busy: Intervals, spans: Intervals) -> Intervals:
     if not len(spans):
         return spans
-    whole = gaps(busy, int(np.min(spans.start)), int(np.max(spans.end)))
-    return intersect(whole, spans)
+    idle = gaps(busy, int(np.min(spans.start)), int(np.max(spans.end)))
+    return intersect(idle, spans)

@@ -1,7 +1,7 @@
 """Kernel names and what they reveal: family, tensor cores, number format, helper or main part.
 
-Each distinct name is looked at once, with polars' linear-time regular expressions: names come from
-the trace, may be long, and may be hostile."""
+Each distinct name is read once, with polars' linear-time regular expressions, because names come
+from the trace and may be long or hostile."""
 
 import re
 from collections.abc import Callable
@@ -23,13 +23,14 @@ _COMMUNICATION = (
 )
 """NCCL, RCCL, MSCCL++, NVSHMEM, symmetric memory of PyTorch, custom all-reduces of vLLM, SGLang,
 TensorRT-LLM, FlashInfer, aiter, Transformer Engine's user buffers, expert parallelism (DeepEP and
-what copies its names, mori). Searched in the function's name, not in its template arguments: a
-GEMM that is templated on a communicator computes. ``[^m]``: ``small_gather`` is none."""
+what copies its names, mori). Searched in the function's name, not in its template arguments: a GEMM
+that is templated on a communicator computes. ``[^m]`` excludes ``small_gather``."""
 
 _INDUCTOR = r"^triton_(poi|red|per|for|tem|spl|mm)_"
-"""Inductor's kernels, named after all operators around, also collectives that only feed them."""
+"""Inductor's kernels, named after all nearby operators, including collectives that only feed
+them."""
 
-_MOVING = (
+_DATA_MOVEMENT = (
     r"(?i)^Reformat(_|\b)|n(chw|hwc)_?(to|2)_?n(chw|hwc|chhw)|batched_transpose|CatArrayBatchedCopy"
     r"|(^|[:_])transpose(_|$)|transpose_?kernel|transpose_readwrite|im(\dd)?_?2_?col|col_?2_?im"
     r"|vol2col"
@@ -41,7 +42,7 @@ _MOVING = (
     r"|pixel_shuffle|channel_shuffle|nhwcAddPadding|nhwcPad|convertTensor_kernel"
 )
 
-_HEADS: tuple[tuple[str, str], ...] = (
+_FUNCTION_PATTERNS: tuple[tuple[str, str], ...] = (
     ("elementwise", r"(?i)rotary|(^|[:_])(apply_|m)?rope(_|$)|q_?k?_?norm_?rope"),
     (
         "elementwise",
@@ -64,7 +65,7 @@ _HEADS: tuple[tuple[str, str], ...] = (
         r"|^_ZN5aiter\d+PA_"
         r"|^_?(fwd|bwd)_kernel(_(aligned|stage|inner|dq|dk|dkv|\d)|$)"
         r"|(^|[:_])(kernel_)?(mha|gqa|mqa|xqa)(_|$)|multi_?head|compute_attn_|FlashDecod|MergeState"
-        # what takes its place: linear attention and state-space models
+        # replacements of attention: linear attention and state-space models
         r"|selective_(scan|state)|gated_?delta|delta_?rule|(^|[:_])(gla|kda|gdn|ssm|mamba\d?)_"
         r"|(^|[:_])chunk_(gla|scan|state|fwd|bwd|gated|delta|scaled_dot|kda|rwkv)|state_passing"
         r"|[rw]kv\d?_(fwd|bwd|forward|backward)|kernel_(forward|backward)_wkv|wy_repr|w_u_fwd",
@@ -129,10 +130,10 @@ _HEADS: tuple[tuple[str, str], ...] = (
         r"|SubTensorOp|Op(\dd)?Tensor|(^|[:_])(add|mul|sub|div|scale|exp|set)_",
     ),
 )
-"""Family -> pattern of the function's name, the first that fits wins. The order carries meaning:
+"""Family -> pattern of the function's name; the first match wins. The order matters:
 ``split_embedding_backward_…_adagrad`` is an embedding, ``cutlass_…_conv…gemm`` a convolution."""
 
-_WORDS: tuple[tuple[str, str], ...] = tuple(
+_WORD_PATTERNS: tuple[tuple[str, str], ...] = tuple(
     (family, rf"_(?:{words})(?:s|ed|ing)?\d*(?:_|$)")
     for family, words in (
         ("communication", "nccl|allreduce|allgather|alltoall|p2p|on_stream"),
@@ -187,8 +188,8 @@ _GENERATED = (
     r"^(loop_|input_|wrapped_|horizontal_)?(\w+_)?fusion(_\d+)*$|^wrapped_|^fused_\w*_\d{8,}$"
     r"|^CudaCodeGen::|^kernel\d+$|^nvfuser_|^__my[el]|EigenMetaKernel|_GPU_DT_\w+_kernel$"
 )
-"""Kernels that XLA, TorchScript, nvFuser, TensorRT and TensorFlow generate: pointwise, when no word
-in the name says more."""
+"""Kernels that XLA, TorchScript, nvFuser, TensorRT and TensorFlow generate. They are pointwise,
+unless a word in the name says more."""
 
 _THRUST: tuple[tuple[str, str], ...] = (
     ("sort", r"sort|scan|unique|copy_if|partition|_bound|__set_operations|adjacent_difference"),
@@ -212,7 +213,7 @@ _FUNCTORS: tuple[tuple[str, str], ...] = (
 _OPAQUE = r"(?i)^cutlass|^ck::|^ck_tile::|^_ZN\d+(cutlass|ck)|attention_kernel_batched"
 """Function names that identify only a library, so that the whole name is searched."""
 
-_INSIDE: tuple[tuple[str, str], ...] = (
+_TEMPLATE_PATTERNS: tuple[tuple[str, str], ...] = (
     (
         "attention",
         r"(?i)fmha|flash(attn|fwd|bwd|::|_attn|attention)|AttentionKernel|sdpa|[^a-z]mla",
@@ -247,10 +248,10 @@ _TRITON: tuple[tuple[str, str], ...] = (
     ("copy", r"^triton_poi_fused_+((_?to_copy|copy|copy_|clone|view)_*)+(_\d+)?$"),
     ("elementwise", r"triton_(poi|for)_"),
 )
-"""Inductor's kernels: ``poi`` pointwise, ``red`` and ``per`` reductions, ``tem`` templates,
-``spl`` split scans, ``for`` foreach; after that the fused ops. Until PyTorch 2.2 all were called
-``triton_`` and Triton appended each argument's place, with ``d`` for one that 16 divides and ``e``
-for such a number: a template (a matrix product) has pointers only, the others get a size."""
+"""Inductor's kernels: ``poi`` pointwise, ``red`` and ``per`` reductions, ``tem`` templates, ``spl``
+split scans, ``for`` foreach; after that the fused ops. Until PyTorch 2.2 all were called
+``triton_`` and Triton appended each argument's position, with ``d`` if 16 divides it and ``e`` for
+a number that 16 divides. A template (a matrix product) has only pointers, the others get a size."""
 
 _HELPER = (
     r"(?i)split_?k_?reduce|reduce_?split_?k|epilogue::impl|computeOffsets|kern_precompute"
@@ -259,7 +260,7 @@ _HELPER = (
     r"|bwd_preprocess|FlashAttnBwd(Pre|Post)process|MergeStates|merge_attn|FlashAttnFwdCombine"
     r"|winograd\w*(Filter|Data|Output)|generateWinograd|scalePackedTensor|reduce_1Block_kernel"
 )
-"""Kernels beside the one that does an operation's arithmetic."""
+"""Kernels of an operation other than the one that does its arithmetic."""
 
 _NO_TENSOR_CORE = (
     r"(?i)simt|ffma|sgemm|dgemm|hgemm|[cz]gemm|scudnn|gemv|^(void )?dot_kernel|gemmk1|gemmSN"
@@ -280,15 +281,15 @@ TENSOR_CORE = (
     r"|(^|[:_])b?mm_\w*(E4m3|E2m1|Bfloat16|Fp16)"
 )
 """Tensor-core (on AMD: matrix-core) kernels. torch-tb-profiler's list of shapes (``s1688``,
-``h884`` …) with what came later: ``nvjet`` and ``gmma`` (Hopper and after), ``wmma_tensorop``,
-TF32 ``xmma`` kernels, CuTe atoms, flash attention, Tensile's matrix instructions (``_MI16x16x1``)
-and MIOpen's ``gtcx``."""
+``h884`` …) plus later kernels: ``nvjet`` and ``gmma`` (Hopper and after), ``wmma_tensorop``, TF32
+``xmma`` kernels, CuTe atoms, flash attention, Tensile's matrix instructions (``_MI16x16x1``) and
+MIOpen's ``gtcx``."""
 
 _TENSOR_CORE_BY_FORMAT = (
     r"(?i)triton_tem_|triton_mm|attn_(fwd|bwd)|bwd_kernel_d|(unified|flash|flex|fused)_attention"
     r"|fmha|sdpa|(Batch|Single)Prefill|fused_moe_kernel"
 )
-"""Kernels written with a matrix-multiply primitive that has no other unit for 16 bits."""
+"""Kernels written with a matrix-multiply primitive that always uses matrix units for 16 bits."""
 
 _FORMAT_MARKS: dict[str, str] = {
     "bf16": r"(?i)bf16|bfloat16|nvjet_(sm\d+_)?t|^Cijk_[A-Za-z]+_[A-Za-z]+_B[BS]",
@@ -320,30 +321,31 @@ LIBRARIES: tuple[tuple[str, str], ...] = (
         r"at::native|TensorIterator|CatArrayBatchedCopy|(vectorized|unrolled)_elementwise_kernel",
     ),
 )
-"""Libraries -> patterns of the names of their compiled kernels, the first that fits wins. Kernels
-from the templates of CUTLASS have the type of the template as their name: those are a program's
-own."""
+"""Libraries -> patterns of the names of their compiled kernels; the first match wins. Kernels from
+CUTLASS templates are named after the template's type and belong to the program."""
 
 
 def library_of(name: str) -> str | None:
     """Return the library that a kernel is compiled into, so that a program cannot change its
-    source; ``None``: none is known by the name."""
-    return next((known for known, pattern in LIBRARIES if re.search(pattern, name[:4096])), None)
+    source. ``None`` if the name does not show a library."""
+    return next(
+        (library for library, pattern in LIBRARIES if re.search(pattern, name[:4096])), None
+    )
 
 
 def find_compute_capability(name: str) -> tuple[int, int] | None:
-    """Return the compute capability in a kernel's name; ``None``: it has none."""
-    found = re.search(r"(?:cutlass_|[_:]sm_?)(\d{1,2})(\d)a?(?=_|\W|$)", name[:4096], re.IGNORECASE)
-    return None if found is None else (int(found[1]), int(found[2]))
+    """Return the compute capability in a kernel's name, or ``None`` if the name has none."""
+    match = re.search(r"(?:cutlass_|[_:]sm_?)(\d{1,2})(\d)a?(?=_|\W|$)", name[:4096], re.IGNORECASE)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def function_name(name: pl.Expr) -> pl.Expr:
-    """Return the function's own name: without return type, template arguments and parameters."""
+    """Return the function's own name, without return type, template arguments and parameters."""
     return (
         name.str.replace_all("(anonymous namespace)::", "", literal=True)
         .str.replace_all("<unnamed>::", "", literal=True)  # as Nsight Systems writes it
-        .str.replace_all(r"_GLOBAL__N__\w+::", "")  # the same, with the name of a file in it
-        .str.replace_all("fbgemm_gpu::", "", literal=True)  # its name is not what it does
+        .str.replace_all(r"_GLOBAL__N__\w+::", "")  # the same, with a file name in it
+        .str.replace_all("fbgemm_gpu::", "", literal=True)  # not what it does
         .str.replace(labels.RETURN_TYPE.pattern, "")
         .str.extract(r"^(?:void\s+|static\s+|__global__\s+)*([^<(]*)", 1)
         .str.strip_chars()
@@ -351,8 +353,8 @@ def function_name(name: pl.Expr) -> pl.Expr:
     )
 
 
-def _snake(short: pl.Expr) -> pl.Expr:
-    """Return ``_a_name_`` for ``ns::ANameKernel``, also for one that is still mangled."""
+def _to_snake_case(short: pl.Expr) -> pl.Expr:
+    """Return ``_a_name_`` for ``ns::ANameKernel``, also for a mangled name."""
     words = short.str.replace_all(r"([a-z0-9])([A-Z])", "${1}_${2}").str.replace_all(
         r"([A-Z])([A-Z][a-z])", "${1}_${2}"
     )
@@ -366,26 +368,26 @@ def _snake(short: pl.Expr) -> pl.Expr:
 
 @cache_by_name
 def describe_kernels(names: pl.Series) -> pl.DataFrame:
-    """Classify kernels by name, one row for each of ``names`` (strings).
+    """Classify kernels by name, with one row for each of ``names`` (strings).
 
-    Columns: ``family`` (``other``: unknown), ``communication`` (bool), ``moving`` (bool: it only
+    Columns: ``family`` (``other`` if unknown), ``communication`` (bool), ``moving`` (bool: it only
     rearranges or copies data, whatever op launched it), ``helper`` (bool: not the part of its
-    operation that does the arithmetic), ``matrix_unit`` (bool; null: the name does not tell whether
-    it runs on tensor cores), ``matrix_if_16_bit`` (bool: it does when its inputs have 16 bits or
-    less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not known), ``dtype``
-    (one of FORMATS; null: not recorded, or several)."""
+    operation that does the arithmetic), ``matrix_unit`` (bool; null if the name does not say
+    whether it runs on tensor cores), ``matrix_if_16_bit`` (bool: it runs there if its inputs have
+    16 bits or less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 unknown),
+    ``dtype`` (one of FORMATS; null if not recorded, or several)."""
     frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(
         function_name(pl.col("name"))
     )
     frame = frame.rename({"name": "head"}).with_columns(names.cast(pl.String).alias("name"))
     text, short = pl.col("name"), pl.col("head")
     communication = short.str.contains(_COMMUNICATION)
-    communication |= text.str.contains("mscclpp::")  # its kernels' names are bare verbs
+    communication |= text.str.contains("mscclpp::")  # its kernels are named with single verbs
     communication &= ~short.str.contains(_INDUCTOR)
     frame = frame.with_columns(
         family=pl.when(communication).then(pl.lit("communication")), communication=communication
     )
-    frame = frame.with_columns(_families(frame).cast(Family))
+    frame = frame.with_columns(_fill_families(frame).cast(Family))
     moving = pl.col("family").is_in(["layout", "copy"]) & ~text.str.starts_with("triton_")
     return frame.select(
         "family",
@@ -405,26 +407,26 @@ def describe_kernels(names: pl.Series) -> pl.DataFrame:
         .then(2)
         .otherwise(0)
         .cast(pl.Int8),
-        dtype=_format(text),
+        dtype=_find_format(text),
     )
 
 
-def _families(frame: pl.DataFrame) -> pl.Series:
-    """Find the families of names that have none yet. Each set of patterns is asked only about names
-    that those before it left open, and not at all when there are none: for the few names of a trace
-    it takes longer to compile patterns than to apply them."""
+def _fill_families(frame: pl.DataFrame) -> pl.Series:
+    """Find the families of names that have none yet. Each set of patterns is applied only to names
+    that earlier sets left open, and not compiled if there are none. For the few names of a trace,
+    compiling patterns takes longer than applying them."""
     text, short = pl.col("name"), pl.col("head")
     foreach = short.str.contains("multi_tensor_apply")
     steps: list[tuple[pl.Expr, Callable[[], pl.Expr]]] = [
-        (text.str.starts_with("triton_"), lambda: _first(text, _TRITON)),
-        (pl.lit(True), lambda: _when(short.str.contains(_MOVING), "layout")),
-        (short.str.contains(_OPAQUE), lambda: _first(text, _INSIDE)),
-        (foreach, lambda: _foreach(text)),
-        (short.str.contains("cuda_cub::"), lambda: _first(text, _THRUST)),
-        (short.str.contains(_GENERIC), lambda: _first(text, _FUNCTORS)),
-        (pl.lit(True), lambda: _first(short, _HEADS)),
-        (pl.lit(True), lambda: _first(_snake(short), _WORDS)),
-        (pl.lit(True), lambda: _when(short.str.contains(_GENERATED), "elementwise")),
+        (text.str.starts_with("triton_"), lambda: _first_match(text, _TRITON)),
+        (pl.lit(True), lambda: _family_if(short.str.contains(_DATA_MOVEMENT), "layout")),
+        (short.str.contains(_OPAQUE), lambda: _first_match(text, _TEMPLATE_PATTERNS)),
+        (foreach, lambda: _classify_foreach(text)),
+        (short.str.contains("cuda_cub::"), lambda: _first_match(text, _THRUST)),
+        (short.str.contains(_GENERIC), lambda: _first_match(text, _FUNCTORS)),
+        (pl.lit(True), lambda: _first_match(short, _FUNCTION_PATTERNS)),
+        (pl.lit(True), lambda: _first_match(_to_snake_case(short), _WORD_PATTERNS)),
+        (pl.lit(True), lambda: _family_if(short.str.contains(_GENERATED), "elementwise")),
         (pl.lit(True), lambda: pl.lit("other")),
     ]
     family = frame["family"]
@@ -432,25 +434,25 @@ def _families(frame: pl.DataFrame) -> pl.Series:
         rows = pl.Series(np.flatnonzero(family.is_null().to_numpy()))
         if not len(rows):
             break
-        left = frame[rows]
-        meant = left.select(pl.repeat(True, pl.len()) & condition).to_series()
-        if meant.any():
-            index = rows.filter(meant)
+        open_names = frame[rows]
+        applies = open_names.select(pl.repeat(True, pl.len()) & condition).to_series()
+        if applies.any():
+            index = rows.filter(applies)
             family = family.scatter(index, frame[index].select(decide()).to_series())
     return family
 
 
-def _when(condition: pl.Expr, family: str) -> pl.Expr:
+def _family_if(condition: pl.Expr, family: str) -> pl.Expr:
     return pl.when(condition).then(pl.lit(family))
 
 
-def _first(text: pl.Expr, table: tuple[tuple[str, str], ...]) -> pl.Expr:
-    """Return the family of the first pattern that fits; null: none."""
-    return pl.coalesce(_when(text.str.contains(pattern), family) for family, pattern in table)
+def _first_match(text: pl.Expr, table: tuple[tuple[str, str], ...]) -> pl.Expr:
+    """Return the family of the first pattern that matches, or null."""
+    return pl.coalesce(_family_if(text.str.contains(pattern), family) for family, pattern in table)
 
 
-def _foreach(text: pl.Expr) -> pl.Expr:
-    """Classify ``multi_tensor_apply``: optimizer, unless its functor says norm or copy."""
+def _classify_foreach(text: pl.Expr) -> pl.Expr:
+    """Classify ``multi_tensor_apply`` as optimizer, unless its functor is a norm or a copy."""
     return (
         pl.when(text.str.contains("LpNorm|L2Norm|NormFunctor"))
         .then(pl.lit("reduction"))
@@ -460,22 +462,23 @@ def _foreach(text: pl.Expr) -> pl.Expr:
     )
 
 
-def _format(text: pl.Expr) -> pl.Expr:
-    """Return a name's one format. A matrix kernel's accumulator (fp32) and output (16 bits beside
-    8) are not its inputs, so there the narrowest counts; elsewhere two formats are none."""
-    text = text.str.replace_all("Fp8KVCacheDataType", "", literal=True)  # the cache's, not its own
+def _find_format(text: pl.Expr) -> pl.Expr:
+    """Return the single format in a name. A matrix kernel also names its accumulator (fp32) and
+    output (16 bits with 8-bit inputs), so the narrowest counts. Other kernels with two formats have
+    none."""
+    text = text.str.replace_all("Fp8KVCacheDataType", "", literal=True)  # the format of the cache
     marks = {name: text.str.contains(pattern) for name, pattern in _FORMAT_MARKS.items()}
     count = pl.sum_horizontal(*marks.values())
     matrix = pl.col("family").is_in(list(MATRIX))
     both16 = marks["bf16"] & marks["fp16"]
     narrow = pl.coalesce(
-        _when(marks["fp8"], "fp8"),
-        _when(marks["int8"], "int8"),
-        _when(marks["bf16"] & ~both16, "bf16"),
-        _when(marks["fp16"] & ~both16, "fp16"),
-        _when(marks["tf32"] & ~both16, "tf32"),
-        _when(marks["fp64"] & ~both16, "fp64"),
-        _when(marks["fp32"] & ~both16, "fp32"),
+        _family_if(marks["fp8"], "fp8"),
+        _family_if(marks["int8"], "int8"),
+        _family_if(marks["bf16"] & ~both16, "bf16"),
+        _family_if(marks["fp16"] & ~both16, "fp16"),
+        _family_if(marks["tf32"] & ~both16, "tf32"),
+        _family_if(marks["fp64"] & ~both16, "fp64"),
+        _family_if(marks["fp32"] & ~both16, "fp32"),
     )
-    single = pl.coalesce(_when(mark, name) for name, mark in marks.items())
+    single = pl.coalesce(_family_if(mark, name) for name, mark in marks.items())
     return pl.when(matrix).then(narrow).otherwise(pl.when(count == 1).then(single)).cast(Format)

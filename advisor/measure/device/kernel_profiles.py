@@ -1,4 +1,4 @@
-"""Kernels with hardware counters, and those that Triton compiled: their limits, and their launches
+"""Kernels with hardware counters and kernels that Triton compiled: their limits and their launches
 in a trace."""
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 Limit = Literal["compute", "DRAM", "L2", "L1", "latency", "unknown"]
-BUSY_PERCENT = 60.0
-"""Percent of a unit's peak from which it limits a kernel; below it, latency does. Nsight Compute's
-SpeedOfLight rule divides at the same figure."""
+MIN_BUSY_PERCENT = 60.0
+"""Minimum percent of a unit's peak at which it limits a kernel; below it, latency does. Nsight
+Compute's SpeedOfLight rule has the same limit."""
 
 ONE_LAUNCH = "saved by one launch of each, at most"
 """Evidence text of an estimated gain for kernels that no trace has."""
-MAX_NAMED = 500
-"""Launches that an edit selects one by one, at most, where others of the name differ in size."""
-PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+MAX_SELECTED = 500
+"""Maximum number of launches that an edit selects one by one, if others of the name differ in
+size."""
+TENSOR_PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """Use of the tensor cores."""
 UNITS: dict[Limit, tuple[str, ...]] = {
     "compute": (
         "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-        PIPE,
+        TENSOR_PIPE,
         "System Speed-of-Light/VALU Utilization",
         "System Speed-of-Light/MFMA Utilization",
     ),
@@ -63,7 +64,7 @@ UNITS: dict[Limit, tuple[str, ...]] = {
         "System Speed-of-Light/Theoretical LDS Bandwidth",
     ),
 }
-"""Unit -> metrics of its use, percent of its peak; the greatest that was collected counts."""
+"""Unit -> metrics of its use, percent of its peak. The highest collected value counts."""
 LIMITERS = {
     "registers": "launch__occupancy_limit_registers",
     "shared memory": "launch__occupancy_limit_shared_mem",
@@ -71,42 +72,43 @@ LIMITERS = {
     "blocks per SM": "launch__occupancy_limit_blocks",
     "barriers": "launch__occupancy_limit_barriers",
 }
-"""Resource -> metric of the resident blocks of a multiprocessor that it admits."""
-STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
-NO_STALLS = ("selected", "not_selected")
-"""Warp states that are no stalls."""
+"""Resource -> metric of the resident blocks of a multiprocessor that it allows."""
+STALL_METRIC = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
+NON_STALL_STATES = ("selected", "not_selected")
+"""Warp states that are not stalls."""
 
 
 LABEL_WIDTH = 38
 
 
 class ProfiledKernel(NamedTuple):
-    """Counters of one kernel. Shares are percent of a peak; ``None``: not collected."""
+    """Counters of one kernel. Shares are percent of a peak, or ``None`` if not collected."""
 
     profile: KernelProfile
     label: str
     """Short name in sentences and tables."""
     limit: Limit
-    """Busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured, or not the tensor
-    cores that it computes on."""
+    """Busiest unit. ``latency`` if no unit is busy. ``unknown`` if no unit was measured, or not the
+    tensor cores that the kernel computes on."""
     use: dict[Limit, float]
     """Use of each unit, percent of its peak."""
     occupancy: float | None
     """Achieved occupancy, percent."""
     theoretical: float | None
-    """Theoretical occupancy that registers, shared memory and block size admit, percent."""
+    """Theoretical occupancy that registers, shared memory and block size allow, percent."""
     limiter: str | None
-    """Resource of LIMITERS that admits the fewest blocks."""
+    """Resource of LIMITERS that allows the fewest blocks."""
     waves: float | None
-    """Blocks of the grid over those that run at once."""
+    """Blocks of the grid over the blocks that run at once."""
     stalls: dict[str, float]
-    """Stall reason -> share of the cycles between two instructions of a warp, greatest first."""
+    """Stall reason -> share of the cycles between two instructions of a warp, largest first."""
     bytes: float | None
     """DRAM traffic of one launch, bytes."""
     on_tensor_cores: bool
-    """Whether it computes on tensor cores, by its counters, or by its name where none tell."""
+    """Whether it computes on tensor cores, by its counters, or by its name without counters."""
     rows: NDArray[np.int64]
-    """Rows of ``trace.gpu`` that are launches of it in the used steps; empty: none, or no trace."""
+    """Rows of ``trace.gpu`` that launch it in the used steps, empty if there are none or no
+    trace."""
 
     @property
     def busiest(self) -> float | None:
@@ -122,89 +124,95 @@ class ProfiledKernel(NamedTuple):
 
 
 def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
-    """List the kernels of the profiles beside a trace, or of profiles alone, in their order."""
+    """List the kernels of the profiles given with a trace, or of profiles alone, in their order."""
     profiles = a.trace.meta.kernel_profiles
     if profiles is None:
         return []
-    rows = _launches(a, profiles.kernels)
-    keys = [labels.clean(kernel_key(each.name)) for each in profiles.kernels]
-    named = label_kernels(keys)
+    rows = _find_launches(a, profiles.kernels)
+    keys = [labels.clean(kernel_key(profile.name)) for profile in profiles.kernels]
+    labels_by_key = label_kernels(keys)
     return [
-        _measured(each, named[key], own)
-        for each, key, own in zip(profiles.kernels, keys, rows, strict=True)
+        _build_profiled_kernel(profile, labels_by_key[key], kernel_rows)
+        for profile, key, kernel_rows in zip(profiles.kernels, keys, rows, strict=True)
     ]
 
 
 def is_reference(name: str) -> bool:
-    """Tell whether a kernel is by its name a plain computation that others are checked against."""
+    """Return whether a kernel is, by its name, a reference implementation for checking others."""
     return re.search(r"(?<![a-z])[Rr]eference(?![a-z])", name) is not None
 
 
 def label_kernels(keys: Iterable[str]) -> dict[str, str]:
-    """Shorten the names of a report's kernels, by their keys, the same in all its parts."""
-    named = labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)
-    heads = Counter(label.partition("…")[0] for label in named.values())
+    """Shorten the names of a report's kernels, by key, consistently in all parts of the report."""
+    labels_by_key = labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)
+    heads = Counter(label.partition("…")[0] for label in labels_by_key.values())
     return {
-        key: f"{head}…>" if tail and len(tail) <= MAX_STUB and heads[head] == 1 else label
-        for key, label in named.items()
+        key: f"{head}…>"
+        if tail and len(tail) <= MAX_UNINFORMATIVE_END and heads[head] == 1
+        else label
+        for key, label in labels_by_key.items()
         for head, _, tail in [label.partition("…")]
     }
 
 
-MAX_STUB = 3
-"""Characters of the end of a cut name that say nothing: ``Kernel<Gemm…cu``."""
+MAX_UNINFORMATIVE_END = 3
+"""Maximum length of the end of a cut name that carries no information: ``Kernel<Gemm…cu``."""
 
 
 def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
     """Return the edit that shortens a kernel's launches in the trace by ``share`` at best, and not
-    at all at worst; ``None``: the trace has none of them, or they cannot be selected."""
+    at all at worst. ``None`` if the trace has no launches, or they cannot be selected."""
     if not len(k.rows):
         return None
     gpu = a.trace.gpu
     name = str(gpu["name"][int(k.rows[0])])
     select = Select(on="gpu", kind=("kernel",), name=f"^{re.escape(name)}$")
     if int((gpu["name"] == name).to_numpy()[a.in_window].sum()) != len(k.rows):
-        chosen = gpu["correlation"].gather(k.rows).drop_nulls().unique().to_list()
-        if not 0 < len(chosen) <= MAX_NAMED:
+        correlations = gpu["correlation"].gather(k.rows).drop_nulls().unique().to_list()
+        if not 0 < len(correlations) <= MAX_SELECTED:
             return None
-        select = Select(on="gpu", kind=("kernel",), correlation=tuple(chosen))
+        select = Select(on="gpu", kind=("kernel",), correlation=tuple(correlations))
     return Edit(op="scale", select=select, factor=1 - share, factor_low=1 - share, factor_high=1.0)
 
 
-def _measured(profile: KernelProfile, label: str, rows: NDArray[np.int64]) -> ProfiledKernel:
+def _build_profiled_kernel(
+    profile: KernelProfile, label: str, rows: NDArray[np.int64]
+) -> ProfiledKernel:
     use = {
-        unit: max(known)
-        for unit, names in UNITS.items()
-        if (known := [x for name in names if (x := profile.number(name)) is not None])
+        busiest_unit: max(values)
+        for busiest_unit, names in UNITS.items()
+        if (values := [value for name in names if (value := profile.number(name)) is not None])
     }
     limit: Limit = "unknown"
     if use:
-        unit = max(use, key=use.__getitem__)
-        limit = unit if use[unit] >= BUSY_PERCENT else "latency"
-    tensor = _on_tensor_cores(profile)
-    if limit == "latency" and tensor and profile.number(PIPE) is None:
-        limit = "unknown"  # the unit that it is written for was not measured
-    blocks = {
-        what: admitted
-        for what, name in LIMITERS.items()
-        if (admitted := profile.number(name)) is not None and admitted > 0
+        busiest_unit = max(use, key=use.__getitem__)
+        limit = busiest_unit if use[busiest_unit] >= MIN_BUSY_PERCENT else "latency"
+    uses_tensor_cores = _uses_tensor_cores(profile)
+    if limit == "latency" and uses_tensor_cores and profile.number(TENSOR_PIPE) is None:
+        limit = "unknown"  # its target unit was not measured
+    blocks_by_resource = {
+        resource: count
+        for resource, name in LIMITERS.items()
+        if (count := profile.number(name)) is not None and count > 0
     }
     return ProfiledKernel(
         profile,
         label,
         limit,
         use,
-        occupancy=_first(
+        occupancy=_first_metric(
             profile,
             "sm__warps_active.avg.pct_of_peak_sustained_active",
             "System Speed-of-Light/Wavefront Occupancy",
         ),
-        theoretical=_first(profile, "sm__maximum_warps_per_active_cycle_pct"),
-        limiter=min(blocks, key=blocks.__getitem__) if blocks else None,
-        waves=_first(profile, "launch__waves_per_multiprocessor"),
-        stalls=_stalls(profile),
+        theoretical=_first_metric(profile, "sm__maximum_warps_per_active_cycle_pct"),
+        limiter=min(blocks_by_resource, key=blocks_by_resource.__getitem__)
+        if blocks_by_resource
+        else None,
+        waves=_first_metric(profile, "launch__waves_per_multiprocessor"),
+        stalls=_stall_shares(profile),
         bytes=_dram_bytes(profile),
-        on_tensor_cores=tensor,
+        on_tensor_cores=uses_tensor_cores,
         rows=rows,
     )
 
@@ -214,14 +222,14 @@ _TENSOR_COUNTERS = re.compile(
 )
 
 
-def _on_tensor_cores(profile: KernelProfile) -> bool:
-    counted = [
+def _uses_tensor_cores(profile: KernelProfile) -> bool:
+    counts = [
         value
         for name in profile.metrics
         if _TENSOR_COUNTERS.match(name) and (value := profile.number(name)) is not None
     ]
-    if counted:
-        return max(counted) > 0
+    if counts:
+        return max(counts) > 0
     return bool(name_matches(pl.Series([profile.name]), TENSOR_CORE)[0])
 
 
@@ -230,30 +238,33 @@ class MatchedKernel(NamedTuple):
 
     kernel: CompiledKernel
     occupancy: float | None
-    """Theoretical occupancy, percent; ``None``: registers or the GPU's limits are not known."""
+    """Theoretical occupancy, percent, or ``None`` if registers or the GPU's limits are unknown."""
     limiter: str | None
-    """Limit: ``registers``, ``shared memory``, ``block sizes``; ``None``: as above, or 100%."""
+    """Limit: ``registers``, ``shared memory``, ``block sizes``. ``None`` if occupancy is 100% or
+    unknown."""
     rows: NDArray[np.int64]
-    """Rows of ``trace.gpu`` in the used steps; empty: none, no trace, or another compilation that
-    nothing in the trace distinguishes."""
+    """Rows of ``trace.gpu`` in the used steps. Empty if there are none, no trace, or another
+    compilation that the trace does not distinguish."""
 
 
 def compiled_kernels(a: Analysis) -> list[MatchedKernel]:
-    """List the kernels of a cache of Triton, alone or beside a trace."""
+    """List the kernels of a Triton cache, given alone or with a trace."""
     profiles = a.trace.meta.kernel_profiles
     if profiles is None or not profiles.compiled:
         return []
-    rows = _compiled_launches(a, profiles.compiled)
+    rows = _find_compiled_launches(a, profiles.compiled)
     return [
-        MatchedKernel(each, *_theoretical(each, a.device), own)
-        for each, own in zip(profiles.compiled, rows, strict=True)
+        MatchedKernel(kernel, *_find_theoretical_occupancy(kernel, a.device), kernel_rows)
+        for kernel, kernel_rows in zip(profiles.compiled, rows, strict=True)
     ]
 
 
-def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None, str | None]:
-    """Return the occupancy, percent, and what limits it. ``device``: that of the trace."""
-    found = re.fullmatch(r"sm_(\d{1,2})(\d)a?", k.target)
-    compute = None if found is None else (int(found[1]), int(found[2]))
+def _find_theoretical_occupancy(
+    k: CompiledKernel, device: Device | None
+) -> tuple[float | None, str | None]:
+    """Return the occupancy, percent, and what limits it. ``device`` is the device of the trace."""
+    match = re.fullmatch(r"sm_(\d{1,2})(\d)a?", k.target)
+    compute = None if match is None else (int(match[1]), int(match[2]))
     if compute is None or k.registers is None:
         return None, None
     if device is None or device.compute != compute:
@@ -272,42 +283,49 @@ def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None
     )
 
 
-def _compiled_launches(a: Analysis, kernels: tuple[CompiledKernel, ...]) -> list[NDArray[np.int64]]:
-    """Return rows of ``trace.gpu`` by kernel: those of its name whose threads, registers, shared
-    memory and architecture, where recorded, are its own and no other kernel's."""
+def _find_compiled_launches(
+    a: Analysis, kernels: tuple[CompiledKernel, ...]
+) -> list[NDArray[np.int64]]:
+    """Return rows of ``trace.gpu`` by kernel. A row matches by name and by the recorded threads,
+    registers, shared memory and architecture, and it must match no other kernel."""
     result = [np.zeros(0, dtype=np.int64)] * len(kernels)
-    named: dict[str, list[int]] = {}
-    for place, kernel in enumerate(kernels):
-        if _is_of(kernel, a.device):
-            named.setdefault(kernel.name, []).append(place)
+    kernels_by_name: dict[str, list[int]] = {}
+    for index, kernel in enumerate(kernels):
+        if _is_for_device(kernel, a.device):
+            kernels_by_name.setdefault(kernel.name, []).append(index)
     gpu = a.trace.gpu
-    used = a.in_window & (gpu["kind"] == "kernel").to_numpy()
+    is_used = a.in_window & (gpu["kind"] == "kernel").to_numpy()
     sizes = ["threads", "registers", "shared"]
     table = gpu.select(
         pl.int_range(pl.len()).alias("row"),
         pl.col("name").cast(pl.String).str.strip_suffix(".kd"),
         *sizes,
-    ).filter(pl.Series(used, dtype=pl.Boolean))
-    table = table.filter(pl.col("name").is_in(list(named)))
-    for (name, *found), part in table.partition_by("name", *sizes, as_dict=True).items():
-        own = [place for place in named[str(name)] if _fits(kernels[place], *found)]
-        if len(own) > 1:
-            own = [place for place in own if kernels[place].shared == found[2]]
-        if len(own) == 1:
+    ).filter(pl.Series(is_used, dtype=pl.Boolean))
+    table = table.filter(pl.col("name").is_in(list(kernels_by_name)))
+    for (name, *launch_sizes), part in table.partition_by("name", *sizes, as_dict=True).items():
+        matches = [
+            index
+            for index in kernels_by_name[str(name)]
+            if _matches_launch(kernels[index], *launch_sizes)
+        ]
+        if len(matches) > 1:
+            matches = [index for index in matches if kernels[index].shared == launch_sizes[2]]
+        if len(matches) == 1:
             rows = part["row"].to_numpy().astype(np.int64)
-            result[own[0]] = np.concatenate([result[own[0]], rows])
+            result[matches[0]] = np.concatenate([result[matches[0]], rows])
     return result
 
 
-def _is_of(k: CompiledKernel, device: Device | None) -> bool:
-    """Return whether a kernel is compiled for this GPU, as far as both are known."""
+def _is_for_device(k: CompiledKernel, device: Device | None) -> bool:
+    """Return whether a kernel is compiled for this GPU. Unknown targets or devices match."""
     if device is None or device.compute is None or not k.target.startswith("sm_"):
         return True
     return k.target.rstrip("a") == "sm_{}{}".format(*device.compute)
 
 
-def _fits(k: CompiledKernel, threads: Any, registers: Any, shared: Any) -> bool:
-    """Compare a launch with a kernel. Some profilers add CUDA's own part to shared memory."""
+def _matches_launch(k: CompiledKernel, threads: Any, registers: Any, shared: Any) -> bool:
+    """Return whether a launch fits a kernel. Some profilers add CUDA's own part to shared
+    memory."""
     return (
         threads in (None, k.threads)
         and (k.registers is None or registers in (None, 0, k.registers))
@@ -315,25 +333,27 @@ def _fits(k: CompiledKernel, threads: Any, registers: Any, shared: Any) -> bool:
     )
 
 
-def _first(profile: KernelProfile, *names: str) -> float | None:
-    return next((x for name in names if (x := profile.number(name)) is not None), None)
+def _first_metric(profile: KernelProfile, *names: str) -> float | None:
+    return next((value for name in names if (value := profile.number(name)) is not None), None)
 
 
-def _stalls(profile: KernelProfile) -> dict[str, float]:
+def _stall_shares(profile: KernelProfile) -> dict[str, float]:
     cycles = {
-        found[1]: value
+        match[1]: value
         for name in profile.metrics
-        if (found := STALL.fullmatch(name)) is not None
+        if (match := STALL_METRIC.fullmatch(name)) is not None
         and (value := profile.number(name)) is not None
     }
     total = sum(cycles.values())
-    kept = {name: n for name, n in cycles.items() if name not in NO_STALLS and n > 0}
-    ordered = sorted(kept.items(), key=lambda each: -each[1])
-    return {name: n / total for name, n in ordered} if total > 0 else {}
+    stalls = {
+        name: count for name, count in cycles.items() if name not in NON_STALL_STATES and count > 0
+    }
+    ordered = sorted(stalls.items(), key=lambda item: -item[1])
+    return {name: count / total for name, count in ordered} if total > 0 else {}
 
 
 def _dram_bytes(profile: KernelProfile) -> float | None:
-    """Return the bytes read and written; rocprof counts what L2 fetches and writes."""
+    """Return the bytes read and written. rocprof counts the bytes that L2 fetches and writes."""
     for names in (("dram__bytes_read.sum", "dram__bytes_write.sum"), ("FETCH_SIZE", "WRITE_SIZE")):
         parts = [profile.number(name) for name in names]
         if None not in parts:
@@ -341,19 +361,19 @@ def _dram_bytes(profile: KernelProfile) -> float | None:
     return None
 
 
-def _launches(a: Analysis, kernels: tuple[KernelProfile, ...]) -> list[NDArray[np.int64]]:
+def _find_launches(a: Analysis, kernels: tuple[KernelProfile, ...]) -> list[NDArray[np.int64]]:
     """Find each profile's launches: rows of ``trace.gpu`` in the used steps of the same kernel and
-    size. Where several profiles are of one kernel and size (one per launch), the first has them:
-    their counters differ by noise alone."""
-    none = np.zeros(0, dtype=np.int64)
+    size. If several profiles have the same kernel and size (one per launch), the first gets the
+    launches, since their counters differ only by noise."""
+    no_rows = np.zeros(0, dtype=np.int64)
     gpu = a.trace.gpu
     if gpu.is_empty():
-        return [none] * len(kernels)
-    used = a.in_window & (gpu["kind"] == "kernel").to_numpy()
+        return [no_rows] * len(kernels)
+    is_used = a.in_window & (gpu["kind"] == "kernel").to_numpy()
     table = gpu.select(
         pl.int_range(pl.len()).alias("row"), pl.col("name").cast(pl.String), "blocks", "threads"
-    ).filter(pl.Series(used))
-    table = table.with_columns(key=pl.col("name").replace_strict(_keys(table), default=None))
+    ).filter(pl.Series(is_used))
+    table = table.with_columns(key=pl.col("name").replace_strict(_kernel_keys(table), default=None))
     groups: dict[str, pl.DataFrame] = {
         str(key): part for (key,), part in table.partition_by("key", as_dict=True).items()
     }
@@ -362,22 +382,22 @@ def _launches(a: Analysis, kernels: tuple[KernelProfile, ...]) -> list[NDArray[n
     for kernel in kernels:
         key = kernel_key(kernel.name)
         blocks, threads = (
-            None if each is None else each[0] * each[1] * each[2]
-            for each in (kernel.grid, kernel.block)
+            None if size is None else size[0] * size[1] * size[2]
+            for size in (kernel.grid, kernel.block)
         )
         if key not in groups or (key, blocks, threads) in taken:
-            result.append(none)
+            result.append(no_rows)
             continue
         taken.add((key, blocks, threads))
-        own = groups[key]
-        for column, size in (("blocks", blocks), ("threads", threads)):
-            if size is not None and own[column].null_count() < own.height:
-                own = own.filter(pl.col(column) == size)
-        result.append(own["row"].to_numpy().astype(np.int64))
+        launches = groups[key]
+        for column, expected in (("blocks", blocks), ("threads", threads)):
+            if expected is not None and launches[column].null_count() < launches.height:
+                launches = launches.filter(pl.col(column) == expected)
+        result.append(launches["row"].to_numpy().astype(np.int64))
     return result
 
 
-def _keys(table: pl.DataFrame) -> dict[str, str]:
+def _kernel_keys(table: pl.DataFrame) -> dict[str, str]:
     return {name: kernel_key(name) for name in table["name"].unique().to_list() if name}
 
 
@@ -390,31 +410,32 @@ _UNNAMED = re.compile(r"\(anonymous namespace\)|\bunnamed>")
 
 @cache
 def kernel_key(name: str) -> str:
-    """Return a kernel's name without what profilers write differently: arguments, namespaces, casts
-    and spaces. ``void at::native::foo<(int)4, float>(int)`` is ``foo<4,float>``."""
+    """Return a kernel's name without the parts that profilers write differently: arguments,
+    namespaces, casts and spaces. ``void at::native::foo<(int)4, float>(int)`` is
+    ``foo<4,float>``."""
     text = re.sub(
         r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)(?=[\w-])", "", name[:4096]
     )
     text = _UNNAMED.sub("unnamed", labels.RETURN_TYPE.sub("", text))
     text = _LAMBDA.sub(r"#\2{\1}", text)
-    text = _without_arguments(text).removesuffix(".kd")
+    text = _strip_arguments(text).removesuffix(".kd")
     text = re.sub(r"(?<![\w:])(?:void|static)\s+(?=[\w<])", "", text)
     text = re.sub(r"(?:\b[A-Za-z_]\w*)?::", "", text)
     text = re.sub(r"\s+|(?<=\d)(?:ull|ul|ll|u|l)\b|const\b", "", text)
     return re.sub(r">\((?:[^()]|\([^()]*\))*\)(?=#|>)", ">", text)
 
 
-def _without_arguments(name: str) -> str:
-    """Cut a name at the parenthesis of the function's arguments: the last one outside templates."""
+def _strip_arguments(name: str) -> str:
+    """Cut a name at the parenthesis of the function's arguments, the last one outside templates."""
     depth, cut = 0, len(name)
-    for at in range(len(name) - 1, -1, -1):
-        if name[at] == ")":
+    for index in range(len(name) - 1, -1, -1):
+        if name[index] == ")":
             depth += 1
-        elif name[at] == "(":
+        elif name[index] == "(":
             depth -= 1
             if depth == 0:
-                cut = at
+                cut = index
                 break
-        elif depth == 0 and not name[at].isspace():
+        elif depth == 0 and not name[index].isspace():
             return name
     return name[:cut] if cut else name

@@ -36,10 +36,10 @@ Codes = NDArray[np.int8]
 _TRUE, _FALSE, _UNKNOWN = 1, 0, -1
 
 _MATRIX_CODES = [CODE[name] for name in MATRIX]
-_OF_STEP = [CODE[name] for name in ("elementwise", "reduction", "other")]
-"""Families that count as the optimizer inside ``Optimizer.step``; a matrix product there (Muon,
-Shampoo) keeps its own."""
-_NARROW = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
+_OPTIMIZER_CODES = [CODE[name] for name in ("elementwise", "reduction", "other")]
+"""Families that count as the optimizer inside ``Optimizer.step``. A matrix product there (Muon,
+Shampoo) keeps its own family."""
+_NARROW_FORMATS = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
 
 
 class _Names(NamedTuple):
@@ -58,68 +58,78 @@ class _Names(NamedTuple):
 
 
 def measure_kernels(a: Analysis) -> pl.DataFrame:
-    """Compute ``Analysis.kernels``, but for what only an engine's marks tell of attention.
+    """Compute ``Analysis.kernels``, except for attention that only an engine's marks show.
 
-    Family: the operator that launched a kernel decides, except where the kernel's name shows that
-    it is a by-product (a transpose or a bias copy inside a convolution), and the name decides where
-    no operator of a known family launched it. Communication is decided by the name or by recorded
-    arguments of a collective, never by the operator. FLOPs and bytes of an operator go to the
-    kernels that do its arithmetic, in proportion to their durations; its other kernels (split-K
-    reductions, epilogues) have 0 FLOPs and unknown bytes."""
+    Family: the operator that launched a kernel decides, unless the kernel's name shows that it is a
+    by-product (a transpose or a bias copy inside a convolution). The name decides if no operator of
+    a known family launched it. The name or recorded arguments of a collective decide on
+    communication, never the operator. FLOPs and bytes of an operator go to the kernels that do its
+    arithmetic, in proportion to their durations; its other kernels (split-K reductions, epilogues)
+    have 0 FLOPs and unknown bytes."""
     trace = a.trace
     gpu = trace.gpu
-    kernel = (gpu["kind"] == "kernel").to_numpy()
-    names = _look_at_names(trace, kernel)
+    is_kernel = (gpu["kind"] == "kernel").to_numpy()
+    names = _describe_names(trace, is_kernel)
     launches = find_launches(trace)
-    cost_op, cost_of, cost = _operators(trace, launches)
-    base = _by_purpose(kernel, names, launches)
-    family = base.copy()
-    relayout = (family == CODE["copy"]) & kernel & (launches.family == CODE["copy"])
+    cost_op, cost_of, cost = _find_operators(trace, launches)
+    purpose_family = _families_by_purpose(is_kernel, names, launches)
+    family = purpose_family.copy()
+    relayout = (family == CODE["copy"]) & is_kernel & (launches.family == CODE["copy"])
     relayout &= cost.relayout[cost_of] | (launches.outer_family == CODE["layout"])
     family[relayout] = CODE["layout"]
-    family[launches.optimizer & np.isin(family, _OF_STEP) & kernel] = CODE["optimizer"]
-    communication = gpu["comm"].is_not_null().to_numpy() | (kernel & names.communication)
+    family[launches.optimizer & np.isin(family, _OPTIMIZER_CODES) & is_kernel] = CODE["optimizer"]
+    communication = gpu["comm"].is_not_null().to_numpy() | (is_kernel & names.communication)
     family[communication] = CODE["communication"]
     family[(gpu["kind"] == "memcpy").to_numpy() & ~communication] = CODE["copy"]
     family[(gpu["kind"] == "memset").to_numpy() & ~communication] = CODE["memset"]
 
-    op_name = _op_names(trace, launches)
-    op_row = _rows(np.where(cost_op >= 0, cost_op, _responsible(launches)))
-    family[_other_lookups(trace, family, op_name, op_row)] = CODE["indexing"]
+    op_name = _find_op_names(trace, launches)
+    op_row = _to_row_series(np.where(cost_op >= 0, cost_op, _responsible_rows(launches)))
+    family[_find_other_lookups(trace, family, op_name, op_row)] = CODE["indexing"]
 
-    own = kernel & ~communication & (cost_op >= 0)
-    own &= (base == launches.family) | (launches.family == NO_ROW)  # it does its operator's work
-    matrix = np.isin(family, _MATRIX_CODES)
+    does_operator_work = is_kernel & ~communication & (cost_op >= 0)
+    does_operator_work &= (purpose_family == launches.family) | (
+        launches.family == NO_ROW
+    )  # does its operator's work
+    is_matrix = np.isin(family, _MATRIX_CODES)
     vendor = trace.meta.vendor
     compute = a.device.compute if a.device is not None and vendor != "amd" else None
-    dtype = np.where(own & (cost.dtype[cost_of] >= 0), cost.dtype[cost_of], names.dtype)
-    dtype[~kernel] = NO_ROW
-    tensor_core = _tensor_core(family, matrix, names, dtype, compute)
-    # Tensor cores of NVIDIA have no fp32: what they do with fp32 inputs is TF32.
-    on_tensor = matrix & (tensor_core == _TRUE) & (vendor != "amd")
-    dtype[on_tensor & (dtype == FORMATS.index("fp32"))] = FORMATS.index("tf32")
-    flops, moved = _share_out(gpu, own, names, cost_of, cost)
-    moved = np.where(kernel, moved, _memory_operations(gpu))
-    resident = measure_residency(trace)
-    eligible = _eligible(
-        family, matrix, names, dtype, tensor_core, own & cost.is_vector_product[cost_of], compute
+    dtype = np.where(
+        does_operator_work & (cost.dtype[cost_of] >= 0), cost.dtype[cost_of], names.dtype
+    )
+    dtype[~is_kernel] = NO_ROW
+    tensor_core = _find_tensor_core_use(family, is_matrix, names, dtype, compute)
+    # NVIDIA's tensor cores have no fp32: with fp32 inputs they compute in TF32.
+    on_tensor_cores = is_matrix & (tensor_core == _TRUE) & (vendor != "amd")
+    dtype[on_tensor_cores & (dtype == FORMATS.index("fp32"))] = FORMATS.index("tf32")
+    flops, moved = _distribute_costs(gpu, does_operator_work, names, cost_of, cost)
+    moved = np.where(is_kernel, moved, _count_memory_bytes(gpu))
+    residency = measure_residency(trace)
+    eligible = _find_eligible(
+        family,
+        is_matrix,
+        names,
+        dtype,
+        tensor_core,
+        does_operator_work & cost.is_vector_product[cost_of],
+        compute,
     )
     return pl.DataFrame(
         {
-            "family": _enum(family, Family), "communication": communication,
-            "tensor_core": _optional_bool(tensor_core), "eligible": _optional_bool(eligible),
-            "dtype": _enum(dtype, Format), "flops": pl.Series(flops).fill_nan(None),
-            "moved": pl.Series(moved).fill_nan(None), "waves": resident.waves,
-            "occupancy": resident.occupancy, "op_name": op_name, "op_row": op_row,
+            "family": _to_enum(family, Family), "communication": communication,
+            "tensor_core": _to_optional_bool(tensor_core), "eligible": _to_optional_bool(eligible),
+            "dtype": _to_enum(dtype, Format), "flops": pl.Series(flops).fill_nan(None),
+            "moved": pl.Series(moved).fill_nan(None), "waves": residency.waves,
+            "occupancy": residency.occupancy, "op_name": op_name, "op_row": op_row,
             "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NO_ROW, None),
         }
     )  # fmt: skip
 
 
-def _other_lookups(trace: Trace, family: Codes, op_name: pl.Series, op_row: pl.Series) -> Rows:
-    """Return the rows of ``trace.gpu`` that look up what is no embedding by the names of kernel,
-    operator and the two around that: ``aten::embedding`` calls ``aten::index_select``, and that
-    ``aten::gather``."""
+def _find_other_lookups(trace: Trace, family: Codes, op_name: pl.Series, op_row: pl.Series) -> Rows:
+    """Return the rows of ``trace.gpu`` that look up something other than an embedding, by the names
+    of kernel, operator and its two ancestors: ``aten::embedding`` calls ``aten::index_select``,
+    which calls ``aten::gather``."""
     rows = np.flatnonzero(family == CODE["embedding"])
     cpu, row = trace.cpu, op_row.gather(rows)
     names = [trace.gpu["name"].gather(rows), op_name.gather(rows)]
@@ -127,17 +137,17 @@ def _other_lookups(trace: Trace, family: Codes, op_name: pl.Series, op_row: pl.S
         row = cpu["parent"].gather(row)
         names.append(cpu["name"].gather(row))
     of_table = np.zeros(len(rows), dtype=bool)
-    for each in names:
-        of_table |= name_matches(each, "(?i)embed").fill_null(value=False).to_numpy()
+    for column in names:
+        of_table |= name_matches(column, "(?i)embed").fill_null(value=False).to_numpy()
     return rows[~of_table]
 
 
-def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
-    """Describe each distinct kernel name once, and spread that over the rows."""
+def _describe_names(trace: Trace, is_kernel: Bools) -> _Names:
+    """Describe each distinct kernel name once, and assign the result to all rows."""
     gpu = trace.gpu
-    index = np.flatnonzero(kernel)
+    index = np.flatnonzero(is_kernel)
     column = gpu["name"].gather(index)
-    texts, which = distinct_names(column)
+    texts, name_index = distinct_names(column)
     described = describe_kernels(texts)
 
     missing: dict[str, int | bool] = dict.fromkeys(_Names._fields, False)
@@ -148,198 +158,214 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
         gemv=texts.str.contains(r"gemv|gemmk1|(^|\s)dot_kernel|conv_depthwise"),
     )
     columns: dict[str, Any] = {}
-    for name, other in missing.items():  # the value of each row's name; ``other``: no kernel
-        values = described[name].fill_null(other).to_numpy()
-        columns[name] = np.full(gpu.height, other, dtype=values.dtype)
-        columns[name][index] = np.append(values, values.dtype.type(other))[which]
+    for name, default in missing.items():  # the value of each row's name, else ``other``
+        values = described[name].fill_null(default).to_numpy()
+        columns[name] = np.full(gpu.height, default, dtype=values.dtype)
+        columns[name][index] = np.append(values, values.dtype.type(default))[name_index]
     return _Names(**columns)
 
 
-def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
-    """Find the operator whose work a kernel is part of (row, -1: none), its place among the
-    distinct ones, and the costs of those.
+def _find_operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
+    """Find the operator whose work a kernel is part of (row, or -1), its index among the distinct
+    operators, and their costs.
 
-    An operator without recorded shapes gives way to the one around it when that is of the same
-    family (``aten::mm`` inside ``aten::matmul``)."""
+    An operator without recorded shapes is replaced by its parent of the same family (``aten::mm``
+    inside ``aten::matmul``)."""
     inputs = trace.cpu["inputs"].fill_null(NO_ROW).to_numpy()
-    described = np.append(inputs >= 0, False)  # the last entry is that of row -1
+    has_inputs = np.append(inputs >= 0, False)  # the last entry is for row -1
     op = launches.op
-    up = ~described[op] & described[launches.outer_op] & (launches.family == launches.outer_family)
-    op = np.where(up, launches.outer_op, op)
+    use_parent = (
+        ~has_inputs[op] & has_inputs[launches.outer_op] & (launches.family == launches.outer_family)
+    )
+    op = np.where(use_parent, launches.outer_op, op)
     triton = _is_triton(trace, launches.innermost_op)
     op = np.where((op < 0) & triton, launches.innermost_op, op)
-    distinct, place = np.unique(op, return_inverse=True)
-    result = sum_costs(trace, distinct)
-    # When an operator and one inside it both have a formula for the same work, the inner counts.
+    distinct, index = np.unique(op, return_inverse=True)
+    costs = sum_costs(trace, distinct)
+    # If an operator and one inside it both have a formula for the same work, the inner one counts.
     family = np.full(len(distinct), NO_ROW, dtype=np.int8)
-    family[place] = launches.family
-    counted = np.isin(family, _MATRIX_CODES) & (distinct >= 0) & ~np.isnan(result.flops)
-    if counted.any():
-        wanted = np.zeros(trace.cpu.height, dtype=np.bool_)
-        wanted[distinct[counted]] = True
+    family[index] = launches.family
+    is_counted = np.isin(family, _MATRIX_CODES) & (distinct >= 0) & ~np.isnan(costs.flops)
+    if is_counted.any():
+        is_candidate = np.zeros(trace.cpu.height, dtype=np.bool_)
+        is_candidate[distinct[is_counted]] = True
         parent = trace.cpu["parent"].fill_null(NO_ROW).cast(pl.Int64).to_numpy()
-        around = climb_stack(parent, wanted, parent[distinct[counted]])
-        twice = np.isin(distinct, around[around >= 0])
-        result.flops[twice] = np.nan
-        result.moved[twice] = np.nan
-    return op, place.astype(np.int64), result
+        ancestors = climb_stack(parent, is_candidate, parent[distinct[is_counted]])
+        is_nested = np.isin(distinct, ancestors[ancestors >= 0])
+        costs.flops[is_nested] = np.nan
+        costs.moved[is_nested] = np.nan
+    return op, index.astype(np.int64), costs
 
 
 def _is_triton(trace: Trace, rows: Rows) -> Bools:
     """Find kernels whose arguments inductor's wrapper records as an operator of their name."""
-    there = np.flatnonzero(rows >= 0)
+    present = np.flatnonzero(rows >= 0)
     result = np.zeros(len(rows), dtype=np.bool_)
-    if len(there):
-        result[there] = name_matches(trace.cpu["name"].gather(rows[there]), "^triton_").to_numpy()
+    if len(present):
+        result[present] = name_matches(
+            trace.cpu["name"].gather(rows[present]), "^triton_"
+        ).to_numpy()
     return result
 
 
-def _by_purpose(kernel: Bools, names: _Names, launches: Launches) -> Codes:
-    """Return the family code of kernels, before what surrounds their operator is looked at."""
-    op, name = launches.family, names.family
-    family = np.where(op >= 0, op, name)
-    named = name != CODE["other"]
-    # An operator of no known family stands between: the kernel's own name says more.
-    family = np.where((launches.op != launches.innermost_op) & named, name, family)
-    beside = np.isin(op, _MATRIX_CODES) & ~np.isin(name, _MATRIX_CODES) & named
-    beside |= (op == CODE["attention"]) & (name == CODE["gemm"])
-    beside |= names.moving & ~np.isin(op, [CODE["copy"], CODE["layout"]])
-    beside |= (op == CODE["copy"]) & (name == CODE["layout"])
-    family = np.where(beside, name, family)
-    return np.where(kernel, family, CODE["other"]).astype(np.int8)
+def _families_by_purpose(is_kernel: Bools, names: _Names, launches: Launches) -> Codes:
+    """Return the family code of kernels, before the surroundings of their operator are
+    considered."""
+    op_family, name_family = launches.family, names.family
+    family = np.where(op_family >= 0, op_family, name_family)
+    has_known_name = name_family != CODE["other"]
+    # An operator of unknown family is in between: the kernel's own name says more.
+    family = np.where((launches.op != launches.innermost_op) & has_known_name, name_family, family)
+    is_by_product = (
+        np.isin(op_family, _MATRIX_CODES) & ~np.isin(name_family, _MATRIX_CODES) & has_known_name
+    )
+    is_by_product |= (op_family == CODE["attention"]) & (name_family == CODE["gemm"])
+    is_by_product |= names.moving & ~np.isin(op_family, [CODE["copy"], CODE["layout"]])
+    is_by_product |= (op_family == CODE["copy"]) & (name_family == CODE["layout"])
+    family = np.where(is_by_product, name_family, family)
+    return np.where(is_kernel, family, CODE["other"]).astype(np.int8)
 
 
-def _tensor_core(
-    family: Codes, matrix: Bools, names: _Names, dtype: Codes, compute: tuple[int, int] | None
+def _find_tensor_core_use(
+    family: Codes, is_matrix: Bools, names: _Names, dtype: Codes, compute: tuple[int, int] | None
 ) -> Codes:
-    """Tell whether kernels run on matrix units: by name, then by number format and device."""
-    result = np.where(matrix, names.matrix_unit, _FALSE)
+    """Return whether kernels run on matrix units, by name, then by number format and device."""
+    result = np.where(is_matrix, names.matrix_unit, _FALSE)
     result[family == CODE["other"]] = _UNKNOWN
-    open_question = matrix & (result == _UNKNOWN)
-    result[open_question & names.matrix_if_16_bit & np.isin(dtype, _NARROW)] = _TRUE
+    is_open = is_matrix & (result == _UNKNOWN)
+    result[is_open & names.matrix_if_16_bit & np.isin(dtype, _NARROW_FORMATS)] = _TRUE
     if compute is not None and compute < (8, 0):
-        wide = np.isin(dtype, [FORMATS.index("fp32"), FORMATS.index("fp64")])
-        result[matrix & wide & (result == _UNKNOWN)] = _FALSE  # no TF32 before Ampere
+        is_wide = np.isin(dtype, [FORMATS.index("fp32"), FORMATS.index("fp64")])
+        result[is_matrix & is_wide & (result == _UNKNOWN)] = _FALSE  # no TF32 before Ampere
     if compute is not None and compute < (7, 0):
-        result[matrix] = _FALSE
+        result[is_matrix] = _FALSE
     return result.astype(np.int8)
 
 
-def _eligible(
+def _find_eligible(
     family: Codes,
-    matrix: Bools,
+    is_matrix: Bools,
     names: _Names,
     dtype: Codes,
     tensor_core: Codes,
-    vector: Bools,
+    is_vector_product: Bools,
     compute: tuple[int, int] | None,
 ) -> Codes:
-    """Tell whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
+    """Return whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
     result = np.where(family == CODE["other"], _UNKNOWN, _FALSE)
     possible = (dtype != NO_ROW) & (dtype != FORMATS.index("fp64"))
-    result[matrix] = np.where(possible | (tensor_core == _TRUE), _TRUE, _UNKNOWN)[matrix]
-    result[matrix & (dtype == FORMATS.index("fp64"))] = _FALSE
-    result[matrix & (names.gemv | vector) & (tensor_core != _TRUE)] = _FALSE
-    result[matrix & names.helper] = _FALSE
+    result[is_matrix] = np.where(possible | (tensor_core == _TRUE), _TRUE, _UNKNOWN)[is_matrix]
+    result[is_matrix & (dtype == FORMATS.index("fp64"))] = _FALSE
+    result[is_matrix & (names.gemv | is_vector_product) & (tensor_core != _TRUE)] = _FALSE
+    result[is_matrix & names.helper] = _FALSE
     if compute is not None and compute < (7, 0):
-        result[matrix] = _FALSE
+        result[is_matrix] = _FALSE
     return result.astype(np.int8)
 
 
-def _share_out(
-    gpu: pl.DataFrame, own: Bools, names: _Names, cost_of: Rows, cost: Costs
+def _distribute_costs(
+    gpu: pl.DataFrame, does_operator_work: Bools, names: _Names, cost_of: Rows, cost: Costs
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return FLOPs and bytes of every kernel: its operator's, shared out by duration.
+    """Return FLOPs and bytes of every kernel: its share of the operator's, in proportion to
+    duration.
 
-    The two gradients of a convolution cost the same; where the names tell which kernels do which,
-    each gets its half whatever their durations."""
-    flops = np.full(len(own), np.nan)
-    moved = np.full(len(own), np.nan)
-    rows = np.flatnonzero(own)
+    The two gradients of a convolution cost the same. If the names show which kernels compute which
+    gradient, each gets half whatever the durations."""
+    flops = np.full(len(does_operator_work), np.nan)
+    moved = np.full(len(does_operator_work), np.nan)
+    rows = np.flatnonzero(does_operator_work)
     if not len(rows):
         return flops, moved
     groups = len(cost.flops)
-    which = cost_of[rows]
-    main = ~names.helper[rows]
-    main |= np.bincount(which, main, minlength=groups)[which] == 0  # all are helpers: none is
+    cost_index = cost_of[rows]
+    is_main = ~names.helper[rows]
+    is_main |= (
+        np.bincount(cost_index, is_main, minlength=groups)[cost_index] == 0
+    )  # if all are helpers, none is
     dur = gpu["dur"].to_numpy()[rows].astype(np.float64)
-    zero = np.bincount(which, np.where(main, dur, 0.0), minlength=groups)[which] <= 0
-    weight = np.where(main, np.where(zero, 1.0, dur), 0.0)
-    total = np.bincount(which, weight, minlength=groups)[which]
-    moved[rows] = np.where(main, cost.moved[which] * weight / total, np.nan)
-    direction = np.where(main, names.direction[rows], 0)
-    unnamed = np.bincount(which, main & (direction == 0), minlength=groups)[which] > 0
-    halves = (cost.gradients[which] == 2) & ~unnamed
-    for side in (1, 2):  # both gradients must be there, else one of them has no name
-        halves &= np.bincount(which, direction == side, minlength=groups)[which] > 0
-    part = np.where(halves, which * 3 + direction, which * 3)
-    within = np.bincount(part, weight, minlength=3 * groups)[part]
-    work = np.where(halves, cost.flops[which] / 2, cost.flops[which])
-    share = np.divide(weight, within, out=np.zeros_like(weight), where=within > 0)
-    flops[rows] = np.where(main, work * share, np.where(np.isnan(work), np.nan, 0.0))
+    has_no_time = (
+        np.bincount(cost_index, np.where(is_main, dur, 0.0), minlength=groups)[cost_index] <= 0
+    )
+    weight = np.where(is_main, np.where(has_no_time, 1.0, dur), 0.0)
+    total = np.bincount(cost_index, weight, minlength=groups)[cost_index]
+    moved[rows] = np.where(is_main, cost.moved[cost_index] * weight / total, np.nan)
+    direction = np.where(is_main, names.direction[rows], 0)
+    has_unnamed = (
+        np.bincount(cost_index, is_main & (direction == 0), minlength=groups)[cost_index] > 0
+    )
+    split_in_half = (cost.gradients[cost_index] == 2) & ~has_unnamed
+    for gradient in (1, 2):  # both gradients must be named
+        split_in_half &= (
+            np.bincount(cost_index, direction == gradient, minlength=groups)[cost_index] > 0
+        )
+    part_index = np.where(split_in_half, cost_index * 3 + direction, cost_index * 3)
+    part_weight = np.bincount(part_index, weight, minlength=3 * groups)[part_index]
+    work = np.where(split_in_half, cost.flops[cost_index] / 2, cost.flops[cost_index])
+    share = np.divide(weight, part_weight, out=np.zeros_like(weight), where=part_weight > 0)
+    flops[rows] = np.where(is_main, work * share, np.where(np.isnan(work), np.nan, 0.0))
     return flops, moved
 
 
-def _memory_operations(gpu: pl.DataFrame) -> NDArray[np.float64]:
-    """Return the bytes moved by copies and memsets: a copy within the device reads and writes."""
+def _count_memory_bytes(gpu: pl.DataFrame) -> NDArray[np.float64]:
+    """Return the bytes moved by copies and memsets. A copy within the device reads and writes."""
     size = gpu["bytes"].cast(pl.Float64).fill_null(np.nan).to_numpy()
-    inside = (gpu["copy"] == "DtoD").fill_null(False).to_numpy()
-    moved: NDArray[np.float64] = np.where(inside, 2 * size, size)
+    within_device = (gpu["copy"] == "DtoD").fill_null(False).to_numpy()
+    moved: NDArray[np.float64] = np.where(within_device, 2 * size, size)
     return moved
 
 
-def _responsible(launches: Launches) -> Rows:
-    """Return the row of the operator judged responsible, -1: none."""
+def _responsible_rows(launches: Launches) -> Rows:
+    """Return the row of the operator judged responsible, or -1."""
     return np.where(launches.op >= 0, launches.op, launches.innermost_op)
 
 
-def _rows(rows: Rows) -> pl.Series:
+def _to_row_series(rows: Rows) -> pl.Series:
     return pl.Series(rows, dtype=pl.Int64).set(pl.Series(rows < 0), None)
 
 
-def _op_names(trace: Trace, launches: Launches) -> pl.Series:
-    return trace.cpu["name"].gather(_rows(_responsible(launches))).alias("op_name")
+def _find_op_names(trace: Trace, launches: Launches) -> pl.Series:
+    return trace.cpu["name"].gather(_to_row_series(_responsible_rows(launches))).alias("op_name")
 
 
-def _enum(codes: Codes, dtype: pl.Enum) -> pl.Series:
+def _to_enum(codes: Codes, dtype: pl.Enum) -> pl.Series:
     physical = pl.Series(codes, dtype=pl.Int16).replace(NO_ROW, None).cast(pl.UInt8)
     names = pl.Series(dtype.categories, dtype=dtype)
     return names.gather(physical.cast(pl.Int64))
 
 
-def _optional_bool(codes: Codes) -> pl.Series:
-    known = codes != _UNKNOWN
-    return pl.Series(codes == _TRUE).set(pl.Series(~known), None)
+def _to_optional_bool(codes: Codes) -> pl.Series:
+    is_known = codes != _UNKNOWN
+    return pl.Series(codes == _TRUE).set(pl.Series(~is_known), None)
 
 
 class Costs(NamedTuple):
-    """Costs of operator rows, one entry for each row asked for; NaN: not known."""
+    """Costs of operator rows, with one entry per requested row; NaN if unknown."""
 
     flops: Floats
     moved: Floats
     dtype: NDArray[np.int8]
-    """Place of the number format in FORMATS; -1: not recorded."""
+    """Index of the number format in FORMATS, or -1 if not recorded."""
     is_vector_product: NDArray[np.bool_]
-    """Whether it is a product with a vector: too little reuse for matrix units."""
+    """Whether it is a product with a vector, which has too little reuse for matrix units."""
     relayout: NDArray[np.bool_]
     """Whether it is a copy between equal types that only changes the order of the data."""
     gradients: NDArray[np.int8]
-    """Gradients (input's, weight's) that a convolution's backward computes: 0, 1 or 2."""
+    """Number of gradients (input, weight) that a convolution's backward computes: 0, 1 or 2."""
 
 
 def sum_costs(trace: Trace, ops: Rows) -> Costs:
-    """Estimate the costs of rows of ``trace.cpu`` (-1: nothing known)."""
+    """Estimate the costs of rows of ``trace.cpu`` (-1 for an unknown row)."""
     count = len(ops)
     inputs = np.full(count, NO_ROW, dtype=np.int64)
     names = np.zeros(count, dtype=np.int64)
-    there = np.flatnonzero(ops >= 0)
-    if len(there):
-        inputs[there] = trace.cpu["inputs"].gather(ops[there]).fill_null(NO_ROW).to_numpy()
-        physical = trace.cpu["name"].gather(ops[there]).to_physical()
-        names[there] = physical.fill_null(0).to_numpy()
-    known = np.flatnonzero(inputs >= 0)
-    keys, where = np.unique(names[known] << 32 | inputs[known], return_inverse=True)
-    result = Costs(
+    present = np.flatnonzero(ops >= 0)
+    if len(present):
+        inputs[present] = trace.cpu["inputs"].gather(ops[present]).fill_null(NO_ROW).to_numpy()
+        physical = trace.cpu["name"].gather(ops[present]).to_physical()
+        names[present] = physical.fill_null(0).to_numpy()
+    known_rows = np.flatnonzero(inputs >= 0)
+    keys, key_index = np.unique(names[known_rows] << 32 | inputs[known_rows], return_inverse=True)
+    costs = Costs(
         np.full(count, np.nan),
         np.full(count, np.nan),
         np.full(count, NO_ROW, dtype=np.int8),
@@ -348,94 +374,103 @@ def sum_costs(trace: Trace, ops: Rows) -> Costs:
         np.zeros(count, dtype=np.int8),
     )
     if not len(keys):
-        return result
+        return costs
     first = np.zeros(len(keys), dtype=np.int64)
-    first[where] = known
-    spelled = trace.cpu["name"].gather(ops[first]).cast(pl.String).to_list()
+    first[key_index] = known_rows
+    op_names = trace.cpu["name"].gather(ops[first]).cast(pl.String).to_list()
     rows = trace.inputs[(keys & 0xFFFFFFFF).tolist()].rows()
-    # A loop over the distinct pairs of operator and inputs: some hundreds, whatever the length.
+    # A loop over the distinct pairs of operator and inputs: some hundreds for any trace length.
     table = [
-        _cost(name, OpInputs(*(text or "" for text in row)))
-        for name, row in zip(spelled, rows, strict=True)
+        _estimate_cost(name, OpInputs(*(text or "" for text in row)))
+        for name, row in zip(op_names, rows, strict=True)
     ]
-    columns: tuple[NDArray[Any], ...] = tuple(result)
+    columns: tuple[NDArray[Any], ...] = tuple(costs)
     for column, values in zip(columns, zip(*table, strict=True), strict=True):
-        column[known] = np.array(values, dtype=column.dtype)[where]
-    return result
+        column[known_rows] = np.array(values, dtype=column.dtype)[key_index]
+    return costs
 
 
-def _cost(name: str, x: OpInputs) -> tuple[float, float, int, bool, bool, int]:
-    work, traffic, dtype = count_flops(name, x), count_bytes(name, x), main_dtype(name, x)
-    matrix = parse_product(name, x)
-    conv = parse_convolution(name, x)
+def _estimate_cost(name: str, inputs: OpInputs) -> tuple[float, float, int, bool, bool, int]:
+    flops, traffic, dtype = (
+        count_flops(name, inputs),
+        count_bytes(name, inputs),
+        main_dtype(name, inputs),
+    )
+    product = parse_product(name, inputs)
+    conv = parse_convolution(name, inputs)
     return (
-        np.nan if work is None else work,
+        np.nan if flops is None else flops,
         np.nan if traffic is None else traffic,
         NO_ROW if dtype is None else FORMATS.index(dtype),
-        matrix is not None and matrix.is_vector_product,
-        name == "aten::copy_" and _relayout(x),
+        product is not None and product.is_vector_product,
+        name == "aten::copy_" and _is_relayout(inputs),
         sum(conv.output_mask[:2]) if conv is not None and conv.backward else 0,
     )
 
 
-def _relayout(x: OpInputs) -> bool:
-    target, source = x.tensor(0), x.tensor(1)
+def _is_relayout(inputs: OpInputs) -> bool:
+    target, source = inputs.tensor(0), inputs.tensor(1)
     if target is None or source is None or target.strides is None or source.strides is None:
         return False
     if target.dtype != source.dtype or target.shape != source.shape:
         return False
     if source.stored_elements != source.elements or target.elements < 2:
         return False  # a broadcast is written out
-    order = zip(target.shape, target.strides, source.strides, strict=False)
-    return any(to != of for size, to, of in order if size > 1)
+    dims = zip(target.shape, target.strides, source.strides, strict=False)
+    return any(
+        target_stride != source_stride for size, target_stride, source_stride in dims if size > 1
+    )
 
 
 MIN_VARIATION = 3.0
-"""Ratio of durations of like kernels from which they vary; on GPUs that one program uses, kernels
-with 0 to 15% of the time do."""
-MIN_LIKE = 5
-"""Number of like launches from which they are compared."""
-MOSTLY_VARYING = 0.5
-"""Share of the kernel time in kernels that vary, from which the times are of no use."""
+"""Minimum ratio of durations at which similar kernels vary. On GPUs used by one program, kernels
+with 0 to 15% of the time vary."""
+MIN_LAUNCHES = 5
+"""Minimum number of similar launches for a comparison."""
+MIN_VARYING_SHARE = 0.5
+"""Minimum share of the kernel time in varying kernels at which the times are useless."""
 
 
 class VaryingKernels(NamedTuple):
     """Kernels that take several times as long in one launch as in another, on the same inputs."""
 
     share: float
-    """Their share of the kernel time in the steps."""
+    """Share of varying kernels in the kernel time of the steps."""
     ratio: float
-    """The 90th over the 10th percentile of their durations, of the kernel that takes longest."""
+    """90th over 10th percentile of the durations of the kernel that takes longest."""
 
     @property
     def are_most(self) -> bool:
-        """Whether they take most of the kernel time, so that it says little of the program."""
-        return self.share >= MOSTLY_VARYING
+        """Whether they take most of the kernel time, so that it says little about the program."""
+        return self.share >= MIN_VARYING_SHARE
 
 
 def find_varying_kernels(a: Analysis) -> VaryingKernels:
-    """Find kernels of one name, grid and inputs of the operator whose durations differ by
-    ``MIN_VARIATION`` and more. Of the program nothing differs between them, so the device does:
-    another program uses it too, or its clock falls. Collectives, whose time contains waiting, are
-    left out."""
+    """Find kernels with the same name, grid and operator inputs whose durations differ by
+    ``MIN_VARIATION`` or more. Since the program does the same each time, the device must differ:
+    another program uses it too, or its clock falls. Collectives are excluded, because their time
+    includes waiting."""
     gpu = a.trace.gpu
-    rows = a.in_window & (gpu["kind"] == "kernel").to_numpy() & gpu["op"].is_not_null().to_numpy()
-    work = gpu.filter(pl.Series(rows & ~a.kernels["communication"].to_numpy()))
-    whole = float(work["dur"].sum())
-    same = ("name", "blocks", "threads", "inputs", "stream")
-    ends = (
-        pl.col("dur").quantile(end).alias(name) for end, name in ((0.1, "least"), (0.9, "most"))
+    is_compared = (
+        a.in_window & (gpu["kind"] == "kernel").to_numpy() & gpu["op"].is_not_null().to_numpy()
+    )
+    work = gpu.filter(pl.Series(is_compared & ~a.kernels["communication"].to_numpy()))
+    total = float(work["dur"].sum())
+    key_columns = ("name", "blocks", "threads", "inputs", "stream")
+    percentiles = (
+        pl.col("dur").quantile(quantile).alias(name)
+        for quantile, name in ((0.1, "least"), (0.9, "most"))
     )
     table = (
         work.with_columns(inputs=a.trace.cpu["inputs"].gather(work["op"]))
         .filter(pl.col("inputs").is_not_null())
-        .group_by(same)
-        .agg(pl.len().alias("count"), pl.col("dur").sum(), *ends)
-        .filter(pl.col("count") >= MIN_LIKE, pl.col("most") >= MIN_VARIATION * pl.col("least"))
-        .sort("dur", *same)
+        .group_by(key_columns)
+        .agg(pl.len().alias("count"), pl.col("dur").sum(), *percentiles)
+        .filter(pl.col("count") >= MIN_LAUNCHES, pl.col("most") >= MIN_VARIATION * pl.col("least"))
+        .sort("dur", *key_columns)
     )
-    if table.is_empty() or not whole:
+    if table.is_empty() or not total:
         return VaryingKernels(0.0, 1.0)
     longest = table.row(-1, named=True)
     ratio = longest["most"] / max(1.0, longest["least"])
-    return VaryingKernels(float(table["dur"].sum()) / whole, float(ratio))
+    return VaryingKernels(float(table["dur"].sum()) / total, float(ratio))

@@ -1,6 +1,6 @@
 """Dimensions of matrix products, convolutions and attention, from recorded inputs.
 
-``kernels.py`` and ``traffic.py`` both start from these. Argument positions are those of PyTorch's
+``kernels.py`` and ``traffic.py`` both use these. Argument positions are taken from PyTorch's
 operator schemas (``torch._C._jit_get_schemas_for_operator``)."""
 
 import re
@@ -24,7 +24,7 @@ class MatrixProduct(NamedTuple):
 
     @property
     def is_vector_product(self) -> bool:
-        """Whether one side is a vector: matrix units have nothing to reuse."""
+        """Whether one side is a vector, so that matrix units have nothing to reuse."""
         return min(self.m, self.n, self.k) <= 1
 
 
@@ -33,10 +33,10 @@ class ConvolutionCall(NamedTuple):
 
     batch: int
     points: int
-    """Spatial positions at which the filter is applied: of the output, or of the input when
+    """Spatial positions at which the filter is applied: output positions, or input positions if
     transposed."""
     out_spatial: tuple[int, ...] | None
-    """Output's spatial sizes; ``None``: not recorded (transposed, without all of its arguments)."""
+    """Output's spatial sizes, or ``None`` if not recorded (transposed, with missing arguments)."""
     channels_out: int
     input: Tensor
     weight: Tensor
@@ -45,7 +45,8 @@ class ConvolutionCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Scaled dot product attention: ``pairs`` query-key pairs a head that are computed."""
+    """Scaled dot product attention. ``pairs`` is the number of query-key pairs computed per
+    head."""
 
     batch: int
     heads: int
@@ -62,21 +63,21 @@ class AttentionCall(NamedTuple):
 
 
 def parse_product(op: str, x: OpInputs) -> MatrixProduct | None:
-    """Return the matrix product of an operator; ``None``: not one, or shapes that do not fit."""
+    """Return an operator's matrix product, or ``None`` if it has none or its shapes do not fit."""
     name = op.removeprefix("aten::").removesuffix("_")
-    at = _PRODUCTS.get(name)
-    if at is None:
+    positions = _PRODUCTS.get(name)
+    if positions is None:
         return None
-    first, second, added = at
+    first, second, added = positions
     a, b = x.tensor(first), x.tensor(second)
     if a is None or b is None:
         return None
     bias = x.tensor(added) if added is not None else None
     if name == "linear":
-        return _linear(a, b, bias)
+        return _parse_linear(a, b, bias)
     if "grouped_mm" in name:
-        return _grouped(a, b)
-    return _matmul(a, b, bias)
+        return _parse_grouped(a, b)
+    return _parse_matmul(a, b, bias)
 
 
 _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
@@ -86,17 +87,17 @@ _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation"), (1, 2, 0)),
     "linear": (0, 1, 2),
 }
-"""Operator -> places of the two matrices and of what is added."""
+"""Operator -> argument positions of the two matrices and of the added tensor."""
 
 
-def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> MatrixProduct | None:
+def _parse_linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> MatrixProduct | None:
     if not a.shape or len(weight.shape) != 2 or a.shape[-1] != weight.shape[1]:
         return None
     rows = prod(a.shape[:-1])
     return MatrixProduct(1, rows, weight.shape[0], weight.shape[1], a, weight, bias)
 
 
-def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
+def _parse_matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
     """Parse ``torch.matmul``: vectors become matrices, batch dimensions broadcast."""
     if not a.shape or not b.shape:
         return None
@@ -110,9 +111,9 @@ def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
     return MatrixProduct(prod(batch), left[-2], right[-1], left[-1], a, b, added)
 
 
-def _grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
-    """Return a grouped product: a 2-D side holds all groups, so only the sums of their sizes are
-    recorded, and the work depends only on those."""
+def _parse_grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
+    """Return a grouped product. A 2-D side holds all groups, so only the sums of their sizes are
+    recorded, and the work depends only on these sums."""
     ranks = (len(a.shape), len(b.shape))
     if ranks == (2, 3) and a.shape[1] == b.shape[1]:
         return MatrixProduct(1, a.shape[0], b.shape[2], a.shape[1], a, b, None)
@@ -120,21 +121,21 @@ def _grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
         return MatrixProduct(1, a.shape[1], b.shape[1], a.shape[2], a, b, None)
     if ranks == (2, 2) and a.shape[1] == b.shape[0]:
         return MatrixProduct(1, a.shape[0], b.shape[1], a.shape[1], a, b, None)
-    return _matmul(a, b, None) if ranks == (3, 3) else None
+    return _parse_matmul(a, b, None) if ranks == (3, 3) else None
 
 
 class Experts(NamedTuple):
-    """A layer of experts in one call: each of ``rows`` goes through the two products of one of
-    ``parse_experts``, [width] x [width, inner] (gate and up together) and [hidden] x [hidden,
+    """A layer of experts in one call (see ``parse_experts``). Each of ``rows`` goes through the two
+    products of an expert: [width] x [width, inner] (gate and up together) and [hidden] x [hidden,
     width]."""
 
     tokens: Tensor
     up: Tensor
     """[experts, inner, width]."""
     down: Tensor
-    """[experts, width, hidden]; hidden is half of inner where a gate is applied."""
+    """[experts, width, hidden]; hidden is half of inner if a gate is applied."""
     rows: int
-    """Tokens times the experts that each is sent to."""
+    """Number of tokens times the experts that each token is sent to."""
     routing: tuple[Tensor, ...]
     """Weights and numbers of the chosen experts."""
 
@@ -144,12 +145,13 @@ _EXPERTS = re.compile(r"(?:^|::)(?:inplace_|outplace_|grouped_)?fused_(?:experts
 
 
 def parse_experts(op: str, x: OpInputs) -> Experts | None:
-    """Return the experts of an operator; ``None``: not one, or unknown inputs. Known ones are
-    tokens, the two weights, the routing weights and numbers, in this order (``fused_experts``).
-    Routing scores instead (``fused_moe``) do not tell how many experts a token is sent to."""
+    """Return the experts of an operator, or ``None`` if it is not an expert layer or has unknown
+    inputs. Known inputs are tokens, the two weights, the routing weights and numbers, in this order
+    (``fused_experts``). Routing scores (``fused_moe``) do not show how many experts a token is sent
+    to."""
     if op.startswith("aten::") or not _EXPERTS.search(op):
         return None
-    tokens, up, down, weights, numbers = (x.tensor(at) for at in range(5))
+    tokens, up, down, weights, numbers = (x.tensor(position) for position in range(5))
     if tokens is None or up is None or down is None or weights is None or numbers is None:
         return None
     if len(tokens.shape) != 2 or len(up.shape) != 3 or len(down.shape) != 3:
@@ -165,19 +167,19 @@ def parse_experts(op: str, x: OpInputs) -> Experts | None:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape that all broadcast to; ``None``: they do not."""
+    """Return the shape that all shapes broadcast to, or ``None`` if they are incompatible."""
     rank = max((len(shape) for shape in shapes), default=0)
     result = []
-    for place in range(-rank, 0):
-        sizes = {shape[place] for shape in shapes if len(shape) >= -place} - {1}
+    for dim in range(-rank, 0):
+        sizes = {shape[dim] for shape in shapes if len(shape) >= -dim} - {1}
         if len(sizes) > 1:
             return None
         result.append(sizes.pop() if sizes else 1)
     return tuple(result)
 
 
-class _Layout(NamedTuple):
-    """Positions of a convolution's arguments; weight is always the second tensor."""
+class _ConvolutionArguments(NamedTuple):
+    """Positions of a convolution's arguments. The weight is always the second tensor."""
 
     stride: int
     padding: int
@@ -190,36 +192,40 @@ class _Layout(NamedTuple):
     groups: int | None = None
 
 
-_CONVOLUTIONS: dict[str, _Layout] = {
-    "convolution": _Layout(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
-    "_convolution": _Layout(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
-    "convolution_overrideable": _Layout(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
-    "conv1d": _Layout(3, 4, 5, bias=2),
-    "conv2d": _Layout(3, 4, 5, bias=2),
-    "conv3d": _Layout(3, 4, 5, bias=2),
-    "conv_transpose1d": _Layout(3, 4, 7, True, bias=2, output_padding=5, groups=6),
-    "conv_transpose2d": _Layout(3, 4, 7, True, bias=2, output_padding=5, groups=6),
-    "conv_transpose3d": _Layout(3, 4, 7, True, bias=2, output_padding=5, groups=6),
-    "cudnn_convolution": _Layout(3, 2, 4),
-    "cudnn_convolution_transpose": _Layout(4, 2, 5, True, output_padding=3, groups=6),
-    "cudnn_convolution_relu": _Layout(3, 4, 5, bias=2),
-    "cudnn_convolution_add_relu": _Layout(5, 6, 7, bias=4),
-    "miopen_convolution": _Layout(4, 3, 5, bias=2),
-    "miopen_convolution_relu": _Layout(3, 4, 5, bias=2),
-    "miopen_depthwise_convolution": _Layout(4, 3, 5, bias=2),
-    "miopen_convolution_transpose": _Layout(5, 3, 6, True, bias=2, output_padding=4, groups=7),
-    "_conv_depthwise2d": _Layout(4, 5, 6, bias=3),
-    "conv_depthwise3d": _Layout(4, 5, 6, bias=3),
-    "slow_conv_dilated2d": _Layout(4, 5, 6, bias=3),
+_CONVOLUTIONS: dict[str, _ConvolutionArguments] = {
+    "convolution": _ConvolutionArguments(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
+    "_convolution": _ConvolutionArguments(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
+    "convolution_overrideable": _ConvolutionArguments(
+        3, 4, 5, 6, bias=2, output_padding=7, groups=8
+    ),
+    "conv1d": _ConvolutionArguments(3, 4, 5, bias=2),
+    "conv2d": _ConvolutionArguments(3, 4, 5, bias=2),
+    "conv3d": _ConvolutionArguments(3, 4, 5, bias=2),
+    "conv_transpose1d": _ConvolutionArguments(3, 4, 7, True, bias=2, output_padding=5, groups=6),
+    "conv_transpose2d": _ConvolutionArguments(3, 4, 7, True, bias=2, output_padding=5, groups=6),
+    "conv_transpose3d": _ConvolutionArguments(3, 4, 7, True, bias=2, output_padding=5, groups=6),
+    "cudnn_convolution": _ConvolutionArguments(3, 2, 4),
+    "cudnn_convolution_transpose": _ConvolutionArguments(4, 2, 5, True, output_padding=3, groups=6),
+    "cudnn_convolution_relu": _ConvolutionArguments(3, 4, 5, bias=2),
+    "cudnn_convolution_add_relu": _ConvolutionArguments(5, 6, 7, bias=4),
+    "miopen_convolution": _ConvolutionArguments(4, 3, 5, bias=2),
+    "miopen_convolution_relu": _ConvolutionArguments(3, 4, 5, bias=2),
+    "miopen_depthwise_convolution": _ConvolutionArguments(4, 3, 5, bias=2),
+    "miopen_convolution_transpose": _ConvolutionArguments(
+        5, 3, 6, True, bias=2, output_padding=4, groups=7
+    ),
+    "_conv_depthwise2d": _ConvolutionArguments(4, 5, 6, bias=3),
+    "conv_depthwise3d": _ConvolutionArguments(4, 5, 6, bias=3),
+    "slow_conv_dilated2d": _ConvolutionArguments(4, 5, 6, bias=3),
 }
 
 
 def parse_convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
-    """Return the convolution of an operator; ``None``: not one, or stride, padding or the output
-    mask were not recorded and the shapes alone do not tell."""
+    """Return the convolution of an operator. ``None`` if it is not a convolution, or if stride,
+    padding or the output mask were not recorded and the shapes are not enough."""
     name = op.removeprefix("aten::")
     if name == "convolution_backward":
-        return _convolution_backward(x)
+        return _parse_convolution_backward(x)
     layout = _CONVOLUTIONS.get(name)
     if layout is None:
         return None
@@ -240,60 +246,65 @@ def parse_convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
     if transposed:
         if shape[1] != weight.shape[0]:
             return None
-        # Each input point is spread through the filter: the work needs no output size.
-        spatial = _transposed_size(x, layout, shape[2:], weight.shape[2:])
+        # Each input point is spread through the filter, so the work does not depend on the output
+        # size.
+        spatial = _find_transposed_size(x, layout, shape[2:], weight.shape[2:])
         groups = x.argument(layout.groups) if layout.groups is not None else None
         if spatial is None or not isinstance(groups, int) or groups < 1:
             return ConvolutionCall(shape[0], prod(shape[2:]), None, 0, data, weight)
         out = weight.shape[1] * groups
         return ConvolutionCall(shape[0], prod(shape[2:]), spatial, out, data, weight)
-    spatial = _output_size(x, layout, shape[2:], weight.shape[2:])
+    spatial = _find_output_size(x, layout, shape[2:], weight.shape[2:])
     if spatial is None:
         return None
     return ConvolutionCall(shape[0], prod(spatial), spatial, weight.shape[0], data, weight)
 
 
-def _transposed_size(
-    x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
+def _find_transposed_size(
+    x: OpInputs, layout: _ConvolutionArguments, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return (size - 1) stride - 2 padding + dilation (kernel - 1) + output padding + 1."""
     if layout.output_padding is None:
         return None
-    at = (layout.stride, layout.padding, layout.dilation, layout.output_padding)
-    given = _a_dimension(x, at, len(size))
-    if given is None:
+    positions = (layout.stride, layout.padding, layout.dilation, layout.output_padding)
+    arguments = _expand_arguments(x, positions, len(size))
+    if arguments is None:
         return None
     result = []
-    for extent, taps, (stride, padding, dilation, more) in zip(size, kernel, given, strict=True):
-        if stride < 1 or dilation < 1 or padding < 0 or more < 0:
+    for extent, taps, (stride, padding, dilation, output_padding) in zip(
+        size, kernel, arguments, strict=True
+    ):
+        if stride < 1 or dilation < 1 or padding < 0 or output_padding < 0:
             return None
-        out = (extent - 1) * stride - 2 * padding + dilation * (taps - 1) + more + 1
+        out = (extent - 1) * stride - 2 * padding + dilation * (taps - 1) + output_padding + 1
         if not 0 <= out < MAX_ELEMENTS:
             return None
         result.append(out)
     return tuple(result)
 
 
-def _a_dimension(x: OpInputs, at: tuple[int, ...], rank: int) -> list[tuple[int, ...]] | None:
-    """Read arguments that are given once or for each dimension; ``None``: not recorded."""
-    lists = [x.integers(place) for place in at]
-    full = []
+def _expand_arguments(
+    x: OpInputs, positions: tuple[int, ...], rank: int
+) -> list[tuple[int, ...]] | None:
+    """Read arguments that are given once or for each dimension, or ``None`` if not recorded."""
+    lists = [x.integers(position) for position in positions]
+    expanded = []
     for numbers in lists:
         if not numbers or len(numbers) not in (1, rank):
             return None
-        full.append(numbers if len(numbers) > 1 else numbers * rank)
-    return list(zip(*full, strict=True))
+        expanded.append(numbers if len(numbers) > 1 else numbers * rank)
+    return list(zip(*expanded, strict=True))
 
 
-def _output_size(
-    x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
+def _find_output_size(
+    x: OpInputs, layout: _ConvolutionArguments, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1, by dimension."""
-    given = _a_dimension(x, (layout.stride, layout.padding, layout.dilation), len(size))
-    if given is None:
+    arguments = _expand_arguments(x, (layout.stride, layout.padding, layout.dilation), len(size))
+    if arguments is None:
         return None
     result = []
-    for extent, taps, (stride, padding, dilation) in zip(size, kernel, given, strict=True):
+    for extent, taps, (stride, padding, dilation) in zip(size, kernel, arguments, strict=True):
         if stride < 1 or dilation < 1 or padding < 0:
             return None
         out = (extent + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
@@ -303,8 +314,8 @@ def _output_size(
     return tuple(result)
 
 
-def _convolution_backward(x: OpInputs) -> ConvolutionCall | None:
-    """Return a convolution's gradients: the recorded output gradient has the output's size, so only
+def _parse_convolution_backward(x: OpInputs) -> ConvolutionCall | None:
+    """Return a convolution's gradients. The recorded output gradient has the output's size, so only
     the mask and the direction of the convolution must be known."""
     grad, data, weight = x.tensor(0), x.tensor(1), x.tensor(2)
     mask, transposed = x.argument(10), x.flag(7)
@@ -334,9 +345,11 @@ class _AttentionArguments(NamedTuple):
     query: int
     causal: int
     heads_first: bool
-    """Whether inputs are [batch, heads, sequence, width], else [batch, sequence, heads, width]."""
+    """Whether inputs are [batch, heads, sequence, width] and not [batch, sequence, heads,
+    width]."""
     varlen: int | None = None
-    """Position of the cumulative sequence lengths; when given, the shapes do not tell the work."""
+    """Position of the cumulative sequence lengths. If given, the shapes do not determine the
+    work."""
     window: int | None = None
 
 
@@ -360,13 +373,13 @@ _ATTENTION: dict[str, _AttentionArguments] = {
 
 
 def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
-    """Return the attention of an operator; ``None``: not one, packed sequences of unknown length, a
-    sliding window, or the causal argument was not recorded."""
+    """Return the attention of an operator. ``None`` if it is not attention, has packed sequences of
+    unknown length or a sliding window, or its causal argument was not recorded."""
     name = op.removeprefix("aten::")
     call = _ATTENTION.get(name)
     if call is None:
         return None
-    tensors = [x.tensor(call.query + place) for place in range(3)]
+    tensors = [x.tensor(call.query + index) for index in range(3)]
     query, key, value = tensors
     if query is None or key is None or value is None:
         return None
@@ -374,9 +387,9 @@ def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
         return None
     if call.varlen is not None and x.tensor(call.varlen) is not None:
         return None
-    if call.window is not None and _window(x, call.window):
+    if call.window is not None and _has_window(x, call.window):
         return None
-    causal = _causal(name, x, call.causal)
+    causal = _is_causal(name, x, call.causal)
     if causal is None:
         return None
     sequence, head = (2, 1) if call.heads_first else (1, 2)
@@ -388,7 +401,7 @@ def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
         heads=query.shape[head],
         queries=queries,
         keys=keys,
-        pairs=_causal_pairs(queries, keys) if causal else queries * keys,
+        pairs=_count_causal_pairs(queries, keys) if causal else queries * keys,
         width=query.shape[3],
         value_width=value.shape[3],
         query=query,
@@ -398,23 +411,23 @@ def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
     )
 
 
-def _window(x: OpInputs, at: int) -> bool:
-    size = x.argument(at)
+def _has_window(x: OpInputs, position: int) -> bool:
+    size = x.argument(position)
     return isinstance(size, int) and size >= 0
 
 
-def _causal(name: str, x: OpInputs, at: int) -> bool | None:
+def _is_causal(name: str, x: OpInputs, position: int) -> bool | None:
     if "efficient_attention_" not in name or name.startswith("_scaled"):
-        return x.flag(at)
+        return x.flag(position)
     # custom_mask_type: 0 none, 1 and 2 causal. Before PyTorch 2.3 the forward had one argument
     # less in front of it; then `at` holds compute_log_sumexp, a boolean.
-    kind = x.argument(at)
+    kind = x.argument(position)
     if isinstance(kind, bool):
-        kind = x.argument(at - 1)
+        kind = x.argument(position - 1)
     return None if not isinstance(kind, int) or isinstance(kind, bool) else kind != 0
 
 
-def _causal_pairs(queries: int, keys: int) -> int:
-    """Count pairs (i, j) with j <= i: the sum of min(i + 1, keys) over the queries."""
+def _count_causal_pairs(queries: int, keys: int) -> int:
+    """Count pairs (i, j) with j <= i, the sum of min(i + 1, keys) over the queries."""
     full = min(queries, keys)
     return full * (full + 1) // 2 + (queries - full) * keys

@@ -1,5 +1,5 @@
-"""Arguments of operators: calls by them, lengths that FFTs are fast for, the time per byte of
-elementwise operators, and which part of a tensor is read next."""
+"""Arguments of operators: calls grouped by arguments, lengths for which FFTs are fast, the time per
+byte of elementwise operators, and the part of a tensor that is read next."""
 
 from collections.abc import Collection, Iterator
 from functools import lru_cache
@@ -23,17 +23,17 @@ ELEMENTWISE = (
 )
 TAKES = ("aten::slice", "aten::narrow", "aten::select")
 MIN_BYTES = 1 << 16
-"""Bytes of a tensor from which an operator's time is not that of its call."""
+"""Minimum bytes of a tensor at which an operator's time is more than the overhead of its call."""
 MIN_CALLS = 3
-"""Calls from which their median time stands for others."""
+"""Minimum number of calls whose median time is representative."""
 MAX_LENGTH = 1 << 32
 MAX_AFTER = 48
-"""Operators behind one among which those that read its result are looked for."""
+"""Maximum number of operators after a call that are searched for readers of its result."""
 
 
 @lru_cache(maxsize=256)
 def largest_factor(length: int) -> int:
-    """Return the largest prime factor of a length; 1 of lengths that no FFT has."""
+    """Return the largest prime factor of a length, or 1 if it is too long for any FFT."""
     factor, largest = 2, 1
     if length >= MAX_LENGTH:
         return largest
@@ -47,11 +47,11 @@ def largest_factor(length: int) -> int:
 @lru_cache(maxsize=256)
 def next_fast_length(length: int) -> int:
     """Return the next even length without a prime factor above 7."""
-    good: int = min(
+    shortest: int = min(
         product << max(1, (-(-length // product) - 1).bit_length())
         for product in (3**b * 5**c * 7**d for b in range(21) for c in range(15) for d in range(13))
     )
-    return good
+    return shortest
 
 
 def inputs_at(a: Analysis, index: int) -> OpInputs:
@@ -61,18 +61,18 @@ def inputs_at(a: Analysis, index: int) -> OpInputs:
 
 
 def calls_by_inputs(a: Analysis, pattern: str) -> Iterator[tuple[str, OpInputs, Rows]]:
-    """Yield operators of the analysed steps by name and inputs, as rows of ``trace.cpu``. One right
-    inside another of these is the same call."""
+    """Yield operators of the analysed steps by name and inputs, as rows of ``trace.cpu``. One
+    directly inside another that matches is the same call."""
     cpu = a.trace.cpu
-    named = (name_matches(cpu["name"], pattern) & cpu["inputs"].is_not_null()).to_numpy()
+    is_match = (name_matches(cpu["name"], pattern) & cpu["inputs"].is_not_null()).to_numpy()
     parent = parent_rows(a.trace)
     ts = cpu["ts"].to_numpy()
-    rows = np.flatnonzero(named & ~np.append(named, False)[parent])
+    rows = np.flatnonzero(is_match & ~np.append(is_match, False)[parent])
     rows = rows[covered_length(ts[rows], ts[rows] + 1, a.steps.host_spans) > 0]
     names, inputs = cpu["name"].gather(rows).cast(pl.String), cpu["inputs"].gather(rows)
     table = pl.DataFrame({"row": rows, "name": names, "inputs": inputs})
-    for own in table.partition_by("name", "inputs", maintain_order=True):
-        yield own["name"][0], inputs_at(a, own["inputs"][0]), own["row"].to_numpy()
+    for calls in table.partition_by("name", "inputs", maintain_order=True):
+        yield calls["name"][0], inputs_at(a, calls["inputs"][0]), calls["row"].to_numpy()
 
 
 def readers_behind(
@@ -83,22 +83,26 @@ def readers_behind(
     *,
     count: int = MAX_AFTER,
 ) -> Iterator[tuple[int, str, OpInputs]]:
-    """Yield those of the next ``count`` outermost operators that its thread gives a tensor of this
-    shape: row, name and inputs. ``types``: of such a tensor; ``None``: any."""
+    """Yield row, name and inputs of readers of a tensor of this shape: the operators among the next
+    ``count`` outermost ones on the same thread. ``types`` are the tensor's types, or ``None`` for
+    any."""
     cpu, order = a.trace.cpu, outermost_rows(a.trace)
     following = order[np.searchsorted(order, row, side="right") :][:count]
-    for after in following.tolist():
-        index = cpu["inputs"][after]
-        if index is None or cpu["thread"][after] != cpu["thread"][row]:
+    for next_row in following.tolist():
+        index = cpu["inputs"][next_row]
+        if index is None or cpu["thread"][next_row] != cpu["thread"][row]:
             continue
-        x = inputs_at(a, index)
-        if any(one.shape == shape and (types is None or one.dtype in types) for one in x.tensors):
-            yield after, str(cpu["name"][after]), x
+        inputs = inputs_at(a, index)
+        if any(
+            tensor.shape == shape and (types is None or tensor.dtype in types)
+            for tensor in inputs.tensors
+        ):
+            yield next_row, str(cpu["name"][next_row]), inputs
 
 
 def elementwise_rate(a: Analysis) -> float | None:
-    """Return the median time of elementwise operators per byte of their largest tensor, ns, where
-    that is large; ``None``: there are too few."""
+    """Return the median time of elementwise operators per byte of their largest tensor, ns, if that
+    is large. ``None`` if there are too few."""
     rates: list[float] = []
     dur = a.trace.cpu["dur"].to_numpy()
     for _, x, rows in calls_by_inputs(a, ELEMENTWISE):
@@ -109,7 +113,7 @@ def elementwise_rate(a: Analysis) -> float | None:
 
 
 def padded_lengths(a: Analysis) -> set[int]:
-    """Return the sizes of last dimensions that something is padded to."""
+    """Return the sizes to which last dimensions are padded."""
     result = set()
     for _, x, _ in calls_by_inputs(a, r"^aten::constant_pad_nd$"):
         data, pad = x.tensor(0), x.integers(1)
@@ -128,46 +132,55 @@ class SortedPart(NamedTuple):
     size: int
     """Elements of a row."""
     taken: int
-    """Elements taken, from the first or to the last."""
+    """Number of elements taken, from the first or up to the last."""
     dim: int
     largest: bool
-    """Whether they are the largest ones."""
+    """Whether the largest elements are taken."""
     from_first: bool
 
 
 def fft_lengths(name: str, x: OpInputs) -> list[tuple[int, bool]]:
-    """Return the lengths of an FFT by dimension, and whether that is one of real numbers."""
+    """Return the lengths of an FFT by dimension, and whether that dimension has real numbers."""
     data, dims = x.tensor(0), x.integers(1)
-    if data is None or not dims or not _are_of(data, dims):
+    if data is None or not dims or not _are_dims(data, dims):
         return []
     sizes = [data.shape[dim] for dim in dims]
     if name == TO_REAL:
         last = x.argument(3)
         sizes[-1] = last if isinstance(last, int) else 2 * (sizes[-1] - 1)
-    return [(size, name != OF_COMPLEX and at == len(dims) - 1) for at, size in enumerate(sizes)]
+    return [
+        (size, name != OF_COMPLEX and index == len(dims) - 1) for index, size in enumerate(sizes)
+    ]
 
 
 def outer_dims(x: OpInputs, position: int) -> list[int]:
-    """Return the dimensions given by an argument; none where one is the innermost in memory."""
+    """Return the dimensions given by an argument, or none if one of them is the innermost in
+    memory."""
     data, dims = x.tensor(0), x.argument(position)
     dims = dims if isinstance(dims, list) else [dims]
-    if data is None or len(data.strides or ()) != len(data.shape) or not _are_of(data, dims):
+    if data is None or len(data.strides or ()) != len(data.shape) or not _are_dims(data, dims):
         return []
     return [] if any((data.strides or ())[dim] <= 1 for dim in dims) else dims
 
 
 def find_sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedPart | None:
-    """Return the part that is taken of the results of sorts, right behind each; ``None``: all or
-    none of it is read, parts from its middle, or the order of equal elements matters (stable)."""
-    data, at = x.tensor(0), len(x) - 2
-    dim, descending = x.argument(at), x.flag(at + 1)
-    if data is None or descending is None or not _are_of(data, [dim]) or (at > 1 and x.flag(1)):
+    """Return the part of a sort's result that is taken directly after each sort. ``None`` if all or
+    none of it is read, or parts from its middle, or the order of equal elements matters (stable).
+    """
+    data, position = x.tensor(0), len(x) - 2
+    dim, descending = x.argument(position), x.flag(position + 1)
+    if (
+        data is None
+        or descending is None
+        or not _are_dims(data, [dim])
+        or (position > 1 and x.flag(1))
+    ):
         return None
     types = {"long int"} if name == SORTS[1] else {"long int", data.dtype}
     size = data.shape[dim]
     begin, end = size, 0
     for row in rows[:MAX_AFTER].tolist():
-        part = _taken(a, row, data, dim, types)
+        part = _find_taken_range(a, row, data, dim, types)
         if part is None:
             return None
         begin, end = min(begin, part[0]), max(end, part[1])
@@ -176,17 +189,21 @@ def find_sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedP
     return SortedPart(size, end - begin, dim, (begin == 0) == descending, begin == 0)
 
 
-def _are_of(data: Tensor, dims: list[Any]) -> bool:
-    of = range(-len(data.shape), len(data.shape))
-    return bool(dims) and 0 not in data.shape and all(type(d) is int and d in of for d in dims)
+def _are_dims(data: Tensor, dims: list[Any]) -> bool:
+    valid = range(-len(data.shape), len(data.shape))
+    return (
+        bool(dims)
+        and 0 not in data.shape
+        and all(type(dim) is int and dim in valid for dim in dims)
+    )
 
 
-def _taken(
+def _find_taken_range(
     a: Analysis, row: int, data: Tensor, dim: int, types: set[str]
 ) -> tuple[int, int] | None:
-    """Return the range of a dimension that is taken of an operator's result right behind it;
-    ``None``: something else reads the result first, or nothing does. ``data``: its shape;
-    ``types``: of the tensors that may be the result."""
+    """Return the range of a dimension that is taken of an operator's result directly after it.
+    ``None`` if something else reads the result first, or nothing does. ``data`` has the result's
+    shape; ``types`` are the types of tensors that may be the result."""
     size = data.shape[dim]
     begin, end = size, 0
     for _, name, x in readers_behind(a, row, data.shape, types):
@@ -200,7 +217,8 @@ def _taken(
 
 
 def range_taken(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] | None:
-    """Return the range that an operator takes of a dimension; ``None``: it does something else."""
+    """Return the range that an operator takes of a dimension, or ``None`` if it does something
+    else."""
     first, start, stop = (x.argument(at) for at in (1, 2, 3))
     if name not in TAKES or first != dim or not isinstance(start, int | None):
         return None

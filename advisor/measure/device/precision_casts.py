@@ -1,4 +1,4 @@
-"""Casts between 16-bit formats and FP32 right before and after products in FP32."""
+"""Casts between 16-bit formats and FP32 directly before and after products in FP32."""
 
 from math import prod
 
@@ -10,68 +10,75 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import name_matches
 
-_CAST = r"^aten::copy_$"
-_SHORT = ("half", "bfloat16")
+_CAST_PATTERN = r"^aten::copy_$"
+_SIXTEEN_BIT_TYPES = ("half", "bfloat16")
 
 
 def find_casts(a: Analysis, fp32: Bools, matrix: Bools) -> Bools:
-    """Return the rows of ``trace.gpu`` that cast an operand of a product in FP32 from 16 bits, or
-    its result to them. ``fp32``, ``matrix``: kernels of such products, and of all. No other cast or
-    product is nearer, and the tensor has as many values as the operand or the result."""
+    """Return the rows of ``trace.gpu`` that cast an operand of an FP32 product from 16 bits, or its
+    result to 16 bits. ``fp32`` marks the kernels of FP32 products, ``matrix`` those of all
+    products. No other cast or product is nearer, and the tensor has as many values as the operand
+    or the result."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     launched = gpu["op"].fill_null(-1).to_numpy().astype(np.int64)
     ops = np.where(a.in_window, launched, -1)
-    named = np.append(name_matches(cpu["name"], _CAST).to_numpy(), False)
-    products, slow = (np.unique(ops[mask & (ops >= 0)]) for mask in (matrix, fp32))
-    sizes: dict[int, tuple[set[int], set[int]]] = {}
-    kinds: dict[int, tuple[bool, int] | None] = {}
+    is_copy = np.append(name_matches(cpu["name"], _CAST_PATTERN).to_numpy(), False)
+    products, fp32_products = (np.unique(ops[mask & (ops >= 0)]) for mask in (matrix, fp32))
+    values_by_inputs: dict[int, tuple[set[int], set[int]]] = {}
+    casts_by_inputs: dict[int, tuple[bool, int] | None] = {}
     index = cpu["inputs"].fill_null(-1).to_numpy()
-    copies = np.unique(ops[named[ops]])
-    casts = [row for row in copies.tolist() if _kind(a, index[row], kinds) is not None]
+    copies = np.unique(ops[is_copy[ops]])
+    casts = [
+        row for row in copies.tolist() if _parse_cast(a, index[row], casts_by_inputs) is not None
+    ]
     ts, thread = cpu["ts"].to_numpy(), cpu["thread"].to_numpy()
     events = np.union1d(casts, products).astype(np.int64)
     events = events[np.lexsort((ts[events], thread[events]))]
-    is_slow = np.isin(events, slow)
-    around: list[int] = []
-    for at in np.flatnonzero(np.isin(events, casts)).tolist():
-        kind = _kind(a, index[events[at]], kinds)
-        near = at + (1 if kind is not None and kind[0] else -1)
-        if kind is None or not 0 <= near < len(events) or not is_slow[near]:
+    is_fp32 = np.isin(events, fp32_products)
+    adjacent: list[int] = []
+    for position in np.flatnonzero(np.isin(events, casts)).tolist():
+        cast = _parse_cast(a, index[events[position]], casts_by_inputs)
+        neighbour = position + (1 if cast is not None and cast[0] else -1)
+        if cast is None or not 0 <= neighbour < len(events) or not is_fp32[neighbour]:
             continue
-        if thread[events[near]] == thread[events[at]]:
-            values = _sizes(a, index[events[near]], sizes)[0 if kind[0] else 1]
-            if kind[1] in values:
-                around.append(events[at])
-    return np.isin(ops, around) & (ops >= 0)
+        if thread[events[neighbour]] == thread[events[position]]:
+            values = _count_values(a, index[events[neighbour]], values_by_inputs)[
+                0 if cast[0] else 1
+            ]
+            if cast[1] in values:
+                adjacent.append(events[position])
+    return np.isin(ops, adjacent) & (ops >= 0)
 
 
-def _kind(
-    a: Analysis, index: int, known: dict[int, tuple[bool, int] | None]
+def _parse_cast(
+    a: Analysis, index: int, cache: dict[int, tuple[bool, int] | None]
 ) -> tuple[bool, int] | None:
-    """Return whether a cast goes from 16 bits to FP32, else back, and its number of values."""
+    """Return (whether a cast goes from 16 bits to FP32 and not back, its number of values)."""
     if index < 0:
         return None
-    if index not in known:
+    if index not in cache:
         inputs = inputs_at(a, index)
-        to, source = inputs.tensor(0), inputs.tensor(1)
-        formats = [None if each is None else bare_type_name(each.dtype) for each in (to, source)]
-        widens = formats[0] == "float" and formats[1] in _SHORT
-        narrows = formats[1] == "float" and formats[0] in _SHORT
-        known[index] = (widens, to.elements) if to and (widens or narrows) else None
-    return known[index]
+        target, source = inputs.tensor(0), inputs.tensor(1)
+        formats = [
+            None if tensor is None else bare_type_name(tensor.dtype) for tensor in (target, source)
+        ]
+        widens = formats[0] == "float" and formats[1] in _SIXTEEN_BIT_TYPES
+        narrows = formats[1] == "float" and formats[0] in _SIXTEEN_BIT_TYPES
+        cache[index] = (widens, target.elements) if target and (widens or narrows) else None
+    return cache[index]
 
 
-def _sizes(
-    a: Analysis, index: int, known: dict[int, tuple[set[int], set[int]]]
+def _count_values(
+    a: Analysis, index: int, cache: dict[int, tuple[set[int], set[int]]]
 ) -> tuple[set[int], set[int]]:
-    """Return how many values the operands of a product have, and its result."""
+    """Return the numbers of values of a product's operands, and of its result."""
     if index < 0:
         return set(), set()
-    if index not in known:
+    if index not in cache:
         inputs: OpInputs = inputs_at(a, index)
         shapes = [tensor.shape for tensor in inputs.tensors]
-        outcome = set()
+        result_sizes = set()
         if len(shapes) >= 2 and len(shapes[-1]) >= 2 and len(shapes[-2]) >= 2:
-            outcome.add(prod(shapes[-2][:-1]) * shapes[-1][-1])
-        known[index] = {prod(shape) for shape in shapes}, outcome
-    return known[index]
+            result_sizes.add(prod(shapes[-2][:-1]) * shapes[-1][-1])
+        cache[index] = {prod(shape) for shape in shapes}, result_sizes
+    return cache[index]

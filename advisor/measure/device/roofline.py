@@ -1,9 +1,9 @@
-"""Kernels summed up: by family, by name against the roofline, and over the step (MFU); resident
-blocks of a kernel on a multiprocessor, and waves of a grid.
+"""Totals of kernels by family, by name with the roofline, and over the step (MFU); resident blocks
+of a kernel on a multiprocessor, and waves of a grid.
 
 Blocks: the calculation of NVIDIA's ``cuda_occupancy.h`` (CUDA 13.0,
-``cudaOccMaxActiveBlocksPerMultiprocessor``), without what a trace does not tell: barriers, thread
-block clusters, and a shared-memory carve-out that the program asked for."""
+``cudaOccMaxActiveBlocksPerMultiprocessor``), without the parts that a trace does not have:
+barriers, thread block clusters, and a shared-memory carve-out that the program requested."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 
-KNOWN_SHARE = 0.8
-"""Share of the time with known FLOPs or bytes from which a rate, a roofline share or the MFU is
-given; below it the figure would describe something else."""
+MIN_KNOWN_SHARE = 0.8
+"""Minimum share of the time with known FLOPs or bytes for a rate, a roofline share or the MFU.
+Below it the figure would describe something else."""
 
 
 def sum_families(a: Analysis) -> pl.DataFrame:
     """Sum device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed),
-    ``share`` (of summed compute and communication kernel time), ``flops`` and ``moved`` (those that
-    are known, null when none is). Copies and memsets are listed too."""
+    ``share`` (of summed compute and communication kernel time), ``flops`` and ``moved`` (sums of
+    the known values, null if none is known). Copies and memsets are listed too."""
     rows = select_device_rows(a)
     kernels = rows.filter(pl.col("kind") == "kernel")["ns"].sum()
     return (
@@ -51,40 +51,40 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
     """Sum device time by kernel name inside ``spans``: ``name``, ``family``, ``count``, ``dur``
     (ns), ``share``, ``occupancy`` (time-weighted percent; null), ``blocks_per_sm`` (time-weighted;
     null), ``tensor_core``, ``flops_per_s``, ``bytes_per_s``, ``roofline`` (share of the attainable
-    peak; null: not measured), ``op_name``; largest ``dur`` first.
+    peak; null if not measured), ``op_name``; largest ``dur`` first.
 
-    ``roofline``: the time that the device's peak and bandwidth allow, over the time taken:
+    ``roofline`` is the shortest time by the device's peak and bandwidth, over the time taken:
     max(FLOPs / peak of the dtype, bytes / memory bandwidth) / duration. Kernels that are neither
-    matrix products, convolutions nor attention are compared with bandwidth alone when no peak is
-    known for their dtype. It can exceed 1: data in L2 is faster than memory, and Winograd needs
-    fewer FLOPs than are counted."""
+    matrix products, convolutions nor attention are compared only with bandwidth if no peak is known
+    for their dtype. It can exceed 1: data in L2 is faster than memory, and Winograd needs fewer
+    FLOPs than are counted."""
     rows = select_device_rows(a).filter(pl.col("kind") == "kernel")
     total = rows["ns"].sum()
-    rows = rows.with_columns(ideal=_ideal_ns(rows, a.hardware))
+    rows = rows.with_columns(ideal=_estimate_ideal_ns(rows, a.hardware))
     by_parts = (
         rows.group_by("name", "family", "op_name", "tensor_core")
         .agg(
             pl.len().cast(pl.Int64).alias("count"),
             pl.col("ns").sum().alias("dur"),
-            *(_weighted(name) for name in ("occupancy", "blocks_per_sm")),
-            *(_time_with(name) for name in ("occupancy", "blocks_per_sm")),
+            *(_time_weighted_sum(name) for name in ("occupancy", "blocks_per_sm")),
+            *(_known_time(name) for name in ("occupancy", "blocks_per_sm")),
             *(_known_sum(name) for name in ("flops", "moved", "ideal")),
-            *(_time_with(name) for name in ("flops", "moved", "ideal")),
+            *(_known_time(name) for name in ("flops", "moved", "ideal")),
         )
         .sort("dur", "name", "op_name", descending=[True, False, False], nulls_last=True)
     )
-    # One row per name; what it mostly is stands for it.
-    summed = ["occupancy", "blocks_per_sm", "flops", "moved", "ideal"]
+    # One row per name, with the family, unit and operator of its longest part.
+    summed_columns = ["occupancy", "blocks_per_sm", "flops", "moved", "ideal"]
     return (
         by_parts.group_by("name", maintain_order=True)
         .agg(
             pl.col("family", "tensor_core", "op_name").first(),
             pl.col("count", "dur").sum(),
             *(
-                pl.when(pl.col(n).is_not_null().any()).then(pl.col(n).sum()).alias(n)
-                for n in summed
+                pl.when(pl.col(column).is_not_null().any()).then(pl.col(column).sum()).alias(column)
+                for column in summed_columns
             ),
-            *(pl.col(f"{n}_ns").sum() for n in summed),
+            *(pl.col(f"{column}_ns").sum() for column in summed_columns),
         )
         .sort("dur", "name", descending=[True, False])
         .select(
@@ -105,42 +105,46 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
 
 
 MIN_FORMAT_SHARE = 0.5
-"""Share of the MFU that is of one number format, from which this is named."""
+"""Minimum share of the MFU in one number format for naming the format."""
 
 
 class Utilisation(NamedTuple):
-    """FLOPs of the steps over what the device could do in their time."""
+    """FLOPs of the steps over the FLOPs that the device could do in their time."""
 
     share: float
     """Share, 0 to 1."""
     format: str | None
-    """Number format whose peak that is mostly of, where it is below the device's peak on its 16-bit
-    tensor cores: ``FP32``; ``None``: it is not."""
+    """Number format of most of the FLOPs, such as ``FP32``, if its peak is below the device's
+    16-bit tensor-core peak. Otherwise ``None``."""
 
 
 def model_flop_utilisation(a: Analysis) -> Utilisation | None:
     """Return the model FLOP utilisation: FLOPs of all kernels with known shapes over the step time
     times the peak of their dtype. Work in several formats is compared with the peak of each.
-    ``None``: shapes or peak not known, or shapes cover less than KNOWN_SHARE of GEMM, convolution
-    and attention time."""
+    ``None`` if shapes or peak are unknown, or shapes cover less than MIN_KNOWN_SHARE of GEMM,
+    convolution and attention time."""
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None
     rows = select_device_rows(a).filter(pl.col("kind") == "kernel")
-    rows = rows.with_columns(peak=_peaks(rows, hardware))
+    rows = rows.with_columns(peak=_find_peaks(rows, hardware))
     matrix = rows.filter(pl.col("family").is_in(list(MATRIX)))
-    known = pl.col("flops").is_not_null() & (pl.col("peak").is_not_null() | (pl.col("flops") == 0))
-    time, known_ns = int(matrix["ns"].sum()), int(matrix.filter(known)["ns"].sum())
-    if not time or known_ns < KNOWN_SHARE * time:
+    is_known = pl.col("flops").is_not_null() & (
+        pl.col("peak").is_not_null() | (pl.col("flops") == 0)
+    )
+    time, known_ns = int(matrix["ns"].sum()), int(matrix.filter(is_known)["ns"].sum())
+    if not time or known_ns < MIN_KNOWN_SHARE * time:
         return None
     busy = rows.with_columns(busy=(pl.col("flops") / pl.col("peak")).fill_nan(None))
     formats = busy.group_by("dtype", "peak").agg(pl.col("busy").sum())
     formats = formats.sort("busy", "dtype", descending=True)
     total = float(busy["busy"].sum())
-    name, peak, most = formats.row(0)
-    best = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
-    below = peak is not None and peak < best and most >= MIN_FORMAT_SHARE * total
-    return Utilisation(total / (a.span_ns / 1e9), str(name).upper() if below else None)
+    name, peak, format_busy = formats.row(0)
+    tensor_core_peak = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
+    is_below = (
+        peak is not None and peak < tensor_core_peak and format_busy >= MIN_FORMAT_SHARE * total
+    )
+    return Utilisation(total / (a.span_ns / 1e9), str(name).upper() if is_below else None)
 
 
 def select_device_rows(a: Analysis) -> pl.DataFrame:
@@ -150,8 +154,8 @@ def select_device_rows(a: Analysis) -> pl.DataFrame:
     index = np.flatnonzero(a.in_window)
     ts, dur = gpu["ts"].to_numpy()[index], gpu["dur"].to_numpy()[index]
     ns = covered_length(ts, ts + dur, a.spans)
-    part = pl.Series(ns / np.maximum(dur, 1))
-    chosen = kernels[index]
+    counted_share = pl.Series(ns / np.maximum(dur, 1))
+    properties = kernels[index]
     return pl.DataFrame(
         {
             "row": index,
@@ -159,54 +163,54 @@ def select_device_rows(a: Analysis) -> pl.DataFrame:
             "name": gpu["name"].gather(index),
             "ns": ns,
             "blocks_per_sm": gpu["blocks_per_sm"].gather(index),
-            "flops": chosen["flops"] * part,
-            "moved": chosen["moved"] * part,
+            "flops": properties["flops"] * counted_share,
+            "moved": properties["moved"] * counted_share,
             **{
-                name: chosen[name]
+                name: properties[name]
                 for name in ("family", "tensor_core", "dtype", "occupancy", "op_name", "op_row")
             },
         }
     )
 
 
-def _peaks(rows: pl.DataFrame, hardware: GpuSpec) -> pl.Series:
-    """Return the peak of each row's dtype, FLOP/s; null: dtype or peak not known."""
+def _find_peaks(rows: pl.DataFrame, hardware: GpuSpec) -> pl.Series:
+    """Return the peak of each row's dtype, FLOP/s, or null if dtype or peak is unknown."""
     formats = rows["dtype"].unique().drop_nulls().to_list()
     peaks = {name: hardware.peak(name) for name in formats}
-    known = {name: peak for name, peak in peaks.items() if peak is not None}
-    text = rows["dtype"].cast(pl.String)
-    if not known:
+    known_peaks = {name: peak for name, peak in peaks.items() if peak is not None}
+    format_names = rows["dtype"].cast(pl.String)
+    if not known_peaks:
         return pl.Series([None], dtype=pl.Float64).new_from_index(0, rows.height)
-    return text.replace_strict(known, default=None, return_dtype=pl.Float64)
+    return format_names.replace_strict(known_peaks, default=None, return_dtype=pl.Float64)
 
 
-def _ideal_ns(rows: pl.DataFrame, hardware: GpuSpec | None) -> pl.Series:
-    """Return each row's shortest time on the device, ns; null: work or limits not known."""
+def _estimate_ideal_ns(rows: pl.DataFrame, hardware: GpuSpec | None) -> pl.Series:
+    """Return each row's shortest time on the device, ns, or null if work or limits are unknown."""
     if hardware is None:
         return pl.Series([None], dtype=pl.Float64).new_from_index(0, rows.height)
-    frame = rows.select("family", "flops", "moved", peak=_peaks(rows, hardware))
+    frame = rows.select("family", "flops", "moved", peak=_find_peaks(rows, hardware))
     memory = pl.col("moved") / hardware.bandwidth * 1e9
     arithmetic = pl.col("flops") / pl.col("peak") * 1e9
-    both = pl.when(arithmetic.is_not_null() & memory.is_not_null()).then(
+    roofline = pl.when(arithmetic.is_not_null() & memory.is_not_null()).then(
         pl.max_horizontal(arithmetic, memory)
     )
-    matrix = pl.col("family").is_in(list(MATRIX))
-    ideal = pl.when(matrix).then(both).otherwise(pl.coalesce(both, memory))
+    is_matrix = pl.col("family").is_in(list(MATRIX))
+    ideal = pl.when(is_matrix).then(roofline).otherwise(pl.coalesce(roofline, memory))
     return frame.select(ideal.alias("ideal"))["ideal"]
 
 
 def _known_sum(name: str) -> pl.Expr:
-    """Sum the known values; null when none is known."""
+    """Sum the known values, or return null if there are none."""
     return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
-def _weighted(name: str) -> pl.Expr:
-    """Sum a value times the time it held."""
+def _time_weighted_sum(name: str) -> pl.Expr:
+    """Sum a value weighted by its time."""
     product = pl.col(name) * pl.col("ns")
     return pl.when(product.is_not_null().any()).then(product.sum()).alias(name)
 
 
-def _time_with(name: str) -> pl.Expr:
+def _known_time(name: str) -> pl.Expr:
     return pl.col("ns").filter(pl.col(name).is_not_null()).sum().alias(f"{name}_ns")
 
 
@@ -216,50 +220,50 @@ def _ratio(part: pl.Expr, whole: pl.Expr) -> pl.Expr:
 
 
 def _rate(name: str) -> pl.Expr:
-    """Return an amount per second of the time that it is known for; null: too little time."""
-    time = pl.col(f"{name}_ns")
-    return pl.when((time > 0) & (time >= KNOWN_SHARE * pl.col("dur"))).then(
-        pl.col(name) / time * 1e9
+    """Return an amount per second of the time for which it is known, or null if too little time."""
+    known_ns = pl.col(f"{name}_ns")
+    return pl.when((known_ns > 0) & (known_ns >= MIN_KNOWN_SHARE * pl.col("dur"))).then(
+        pl.col(name) / known_ns * 1e9
     )
 
 
 REGISTER_UNIT = 256
 """Unit in which registers are allocated to a warp (cudaOccRegAllocationGranularity)."""
 MAX_THREADS_PER_BLOCK = 1024
-"""Threads of a block at most, compute capability 2.0 to 12.x (CUDA C++ Programming Guide)."""
+"""Maximum threads of a block, compute capability 2.0 to 12.x (CUDA C++ Programming Guide)."""
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that CUDA keeps a block from compute capability 8.0 on."""
+"""Bytes of shared memory that CUDA reserves per block from compute capability 8.0 on."""
 
-_BLOCKS: dict[tuple[int, int], int] = {
+_MAX_BLOCKS_PER_SM: dict[tuple[int, int], int] = {
     (3, 0): 16, (3, 2): 16, (3, 5): 16, (3, 7): 16,
     (5, 0): 32, (5, 2): 32, (5, 3): 32, (6, 0): 32, (6, 1): 32, (6, 2): 32,
     (7, 0): 32, (7, 2): 32, (7, 5): 16,
     (8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32,
     (10, 0): 32, (10, 1): 24, (10, 3): 32, (11, 0): 24, (12, 0): 24, (12, 1): 24,
 }  # fmt: skip
-"""Compute capability -> resident blocks an SM at most (cudaOccMaxBlocksPerMultiprocessor, and
-the CUDA C++ Programming Guide's table of technical specifications)."""
+"""Compute capability -> maximum resident blocks per SM (cudaOccMaxBlocksPerMultiprocessor, and the
+CUDA C++ Programming Guide's table of technical specifications)."""
 
-_SIZES: dict[tuple[int, int], tuple[int, int]] = {
+_SM_SIZES: dict[tuple[int, int], tuple[int, int]] = {
     (7, 0): (2048, 96), (7, 5): (1024, 64), (8, 0): (2048, 164), (8, 6): (1536, 100),
     (8, 7): (1536, 164), (8, 9): (1536, 100), (9, 0): (2048, 228), (10, 0): (2048, 228),
     (10, 3): (2048, 228), (12, 0): (1536, 100), (12, 1): (1536, 100),
 }  # fmt: skip
-"""Compute capability -> threads and KiB of shared memory of an SM at most (the same table)."""
-_REGISTERS = 65_536
+"""Compute capability -> maximum threads and KiB of shared memory per SM (the same table)."""
+_REGISTERS_PER_SM = 65_536
 """Registers of an SM, from compute capability 5.0 on (the same table)."""
 
 
 def multiprocessor_limits(compute: tuple[int, int]) -> Device | None:
-    """Return the limits of an SM of a compute capability; ``None``: not known."""
-    if (sizes := _SIZES.get(compute)) is None:
+    """Return the limits of an SM of a compute capability, or ``None`` if unknown."""
+    if (sizes := _SM_SIZES.get(compute)) is None:
         return None
     threads, kilobytes = sizes
     return Device(
         0,
         compute=compute,
         max_threads_per_sm=threads,
-        registers_per_sm=_REGISTERS,
+        registers_per_sm=_REGISTERS_PER_SM,
         shared_per_sm=kilobytes << 10,
     )
 
@@ -267,7 +271,8 @@ def multiprocessor_limits(compute: tuple[int, int]) -> Device | None:
 def find_limiters(
     blocks: Floats, threads: Ints, registers: Ints, shared: Ints, device: Device
 ) -> NDArray[np.object_]:
-    """Name the resource that limits :func:`active_blocks`: without it more would fit."""
+    """Name the resource that limits :func:`active_blocks`: without this limit more blocks would
+    fit."""
     zero = np.zeros_like(registers)
     result = np.full(len(threads), "block sizes", dtype=object)
     for name, sizes in (("registers", (zero, shared)), ("shared memory", (registers, zero))):
@@ -279,12 +284,13 @@ def find_limiters(
 def active_blocks(
     threads: Ints, registers: Ints, shared: Ints, device: Device, *, amd: bool = False
 ) -> Floats | None:
-    """Count the blocks of a kernel that fit on one SM at once, for each launch; NaN: it cannot run.
+    """Count the blocks of a kernel that fit on one SM at once, for each launch. NaN if it cannot
+    run.
 
-    ``threads`` a block, ``registers`` a thread, ``shared`` bytes per block (static and dynamic).
-    ``None``: the device's limits are not known, or it is not NVIDIA's."""
+    ``threads`` per block, ``registers`` per thread, ``shared`` bytes per block (static and
+    dynamic). ``None`` if the device's limits are unknown, or it is not an NVIDIA GPU."""
     compute = device.compute
-    limit = None if compute is None else _BLOCKS.get(compute)
+    limit = None if compute is None else _MAX_BLOCKS_PER_SM.get(compute)
     if amd or compute is None or limit is None:
         return None
     if device.max_threads_per_sm is None or device.registers_per_sm is None:
@@ -293,85 +299,91 @@ def active_blocks(
         return None
     warps = np.maximum(-(-threads // 32), 1)
     by_warps = device.max_threads_per_sm // 32 // warps
-    # Registers live in sub-partitions, and a warp in one of them.
+    # Registers are in sub-partitions, and a warp is in one of them.
     parts = 2 if compute == (6, 0) else 4
-    each = -(-np.maximum(registers, 1) * 32 // REGISTER_UNIT) * REGISTER_UNIT
-    by_registers = device.registers_per_sm // parts // each * parts // warps
+    registers_per_warp = -(-np.maximum(registers, 1) * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    by_registers = device.registers_per_sm // parts // registers_per_warp * parts // warps
     by_registers = np.where(registers > 0, by_registers, limit)
     # A launch is refused when its registers, rounded up to all four partitions, exceed a block's
     # (and on GP100, which has two, when the other Pascals could not run it).
-    refused = each * -(-warps // 4) * 4 > device.registers_per_sm
-    refused |= device.registers_per_sm // 4 // each * 4 < warps
-    unit = 128 if compute >= (8, 0) else 256
-    used = shared + (RESERVED_SHARED if compute >= (8, 0) else 0)
-    used = -(-used // unit) * unit
-    by_shared = np.where(used > 0, device.shared_per_sm // np.maximum(used, 1), limit)
+    is_refused = registers_per_warp * -(-warps // 4) * 4 > device.registers_per_sm
+    is_refused |= device.registers_per_sm // 4 // registers_per_warp * 4 < warps
+    shared_unit = 128 if compute >= (8, 0) else 256
+    block_shared = shared + (RESERVED_SHARED if compute >= (8, 0) else 0)
+    block_shared = -(-block_shared // shared_unit) * shared_unit
+    by_shared = np.where(
+        block_shared > 0, device.shared_per_sm // np.maximum(block_shared, 1), limit
+    )
     result = np.minimum(np.minimum(by_warps, by_registers), np.minimum(by_shared, limit))
-    possible = (threads > 0) & (threads <= MAX_THREADS_PER_BLOCK) & (result > 0)
-    possible &= ~(refused & (registers > 0)) & (shared >= 0) & (registers >= 0)
-    return np.where(possible, result, np.nan).astype(np.float64)
+    is_possible = (threads > 0) & (threads <= MAX_THREADS_PER_BLOCK) & (result > 0)
+    is_possible &= ~(is_refused & (registers > 0)) & (shared >= 0) & (registers >= 0)
+    return np.where(is_possible, result, np.nan).astype(np.float64)
 
 
 class Residency(NamedTuple):
-    """Waves and occupancy, aligned with ``trace.gpu``; null: no kernel, or not recorded."""
+    """Waves and occupancy, aligned with ``trace.gpu``. Null if not a kernel, or not recorded."""
 
     waves: pl.Series
     """Grid blocks over the blocks that the whole device holds at once. Below 1, part of the
     device has no work."""
     occupancy: pl.Series
-    """Estimated achieved occupancy, percent: warps of the blocks that are resident on an SM on
-    average, of the warps it can hold (Kineto's formula, not rounded)."""
+    """Estimated achieved occupancy, percent: mean resident warps of an SM over the warps it can
+    hold (Kineto's formula, not rounded)."""
 
 
 def measure_residency(trace: Trace) -> Residency:
     """Measure waves and occupancy of every kernel.
 
-    Active blocks are the profiler's own where the file has them, else :func:`active_blocks`. Where
-    neither is known, occupancy is what the profiler wrote, except its zeros: it writes 0 for every
-    kernel with more than 48 KiB of shared memory a block (it takes the limit without opt-in), which
-    is most tensor-core GEMMs, and for what rounds to 0."""
+    Active blocks are the profiler's own if the file has them, else :func:`active_blocks`. If
+    neither is known, occupancy is what the profiler wrote, except zeros. It writes 0 for every
+    kernel with more than 48 KiB of shared memory per block (it takes the limit without opt-in),
+    which is most tensor-core GEMMs, and for values that round to 0."""
     gpu = trace.gpu
     waves = np.full(gpu.height, np.nan)
-    reported = _floats(gpu["occupancy"])
+    reported = _to_floats(gpu["occupancy"])
     occupancy = np.where(reported > 0, reported, np.nan)
-    blocks, threads = _floats(gpu["blocks"]), _floats(gpu["threads"])
-    profiled = _floats(gpu["active_blocks"])
-    kernel = (gpu["kind"] == "kernel").to_numpy()
+    blocks, threads = _to_floats(gpu["blocks"]), _to_floats(gpu["threads"])
+    profiled_blocks = _to_floats(gpu["active_blocks"])
+    is_kernel = (gpu["kind"] == "kernel").to_numpy()
     for device in trace.meta.devices:
         if not device.sms:
             continue
-        rows = np.flatnonzero(kernel & (gpu["device"] == device.id).fill_null(False).to_numpy())
+        rows = np.flatnonzero(is_kernel & (gpu["device"] == device.id).fill_null(False).to_numpy())
         if not len(rows):
             continue
-        active = np.where(profiled[rows] > 0, profiled[rows], np.nan)
+        active = np.where(profiled_blocks[rows] > 0, profiled_blocks[rows], np.nan)
         if np.isnan(active).any():
-            computed = _computed(gpu, rows, device, trace.meta.vendor == "amd")
+            computed = _compute_active_blocks(gpu, rows, device, trace.meta.vendor == "amd")
             if computed is not None:
                 active = np.where(np.isnan(active), computed, active)
-        each = blocks[rows] / device.sms
-        waves[rows] = each / active
+        blocks_per_sm = blocks[rows] / device.sms
+        waves[rows] = blocks_per_sm / active
         if device.max_threads_per_sm:
-            resident = np.minimum(each, active) * threads[rows] / device.max_threads_per_sm
-            occupancy[rows] = np.where(np.isnan(resident), occupancy[rows], 100 * resident)
+            occupied_share = (
+                np.minimum(blocks_per_sm, active) * threads[rows] / device.max_threads_per_sm
+            )
+            occupancy[rows] = np.where(
+                np.isnan(occupied_share), occupancy[rows], 100 * occupied_share
+            )
     return Residency(
         pl.Series("waves", waves).fill_nan(None), pl.Series("occupancy", occupancy).fill_nan(None)
     )
 
 
-def _floats(column: pl.Series) -> Floats:
+def _to_floats(column: pl.Series) -> Floats:
     values: Floats = column.cast(pl.Float64).fill_null(np.nan).to_numpy()
     return values
 
 
-def _computed(
+def _compute_active_blocks(
     gpu: pl.DataFrame, rows: NDArray[np.int64], device: Device, amd: bool
 ) -> Floats | None:
     columns: dict[str, Ints] = {}
-    missing = np.zeros(len(rows), dtype=bool)
+    is_missing = np.zeros(len(rows), dtype=bool)
     for name in ("threads", "registers", "shared"):
         column = gpu[name].gather(rows)
-        missing |= column.is_null().to_numpy()
+        is_missing |= column.is_null().to_numpy()
         # Damaged files hold absurd figures; the bound keeps the arithmetic inside int64.
         columns[name] = column.cast(pl.Int64).fill_null(0).clip(-1, 1 << 31).to_numpy()
-    result = active_blocks(**columns, device=device, amd=amd)
-    return None if result is None else np.where(missing, np.nan, result)
+    blocks = active_blocks(**columns, device=device, amd=amd)
+    return None if blocks is None else np.where(is_missing, np.nan, blocks)

@@ -1,6 +1,6 @@
 """Recorded inputs of operators: shapes, types, strides, arguments; number formats.
 
-All of it is text from the trace, so everything is checked, and what does not fit counts as absent.
+All of it is text from the trace, so everything is checked, and invalid values count as absent.
 """
 
 from functools import cached_property, lru_cache
@@ -13,9 +13,9 @@ import polars as pl
 from advisor.core.gpus import canonical_dtype
 
 MAX_ELEMENTS = 1 << 60
-"""Elements of a tensor at most; larger figures are damage."""
+"""Upper limit of the elements of a tensor; larger figures come from damaged files."""
 MAX_LIST = 100_000
-"""Tensors of a list that are read, at most."""
+"""Maximum number of tensors of a list that are read."""
 
 _MAIN_INPUT = {
     "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1, "aten::baddbmm_": 1,
@@ -24,7 +24,7 @@ _MAIN_INPUT = {
     "_C::dynamic_per_token_scaled_fp8_quant": 1, "vllm::inplace_fused_experts": 1,
     "vllm::outplace_fused_experts": 1,
 }  # fmt: skip
-"""Operator -> position of its main operand, where that is not the first floating-point tensor."""
+"""Operator -> position of its main operand, if that is not the first floating-point tensor."""
 
 
 class Tensor(NamedTuple):
@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
 
     @property
     def stored_elements(self) -> int:
-        """Elements that exist in memory: a broadcast dimension (stride 0) is there once."""
+        """Elements that exist in memory: a broadcast dimension (stride 0) is stored once."""
         if self.strides is None or len(self.strides) != len(self.shape):
             return self.elements
         if 0 in self.shape:
@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
 
     @property
     def width(self) -> int | None:
-        """Bytes per element; ``None``: the type is not known."""
+        """Bytes per element, or ``None`` if the type is unknown."""
         return width_of(self.dtype)
 
     @property
@@ -64,39 +64,39 @@ class OpInputs:
     """The inputs of one operator call, by position, from a row of ``Trace.inputs``."""
 
     def __init__(self, dims: str, types: str, strides: str = "", concrete: str = "") -> None:
-        self._dims = _list(dims)
-        self._types = _list(types)
+        self._dims = _parse_list(dims)
+        self._types = _parse_list(types)
         self._strides = strides
         self._concrete = concrete
-        self._found: dict[int, Tensor | None] = {}
+        self._parsed_tensors: dict[int, Tensor | None] = {}
 
     def __len__(self) -> int:
         return len(self._dims)
 
     @cached_property
     def _stride_list(self) -> list[Any]:
-        return _list(self._strides)
+        return _parse_list(self._strides)
 
     @cached_property
     def _concrete_list(self) -> list[Any]:
-        return _list(self._concrete)
+        return _parse_list(self._concrete)
 
     def tensor(self, at: int) -> Tensor | None:
-        """Return the tensor at a position; ``None``: no tensor is recorded there."""
-        if at not in self._found:
-            self._found[at] = self._tensor(at)
-        return self._found[at]
+        """Return the tensor at a position, or ``None`` if none is recorded there."""
+        if at not in self._parsed_tensors:
+            self._parsed_tensors[at] = self._parse_tensor(at)
+        return self._parsed_tensors[at]
 
-    def _tensor(self, index: int) -> Tensor | None:
+    def _parse_tensor(self, index: int) -> Tensor | None:
         if index >= len(self._dims) or index >= len(self._types):
             return None
         dtype = self._types[index]
         if not isinstance(dtype, str) or width_of(dtype) is None:
             return None
-        shape = _shape(self._dims[index])
+        shape = _parse_shape(self._dims[index])
         if shape is None:
             return None
-        strides = _sizes(self._stride_list[index]) if index < len(self._stride_list) else None
+        strides = _parse_sizes(self._stride_list[index]) if index < len(self._stride_list) else None
         return Tensor(shape, dtype, strides)
 
     @cached_property
@@ -106,11 +106,11 @@ class OpInputs:
         return [tensor for tensor in result if tensor is not None]
 
     def shapes(self, at: int) -> list[tuple[int, ...]]:
-        """Return the shapes of a list of tensors; empty: no such list is recorded there."""
+        """Return the shapes of a list of tensors, empty if no list is recorded there."""
         if at >= len(self._dims) or at >= len(self._types) or self._types[at] != "TensorList":
             return []
-        found = [_shape(sizes) for sizes in _listed(self._dims[at])]
-        return [shape for shape in found if shape is not None]
+        parsed = [_parse_shape(sizes) for sizes in _limit_list(self._dims[at])]
+        return [shape for shape in parsed if shape is not None]
 
     @property
     def has_arguments(self) -> bool:
@@ -118,15 +118,15 @@ class OpInputs:
         return bool(self._concrete_list)
 
     def argument(self, at: int) -> Any:
-        """Return a plain argument: int, float, bool, or a list of them; ``None``: not recorded, not
-        given, or something else."""
+        """Return a plain argument: int, float, bool, or a list of them. ``None`` if not recorded,
+        not given, or of another kind."""
         if at >= len(self._concrete_list):
             return None
         text = self._concrete_list[at]
-        return _literal(text) if isinstance(text, str) else None
+        return _parse_literal(text) if isinstance(text, str) else None
 
     def flag(self, at: int) -> bool | None:
-        """Return a boolean argument; ``None``: not recorded."""
+        """Return a boolean argument, or ``None`` if not recorded."""
         value = self.argument(at)
         return value if isinstance(value, bool) else None
 
@@ -134,18 +134,19 @@ class OpInputs:
         """Return a list of integers; a single integer counts as a list of one."""
         value = self.argument(at)
         values = value if isinstance(value, list) else [value]
-        good = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
-        return values if good else None
+        all_integers = all(isinstance(item, int) and not isinstance(item, bool) for item in values)
+        return values if all_integers else None
 
 
 def main_dtype(op: str, inputs: OpInputs) -> str | None:
-    """Return the format an operator computes in, by its recorded input types (one of FORMATS): that
-    of its first tensor in such a format, or of the operand in _MAIN_INPUT; ``None``: unknown."""
-    at = _MAIN_INPUT.get(op)
-    if at is not None:
-        tensor = inputs.tensor(at)
+    """Return the format an operator computes in (one of FORMATS), from its recorded input types. It
+    is the format of its first tensor with a known one, or of the operand in _MAIN_INPUT. ``None``
+    if unknown."""
+    position = _MAIN_INPUT.get(op)
+    if position is not None:
+        tensor = inputs.tensor(position)
         return None if tensor is None else canonical_dtype(tensor.dtype)
-    # A list comprehension would ask for all of the types; the first match is nearly always first.
+    # A list comprehension would look up all types; the first tensor nearly always matches.
     for tensor in inputs.tensors:
         result = canonical_dtype(tensor.dtype)
         if result is not None:
@@ -153,7 +154,7 @@ def main_dtype(op: str, inputs: OpInputs) -> str | None:
     return None
 
 
-def _list(text: str) -> list[Any]:
+def _parse_list(text: str) -> list[Any]:
     if not text:
         return []
     try:
@@ -163,11 +164,11 @@ def _list(text: str) -> list[Any]:
     return result if isinstance(result, list) else []
 
 
-def _listed(value: Any) -> list[Any]:
+def _limit_list(value: Any) -> list[Any]:
     return value[:MAX_LIST] if isinstance(value, list) else []
 
 
-def _sizes(value: Any) -> tuple[int, ...] | None:
+def _parse_sizes(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list) or len(value) > 64:
         return None
     for size in value:
@@ -176,17 +177,17 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    sizes = _sizes(value)
+def _parse_shape(value: Any) -> tuple[int, ...] | None:
+    sizes = _parse_sizes(value)
     return sizes if sizes is not None and prod(sizes) < MAX_ELEMENTS else None
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """Parse ``True``, ``3``, ``0.``, ``[1, 1]``, ``[True, False]``; anything else is ``None``."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
-        inside = text[1:-1].strip()
-        return [_literal(part) for part in inside.split(",")] if inside else []
+        content = text[1:-1].strip()
+        return [_parse_literal(part) for part in content.split(",")] if content else []
     if text in ("True", "False"):
         return text == "True"
     if len(text) > 40:
@@ -217,7 +218,7 @@ _WIDTHS = {
     "float8_e8m0fnu": 1, "complex<half>": 4, "complex<c10::half>": 4, "complex<float>": 8,
     "complex<double>": 16, "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
 }  # fmt: skip
-"""Bytes an element. ``Input type`` holds C++ type names (``c10::BFloat16``, ``long int``)."""
+"""Bytes per element. ``Input type`` holds C++ type names (``c10::BFloat16``, ``long int``)."""
 
 _SCALAR_TYPES = {
     0: "unsigned char", 1: "signed char", 2: "short", 3: "int", 4: "long", 5: "half", 6: "float",
@@ -235,17 +236,17 @@ def bare_type_name(dtype: str) -> str:
 
 @lru_cache(maxsize=256)
 def width_of(dtype: str) -> int | None:
-    """Return the bytes an element; ``None``: not a tensor type, or not known."""
+    """Return the bytes per element, or ``None`` if this is not a known tensor type."""
     return _WIDTHS.get(bare_type_name(dtype))
 
 
 def scalar_type(number: object) -> str | None:
-    """Return the type that a dtype argument's number stands for; ``None``: not known."""
+    """Return the type that a dtype argument's number means, or ``None`` if unknown."""
     return _SCALAR_TYPES.get(number) if isinstance(number, int) else None
 
 
 def type_order(dtype: str) -> int:
-    """Return 0 for bool, 1 integer, 2 floating point, 3 complex: the order of type promotion."""
+    """Return the order of type promotion: 0 for bool, 1 integer, 2 floating point, 3 complex."""
     name = bare_type_name(dtype)
     if name == "bool":
         return 0

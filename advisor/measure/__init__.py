@@ -1,7 +1,7 @@
-"""Measurements of one rank's window: the facade whose attributes are the table of contents.
+"""Measurements of one rank's window, as attributes of one facade.
 
-Each attribute is computed by a pure function in its own file, on first use, and kept. Nothing
-here advises: limits of a measurement are constants, with their reason."""
+A pure function in its own file computes each attribute on first use; the result is cached. Nothing
+here gives advice. The limits of a measurement are constants, with their reason."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _Measurement(Generic[Measured]):
 
     def __get__(self, a: Analysis | None, owner: type | None = None) -> Measured:
         if a is None:
-            return self  # type: ignore[return-value]  # as a property does, for its docstring
+            return self  # type: ignore[return-value]  # like a property, for its docstring
         cache, key = a.__dict__, f"{self._name}, of idle time"
         if key in cache:
             a.idle_reads += 1
@@ -125,11 +125,11 @@ class _IdleMeasurement(_Measurement[Measured]):
     of_idle = True
 
 
-MORE_WORK = 0.03
-"""Share of the run's median step by which the device's time in a step of the window may exceed
-it."""
-DEVICE_BOUND = 0.9
-"""Busy share of the run's own step from which the device sets its pace (gpu-idle: 80%)."""
+MAX_EXCESS_WORK = 0.03
+"""Maximum share by which the device's time per step of the window may exceed the run's median
+step."""
+MIN_DEVICE_BOUND_SHARE = 0.9
+"""Minimum busy share of the run's own step at which the device limits its pace (gpu-idle: 80%)."""
 
 
 class Analysis:
@@ -137,7 +137,7 @@ class Analysis:
 
     Frames named after a table of the trace are *aligned* with it: row i describes row i of
     ``trace.gpu`` (or ``trace.cpu``). All measurements count only instants inside ``spans``, the
-    steps that are used."""
+    used steps."""
 
     def __init__(
         self,
@@ -150,33 +150,33 @@ class Analysis:
         self.selection = select
         """Half-open range of step indices, or None."""
         self.record = record
-        """Steps and samples that the recorder wrote of this rank; None: a trace alone."""
+        """Steps and samples of this rank from the recorder, or None if there is only a trace."""
         self.snapshot = trace.meta.snapshot if snapshot is None else snapshot
-        """The allocator's snapshot of this rank; None: none was given."""
+        """The allocator's snapshot of this rank, or None if none was given."""
         self.snapshot_series: tuple[MemorySnapshot, ...] = ()
-        """Snapshots of this rank over the run, in order of time, where there are several."""
+        """Snapshots of this rank over the run, in order of time, if there are several."""
         self.machine = UNKNOWN_LINKS
         """Node size, network rate and hosts as the user gave them."""
         self.idle_reads = 0
-        """Number of reads of measurements that rest on when the device was idle."""
+        """Number of reads of measurements that depend on when the device was idle."""
 
     # -- what the analysis is about ---------------------------------------------------------
 
     @_Measurement
     def recorded(self) -> StepRecords | None:
-        """The recorder's steps and samples of this rank; ``None``: a trace alone."""
+        """The recorder's steps and samples of this rank, or ``None`` if there is only a trace."""
         if self.record is None:
             return None
         return StepRecords(self.record, self._busy_where_the_host_is_ahead)
 
     def _busy_where_the_host_is_ahead(self) -> float | None:
-        """Return the device's mean time per step, ns; ``None``: the host waits for it."""
+        """Return the device's mean time per step, ns, or ``None`` if the host waits for it."""
         if self.steps.ahead_ns is None:
             return None
         return self.device_busy(self.in_window).total / self.step_count
 
     forward_only = _Measurement(forward_only)
-    """Whether the loop does not train, as far as is recorded."""
+    """Whether the loop does not train, judging by what is recorded."""
 
     @_Measurement
     def auxiliary_inputs(self) -> tuple[AuxiliaryInput, ...]:
@@ -187,23 +187,23 @@ class Analysis:
 
     @_Measurement
     def record_only(self) -> bool:
-        """Whether the trace is empty and there is a record, or another source: no window was
-        profiled."""
-        known = self.record is not None or bool(self.auxiliary_inputs)
-        return known and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
+        """Whether no window was profiled: the trace is empty, but there is a record or another
+        source."""
+        has_other_source = self.record is not None or bool(self.auxiliary_inputs)
+        return has_other_source and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
     def only_input(self) -> AuxiliaryInput | None:
-        """The input that replaces a trace and a record; of several, the one with the verdict.
-        ``None``: there is a trace or a record."""
+        """The input that replaces a trace and a record, or ``None`` if there is a trace or a
+        record. Of several inputs, it is the one with the verdict."""
         return self.auxiliary_inputs[0] if self.record_only and self.record is None else None
 
     outermost_aten = _Measurement(outermost_aten)
-    """Outermost aten operator around each row of ``trace.cpu``; -1: none."""
+    """Outermost aten operator around each row of ``trace.cpu``, or -1."""
 
     @_Measurement
     def flight(self) -> FlightRecord | None:
-        """Dumps of the flight recorder, compared across ranks; ``None``: there are none."""
+        """Dumps of the flight recorder, compared across ranks, or ``None`` without dumps."""
         dumps = self.trace.meta.flight
         return compare_dumps(dumps) if dumps else None
 
@@ -214,22 +214,22 @@ class Analysis:
 
     @_Measurement
     def passes(self) -> ForwardPasses | None:
-        """Steps of inference (``inference/passes.py``); ``None``: the program trains, or nothing
-        marks them."""
+        """Steps of inference (``inference/passes.py``), or ``None`` if the program trains or
+        nothing marks them."""
         return find_passes(self.trace)
 
     inference = _Measurement(measure_inference)
-    """Steps of inference by phase; ``None``: there are none."""
+    """Steps of inference by phase, or ``None`` if there are no such steps."""
 
     @_Measurement
     def engine(self) -> str | None:
-        """Inference engine of the program, by its marks or by its frames; ``None``: it trains, or
-        neither is recorded."""
+        """Inference engine of the program, from its marks or its frames. ``None`` if the program
+        trains, or neither is recorded."""
         return find_engine(self.trace, self.passes)
 
     @property
     def spans(self) -> Intervals:
-        """The instants that count: the used steps, ns."""
+        """Intervals of the used steps, ns: the instants that count."""
         return self.steps.spans
 
     @_Measurement
@@ -244,51 +244,52 @@ class Analysis:
 
     @property
     def per(self) -> Per:
-        """Unit that figures are given per: a step, or the recording when no step is marked."""
+        """Unit of the figures: per step, or per recording when no step is marked."""
         return "step" if self.record_only else unit_of(self.steps.source)
 
     @_Measurement
     def step_ns(self) -> float:
-        """Mean duration of the used steps, ns; without a trace, of the recorded ones."""
+        """Mean duration of the used steps, ns. Without a trace, of the recorded steps."""
         if self.record_only and self.recorded is not None:
             return self.recorded.mean or 0.0
         return self.span_ns / self.step_count
 
     @_Measurement
     def device_id(self) -> int | None:
-        """The device that is analysed: the one with most device time; ``None``: no device work."""
+        """The analysed device, which is the one with the most device time. ``None`` if there is no
+        device work."""
         return analysed_device(self.trace)
 
     @property
     def trains_on_host(self) -> bool:
-        """Whether no device works in the trace, nor in the recording, where there is one."""
-        seen = self.record is not None and bool(self.record.rank.devices)
-        return self.device_id is None and not seen
+        """Whether no device works in the trace, nor in the recording if there is one."""
+        in_recording = self.record is not None and bool(self.record.rank.devices)
+        return self.device_id is None and not in_recording
 
     @_Measurement
     def device(self) -> Device | None:
-        """Properties of that device, if the file has them."""
+        """Properties of the analysed device, if the file has them."""
         return None if self.device_id is None else self.trace.working_device(self.device_id)
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device from the driver, else from its properties; ``None``: unknown."""
+        """Name of the device from the driver, else from its properties. ``None`` if unknown."""
         name = None if self.device is None else self.device.name
         return self.hardware.name if name is None and self.hardware is not None else name
 
     @_Measurement
     def hardware(self) -> GpuSpec | None:
-        """Peaks and limits of that device; ``None``: unknown GPU, so rooflines are not measured."""
+        """Peaks and limits of the analysed device. ``None`` if unknown, without rooflines."""
         if self.device is None:
             return None
-        result = lookup(
+        spec = lookup(
             self.device.name,
             sms=self.device.sms,
             memory_bytes=self.device.memory_bytes,
             compute=self.device.compute,
         )
-        named = self.trace.meta.gpu
-        return find_gpu(named).gpu if result is None and named is not None else result
+        gpu_name = self.trace.meta.gpu
+        return find_gpu(gpu_name).gpu if spec is None and gpu_name is not None else spec
 
     @_Measurement
     def in_window(self) -> NDArray[np.bool_]:
@@ -301,9 +302,9 @@ class Analysis:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
         replays that is not in the recording (``inference/graphs.py``)."""
         calls, graphs = lost_records(self.trace), missing_records(self.trace)
-        both = calls.launches + graphs[0], calls.lost + graphs[1]
-        cut = self.trace.meta.truncated and not self.trace.cpu.is_empty()
-        return LostRecords(*both, graphs[1], cut)
+        totals = calls.launches + graphs[0], calls.lost + graphs[1]
+        is_truncated = self.trace.meta.truncated and not self.trace.cpu.is_empty()
+        return LostRecords(*totals, graphs[1], is_truncated)
 
     one_off_costs = _Measurement(find_one_off_rows)
     """Costs of first calls that take a fraction of the time when repeated."""
@@ -316,21 +317,21 @@ class Analysis:
     @_Measurement
     def launched_before(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: launched before the recording began (``launches.py``). The
-        device is busy with it, but it is not the steps' work."""
+        device is busy with this work, but it does not belong to the steps."""
         return launched_before_recording(self.trace)
 
     @_Measurement
     def on_device(self) -> NDArray[np.bool_]:
-        """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``. Work that
-        took no time by the file's clock ran all the same."""
+        """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``. Work with a
+        duration of zero by the file's clock counts too."""
         gpu = self.trace.gpu
         ts = gpu["ts"].to_numpy()
-        until = ts + gpu["dur"].to_numpy().clip(1)
-        inside = covered_length(ts, until, self.spans) > 0
+        end = ts + gpu["dur"].to_numpy().clip(1)
+        inside = covered_length(ts, end, self.spans) > 0
         if self.device_id is None:
             return inside
-        own: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()
-        return inside & own
+        on_this_device: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()
+        return inside & on_this_device
 
     def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
         """Return the union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
@@ -340,24 +341,24 @@ class Analysis:
 
     @_Measurement
     def own_busy_share(self) -> float | None:
-        """Share of the run's own step in which the device works; ``None``: no device.
+        """Share of the run's own step in which the device works, or ``None`` without a device.
 
-        Of its median step where the record knows it, since the profiler adds host time and no
-        device work. Else of the window's, also where that has clearly more work than a step of
-        the run can hold."""
+        The step is the run's median step if the record has it, since the profiler adds host time
+        but no device work. Otherwise it is the window's step, also if that has clearly more work
+        than fits in a step of the run."""
         if self.device_id is None or not self.span_ns:
             return None
-        busy, step = self.breakdown.busy.total / self.step_count, float(self.step_ns)
-        own = None if self.recorded is None else self.recorded.median
-        if own is None or busy > (1 + MORE_WORK) * own:
-            own = step
-        return min(1.0, busy / min(step, own))
+        busy, window_step = self.breakdown.busy.total / self.step_count, float(self.step_ns)
+        run_step = None if self.recorded is None else self.recorded.median
+        if run_step is None or busy > (1 + MAX_EXCESS_WORK) * run_step:
+            run_step = window_step
+        return min(1.0, busy / min(window_step, run_step))
 
     @property
     def is_device_bound(self) -> bool:
-        """Whether the device hardly ever idles in the run's own step: nothing on the host holds it
-        up then."""
-        return (self.own_busy_share or 0.0) >= DEVICE_BOUND
+        """Whether the device hardly ever idles in the run's own step, so that nothing on the host
+        delays it."""
+        return (self.own_busy_share or 0.0) >= MIN_DEVICE_BOUND_SHARE
 
     # -- time -------------------------------------------------------------------------------
 
@@ -368,13 +369,13 @@ class Analysis:
     """Idle gaps of the device, with blame."""
 
     step_halves = _Measurement(compare_halves)
-    """Classes of time and kinds of work that the longer half of the steps has more of."""
+    """Classes of time and kinds of work that take longer in the longer half of the steps."""
 
     syncs = _IdleMeasurement(find_syncs)
     """Host waits for the device."""
 
     copies = _IdleMeasurement(find_copies)
-    """Copies: direction, bandwidth, what hid them."""
+    """Copies: direction, bandwidth and the work that hid them."""
 
     host = _Measurement(host_breakdown)
     """Host time by thread and class."""
@@ -388,16 +389,16 @@ class Analysis:
     def kernels(self) -> pl.DataFrame:
         """Kernels and what is known of each, aligned with ``trace.gpu`` (``kernels.py``).
 
-        Columns: ``family`` (one of ``families.FAMILIES``),
-        ``communication`` (bool), ``tensor_core`` (bool; null: not recorded), ``eligible`` (bool: an
-        op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
-        ``dtype`` (input type as in GpuSpec.peak; null: not known), ``flops`` (float of this
-        kernel; null: not known), ``moved`` (bytes read and written at least once; null),
-        ``waves`` (float; null), ``op_name`` (categorical: the op judged responsible; null),
-        ``occupancy`` (percent, computed where the device is known, else as the profiler wrote it;
-        null), ``sdpa`` (row of ``trace.cpu``: the ``scaled_dot_product_attention`` op around the
-        launch, whose name says its backend; null), ``op_row`` (row of ``trace.cpu``: the op whose
-        inputs tell the work, which is ``op_name`` or around it; null)."""
+        Columns: ``family`` (one of ``families.FAMILIES``), ``communication`` (bool),
+        ``tensor_core`` (bool; null if not recorded), ``eligible`` (bool: an op whose kernels could
+        use tensor cores with 16-bit or TF32 inputs; null if unknown), ``dtype`` (input type as in
+        GpuSpec.peak; null if unknown), ``flops`` (float of this kernel; null if unknown), ``moved``
+        (bytes read and written at least once; null), ``waves`` (float; null), ``op_name``
+        (categorical: the op judged responsible; null), ``occupancy`` (percent, computed if the
+        device is known, else as the profiler wrote it; null), ``sdpa`` (row of ``trace.cpu``: the
+        ``scaled_dot_product_attention`` op around the launch, whose name gives its backend; null),
+        ``op_row`` (row of ``trace.cpu``: the op whose inputs determine the work, which is
+        ``op_name`` or around it; null)."""
         return with_attention(self, measure_kernels(self))
 
     families = _Measurement(sum_families)
@@ -408,21 +409,21 @@ class Analysis:
 
     @_Measurement
     def fused_kernels(self) -> dict[str, FusedKernel]:
-        """Kernels that inductor generated, by name, from torch.compile logs; empty: no logs."""
+        """Kernels that inductor generated, by name, from torch.compile logs. Empty without logs."""
         log = self.trace.meta.compilation
-        return {} if log is None else {each.name: each for each in log.kernels}
+        return {} if log is None else {kernel.name: kernel for kernel in log.kernels}
 
     rooflines = _Measurement(measure_operators)
-    """Operators by shape against what the device attains."""
+    """Operators by shape, compared with the rates that the device attains."""
 
     layers = _Measurement(measure_layers)
     """Work by module."""
 
     varying_kernels = _Measurement(find_varying_kernels)
-    """Kernels whose like launches differ in duration."""
+    """Kernels whose similar launches differ in duration."""
 
     flop_utilisation = _Measurement(model_flop_utilisation)
-    """Model FLOP utilisation, and the number format it is of."""
+    """Model FLOP utilisation and the number format that it refers to."""
 
     @property
     def mfu(self) -> float | None:
@@ -430,38 +431,38 @@ class Analysis:
         return None if self.flop_utilisation is None else self.flop_utilisation.share
 
     collectives = _IdleMeasurement(find_collectives)
-    """Collectives: bytes, rates, what hid them."""
+    """Collectives: bytes, rates and the work that hid them."""
 
     read_loops = _Measurement(read_loops)
-    """Host time of loops of reads."""
+    """Host time of loops that read from the device."""
 
     after_reads = _Measurement(find_time_after_reads)
-    """Host time of work on what was read."""
+    """Host time of work on values read from the device."""
 
     round_trips = _Measurement(round_trips)
-    """Copies to the host that come back."""
+    """Copies to the host whose data goes back to the device."""
 
     trip_intervals = _Measurement(trip_intervals)
-    """Intervals of those round trips."""
+    """Intervals of the round trips."""
 
     second_forwards = _Measurement(second_forwards)
-    """Host time of layers that run again beside the trained forward pass."""
+    """Host time of layers that run again in addition to the trained forward pass."""
 
     repeated_backwards = _Measurement(repeated_backwards)
     """Host time of autograd nodes that run more than once."""
 
     rebuilt_weights = _Measurement(rebuilt_weights)
-    """Operators that make untrained weights again."""
+    """Operators that rebuild untrained weights."""
 
     rebuilt_weights_time = _Measurement(rebuilt_weights_time)
-    """Host time of these operators."""
+    """Host time of the operators that rebuild untrained weights."""
 
     recorded_gradients = _Measurement(recorded_gradients)
     """Parameters with gradients that no optimizer holds, from the record."""
 
     dropped_gradients = _Measurement(dropped_gradients)
     unused_gradient_work = _Measurement(unused_gradient_work)
-    """Work of the backward pass on these gradients."""
+    """Work of the backward pass on dropped gradients."""
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -477,18 +478,18 @@ class Analysis:
     @_Measurement
     def peak_memories(self) -> list[PeakMemory]:
         """Contents of the memory per device of the snapshot (``peak_memory.py``), the fullest
-        first. Empty: no snapshot."""
+        first. Empty without a snapshot."""
         return [] if self.snapshot is None else peak_memories(self.snapshot)
 
     @_Measurement
     def gpu_and_host_peaks(self) -> list[PeakMemory]:
-        """``peak_memories``; without a snapshot, those of the trace's own allocator events
-        (``trace_memory.py``), the host's (device -1) last."""
+        """``peak_memories``, or without a snapshot the peaks from the trace's own allocator events
+        (``trace_memory.py``), with the host's (device -1) last."""
         if self.snapshot is not None:
             return self.peak_memories
         recorded = recorded_snapshot(self)
-        made = [] if recorded is None else peak_memories(recorded)
-        return sorted(made, key=lambda peak: peak.device < 0)
+        peaks = [] if recorded is None else peak_memories(recorded)
+        return sorted(peaks, key=lambda peak: peak.device < 0)
 
     profiled_kernels = _Measurement(profiled_kernels)
     """Kernels with hardware counters, and their launches."""
@@ -500,19 +501,20 @@ class Analysis:
 
     @_Measurement
     def user_frame(self) -> NDArray[np.int32]:
-        """Aligned with ``trace.cpu``: row of the innermost Python frame of the *user's* code
-        around (or at) each host row, -1: none (``stacks.py``)."""
+        """Aligned with ``trace.cpu``: row of the innermost Python frame of the *user's* code around
+        (or at) each host row, or -1 (``stacks.py``)."""
         return user_frames(self.trace)
 
     @_Measurement
     def forward_op(self) -> NDArray[np.int32]:
         """Aligned with ``trace.cpu``: for rows of the backward pass, row of the forward operator
-        that created their node, -1: none (``stacks.py``)."""
+        that created their node, or -1 (``stacks.py``)."""
         return forward_ops(self.trace)
 
     forward_frame = _Measurement(forward_frames)
     """Aligned with ``trace.cpu``: the user's frame around each row's forward operator."""
 
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
-        """Return (file, line, function) of the user's code around a host row; Nones: no stacks."""
+        """Return (file, line, function) of the user's code around a host row, all None without
+        stacks."""
         return locate_row(self, host_row)

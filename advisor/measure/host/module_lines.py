@@ -13,11 +13,12 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.stacks import parse_frame
 
-MIN_SHARE = 0.5
-"""Share of an operator's time from which a layer's line is that of the operator."""
+MIN_LAYER_SHARE = 0.5
+"""Minimum share of an operator's time in a layer at which the layer's line is used for the
+operator."""
 MAX_CALLS = 200
-"""Most different calls looked at, the longest ones."""
-WEIGHT_AT = {
+"""Maximum number of distinct calls that are read, the longest first."""
+WEIGHT_POSITION = {
     **dict.fromkeys(
         (
             *("aten::linear", "aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"),
@@ -33,7 +34,7 @@ WEIGHT_AT = {
 
 
 class Layer(NamedTuple):
-    """Modules of one name, class and shape, called in one place."""
+    """Modules of one name, class and shape, called from one line."""
 
     name: str
     place: Location
@@ -41,7 +42,7 @@ class Layer(NamedTuple):
 
 
 def recorded_layers(a: Analysis) -> list[Layer]:
-    """Read the recorder's tables of modules; those whose call is not known are left out."""
+    """Read the recorder's tables of modules, without modules whose calling line is unknown."""
     events = [] if a.record is None else a.record.events_of("modules")
     tables = [event.get("modules") for event in events]
     rows = [row for table in tables if isinstance(table, list) for row in table]
@@ -60,54 +61,54 @@ def _read_layer(row: Any) -> Layer | None:
 
 def line_of_layer(a: Analysis, place: Location) -> Location | None:
     """Find the line that calls the layer in which an operator of ``place`` takes most of its time.
-    Where several lines of one function call layers of that shape, it is the function's first.
-    ``None``: no layer has such weights, or layers of several functions have."""
+    If several lines of one function call layers of that shape, return the function's first.
+    ``None`` if no layer has matching weights, or layers of several functions do."""
     layers = recorded_layers(a)
     if not layers or place.op is None:
         return None
     times: Counter[tuple[str, str]] = Counter()
-    known: dict[tuple[str, str], list[Layer]] = {}
+    layers_by_function: dict[tuple[str, str], list[Layer]] = {}
     total = 0
-    for call, ns in _calls(a, place):
+    for call, ns in _list_calls(a, place):
         total += ns
-        found = _layers_of(a, call, layers)
-        functions = {(layer.place.file or "", layer.place.function or "") for layer in found}
+        candidates = _find_layers(a, call, layers)
+        functions = {(layer.place.file or "", layer.place.function or "") for layer in candidates}
         if len(functions) == 1:
             function = functions.pop()
             times[function] += ns
-            known.setdefault(function, []).extend(found)
+            layers_by_function.setdefault(function, []).extend(candidates)
     if not times:
         return None
     function, ns = times.most_common(1)[0]
-    if ns < MIN_SHARE * total:
+    if ns < MIN_LAYER_SHARE * total:
         return None
-    own = min(known[function], key=lambda layer: layer.place.line or 0)
-    names = sorted({layer.name for layer in known[function]})
+    first_layer = min(layers_by_function[function], key=lambda layer: layer.place.line or 0)
+    names = sorted({layer.name for layer in layers_by_function[function]})
     return Location(
-        file=own.place.file,
-        line=own.place.line,
-        function=own.place.function,
+        file=first_layer.place.file,
+        line=first_layer.place.line,
+        function=first_layer.place.function,
         layer=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
     )
 
 
-def _calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
-    """Yield (row of the outermost operator in forward, ns) of different calls, the longest first.
-    On a device the time is that of the place's kernels."""
+def _list_calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
+    """Yield (row of the outermost operator in forward, ns) of distinct calls, the longest first.
+    With a device, the time is the time of the place's kernels."""
     cpu = a.trace.cpu
     if a.device_id is None:
         rows = np.flatnonzero((cpu["name"] == place.op).to_numpy())
         ns = cpu["dur"].to_numpy()[rows]
     else:
-        own = a.kernels["op_name"] == place.op
+        is_of_place = a.kernels["op_name"] == place.op
         if place.kernel is not None:
-            own &= a.trace.gpu["name"] == place.kernel
-        device = np.flatnonzero(own.fill_null(value=False).to_numpy())
-        op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device]
-        rows, ns = op[op >= 0], a.trace.gpu["dur"].to_numpy()[device][op >= 0]
-    maker = a.forward_op[rows]  # of a gradient
-    top = a.outermost_aten[np.where(maker >= 0, maker, rows)]
-    table = pl.DataFrame({"row": top, "ns": ns}).filter(pl.col("row") >= 0)
+            is_of_place &= a.trace.gpu["name"] == place.kernel
+        device_rows = np.flatnonzero(is_of_place.fill_null(value=False).to_numpy())
+        op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device_rows]
+        rows, ns = op[op >= 0], a.trace.gpu["dur"].to_numpy()[device_rows][op >= 0]
+    forward_row = a.forward_op[rows]  # of a gradient
+    outermost = a.outermost_aten[np.where(forward_row >= 0, forward_row, rows)]
+    table = pl.DataFrame({"row": outermost, "ns": ns}).filter(pl.col("row") >= 0)
     table = table.with_columns(
         name=cpu["name"].gather(table["row"]).to_physical(),
         inputs=cpu["inputs"].gather(table["row"]),
@@ -116,16 +117,16 @@ def _calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
     yield from calls.sort("ns", "row", descending=True).head(MAX_CALLS).select("row", "ns").rows()
 
 
-def _layers_of(a: Analysis, call: int, layers: list[Layer]) -> list[Layer]:
-    """Return the layers whose weights have the shape of a call's."""
+def _find_layers(a: Analysis, call: int, layers: list[Layer]) -> list[Layer]:
+    """Return the layers whose weights have the same shape as the weights of a call."""
     cpu = a.trace.cpu
-    at, inputs = WEIGHT_AT.get(str(cpu["name"][call])), cpu["inputs"][call]
-    if at is None or inputs is None:
+    position, inputs = WEIGHT_POSITION.get(str(cpu["name"][call])), cpu["inputs"][call]
+    if position is None or inputs is None:
         return []
-    weight = inputs_at(a, inputs).tensor(at)
+    weight = inputs_at(a, inputs).tensor(position)
     if weight is None:
         return []
-    shape = tuple(weight.shape)  # one of one dimension may be any bias
+    shape = tuple(weight.shape)  # a one-dimensional weight may be any bias
     return [
         layer for layer in layers if shape in (layer.shapes if len(shape) > 1 else layer.shapes[:1])
     ]

@@ -1,4 +1,4 @@
-"""Patterns over name columns: each distinct name is looked at once."""
+"""Patterns over name columns, applied once to each distinct name."""
 
 import threading
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 Codes = NDArray[np.intp]
 WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
-"""PyTorch's range around a call for the next batch where worker processes prepare them."""
+"""PyTorch's range around a call for the next batch if worker processes prepare the batches."""
 OPTIMIZER_STEP = r"^Optimizer\.step#"
 """PyTorch's range around an optimizer's step."""
 MIN_NAMES_TO_DEDUPLICATE = 5_000
-"""Names from which the distinct ones are looked up first: for fewer that takes longer."""
+"""Minimum number of names for finding the distinct ones first. For fewer names that takes
+longer."""
 MAX_REMEMBERED = 4_096
 
 
@@ -23,28 +24,28 @@ def cache_by_name(
     describe: Callable[[pl.Series], pl.DataFrame],
 ) -> Callable[[pl.Series], pl.DataFrame]:
     """Cache what a function derives from names, one row per name, for another rank, window or run.
-    Patterns by the dozen take longer to compile than to apply to some hundred names. The function
-    must look at each name by itself."""
+    Compiling dozens of patterns takes longer than applying them to some hundred names. The function
+    must handle each name independently."""
     lock = threading.Lock()
-    place: dict[str, int] = {}
-    kept: pl.DataFrame | None = None
+    row_of_name: dict[str, int] = {}
+    cache: pl.DataFrame | None = None
 
     @wraps(describe)
     def look_up(names: pl.Series) -> pl.DataFrame:
-        nonlocal kept
-        wanted = names.to_list()
-        distinct = list(dict.fromkeys(wanted))
+        nonlocal cache
+        requested = names.to_list()
+        distinct = list(dict.fromkeys(requested))
         if len(distinct) > MAX_REMEMBERED:
             return describe(names)
         with lock:
-            new = [name for name in distinct if name not in place]
-            if kept is None or len(place) + len(new) > MAX_REMEMBERED:
-                kept, new = describe(pl.Series(distinct, dtype=pl.String)), distinct
-                place.clear()
+            new = [name for name in distinct if name not in row_of_name]
+            if cache is None or len(row_of_name) + len(new) > MAX_REMEMBERED:
+                cache, new = describe(pl.Series(distinct, dtype=pl.String)), distinct
+                row_of_name.clear()
             elif new:
-                kept = pl.concat([kept, describe(pl.Series(new, dtype=pl.String))])
-            place.update(zip(new, range(len(place), kept.height), strict=True))
-            return kept[[place[name] for name in wanted]]
+                cache = pl.concat([cache, describe(pl.Series(new, dtype=pl.String))])
+            row_of_name.update(zip(new, range(len(row_of_name), cache.height), strict=True))
+            return cache[[row_of_name[name] for name in requested]]
 
     return look_up
 
@@ -52,10 +53,10 @@ def cache_by_name(
 def name_matches(names: pl.Series, pattern: str) -> pl.Series:
     """Return whether each name contains the regular expression (null names: false)."""
     if len(names) < MIN_NAMES_TO_DEDUPLICATE:
-        # as one query: on a small trace it is queries, not rows, that take the time
+        # one query, because on a small trace the queries take the time, not the rows
         result = pl.col(names.name).cast(pl.String).str.contains(pattern).fill_null(False)
         return names.to_frame().select(matches=result).to_series()
-    texts, code, codes = _by_code(names)
+    texts, code, codes = _split_codes(names)
     table = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
     table[code] = texts.str.contains(pattern).to_numpy()
     return pl.Series("matches", table[codes])
@@ -63,24 +64,24 @@ def name_matches(names: pl.Series, pattern: str) -> pl.Series:
 
 def map_names(names: pl.Series, function: Callable[[str], Any], dtype: Any) -> pl.Series:
     """Apply a function to names, computed once for each distinct name (null stays null)."""
-    texts, which = distinct_names(names)
+    texts, name_index = distinct_names(names)
     values = pl.Series([*map(function, texts), None], dtype=dtype)
-    return values.gather(np.where(which < 0, len(texts), which))
+    return values.gather(np.where(name_index < 0, len(texts), name_index))
 
 
 def distinct_names(names: pl.Series) -> tuple[pl.Series, NDArray[np.intp]]:
-    """Return the distinct names of a categorical column as text, and each row's place among them;
-    for null -1, so that it picks a value that stands last. (``unique`` takes several times as long,
-    and returns only the names.)"""
-    texts, code, codes = _by_code(names)
+    """Return the distinct names of a categorical column as text, and each row's index among them.
+    The index is -1 for null, so that it picks a value appended last. (``unique`` takes several
+    times as long, and returns only the names.)"""
+    texts, code, codes = _split_codes(names)
     table = np.full(int(codes.max(initial=0)) + 1, -1, dtype=np.intp)
     table[code] = np.arange(len(code), dtype=np.intp)
     return texts, table[codes]
 
 
-def _by_code(names: pl.Series) -> tuple[pl.Series, Codes, Codes]:
-    """Return the distinct names as text, the code of each, and the code of each row: a null's is
-    larger than all of them."""
+def _split_codes(names: pl.Series) -> tuple[pl.Series, Codes, Codes]:
+    """Return the distinct names as text, the code of each, and the code of each row. The code of a
+    null is larger than all others."""
     physical = names.to_physical()
     if physical.null_count():
         physical = physical.fill_null(int(physical.max() or 0) + 1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Code of the user's that the sampled stacks show outside the model, by line and by function."""
+"""The user's code outside the model in sampled stacks, by line and by function."""
 
 import re
 from collections import Counter
@@ -28,37 +28,37 @@ from advisor.measure.host.stacks import (
 )
 
 LEARNING = frozenset(("backward", "optimizer"))
-"""Parts of a step that training alone has."""
+"""Parts of a step that only training has."""
 COMPUTING = LEARNING | {"forward", "data", "communication"}
 """Parts of a step with rules of their own."""
-MAX_INSIDE = 0.1
-"""Share of a line's samples in those parts up to which it counts as outside of them."""
+MAX_INSIDE_SHARE = 0.1
+"""Maximum share of a line's samples in the given parts at which it counts as outside of them."""
 MIN_LINE_SHARE = 0.8
-"""Share of a line's samples from which a line that it leads to is named in its place."""
+"""Minimum share of a line's samples in a line that it calls, for naming the called line instead."""
 MIN_SYMBOL_SHARE = 0.6
-"""Share of the time of operators written as symbols from which one has the line of most of it."""
+"""Minimum share of the time of operators written as symbols at which one gets the hottest line."""
 SYMBOLS = frozenset(f"aten::{name}" for name in "add div index matmul mul neg pow sub".split())
-"""Operators that Python writes as symbols: they have no function in a stack."""
+"""Operators that Python writes as symbols, which have no function in a stack."""
 _TRANSFORM = re.compile(r"^torchvision/transforms/")
-_MODULE = re.compile(r"^torch/nn/modules/module\.py\(")
+_MODULE_CALL = re.compile(r"^torch/nn/modules/module\.py\(")
 
 Place = tuple[str, str, int]
-"""File, function and line; line 0 stands for the function."""
+"""File, function and line; line 0 means the function."""
 
 
 class SampledCode(NamedTuple):
-    """A line, or a function with its line of most samples."""
+    """A line, or a function with the line that has most of its samples."""
 
     location: Location
     share: float
-    """Share of all samples in or below it."""
+    """Share of all samples in or below the line or function."""
     samples: int
     library_function: str | None
-    """Library function below it with most of its samples; ``None``: there is none."""
+    """Library function below it with most of its samples, or ``None``."""
 
     @property
     def waits(self) -> bool:
-        """Whether it is a wait for the GPU: a host that runs ahead loses nothing there."""
+        """Whether it is a wait for the GPU, where a host that runs ahead loses nothing."""
         return (self.library_function or "").startswith("synchronize (torch/cuda/")
 
     @property
@@ -71,8 +71,8 @@ def code_outside(
     stacks: Sequence[SampledStack], parts: frozenset[str], least: float = 0.0, most: float = 1.0
 ) -> SampledCode | None:
     """Find the user's line or function with most samples that is outside these parts of a step, and
-    in turn the innermost one with most of its samples. ``least``, ``most``: limits of its share of
-    all samples. ``None``: too few samples, or no such line."""
+    then the innermost one with most of its samples. ``least`` and ``most`` limit its share of all
+    samples. ``None`` if there are too few samples, or no line matches."""
     total = sum(stack.samples for stack in stacks)
     if total < MIN_SAMPLES:
         return None
@@ -82,7 +82,7 @@ def code_outside(
     leaves: dict[Place, Counter[str]] = {}
     for stack in stacks:
         part = find_step_part(stack)
-        for place, level in _places(stack, parts).items():
+        for place, level in _find_places(stack, parts).items():
             counts[place] += stack.samples
             inside[place] += stack.samples * (part in parts)
             depth[place] = max(depth.get(place, 0), level)
@@ -91,7 +91,7 @@ def code_outside(
     outside = {
         place: count
         for place, count in counts.items()
-        if inside[place] <= MAX_INSIDE * count and least <= count / total <= most
+        if inside[place] <= MAX_INSIDE_SHARE * count and least <= count / total <= most
     }
     if not outside:
         return None
@@ -104,10 +104,14 @@ def code_outside(
     )
     count = counts[file, function, line]
     if not line:
-        lines = {p: n for p, n in counts.items() if p[:2] == (file, function) and p[2]}
+        lines = {
+            candidate: samples
+            for candidate, samples in counts.items()
+            if candidate[:2] == (file, function) and candidate[2]
+        }
         line = max(lines, key=lines.__getitem__)[2]
-    leaf, below = leaves[file, function, line].most_common(1)[0]
-    library = parse_frame(leaf) if below >= MIN_COVERED * count else None
+    leaf, leaf_samples = leaves[file, function, line].most_common(1)[0]
+    library = parse_frame(leaf) if leaf_samples >= MIN_COVERED * count else None
     return SampledCode(
         Location(file=file, line=line, function=function),
         count / total,
@@ -118,63 +122,73 @@ def code_outside(
 
 def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     """Find the line of the user's code whose stacks, sampled outside windows, end in the function
-    of PyTorch or a library that calls the operator; and the library function below it. Else, the
-    line that takes as large a share of the training thread's time as the operator in windows."""
+    of PyTorch or a library that calls the operator, and the library function below it. Otherwise,
+    find the line that takes as large a share of the training thread's time as the operator in
+    windows."""
     recorded = a.recorded
     if recorded is None or not a.span_ns or not recorded.stacks:
         return None
     cpu, main = a.trace.cpu, a.trace.main_thread
     rows = np.flatnonzero(((cpu["name"] == op) & (cpu["thread"] == main)).to_numpy())
-    own = cpu.select("ts", "dur")[rows]
+    calls = cpu.select("ts", "dur")[rows]
     outermost = a.outermost_aten
-    called = cpu["name"].gather(nullable_rows(outermost[rows])).cast(pl.String)
-    times = own.group_by(called.alias("called")).agg(pl.col("dur").sum()).sort("dur").drop_nulls()
-    # others may run the same operator: nearly all of its time is in one of them
-    if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(own["dur"].sum()):
+    caller_names = cpu["name"].gather(nullable_rows(outermost[rows])).cast(pl.String)
+    times = (
+        calls.group_by(caller_names.alias("called"))
+        .agg(pl.col("dur").sum())
+        .sort("dur")
+        .drop_nulls()
+    )
+    # several callers may run the same operator: nearly all of its time is in one of them
+    if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(calls["dur"].sum()):
         line = line_of_function(recorded.stacks, normalize_operator_name(times["called"][-1]))
         if line is None and times["called"][-1] in SYMBOLS:
             line = _line_of_symbol(a, outermost, int(times["dur"][-1]))
         if line is not None:
             return line
-    spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
-    known = recorded.stacks
-    if a.device_id is not None:  # the thread waits in backward(): what it runs itself is elsewhere
-        known = [s._replace(frames=()) if s.part == "backward" else s for s in known]
+    spans = union(calls["ts"].to_numpy(), (calls["ts"] + calls["dur"]).to_numpy())
+    stacks = recorded.stacks
+    if a.device_id is not None:  # the thread waits in backward(): its own work is elsewhere
+        stacks = [
+            stack._replace(frames=()) if stack.part == "backward" else stack for stack in stacks
+        ]
     if op in SYMBOLS:
-        known = [s._replace(frames=s.frames[-1:] * _ends_in_own_line(s)) for s in known]
-    return line_of_share(known, intersect(spans, a.spans).total / a.span_ns)
+        stacks = [
+            stack._replace(frames=stack.frames[-1:] * _ends_in_own_line(stack)) for stack in stacks
+        ]
+    return line_of_share(stacks, intersect(spans, a.spans).total / a.span_ns)
 
 
 def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> HottestLine | None:
     """Find the line of an operator that is written as a symbol (``a @ b``), so that samples end in
-    the line itself. ``outermost``: of ``outermost_aten``; ``ns``: time of its calls; most of that
-    of all such operators."""
+    the line itself. ``outermost`` is ``outermost_aten``. ``ns``, the time of its calls, must be
+    most of the time of all such operators."""
     recorded, main = a.recorded, a.trace.main_thread
     rows = np.unique(outermost)
-    own = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
-    every = own.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
-    if recorded is None or ns < MIN_SYMBOL_SHARE * int(every):
+    operators = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
+    total = operators.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
+    if recorded is None or ns < MIN_SYMBOL_SHARE * int(total):
         return None
     return hottest_line([stack for stack in recorded.stacks if _ends_in_own_line(stack)])
 
 
 def _ends_in_own_line(stack: SampledStack) -> bool:
-    """Return whether a stack ends in a line of the user's code, as where that has a symbol."""
+    """Return whether a stack ends in a line of the user's code, as with a symbol."""
     return bool(stack.frames) and frame_rank(stack.frames[-1]) == 2 and not stack.called
 
 
 def share_of_python(sampled: Sequence[SampledStack]) -> float:
-    """Return the share of these samples in which the user's lines run Python itself: they call
+    """Return the share of these samples in which the user's lines run Python itself. They call
     nothing, or a function of single values such as ``min`` or ``list.append``."""
     total = sum(stack.samples for stack in sampled)
-    own = sum(
+    python_samples = sum(
         stack.samples
         for stack in sampled
         if stack.frames
         and frame_rank(stack.frames[-1]) == 2
         and (not stack.called or _SINGLE_VALUES.search(stack.called))
     )
-    return own / total if total else 0.0
+    return python_samples / total if total else 0.0
 
 
 _SINGLE_VALUES = re.compile(
@@ -184,25 +198,26 @@ _SINGLE_VALUES = re.compile(
 
 
 def find_step_part(stack: SampledStack) -> str:
-    """Return the part of a step; transforms of images are no forward, though some are modules."""
+    """Return the part of a step. Transforms of images are not part of forward, though some are
+    modules."""
     if stack.part == "forward" and model_call(stack.frames) is None:
         return "loop"
     return stack.part
 
 
 def model_call(frames: Sequence[str]) -> int | None:
-    """Return the position of the outermost call of a module that is no transform."""
-    for place, frame in enumerate(frames):
-        if _MODULE.search(frame):
-            called = next((f for f in frames[place:] if not f.startswith("torch/")), "")
-            if not _TRANSFORM.search(called):
-                return place
+    """Return the position of the outermost call of a module that is not a transform."""
+    for index, frame in enumerate(frames):
+        if _MODULE_CALL.search(frame):
+            caller = next((name for name in frames[index:] if not name.startswith("torch/")), "")
+            if not _TRANSFORM.search(caller):
+                return index
     return None
 
 
-def _places(stack: SampledStack, parts: frozenset[str]) -> dict[Place, int]:
-    """Return the user's lines and functions in a stack, down to the model's call, each with its
-    depth."""
+def _find_places(stack: SampledStack, parts: frozenset[str]) -> dict[Place, int]:
+    """Return the user's lines and functions in a stack, down to the model's call, with their
+    depths."""
     end = (
         model_call(stack.frames)
         if "forward" in parts or find_step_part(stack) == "forward"

@@ -77,23 +77,15 @@ def find_hottest_library_call(
             name = _describe_frame(below[level]) if level < len(below) else called
             key: tuple[_Kind | None, str] = (kind, "")
         else:
-            outer = next(
-                (inner for inner in below if not _PYTORCH.search(inner)), None
-            )
+            outer = next((inner for inner in below if not _PYTORCH.search(inner)), None)
             name = ("" if below else called) if outer is None else _describe_frame(outer)
             key = (None, name)
         if not name:
             continue
         counts[key] += samples
         names.setdefault(key, Counter())[name] += samples
-        callers = (
-            inner
-            for inner in reversed(frames[: depth + 1])
-            if frame_rank(inner) == 2
-        )
-        frame_name = next(
-            (inner for inner in callers if not re.search(NESTED, inner)), ""
-        )
+        callers = (inner for inner in reversed(frames[: depth + 1]) if frame_rank(inner) == 2)
+        frame_name = next((inner for inner in callers if not re.search(NESTED, inner)), "")
         frame = parse_frame(frame_name)
         if frame is not None:
             lines.setdefault(key, Counter())[frame.location] += samples

@@ -126,7 +126,7 @@ def _find_made_operands(a: Analysis) -> NDArray[np.int64]:
                 break
             if is_making[previous]:
                 chain.append(previous)
-        if any(shape in {tuple(sorted(e.shape)) for e in tensors(inputs[n])} for n in chain):
+        if any(shape in {tuple(sorted(item.shape)) for item in tensors(inputs[n])} for n in chain):
             by_shape.setdefault(shape, []).append(chain)
     making = [
         n for chains in by_shape.values() if len(chains) >= a.step_count for c in chains for n in c

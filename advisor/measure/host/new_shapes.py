@@ -28,7 +28,7 @@ MAX_SLOW_REPEATS = 0.1
 """Maximum share of slow calls among repeated shapes. Above it, shapes are not the cause."""
 CUDA_CALL_NS = 10_000
 """Time of a library's own code around each CUDA call, ns. A recurrent layer launches thousands."""
-REPEATED_CALL_NS = 100_000.0
+REPEATED_NS = 100_000.0
 """Assumed time of a repeated call if the trace has none, ns: 50 to 120 µs on an H100."""
 PREPARED = (
     r"^aten::(?:cudnn_convolution\w*|miopen_\w*convolution\w*|convolution_backward"

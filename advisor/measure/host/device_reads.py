@@ -1,4 +1,4 @@
-"""Host time around reads of device values: loops of reads, work on what was read, and round trips
+"""Host time around reads of device values: loops of reads, work on the values, and round trips
 through the host."""
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from advisor.measure.host.stacks import (
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-MIN_REPEATS = 10
-"""Reads in a row, each after the same operators, from which they are a loop."""
-PATTERNS = 4
-"""Different reads in one round of a loop, at most."""
-MAX_APART = 5
-"""Operators from one read of a loop to the next, at most: with more, the loop does other work."""
+MIN_LOOP_READS = 10
+"""Minimum number of consecutive reads, each after the same operators, that form a loop."""
+MAX_READS_PER_ROUND = 4
+"""Maximum number of different reads in one round of a loop."""
+MAX_OPERATORS_BETWEEN = 5
+"""Maximum operators from one read of a loop to the next: with more, the loop does other work."""
 VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
 COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"
-"""Operators that read a value (VALUE) or copy (COPY); not those that read an output's size."""
+"""Operators that read a value (VALUE) or copy (COPY), without those that read an output's size."""
 MIN_BYTES = 4096
-"""Size from which a read is of data, bytes: single values are logged or compared, not worked on."""
+"""Minimum bytes of a read of data: single values are logged or compared, not processed."""
 MIN_WORK_NS = 200_000
-"""Host time without a launch after a read, ns, from which it is work."""
-MIN_OPERATORS = 0.5
-"""Share of the time between a copy to the host and the copy back that CPU operators must fill: they
-are the work that the data was fetched for."""
+"""Minimum host time without a launch after a read that counts as work, ns."""
+MIN_OPERATOR_SHARE = 0.5
+"""Minimum share of CPU operators in the time between a copy to the host and the copy back: they are
+the work that the data was fetched for."""
 DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
 """Ranges and frames in which data is kept on the host on purpose."""
 
@@ -71,92 +71,95 @@ class _Reads(NamedTuple):
     """Rows of ``trace.cpu``: the outermost aten operator around, else the call itself."""
 
 
-def _reads(a: Analysis) -> _Reads:
+def _find_reads(a: Analysis) -> _Reads:
     gpu = a.trace.gpu
     syncs = a.syncs.filter(~pl.col("profiler") & pl.col("copy").is_not_null())
     syncs = syncs.filter((gpu["copy"].gather(syncs["copy"]) == "DtoH").fill_null(False))
     host = syncs["host"].to_numpy().astype(np.int64)
     top = a.outermost_aten[host]
     top = np.where(top >= 0, top, host)
-    top, first = np.unique(top, return_index=True)
-    copy = syncs["copy"].to_numpy().astype(np.int64)[first]
+    top, first_index = np.unique(top, return_index=True)
+    copy = syncs["copy"].to_numpy().astype(np.int64)[first_index]
     order = np.argsort(a.trace.cpu["ts"].to_numpy()[top], kind="stable")
     return _Reads(copy[order], top[order].astype(np.int64))
 
 
 def outermost_aten(a: Analysis) -> NDArray[np.int64]:
-    """Return the outermost aten operator around each row, aligned with ``trace.cpu``; -1: none. It
-    is not the compiled function or the autograd node that it runs in."""
-    named = name_matches(a.trace.cpu["name"], r"^aten::").to_numpy() & is_operator(a.trace)
-    return outermost_ancestor(parent_rows(a.trace), named).astype(np.int64)
+    """Return the outermost aten operator around each row, aligned with ``trace.cpu``, or -1. A
+    compiled function or autograd node around it does not count."""
+    is_aten = name_matches(a.trace.cpu["name"], r"^aten::").to_numpy() & is_operator(a.trace)
+    return outermost_ancestor(parent_rows(a.trace), is_aten).astype(np.int64)
 
 
 def backward_nodes(a: Analysis) -> NDArray[np.int64]:
-    """Return the autograd node around each row, aligned with ``trace.cpu``; -1: none."""
-    node = name_matches(a.trace.cpu["name"], ENGINE_NODE).to_numpy()
-    return innermost_ancestor(parent_rows(a.trace), node & is_operator(a.trace)).astype(np.int64)
+    """Return the autograd node around each row, aligned with ``trace.cpu``, or -1."""
+    is_node = name_matches(a.trace.cpu["name"], ENGINE_NODE).to_numpy()
+    return innermost_ancestor(parent_rows(a.trace), is_node & is_operator(a.trace)).astype(np.int64)
 
 
 def read_loops(a: Analysis) -> Intervals:
-    """Find host time of loops that read one device value after the other, each after the same
-    operators: a norm and an ``item()`` for every parameter."""
+    """Find host time of loops that read one device value after another, each after the same
+    operators, such as a norm and an ``item()`` for every parameter."""
     if a.device_id is None or a.syncs.is_empty():
         return EMPTY
     cpu = a.trace.cpu
     tops = a.outermost_aten
-    outer = np.flatnonzero(tops == np.arange(len(tops)))
-    reads = np.intersect1d(_reads(a).top, outer)
+    outermost = np.flatnonzero(tops == np.arange(len(tops)))
+    reads = np.intersect1d(_find_reads(a).top, outermost)
     reads = reads[name_matches(cpu["name"], f"{VALUE}|{COPY}").to_numpy()[reads]]
-    if len(reads) <= MIN_REPEATS:
+    if len(reads) <= MIN_LOOP_READS:
         return EMPTY
-    place = np.searchsorted(outer, reads)
-    names = cpu["name"].to_physical().to_numpy()[outer]
-    thread = cpu["thread"].to_numpy()[outer]
-    again = np.zeros(len(place), dtype=bool)
-    seen: list[bytes] = []
-    for number in range(1, len(place)):  # thousands a step at most, some operators each
-        first, last = place[number - 1] + 1, place[number] + 1
-        if thread[first - 1] != thread[last - 1] or last - first > MAX_APART:
-            seen = []
+    positions = np.searchsorted(outermost, reads)
+    names = cpu["name"].to_physical().to_numpy()[outermost]
+    thread = cpu["thread"].to_numpy()[outermost]
+    is_repeat = np.zeros(len(positions), dtype=bool)
+    recent_keys: list[bytes] = []
+    for index in range(1, len(positions)):  # at most thousands per step, with some operators each
+        first_operator, end_operator = positions[index - 1] + 1, positions[index] + 1
+        if (
+            thread[first_operator - 1] != thread[end_operator - 1]
+            or end_operator - first_operator > MAX_OPERATORS_BETWEEN
+        ):
+            recent_keys = []
             continue
-        key = names[first:last].tobytes()
-        again[number] = key in seen
-        seen = [*seen[1 - PATTERNS :], key]
-    edge = np.flatnonzero(np.diff(np.concatenate([[0], again.astype(np.int8), [0]])))
-    begin, end = edge[::2], edge[1::2] - 1
-    long = end - begin + 1 >= MIN_REPEATS
+        key = names[first_operator:end_operator].tobytes()
+        is_repeat[index] = key in recent_keys
+        recent_keys = [*recent_keys[1 - MAX_READS_PER_ROUND :], key]
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], is_repeat.astype(np.int8), [0]])))
+    begin, end = edges[::2], edges[1::2] - 1
+    is_loop = end - begin + 1 >= MIN_LOOP_READS
     ts = cpu["ts"].to_numpy()
-    start = ts[outer[place[begin[long] - 1] + 1]]
-    finish = ts[reads[end[long]]] + cpu["dur"].to_numpy()[reads[end[long]]]
+    start = ts[outermost[positions[begin[is_loop] - 1] + 1]]
+    finish = ts[reads[end[is_loop]]] + cpu["dur"].to_numpy()[reads[end[is_loop]]]
     return intersect(union(start, finish), a.spans)
 
 
-class _Following(NamedTuple):
+class _NextLaunches(NamedTuple):
     """Intervals from the end of each read to the start of the host's next launch, ns."""
 
     begin: NDArray[np.int64]
     end: NDArray[np.int64]
     launch: NDArray[np.int64]
-    """Row of ``trace.cpu`` of the next launch; -1: there is none."""
+    """Row of ``trace.cpu`` of the next launch, or -1."""
 
 
-def _following(a: Analysis, reads: _Reads) -> _Following:
+def _find_next_launches(a: Analysis, reads: _Reads) -> _NextLaunches:
     cpu = a.trace.cpu
     ts = cpu["ts"].to_numpy()
     launches = a.trace.gpu["launch"].drop_nulls().unique().to_numpy().astype(np.int64)
     launches = launches[np.argsort(ts[launches], kind="stable")]
     tops = outermost_operator(a.trace)
     begin = ts[reads.top] + cpu["dur"].to_numpy()[reads.top]
-    place = np.searchsorted(ts[launches], begin, side="left")
-    known = place < len(launches)
-    launch = np.where(known, launches[np.minimum(place, len(launches) - 1)], -1)
+    next_index = np.searchsorted(ts[launches], begin, side="left")
+    has_next = next_index < len(launches)
+    launch = np.where(has_next, launches[np.minimum(next_index, len(launches) - 1)], -1)
     top = np.where(tops[launch] >= 0, tops[launch], launch)
-    end = np.where(known, np.maximum(ts[top], begin), begin)
-    return _Following(begin, end, launch)
+    end = np.where(has_next, np.maximum(ts[top], begin), begin)
+    return _NextLaunches(begin, end, launch)
 
 
-def _loading(a: Analysis) -> Intervals:
-    """Return waits for the next batch."""
+def _find_loading(a: Analysis) -> Intervals:
+    """Return the host's waits for the next batch."""
     cpu = a.trace.cpu
     rows = name_matches(cpu["name"], LOADER).to_numpy()
     ts = cpu["ts"].to_numpy()[rows]
@@ -165,58 +168,69 @@ def _loading(a: Analysis) -> Intervals:
 
 def find_time_after_reads(a: Analysis) -> Intervals:
     """Find host time from the end of a read of data to the next launch, without waits for the next
-    batch: the host works on what it has read, and launches nothing meanwhile. Round trips are left
-    out."""
+    batch. The host works on the data and launches nothing meanwhile. Round trips are excluded."""
     if a.device_id is None or a.syncs.is_empty():
         return EMPTY
-    reads = _reads(a)
+    reads = _find_reads(a)
     size = a.trace.gpu["bytes"].gather(reads.copy).fill_null(0).to_numpy()
     reads = _Reads(reads.copy[size >= MIN_BYTES], reads.top[size >= MIN_BYTES])
     if not len(reads.top):
         return EMPTY
-    begin, end, _ = _following(a, reads)
-    loading = _loading(a)
-    long = end - begin - covered_length(begin, end, loading) >= MIN_WORK_NS
-    apart = union_of(loading, a.trip_intervals)
-    return intersect(subtract(union(begin[long], end[long]), apart), a.spans)
+    begin, end, _ = _find_next_launches(a, reads)
+    loading = _find_loading(a)
+    is_work = end - begin - covered_length(begin, end, loading) >= MIN_WORK_NS
+    excluded = union_of(loading, a.trip_intervals)
+    return intersect(subtract(union(begin[is_work], end[is_work]), excluded), a.spans)
 
 
 def round_trips(a: Analysis) -> pl.DataFrame:
     """Find copies to the host that the next launch copies back, byte for byte, after operators on
-    the CPU: the columns of TRIPS_SCHEMA. Data that is kept on the host on purpose is left out."""
+    the CPU: the columns of TRIPS_SCHEMA. Data that is kept on the host on purpose is excluded."""
     empty = pl.DataFrame(schema=TRIPS_SCHEMA)
     if a.device_id is None or a.syncs.is_empty():
         return empty
-    reads = _reads(a)
+    reads = _find_reads(a)
     if not len(reads.top):
         return empty
     cpu, gpu = a.trace.cpu, a.trace.gpu
-    follow = _following(a, reads)
+    next_launches = _find_next_launches(a, reads)
     copies = gpu.with_row_index("back").filter(
         (pl.col("copy") == "HtoD") & pl.col("launch").is_not_null()
     )
-    back = dict(zip(copies["launch"].to_list(), copies["back"].to_list(), strict=True))
-    second = np.array([back.get(int(row), -1) for row in follow.launch], dtype=np.int64)
-    size = gpu["bytes"].fill_null(0).to_numpy()
-    good = (second >= 0) & (size[reads.copy] >= MIN_BYTES) & (size[reads.copy] == size[second])
+    copy_back_of_launch = dict(
+        zip(copies["launch"].to_list(), copies["back"].to_list(), strict=True)
+    )
+    copy_back = np.array(
+        [copy_back_of_launch.get(int(row), -1) for row in next_launches.launch], dtype=np.int64
+    )
+    sizes = gpu["bytes"].fill_null(0).to_numpy()
+    is_round_trip = (
+        (copy_back >= 0)
+        & (sizes[reads.copy] >= MIN_BYTES)
+        & (sizes[reads.copy] == sizes[copy_back])
+    )
     tops = outermost_operator(a.trace)
-    own = np.flatnonzero(tops == np.arange(len(tops)))
+    outermost = np.flatnonzero(tops == np.arange(len(tops)))
     ts, dur = cpu["ts"].to_numpy(), cpu["dur"].to_numpy()
-    at_work = union(ts[own], ts[own] + dur[own])
-    inside = covered_length(follow.begin, follow.end, at_work)
-    good &= inside >= np.maximum(MIN_OPERATORS * (follow.end - follow.begin), 1)
-    kept = name_matches(cpu["name"], DELIBERATE).to_numpy()
-    good &= climb_stack(parent_rows(a.trace), kept, reads.top) < 0
-    good &= climb_stack(parent_rows(a.trace), kept, follow.launch) < 0
-    after = np.where(tops[follow.launch] >= 0, tops[follow.launch], follow.launch)
+    operator_time = union(ts[outermost], ts[outermost] + dur[outermost])
+    worked = covered_length(next_launches.begin, next_launches.end, operator_time)
+    is_round_trip &= worked >= np.maximum(
+        MIN_OPERATOR_SHARE * (next_launches.end - next_launches.begin), 1
+    )
+    is_deliberate = name_matches(cpu["name"], DELIBERATE).to_numpy()
+    is_round_trip &= climb_stack(parent_rows(a.trace), is_deliberate, reads.top) < 0
+    is_round_trip &= climb_stack(parent_rows(a.trace), is_deliberate, next_launches.launch) < 0
+    last_operator = np.where(
+        tops[next_launches.launch] >= 0, tops[next_launches.launch], next_launches.launch
+    )
     return pl.DataFrame(
         {
-            "gpu": reads.copy[good],
-            "back": second[good],
-            "bytes": size[reads.copy[good]],
-            "launch": gpu["launch"].gather(reads.copy[good]),
-            "begin": ts[reads.top[good]],
-            "end": (ts + dur)[after[good]],
+            "gpu": reads.copy[is_round_trip],
+            "back": copy_back[is_round_trip],
+            "bytes": sizes[reads.copy[is_round_trip]],
+            "launch": gpu["launch"].gather(reads.copy[is_round_trip]),
+            "begin": ts[reads.top[is_round_trip]],
+            "end": (ts + dur)[last_operator[is_round_trip]],
         },
         schema=TRIPS_SCHEMA,
         strict=False,
@@ -224,6 +238,7 @@ def round_trips(a: Analysis) -> pl.DataFrame:
 
 
 def trip_intervals(a: Analysis) -> Intervals:
-    """Return the intervals of round trips: to the host, work there, and back."""
+    """Return the intervals of round trips: the copy to the host, the work there, and the copy
+    back."""
     trips = a.round_trips
     return intersect(union(trips["begin"].to_numpy(), trips["end"].to_numpy()), a.spans)

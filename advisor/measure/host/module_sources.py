@@ -1,4 +1,4 @@
-"""Sources of modules in a trace: each turns rows of the host into nodes of a tree of names.
+"""Sources of modules in a trace. Each source maps rows of the host to nodes of a tree of names.
 
 Events of modules (PyTorch), ranges named after modules (NVTX, ``record_function``), names of
 operators that are paths (XLA), marks before and after the forward of a module (FSDP), Python frames
@@ -18,12 +18,12 @@ from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import Rows, climb_stack, parent_rows, rows_around
 
 MAX_NODES: Final = 20_000
-"""Modules of one recording, at most; work of others belongs to the module around them."""
+"""Maximum modules of a recording. Work of further modules counts for the module around them."""
 MAX_DEPTH: Final = 64
-"""Nesting depth of modules, at most."""
+"""Maximum nesting depth of modules."""
 SourceName = Literal["module events", "ranges", "operator names", "FSDP", "Python frames"]
 Find = Callable[[Rows], Rows]
-"""Function from rows of ``trace.cpu`` to nodes; -1: in no module."""
+"""Function from rows of ``trace.cpu`` to nodes, or -1 outside of modules."""
 
 
 class ModuleTree:
@@ -33,61 +33,62 @@ class ModuleTree:
         self.parent: list[int] = []
         self.name: list[str] = []
         self._depth: list[int] = []
-        self._known: dict[tuple[int, str], int] = {}
+        self._node_of_name: dict[tuple[int, str], int] = {}
 
     def insert(self, parent: int, names: tuple[str, ...]) -> int:
-        """Return the node of these names below a node (-1: none); of names that begin as those of
-        the outermost one around it, from there."""
+        """Return the node of these names below ``parent`` (-1 for none). If the names begin with
+        the name of the outermost node around ``parent``, start there."""
         top = parent
         while top >= 0 and self.parent[top] >= 0:
             top = self.parent[top]
         node = -1 if len(names) > 1 and top >= 0 and self.name[top] == names[0] else parent
         for name in names:
-            if (node, name) not in self._known:
+            if (node, name) not in self._node_of_name:
                 depth = 1 if node < 0 else self._depth[node] + 1
                 if len(self.name) >= MAX_NODES or depth > MAX_DEPTH:
                     return node
-                self._known[node, name] = len(self.name)
+                self._node_of_name[node, name] = len(self.name)
                 self.parent.append(node)
                 self.name.append(name)
                 self._depth.append(depth)
-            node = self._known[node, name]
+            node = self._node_of_name[node, name]
         return node
 
     def graft(self) -> NDArray[np.int32]:
-        """Return the node that stands for each: a module without one around it, say on a thread of
-        the backward pass, is the one of its name elsewhere, if that is the only one."""
+        """Return the node that represents each node. A module without a parent, such as on a thread
+        of the backward pass, is replaced by the module with its name elsewhere, if there is only
+        one."""
         target = list(range(len(self.name)))
-        places: dict[str, list[int]] = {}
+        nodes_by_name: dict[str, list[int]] = {}
         for node, name in enumerate(self.name):
             if self.parent[node] >= 0:
-                places.setdefault(name, []).append(node)
-        below: dict[int, list[int]] = {}
+                nodes_by_name.setdefault(name, []).append(node)
+        children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parent):
-            below.setdefault(parent, []).append(node)
-        for root in below.get(-1, []):
-            named = places.get(self.name[root], [])
-            place = _end(target, named[0]) if len(named) == 1 else root
-            top = place
+            children.setdefault(parent, []).append(node)
+        for root in children.get(-1, []):
+            same_name = nodes_by_name.get(self.name[root], [])
+            destination = _follow_targets(target, same_name[0]) if len(same_name) == 1 else root
+            top = destination
             while self.parent[top] >= 0:
                 top = self.parent[top]
             if top == root:
                 continue
-            moves = [(root, place)]
+            moves = [(root, destination)]
             while moves:
-                node, new = moves.pop()
-                target[node] = new
-                for child in below.get(node, []):
-                    same = self._known.get((new, self.name[child]))
-                    if same is None:
-                        self.parent[child] = new
-                        self._known[new, self.name[child]] = child
+                node, new_parent = moves.pop()
+                target[node] = new_parent
+                for child in children.get(node, []):
+                    twin = self._node_of_name.get((new_parent, self.name[child]))
+                    if twin is None:
+                        self.parent[child] = new_parent
+                        self._node_of_name[new_parent, self.name[child]] = child
                     else:
-                        moves.append((child, same))
-        return np.array([_end(target, node) for node in target], dtype=np.int32)
+                        moves.append((child, twin))
+        return np.array([_follow_targets(target, node) for node in target], dtype=np.int32)
 
 
-def _end(target: list[int], node: int) -> int:
+def _follow_targets(target: list[int], node: int) -> int:
     while target[node] != node:
         node = target[node]
     return node
@@ -95,38 +96,39 @@ def _end(target: list[int], node: int) -> int:
 
 # -- where modules are recorded -------------------------------------------------------------------
 
-_CLEAN = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", ""}
-"""Names of wrappers, which are no layers."""
-_PATH = (
+_WRAPPER_NAMES = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", ""}
+"""Names of wrappers, which are not layers."""
+_MODULE_PATH = (
     r"^(?:\w+[./])*(?:(?:\w*(?:layer|block)s?|stages?)[._ #]?|(?:h|resnets|experts)[._])"
     r"\[?\d+\]?(?:[./]\w+)*$"
 )
 _MODULE_MARK = r"'Module': '([\w.]+)'"
-_FSDP = r"^FSDP::(pre|post)_forward \(([\w.]+)\)$"
-_FORWARD = r"^(?:.*[/\\])?([^/\\(]+\.py)\((\d+)\): forward$"
-_CALL = r"nn[/\\]modules[/\\]module\.py\(\d+\): _(?:wrapped_)?call_impl$"
-_WRAPS = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
-_NO_SCOPE = re.compile(
+_FSDP_MARK = r"^FSDP::(pre|post)_forward \(([\w.]+)\)$"
+_FORWARD_FRAME = r"^(?:.*[/\\])?([^/\\(]+\.py)\((\d+)\): forward$"
+_MODULE_CALL = r"nn[/\\]modules[/\\]module\.py\(\d+\): _(?:wrapped_)?call_impl$"
+_TRANSFORMATION = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
+_NOT_A_SCOPE = re.compile(
     r"^(?:gradient_tape|replica_\d+|x?p?jit(?:\(.*\))?|while|body|cond|branch_\d+_fun|checkpoint|"
     r"remat\w*|rematted_computation|closed_call|shard_map|StatefulPartitionedCall|PartitionedCall)$"
 )
-_NUMBERED = re.compile(r"^(.*[^._ #\[])([._ #\[]+)(\d+)\]?$")
+_NUMBERED_NAME = re.compile(r"^(.*[^._ #\[])([._ #\[]+)(\d+)\]?$")
 
 
 def split_number(name: str) -> tuple[str, str, int | None]:
-    """Split ``layers.3`` into ``layers``, ``.``, 3; without a number: the name, "", ``None``."""
-    result = _NUMBERED.match(name)
+    """Split ``layers.3`` into ``layers``, ``.``, 3. Without a number, return the name, "",
+    ``None``."""
+    result = _NUMBERED_NAME.match(name)
     if result is None or len(result[3]) > 9:
         return name, "", None
     return result[1], result[2], int(result[3])
 
 
 def split_modules(path: str) -> tuple[str, ...]:
-    """Return the modules of ``model.layers.0.mlp``, outermost first: a number belongs to the name
+    """Return the modules of ``model.layers.0.mlp``, outermost first. A number belongs to the name
     before it, and wrappers are left out."""
     result: list[str] = []
     for part in re.split(r"[./]", path):
-        if part in _CLEAN:
+        if part in _WRAPPER_NAMES:
             continue
         if part.isdecimal() and result:
             result[-1] += f".{part}"
@@ -136,22 +138,22 @@ def split_modules(path: str) -> tuple[str, ...]:
 
 
 def op_path(name: str) -> tuple[str, ...]:
-    """Return the modules in the name that XLA gives an operator, such as
-    ``jit(step)/transpose(jvp(Model))/layer_0/dot_general``: without the operator."""
+    """Return the modules in the name that XLA gives an operator, without the operator, such as
+    ``jit(step)/transpose(jvp(Model))/layer_0/dot_general``."""
     result: list[str] = []
     for part in name.split("/")[:-1]:
-        while (inner := _WRAPS.match(part)) is not None:
+        while (inner := _TRANSFORMATION.match(part)) is not None:
             part = inner[1]
-        if part and not _NO_SCOPE.match(part):
+        if part and not _NOT_A_SCOPE.match(part):
             result.append(part)
     return tuple(result[:MAX_DEPTH])
 
 
 Source = tuple[Find, NDArray[np.int32]]
-"""Function that finds nodes, and ``LayerTable.scopes``: the node that begins at each host row."""
+"""Function that finds nodes, and ``LayerTable.scopes`` (the node that begins at each host row)."""
 
 
-def _nested(
+def _find_nested(
     trace: Trace,
     tree: ModuleTree,
     rows: Rows,
@@ -159,97 +161,100 @@ def _nested(
     *,
     in_order: bool = False,
 ) -> Source:
-    """Find modules that are host rows with others inside them. ``in_order``: rows of one name in
-    one call are different modules, numbered in order of time."""
+    """Find modules that are nested host rows. With ``in_order``, rows of one name in one call are
+    different modules, numbered in order of time."""
     parent = parent_rows(trace)
     scope = np.zeros(len(parent), dtype=np.bool_)
     scope[rows] = True
     above = climb_stack(parent, scope, rows_around(parent, rows))
-    texts, which = distinct_names(trace.cpu["name"].gather(rows))
-    known = [names(text) for text in texts]
+    texts, name_index = distinct_names(trace.cpu["name"].gather(rows))
+    paths = [names(text) for text in texts]
     number = np.zeros(len(rows), dtype=np.int64)
     if in_order:
-        frame = pl.DataFrame({"above": above, "which": which})
-        counted = pl.int_range(pl.len()).over("above", "which")
-        number = np.where(above >= 0, frame.select(counted).to_series().to_numpy(), 0)
+        frame = pl.DataFrame({"above": above, "which": name_index})
+        order = pl.int_range(pl.len()).over("above", "which")
+        number = np.where(above >= 0, frame.select(order).to_series().to_numpy(), 0)
     node = np.full(len(parent), -1, dtype=np.int32)
-    count, left = max(1, len(known)), np.arange(len(rows))
+    count, remaining = max(1, len(paths)), np.arange(len(rows))
     largest = int(number.max(initial=0)) + 1
-    for _ in range(MAX_DEPTH):  # one round a level of modules
-        up = np.where(above[left] >= 0, node[np.maximum(above[left], 0)], -1)
-        ready = (above[left] < 0) | (up >= 0)
-        now = left[ready]
-        if not len(now):
+    for _ in range(MAX_DEPTH):  # one round per level of modules
+        parent_node = np.where(above[remaining] >= 0, node[np.maximum(above[remaining], 0)], -1)
+        is_ready = (above[remaining] < 0) | (parent_node >= 0)
+        level = remaining[is_ready]
+        if not len(level):
             break
-        key = ((up[ready].astype(np.int64) + 1) * count + which[now]) * largest + number[now]
+        key = (
+            (parent_node[is_ready].astype(np.int64) + 1) * count + name_index[level]
+        ) * largest + number[level]
         unique, inverse = np.unique(key, return_inverse=True)
-        made = []
-        for each in unique.tolist():
-            path, place = known[each // largest % count], each % largest
-            if in_order and path and each // largest // count:
-                path = (*path[:-1], f"{path[-1]} #{place}")
-            made.append(tree.insert(each // largest // count - 1, path))
-        node[rows[now]] = np.array(made, dtype=np.int32)[inverse]
-        left = left[~ready]
-    begins = node >= 0
+        nodes = []
+        for code in unique.tolist():
+            path, position = paths[code // largest % count], code % largest
+            if in_order and path and code // largest // count:
+                path = (*path[:-1], f"{path[-1]} #{position}")
+            nodes.append(tree.insert(code // largest // count - 1, path))
+        node[rows[level]] = np.array(nodes, dtype=np.int32)[inverse]
+        remaining = remaining[~is_ready]
+    starts_node = node >= 0
 
     def find(wanted: Rows) -> Rows:
-        row = climb_stack(parent, begins, wanted)
+        row = climb_stack(parent, starts_node, wanted)
         return np.where(row >= 0, node[np.maximum(row, 0)], np.int32(-1))
 
     return find, node
 
 
-def _module_events(trace: Trace, tree: ModuleTree) -> Source | None:
-    """Find ``nn.Module: Linear_0``: the class, and a number for each module of the class."""
+def _find_module_events(trace: Trace, tree: ModuleTree) -> Source | None:
+    """Find ``nn.Module: Linear_0``, named by the class and a number for each module of the
+    class."""
     frames = np.flatnonzero((trace.cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(trace.cpu["name"].gather(frames), f"^{MODULE}").to_numpy()]
     if not len(rows):
         return None
-    return _nested(trace, tree, rows, lambda name: (name.removeprefix(MODULE),))
+    return _find_nested(trace, tree, rows, lambda name: (name.removeprefix(MODULE),))
 
 
-def _ranges(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_ranges(trace: Trace, tree: ModuleTree) -> Source | None:
     """Find ``model.layers.0.mlp``, ``layer_3``, and the ranges of vLLM's hooks."""
     ranges = np.flatnonzero((trace.cpu["kind"] == "annotation").to_numpy())
     names = trace.cpu["name"].gather(ranges)
-    found = name_matches(names, f"{_PATH}|{_MODULE_MARK}").to_numpy()
-    if not found.any():
+    is_module = name_matches(names, f"{_MODULE_PATH}|{_MODULE_MARK}").to_numpy()
+    if not is_module.any():
         return None
-    texts, which = distinct_names(names)
+    texts, name_index = distinct_names(names)
     marks = [re.search(_MODULE_MARK, text) for text in texts]
     paths = [
         split_modules(mark[1] if mark else text) for text, mark in zip(texts, marks, strict=True)
     ]
-    layer = np.zeros(len(texts) + 1, dtype=np.bool_)
-    layer[which[found]] = True
-    tops = {paths[i][0] for i in np.flatnonzero(layer[:-1]) if len(paths[i]) > 1}
-    for i, text in enumerate(texts):  # distinct names: model.embed_tokens beside model.layers.0
-        if paths[i] and paths[i][0] in tops and re.fullmatch(r"\w+(?:[./]\w+)*", text):
-            layer[i] = True
-    known = dict(zip(texts, paths, strict=True))
-    return _nested(trace, tree, ranges[layer[which]], known.__getitem__)
+    is_layer = np.zeros(len(texts) + 1, dtype=np.bool_)
+    is_layer[name_index[is_module]] = True
+    roots = {paths[i][0] for i in np.flatnonzero(is_layer[:-1]) if len(paths[i]) > 1}
+    for i, text in enumerate(texts):  # distinct names: model.embed_tokens next to model.layers.0
+        if paths[i] and paths[i][0] in roots and re.fullmatch(r"\w+(?:[./]\w+)*", text):
+            is_layer[i] = True
+    path_of_name = dict(zip(texts, paths, strict=True))
+    return _find_nested(trace, tree, ranges[is_layer[name_index]], path_of_name.__getitem__)
 
 
-def _marked(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_fsdp_modules(trace: Trace, tree: ModuleTree) -> Source | None:
     """Find modules between FSDP's ranges before and after their forward."""
     cpu = trace.cpu
     ranges = np.flatnonzero((cpu["kind"] == "annotation").to_numpy())
-    rows = ranges[name_matches(cpu["name"].gather(ranges), _FSDP).to_numpy()]
+    rows = ranges[name_matches(cpu["name"].gather(ranges), _FSDP_MARK).to_numpy()]
     if not len(rows):
         return None
     ts, thread = cpu["ts"].to_numpy(), cpu["thread"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
-    texts = cpu["name"].gather(rows).cast(pl.String).str.extract_groups(_FSDP).struct.unnest()
+    texts = cpu["name"].gather(rows).cast(pl.String).str.extract_groups(_FSDP_MARK).struct.unnest()
     edges: dict[int, tuple[list[int], list[int]]] = {}
     node = np.full(cpu.height, -1, dtype=np.int32)
     open_calls: dict[int, list[tuple[str, int]]] = {}
     order = rows[np.lexsort((ts[rows], thread[rows]))]
-    text = dict(zip(rows.tolist(), texts.rows(), strict=True))
-    for row in order.tolist():  # two marks a call
-        which, name = text[row]
+    mark_of_row = dict(zip(rows.tolist(), texts.rows(), strict=True))
+    for row in order.tolist():  # two marks per call
+        mark, name = mark_of_row[row]
         stack = open_calls.setdefault(int(thread[row]), [])
-        if which == "pre":
+        if mark == "pre":
             node[row] = tree.insert(-1, split_modules(name))
             stack.append((name, int(node[row])))
             instant = int(ts[row])
@@ -259,22 +264,22 @@ def _marked(trace: Trace, tree: ModuleTree) -> Source | None:
             instant = int(end[row])
         else:
             continue
-        at, inside = edges.setdefault(int(thread[row]), ([], []))
-        at.append(instant)
-        inside.append(stack[-1][1] if stack else -1)
+        instants, nodes = edges.setdefault(int(thread[row]), ([], []))
+        instants.append(instant)
+        nodes.append(stack[-1][1] if stack else -1)
 
     def find(wanted: Rows) -> Rows:
         result = np.full(len(wanted), -1, dtype=np.int32)
-        for number, (at, inside) in edges.items():
-            own = np.flatnonzero((wanted >= 0) & (thread[np.maximum(wanted, 0)] == number))
-            place = np.searchsorted(np.array(at), ts[wanted[own]], side="right")
-            result[own] = np.array([-1, *inside], dtype=np.int32)[place]
+        for thread_id, (instants, nodes) in edges.items():
+            of_thread = np.flatnonzero((wanted >= 0) & (thread[np.maximum(wanted, 0)] == thread_id))
+            index = np.searchsorted(np.array(instants), ts[wanted[of_thread]], side="right")
+            result[of_thread] = np.array([-1, *nodes], dtype=np.int32)[index]
         return result
 
     return find, node
 
 
-def _op_names(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_operator_modules(trace: Trace, tree: ModuleTree) -> Source | None:
     """Find modules in the operators of XLA and TensorFlow, whose names are paths of scopes."""
     if trace.meta.framework not in (TENSORFLOW, JAX):
         return None
@@ -282,32 +287,32 @@ def _op_names(trace: Trace, tree: ModuleTree) -> Source | None:
     rows = rows[name_matches(trace.cpu["name"].gather(rows), r"^[^/]+/").to_numpy()]
     if not len(rows):
         return None
-    find, _ = _nested(trace, tree, rows, op_path)
+    find, _ = _find_nested(trace, tree, rows, op_path)
     return find, np.empty(0, dtype=np.int32)
 
 
-def _frames(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_forward_frames(trace: Trace, tree: ModuleTree) -> Source | None:
     """Find ``forward`` in Python frames, called by a module."""
     cpu = trace.cpu
     frames = np.flatnonzero((cpu["kind"] == "python").to_numpy())
-    rows = frames[name_matches(cpu["name"].gather(frames), _FORWARD).to_numpy()]
-    above = rows_around(parent_rows(trace), rows)
-    rows, above = rows[above >= 0], above[above >= 0]
-    rows = rows[name_matches(cpu["name"].gather(above), _CALL).to_numpy()]
+    rows = frames[name_matches(cpu["name"].gather(frames), _FORWARD_FRAME).to_numpy()]
+    callers = rows_around(parent_rows(trace), rows)
+    rows, callers = rows[callers >= 0], callers[callers >= 0]
+    rows = rows[name_matches(cpu["name"].gather(callers), _MODULE_CALL).to_numpy()]
     if not len(rows):
         return None
 
     def name(text: str) -> tuple[str, ...]:
-        file, line = re.match(_FORWARD, text).groups()  # type: ignore[union-attr]
+        file, line = re.match(_FORWARD_FRAME, text).groups()  # type: ignore[union-attr]
         return (f"{file}:{line}",)
 
-    return _nested(trace, tree, rows, name, in_order=True)
+    return _find_nested(trace, tree, rows, name, in_order=True)
 
 
 SOURCES: Final[dict[SourceName, Callable[[Trace, ModuleTree], Source | None]]] = {
-    "module events": _module_events,
-    "ranges": _ranges,
-    "operator names": _op_names,
-    "FSDP": _marked,
-    "Python frames": _frames,
+    "module events": _find_module_events,
+    "ranges": _find_ranges,
+    "operator names": _find_operator_modules,
+    "FSDP": _find_fsdp_modules,
+    "Python frames": _find_forward_frames,
 }

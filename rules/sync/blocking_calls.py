@@ -1,4 +1,4 @@
-"""Rules on calls that block the host. They differ in the calls that they select; each call costs
+"""Rules for calls that block the host. They differ in the calls they select; the cost of each is
 the GPU idle time after it."""
 
 import re
@@ -49,7 +49,7 @@ class BlockingRule(Rule):
     min_share = Threshold(0.01, "of the step: GPU idle after these calls", ENGINE_FLOOR)
 
     _sync_selects: ClassVar[tuple[Select, ...]] = ()
-    """Candidates for the Edit, see :func:`make_async`."""
+    """Candidates for the edit, see :func:`make_async`."""
 
     def _calls(self) -> pl.Expr:
         """Return the condition for rows of ``Analysis.syncs`` to count."""
@@ -62,7 +62,7 @@ class BlockingRule(Rule):
         return [make_async(a, blocking, *self._sync_selects)]
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
-        """Write the end of the summary: after which calls the GPU idles, and why."""
+        """Return the end of the summary: the calls after which the GPU idles, and why."""
         raise NotImplementedError
 
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
@@ -75,7 +75,7 @@ class BlockingRule(Rule):
     def _advice(
         self, a: Analysis, blocking: BlockingCalls, where: list[Location]
     ) -> dict[str, Any]:
-        """Return the fields of the finding that depend on where it waits."""
+        """Return the fields of the finding that depend on where the host waits."""
         return {}
 
     def check(self, a: Analysis) -> Outcomes:
@@ -104,9 +104,9 @@ class ExplicitSynchronize(BlockingRule):
 
     The rule counts synchronizing calls outside any operator, by the GPU idle time after them. That
     lasts from the end of the awaited work to the next work that the thread launches. It counts at
-    most as long as the call blocked the host. A call that finds its work done costs nothing. A call
-    that another stream's work hides costs only what is idle. The synchronization that the profiler
-    itself issues at the end of its window is not counted.
+    most as long as the call blocked the host. A call whose work has already finished costs nothing.
+    If another stream has work during the call, only the time in which the whole GPU is idle counts.
+    The synchronization that the profiler itself issues at the end of its window is not counted.
 
     Often the call is there for timing. CUDA events measure GPU time without blocking the host."""
 
@@ -141,8 +141,8 @@ class ExplicitSynchronize(BlockingRule):
     framework_advice = {
         **in_any_language(
             title="A wait in the step leaves the GPU idle",
-            fix="Wait only for what you need. Order the work of several streams by events, and "
-            "let the host wait once, for the result.",
+            fix="Wait only for what you need. Order work on several streams with events, and let "
+            "the host wait once, for the result.",
             cuda="Replace cudaDeviceSynchronize between kernels with cudaStreamWaitEvent.",
             code="cudaEventRecord(done, producer);\ncudaStreamWaitEvent(consumer, done, 0);",
         ),
@@ -172,12 +172,12 @@ class ExplicitSynchronize(BlockingRule):
 
     @staticmethod
     def examples() -> Examples:
-        b, own, done, hidden = (TraceBuilder() for _ in range(4))
-        for _ in b.steps():
-            b.product(300, 10, wait=True)
-            b.host(1000)
-        for _ in own.steps():
-            own.product(300, 10)
+        explicit, at_end, done, hidden = (TraceBuilder() for _ in range(4))
+        for _ in explicit.steps():
+            explicit.product(300, 10, wait=True)
+            explicit.host(1000)
+        for _ in at_end.steps():
+            at_end.product(300, 10)
         for _ in done.steps():
             done.product(300, 10)
             done.host(9000)
@@ -188,10 +188,10 @@ class ExplicitSynchronize(BlockingRule):
             hidden.product(9000, stream=13)
             hidden.sync("cudaStreamSynchronize", stream=7)
             hidden.host(1000)
-        own.sync()
+        at_end.sync()
         return {
-            "synchronize every step": b,
-            "the profiler's": (own, "share < self.min_share"),
+            "synchronize every step": explicit,
+            "the profiler's": (at_end, "share < self.min_share"),
             "nothing to wait for": (done, "share < self.min_share"),
             "another stream": (hidden, "share < self.min_share"),
         }
@@ -202,11 +202,10 @@ class DataDependentShapes(BlockingRule):
     ``masked_select``, ``unique``, indexing with a boolean mask, ``repeat_interleave``). The host
     waits for the GPU to learn the size, and the GPU then idles until the host launches new work.
 
-    Counted are calls that really waited inside such an operator, by the GPU idle time in it and
+    The rule counts calls that really waited inside such an operator, by the GPU idle time in it and
     after it, as in implicit-sync. On CPU tensors, or with a known size
-    (``repeat_interleave(output_size=…)``,
-    indexing with integers), these operators do not wait and are not counted. Varying shapes also
-    prevent CUDA graphs, which is not in the figure."""
+    (``repeat_interleave(output_size=…)``, indexing with integers), these operators do not wait and
+    are not counted. Varying shapes also prevent CUDA graphs; the estimate does not include that."""
 
     id = "data-dependent-shapes"
     title = "Data-dependent shapes leave the GPU idle"
@@ -217,7 +216,7 @@ class DataDependentShapes(BlockingRule):
         "because of these waits"
     )
     min_waiting_share = Threshold(
-        0.5, "of an operator's calls wait: else most of them index with integers", OURS
+        0.5, "of an operator's calls wait; otherwise most of them index with integers", OURS
     )
     host_left = Factor(0.3, "of the operators' host time remains, with fixed shapes", OURS)
     best_host_left = Factor(0.1, "of it remains, at best", OURS)
@@ -240,12 +239,12 @@ class DataDependentShapes(BlockingRule):
             "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
         },
         "PyTorch Geometric normalises the graph": {
-            "fix": "Normalise a fixed graph once (cached=True): the wait is in {library}. Graphs "
-            "that change can be normalised beforehand, for layers with normalize=False.",
+            "fix": "Normalise a fixed graph once (cached=True): the wait is in {library}. "
+            "Normalise changing graphs beforehand, for layers with normalize=False.",
             "assumptions": ("the graph is the same in each step",),
             "code": "# one fixed graph\n"
             "self.conv = GCNConv(in_channels, out_channels, cached=True)\n"
-            "# others: once for each, for layers with normalize=False\n"
+            "# other graphs: once each, for layers with normalize=False\n"
             "data = torch_geometric.transforms.GCNNorm()(data)",
         },
         "torchmetrics computes each batch": {
@@ -283,7 +282,7 @@ class DataDependentShapes(BlockingRule):
     _sync_selects = (Select(on="host", kind=("runtime",), under=_OPERATORS),)
 
     def _calls(self) -> pl.Expr:
-        """Return the condition, false where an index of the host goes to the GPU."""
+        """Return the condition; it is false where the host copies an index to the GPU."""
         to_device = (pl.col("direction") == "HtoD").fill_null(False)
         return pl.col("cause").str.contains(self._OPERATORS) & ~to_device
 
@@ -291,20 +290,20 @@ class DataDependentShapes(BlockingRule):
         return with_operators(a, super()._select(a))
 
     def _edits(self, a: Analysis, blocking: BlockingCalls) -> list[Edit]:
-        """Remove the waits, and most host time of operators that wait each time, their backward
-        included: an operator of fixed shape takes their place."""
+        """Remove the waits, and most host time of operators that always wait, including their
+        backward pass: operators with a fixed shape replace them."""
         edits = super()._edits(a, blocking)
         names = a.trace.cpu["name"].cast(pl.String)
         host = row_numbers(blocking.table["host"])
-        always: set[str] = set()
-        for around in (outermost_aten(a), backward_nodes(a)):
-            own = np.unique(around[around >= 0])
-            waits = np.isin(own, around[host])
-            calls = pl.DataFrame({"name": names.gather(own), "waits": waits})
+        always_waiting: set[str] = set()
+        for op_of_row in (outermost_aten(a), backward_nodes(a)):
+            op_rows = np.unique(op_of_row[op_of_row >= 0])
+            waits = np.isin(op_rows, op_of_row[host])
+            calls = pl.DataFrame({"name": names.gather(op_rows), "waits": waits})
             calls = calls.group_by("name").agg(pl.col("waits").mean())
-            always.update(calls.filter(pl.col("waits") >= self.min_waiting_share)["name"])
-        if always:
-            select = Select(on="host", kind=("op",), name=exact_pattern(always))
+            always_waiting.update(calls.filter(pl.col("waits") >= self.min_waiting_share)["name"])
+        if always_waiting:
+            select = Select(on="host", kind=("op",), name=exact_pattern(always_waiting))
             edits.append(
                 scale_edit(select, self.host_left, self.best_host_left, self.worst_host_left)
             )
@@ -313,7 +312,8 @@ class DataDependentShapes(BlockingRule):
     def _advice(
         self, a: Analysis, blocking: BlockingCalls, where: list[Location]
     ) -> dict[str, Any]:
-        """Choose by the library that waits. Its shapes are not the program's to change."""
+        """Choose the advice by the library that waits: the program cannot change a library's
+        shapes."""
         library = innermost_library(a, row_numbers(blocking.table["host"]), blocking.idle)
         if library is None and where and where[0].op is not None and where[0].file is None:
             line = line_of_operator(a, where[0].op)
@@ -336,11 +336,11 @@ class DataDependentShapes(BlockingRule):
 
     @staticmethod
     def examples() -> Examples:
-        b, integers, host, item = (TraceBuilder() for _ in range(4))
-        for _ in b.steps():
-            b.product(300, 6)
-            _masked_index(b)
-            b.product(300, 6)
+        mask, integers, host, item = (TraceBuilder() for _ in range(4))
+        for _ in mask.steps():
+            mask.product(300, 6)
+            _masked_index(mask)
+            mask.product(300, 6)
         for _ in integers.steps():
             integers.product(300, 6)
             integers.run("aten::index", "index_elementwise_kernel", 10)
@@ -355,7 +355,7 @@ class DataDependentShapes(BlockingRule):
             item.item()
             item.host(400)
         return {
-            "boolean indexing": b,
+            "boolean indexing": mask,
             "integer indices": (integers, "a.syncs.is_empty()"),
             "a host tensor": (host, "a.syncs.is_empty()"),
             "item": (item, "share < self.min_share"),
@@ -366,10 +366,10 @@ class BlockingPinnedCopy(BlockingRule):
     """A batch is in pinned memory, but ``.to(device)`` without ``non_blocking=True`` makes the host
     wait until it has arrived. The host cannot launch the next work meanwhile.
 
-    It shows as a copy ``Pinned -> Device`` whose operator also waits for the stream. Counted is the
-    GPU idle time after the wait: until the next work that the thread launches, at most as long as
-    it waited. The copy itself still takes its time; copies-not-overlapped asks whether it could run
-    beside compute."""
+    In the trace it is a copy ``Pinned -> Device`` whose operator also waits for the stream. The
+    rule counts the GPU idle time after the wait: until the next work that the thread launches, at
+    most as long as it waited. The copy itself still takes its time; copies-not-overlapped checks
+    whether compute could hide it."""
 
     id = "blocking-pinned-copy"
     title = "The host waits for copies from pinned memory"
@@ -409,24 +409,24 @@ class BlockingPinnedCopy(BlockingRule):
         return f"after {copies}{per_step(a)} from pinned memory that the host waited for."
 
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
-        moved = sum_column(a.trace.gpu["bytes"].gather(blocking.table["copy"]))
+        bytes_copied = sum_column(a.trace.gpu["bytes"].gather(blocking.table["copy"]))
         return [
             amount_per_step(a, "copies", blocking.table.height, "count"),
             amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
-            amount_per_step(a, "bytes", moved, "bytes"),
+            amount_per_step(a, "bytes", bytes_copied, "bytes"),
         ]
 
     @staticmethod
     def examples() -> Examples:
-        b, free, pageable, hidden = (TraceBuilder() for _ in range(4))
-        for _ in b.steps():
-            b.to("HtoD", 24 << 20, blocking=True)
-            b.host(500)
-            b.product(1000, 6)
-        for _ in free.steps():
-            free.to("HtoD", 24 << 20)
-            free.host(500)
-            free.product(1000, 6)
+        blocking, non_blocking, pageable, hidden = (TraceBuilder() for _ in range(4))
+        for _ in blocking.steps():
+            blocking.to("HtoD", 24 << 20, blocking=True)
+            blocking.host(500)
+            blocking.product(1000, 6)
+        for _ in non_blocking.steps():
+            non_blocking.to("HtoD", 24 << 20)
+            non_blocking.host(500)
+            non_blocking.product(1000, 6)
         for _ in pageable.steps():
             pageable.to("HtoD", 24 << 20, pinned=False)
             pageable.host(500)
@@ -435,8 +435,8 @@ class BlockingPinnedCopy(BlockingRule):
             hidden.product(1000, 6)
             hidden.to("HtoD", 24 << 20, blocking=True, stream=13)
         return {
-            "to(device) of a pinned batch": b,
-            "non_blocking": (free, "a.syncs.is_empty()"),
+            "to(device) of a pinned batch": blocking,
+            "non_blocking": (non_blocking, "a.syncs.is_empty()"),
             "pageable": (pageable, "share < self.min_share"),
             "behind a full queue": (hidden, "share < self.min_share"),
         }

@@ -1,4 +1,4 @@
-"""Reading a value of the GPU blocks the host: now and then, or so often that both take turns."""
+"""Reads of GPU values that block the host, some so often that host and GPU take turns."""
 
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
@@ -51,7 +51,7 @@ from advisor.rules.support.host_waits import (
 from advisor.rules.support.launch_gaps import LAUNCHING, measure_launch_gaps
 from advisor.testing import Examples, TraceBuilder
 
-_STEP = r"^Optimizer\.|clip_grad|grad_scaler"
+_OPTIMIZER_CODE = r"^Optimizer\.|clip_grad|grad_scaler"
 
 _READ_LATER = (
     "if step % 100 == 0:\n"
@@ -78,24 +78,25 @@ class ImplicitSync(Rule):
 
     The cost is never the wait itself, during which the GPU works, but the GPU idle time after it.
     That lasts from the end of the awaited work to the next work that the thread launches. Without
-    the call the host would be ahead by the time it waited, so the smaller of the two counts. Not
-    counted are the synchronization that ends the profiler's window, and data-dependent shapes and
-    explicit ``synchronize()``, which have their own rules.
+    the call the host would be ahead by the time it waited, so the smaller of the two counts. The
+    synchronization that ends the profiler's window does not count. Data-dependent shapes and
+    explicit ``synchronize()`` have their own rules.
 
     A wait without idle time after it can still matter: the host loses its lead, and the GPU idles
     later for launches. Where the host waits for a notable part of the step, a note says so, with
-    the saving in a replay without these waits. A wait behind the last launch of the recording
-    fetches its result, and does not count. The note is not ranked, because a trace does not
-    show whether the host needs the values.
+    the saving in a replay without these waits. A wait after the last launch of the recording only
+    fetches the result, and does not count. The note is not ranked, because a trace does not show
+    whether the host needs the values.
 
-    Where the host is late already, a read finds its value at once. It still costs the time of the
-    call, and what belongs to it. That is a loop that reads one value after the other (a norm and
-    ``item()`` for every parameter). It is also work on data that was read (a metric in NumPy),
-    during which nothing is launched. Idle time in these counts too. Without Python stacks, what the
-    host does after a read of data is not recorded; the low end of the range leaves it out.
+    Where the host is already late, the value is ready and a read does not wait. It still costs the
+    time of the call and of the code around it. One example is a loop that reads values one by one
+    (a norm and ``item()`` for every parameter). Another is work on data that was read (a metric in
+    NumPy), during which nothing is launched. GPU idle time in both counts too. Without Python
+    stacks, what the host does after a read of data is not recorded; the low end of the range leaves
+    it out.
 
     The same wait inside the optimizer (a scaler that reads ``found_inf``, gradient clipping that
-    compares the norm) is named in the evidence."""
+    compares the norm) is listed in the evidence."""
 
     id = "implicit-sync"
     title = "Reading GPU values leaves the GPU idle"
@@ -122,12 +123,12 @@ class ImplicitSync(Rule):
         0.02, "of the step: GPU idle after these calls; twice the noise", ENGINE_FLOOR
     )
     loop_left = Factor(
-        0.15, "of a loop of reads remains where one call computes and reads all values", FOREACH
+        0.15, "of a loop of reads remains if one call computes and reads all values", FOREACH
     )
     best_loop_left = Factor(0.05, "of it remains, at best", FOREACH)
     min_waited = Threshold(
         0.05,
-        "of the step: the host waits, the GPU does not idle; gives a note, as for the loader",
+        "of the step: the host waits but the GPU does not idle; gives a note, as for the loader",
         TENSORBOARD,
         XPROF,
     )
@@ -199,7 +200,7 @@ class ImplicitSync(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
             return
-        if not _runtime_recorded(a):
+        if not _is_runtime_recorded(a):
             yield SkippedCheck(
                 what="waits of the host for the GPU",
                 why="the trace has no synchronizing or event calls, which every complete recording "
@@ -207,17 +208,21 @@ class ImplicitSync(Rule):
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], nothing filtered",
             )
             return
-        none = a.syncs.filter(~pl.col("profiler")).is_empty() and _held(a) < self.min_share
-        if none and a.steps.used.height > 1:
+        no_waits = (
+            a.syncs.filter(~pl.col("profiler")).is_empty() and _waiting_share(a) < self.min_share
+        )
+        if no_waits and a.steps.used.height > 1:
             yield PassedCheck(text="no call inside the steps makes the host wait for the GPU")
             return
         blocking = with_operators(a, select_blocking_calls(a, self._reads()))
-        loops, work = (intersect(each, a.breakdown.idle) for each in (a.read_loops, a.after_reads))
+        loops, host_work = (
+            intersect(intervals, a.breakdown.idle) for intervals in (a.read_loops, a.after_reads)
+        )
         if not len(blocking.table):
-            loops = work = EMPTY
+            loops = host_work = EMPTY
         start = int_column(blocking.table, "ts")
-        outside = covered_length(start, start + 1, loops) == 0
-        idle = int(blocking.idle[outside].sum()) + union_of(loops, work).total
+        is_outside_loop = covered_length(start, start + 1, loops) == 0
+        idle = int(blocking.idle[is_outside_loop].sum()) + union_of(loops, host_work).total
         share = idle / a.span_ns
         if share < self.min_share:
             yield from self._host_waits(a)
@@ -236,7 +241,7 @@ class ImplicitSync(Rule):
         values = Select(on="host", kind=("runtime",), under=VALUE)
         copies = Select(on="host", call=("memcpy", "memcpy_blocking", "sync_stream"), under=COPY)
         edits = [make_async(a, blocking, values, copies)]
-        then, case = "The host waits for the result and only then launches the next work.", ""
+        effect, case = "The host waits for the result and only then launches the next work.", ""
         if in_optimizer:
             case = "inside the optimizer"
         if loops.total >= self.min_share * a.span_ns:
@@ -247,17 +252,19 @@ class ImplicitSync(Rule):
                     Select(on="gap", at="read_loop"), self.loop_left, self.best_loop_left, 1.0
                 ),
             ]
-            then, case = "Most of them are made one by one in a loop.", "in a loop"
-        if work.total >= self.min_share * a.span_ns:
-            evidence.append(amount_per_step(a, "of it in work on what was read", work.total))
+            effect, case = "Most of them are made one by one in a loop.", "in a loop"
+        if host_work.total >= self.min_share * a.span_ns:
+            evidence.append(amount_per_step(a, "of it in work on what was read", host_work.total))
             edits.append(scale_edit(Select(on="gap", at="after_read"), 0.0, 0.0, 1.0))
-            then = f"The host works on them for {t.format_duration(work.total / a.step_count)}"
-            then += f"{per_step(a)} before it launches anything."
+            effect = (
+                f"The host works on them for {t.format_duration(host_work.total / a.step_count)}"
+            )
+            effect += f"{per_step(a)} before it launches anything."
             case = "the host works on what it has read"
         yield Finding(
             summary=(
                 f"The GPU idles for {of_step(a, idle)} because of "
-                f"{count_noun(blocking.per_step(a), 'read')} of GPU values{per_step(a)}. {then}"
+                f"{count_noun(blocking.per_step(a), 'read')} of GPU values{per_step(a)}. {effect}"
             ),
             evidence=evidence,
             where=locate_blocking(a, blocking),
@@ -266,11 +273,11 @@ class ImplicitSync(Rule):
         )
 
     def _host_waits(self, a: Analysis) -> Iterator[Finding]:
-        """The host waits, but the GPU has other work meanwhile. The last wait of a recording, for
-        its result, holds no launch back."""
-        launch = a.trace.cpu["call"].is_in(["launch", "graph_launch"])
-        last = a.trace.cpu["ts"].filter(launch).max() or 0
-        blocking = select_blocking_calls(a, self._reads() & (pl.col("ts") < last))
+        """Report waits of the host while the GPU has other work. The last wait of a recording, for
+        its result, delays no launch."""
+        is_launch = a.trace.cpu["call"].is_in(["launch", "graph_launch"])
+        last_launch = a.trace.cpu["ts"].filter(is_launch).max() or 0
+        blocking = select_blocking_calls(a, self._reads() & (pl.col("ts") < last_launch))
         waited = int_column(blocking.table, "waited")
         if waited.sum() < self.min_waited * a.span_ns:
             return
@@ -291,38 +298,41 @@ class ImplicitSync(Rule):
 
     @staticmethod
     def _reads() -> pl.Expr:
-        """Return the condition: values, copies to host, syncs of optimizer, clipping, scaler."""
+        """Return the condition for reads of values, copies to the host, and syncs in optimizer
+        code."""
         to_host = pl.col("cause").str.contains(COPY) & (pl.col("direction") == "DtoH")
-        return pl.col("cause").str.contains(f"{VALUE}|{_STEP}") | to_host.fill_null(False)
+        return pl.col("cause").str.contains(f"{VALUE}|{_OPTIMIZER_CODE}") | to_host.fill_null(False)
 
     @staticmethod
     def _in_optimizer(a: Analysis, blocking: BlockingCalls) -> float:
         """Return GPU idle time per step, ns, after reads in the optimizer, clipping or a scaler."""
-        around = innermost_ancestor(
-            parent_rows(a.trace), name_matches(a.trace.cpu["name"], _STEP).to_numpy()
+        optimizer_row = innermost_ancestor(
+            parent_rows(a.trace), name_matches(a.trace.cpu["name"], _OPTIMIZER_CODE).to_numpy()
         )
-        inside = around[row_numbers(blocking.table["host"])] >= 0
-        return float(blocking.idle[inside].sum()) / a.step_count
+        is_in_optimizer = optimizer_row[row_numbers(blocking.table["host"])] >= 0
+        return float(blocking.idle[is_in_optimizer].sum()) / a.step_count
 
     @staticmethod
     def examples() -> Examples:
-        item, cpu, host, late, own, result, loop, numpy = (TraceBuilder() for _ in range(8))
+        item, copied, host_tensor, late, at_end, result, loop, numpy = (
+            TraceBuilder() for _ in range(8)
+        )
         for _ in item.steps():
             _work(item)
             item.item()
             item.host(1500)
-        for _ in cpu.steps():
-            _work(cpu)
-            cpu.to("DtoH", 4096, pinned=False)
-            cpu.host(1500)
-        for _ in host.steps():
-            _work(host)
+        for _ in copied.steps():
+            _work(copied)
+            copied.to("DtoH", 4096, pinned=False)
+            copied.host(1500)
+        for _ in host_tensor.steps():
+            _work(host_tensor)
             for _ in range(20):
-                with host.op("aten::item"):
-                    host.on_host("aten::_local_scalar_dense")
-            host.sync()
+                with host_tensor.op("aten::item"):
+                    host_tensor.on_host("aten::_local_scalar_dense")
+            host_tensor.sync()
         for _ in late.steps():
-            _work(late)  # the read comes long after the GPU is done, and it idles anyway
+            _work(late)  # the GPU has long been idle when the read comes
             late.host(8000)
             late.item()
             late.host(2000)
@@ -335,21 +345,21 @@ class ImplicitSync(Rule):
             _work(numpy)
             numpy.to("DtoH", 1 << 20, pinned=False)
             numpy.host(3000)
-        for _ in own.steps():
-            _work(own)
-        own.sync()
+        for _ in at_end.steps():
+            _work(at_end)
+        at_end.sync()
         with result.step():
             _work(result)
             result.to("DtoH", 1 << 20, pinned=False)
         return {
             "loss.item() every step": item,
-            "result.cpu() every step": cpu,
+            "result.cpu() every step": copied,
             "a norm and item() for each parameter": loop,
             "a metric in NumPy": numpy,
-            "item of a host tensor": (host, "waited.sum() < self.min_waited"),
+            "item of a host tensor": (host_tensor, "waited.sum() < self.min_waited"),
             "nothing left to wait for": (late, "min_waited"),
             "the result, after the last launch": (result, "waited.sum() < self.min_waited"),
-            "profiler": (own, "a.steps.used.height > 1"),
+            "profiler": (at_end, "a.steps.used.height > 1"),
         }
 
 
@@ -357,19 +367,19 @@ def _work(b: TraceBuilder) -> None:
     b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, [[1024, 1024], [1024, 1024]], times=10)
 
 
-def _held(a: Analysis) -> float:
-    """Return the share of the host's own steps in calls that wait, 0 to 1: where the host is ahead
-    these are not the device's."""
-    own = pl.col("call").cast(pl.String).str.starts_with("sync").fill_null(value=False)
+def _waiting_share(a: Analysis) -> float:
+    """Return the share (0 to 1) of the host's steps that it spends in calls that wait. If the host
+    is ahead, its steps begin and end before the device's."""
+    is_sync = pl.col("call").cast(pl.String).str.starts_with("sync").fill_null(value=False)
     profiler = a.syncs.filter("profiler")["ts"].implode()
-    cpu = a.trace.cpu.filter(own & ~pl.col("ts").is_in(profiler))
-    ts = cpu["ts"].to_numpy()
-    waits = intersect(union(ts, ts + cpu["dur"].to_numpy()), a.steps.host_spans)
+    calls = a.trace.cpu.filter(is_sync & ~pl.col("ts").is_in(profiler))
+    ts = calls["ts"].to_numpy()
+    waits = intersect(union(ts, ts + calls["dur"].to_numpy()), a.steps.host_spans)
     return waits.total / max(a.steps.host_spans.total, 1)
 
 
-def _runtime_recorded(a: Analysis) -> bool:
-    """Return whether calls other than launches and copies were recorded: some traces lack them."""
+def _is_runtime_recorded(a: Analysis) -> bool:
+    """Return whether calls other than launches and copies were recorded; some traces lack them."""
     calls = a.trace.cpu["call"].drop_nulls()
     return bool((~calls.is_in(["launch", "graph_launch", "memcpy", "memset"])).any())
 
@@ -384,20 +394,20 @@ READING_CALLS = Select(
 
 class HostReads(Rule):
     """The program reads GPU values so often (``.item()``, ``.cpu()``, ``if tensor:``, ``nonzero``,
-    indexing with a mask) that the host never gets ahead. It waits for the GPU, then the GPU waits
-    for the next launches, and so on: both idle in turns.
+    indexing with a mask) that the host never gets ahead. The host waits for the GPU, then the GPU
+    waits for the next launches: they idle in turns.
 
-    No single read costs much, because the idle time after each is short. Removing some of them
-    gains next to nothing while another follows soon after. So the rule judges them together. The
-    host waits for a notable part of the step, and the GPU idles for a notable part. Too few
-    launches lie between two reads to fill a queue. CUDA graphs do not help: a capture allows no
-    such wait.
+    No single read costs much, because the idle time after each is short. Removing a few gains
+    almost nothing, because the next read follows soon. So the rule judges them together. The host
+    waits for a notable part of the step, and the GPU idles for a notable part. There are too few
+    launches between two reads to fill a queue. CUDA graphs do not help: a capture allows no such
+    wait.
 
-    So many reads mean that items are handled one by one, each with launches of its own. Where the
-    GPU idles for launches too (as in launch-bound), working on whole batches saves most of these
-    along with the reads. Of 19,746 launches, the authors of such a program needed 5,768 after it.
-    The low end of the range is that of the reads alone. Without Python stacks the loop's own code
-    between two reads is not recorded: the idle time it leaves counts as launches do.
+    So many reads mean that items are processed one by one, each with its own launches. Where the
+    GPU also idles for launches (as in launch-bound), working on whole batches saves most launches
+    along with the reads. In one program this change reduced 19,746 launches to 5,768. The low end
+    of the range is the gain from removing the reads alone. Without Python stacks the loop's own
+    code between two reads is not recorded. Its idle time then counts as idle time for launches.
 
     Explicit synchronization and copies to the GPU are not counted."""
 
@@ -409,9 +419,9 @@ class HostReads(Rule):
     silent_in = SILENT_TRACES
     validation_note = (
         "fires on sam_1_fp32_many_syncs (7,023 reads among 26,796 launches). Its authors went from "
-        "2,565 to 1,400 ms by encoding masks together instead of one by one. Fires on what they "
-        "left (275 reads, 9%; 201 and 27% once compiled in bf16). Silent on A100 and V100 training "
-        "with 8 to 10 reads per step"
+        "2,565 to 1,400 ms by encoding masks together instead of one by one. Fires on the "
+        "remaining reads (275 reads, 9%; 201 and 27% once compiled in bf16). Silent on A100 and "
+        "V100 training with 8 to 10 reads per step"
     )
     references = (
         "https://pytorch.org/blog/accelerating-generative-ai/",
@@ -427,7 +437,7 @@ class HostReads(Rule):
     }
     max_value_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
     max_copy_share = Threshold(
-        0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS
+        0.5, "of a wait is the copy itself: it fetches data, not a single value", OURS
     )
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
     launches_left = Factor(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
@@ -500,21 +510,21 @@ class HostReads(Rule):
         if not len(calls) or launches > self.max_apart * copies:
             return
         waited = int_column(reads.table, "waited")
-        wait, idle = float(waited.sum()), float(a.breakdown.idle.total)
-        share = min(wait, idle) / a.span_ns
+        wait_ns, idle_ns = float(waited.sum()), float(a.breakdown.idle.total)
+        share = min(wait_ns, idle_ns) / a.span_ns
         if share < self.min_share:
             return
         launches_saved = self._launches(a)
         yield Finding(
             summary=(
-                f"The host waits for {of_step(a, int(wait))} in "
+                f"The host waits for {of_step(a, int(wait_ns))} in "
                 f"{count_noun(max(1, round(copies / a.step_count)), 'read')} of GPU "
                 f"values{per_step(a)}, one every {launches / copies:.0f} launches. The GPU idles "
-                f"for {of_step(a, int(idle))}."
+                f"for {of_step(a, int(idle_ns))}."
             ),
             evidence=[
-                amount_per_step(a, "host blocked in reads", wait),
-                amount_per_step(a, "GPU idle", idle),
+                amount_per_step(a, "host blocked in reads", wait_ns),
+                amount_per_step(a, "GPU idle", idle_ns),
                 self.compare("smaller of the two, share", share, "min_share", per=a.per),
                 amount_per_step(a, "reads", copies, "count"),
                 self.compare("launches between reads", launches / copies, "max_apart", "count"),
@@ -526,11 +536,11 @@ class HostReads(Rule):
         )
 
     def _launches(self, a: Analysis) -> list[Edit]:
-        """Return the edit of launches between the reads, if the GPU also waits for them."""
+        """Return the edit for launches between the reads, if the GPU also waits for them."""
         gaps = measure_launch_gaps(a)
         if gaps is None or not gaps.at_launches or gaps.idle < self.min_share * a.span_ns:
             return []
-        # between two reads the queue runs dry: the idle time is longer than that of a single launch
+        # the queue is empty between two reads, so the gaps are longer than those of one launch
         select = structs.replace(LAUNCHING, max_ns=round(self.max_gap_ms * 1e6))
         if not (a.trace.cpu["kind"] == "python").any():  # the loop's own code is not recorded
             select = structs.replace(select, cause=(*select.cause, "unknown"))
@@ -538,12 +548,12 @@ class HostReads(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        b, once, ready, busy, bulk = (TraceBuilder() for _ in range(5))
-        for _ in b.steps():
+        frequent, once, ready, busy, bulk = (TraceBuilder() for _ in range(5))
+        for _ in frequent.steps():
             for _ in range(40):
-                b.run("aten::mul", "elementwise_kernel", 60, times=4)
-                b.item()
-                b.host(120)
+                frequent.run("aten::mul", "elementwise_kernel", 60, times=4)
+                frequent.item()
+                frequent.host(120)
         for _ in once.steps():
             once.run("aten::mul", "elementwise_kernel", 60, times=120)
             once.item()
@@ -564,7 +574,7 @@ class HostReads(Rule):
                     bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
                 bulk.host(3000)
         return {
-            "one read after four kernels": b,
+            "one read after four kernels": frequent,
             "fetched results": (bulk, "max_copy_share"),
             "one read per step": (once, "max_apart"),
             "values that are ready": (ready, "min_share"),

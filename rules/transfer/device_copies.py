@@ -1,4 +1,4 @@
-"""Copies within GPU memory, and copies beside which nothing else runs."""
+"""Copies within GPU memory, and copies that do not overlap with compute."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -40,13 +40,13 @@ _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Re
 
 class DeviceCopies(Rule):
     """Tensors are copied from GPU memory to GPU memory (``clone``, ``copy_``, ``contiguous``,
-    ``cat``) for a notable part of the step. Each byte is read and written, and nothing computed.
+    ``cat``) for a notable part of the step. Each byte is read and written, but nothing is computed.
 
-    Counted are copies by the copy engine or driver (``Memcpy DtoD``) that run under neither compute
-    nor communication; other rules look at copies by kernels. Two causes are distinguished. Compiled
-    functions that replay CUDA graphs copy their inputs and outputs into and out of fixed buffers,
-    unless the addresses are known to stay. Nearly all copies of a public V100 trace are of this
-    kind. The rest is the program's own."""
+    The rule counts copies by the copy engine or driver (``Memcpy DtoD``) that overlap with neither
+    compute nor communication. Other rules check copies made by kernels. There are two causes.
+    Compiled functions that replay CUDA graphs copy their inputs and outputs into and out of fixed
+    buffers, unless the addresses are known to stay. Nearly all copies of a public V100 trace are of
+    this kind. The program itself makes the other copies."""
 
     id = "device-copies"
     title = "Copies within GPU memory take part of the step"
@@ -55,8 +55,8 @@ class DeviceCopies(Rule):
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference"
     )
     validation_note = (
-        "v100_train_copy_heavy: 774 copies per step, 12% of it, nearly all at the border of "
-        "CUDA graphs; silent on A100 training (0.6%) and b200_eager (0.9%)"
+        "v100_train_copy_heavy: 774 copies per step, 12% of it, nearly all at the boundary of CUDA "
+        "graphs; silent on A100 training (0.6%) and b200_eager (0.9%)"
     )
     references = ("https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",)
 
@@ -71,8 +71,8 @@ class DeviceCopies(Rule):
 
     fix = (
         "Leave tensors in place. Write results into views of one buffer instead of concatenating, "
-        "and drop clones that nobody changes. Use the layout that the next operator wants from the "
-        "start, and update in place."
+        "and drop clones that nobody changes. Create tensors in the layout that the next operator "
+        "needs, and update in place."
     )
     code = (
         "out = torch.empty(n, 2 * d, device=device)\n"
@@ -81,23 +81,23 @@ class DeviceCopies(Rule):
     )
     confidence = 0.6
     cases = {
-        "at the border of CUDA graphs": {
+        "at the boundary of CUDA graphs": {
             "fix": "Let CUDA graphs read tensors in place. CUDA graph trees (PyTorch 2.1 and "
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay, and compile a larger region, "
-            "so that fewer tensors cross its border.",
-            "code": "# buffer: each input that is copied into a graph, and never moves\n"
+            "so that fewer tensors cross its boundary.",
+            "code": "# buffer: each input that is copied into a graph and never moves\n"
             "torch._dynamo.mark_static_address(buffer)\n"
             'step = torch.compile(train_step, mode="reduce-overhead")   # copies at its ends only',
             "assumptions": ("the tensors that are copied stay at one address",),
             "confidence": 0.75,
         },
-        "at the border of CUDA graphs, with collectives": {
+        "at the boundary of CUDA graphs, with collectives": {
             "fix": "Let CUDA graphs read tensors in place. CUDA graph trees (PyTorch 2.1 and "
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay. Collectives between the "
-            "regions keep them apart: one graph of the whole step is not possible.",
-            "code": "# buffer: each input that is copied into a graph, and never moves\n"
+            "regions prevent one graph of the whole step.",
+            "code": "# buffer: each input that is copied into a graph and never moves\n"
             "torch._dynamo.mark_static_address(buffer)",
             "assumptions": ("the tensors that are copied stay at one address",),
             "confidence": 0.75,
@@ -124,11 +124,11 @@ class DeviceCopies(Rule):
         share = exposed / a.span_ns
         if share < self.min_share:
             return
-        graphs = int((a.trace.cpu["call"] == "graph_launch").sum())
-        border = self._under_compiled(a, copies) if graphs else 0
-        of_graphs = border > 0.5 * int(copies["exposed"].sum())
-        apart = ", with collectives" * (not a.collectives.is_empty())
-        moved = int(copies["bytes"].sum())
+        graph_launches = int((a.trace.cpu["call"] == "graph_launch").sum())
+        compiled_ns = self._time_in_compiled(a, copies) if graph_launches else 0
+        mostly_graphs = compiled_ns > 0.5 * int(copies["exposed"].sum())
+        suffix = ", with collectives" * (not a.collectives.is_empty())
+        bytes_copied = int(copies["bytes"].sum())
         select = Select(on="gpu", kind=("memcpy",), copy=("DtoD",))
         copies_per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
@@ -136,30 +136,35 @@ class DeviceCopies(Rule):
             summary=(
                 f"The GPU does nothing but copy within its own memory for {of_step(a, exposed)}: "
                 f"{t.count_noun(copies_per_step, 'copy')}{per_step(a)}, "
-                f"{t.format_bytes(moved / a.step_count)} in all"
-                + (", most into and out of CUDA graph buffers." if of_graphs else ".")
+                f"{t.format_bytes(bytes_copied / a.step_count)} in all"
+                + (", most into and out of CUDA graph buffers." if mostly_graphs else ".")
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time within the GPU", exposed),
                 self.compare("share", share, "min_share", per=a.per),
                 amount_per_step(a, "copies", copies.height, "count"),
-                amount_per_step(a, "bytes", moved, "bytes"),
-                amount_per_step(a, "inside compiled functions", border),
-                amount_per_step(a, "graph launches", graphs, "count"),
+                amount_per_step(a, "bytes", bytes_copied, "bytes"),
+                amount_per_step(a, "inside compiled functions", compiled_ns),
+                amount_per_step(a, "graph launches", graph_launches, "count"),
             ],
             where=device_places(a, copies),
             edits=[
-                scale_edit(select, 0.0, 0.0, 1.0) if of_graphs else Edit(op="remove", select=select)
+                scale_edit(select, 0.0, 0.0, 1.0)
+                if mostly_graphs
+                else Edit(op="remove", select=select)
             ],
-            **(self.case(f"at the border of CUDA graphs{apart}") if of_graphs else {}),
+            **(self.case(f"at the boundary of CUDA graphs{suffix}") if mostly_graphs else {}),
         )
 
     @staticmethod
-    def _under_compiled(a: Analysis, copies: pl.DataFrame) -> int:
-        """Return exposed time of copies by compiled functions, ns (the graphs' own included)."""
-        named = name_matches(a.trace.cpu["name"], _COMPILED).to_numpy()
-        around = np.append(innermost_ancestor(parent_rows(a.trace), named), -1)
-        return int(int_column(copies, "exposed")[around[row_numbers(copies["op"])] >= 0].sum())
+    def _time_in_compiled(a: Analysis, copies: pl.DataFrame) -> int:
+        """Return the exposed time, ns, of copies by compiled functions, including those of the
+        graphs."""
+        is_compiled = name_matches(a.trace.cpu["name"], _COMPILED).to_numpy()
+        compiled_row = np.append(innermost_ancestor(parent_rows(a.trace), is_compiled), -1)
+        return int(
+            int_column(copies, "exposed")[compiled_row[row_numbers(copies["op"])] >= 0].sum()
+        )
 
     @staticmethod
     def examples() -> Examples:
@@ -197,26 +202,27 @@ DIRECTIONS = ("HtoD", "DtoH")
 
 class CopiesNotOverlapped(Rule):
     """Copies between pinned host memory and the GPU run while the GPU computes nothing. Copy
-    engines work beside compute, so on a separate stream, one batch ahead, the copies would be free.
+    engines work in parallel with compute, so on a separate stream, one batch ahead, the copies
+    would be free.
 
-    Exposed is copy time under neither compute nor communication. On the stream that also computes,
-    a copy can never overlap with what is launched after it. Copies from pageable memory are left
-    out, because they cannot run on their own (see pageable-copies), and so are copies within the
-    GPU.
+    Copy time is exposed if it overlaps with neither compute nor communication. On the stream that
+    also computes, a copy can never overlap with what is launched after it. Copies from pageable
+    memory are left out, because they cannot run asynchronously (see pageable-copies). Copies within
+    the GPU are left out too.
 
-    A prefetch copies with ``non_blocking=True``, so the GPU idle time after calls that wait for
-    such copies goes too.
+    A prefetch copies with ``non_blocking=True``, so it also removes the GPU idle time after calls
+    that wait for such copies.
 
-    Where most of the copy time is hidden already, the rule is silent. A prefetch on its own stream
-    works there, and the rest shows where compute is missing."""
+    Where most of the copy time is hidden already, the rule is silent. A prefetch on a separate
+    stream already works there, and the exposed part only shows a lack of compute."""
 
     id = "copies-not-overlapped"
     title = "Copies do not overlap with compute"
     knobs = ("loader-pinning",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "silent where it should be: A100 and V100 training prefetch on a separate stream and hide "
-        "68 and 80% of their copies"
+        "silent on A100 and V100 training, which prefetch on a separate stream and hide 68 and 80% "
+        "of their copies"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
@@ -236,8 +242,8 @@ class CopiesNotOverlapped(Rule):
 
     fix = (
         "Copy the next batch on a separate stream while this step computes, and let the compute "
-        "stream wait for it. Send fewer bytes: the type that the data is "
-        "stored in, converted on the GPU."
+        "stream wait for it. To send fewer bytes, copy data in the type it is stored in and "
+        "convert it on the GPU."
     )
     code = COPY_AHEAD
     verify = "Profile again: the copies overlap with kernels, on another stream."
@@ -248,7 +254,8 @@ class CopiesNotOverlapped(Rule):
     framework_advice = {
         **in_any_language(
             "Copy the next piece while the GPU computes on this one, with two buffers in pinned "
-            "host memory and a separate stream for copies. Leave on the GPU what it needs again.",
+            "host memory and a separate stream for copies. Keep data on the GPU that it needs "
+            "again.",
             cuda="Use cudaMemcpyAsync on a separate stream, and cudaEventRecord and "
             "cudaStreamWaitEvent between the streams.",
             code="cudaMemcpyAsync(buffer[next], host + next * n, piece,\n"
@@ -279,43 +286,45 @@ class CopiesNotOverlapped(Rule):
                     f"({t.format_duration(busy.total / a.step_count)}{per_step(a)})"
                 )
             return
-        same = copies.filter("same_stream")
-        on_compute = int(same["exposed"].sum()) / max(1, int(copies["exposed"].sum()))
-        moved = int(copies["bytes"].sum())
+        on_same_stream = copies.filter("same_stream")
+        on_compute_share = int(on_same_stream["exposed"].sum()) / max(
+            1, int(copies["exposed"].sum())
+        )
+        bytes_copied = int(copies["bytes"].sum())
         awaited = select_blocking_calls(a, TO_DEVICE_PINNED)
         yield Finding(
             summary=(
                 f"The GPU does nothing but copy for {of_step(a, exposed)}: "
-                f"{t.format_bytes(moved / a.step_count)}{per_step(a)}, {overlap:.0%} of the copy "
-                "time hidden"
-                + (". The copies run on the compute stream." if on_compute > 0.5 else ".")
+                f"{t.format_bytes(bytes_copied / a.step_count)}{per_step(a)}, {overlap:.0%} of the "
+                "copy time hidden"
+                + (". The copies run on the compute stream." if on_compute_share > 0.5 else ".")
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time", exposed),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("hidden by compute", overlap, "max_overlap"),
-                Evidence("exposed on the compute stream", on_compute, "share"),
+                Evidence("exposed on the compute stream", on_compute_share, "share"),
                 *(
                     [amount_per_step(a, "GPU idle after calls that wait", awaited.total)]
                     if awaited.total
                     else []
                 ),
-                amount_per_step(a, "bytes", moved, "bytes"),
-                Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
+                amount_per_step(a, "bytes", bytes_copied, "bytes"),
+                Evidence("bandwidth", bytes_copied / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
             where=device_places(a, copies),
             edits=[
-                *(Edit(op="overlap", select=select) for select in _groups(copies)),
+                *(Edit(op="overlap", select=select) for select in _select_exposed_groups(copies)),
                 *([make_async(a, awaited, *PINNED_CALLS)] if awaited.total else []),
             ],
         )
 
     @staticmethod
     def examples() -> Examples:
-        b, ahead, small, pageable, within = (TraceBuilder() for _ in range(5))
-        for _ in b.steps():
-            b.copy("HtoD", 24 << 20)
-            b.product(1000, 4, wait=True)
+        on_compute, ahead, small, pageable, within = (TraceBuilder() for _ in range(5))
+        for _ in on_compute.steps():
+            on_compute.copy("HtoD", 24 << 20)
+            on_compute.product(1000, 4, wait=True)
         for _ in ahead.steps():
             ahead.product(4000)
             ahead.copy("HtoD", 24 << 20, stream=13)
@@ -330,7 +339,7 @@ class CopiesNotOverlapped(Rule):
             within.copy("DtoD", 240 << 20)
             within.product(1000, 4, wait=True)
         return {
-            "on the compute stream": b,
+            "on the compute stream": on_compute,
             "under compute": (ahead, "share < self.min_share"),
             "small": (small, "min_share"),
             "pageable": (pageable, "copies.is_empty()"),
@@ -338,7 +347,7 @@ class CopiesNotOverlapped(Rule):
         }
 
 
-def _groups(copies: pl.DataFrame) -> list[Select]:
+def _select_exposed_groups(copies: pl.DataFrame) -> list[Select]:
     """Return selectors of copies with any exposed time, by direction and host memory."""
     groups = (
         copies.filter(pl.col("exposed") > 0)

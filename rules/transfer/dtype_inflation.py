@@ -36,29 +36,29 @@ from advisor.rules.support.common import (
 from advisor.rules.support.host_waits import make_calls_async
 from advisor.testing import Examples, TraceBuilder
 
-_NO_WORK = r"^aten::(?:_?to|_to_copy|copy_|cpu|cuda|empty\w*|pin_memory|detach_?|result_type)$"
-"""Operators that move data, or make room for it."""
+_MOVE_OPS = r"^aten::(?:_?to|_to_copy|copy_|cpu|cuda|empty\w*|pin_memory|detach_?|result_type)$"
+"""Operators that move data or allocate memory."""
 MAX_NAMED = 3
-"""Operators that a fix names."""
-MIN_NAMED = 0.2
-"""Least time of each, of the longest one's."""
-_CONVERT = r"^aten::(?:copy_|div)$"
+"""Maximum number of operators that a fix names."""
+MIN_NAMED_SHARE = 0.2
+"""Minimum time of each, as a share of the longest one's time."""
+_CONVERT_OPS = r"^aten::(?:copy_|div)$"
 _FLOATS = ("half", "bfloat16", "float", "double")
 
 
 class DtypeInflation(Rule):
     """The host converts 8-bit data (images, masks) to floating point before it copies the data to
-    the GPU. So two or four times the bytes cross the bus. Sent as bytes and converted on the GPU,
-    the copy takes a quarter of the time, and the host is spared the conversion.
+    the GPU. So two or four times the bytes cross the bus. If the bytes are sent and converted on
+    the GPU, the copy takes a quarter of the time, and the host has no conversion to do.
 
     A conversion is an ``aten::copy_`` from ``unsigned char`` into a float type, or an ``aten::div``
     of such a tensor, that launches nothing on the GPU. It counts when a copy to the GPU in the same
-    step has exactly the bytes of its result. That must be so in half of the steps or more.
+    step has exactly the bytes of its result. This must happen in at least half of the steps.
     ``x.to(device, dtype=torch.float32)`` counts too: PyTorch converts on the host and then copies.
     Conversions in the loader's worker processes (``ToTensor``) are not in the trace.
 
-    Needs shapes. The gain is that of the copy alone; the host time of the conversion comes on top.
-    """
+    The rule needs shapes. The gain covers the copy alone; the host time of the conversion comes on
+    top."""
 
     id = "dtype-inflation"
     title = "8-bit data crosses the bus as floats"
@@ -80,7 +80,9 @@ class DtypeInflation(Rule):
     )
     min_steps_share = Threshold(0.5, "of the steps have such a copy", OURS)
     min_asking_share = Threshold(
-        0.05, "of the step: exposed copies below it do not ask for shapes", TRACELENS
+        0.05,
+        "of the step: with less exposed copy time, the rule does not ask for shapes",
+        TRACELENS,
     )
 
     fix = (
@@ -115,45 +117,49 @@ class DtypeInflation(Rule):
                     record="record_shapes=True",
                 )
             return
-        made = self._conversions(a)
+        conversions = self._find_conversions(a)
         inflated = copies.join(
-            made, on=["step", "bytes"], how="inner", maintain_order="left"
+            conversions, on=["step", "bytes"], how="inner", maintain_order="left"
         ).filter(
-            # with more copies of this size than conversions it is not known which is which
+            # with more copies of this size than conversions, it is unknown which were converted
             pl.len().over("step", "bytes") <= pl.col("conversions")
         )
         steps = inflated["step"].n_unique()
         cost = sum_column(inflated["exposed"])
         if steps < self.min_steps_share * a.step_count or cost < self.min_share * a.span_ns:
             return
-        moved = sum_column(inflated["bytes"])
-        needed = int((inflated["bytes"] // inflated["width"]).sum())
+        bytes_sent = sum_column(inflated["bytes"])
+        bytes_needed = int((inflated["bytes"] // inflated["width"]).sum())
         yield Finding(
             summary=(
-                f"Copying {t.format_bytes(moved / a.step_count)} of floats takes "
-                f"{of_step(a, cost)}. "
-                f"They were {t.format_bytes(needed / a.step_count)} before the host converted them."
+                f"Copying {t.format_bytes(bytes_sent / a.step_count)} of floats takes "
+                f"{of_step(a, cost)}. They were {t.format_bytes(bytes_needed / a.step_count)} "
+                "before the host converted them."
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time", cost),
                 self.compare("share", cost / a.span_ns, "min_share", per=a.per),
-                amount_per_step(a, "bytes sent", moved, "bytes"),
-                amount_per_step(a, "bytes before the conversion", needed, "bytes"),
+                amount_per_step(a, "bytes sent", bytes_sent, "bytes"),
+                amount_per_step(a, "bytes before the conversion", bytes_needed, "bytes"),
                 Evidence("steps with such a copy", steps, "count"),
             ],
             where=device_places(a, inflated, "exposed", "made"),
             edits=[
-                Edit(op="scale", select=select_copies(a, inflated["gpu"]), factor=needed / moved)
+                Edit(
+                    op="scale",
+                    select=select_copies(a, inflated["gpu"]),
+                    factor=bytes_needed / bytes_sent,
+                )
             ],
         )
 
     @staticmethod
-    def _conversions(a: Analysis) -> pl.DataFrame:
-        """Conversions on the host: ``made`` (row of cpu), ``step``, ``bytes`` of the result,
-        ``width`` (bytes an element), ``conversions``; a row for each step and size."""
+    def _find_conversions(a: Analysis) -> pl.DataFrame:
+        """Return conversions on the host, one row per step and size: ``made`` (row of cpu),
+        ``step``, ``bytes`` of the result, ``width`` (bytes per element), ``conversions``."""
         trace = a.trace
         cpu = trace.cpu
-        wide = []
+        conversion_rows = []
         # one round per distinct input with 8-bit data, not per op
         inputs = trace.inputs.with_row_index("inputs").filter(
             pl.col("types").str.contains("unsigned char", literal=True)
@@ -163,7 +169,7 @@ class DtypeInflation(Rule):
             if first is None:
                 continue
             if first.dtype == "unsigned char":  # aten::div: floats of the default type
-                wide.append((row, "aten::div", first.elements * 4, 4))
+                conversion_rows.append((row, "aten::div", first.elements * 4, 4))
             elif (
                 second is not None
                 and second.dtype == "unsigned char"
@@ -172,18 +178,20 @@ class DtypeInflation(Rule):
                 and first.width > 1
                 and first.elements == second.elements
             ):
-                wide.append((row, "aten::copy_", first.elements * first.width, first.width))
+                conversion_rows.append(
+                    (row, "aten::copy_", first.elements * first.width, first.width)
+                )
         schema = {"inputs": pl.Int32, "op": pl.String, "bytes": pl.Int64, "width": pl.Int64}
-        table = pl.DataFrame(wide, schema=schema, orient="row")
-        converts = (cpu["kind"] == "op") & name_matches(cpu["name"], _CONVERT)
-        converts &= cpu["inputs"].is_in(table["inputs"].implode()).fill_null(False)
-        candidate = converts.to_numpy()
+        table = pl.DataFrame(conversion_rows, schema=schema, orient="row")
+        calls_wide_input = (cpu["kind"] == "op") & name_matches(cpu["name"], _CONVERT_OPS)
+        calls_wide_input &= cpu["inputs"].is_in(table["inputs"].implode()).fill_null(False)
+        is_conversion = calls_wide_input.to_numpy()
         launch = trace.gpu["launch"].drop_nulls().to_numpy().astype(np.int64)
         on_device = np.zeros(cpu.height, dtype=bool)
-        around = climb_stack(parent_rows(trace), candidate, launch)
-        on_device[around[around >= 0]] = True
-        on_host = np.flatnonzero(candidate & ~on_device)
-        made = pl.DataFrame(
+        conversion_row = climb_stack(parent_rows(trace), is_conversion, launch)
+        on_device[conversion_row[conversion_row >= 0]] = True
+        on_host = np.flatnonzero(is_conversion & ~on_device)
+        calls = pl.DataFrame(
             {
                 "made": on_host,
                 "inputs": cpu["inputs"].gather(on_host),
@@ -192,7 +200,7 @@ class DtypeInflation(Rule):
             }
         )
         return (
-            made.join(table, on=["inputs", "op"], maintain_order="left")
+            calls.join(table, on=["inputs", "op"], maintain_order="left")
             .group_by("step", "bytes", maintain_order=True)
             .agg(pl.col("made", "width").first(), pl.len().alias("conversions"))
         )
@@ -263,19 +271,19 @@ class PingPong(Rule):
     """A tensor is copied to the host, and the same call of the same function copies as many bytes
     back. The CPU did something in between (``.cpu().numpy()``, a library without GPU support, a
     random permutation) that the GPU could do. Both copies cost time, and the first makes the host
-    wait for all work before it.
+    wait for all earlier GPU work.
 
-    Counted are pairs: a copy to the host and the next copy back of exactly the same size. One and
-    the same run of one function of the user's code must call both directly. It must begin and end
-    inside the step, in at least three steps. So equal sizes by coincidence do not count, such as a
-    result that the training loop reads and the next batch that it sends. Nor does deliberate
-    offloading: copies inside the optimizer, under frames of a library, or under a name that says
-    so. Nor does what the backward pass brings back, which runs on another thread.
+    The rule counts pairs: a copy to the host and the next copy back of exactly the same size. The
+    same call of one function of the user's code must make both copies directly. It must begin and
+    end inside the step, in at least three steps. So equal sizes by coincidence do not count, such
+    as a result that the training loop reads and the next batch that it sends. Deliberate offloading
+    does not count: copies inside the optimizer, under frames of a library, or under a name that
+    says so. Copies back in the backward pass, which runs on another thread, do not count either.
 
     Without stacks, pairs count where the copy back is the next launch after the copy to the host.
-    Operators on the CPU must take half of the time between them. The gain then has their time in
-    it, too: on the GPU they take little. Where nothing between the copies is recorded (NumPy),
-    stacks are needed, and the gain leaves that work out."""
+    Operators on the CPU must take half of the time between them. The gain then includes their time,
+    because they take little on the GPU. Where nothing between the copies is recorded (NumPy), the
+    rule needs stacks, and the gain leaves that work out."""
 
     id = "ping-pong"
     title = "Data makes a round trip through the host"
@@ -292,11 +300,13 @@ class PingPong(Rule):
     min_steps = Threshold(3, "steps with such a pair", OURS)
     min_bytes = Threshold(4096, "bytes: reads and writes of single values have other causes", OURS)
     min_asking_share = Threshold(
-        0.01, "of the step: exposed copies below it do not ask for stacks", ENGINE_FLOOR
+        0.01,
+        "of the step: with less exposed copy time, the rule does not ask for stacks",
+        ENGINE_FLOOR,
     )
     work_left = Factor(0.05, "of the time of operators on the CPU, once on the GPU", OURS)
-    best_work_left = Factor(0.0, "of it, at best", OURS)
-    worst_work_left = Factor(0.25, "of it, at worst", OURS)
+    best_work_left = Factor(0.0, "of that time, at best", OURS)
+    worst_work_left = Factor(0.25, "of that time, at worst", OURS)
 
     fix = (
         "Do the work between the two copies on the GPU. torch has most of NumPy (sort, unique, "
@@ -310,7 +320,7 @@ class PingPong(Rule):
     )
     cases = {
         "operators on the CPU": {
-            "fix": "Run {names} on the GPU, where the data is: then neither copy is needed.",
+            "fix": "Run {names} on the GPU, where the data is. Then neither copy is needed.",
             "code": "# before: y = work(x.cpu()).to(device)\ny = work(x)",
         }
     }
@@ -325,12 +335,12 @@ class PingPong(Rule):
         copies = a.copies.filter(
             pl.col("copy").is_in(["HtoD", "DtoH"]) & (pl.col("bytes") >= self.min_bytes)
         )
-        copies = copies.filter(pl.col("copy").n_unique().over("bytes") > 1)  # back, as many
+        copies = copies.filter(pl.col("copy").n_unique().over("bytes") > 1)  # sizes seen both ways
         if copies.is_empty():
             return
-        trips = self._worked_on(a, copies)
-        recurs = trips["step"].n_unique() >= self.min_steps
-        if not (recurs or (a.trace.cpu["kind"] == "python").any()):
+        trips = self._find_trips(a, copies)
+        is_recurring = trips["step"].n_unique() >= self.min_steps
+        if not (is_recurring or (a.trace.cpu["kind"] == "python").any()):
             if sum_column(copies["exposed"]) >= self.min_asking_share * a.span_ns:
                 yield SkippedCheck(
                     what="whether data makes a round trip through the host",
@@ -338,18 +348,18 @@ class PingPong(Rule):
                     record="with_stack=True",
                 )
             return
-        table = trips if recurs else self._pairs(a, copies)
+        table = trips if is_recurring else self._find_pairs(a, copies)
         if table["step"].n_unique() < self.min_steps:
             return
-        both = copies.filter(
+        trip_copies = copies.filter(
             pl.col("gpu").is_in(pl.concat([table["gpu"], table["back"]]).implode())
         )
-        waits = a.syncs.filter(pl.col("copy").is_in(both["gpu"].implode()))
-        edits = [Edit(op="remove", select=select_copies(a, both["gpu"]))]
+        waits = a.syncs.filter(pl.col("copy").is_in(trip_copies["gpu"].implode()))
+        edits = [Edit(op="remove", select=select_copies(a, trip_copies["gpu"]))]
         if waits.height:
             edits.append(make_calls_async(a, row_numbers(waits["host"])))
         rate = table.height / a.step_count
-        cost = sum_column(both["exposed"])
+        cost = sum_column(trip_copies["exposed"])
         size = t.format_bytes(sum_column(table["bytes"]) / table.height)
         times = f"{t.count_noun(max(1, round(rate)), 'time')}{per_step(a)}"
         summary = (
@@ -357,9 +367,9 @@ class PingPong(Rule):
             f"{of_step(a, cost)}, and the host waits for the first."
         )
         names = ""
-        if recurs:
-            names = self._work_of_trips(a)
-            away = a.trip_intervals.total
+        if is_recurring:
+            names = self._name_trip_operators(a)
+            trip_ns = a.trip_intervals.total
             edits.append(
                 scale_edit(
                     Select(on="gap", at="round_trip"),
@@ -370,7 +380,7 @@ class PingPong(Rule):
             )
             summary = (
                 f"Operators on the CPU work on {size} of data between a copy from the GPU and the "
-                f"copy back, {times}. That takes {of_step(a, away)}."
+                f"copy back, {times}. That takes {of_step(a, trip_ns)}."
             )
         yield Finding(
             summary=summary,
@@ -389,29 +399,30 @@ class PingPong(Rule):
         )
 
     @staticmethod
-    def _work_of_trips(a: Analysis) -> str:
-        """Name the operators that take most time between the copies, outside of the backward pass;
-        empty: none is recorded."""
+    def _name_trip_operators(a: Analysis) -> str:
+        """Return the names of the operators that take most time between the copies, outside the
+        backward pass. Empty if none are recorded."""
         cpu = a.trace.cpu
         ts = cpu["ts"].to_numpy()
-        between = pl.Series(covered_length(ts, ts + 1, a.trip_intervals) > 0)
-        between &= name_matches(cpu["name"], "^aten::") & ~name_matches(cpu["name"], _NO_WORK)
-        ops = cpu.filter(between & ~pl.Series(rows_under(a, r"Backward\d*$")[:-1]))
+        is_between = pl.Series(covered_length(ts, ts + 1, a.trip_intervals) > 0)
+        is_between &= name_matches(cpu["name"], "^aten::") & ~name_matches(cpu["name"], _MOVE_OPS)
+        ops = cpu.filter(is_between & ~pl.Series(rows_under(a, r"Backward\d*$")[:-1]))
         time = ops.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
-        time = time.filter(pl.col("dur") >= MIN_NAMED * pl.col("dur").max())
-        named = time.sort("dur", "name")["name"].to_list()[::-1][:MAX_NAMED]
-        return t.list_names(named) if named else ""
+        time = time.filter(pl.col("dur") >= MIN_NAMED_SHARE * pl.col("dur").max())
+        names = time.sort("dur", "name")["name"].to_list()[::-1][:MAX_NAMED]
+        return t.list_names(names) if names else ""
 
     @staticmethod
-    def _worked_on(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
-        """Return the same columns for round trips with operators on the CPU in between."""
-        own = copies.select(pl.col("gpu").cast(pl.Int64), "step", "ts", "dur")
-        return a.round_trips.join(own, on="gpu", how="inner", maintain_order="left")
+    def _find_trips(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
+        """Return the columns of ``_find_pairs`` for round trips with operators on the CPU in
+        between."""
+        copy_times = copies.select(pl.col("gpu").cast(pl.Int64), "step", "ts", "dur")
+        return a.round_trips.join(copy_times, on="gpu", how="inner", maintain_order="left")
 
     @staticmethod
-    def _pairs(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
-        """``gpu`` (the copy to the host), ``back`` (the copy back), ``bytes``, ``step``, ``ts``,
-        ``dur``, ``launch`` (row of cpu)."""
+    def _find_pairs(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
+        """Return pairs: ``gpu`` (the copy to the host), ``back`` (the copy back), ``bytes``,
+        ``step``, ``ts``, ``dur``, ``launch`` (row of cpu)."""
         cpu = a.trace.cpu
         python = (cpu["kind"] == "python").to_numpy()
         rank = map_names(cpu["name"], frame_rank, pl.Int8).fill_null(0).to_numpy()
@@ -420,22 +431,22 @@ class PingPong(Rule):
             launch=a.trace.gpu["launch"].gather(copies["gpu"]).cast(pl.Int64)
         ).filter(pl.col("launch").is_not_null() & pl.col("step").is_not_null())
         launch = row_numbers(copies["launch"])
-        # the function that called: the innermost frame that is not PyTorch's or Python's own
+        # the calling function: the innermost frame outside PyTorch and Python itself
         frame = climb_stack(parent, python & (rank > 0), launch)
-        offloaded = (
+        is_offloaded = (
             climb_stack(parent, name_matches(cpu["name"], DELIBERATE).to_numpy(), launch) >= 0
         )
-        wanted = (frame >= 0) & ~offloaded & (rank[np.maximum(frame, 0)] == 2)
+        is_wanted = (frame >= 0) & ~is_offloaded & (rank[np.maximum(frame, 0)] == 2)
         start = cpu["ts"].to_numpy()
         end = start + cpu["dur"].to_numpy()
-        steps = a.steps.marks  # frames are the host's
-        begin = steps["ts"].gather(copies["step"]).to_numpy()
-        finish = steps["end"].gather(copies["step"]).to_numpy()
-        inner = np.maximum(frame, 0)
-        wanted &= (start[inner] >= begin) & (end[inner] <= finish)
+        steps = a.steps.marks  # frames have host times
+        step_begin = steps["ts"].gather(copies["step"]).to_numpy()
+        step_end = steps["end"].gather(copies["step"]).to_numpy()
+        frame_row = np.maximum(frame, 0)
+        is_wanted &= (start[frame_row] >= step_begin) & (end[frame_row] <= step_end)
         copies = (
             copies.with_columns(frame=pl.Series(frame), called=cpu["ts"].gather(copies["launch"]))
-            .filter(pl.Series(wanted))
+            .filter(pl.Series(is_wanted))
             .sort("called")
         )
         return copies.with_columns(
@@ -445,26 +456,26 @@ class PingPong(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        b, loop, offload, library, sizes, plain, once, clamp, kept = (
+        reorder, loop, offload, library, sizes, plain, once, clamp, kept = (
             TraceBuilder() for _ in range(9)
         )
-        for each, place in ((clamp, ""), (kept, "Optimizer.step#CPUAdam.step")):
-            for _ in each.steps(5):
-                each.product(2000)
-                with each.range(place) if place else nullcontext():
-                    each.to("DtoH", 16 << 20, pinned=False)
-                    each.on_host("aten::clamp", 4000)
-                    each.to("HtoD", 16 << 20, pinned=False)
-                each.product(2000)
+        for builder, annotation in ((clamp, ""), (kept, "Optimizer.step#CPUAdam.step")):
+            for _ in builder.steps(5):
+                builder.product(2000)
+                with builder.range(annotation) if annotation else nullcontext():
+                    builder.to("DtoH", 16 << 20, pinned=False)
+                    builder.on_host("aten::clamp", 4000)
+                    builder.to("HtoD", 16 << 20, pinned=False)
+                builder.product(2000)
         for _ in range(5):
-            with b.step(), b.python("train.py(10): train_step"):
-                b.product(2000)
-                with b.python("model.py(30): reorder"):
-                    b.copy("DtoH", 16 << 20, pinned=False)
-                    with b.python("numpy/core/fromnumeric.py(1100): argsort"):
-                        b.host(300)
-                    b.copy("HtoD", 16 << 20, pinned=False)
-                b.product(2000)
+            with reorder.step(), reorder.python("train.py(10): train_step"):
+                reorder.product(2000)
+                with reorder.python("model.py(30): reorder"):
+                    reorder.copy("DtoH", 16 << 20, pinned=False)
+                    with reorder.python("numpy/core/fromnumeric.py(1100): argsort"):
+                        reorder.host(300)
+                    reorder.copy("HtoD", 16 << 20, pinned=False)
+                reorder.product(2000)
         with loop.python("train.py(5): main"):
             for _ in loop.steps(5):
                 loop.product(2000)
@@ -494,11 +505,11 @@ class PingPong(Rule):
                 if step in (1, 3):
                     _round_trip(once)
         return {
-            "sorted on the CPU": b,
+            "sorted on the CPU": reorder,
             "clamped on the CPU, without stacks": clamp,
             "the optimizer's state is on the host, without stacks": (
                 kept,
-                "not (recurs or (a.trace.cpu['kind'] == 'python').any())",
+                "not (is_recurring or (a.trace.cpu['kind'] == 'python').any())",
             ),
             "a result is read, then the next batch sent": (
                 loop,
@@ -510,7 +521,7 @@ class PingPong(Rule):
             ),
             "a library offloads": (library, "table['step'].n_unique() < self.min_steps"),
             "other sizes": (sizes, "copies.is_empty()"),
-            "no stacks": (plain, "not (recurs or (a.trace.cpu['kind'] == 'python').any())"),
+            "no stacks": (plain, "not (is_recurring or (a.trace.cpu['kind'] == 'python').any())"),
             "two steps only": (once, "min_steps"),
         }
 

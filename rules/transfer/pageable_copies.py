@@ -48,16 +48,16 @@ _MEMORY = "the host has memory to pin"
 
 class PageableCopies(Rule):
     """Inputs are copied to the GPU from pageable memory. The driver stages every piece through a
-    pinned buffer, so the copy is slower, blocks the host thread, and cannot run beside compute.
+    pinned buffer, so the copy is slower, blocks the host thread, and cannot overlap with compute.
 
-    Counted is what such copies cost: GPU time in which nothing but the copy runs, and the GPU idle
-    time after a copy that blocked the host. Copies that compute hides, and small ones that the
-    driver takes over at once, cost nothing and are not reported. Pinned copies are never counted.
+    The rule counts what such copies cost: GPU time in which only the copy runs, and the GPU idle
+    time after a copy that blocked the host. Copies hidden by compute, and small ones that the
+    driver buffers at once, cost nothing and are not reported. Pinned copies are never counted.
 
     Copies of results to the host are not counted either. Pinning does not help where the host waits
     for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by the idle time
     after them. In a program without a framework, copies to the host that the driver has to stage
-    are counted. A parameter upload before the first step lies outside the steps."""
+    are counted. A parameter upload before the first step does not belong to any step."""
 
     id = "pageable-copies"
     title = "Compute waits for copies from pageable memory"
@@ -83,7 +83,7 @@ class PageableCopies(Rule):
         ENGINE_FLOOR,
     )
     min_bytes = Threshold(
-        65536, "bytes: CUDA takes over pageable copies of up to 64 KiB at once", PAGEABLE_64K
+        65536, "bytes: CUDA buffers pageable copies of up to 64 KiB at once", PAGEABLE_64K
     )
     pinned_speedup = Factor(
         2.0, "times as fast, when the trace has no pinned copy to compare with", PINNED_BLOG
@@ -99,7 +99,7 @@ class PageableCopies(Rule):
     fix = (
         "Let the DataLoader pin its batches, and copy them with non_blocking=True. Pin tensors "
         "that stay the same once, before the loop. Copied one batch ahead on a separate stream, "
-        "they cost nothing where compute takes longer."
+        "they cost nothing if compute takes longer."
     )
     code = (
         "loader = DataLoader(..., pin_memory=True)   # keep your other arguments\n"
@@ -123,12 +123,11 @@ class PageableCopies(Rule):
             )
         },
         "no DataLoader": {
-            "fix": "Pin what stays in host memory once, before the loop: the tensors that batches "
-            "are taken from. Copy the next batch with non_blocking=True on a stream of its own, so "
-            "that the compute of this one hides it. "
-            "Where each step makes its batch anew, let what makes it write into a pinned buffer "
-            "(out=), after uploads.synchronize(). Copying a batch into one can take as "
-            "long as it saves.",
+            "fix": "Pin the tensors that batches are taken from once, before the loop. Copy the "
+            "next batch with non_blocking=True on a separate stream, so that the compute of the "
+            "current batch hides it. If each step creates its batch, write it directly into a "
+            "pinned buffer (out=), after uploads.synchronize(). Copying a finished batch into such "
+            "a buffer can take as long as it saves.",
             "code": "loader = [[t.pin_memory() for t in x] for x in data]  # data: your batches\n"
             + COPY_AHEAD,
         },
@@ -144,7 +143,7 @@ class PageableCopies(Rule):
             "pieces on a separate stream while kernels run. Keep on the GPU what the next kernel "
             "needs, so that it is not copied at all.",
             cuda="cudaHostAlloc (or one cudaHostRegister) pins memory. cudaMemcpyAsync on a stream "
-            "returns at once and runs beside kernels of other streams.",
+            "returns at once and overlaps with kernels of other streams.",
             code="// once, for streams[0], streams[1], host and back\n"
             "cudaStreamCreate(&streams[0]);\n"
             "cudaHostAlloc(&host, bytes, cudaHostAllocDefault);\n"
@@ -177,42 +176,43 @@ class PageableCopies(Rule):
                 else "",  # no profiler of ROCm does
             )
             return
-        large = pl.col("bytes").fill_null(0) >= self.min_bytes
+        is_large = pl.col("bytes").fill_null(0) >= self.min_bytes
         directions = ["HtoD"]
-        fetched = (pl.col("copy") == "DtoH") & large
+        is_large_fetch = (pl.col("copy") == "DtoH") & is_large
         if a.trace.meta.framework == CUDA:
             directions.append("DtoH")
-        slow = copies.filter(
+        slow_copies = copies.filter(
             pl.col("memory") == "pageable",
-            (pl.col("copy") == "HtoD") | (fetched & pl.col("copy").is_in(directions)),
+            (pl.col("copy") == "HtoD") | (is_large_fetch & pl.col("copy").is_in(directions)),
         )
-        up = copies.filter((pl.col("copy") == "HtoD") & large)
-        if slow.is_empty():
-            if up.height and (up["memory"] == "pinned").all():
+        uploads = copies.filter((pl.col("copy") == "HtoD") & is_large)
+        if slow_copies.is_empty():
+            if uploads.height and (uploads["memory"] == "pinned").all():
                 yield PassedCheck(
                     text="copies to the GPU come from pinned memory "
-                    f"({t.count_noun(up.height, 'larger copy')}, "
-                    f"{t.format_bytes(sum_column(up['bytes']))})"
+                    f"({t.count_noun(uploads.height, 'larger copy')}, "
+                    f"{t.format_bytes(sum_column(uploads['bytes']))})"
                 )
             return
-        # the host needs what it fetches: it would wait for it from pinned memory too
+        # copies to the host are left out: the host would wait for them from pinned memory too
         blocking = select_blocking_calls(
             a, (pl.col("direction") == "HtoD") & (pl.col("memory") == "Pageable").fill_null(False)
         )
-        alone = busy_intervals(a, slow.filter(pl.col("exposed") > 0))  # two at once count once
-        exposed = intersect(alone, a.breakdown.copies).total
+        # overlapping copies count once
+        slow_busy = busy_intervals(a, slow_copies.filter(pl.col("exposed") > 0))
+        exposed = intersect(slow_busy, a.breakdown.copies).total
         share = (exposed + blocking.total) / a.span_ns
         if share < self.min_share:
             return
-        speed = _speed(slow)
-        pinned = _speed(copies.filter((pl.col("memory") == "pinned") & large))
+        speed = _measure_rate(slow_copies)
+        pinned = _measure_rate(copies.filter((pl.col("memory") == "pinned") & is_large))
         link = host_link_rate(a)
         factor, worst, case = self._speedup(speed, pinned, link)
-        # no more of the copy is hidden than there is other work to hide it under
-        hidden = max(0, a.breakdown.busy.total - exposed) / max(1, alone.total)
-        count = max(1, round(slow.height / a.step_count))
-        moved = t.format_bytes(sum_column(slow["bytes"]) / a.step_count)
-        size = f", {moved} in all," if count > 1 else f" of {moved}"
+        # other GPU work can hide only as much copy time as it has itself
+        hideable = max(0, a.breakdown.busy.total - exposed) / max(1, slow_busy.total)
+        count = max(1, round(slow_copies.height / a.step_count))
+        size_per_step = t.format_bytes(sum_column(slow_copies["bytes"]) / a.step_count)
+        size = f", {size_per_step} in all," if count > 1 else f" of {size_per_step}"
         yield Finding(
             summary=(
                 f"{t.count_noun(count, 'copy')}{per_step(a)}{size} through pageable memory "
@@ -225,14 +225,14 @@ class PageableCopies(Rule):
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
                 *([Evidence("peak of the PCIe link", link, "GB/s")] if link else []),
-                amount_per_step(a, "bytes", sum_column(slow["bytes"]), "bytes"),
+                amount_per_step(a, "bytes", sum_column(slow_copies["bytes"]), "bytes"),
             ],
-            where=device_places(a, slow),
+            where=device_places(a, slow_copies),
             edits=[
                 scale_edit(
                     Select(on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"),
                     factor,
-                    max(0.0, factor - hidden),
+                    max(0.0, factor - hideable),
                     max(factor, worst),
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
@@ -244,8 +244,8 @@ class PageableCopies(Rule):
     def _speedup(
         self, speed: float | None, pinned: float | None, link: float | None
     ) -> tuple[float, float, dict[str, Any]]:
-        """Return the time of pinned copies over that of these (expected, at worst) and the texts
-        of the case. ``speed`` of these copies, of ``pinned`` ones and of the ``link``: GB/s."""
+        """Return the time ratio of pinned copies to these (expected, at worst) and the texts of the
+        case. ``speed`` (of these copies), ``pinned`` and ``link`` are in GB/s."""
         factor, worst = 1 / self.pinned_speedup, 1 / self.worst_speedup
         if speed and pinned:
             return min(1.0, speed / pinned), worst, self.case("a pinned copy to compare with")
@@ -257,10 +257,10 @@ class PageableCopies(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        b, pinned, small, hidden, results = (TraceBuilder() for _ in range(5))
-        for _ in b.steps():
-            b.to("HtoD", 24 << 20, pinned=False)
-            b.product(6000, wait=True)
+        from_pageable, pinned, small, hidden, results = (TraceBuilder() for _ in range(5))
+        for _ in from_pageable.steps():
+            from_pageable.to("HtoD", 24 << 20, pinned=False)
+            from_pageable.product(6000, wait=True)
         for _ in pinned.steps():
             pinned.copy("HtoD", 24 << 20)
             pinned.product(1000, 6, wait=True)
@@ -276,11 +276,11 @@ class PageableCopies(Rule):
             results.item()
             results.host(1000)
         return {
-            "a batch from pageable memory": b,
-            "pinned": (pinned, "slow.is_empty()"),
+            "a batch from pageable memory": from_pageable,
+            "pinned": (pinned, "slow_copies.is_empty()"),
             "small": (small, "min_share"),
             "hidden under compute": (hidden, "share < self.min_share"),
-            "reading a result": (results, "slow.is_empty()"),
+            "reading a result": (results, "slow_copies.is_empty()"),
         }
 
 
@@ -291,7 +291,7 @@ def _has_no_loader(a: Analysis) -> bool:
     return not name_matches(a.trace.cpu["name"], "DataLoader").any()
 
 
-def _speed(copies: pl.DataFrame) -> float | None:
-    """Return bytes over time of copies, GB/s; ``None``: none with known size."""
-    known = copies.filter(pl.col("bytes").is_not_null() & (pl.col("dur") > 0))
-    return None if known.is_empty() else sum_column(known["bytes"]) / sum_column(known["dur"])
+def _measure_rate(copies: pl.DataFrame) -> float | None:
+    """Return bytes over time of copies in GB/s, or ``None`` if no size is known."""
+    sized = copies.filter(pl.col("bytes").is_not_null() & (pl.col("dur") > 0))
+    return None if sized.is_empty() else sum_column(sized["bytes"]) / sum_column(sized["dur"])

@@ -1,1 +1,1 @@
-"""Rules about what kernels do with the device."""
+"""Rules about how well kernels use the GPU."""

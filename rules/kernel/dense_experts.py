@@ -1,4 +1,4 @@
-"""Every expert of a mixture computes every token, and a router chose few of them."""
+"""Mixtures of experts in which every expert computes every token, although a router chose few."""
 
 from collections import Counter
 from math import prod
@@ -33,12 +33,12 @@ class Choice(NamedTuple):
 
     experts: int
     chosen: int
-    """Experts for each token."""
+    """Number of experts per token."""
     tokens: int
 
 
 class Call(NamedTuple):
-    """An outermost operator behind a choice."""
+    """An outermost operator that follows a choice."""
 
     row: int
     """Row of ``trace.cpu``."""
@@ -49,27 +49,27 @@ class Call(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Experts behind the choices of one kind."""
+    """Experts that follow choices of one kind."""
 
     choice: Choice
     made: list[int]
-    """Rows of ``trace.cpu``: products of the experts and what lies between them."""
+    """Rows of ``trace.cpu``: products of the experts and the operators between them."""
     layers: list[int]
-    """Rows of the choices, of all steps."""
+    """Rows of the choices in all steps."""
 
 
 class DenseExperts(Rule):
     """A mixture of experts runs each expert on all tokens, and multiplies the results by weights
-    that are zero for all but the chosen experts. With two of eight chosen, three quarters of this
-    work is for nothing, forward and backward. An expert can run on its own tokens alone.
+    that are zero for all but the chosen experts. If two of eight are chosen, three quarters of this
+    work is wasted, forward and backward. An expert can run on its own tokens alone.
 
-    Found is a choice among as many entries as there are experts (``topk``). Behind it, before the
-    next choice, products of one shape run once for each expert, on all tokens. Their results are
-    multiplied by one weight for each token, or put together. Experts that run on their own tokens
-    have fewer rows.
+    The rule looks for a choice among as many entries as there are experts (``topk``). After it and
+    before the next choice, products of one shape run once per expert, on all tokens. Their results
+    are multiplied by one weight per token, or joined. Experts that run on their own tokens have
+    fewer rows.
 
-    The gain is the share of the experts that are not chosen, less what it takes to gather the rows
-    and to add them back. Smaller products run at a lower rate, which the range allows for."""
+    The gain is the share of experts that are not chosen, minus the time to gather the rows and to
+    add them back. Smaller products run at a lower rate, which the range allows for."""
 
     id = "dense-experts"
     title = "Each expert computes all tokens, and few experts are chosen"
@@ -81,7 +81,7 @@ class DenseExperts(Rule):
     )
     validation_note = (
         "a CPU recording, torch 2.13, and its cure: 18.9 ms predicted, 21.3 ms measured. Another, "
-        "in no test: 32.4 ms predicted, 38.8 ms measured"
+        "not in the tests: 32.4 ms predicted, 38.8 ms measured"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html",
@@ -89,7 +89,7 @@ class DenseExperts(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in work of experts that are not chosen", XPROF)
-    min_experts = Threshold(3, "experts: of two, half of the work is chosen at least", CHOSEN)
+    min_experts = Threshold(3, "experts: with two, at least half of the work is chosen", CHOSEN)
     max_chosen = Threshold(0.5, "of the experts are chosen: with more, little is saved", CHOSEN)
     gathering = Factor(0.2, "of this work, to gather rows and add them back", CHOSEN)
     least = Factor(0.5, "of the saved share, where smaller products are slower", CHOSEN)
@@ -107,9 +107,9 @@ class DenseExperts(Rule):
         "    out = out.index_add(0, rows, part)"
     )
     verify = "Record again: the experts' products have fewer rows. Compare the results."
-    falsified_by = "weights of experts that are not chosen and not zero"
+    falsified_by = "weights that are not zero for experts that are not chosen"
     assumptions = (
-        "the results of experts that are not chosen do not count",
+        "the results of experts that are not chosen are not used",
         "tokens choose the experts about equally often",
     )
     confidence = 0.8
@@ -117,17 +117,17 @@ class DenseExperts(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
-        for found in self._find(a):
-            experts, chosen, tokens = found.choice
-            made = np.array(found.made)
-            learnt = rows_in_steps(a, backward_operators(a, made))
-            rows = np.concatenate([made, learnt])
+        for mixture in self._find_mixtures(a):
+            experts, chosen, tokens = mixture.choice
+            forward_rows = np.array(mixture.made)
+            backward_rows = rows_in_steps(a, backward_operators(a, forward_rows))
+            rows = np.concatenate([forward_rows, backward_rows])
             ns = time_of_operators(a, rows)
-            idle = 1 - chosen / experts
-            central = ns * max(0.0, idle - self.gathering)
+            unchosen = 1 - chosen / experts
+            central = ns * max(0.0, unchosen - self.gathering)
             if central < self.min_share * a.span_ns:
                 continue
-            backward = " With its backward pass this" if len(learnt) else " This"
+            backward = " With its backward pass this" if len(backward_rows) else " This"
             yield Finding(
                 summary=(
                     f"Each of {experts} experts computes all {tokens:,} tokens, and the router "
@@ -135,51 +135,56 @@ class DenseExperts(Rule):
                 ),
                 evidence=[
                     amount_per_step(a, "time of the experts", ns),
-                    amount_per_step(a, "choices", len(found.layers), "count"),
+                    amount_per_step(a, "choices", len(mixture.layers), "count"),
                     Evidence("experts", experts, "count"),
                     self.compare("chosen", chosen / experts, "max_chosen"),
                     self.compare("for nothing", central / a.span_ns, "min_share", per=a.per),
                 ],
-                where=costliest_places(a, made),
-                edits=[scale_operators(a, rows, (central, idle * ns, self.least * central))],
+                where=costliest_places(a, forward_rows),
+                edits=[scale_operators(a, rows, (central, unchosen * ns, self.least * central))],
             )
 
-    def _find(self, a: Analysis) -> list[Mixture]:
-        """Return mixtures by what is chosen."""
+    def _find_mixtures(self, a: Analysis) -> list[Mixture]:
+        """Return mixtures by choice."""
         table = outermost_in_steps(a)
         topk = table.filter(pl.col("name") == "aten::topk")["inputs"].drop_nulls().unique()
         choices = {
-            at: choice for at in topk if (choice := self._choice(inputs_at(a, at))) is not None
+            index: choice
+            for index in topk
+            if (choice := self._parse_choice(inputs_at(a, index))) is not None
         }
         if not choices:
             return []
-        described = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
+        inputs = {index: inputs_at(a, index) for index in table["inputs"].drop_nulls().unique()}
         step = np.searchsorted(a.steps.used["ts"].to_numpy(), table["ts"].to_numpy(), side="right")
         table = table.with_columns(step=step, choice=(pl.col("name") == "aten::topk").cum_sum())
-        found: dict[Choice, Mixture] = {}
-        for own in table.partition_by("choice", "step", maintain_order=True):
-            if own["name"][0] != "aten::topk" or own["inputs"][0] not in choices:
+        mixtures: dict[Choice, Mixture] = {}
+        for group in table.partition_by("choice", "step", maintain_order=True):
+            if group["name"][0] != "aten::topk" or group["inputs"][0] not in choices:
                 continue
-            choice = choices[own["inputs"][0]]
-            known = own.drop_nulls("inputs").select("row", "name", "inputs").iter_rows()
-            calls = [Call(row, name, at, described[at]) for row, name, at in known]
-            products = _products_of(calls, choice)
+            choice = choices[group["inputs"][0]]
+            described = group.drop_nulls("inputs").select("row", "name", "inputs").iter_rows()
+            calls = [Call(row, name, index, inputs[index]) for row, name, index in described]
+            products = _find_products(calls, choice)
             if not products or not _are_weighed(calls, choice):
                 continue
-            one = found.setdefault(choice, Mixture(choice, [], []))
-            one.layers.append(own["row"][0])
-            one.made.extend(own["row"].filter(own["row"].is_between(products[0], products[-1])))
-        return list(found.values())
+            mixture = mixtures.setdefault(choice, Mixture(choice, [], []))
+            mixture.layers.append(group["row"][0])
+            mixture.made.extend(
+                group["row"].filter(group["row"].is_between(products[0], products[-1]))
+            )
+        return list(mixtures.values())
 
-    def _choice(self, x: OpInputs) -> Choice | None:
-        """Return what a call of ``topk`` chooses; ``None``: it is no choice of few experts."""
+    def _parse_choice(self, x: OpInputs) -> Choice | None:
+        """Return what a call of ``topk`` chooses, or ``None`` if it is not a choice of few
+        experts."""
         scores, chosen = x.tensor(0), x.argument(1)
         if scores is None or not isinstance(chosen, int) or not scores.shape:
             return None
         experts = scores.shape[-1]
-        few = 0 < chosen <= self.max_chosen * experts and experts >= self.min_experts
-        last = x.argument(2) in (-1, len(scores.shape) - 1)
-        return Choice(experts, chosen, prod(scores.shape[:-1])) if few and last else None
+        is_few = 0 < chosen <= self.max_chosen * experts and experts >= self.min_experts
+        is_last_dim = x.argument(2) in (-1, len(scores.shape) - 1)
+        return Choice(experts, chosen, prod(scores.shape[:-1])) if is_few and is_last_dim else None
 
     @staticmethod
     def examples() -> Examples:
@@ -194,22 +199,21 @@ class DenseExperts(Rule):
         }
 
 
-def _tokens(x: OpInputs) -> int:
-    """Return the rows of an operator's first tensor of features, 0: none."""
+def _count_tokens(x: OpInputs) -> int:
+    """Return the number of rows of an operator's first tensor of features; 0 if there is none."""
     shape = next((t.shape for t in x.tensors if len(t.shape) >= 2), ())
     return prod(shape[:-1])
 
 
-def _products_of(calls: list[Call], choice: Choice) -> list[int]:
-    """Return the rows of products that run once for each expert, on all tokens."""
-    products = [c for c in calls if c.name in PRODUCTS and _tokens(c.inputs) == choice.tokens]
-    often = Counter((call.name, call.described) for call in products)
-    return [c.row for c in products if often[c.name, c.described] % choice.experts == 0]
+def _find_products(calls: list[Call], choice: Choice) -> list[int]:
+    """Return the rows of products that run once per expert, on all tokens."""
+    products = [c for c in calls if c.name in PRODUCTS and _count_tokens(c.inputs) == choice.tokens]
+    counts = Counter((call.name, call.described) for call in products)
+    return [c.row for c in products if counts[c.name, c.described] % choice.experts == 0]
 
 
 def _are_weighed(calls: list[Call], choice: Choice) -> bool:
-    """Return whether results are multiplied by one weight for each token, or put together, once for
-    each expert."""
+    """Return whether results are multiplied by one weight per token, or joined, once per expert."""
     weights = 0
     for call in calls:
         if call.name in ("aten::mul", "aten::mul_"):
@@ -235,10 +239,10 @@ def _mixture(
         arguments = ["", str(chosen), "-1", "True", "True"]
         b.compute("aten::topk", 9, [[320, 8], [], [], [], []], concrete=arguments)
         for expert in range(8):
-            more: dict[str, Any] = {"sequence": node + 4 * expert} if trains else {}
-            b.compute("aten::linear", us, [[rows, 192], [384, 192], [384]], **more)
+            options: dict[str, Any] = {"sequence": node + 4 * expert} if trains else {}
+            b.compute("aten::linear", us, [[rows, 192], [384, 192], [384]], **options)
             b.compute("aten::gelu", us / 10, [[rows, 384]])
-            b.compute("aten::linear", us, [[rows, 384], [192, 384], [192]], **more)
+            b.compute("aten::linear", us, [[rows, 384], [192, 384], [192]], **options)
             if weighs:
                 b.compute("aten::mul", 9, [[rows, 1], [rows, 192]])
         for expert in reversed(range(8 if trains else 0)):

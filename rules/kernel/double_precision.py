@@ -1,4 +1,4 @@
-"""Work in double precision."""
+"""Operators and kernels that compute in double precision."""
 
 from typing import ClassVar
 
@@ -26,17 +26,17 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class DoublePrecision(Rule):
-    """Operators take doubles (float64): NumPy's arrays are doubles by default, and
-    ``model.double()`` or ``torch.set_default_dtype`` make a model of them. Memory moves twice the
-    bytes. A CPU computes half as many doubles as floats at once. A GPU multiplies them as fast as
-    floats (A100, H100), half as fast (V100) or far slower (GeForce).
+    """Operators take doubles (float64). NumPy's arrays are doubles by default, and
+    ``model.double()`` or ``torch.set_default_dtype`` turn a model's weights into doubles. Memory
+    moves twice the bytes. A CPU computes half as many doubles as floats at once. A GPU multiplies
+    them as fast as floats (A100, H100), half as fast (V100) or far slower (GeForce).
 
-    On a CPU the rule counts the own time of operators of which (nearly) all calls have double
-    inputs. Products among them must take enough of the step. On a GPU it counts the time of kernels
-    whose largest input is of doubles. Where inputs are not recorded, the kernel's name says the
-    type of its elements. In float32 they take about half: 0.4 to 0.75, by how much of it is
-    arithmetic, memory or overhead. Products on a GPU take the ratio of the peaks in float64 and
-    float32. TF32 is another fix, and is left out."""
+    On a CPU the rule counts the self time of operators whose calls (nearly) all have double inputs.
+    Matrix products among them must take enough of the step. On a GPU it counts the time of kernels
+    whose largest input holds doubles. Where inputs are not recorded, the kernel's name gives the
+    type of its elements. In float32 they take about half the time: 0.4 to 0.75, depending on how
+    much is arithmetic, memory or overhead. Products on a GPU scale with the ratio of the peaks in
+    float64 and float32. TF32 is a separate fix, and is left out."""
 
     id = "double-precision"
     title = "The step computes in double precision (float64)"
@@ -67,7 +67,7 @@ class DoublePrecision(Rule):
     factor = Factor(0.5, "of the time in float32: half the bytes, twice the rate", CHOSEN)
     best_factor, worst_factor = (
         Factor(0.4, "of the time in float32, where caches hold twice as much", CHOSEN),
-        Factor(0.75, "of the time in float32, where overhead is a half", CHOSEN),
+        Factor(0.75, "of the time in float32, where overhead is half of it", CHOSEN),
     )
 
     best_product = Factor(0.75, "of a product's time in float32, on a GPU, at best", CHOSEN)
@@ -86,10 +86,10 @@ class DoublePrecision(Rule):
     assumptions = ("float32 is accurate enough for this model",)
     confidence = 0.85
     cases = {
-        "tensors beside the model": {
+        "tensors outside the model": {
             "title": "Tensors outside the model are doubles (float64)",
             "fix": "Convert these tensors, such as those that {op} takes, to float32 where they "
-            "are made; check that accuracy holds. Leave the model as it is: its products are of "
+            "are made; check that accuracy holds. Leave the model as it is: its products use "
             "another type. NumPy's arrays are float64 by default.",
             "code": "# where the doubles are made; not the model\n"
             "x = torch.as_tensor(array, dtype=torch.float32)\n"
@@ -99,7 +99,7 @@ class DoublePrecision(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is not None:
-            yield from self._on_gpu(a)
+            yield from self._check_gpu(a)
             return
         if not a.trains_on_host or not a.span_ns:
             return
@@ -112,7 +112,7 @@ class DoublePrecision(Rule):
                     record="record_shapes=True",
                 )
             return
-        table = _operators(a)
+        table = _measure_operators(a)
         double = (
             table.group_by("name")
             .agg(pl.col("ns").sum(), pl.col("ns").filter("double").sum().alias("own"))
@@ -141,11 +141,11 @@ class DoublePrecision(Rule):
             ],
         )
 
-    def _on_gpu(self, a: Analysis) -> Outcomes:
-        """Sum kernels of products of doubles, and of other operators on doubles."""
+    def _check_gpu(self, a: Analysis) -> Outcomes:
+        """Report kernels on doubles: those of matrix products, and those of other operators."""
         if not a.span_ns:
             return
-        double = compute_rows(a) & _double_kernels(a)
+        double = compute_rows(a) & _find_double_kernels(a)
         products = double & family_rows(a, "gemm", "convolution")
         ns = summed_duration(a, double)
         if ns < self.min_share * a.span_ns:
@@ -161,7 +161,7 @@ class DoublePrecision(Rule):
             names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique()
             if names.len():
                 edits.append(scale_edit(select_kernels(names.to_list()), *factors))
-        matrix = [
+        product_evidence = [
             amount_per_step(a, "matrix products of them", summed_duration(a, products)),
             Evidence("peak in FP64", peaks[0], "FLOP/s"),
             Evidence("peak in FP32", peaks[1], "FLOP/s"),
@@ -170,18 +170,24 @@ class DoublePrecision(Rule):
         op = where[0].op if where and where[0].op else ""
         longest = f", longest in {op}" if op else ""
         all_products = compute_rows(a) & family_rows(a, "gemm", "convolution")
-        of_model = summed_duration(a, products) >= MODEL_SHARE * summed_duration(a, all_products)
-        beside = not of_model and all_products.any()
+        is_model_double = summed_duration(a, products) >= MIN_MODEL_SHARE * summed_duration(
+            a, all_products
+        )
+        is_outside_model = not is_model_double and all_products.any()
         yield Finding(
             summary=f"Kernels on doubles (float64) take {of_step(a, ns)}{longest}.",
             evidence=[
                 amount_per_step(a, "kernels on doubles", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-                *matrix,
+                *product_evidence,
             ],
             where=where,
             edits=edits,
-            **(self.case("tensors beside the model", op=op or "these kernels") if beside else {}),
+            **(
+                self.case("tensors outside the model", op=op or "these kernels")
+                if is_outside_model
+                else {}
+            ),
         )
 
     @staticmethod
@@ -201,10 +207,11 @@ class DoublePrecision(Rule):
         }
 
 
-MODEL_SHARE = 0.5
-"""Part of the time of products from which those of doubles are the model's."""
-_ELEMENTS = r"^[^(]*(?:\(anonymous namespace\)[^(]*)*<[^(]*\bdouble\b"
-"""A kernel's template arguments, with doubles among them: later, a type may be a scalar's."""
+MIN_MODEL_SHARE = 0.5
+"""Minimum share of the products' time on doubles at which the model itself counts as double."""
+_DOUBLE_TEMPLATE = r"^[^(]*(?:\(anonymous namespace\)[^(]*)*<[^(]*\bdouble\b"
+"""A kernel's template arguments with a double among them. Types after those may belong to
+scalars."""
 _PRODUCTS = [
     f"aten::{name}"
     for name in (
@@ -215,26 +222,26 @@ _PRODUCTS = [
 ]
 
 
-def _operators(a: Analysis) -> pl.DataFrame:
-    """Operators that run in the analysed steps: ``row``, ``name``, own time ``ns``, ``double`` (an
-    input is of doubles)."""
-    cpu, inside = a.trace.cpu, measure_inclusive_time(a)
-    rows = np.flatnonzero(is_operator(a.trace) & (inside > 0))
+def _measure_operators(a: Analysis) -> pl.DataFrame:
+    """Return operators that run in the analysed steps: ``row``, ``name``, self time ``ns``,
+    ``double`` (whether an input holds doubles)."""
+    cpu, inclusive = a.trace.cpu, measure_inclusive_time(a)
+    rows = np.flatnonzero(is_operator(a.trace) & (inclusive > 0))
     doubles = a.trace.inputs["types"].str.contains('"double"', literal=True)
-    of = cpu["inputs"].gather(rows)
+    inputs = cpu["inputs"].gather(rows)
     return pl.DataFrame(
         {
             "row": rows,
             "name": cpu["name"].gather(rows).cast(pl.String),
-            "ns": np.maximum(measure_self_time(a, inside)[rows], 0).astype(np.int64),
-            "double": doubles.gather(of).fill_null(False),
+            "ns": np.maximum(measure_self_time(a, inclusive)[rows], 0).astype(np.int64),
+            "double": doubles.gather(inputs).fill_null(False),
         }
     )
 
 
-def _double_kernels(a: Analysis) -> np.ndarray:
-    """Aligned with ``trace.gpu``: kernels of operators whose largest input is of doubles; without
-    recorded inputs, by the type of elements in their names."""
+def _find_double_kernels(a: Analysis) -> np.ndarray:
+    """Return a mask of ``trace.gpu``: kernels of operators whose largest input holds doubles.
+    Without recorded inputs, the type in their names decides."""
     inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"])
     double = np.zeros(a.trace.inputs.height + 1, dtype=bool)
     # a loop over distinct input descriptions, not over events
@@ -244,12 +251,14 @@ def _double_kernels(a: Analysis) -> np.ndarray:
             largest = max(tensors, key=lambda tensor: tensor.elements)
             double[row] = largest.elements > 1 and largest.dtype == "double"
     result: np.ndarray = double[inputs.fill_null(-1).to_numpy()]
-    named = (inputs.is_null() & (a.kernels["dtype"] == "fp64").fill_null(False)).to_numpy()
-    named &= (
+    is_named_double = (
+        inputs.is_null() & (a.kernels["dtype"] == "fp64").fill_null(False)
+    ).to_numpy()
+    is_named_double &= (
         family_rows(a, "gemm", "convolution")
-        | name_matches(a.trace.gpu["name"], _ELEMENTS).to_numpy()
+        | name_matches(a.trace.gpu["name"], _DOUBLE_TEMPLATE).to_numpy()
     )
-    return np.asarray(result | named, dtype=bool)
+    return np.asarray(result | is_named_double, dtype=bool)
 
 
 _DOUBLE_KERNEL = "void (anonymous namespace)::upsample_bilinear2d_out_frame<double>(int, double)"

@@ -1,4 +1,4 @@
-"""Batch norm that a convolution before it could do, in inference."""
+"""Batch norm in inference that the preceding convolution could do."""
 
 import numpy as np
 import polars as pl
@@ -14,18 +14,18 @@ from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
 INFERENCE = r"(?i)bn_fw_inf|BatchNormFwdInfer|batchnorm_inference"
-"""Kernels of cuDNN (``bn_fw_inf_1C11_kernel_NCHW``) and MIOpen that normalise by stored means."""
+"""Kernels of cuDNN (``bn_fw_inf_1C11_kernel_NCHW``) and MIOpen that normalise with stored means."""
 CONVOLUTION = r"^aten::(_?convolution|conv_?(transpose)?\d?d?|cudnn_convolution|miopen_convolution)"
 
 
 class FoldableBatchNorm(Rule):
     """Batch norm runs on its own after convolutions in inference: each reads its whole input and
-    writes it again. There it is a product and a sum with numbers that are known before. Those can
-    be multiplied into the weights of the convolution before it, once.
+    writes it again. In inference it is a multiplication and an addition with known numbers. These
+    can be folded once into the weights of the preceding convolution.
 
-    A batch norm counts when its kernel normalises by stored means and the operator before it on its
-    thread is a convolution. In training the means come from the batch, and nothing can be folded:
-    other kernels run there, and the rule is silent. The gain is the time of these kernels. Where
+    A batch norm counts if its kernel normalises with stored means and the operator before it on its
+    thread is a convolution. In training the means come from the batch, and nothing can be folded.
+    Other kernels run there, and the rule is silent. The gain is the time of these kernels. Where
     the convolution had no bias, it has one afterwards."""
 
     id = "foldable-batch-norm"
@@ -62,10 +62,10 @@ class FoldableBatchNorm(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None or not a.forward_only:
             return
-        named = (
+        norms = (
             kernel_work.compute_rows(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
         )
-        rows = named & _follows_convolution(a, named)
+        rows = norms & _follows_convolution(a, norms)
         ns, total = (
             kernel_work.summed_duration(a, rows),
             kernel_work.summed_duration(a, kernel_work.kernel_rows(a)),
@@ -92,15 +92,15 @@ class FoldableBatchNorm(Rule):
             where=kernel_work.kernel_locations(a, rows),
             edits=[
                 kernel_work.scale_kernels(
-                    a, named, (ns, ns, ns), Select(on="gpu", kind=("kernel",), name=INFERENCE)
+                    a, norms, (ns, ns, ns), Select(on="gpu", kind=("kernel",), name=INFERENCE)
                 )
             ],
         )
 
     @staticmethod
     def examples() -> Examples:
-        """Convolutions with batch norm in eval mode, on each vendor's library; in training, after a
-        linear layer, and small beside the convolutions."""
+        """Return convolutions with batch norm in eval mode, on each vendor's library. The traps:
+        training, after a linear layer, and small compared with the convolutions."""
         cudnn = "void cudnn::bn_fw_inf_1C11_kernel_NCHW<float, float, true, 1>(…)"
         return {
             "cuDNN": _network(cudnn),
@@ -112,22 +112,24 @@ class FoldableBatchNorm(Rule):
 
 
 def _follows_convolution(a: Analysis, rows: kernel_work.Mask) -> kernel_work.Mask:
-    """Aligned with ``trace.gpu``: which of the rows the next operator after a convolution
+    """Return a mask of ``trace.gpu``: the rows that the operator right after a convolution
     launched."""
-    trace, at = a.trace, np.flatnonzero(rows)
+    trace, indices = a.trace, np.flatnonzero(rows)
     is_op = is_operator(trace)
-    every = np.flatnonzero(is_op)
-    top = climb_stack(parent_rows(trace), is_op, every, top=True)
-    outer = np.unique(np.where(top >= 0, top, every))  # rows are in order of thread and time
-    own = trace.gpu["op"].gather(at).fill_null(-1).to_numpy()
-    own = np.where(own >= 0, climb_stack(parent_rows(trace), is_op, own, top=True), -1)
-    place = np.searchsorted(outer, own) - 1
-    before = outer[np.maximum(place, 0)]
+    op_rows = np.flatnonzero(is_op)
+    top = climb_stack(parent_rows(trace), is_op, op_rows, top=True)
+    outermost = np.unique(np.where(top >= 0, top, op_rows))  # rows are in order of thread and time
+    launcher = trace.gpu["op"].gather(indices).fill_null(-1).to_numpy()
+    launcher = np.where(
+        launcher >= 0, climb_stack(parent_rows(trace), is_op, launcher, top=True), -1
+    )
+    previous = np.searchsorted(outermost, launcher) - 1
+    previous_op = outermost[np.maximum(previous, 0)]
     thread = trace.cpu["thread"].to_numpy()
     convolves = name_matches(trace.cpu["name"], CONVOLUTION).to_numpy()
     result = np.zeros(len(rows), dtype=bool)
-    known = (own >= 0) & (place >= 0) & (thread[before] == thread[own])
-    result[at] = known & convolves[before]
+    same_thread = (launcher >= 0) & (previous >= 0) & (thread[previous_op] == thread[launcher])
+    result[indices] = same_thread & convolves[previous_op]
     return result
 
 

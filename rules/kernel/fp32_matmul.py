@@ -39,17 +39,18 @@ from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
-"""Single-precision CUDA-core kernels of cuBLAS, cuDNN and CUTLASS, for matrices whose op has no
-recorded types (compiled regions, CUDA graphs)."""
+"""Names of single-precision CUDA-core kernels of cuBLAS, cuDNN and CUTLASS, used where the op's
+types are not recorded (compiled regions, CUDA graphs)."""
 _VOLTA, _LATER = r"^volta_|^turing_", r"ampere|hopper|(?:sm_?|cutlass_)(?:8|9|1\d)\d|nvjet"
-"""Kernels of NVIDIA's libraries made for Volta or Turing, and for later GPUs, which have TF32."""
+"""Names of kernels in NVIDIA's libraries made for Volta or Turing, and for later GPUs, which have
+TF32."""
 _TF32 = (
     'torch.set_float32_matmul_precision("high")   # matrix products\n'
     "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
 )
 _BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
 _FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):\n    y = model(x)'
-"""Code for BF16 or FP16 in a program that trains nothing."""
+"""Code for BF16 or FP16 in a program that does not train."""
 _SCALED = (
     "scaler = torch.amp.GradScaler()\n"
     'with torch.autocast("cuda", dtype=torch.float16):\n'
@@ -82,10 +83,10 @@ _ANSWERS = "the model's outputs are as good with the shorter mantissa"
 _PEFT = " In PEFT, autocast_adapter_dtype=False makes adapters 16-bit instead."
 BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
 NO_NAME = "the GPU is not named"
-BESIDE = "other products are in a 16-bit format"
+MIXED = "other products are in a 16-bit format"
 CASTS = "their operands are cast from it"
 CASES = {"bf16": BF16, "fp16": FP16}
-"""Case by format to move to; without one, TF32: the rule's own texts."""
+"""Case by format to move to. TF32 has none: the rule's own texts apply."""
 BLIND = "shapes are not recorded"
 _ON_ALREADY = "TF32 that is on already, or mathematics that needs FP32"
 """Text of what would prove the finding wrong in programs without PyTorch."""
@@ -106,21 +107,22 @@ class Fp32Matmul(Rule):
     """Matrix multiplications or convolutions in full FP32 run on the CUDA cores although the GPU
     has tensor cores for them. An A100 multiplies eight times faster in TF32 than in FP32.
 
-    A kernel counts when its inputs are FP32 AND it is no tensor-core kernel; neither alone is
-    enough. The type is what the op recorded, else what the kernel's own name says. Name lists of
+    A kernel counts when its inputs are FP32 AND it is not a tensor-core kernel; neither alone is
+    enough. The type comes from the recorded op, or else from the kernel's name. Name lists of
     tensor-core kernels go stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace)
-    and ``wmma_tensorop``, and then advises mixed precision to runs that are in BF16 already.
+    and ``wmma_tensorop``, and then advises mixed precision to runs already in BF16.
 
-    From compute capability 8.0 the cure is TF32, one line; mixed precision, which changes more, is
-    the finding of mixed-precision-off. On Volta and Turing, which have no TF32, it is mixed
-    precision in FP16. On GeForce cards, whose TF32 is as fast as their FP32, it is mixed precision
-    in BF16. Where TF32 kernels of the same kind run in the window, the switch is on already. Shapes
-    are the reason for the rest, which is not this rule's finding. PyTorch turns TF32 on for
-    convolutions and off for matrix products by default, so the rule judges the two apart.
+    From compute capability 8.0 the fix is TF32, one line; mixed precision, which changes more, is
+    reported by mixed-precision-off. On Volta and Turing, which have no TF32, it is mixed precision
+    in FP16. On GeForce cards, whose TF32 is as fast as their FP32, it is mixed precision in BF16.
+    Where TF32 kernels of the same kind run in the window, the switch is already on. The other
+    kernels then run in FP32 because of their shapes, and this rule does not report them. PyTorch
+    turns TF32 on for convolutions and off for matrix products by default, so the rule judges the
+    two apart.
 
-    A kernel's new duration is its FP32 duration times the derated ratio of the peaks. Where its
-    FLOPs and bytes are known, memory bandwidth sets a lower limit. So the small batches of an
-    inference server, which are bound by reading weights, gain nothing."""
+    A kernel's new duration is its FP32 duration times the derated ratio of the peaks. If its FLOPs
+    and bytes are known, memory bandwidth sets a lower limit. So the small batches of an inference
+    server, which are bound by reading weights, gain nothing."""
 
     id = "fp32-matmul"
     subject = "matrix products"
@@ -146,7 +148,7 @@ class Fp32Matmul(Rule):
     )
 
     min_share = Threshold(
-        0.05, "of kernel time: below it another rule's finding always saves more", OURS
+        0.05, "of kernel time; below it, findings of other rules always save more", OURS
     )
     min_step_share = Threshold(
         0.025,
@@ -162,15 +164,15 @@ class Fp32Matmul(Rule):
     )
     derating = Factor(
         0.6,
-        "of the ratio of the peaks that real shapes reach: 5 of 8 times, as the best of whole "
-        "networks, whose other work is no faster",
+        "of the ratio of the peaks that real shapes reach: 5 of 8 times, like the best of whole "
+        "networks, whose other work is not faster",
         TF32_BLOG,
     )
     best_derating = Factor(
         0.86, "of the ratio: 10240^3 on an A100 in 0.11 s, with TF32 in 0.016 s", TF32_NOTES
     )
     worst_derating = Factor(
-        0.25, "of the ratio: 2 of 8 times, as the least of these networks", TF32_BLOG
+        0.25, "of the ratio: 2 of 8 times, like the slowest of these networks", TF32_BLOG
     )
     blind_derating = Factor(
         0.25,
@@ -186,7 +188,7 @@ class Fp32Matmul(Rule):
     max_bandwidth_share = Threshold(
         0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
     )
-    min_casts = Threshold(0.2, "of the products' time is casts around them", OURS)
+    min_casts = Threshold(0.2, "of the products' time is spent in casts around them", OURS)
     min_praised_share = Threshold(
         0.9, "of matrix time on tensor cores, from which the report says so", OURS
     )
@@ -284,13 +286,13 @@ class Fp32Matmul(Rule):
             return
         on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
         off_tensor = (~a.kernels["tensor_core"].fill_null(True)).to_numpy()
-        off_tensor &= a.kernels["eligible"].fill_null(True).to_numpy()  # no vectors, no helpers
-        fp32 = _fp32_rows(a)
+        off_tensor &= a.kernels["eligible"].fill_null(True).to_numpy()
+        fp32 = _find_fp32_rows(a)
         slow = np.zeros(len(matrix), dtype=bool)
         for family in FAMILIES:
             kind = matrix & kernel_work.family_rows(a, family)
-            if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
-                slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
+            if not (kind & fp32 & on_tensor).any():  # otherwise TF32 is on and shapes decide
+                slow |= kind & fp32 & off_tensor & ~self._is_bandwidth_bound(a)
         share = kernel_work.summed_duration(a, slow) / total
         if share < self.min_share:
             limits = (self.min_praised_share, self.min_praised_rate)
@@ -301,32 +303,33 @@ class Fp32Matmul(Rule):
         if a.trace.meta.vendor == "amd":
             return  # its matrix cores multiply FP32
         if a.hardware is None:
-            yield self._on_unknown_gpu(a, slow, share)
+            yield self._check_unknown_gpu(a, slow, share)
             return
-        target = self._target(a.hardware)
+        target = self._find_target(a.hardware)
         if target is None or (target.format == "tf32" and self._casts(a, slow).any()):
-            return  # mixed-precision-off advises 16 bits, in which operands are already
-        yield self._finding(a, slow, share, target)
+            return  # mixed-precision-off advises the 16-bit format of the operands
+        yield self._build_finding(a, slow, share, target)
 
     def _casts(self, a: Analysis, slow: kernel_work.Mask) -> kernel_work.Mask:
-        """Return the casts around these products; none, if they take little beside them."""
+        """Return the mask of casts around these products; empty if they take little time."""
         matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)
         casts = find_casts(a, slow, matrix)
-        least = self.min_casts * kernel_work.summed_duration(a, slow)
-        return casts & (kernel_work.summed_duration(a, casts) >= max(1.0, least))
+        min_ns = self.min_casts * kernel_work.summed_duration(a, slow)
+        return casts & (kernel_work.summed_duration(a, casts) >= max(1.0, min_ns))
 
-    def _on_unknown_gpu(
+    def _check_unknown_gpu(
         self, a: Analysis, slow: kernel_work.Mask, share: float
     ) -> Finding | SkippedCheck:
-        """Advise what kernels made for Volta and Turing show; else say what is not known."""
-        work = f"({share:.0%} of kernel time)"
+        """Advise FP16 if kernels made for Volta and Turing run; otherwise report that the GPU is
+        unknown."""
+        work_share = f"({share:.0%} of kernel time)"
         names = a.trace.gpu["name"]
         made_for = [name_matches(names, pattern).any() for pattern in (_VOLTA, _LATER)]
         name = a.device.name if a.device is not None else None
         if name is None and made_for == [True, False]:
             target = NumberFormat("fp16", 1.0, self.usual_peak)
             saved = [
-                self._saved(a, slow, target, derating, blind)
+                self._estimate_saved(a, slow, target, derating, blind)
                 for derating, blind in (
                     (self.derating, self.blind_derating),
                     (self.best_derating, self.best_blind_derating),
@@ -338,9 +341,9 @@ class Fp32Matmul(Rule):
             rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
             select = Select(on="gpu", kind=("kernel",), family=tuple(families))
             return Finding(
-                summary=f"Matrix work runs in FP32 {work}. Its kernels are cuBLAS' and cuDNN's "
-                "for Volta and Turing, which later GPUs run too. Most of these GPUs have tensor "
-                "cores. --recorded-gpu NAME narrows the range.",
+                summary=f"Matrix work runs in FP32 {work_share}. Its kernels are from cuBLAS and "
+                "cuDNN for Volta and Turing; later GPUs run them too. Most of these GPUs have "
+                "tensor cores. --recorded-gpu NAME narrows the range.",
                 evidence=[
                     self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
                     amount_per_step(a, "FP32 matrix time", kernel_work.summed_duration(a, slow)),
@@ -350,14 +353,14 @@ class Fp32Matmul(Rule):
                 **self.case(NO_NAME),
             )
         return SkippedCheck(
-            what=f"whether tensor cores would be faster at FP32 matrix work {work}",
+            what=f"whether tensor cores would be faster at FP32 matrix work {work_share}",
             why=f"the GPU {name!r} is unknown" if name else "the trace does not name its GPU",
             missing="GPU unknown",
             record="" if name else "a profiler that writes deviceProperties",
         )
 
-    def _target(self, gpu: GpuSpec) -> NumberFormat | None:
-        """Return the format to move to; ``None``: this GPU has none much faster than FP32."""
+    def _find_target(self, gpu: GpuSpec) -> NumberFormat | None:
+        """Return the format to move to, or ``None`` if this GPU has none much faster than FP32."""
         fp32 = gpu.peak("fp32")
         for name in ("tf32", "bf16", "fp16"):
             if name == "bf16" and gpu.compute < (8, 0):
@@ -367,27 +370,29 @@ class Fp32Matmul(Rule):
                 return NumberFormat(name, fp32, peak)
         return None
 
-    def _bandwidth_bound(self, a: Analysis) -> kernel_work.Mask:
-        """Find kernels that could not be a tenth faster: their bytes take as long as they do."""
+    def _is_bandwidth_bound(self, a: Analysis) -> kernel_work.Mask:
+        """Return kernels that cannot become 10% faster, because moving their bytes takes as
+        long."""
         if a.hardware is None:
             return np.zeros(a.trace.gpu.height, dtype=bool)
         bound = self._memory_time(a, np.arange(a.trace.gpu.height))
         return np.asarray(bound > 0.9 * a.trace.gpu["dur"].to_numpy(), dtype=np.bool_)
 
     def _memory_time(self, a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return how long rows of ``trace.gpu`` take for their bytes alone, ns; 0: not known."""
+        """Return the time, ns, that rows of ``trace.gpu`` need to move their bytes; 0 if
+        unknown."""
         moved = a.kernels["moved"].gather(index).cast(pl.Float64).fill_null(0.0).to_numpy()
         if a.hardware is None:
             return np.zeros(len(index))
         return moved / (a.hardware.bandwidth * self.max_bandwidth_share) * 1e9
 
-    def _finding(
+    def _build_finding(
         self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
     ) -> Finding:
         families = [name for name in FAMILIES if (slow & kernel_work.family_rows(a, name)).any()]
         rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
         saved = (
-            self._saved(a, slow, target, derating, blind)
+            self._estimate_saved(a, slow, target, derating, blind)
             for derating, blind in (
                 (self.derating, self.blind_derating),
                 (self.best_derating, self.best_blind_derating),
@@ -395,14 +400,14 @@ class Fp32Matmul(Rule):
             )
         )
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
-        work = " and ".join(FAMILIES[name] for name in families)
-        work = f"{work[0].upper()}{work[1:]}"
-        known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
+        work_name = " and ".join(FAMILIES[name] for name in families)
+        work_name = f"{work_name[0].upper()}{work_name[1:]}"
+        shapes_known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
         return Finding(
-            title=f"{work} run in FP32 without tensor cores",
+            title=f"{work_name} run in FP32 without tensor cores",
             summary=(
-                f"{work} in FP32 on the CUDA cores take {share:.0%} of kernel time. This GPU's "
-                f"tensor cores are {target.peak / target.fp32:.0f}x as fast in "
+                f"{work_name} in FP32 on the CUDA cores take {share:.0%} of kernel time. This "
+                f"GPU's tensor cores are {target.peak / target.fp32:.0f}x as fast in "
                 f"{target.format.upper()}."
             ),
             evidence=[
@@ -410,18 +415,18 @@ class Fp32Matmul(Rule):
                 amount_per_step(a, "FP32 matrix time", kernel_work.summed_duration(a, slow)),
                 Evidence("peak in FP32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
-                *_switches(a),
+                *_list_switches(a),
             ],
             where=kernel_work.kernel_locations(a, slow),
             edits=[kernel_work.scale_kernels(a, rows, saved, select)],
             confidence_notes=[]
-            if known
+            if shapes_known
             else ["shapes are not recorded: memory-bound matrices gain less"],
             **(self.case(CASES[target.format]) if target.format in CASES else {}),
-            **({} if known else self.case(BLIND)),
+            **({} if shapes_known else self.case(BLIND)),
         )
 
-    def _saved(
+    def _estimate_saved(
         self,
         a: Analysis,
         slow: kernel_work.Mask,
@@ -429,7 +434,7 @@ class Fp32Matmul(Rule):
         derating: float,
         blind: float,
     ) -> float:
-        """Sum the time that the slow kernels save on the tensor cores, ns."""
+        """Return the time, ns, that the slow kernels save on the tensor cores."""
         index = np.flatnonzero(slow)
         dur = a.trace.gpu["dur"].to_numpy()[index].astype(float)
         ratio = target.fp32 / target.peak
@@ -440,7 +445,7 @@ class Fp32Matmul(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """FP32 products on an A100 with TF32 off, and on a V100."""
+        """Return FP32 products on an A100 with TF32 off, and on a V100."""
         tf32 = "cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4"
         tf32 = f"void cutlass::Kernel<{tf32}>({tf32}::Params)"
         wmma = (
@@ -465,7 +470,7 @@ class Fp32Matmul(Rule):
 
         unknown = _training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
         unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
-        few = "share < self.min_share"
+        guard = "share < self.min_share"
         unnamed = _training("V100", "float", "volta_sgemm_128x128_nn", 10000)
         unnamed.head["deviceProperties"] = []
         return {
@@ -473,10 +478,10 @@ class Fp32Matmul(Rule):
             "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
             "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
             "an unknown GPU": (unknown, "name is None"),
-            "BF16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), few),
-            "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),
-            "TF32 is on": (_training("A100", "float", tf32, 1500), few),
-            "TF32 is on, an odd shape is left": (example_steps(mixed), few),
+            "BF16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), guard),
+            "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), guard),
+            "TF32 is on": (_training("A100", "float", tf32, 1500), guard),
+            "TF32 is on, an odd shape is left": (example_steps(mixed), guard),
             "bound by reading the weights": (example_steps(gemv), "max_bandwidth_share"),
             "the device is mostly idle": (example_steps(idle), "min_step_share"),
             "operands are cast from BF16": (_adapters(), "self._casts(a, slow)"),
@@ -485,19 +490,20 @@ class Fp32Matmul(Rule):
 
 class MixedPrecisionOff(Fp32Matmul):
     """Matrix multiplications or convolutions in full FP32, as fp32-matmul finds them, on a GPU that
-    multiplies in BF16 twice as fast as in TF32. With autocast the products take BF16, and so does
+    multiplies in BF16 twice as fast as in TF32. With autocast the products use BF16, and so does
     attention, which then runs as FlashAttention.
 
-    Products take the derated ratio of the peaks, and no less than half of their bytes need. Casts
-    of their operands come on top: about as much traffic as the products have in FP32 (0.5 to 1.5
-    times). Attention that ran in FP32 is taken to reach a share of the attainable rate, as in
-    unfused-attention. Pointwise kernels, softmax, losses and norms keep their time: autocast
+    Products speed up by the derated ratio of the peaks, but take at least the time to move half of
+    their bytes. Casts of their operands come on top: about as much traffic as the products have in
+    FP32 (0.5 to 1.5 times). Attention in FP32 is assumed to reach a share of the attainable rate,
+    as in unfused-attention. Pointwise kernels, softmax, losses and norms keep their time: autocast
     halves the bytes of some and leaves others in FP32.
 
-    Where other products run in 16 bits already, operands may be cast to FP32 for a product, and its
-    result back. So it is with adapters in FP32 on a base in BF16, without autocast. These casts
-    then go away, and casts of the small weights take their place. A cast counts right before such a
-    product if it has as many values as an operand. Right after, as many as the result."""
+    Where other products already run in 16 bits, operands may be cast to FP32 for a product, and its
+    result cast back. This happens with FP32 adapters on a BF16 base without autocast. The fix
+    removes these casts and casts the small weights instead. A cast counts right before such a
+    product if it has as many values as an operand. Right after the product, it must have as many
+    values as the result."""
 
     id = "mixed-precision-off"
     title = "The step computes in FP32 without mixed precision"
@@ -516,7 +522,7 @@ class MixedPrecisionOff(Fp32Matmul):
     casts = Factor(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
     best_casts = Factor(0.5, "of these bytes, at best", OURS)
     worst_casts = Factor(1.5, "of these bytes, at worst", OURS)
-    casts_gone = Factor(0.8, "of these casts' time goes: weights are cast instead", OURS)
+    casts_gone = Factor(0.8, "of these casts' time is saved: weights are cast instead", OURS)
     worst_casts_gone = Factor(0.5, "of it, at worst", OURS)
     reach = kernel_work.REACH
     best_reach = kernel_work.BEST_REACH
@@ -536,10 +542,10 @@ class MixedPrecisionOff(Fp32Matmul):
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         BF16: {},
-        BESIDE: {
+        MIXED: {
             "title": "Some matrix products run in FP32, others in {format}",
             "fix": "Compute these products in {format}, like the others; check that accuracy "
-            "holds. Put them inside the autocast region too, and leave out a .float() before them.",
+            "holds. Put them inside the autocast region too, and remove any .float() before them.",
             "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
             "    # the whole model, with its head: no .float() before it\n"
             "    loss = criterion(model(x), y)",
@@ -560,7 +566,7 @@ class MixedPrecisionOff(Fp32Matmul):
         "verify": f"{_VERIFY}Compare the model's outputs.",
         "assumptions": (_REACHED, assumptions[1], _ANSWERS),
         "cases": {
-            BESIDE: {
+            MIXED: {
                 "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
                 "    # the whole model, with its head: no .float() before it\n"
                 "    y = model(x)"
@@ -585,65 +591,65 @@ class MixedPrecisionOff(Fp32Matmul):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Check the same matrix kernels; what is well or unknown, fp32-matmul says."""
+        """Check the same matrix kernels; fp32-matmul reports passed and skipped checks."""
         if a.hardware is not None:
             yield from (outcome for outcome in super().check(a) if isinstance(outcome, Finding))
 
-    def _target(self, gpu: GpuSpec) -> NumberFormat | None:
-        cheaper = super()._target(gpu)
+    def _find_target(self, gpu: GpuSpec) -> NumberFormat | None:
+        cheaper = super()._find_target(gpu)
         fp32, peak = gpu.peak("fp32"), gpu.peak("bf16")
         if cheaper is None or cheaper.format != "tf32" or not fp32 or not peak:
             return None  # fp32-matmul advises it
         return NumberFormat("bf16", fp32, peak)
 
-    def _finding(
+    def _build_finding(
         self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
     ) -> Finding:
-        found = super()._finding(a, slow, share, target)
+        finding = super()._build_finding(a, slow, share, target)
         compute = kernel_work.compute_rows(a)
         matrix = compute & kernel_work.family_rows(a, *FAMILIES)
         attention = compute & kernel_work.family_rows(a, "attention")
         attention &= a.kernels["dtype"].is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
-        edits, evidence = list(found.edits), list(found.evidence)
-        half = attainable_roofs(a.hardware).matmul.get("bf16")
-        if half is not None and attention.any():
+        edits, evidence = list(finding.edits), list(finding.evidence)
+        half_rate = attainable_roofs(a.hardware).matmul.get("bf16")
+        if half_rate is not None and attention.any():
             flops = a.kernels["flops"].cast(pl.Float64).fill_null(np.nan).to_numpy()[attention]
             spent = a.trace.gpu["dur"].to_numpy()[attention].astype(float)
             saved = [
-                float(np.nan_to_num(spent - 1e9 * flops / (reach * half.rate)).clip(0.0).sum())
+                float(np.nan_to_num(spent - 1e9 * flops / (reach * half_rate.rate)).clip(0.0).sum())
                 for reach in (self.reach, self.best_reach, self.worst_reach)
             ]
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
             select = kernel_work.select_kernels(names.unique().to_list())
             edits.append(kernel_work.scale_kernels(a, attention, saved, select))
-        used = a.kernels["dtype"].filter(pl.Series(a.in_window & matrix))
-        beside = used.filter(used.is_in(["bf16", "fp16"])).mode()
+        dtypes = a.kernels["dtype"].filter(pl.Series(a.in_window & matrix))
+        half_dtypes = dtypes.filter(dtypes.is_in(["bf16", "fp16"])).mode()
         text = {"title": self.title}
-        if len(beside):
-            dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[beside[0]]
-            words = {"format": beside[0].upper(), "dtype": dtype}
-            text = self.case(BESIDE, **words)
+        if len(half_dtypes):
+            dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half_dtypes[0]]
+            placeholders = {"format": half_dtypes[0].upper(), "dtype": dtype}
+            text = self.case(MIXED, **placeholders)
             casts = self._casts(a, slow)
             if casts.any():
                 ns = kernel_work.summed_duration(a, casts)
                 peft = runs_code_of(a, r"(?:^|/)peft/")
-                text = self.case(CASTS, **words, library=_PEFT if peft else "")
+                text = self.case(CASTS, **placeholders, library=_PEFT if peft else "")
                 names = a.trace.gpu["name"].filter(pl.Series(casts)).cast(pl.String).unique()
                 rows = kernel_work.kernel_rows(a)
                 rows &= a.trace.gpu["name"].cast(pl.String).is_in(names.implode()).to_numpy()
-                gone = (ns * self.casts_gone, float(ns), ns * self.worst_casts_gone)
+                saved_casts = (ns * self.casts_gone, float(ns), ns * self.worst_casts_gone)
                 select = kernel_work.select_kernels(names.to_list())
-                edits.append(kernel_work.scale_kernels(a, rows, gone, select))
-                number = count_noun(round(int(casts.sum()) / a.step_count), "cast")
-                text["summary"] = f"{found.summary} {number}{per_step(a)} of operands and "
+                edits.append(kernel_work.scale_kernels(a, rows, saved_casts, select))
+                cast_count = count_noun(round(int(casts.sum()) / a.step_count), "cast")
+                text["summary"] = f"{finding.summary} {cast_count}{per_step(a)} of operands and "
                 text["summary"] += f"results take {of_step(a, ns)}."
                 evidence += [
                     amount_per_step(a, "casts around them", int(casts.sum()), "count"),
                     amount_per_step(a, "time of these casts", ns),
                 ]
-        return replace(found, edits=edits, evidence=evidence, **text)
+        return replace(finding, edits=edits, evidence=evidence, **text)
 
-    def _saved(
+    def _estimate_saved(
         self,
         a: Analysis,
         slow: kernel_work.Mask,
@@ -657,11 +663,11 @@ class MixedPrecisionOff(Fp32Matmul):
         cast_ns = 1e9 * moved * casts.get(derating, self.casts) / memory.rate if memory else 0.0
         if self._casts(a, slow).any():
             cast_ns = 0.0  # operands are in 16 bits already
-        return max(0.0, super()._saved(a, slow, target, derating, blind) - float(cast_ns))
+        return max(0.0, super()._estimate_saved(a, slow, target, derating, blind) - float(cast_ns))
 
     @staticmethod
     def examples() -> Examples:
-        few = "share < self.min_share"
+        guard = "share < self.min_share"
         tf32 = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
         return {
             "FP32 on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
@@ -669,13 +675,13 @@ class MixedPrecisionOff(Fp32Matmul):
                 _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
                 "target is None",
             ),
-            "TF32 is on": (_training("A100", "float", tf32, 1500), few),
+            "TF32 is on": (_training("A100", "float", tf32, 1500), guard),
             "operands are cast from BF16": _adapters(),
         }
 
 
-def _fp32_rows(a: Analysis) -> kernel_work.Mask:
-    """Return rows whose inputs are FP32: by the op's types, else by the kernel's name."""
+def _find_fp32_rows(a: Analysis) -> kernel_work.Mask:
+    """Return rows whose inputs are FP32, by the op's types or else by the kernel's name."""
     dtype = a.kernels["dtype"]
     typed: kernel_work.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
     named: kernel_work.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
@@ -683,8 +689,8 @@ def _fp32_rows(a: Analysis) -> kernel_work.Mask:
     return typed | (unknown & named)
 
 
-def _switches(a: Analysis) -> list[Evidence]:
-    """Return how the run had the TF32 switches set, those that were recorded."""
+def _list_switches(a: Analysis) -> list[Evidence]:
+    """Return the recorded settings of the TF32 switches."""
     names = ("float32_matmul_precision", "cuda.matmul.allow_tf32", "cudnn.allow_tf32")
     flags = {} if a.recorded is None else a.recorded.record.rank.flags
     return [Evidence(name, str(flags[name])) for name in names if name in flags]
@@ -696,7 +702,7 @@ def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
 
 
 def _adapters() -> TraceBuilder:
-    """A base in BF16 with adapters in FP32, and a norm that computes in FP32."""
+    """Build a BF16 base with FP32 adapters, and a norm that computes in FP32."""
     shape, small = [4096, 4096], [4096, 512]
     kernel = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"
 

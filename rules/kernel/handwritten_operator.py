@@ -1,4 +1,4 @@
-"""Operators that exist fused, written by hand as a chain of pointwise ones."""
+"""Fused operators that a program writes by hand as a chain of pointwise ones."""
 
 import re
 from collections.abc import Iterator
@@ -23,23 +23,23 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class Pattern(NamedTuple):
-    """A fused operator, and the chains of operators that stand for it."""
+    """A fused operator, and the chains of operators that it can replace."""
 
     name: str
     """Name of the fused operator."""
     chain: str
-    """Regular expression over the operators' names, each followed by a blank."""
+    """Regular expression over the operators' names, each followed by a space."""
     passes: int
     """Number of times the fused kernel reads or writes a tensor of the largest size."""
     use: str
-    """Name of the call in place of the chain, or of what replaces it."""
+    """Call, or other code, that replaces the chain."""
     fix: str
     code: str
     reference: str
     library: str = ""
-    """Regular expression of frames of transformers that hold such a chain; empty: none is known."""
+    """Regular expression of frames in transformers with such a chain. Empty if none is known."""
     library_fix: str = ""
-    """Advice there, where the code is not the user's own."""
+    """Fix where the chain is in transformers, not in the user's code."""
     library_code: str = ""
 
 
@@ -65,8 +65,8 @@ PATTERNS = (
         rf"(?:{_ROOT}|sqrt(?: reciprocal)?) {_CAST}{_SCALE} {_CAST}(?:mul )?",
         2,
         "F.rms_norm",
-        "Call F.rms_norm (nn.RMSNorm): one kernel from PyTorch 2.9 on, and with torch.compile "
-        "in older versions. It computes in FP32 where its input has 16 bits.",
+        "Call F.rms_norm (nn.RMSNorm): one kernel from PyTorch 2.9 on, and with torch.compile in "
+        "older versions. It computes 16-bit inputs in FP32.",
         "y = F.rms_norm(x, (hidden,), weight, eps)   # or an nn.RMSNorm",
         f"{FUNCTIONS}rms_norm.html",
     ),
@@ -106,7 +106,7 @@ PATTERNS = (
         f"{FUNCTIONS}gelu.html",
         r"transformers/activations\.py\(\d+\): (?:New|Fast|Accurate)G[Ee][Ll][Uu]",
         "Name the fused GELU in the model's configuration (activation_function, or hidden_act): "
-        "this one is transformers' own code.",
+        "this code is in transformers.",
         'config.activation_function = "gelu_pytorch_tanh"   # other models: hidden_act\n'
         "model = AutoModelForCausalLM.from_pretrained(name, config=config)",
     ),
@@ -120,12 +120,12 @@ PATTERNS = (
         f"{FUNCTIONS}gelu.html",
         r"transformers/activations\.py\(\d+\): GELUActivation\._gelu_python",
         "Name the fused GELU in the model's configuration (activation_function, or hidden_act): "
-        "this one is transformers' own code.",
+        "this code is in transformers.",
         'config.activation_function = "gelu"   # other models: hidden_act\n'
         "model = AutoModelForCausalLM.from_pretrained(name, config=config)",
     ),
 )
-"""Patterns in the order in which they are tried: an operator belongs to the first that fits."""
+"""Patterns in the order in which they are tried: an operator belongs to the first match."""
 
 _SAME_NAME = (
     "square pow mul mean add rsqrt sqrt reciprocal div sub var exp sum amax max neg cat tanh copy "
@@ -137,11 +137,11 @@ PATTERN_NAMES = {name: name for name in _SAME_NAME.split()} | {
     "true_divide": "div",
 }
 """Operator -> its name in the patterns."""
-STEPS = "^aten::(?:" + "|".join(sorted(PATTERN_NAMES)) + ")_?$"
-ALREADY = r"^triton_|multi_tensor_|foreach|jit::"
+CHAIN_OPS = "^aten::(?:" + "|".join(sorted(PATTERN_NAMES)) + ")_?$"
+FUSED_KERNELS = r"^triton_|multi_tensor_|foreach|jit::"
 MAX_SIZE_RATIO = 4.0
-"""Elements of the largest over those of the smallest full tensor in a chain: a half that is
-negated, a cast to twice the width; a larger ratio is not one operator's work."""
+"""Maximum ratio of elements between the largest and the smallest full tensor in a chain. It allows
+a negated half or a cast to twice the width; beyond it, the chain is not one operator."""
 
 
 _LIGER_FAMILIES = {
@@ -150,12 +150,13 @@ _LIGER_FAMILIES = {
     "Gemma3": "gemma3_text",
     "Qwen3Moe": "qwen3_moe",
 }
-"""First part of the names of Hugging Face's modules -> the last of Liger Kernel's function."""
+"""First part of the name of Hugging Face's modules -> last part of the name of Liger Kernel's
+function."""
 
 
-def _liger(a: Analysis, patterns: list[Pattern]) -> list[str]:
-    """Return code that patches the model of the trace with Liger Kernel's operators, or
-    compiles it, if Liger Kernel has one for it: its modules have the names of Hugging Face's."""
+def _liger_code(a: Analysis, patterns: list[Pattern]) -> list[str]:
+    """Return code that patches the model with Liger Kernel's operators, or compiles it. Empty
+    unless the modules' names show a Hugging Face model that Liger Kernel supports."""
     if a.layers is None or not {p.name for p in patterns} & {"RMS normalisation"}:
         return []
     kinds = set(a.layers.nodes["kind"])
@@ -170,10 +171,10 @@ def _liger(a: Analysis, patterns: list[Pattern]) -> list[str]:
 
 
 def chains_in(text: str) -> Iterator[tuple[int, int, int]]:
-    """Chains in a text of operator names, each followed by a blank: index in PATTERNS, start,
-    end."""
+    """Yield the chains in a text of operator names, each followed by a space: index in PATTERNS,
+    start, end."""
     for number, pattern in enumerate(PATTERNS):
-        # a match starts at the begin of a name: a blank, or nothing, is before it
+        # a match begins at the start of a name: after a space or at the start of the text
         for match in re.finditer(rf"(?<![a-z_|]){pattern.chain}", text):
             yield number, match.start(), match.end()
 
@@ -187,9 +188,9 @@ class HandwrittenOperator(Rule):
     tensors of one size: ``pow mean add rsqrt mul`` is RMS normalisation, ``mean sub pow mean add
     sqrt div`` layer normalisation, ``exp sum div`` softmax, ``mul neg cat mul add`` a rotary
     embedding, ``pow mul add mul tanh add mul`` a GELU. The kernels of their backward pass, found by
-    autograd's sequence numbers, go with them. The factor comes from bytes. The fused kernel takes
-    one read and one write of the largest tensor at the memory rate measured for such a GPU. In the
-    backward pass it takes one read more. Compiled kernels are fused already and have other names.
+    autograd's sequence numbers, count too. The factor comes from bytes. The fused kernel takes one
+    read and one write of the largest tensor at the memory rate measured for such a GPU. In the
+    backward pass it takes one more read. Compiled kernels are already fused and have other names.
     """
 
     id = "handwritten-operator"
@@ -206,19 +207,19 @@ class HandwrittenOperator(Rule):
     references = (*dict.fromkeys(pattern.reference for pattern in PATTERNS),)
 
     min_share = Threshold(
-        0.05, "of kernel time in such chains: below it another finding saves more", OURS
+        0.05, "of kernel time in such chains; below it, other findings save more", OURS
     )
     min_busy = Threshold(
-        0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
+        0.2, "of the step the device is busy; below it, the host is the bottleneck", OURS
     )
-    fused_factor = Factor(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
+    fused_factor = Factor(1.5, "of the fused kernel's ideal time that such kernels take", OURS)
     best_slower = Factor(1.15, "of that time, at best", OURS)
     worst_slower = Factor(2.5, "of that time, at worst", OURS)
 
     fix = "Call the fused operator. Compiling the model fuses such chains too."
     code = "model = torch.compile(model)"
     verify = "Profile again: one kernel in place of each chain."
-    falsified_by = "code between the operators of a chain that needs the tensor in between"
+    falsified_by = "code that needs an intermediate tensor of the chain"
     assumptions = (
         "a fused kernel takes {fused_factor:g} times as long as one read and one write of the "
         "tensor at the memory's rate ({best_slower:g} to {worst_slower:g})",
@@ -238,25 +239,25 @@ class HandwrittenOperator(Rule):
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
-        table = self._chains(a)
+        table = self._find_chains(a)
         if table.is_empty() or table["dur"].sum() < self.min_share * total:
             return
         memory = attainable_roofs(a.hardware).memory
         if memory is None or table["bytes"].sum() <= 0:
             return
-        table, rows = self._with_backward(a, table)
+        table, rows = self._add_backward(a, table)
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        under = kernel_work.exact_pattern(ops.to_list())
-        selected = kernel_work.compute_rows(a) & rows_launched_under(a, under)
+        operators = kernel_work.exact_pattern(ops.to_list())
+        selected = kernel_work.compute_rows(a) & rows_launched_under(a, operators)
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
             for slower in (self.fused_factor, self.best_slower, self.worst_slower)
         )
-        changes = kernel_work.fuse_kernels(
+        edits = kernel_work.fuse_kernels(
             a,
             selected,
-            Select(on="gpu", kind=("kernel",), under=under),
+            Select(on="gpu", kind=("kernel",), under=operators),
             saved,
             rows,
             int(table["kernels"].sum()),
@@ -270,9 +271,9 @@ class HandwrittenOperator(Rule):
         share = float(table["dur"].sum()) / total
         names = t.list_names([pattern.name for pattern in patterns])
         verb = "takes" if len(patterns) == 1 else "take"
-        fix, code = self._replacement(a, patterns)
+        fix, code = self._write_replacement(a, patterns)
         yield Finding(
-            title=_title(patterns),
+            title=_write_title(patterns),
             summary=(
                 f"Hand-written {names} {verb} {share:.0%} of kernel time as separate pointwise "
                 "kernels. Each reads and writes the whole tensor; a fused operator needs one pass."
@@ -295,11 +296,11 @@ class HandwrittenOperator(Rule):
             fix=fix,
             code=code,
             references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
-            edits=changes,
+            edits=edits,
         )
 
-    def _replacement(self, a: Analysis, patterns: list[Pattern]) -> tuple[str, str]:
-        """Return fix and code that put fused operators in place of the patterns."""
+    def _write_replacement(self, a: Analysis, patterns: list[Pattern]) -> tuple[str, str]:
+        """Return the fix and the code that replace the patterns with fused operators."""
         advice = [
             self.case(
                 f"{one.name} of transformers"
@@ -308,10 +309,10 @@ class HandwrittenOperator(Rule):
             )
             for one in patterns
         ]
-        liger, several = _liger(a, patterns), len(patterns) > 1
+        liger, several = _liger_code(a, patterns), len(patterns) > 1
         uses = f"Use {t.list_names([one.use for one in patterns])}."
         if liger:
-            uses = "The model is transformers' own: use Liger Kernel's operators, or compile it."
+            uses = "The model is from transformers: use Liger Kernel's operators, or compile it."
         fixes = [
             *([uses] if several or liger else []),
             *dict.fromkeys(one["fix"] for one in advice),
@@ -323,39 +324,42 @@ class HandwrittenOperator(Rule):
         )
         return " ".join(fixes), code
 
-    def _with_backward(
+    def _add_backward(
         self, a: Analysis, table: pl.DataFrame
     ) -> tuple[pl.DataFrame, kernel_work.Mask]:
-        """The chains with their backward passes: ``dur`` and ``bytes`` of both, ``kernels`` (fused,
-        that take their place); and the kernels of all, aligned with ``trace.gpu``. Fused, backward
-        reads the gradient besides what forward reads, and writes as much as that writes."""
+        """Return the chains with their backward passes, and a mask of ``trace.gpu`` with all their
+        kernels. Columns: ``dur`` and ``bytes`` of both passes, ``kernels`` (number of fused kernels
+        that replace them). The fused backward pass reads the gradient in addition to the forward
+        inputs, and writes as much as the forward pass."""
         chains = np.full(a.trace.gpu.height, -1, dtype=np.int64)
         for number, rows in enumerate(table["rows"]):
             chains[rows.to_numpy()] = number
         backward = kernel_work.backward_chains(a, chains)
-        later = backward >= 0
+        in_backward = backward >= 0
         spent = np.bincount(
-            backward[later], a.trace.gpu["dur"].to_numpy()[later], minlength=table.height
+            backward[in_backward],
+            a.trace.gpu["dur"].to_numpy()[in_backward],
+            minlength=table.height,
         )
-        has = pl.Series(spent > 0)
+        has_backward = pl.Series(spent > 0)
         passes = pl.Series([PATTERNS[n].passes for n in table["pattern"]])
         table = table.with_columns(
             dur=pl.col("dur") + pl.Series(spent),
-            bytes=pl.col("bytes") * (1 + has * (passes + 1) / passes),
-            kernels=1 + has.cast(pl.Int64),
+            bytes=pl.col("bytes") * (1 + has_backward * (passes + 1) / passes),
+            kernels=1 + has_backward.cast(pl.Int64),
         )
-        return table, (chains >= 0) | later
+        return table, (chains >= 0) | in_backward
 
-    def _chains(self, a: Analysis) -> pl.DataFrame:
-        """A row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur`` (ns),
-        ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
+    def _find_chains(self, a: Analysis) -> pl.DataFrame:
+        """Return one row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur``
+        (ns), ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
         gpu, kernels = a.trace.gpu, a.kernels
         index = np.flatnonzero(kernel_work.compute_rows(a))
         index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
         ops = kernels["op_name"].gather(index)
-        able = name_matches(ops, STEPS).to_numpy()
-        able &= ~name_matches(gpu["name"].gather(index), ALREADY).to_numpy()
-        if not able.any():
+        is_chain_op = name_matches(ops, CHAIN_OPS).to_numpy()
+        is_chain_op &= ~name_matches(gpu["name"].gather(index), FUSED_KERNELS).to_numpy()
+        if not is_chain_op.any():
             return pl.DataFrame()
         bare = (
             ops.cast(pl.String)
@@ -363,34 +367,35 @@ class HandwrittenOperator(Rule):
             .str.strip_suffix("_")
             .replace_strict(PATTERN_NAMES, default="_", return_dtype=pl.String)
         )
-        names = [name if ok else "_" for name, ok in zip(bare, able, strict=True)]
+        names = [name if ok else "_" for name, ok in zip(bare, is_chain_op, strict=True)]
         stream = gpu["stream"].to_numpy()[index]
         call = kernels["op_row"].gather(index).fill_null(-1).to_numpy()
-        # an operator's second kernel belongs to its first; a new stream breaks a chain
-        again = np.r_[False, (call[1:] == call[:-1]) & (call[1:] >= 0)]
-        starts = np.flatnonzero(~again)
-        broken = np.r_[False, stream[starts][1:] != stream[starts][:-1]]
-        text, edges = [], []
+        # an operator's second kernel belongs to its first; a change of stream ends a chain
+        is_same_op = np.r_[False, (call[1:] == call[:-1]) & (call[1:] >= 0)]
+        starts = np.flatnonzero(~is_same_op)
+        is_new_stream = np.r_[False, stream[starts][1:] != stream[starts][:-1]]
+        text, offsets = [], []
         length = 0
-        for start, breaks in zip(starts, broken, strict=True):  # one pass over the operators
-            name = ("| " if breaks else "") + names[start] + " "
-            edges.append(length + (2 if breaks else 0))
+        # one pass over the operators
+        for start, is_first in zip(starts, is_new_stream, strict=True):
+            name = ("| " if is_first else "") + names[start] + " "
+            offsets.append(length + (2 if is_first else 0))
             text.append(name)
             length += len(name)
-        position = np.array([*edges, length])
+        position = np.array([*offsets, length])
         ends = np.append(starts[1:], len(index))
         dur = gpu["dur"].to_numpy()
         inputs = a.trace.cpu["inputs"].gather(kernels["op_row"].gather(index)).fill_null(-1)
         sizes = _ChainSizes(a, inputs.to_numpy())
         chains = []
-        taken = np.zeros(len(starts), dtype=np.bool_)
+        is_taken = np.zeros(len(starts), dtype=np.bool_)
         for number, begin, end in chains_in("".join(text)):
-            first, last = (int(np.searchsorted(position, place)) for place in (begin, end))
+            first, last = (int(np.searchsorted(position, offset)) for offset in (begin, end))
             span = slice(int(starts[first]), int(ends[last - 1]))
-            size = None if taken[first:last].any() else sizes.of(span)
+            size = None if is_taken[first:last].any() else sizes.measure(span)
             if size is None:
                 continue
-            taken[first:last] = True
+            is_taken[first:last] = True
             members = index[span]
             size *= PATTERNS[number].passes
             spent = int(dur[members].sum())
@@ -401,7 +406,7 @@ class HandwrittenOperator(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """Each of them over a large tensor; RMS normalisation with casts to FP32 and back."""
+        """Return each operator over a large tensor; RMS normalisation casts to FP32 and back."""
         cast = ["copy_", "pow", "mean", "add", "rsqrt", "mul", "copy_", "mul"]
         chain = ["pow", "mean", "add", "rsqrt", "mul"]
         return {
@@ -425,12 +430,12 @@ class HandwrittenOperator(Rule):
             ),
             "tensors that shrink": (_step(chain, shrink=True), "table.is_empty()"),
             "an unknown GPU": (_step(chain, gpu=None), "memory is None"),
-            "beside products": (_step(chain, products=60_000), "min_share"),
+            "small compared with products": (_step(chain, products=60_000), "min_share"),
             "no shapes": (_step(chain, shapes=False), "table.is_empty()"),
         }
 
 
-def _title(patterns: list[Pattern]) -> str:
+def _write_title(patterns: list[Pattern]) -> str:
     others = " and others" if patterns[2:] else f" and {patterns[1].name}" if patterns[1:] else ""
     text = f"{patterns[0].name}{others}"
     verbs = ("are", "run") if patterns[1:] else ("is", "runs")
@@ -438,37 +443,38 @@ def _title(patterns: list[Pattern]) -> str:
 
 
 class _ChainSizes:
-    """Bytes of the tensor that a chain works on."""
+    """Sizes of the tensors that chains work on."""
 
     def __init__(self, a: Analysis, inputs: NDArray[np.int64]) -> None:
         self._inputs = inputs
         self._table = a.trace.inputs
-        self._known: dict[int, tuple[int, int] | None] = {}
+        self._size_of_row: dict[int, tuple[int, int] | None] = {}
 
-    def of(self, span: slice) -> int | None:
-        """Return sizes; ``None``: not known, or tensors (but broadcast ones) differ in size."""
-        largest_inputs = map(self._largest, self._inputs[span].tolist())
-        known = [size for size in largest_inputs if size is not None]
-        if not known:
+    def measure(self, span: slice) -> int | None:
+        """Return the bytes of a chain's tensor. ``None`` if unknown, or if tensors differ in size
+        other than by broadcasting."""
+        largest_inputs = map(self._measure_largest, self._inputs[span].tolist())
+        sizes = [size for size in largest_inputs if size is not None]
+        if not sizes:
             return None
-        largest = max(elements for elements, _ in known)
-        full = [size for size in known if size[0] * MAX_SIZE_RATIO >= largest]
+        largest = max(elements for elements, _ in sizes)
+        full_sizes = [size for size in sizes if size[0] * MAX_SIZE_RATIO >= largest]
         # reductions leave small tensors (mean, add, rsqrt); at least half must be of full size
-        if 2 * len(full) < len(known):
+        if 2 * len(full_sizes) < len(sizes):
             return None
-        return min(elements * width for elements, width in full if elements == largest)
+        return min(elements * width for elements, width in full_sizes if elements == largest)
 
-    def _largest(self, row: int) -> tuple[int, int] | None:
-        """Return the elements of a row's largest input, and their width in bytes."""
+    def _measure_largest(self, row: int) -> tuple[int, int] | None:
+        """Return the number of elements of a row's largest input, and their width in bytes."""
         if row < 0:
             return None
-        if row not in self._known:
+        if row not in self._size_of_row:
             dims, types = self._table.select("dims", "types").row(row)
             tensors = OpInputs(dims or "", types or "").tensors
             top = max(tensors, key=lambda tensor: tensor.elements) if tensors else None
             known = top is not None and top.width is not None
-            self._known[row] = (top.elements, top.width) if top and known else None  # type: ignore[assignment]
-        return self._known[row]
+            self._size_of_row[row] = (top.elements, top.width) if top and known else None  # type: ignore[assignment]
+        return self._size_of_row[row]
 
 
 def _step(
@@ -486,11 +492,11 @@ def _step(
     def body(b: TraceBuilder) -> None:
         for _ in range(3):
             b.run("aten::mm", gemm, products, [[8192, 4096], [4096, 2048]], "c10::Half")
-            for place, op in enumerate(ops):
-                rows = 8192 >> (3 * place if shrink else 0)
-                little = op in small and "mean" in ops[:place]
-                shape = [rows, 1 if little else 4096]
-                us = 4 if little else 120
+            for index, op in enumerate(ops):
+                rows = 8192 >> (3 * index if shrink else 0)
+                is_small = op in small and "mean" in ops[:index]
+                shape = [rows, 1 if is_small else 4096]
+                us = 4 if is_small else 120
                 b.run(f"aten::{op}", pointwise, us, [shape, shape] if shapes else None, "c10::Half")
 
     return example_steps(body, gpu)

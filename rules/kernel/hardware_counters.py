@@ -1,4 +1,4 @@
-"""Rules about single kernels from their hardware counters: a family over one check."""
+"""Rules about single kernels, based on their hardware counters; all share one check."""
 
 import re
 from typing import Any, ClassVar, NamedTuple
@@ -32,20 +32,20 @@ THREADS = "smsp__thread_inst_executed_per_inst_executed.ratio"
 LOCAL = "l1tex__t_sectors_pipe_lsu_mem_local_op_{}.sum"
 ALL_SECTORS = "l1tex__t_sectors.sum"
 SCHEDULING = ("imc_miss", "no_instruction", "dispatch_stall", "sleeping", "misc", "drain")
-"""Warp states that a change of memory accesses or arithmetic does not cure."""
+"""Warp states that a change of memory accesses or arithmetic does not fix."""
 
 
 class CounterSaving(NamedTuple):
     """Saving of a fix in one kernel."""
 
     share: float
-    """Share of the kernel's time that is saved at most (0 to 1)."""
+    """Maximum share of the kernel's time that the fix saves (0 to 1)."""
     measured: float
-    """Figure that the threshold is compared with."""
+    """Measured value that is compared with the threshold."""
 
 
 class LibraryAdvice(NamedTuple):
-    """Ways to another kernel of a library."""
+    """Advice on how to make a library choose another kernel."""
 
     fix: str
     code: str
@@ -67,7 +67,7 @@ _VECTORS = LibraryAdvice(
     "fewer bits.",
     "",
 )
-_OF_VECTORS = re.compile(r"gemv|gevm", re.IGNORECASE)
+_VECTOR_PRODUCT = re.compile(r"gemv|gevm", re.IGNORECASE)
 LIBRARY_ADVICE = {
     "": LibraryAdvice(
         "Call another function or algorithm of the library, with larger or merged inputs.", ""
@@ -82,26 +82,26 @@ LIBRARY_ADVICE = {
     "FlashAttention": _ATTENTION,
     "xFormers": _ATTENTION,
     "PyTorch": LibraryAdvice(
-        "Let the compiler write it, merged with its neighbours.", "model = torch.compile(model)"
+        "Let the compiler generate it, merged with its neighbours.", "model = torch.compile(model)"
     ),
 }
-"""Advice for kernels whose source is a library's, by library; empty: of the others."""
+"""Advice for kernels of libraries, by library. The empty key is for all others."""
 
 
 class CounterRule(Rule):
-    """A kernel's own bottleneck, from its hardware counters. The estimate is an upper bound, as
-    Nsight Compute's is: no kernel gets faster than its busiest unit allows. Beside a trace the
-    gain is replayed: what the kernels save together of a step."""
+    """Base of rules about a kernel's bottleneck, based on its hardware counters. The estimate is an
+    upper bound, like that of Nsight Compute: no kernel gets faster than its busiest unit allows.
+    With a trace, the replay gives the gain per step of all these kernels."""
 
     auxiliary_inputs = (COUNTERS,)
     references = (NCU.address,)
     confidence = 0.6
     _label: ClassVar[str] = ""
-    """Evidence label of the measured figure."""
+    """Evidence label of the measured value."""
     _verb: ClassVar[str] = "are"
     _unit: ClassVar[str] = "share"
     _limit_name: ClassVar[str] = ""
-    """Name of the threshold that the figure is compared with."""
+    """Name of the threshold that the value is compared with."""
     _units: ClassVar[tuple[Limit, ...]] = ()
     """Units that the fix relieves."""
     assumptions = ("the kernel reaches the limit of its busiest unit; usually less is gained",)
@@ -110,79 +110,82 @@ class CounterRule(Rule):
         super().__init_subclass__()
         cls.framework_advice = {
             ANY_FRAMEWORK: FrameworkAdvice(cls.fix, cls.code)
-        }  # kernels are of no framework
+        }  # kernels belong to no framework
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate what the fix could save of a kernel; ``None``: it does not have the problem."""
+        """Estimate what the fix could save in a kernel; ``None`` if it does not have the
+        problem."""
         raise NotImplementedError
 
     def check(self, a: Analysis) -> Outcomes:
         kernels = a.profiled_kernels
         kernels = [k for k in kernels if not is_reference(k.profile.name)] or kernels
-        found = [(k, saved) for k in kernels if (saved := self.estimate_saving(k)) is not None]
-        found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
-        yield from (self._finding(a, found) for _ in found[:1])
+        savings = [(k, saved) for k in kernels if (saved := self.estimate_saving(k)) is not None]
+        savings.sort(key=lambda each: -_measure_time(a, each[0]) * each[1].share)
+        yield from (self._build_finding(a, savings) for _ in savings[:1])
 
-    def _finding(self, a: Analysis, found: list[tuple[ProfiledKernel, CounterSaving]]) -> Finding:
-        """Build the finding of the kernels that have the problem, the worst first."""
-        k, saved = found[0]
+    def _build_finding(
+        self, a: Analysis, savings: list[tuple[ProfiledKernel, CounterSaving]]
+    ) -> Finding:
+        """Build the finding on the kernels that have the problem, worst first."""
+        k, saved = savings[0]
         edits = [
-            edit for k, saved in found if (edit := shorten_kernel(a, k, saved.share)) is not None
+            edit for k, saved in savings if (edit := shorten_kernel(a, k, saved.share)) is not None
         ]
-        saving: list[Evidence] = []
-        more = t.count_noun(len(found) - 1, "more profiled kernel")
-        verb = "has" if len(found) == 2 else "have"
-        also = f" {more} {verb} it too." if len(found) > 1 else ""
+        launch_evidence: list[Evidence] = []
+        others = t.count_noun(len(savings) - 1, "more profiled kernel")
+        verb = "has" if len(savings) == 2 else "have"
+        others_text = f" {others} {verb} it too." if len(savings) > 1 else ""
         if not edits:
-            times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in found]
-            launches = "One launch of each saves" if len(found) > 1 else "One launch saves"
-            also += f" {launches} {t.format_duration(sum(times))} at most."
-            saving.append(Evidence(ONE_LAUNCH, sum(times), "ns"))
+            times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in savings]
+            launches = "One launch of each saves" if len(savings) > 1 else "One launch saves"
+            others_text += f" {launches} {t.format_duration(sum(times))} at most."
+            launch_evidence.append(Evidence(ONE_LAUNCH, sum(times), "ns"))
         return Finding(
-            summary=f"{self._describe(k, saved)}{_sampled_at(k)}{also}",
+            summary=f"{self._describe(k, saved)}{_describe_hot_line(k)}{others_text}",
             evidence=[
                 self.compare(
                     f"{self._label} of {k.label}", saved.measured, self._limit_name, self._unit
                 ),
-                *_facts(k),
-                *saving,
-                Evidence("kernels with it", len(found), "count"),
+                *_list_facts(k),
+                *launch_evidence,
+                Evidence("kernels with it", len(savings), "count"),
             ],
             where=[
                 Location(
-                    file=None if (at := k.profile.hot_line) is None else at.file,
-                    line=None if at is None else at.line,
+                    file=None if (hot_line := k.profile.hot_line) is None else hot_line.file,
+                    line=None if hot_line is None else hot_line.line,
                     kernel=k.profile.name,
                     count=len(k.rows) or k.profile.launches,
                     dur_ns=None if k.profile.duration_ns is None else round(k.profile.duration_ns),
                 )
-                for k, _ in found[:MAX_PLACES]
+                for k, _ in savings[:MAX_PLACES]
             ],
             edits=edits,
-            **self._library_texts(found),
+            **self._library_texts(savings),
             impact=None
-            if a.record_only or any(len(k.rows) for k, _ in found)
+            if a.record_only or any(len(k.rows) for k, _ in savings)
             else impact_without_gain("the trace has no launch of these kernels"),
         )
 
     def complete(self, finding: Finding) -> Finding:
-        """Fill in the rule's texts, but leave those for a library's kernel as they are."""
+        """Fill in the rule's texts, but keep the fix and code for a library's kernel."""
         result = super().complete(finding)
         return replace(result, fix=finding.fix, code=finding.code) if finding.fix else result
 
-    def _library_texts(self, found: list[tuple[ProfiledKernel, CounterSaving]]) -> dict[str, Any]:
-        """Return the fix and code where the worst kernel is a library's, whose source a program
-        cannot change; empty: it is the program's own."""
-        worst = found[0][0]
+    def _library_texts(self, savings: list[tuple[ProfiledKernel, CounterSaving]]) -> dict[str, Any]:
+        """Return the fix and code if the worst kernel is a library's, whose source the user cannot
+        change. Empty if it is the program's own kernel."""
+        worst = savings[0][0]
         library = library_of(worst.profile.signature or worst.profile.name)
         if library is None:
             return {}
         advice = LIBRARY_ADVICE.get(library, LIBRARY_ADVICE[""])
-        if _OF_VECTORS.search(worst.profile.signature or worst.profile.name):
+        if _VECTOR_PRODUCT.search(worst.profile.signature or worst.profile.name):
             advice = _VECTORS
         fix = [
-            f"{worst.label} is a kernel of {library}, whose source is not yours: choose another. "
-            f"{advice.fix}"
+            f"{worst.label} is a kernel of {library}, whose source you cannot change: choose "
+            f"another. {advice.fix}"
         ]
         target, compute = find_compute_capability(worst.profile.name), worst.profile.compute
         if target is not None and compute is not None and target[0] < compute[0]:
@@ -190,7 +193,7 @@ class CounterRule(Rule):
                 f"It is built for sm_{target[0]}{target[1]} and runs on sm_{compute[0]}{compute[1]}"
                 ": try a version of the library that is built for this GPU."
             )
-        if any(library_of(k.profile.signature or k.profile.name) is None for k, _ in found):
+        if any(library_of(k.profile.signature or k.profile.name) is None for k, _ in savings):
             fix.append(f"In your own kernels: {self.fix[0].lower()}{self.fix[1:]}")
         return {"fix": " ".join(fix), "code": advice.code}
 
@@ -199,35 +202,37 @@ class CounterRule(Rule):
         limit: Threshold[float] = getattr(type(self), self._limit_name)
         return (
             f"{k.label}: {self._label} {self._verb} {value} {limit.meaning}. A fix saves up to "
-            f"{t.format_share(saved.share)} of the kernel's time{self._reason(k, saved)}."
+            f"{t.format_share(saved.share)} of the kernel's time{self._describe_limit(k, saved)}."
         )
 
-    def _reason(self, k: ProfiledKernel, saved: CounterSaving) -> str:
-        """Say why less is saved than the figure: a unit that the fix leaves as busy as it is."""
-        left = {unit: x for unit, x in k.use.items() if unit not in self._units}
-        if self._unit != "share" or saved.share > saved.measured - 0.05 or not left:
+    def _describe_limit(self, k: ProfiledKernel, saved: CounterSaving) -> str:
+        """Return why less is saved than the measured share: another unit stays as busy as it is."""
+        other_units = {unit: use for unit, use in k.use.items() if unit not in self._units}
+        if self._unit != "share" or saved.share > saved.measured - 0.05 or not other_units:
             return ""
-        unit = max(left, key=lambda unit: left[unit])
-        return f", because then {unit} ({t.format_share(left[unit] / 100)} busy) limits it"
+        unit = max(other_units, key=lambda unit: other_units[unit])
+        return f", because then {unit} ({t.format_share(other_units[unit] / 100)} busy) limits it"
 
 
-def _sampled_at(k: ProfiledKernel) -> str:
-    """Name the line with most samples, where one has half of them."""
-    at = k.profile.hot_line
-    if at is None:
+def _describe_hot_line(k: ProfiledKernel) -> str:
+    """Return a sentence on the line with most samples, if one line has half of them."""
+    line = k.profile.hot_line
+    if line is None:
         return ""
-    share = t.format_share(at.samples / (k.profile.samples or 1))
-    return f" {share} of its samples are at {t.shorten_path(labels.clean(at.file), 40)}:{at.line}."
+    share = t.format_share(line.samples / (k.profile.samples or 1))
+    return (
+        f" {share} of its samples are at {t.shorten_path(labels.clean(line.file), 40)}:{line.line}."
+    )
 
 
-def _time(a: Analysis, k: ProfiledKernel) -> float:
-    """Return a kernel's time in the used steps, ns; without a trace that of one launch."""
+def _measure_time(a: Analysis, k: ProfiledKernel) -> float:
+    """Return a kernel's time in the used steps, ns; without a trace, the time of one launch."""
     if len(k.rows):
         return float(a.trace.gpu["dur"].to_numpy()[k.rows].sum())
     return k.profile.duration_ns or 0.0
 
 
-def _facts(k: ProfiledKernel) -> list[Evidence]:
+def _list_facts(k: ProfiledKernel) -> list[Evidence]:
     result = [Evidence("time of a launch", k.profile.duration_ns, "ns")]
     result += [Evidence(f"{unit} use", x / 100, "share") for unit, x in k.use.items()]
     if k.occupancy is not None:
@@ -235,30 +240,33 @@ def _facts(k: ProfiledKernel) -> list[Evidence]:
     return result
 
 
-def _room(k: ProfiledKernel) -> float:
-    """Share of a kernel's time that no fix of latency can exceed: its busiest unit stays as it
-    is."""
+def _latency_share(k: ProfiledKernel) -> float:
+    """Return the maximum share of a kernel's time that hiding latency can save: its busiest unit
+    stays as busy as it is."""
     return max(0.0, 1 - (k.busiest or 0.0) / 100)
 
 
-def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
-    """Return the share that less traffic in some units saves, down to the busiest other unit."""
-    own = max((k.use[unit] for unit in units if unit in k.use), default=0.0)
-    other = max((x for unit, x in k.use.items() if unit not in units), default=0.0)
-    busiest = max(own, other)
+def _traffic_saving(k: ProfiledKernel, excess: float, *units: Limit) -> float:
+    """Return the share of time that less traffic in some units saves, down to the busiest other
+    unit."""
+    relieved = max((k.use[unit] for unit in units if unit in k.use), default=0.0)
+    other = max((use for unit, use in k.use.items() if unit not in units), default=0.0)
+    busiest = max(relieved, other)
     if busiest <= 0:
         return 0.0
-    return max(0.0, min(excess * own / busiest, 1 - other / busiest if own > other else 0.0))
+    return max(
+        0.0, min(excess * relieved / busiest, 1 - other / busiest if relieved > other else 0.0)
+    )
 
 
 _TENSOR_OPS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 
 
 class KernelOccupancyLimited(CounterRule):
-    """No unit of the GPU is busy: all are below 60% of their peaks, where Nsight Compute's
-    SpeedOfLight rule divides. Registers, shared memory or the block's size admit few resident
-    warps, too few to hide the latency of memory and arithmetic. More of them hide more, at best
-    until the busiest unit is full.
+    """No unit of the GPU is busy: all are below 60% of their peaks, the limit of Nsight Compute's
+    SpeedOfLight rule. Registers, shared memory or the block's size admit few resident warps, too
+    few to hide the latency of memory and arithmetic. More warps hide more latency, at best until
+    the busiest unit is full.
 
     Products on tensor cores are left out. Their tiles fill registers and shared memory by design:
     few warps with many products in flight hide the latency."""
@@ -283,7 +291,8 @@ class KernelOccupancyLimited(CounterRule):
     )
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate the room up to full use of the busiest unit, as far as occupancy can rise."""
+        """Estimate the gain up to full use of the busiest unit, limited by how far occupancy can
+        rise."""
         if k.on_tensor_cores:
             return None
         if k.limit != "latency" or k.theoretical is None:
@@ -292,13 +301,13 @@ class KernelOccupancyLimited(CounterRule):
             return None
         if k.waves is not None and k.waves < 1:
             return None
-        return CounterSaving(min(_room(k), 1 - k.theoretical / 100), k.theoretical / 100)
+        return CounterSaving(min(_latency_share(k), 1 - k.theoretical / 100), k.theoretical / 100)
 
     def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
-        by = f", limited by {k.limiter}" if k.limiter else ""
+        limiter = f", limited by {k.limiter}" if k.limiter else ""
         return (
-            f"{k.label} has {t.format_share(saved.measured)} theoretical occupancy{by}, and no "
-            f"unit is busier than {t.format_share((k.busiest or 0) / 100)}. More resident warps "
+            f"{k.label} has {t.format_share(saved.measured)} theoretical occupancy{limiter}, and "
+            f"no unit is busier than {t.format_share((k.busiest or 0) / 100)}. More resident warps "
             f"save up to {t.format_share(saved.share)} of its time."
         )
 
@@ -317,29 +326,29 @@ class KernelOccupancyLimited(CounterRule):
 
 
 class ExcessRule(CounterRule):
-    """More accesses than the ideal pattern needs: their part of the time of the units that serve
-    them."""
+    """Base of rules about more accesses than the ideal pattern needs. They save their share of the
+    time of the units that serve them."""
 
     _limit_name = "min_excess"
     min_excess: Threshold[float]
     _counters: ClassVar[tuple[str, str]]
-    """Counters of the excess, and of all accesses."""
+    """Counters of the excess accesses and of all accesses."""
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate the excess accesses' part of the time."""
+        """Estimate the time of the excess accesses."""
         excess, total = (k.profile.number(name) for name in self._counters)
         if excess is None or not total:
             return None
         if excess / total < self.min_excess:
             return None
-        return _kept(_of_traffic(k, excess / total, *self._units), excess / total)
+        return _drop_negligible(_traffic_saving(k, excess / total, *self._units), excess / total)
 
 
 class KernelUncoalesced(ExcessRule):
-    """Threads of a warp read or write addresses far apart, so that each request moves more
-    32-byte sectors than its data needs. The excess is Nsight Compute's: sectors beyond those of
-    the ideal pattern, over all sectors of global memory. Saved is their part of the time of L1, L2
-    and DRAM, at most down to the next busy unit."""
+    """Threads of a warp read or write addresses far apart, so that each request moves more 32-byte
+    sectors than its data needs. The excess is defined as in Nsight Compute: sectors beyond those of
+    the ideal pattern, over all sectors of global memory. The fix saves their share of the time of
+    L1, L2 and DRAM, at most down to the next busiest unit."""
 
     id = "kernel-uncoalesced"
     title = "Uncoalesced global memory accesses"
@@ -357,17 +366,17 @@ class KernelUncoalesced(ExcessRule):
 
     @staticmethod
     def examples() -> Examples:
-        few = {EXCESS_SECTORS: 50, SECTORS: 1000}
+        little = {EXCESS_SECTORS: 50, SECTORS: 1000}
         return {
             "strided": _example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000}),
-            "coalesced": (_example(l1=80, **few), "min_excess"),
+            "coalesced": (_example(l1=80, **little), "min_excess"),
             "not collected": (_example(l1=80), "excess is None"),
         }
 
 
 class KernelBankConflicts(ExcessRule):
     """Threads of a warp touch different addresses of one bank of shared memory, and the accesses
-    run one after another. Measured are the conflicts that the hardware counted, over all
+    run one after another. The rule compares the conflicts that the hardware counted with all
     wavefronts of shared memory."""
 
     id = "kernel-bank-conflicts"
@@ -384,16 +393,17 @@ class KernelBankConflicts(ExcessRule):
 
     @staticmethod
     def examples() -> Examples:
-        few = {CONFLICTS: 50, WAVEFRONTS: 1000}
+        little = {CONFLICTS: 50, WAVEFRONTS: 1000}
         return {
             "columns": _example(l1=90, sm=20, **{CONFLICTS: 750, WAVEFRONTS: 1000}),
-            "padded": (_example(l1=90, **few), "min_excess"),
+            "padded": (_example(l1=90, **little), "min_excess"),
         }
 
 
 class KernelRegisterSpills(CounterRule):
-    """A kernel needs more registers than it may use and keeps the rest in local memory, which lies
-    in DRAM behind the caches. Measured are the sectors of local memory over all sectors of L1."""
+    """A kernel needs more registers than it may use and keeps the others in local memory, which is
+    in DRAM behind the caches. The rule compares the sectors of local memory with all sectors of
+    L1."""
 
     id = "kernel-register-spills"
     title = "Registers spill to local memory"
@@ -402,15 +412,15 @@ class KernelRegisterSpills(CounterRule):
     _limit_name = "min_share"
     min_share = Threshold(0.1, "of all sectors of L1", CHOSEN)
     fix = (
-        "Give each thread more registers or less to keep: smaller tiles, a larger limit of "
-        "registers, fewer unrolled iterations."
+        "Give each thread more registers or fewer values to keep: smaller tiles, a larger register "
+        "limit, fewer unrolled iterations."
     )
     code = "nvcc -Xptxas -v kernel.cu          # prints spills\nnvcc -maxrregcount=128 kernel.cu"
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: no local loads and stores."
     falsified_by = "local memory that is an array the kernel indexes, not spills"
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate the part of L1's time that local loads and stores take."""
+        """Estimate the share of L1's time that local loads and stores take."""
         parts = [k.profile.number(LOCAL.format(op)) for op in ("ld", "st")]
         total = k.profile.number(ALL_SECTORS)
         if None in parts or not total:
@@ -418,22 +428,22 @@ class KernelRegisterSpills(CounterRule):
         local = sum(part for part in parts if part is not None) / total
         if local < self.min_share:
             return None
-        return _kept(_of_traffic(k, local, *self._units), local)
+        return _drop_negligible(_traffic_saving(k, local, *self._units), local)
 
     @staticmethod
     def examples() -> Examples:
         spilled = {LOCAL.format("ld"): 300.0, LOCAL.format("st"): 200.0, ALL_SECTORS: 1000.0}
-        few = {LOCAL.format("ld"): 30.0, LOCAL.format("st"): 20.0, ALL_SECTORS: 1000.0}
+        little = {LOCAL.format("ld"): 30.0, LOCAL.format("st"): 20.0, ALL_SECTORS: 1000.0}
         return {
             "spills": _example(l1=85, sm=30, **spilled),
-            "no spills": (_example(l1=85, **few), "min_share"),
+            "no spills": (_example(l1=85, **little), "min_share"),
         }
 
 
 class KernelPartialWave(CounterRule):
-    """The grid fills the GPU a few times, and the last time only in part: the other
-    multiprocessors wait for the tail. Of ``w`` waves the part ``1 - w / ceil(w)`` is lost at most,
-    which matters for few waves only."""
+    """The grid fills the GPU a few times, and the last time only in part: the other multiprocessors
+    wait for the tail. With ``w`` waves at most ``1 - w / ceil(w)`` of the time is lost, which
+    matters only for few waves."""
 
     id = "kernel-partial-wave"
     title = "The last wave of blocks fills part of the GPU"
@@ -449,19 +459,19 @@ class KernelPartialWave(CounterRule):
         "# Triton: one program per multiprocessor\ngrid = (min(tiles, sm_count * blocks_per_sm),)"
     )
     verify = "ncu --section LaunchStats …: waves per SM are near a whole number, or many."
-    falsified_by = "blocks of very different length"
+    falsified_by = "blocks of very different duration"
     found_in = ("traces/ncu/sparse_matmul_a10g",)
     silent_in = ("traces/ncu/cutlass_a100_s8",)
     validation_note = "a product of 1.07 waves on an A10G; silent on 12.8 waves and on tiny grids"
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate what the tail costs, unless a unit is busy all the same."""
-        if k.waves is None or k.waves < 1 or _room(k) < 0.1:
+        """Estimate the cost of the tail, unless a unit is busy all the time."""
+        if k.waves is None or k.waves < 1 or _latency_share(k) < 0.1:
             return None
         lost = 1 - k.waves / float(np.ceil(k.waves))
         if lost < self.min_lost:
             return None
-        return _kept(min(lost, _room(k)), lost)
+        return _drop_negligible(min(lost, _latency_share(k)), lost)
 
     @staticmethod
     def examples() -> Examples:
@@ -469,13 +479,14 @@ class KernelPartialWave(CounterRule):
             "tail": _example(waves=1.1, sm=40),
             "many waves": (_example(waves=12.8, sm=40), "min_lost"),
             "small grid": (_example(waves=0.1, sm=5), "k.waves < 1"),
-            "a unit is busy all the same": (_example(waves=1.1, l1=97), "_room(k) < 0.1"),
+            "a unit is busy all the same": (_example(waves=1.1, l1=97), "_latency_share(k) < 0.1"),
         }
 
 
 class KernelDivergence(CounterRule):
-    """Branches or early exits leave threads of a warp idle: of 32 only some do work in an
-    instruction. Saved is at most the idle part of the time in which arithmetic is the limit."""
+    """Branches or early exits leave threads of a warp idle: only some of the 32 work in an
+    instruction. The fix saves at most the idle share of the time in which arithmetic is the
+    limit."""
 
     id = "kernel-divergence"
     title = "Threads of a warp take different branches"
@@ -484,20 +495,20 @@ class KernelDivergence(CounterRule):
     _limit_name = "max_threads"
     max_threads = Threshold(24.0, "of 32 threads", NCU)
     fix = "Sort or group the work so that a warp's threads take the same branch."
-    code = "// order the work so that a warp's threads have one kind\nint item = order[i];"
+    code = "// order the work so that a warp's threads get items of one kind\nint item = order[i];"
     verify = "ncu --section WarpStateStats …: active threads per warp rise towards 32."
-    falsified_by = "blocks whose size is no multiple of 32"
+    falsified_by = "blocks whose size is not a multiple of 32"
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate the idle threads' part of arithmetic's time."""
+        """Estimate the idle threads' share of arithmetic time."""
         threads = k.profile.number(THREADS)
         if threads is None or threads > self.max_threads:
             return None
-        return _kept(_of_traffic(k, 1 - threads / 32, "compute"), threads)
+        return _drop_negligible(_traffic_saving(k, 1 - threads / 32, "compute"), threads)
 
     @staticmethod
     def examples() -> Examples:
-        """Eight of 32 threads are active."""
+        """Return a kernel in which eight of 32 threads are active, and traps."""
         return {
             "branches": _example(sm=85, dram=20, **{THREADS: 8.0}),
             "together": (_example(sm=85, **{THREADS: 31.0}), "max_threads"),
@@ -506,7 +517,7 @@ class KernelDivergence(CounterRule):
 
 class KernelWarpStalls(CounterRule):
     """Warps mostly wait for one thing, and no unit is busy. Nsight Compute's WarpStateStats gives
-    the cycles between two instructions of a warp by what it waited for."""
+    the cycles between two instructions of a warp, by cause of the wait."""
 
     id = "kernel-warp-stalls"
     title = "Warps of a kernel wait for one thing"
@@ -514,11 +525,11 @@ class KernelWarpStalls(CounterRule):
     _limit_name = "min_stall"
     min_stall = Threshold(0.3, "of the cycles between two instructions of a warp", NCU)
     fix = (
-        "Cure what most warps wait for. For memory, load earlier and keep more loads in flight. "
+        "Remove what most warps wait for. For memory, load earlier and keep more loads in flight. "
         "For arithmetic, do more independent work per thread. Between two barriers, do less."
     )
     verify = "ncu --section WarpStateStats --section SchedulerStats …: the stall shrinks."
-    falsified_by = "as long with the stall gone"
+    falsified_by = "the same time without this stall"
     cures = {
         "long_scoreboard": "loads from global memory: load earlier (prefetch, cp.async), reuse "
         "data in shared memory, and keep more loads in flight",
@@ -533,22 +544,22 @@ class KernelWarpStalls(CounterRule):
         "branch_resolving": "branches: unroll short loops, or use predication",
         "membar": "memory barriers: fewer fences",
     }
-    """Stall, as Nsight Compute names it -> what it is and what to do."""
+    """Stall, as named by Nsight Compute -> its meaning and what to do."""
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Estimate the largest stall's part, up to the use of the busiest unit."""
+        """Estimate the share of the largest stall, up to full use of the busiest unit."""
         if k.limit != "latency" or not k.stalls:
             return None
         name, share = next(iter(k.stalls.items()))
         if share < self.min_stall or name in SCHEDULING:
             return None
-        return _kept(min(share, _room(k)), share)
+        return _drop_negligible(min(share, _latency_share(k)), share)
 
     def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
         name = next(iter(k.stalls))
         cure = self.cures.get(name, name.replace("_", " "))
         return (
-            f"{k.label} waits {t.format_share(saved.measured)} of its cycles for {cure}. Curing "
+            f"{k.label} waits {t.format_share(saved.measured)} of its cycles for {cure}. Removing "
             f"that saves up to {t.format_share(saved.share)} of its time."
         )
 
@@ -563,8 +574,8 @@ class KernelWarpStalls(CounterRule):
         }
 
 
-def _kept(share: float, measured: float) -> CounterSaving | None:
-    """Return the saving; ``None`` if less than a hundredth of the kernel's time could be saved."""
+def _drop_negligible(share: float, measured: float) -> CounterSaving | None:
+    """Return the saving, or ``None`` if it is below 1% of the kernel's time."""
     return CounterSaving(share, measured) if share >= 0.01 else None
 
 
@@ -582,7 +593,7 @@ def _example(
     registers: float = 16.0,
     **metrics: float,
 ) -> TraceBuilder:
-    """Two steps of a kernel that takes most of the time, with its counters beside them."""
+    """Build steps of a kernel that takes most of the time, with its counters."""
     b = TraceBuilder()
     for _ in b.steps():
         with b.op("aten::mm", [[512, 512], [512, 512]], "float"):

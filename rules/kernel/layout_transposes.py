@@ -17,23 +17,25 @@ from advisor.rules.support.common import amount_per_step, example_steps, scale_e
 from advisor.testing import Examples, TraceBuilder
 
 NORMS = r"batch_norm_(?:collect_statistics|transform_input|backward(?:_reduce|_elemt)?)_kernel"
-"""PyTorch's own batch norm in NCHW order; in channels-last order their names say so."""
+"""PyTorch's own batch norm kernels in NCHW order; those in channels-last order have other names."""
 
 
 class LayoutTransposes(Rule):
-    """Tensor cores convolve in channels-last order (NHWC). A model in PyTorch's default order
-    (NCHW) has each tensor transposed before a convolution and back after it. The kernels for that
-    move bytes and compute nothing.
+    """Tensor cores convolve in channels-last order (NHWC). In PyTorch's default order (NCHW) each
+    tensor is transposed before a convolution and back after it. These kernels move bytes and
+    compute nothing.
 
-    The rule recognises transposes by their kernels' names. Their share is of all convolution time,
-    their own included. In FP32 without TF32 the library convolves in NCHW and transposes nothing,
-    and a channels-last model has no transposes either. The rule is silent on both. The first layer
-    of a channels-last model may keep one (three input channels), which stays below the threshold.
+    The rule recognises transposes by their kernels' names. Their share is a share of all
+    convolution time, including their own. In FP32 without TF32 the library convolves in NCHW and
+    transposes nothing. A channels-last model has no transposes either. The rule is silent on both.
+    The first layer of a channels-last model may keep one (three input channels), which stays below
+    the threshold.
 
-    PyTorch's own batch norm is slow in NCHW order, where a channel lies in as many pieces as there
-    are images. Its kernels count where their bytes are known: in channels-last order they are taken
-    to reach a share of the memory's rate. The library may choose other kernels for the convolutions
-    themselves, which the range allows for. Pooling and other kernels keep their time."""
+    PyTorch's own batch norm is slow in NCHW order, where each channel is split into as many pieces
+    as there are images. Its kernels count where their bytes are known: in channels-last order they
+    are assumed to reach a share of the memory's rate. The library may choose other kernels for the
+    convolutions themselves, which the range allows for. Pooling and other kernels keep their
+    durations."""
 
     id = "layout-transposes"
     title = "Convolutions transpose between NCHW and NHWC"
@@ -62,7 +64,7 @@ class LayoutTransposes(Rule):
     best_reach = Factor(1.0, "of the memory's rate, at best", OURS)
     worst_reach = Factor(0.5, "of the memory's rate, at worst", OURS)
     best_convolution = Factor(
-        0.45, "of the attainable rate, at best: convolutions that are slower now", OURS
+        0.45, "of the attainable rate, at best, for convolutions that are slower now", OURS
     )
     best_faster = Factor(2.0, "times faster at most, at best", OURS)
     min_praised_share = Threshold(
@@ -73,7 +75,7 @@ class LayoutTransposes(Rule):
 
     fix = (
         "Keep model and inputs in channels-last order. Convolutions, batch norm, pooling and "
-        "pointwise ops then pass it on, and nothing is reordered in between."
+        "pointwise ops then keep this order, and nothing is reordered in between."
     )
     code = (
         "model = model.to(memory_format=torch.channels_last)\n"
@@ -105,20 +107,20 @@ class LayoutTransposes(Rule):
         if a.device_id is None:
             return
         rows = kernel_work.compute_rows(a)
-        moving, convolving = kernel_work.transposes_and_convolutions(a)
+        transposes, convolutions = kernel_work.transposes_and_convolutions(a)
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
-        conv_ns, moved_ns = (
-            kernel_work.summed_duration(a, convolving),
-            kernel_work.summed_duration(a, moving),
+        conv_ns, transpose_ns = (
+            kernel_work.summed_duration(a, convolutions),
+            kernel_work.summed_duration(a, transposes),
         )
         if not conv_ns:
             return
-        share = moved_ns / conv_ns
-        if share < self.min_share or moved_ns < self.min_time * total:
-            tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
+        share = transpose_ns / conv_ns
+        if share < self.min_share or transpose_ns < self.min_time * total:
+            on_tensor_cores = a.kernels["tensor_core"].fill_null(False).to_numpy()
             if (
-                moved_ns < 0.01 * conv_ns
-                and kernel_work.summed_duration(a, convolving & tensor)
+                transpose_ns < 0.01 * conv_ns
+                and kernel_work.summed_duration(a, convolutions & on_tensor_cores)
                 >= self.min_praised_share * total
             ):
                 yield PassedCheck(text="convolutions run on tensor cores without layout transposes")
@@ -129,7 +131,7 @@ class LayoutTransposes(Rule):
         norms = rows & name_matches(a.trace.gpu["name"], NORMS).to_numpy()
         norm_ns = kernel_work.summed_duration(a, norms)
         saved = [
-            self._saved(a, norms, reach)
+            self._estimate_saved(a, norms, reach)
             for reach in (self.attainable_share, self.best_reach, self.worst_reach)
         ]
         edits = [
@@ -142,38 +144,41 @@ class LayoutTransposes(Rule):
             edits.append(kernel_work.scale_kernels(a, norms, saved, select))
         table = a.rooflines.filter(pl.col("family") == "convolution")
         if not table.is_empty():
-            part = saved_time(table, self.best_convolution, self.best_faster)
-            part /= float(table["dur"].sum())
+            saved_share = saved_time(table, self.best_convolution, self.best_faster)
+            saved_share /= float(table["dur"].sum())
             select = Select(on="gpu", kind=("kernel",), family=("convolution",))
-            edits.append(scale_edit(select, 1.0, 1 - part, 1.0))
-        assumed = self.fill_thresholds(self.assumptions if saved[1] > 0 else self.assumptions[::2])
+            edits.append(scale_edit(select, 1.0, 1 - saved_share, 1.0))
+        assumptions = self.fill_thresholds(
+            self.assumptions if saved[1] > 0 else self.assumptions[::2]
+        )
         yield Finding(
             summary=(
                 f"Transposes between NCHW and NHWC take {share:.0%} of convolution time "
-                f"({t.format_duration(moved_ns / a.step_count)} {t.format_per(a.per)})."
+                f"({t.format_duration(transpose_ns / a.step_count)} {t.format_per(a.per)})."
             ),
             evidence=[
                 self.compare("layout transposes, share of convolution time", share, "min_share"),
-                amount_per_step(a, "layout transposes", moved_ns),
-                amount_per_step(a, "transposes", int(moving.sum()), "count"),
+                amount_per_step(a, "layout transposes", transpose_ns),
+                amount_per_step(a, "transposes", int(transposes.sum()), "count"),
                 *([amount_per_step(a, "batch norm in NCHW order", norm_ns)] if norm_ns else []),
             ],
-            where=kernel_work.kernel_locations(a, moving),
+            where=kernel_work.kernel_locations(a, transposes),
             edits=edits,
-            assumptions=assumed,
+            assumptions=assumptions,
             **(self.case("on ROCm") if amd else {}),
         )
 
     @staticmethod
-    def _saved(a: Analysis, norms: kernel_work.Mask, reach: float) -> float:
-        """Estimate what these kernels save at this share of the memory's rate, ns; 0: not known."""
+    def _estimate_saved(a: Analysis, norms: kernel_work.Mask, reach: float) -> float:
+        """Estimate the time, ns, that these kernels save at this share of the memory's rate; 0 if
+        unknown."""
         memory = attainable_roofs(a.hardware).memory
         if memory is None:
             return 0.0
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(np.nan).to_numpy()
-        left = moved / (reach * memory.rate) * 1e9
-        spent = a.trace.gpu["dur"].to_numpy()
-        return float(np.nan_to_num(np.clip(spent - left, 0.0, None))[norms].sum())
+        ideal = moved / (reach * memory.rate) * 1e9
+        dur = a.trace.gpu["dur"].to_numpy()
+        return float(np.nan_to_num(np.clip(dur - ideal, 0.0, None))[norms].sum())
 
     @staticmethod
     def examples() -> Examples:

@@ -1,4 +1,4 @@
-"""Pointwise operators, reductions and normalisations far below the memory's rate."""
+"""Pointwise operators, reductions and normalisations that run far below the memory's rate."""
 
 import re
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ _COMPILED = "@torch.compile\ndef block(x, y): ..."
 
 class LowBandwidth(BelowRate):
     """Memory-bound operators compute almost nothing compared with what they read and write, so a
-    good kernel runs at the memory's rate. One at a third of it usually reads across its rows (a
-    transposed or sliced input). Or it reads the same small tensor again and again, or normalises
-    rows that are too short for its threads. Or it converts between formats element by element. A
-    cumulative sum along another dimension than the last has one thread for each column.
+    good kernel runs at the memory's rate. A kernel at a third of it usually reads across its rows
+    (a transposed or sliced input). Other kernels reread a small tensor, normalise rows that are too
+    short for their threads, or convert formats element by element. A cumulative sum along a
+    dimension other than the last has one thread per column.
 
     The rule compares each operator's bytes (inputs once, outputs once) with what a STREAM copy
-    reaches on such a GPU. It adds a kernel's own start-up. Small tensors that stay in the L2 cache
-    come out above that rate. Kernels with too few threads in flight are another rule's finding."""
+    reaches on such a GPU. It adds a kernel's start-up time. Small tensors that stay in the L2 cache
+    come out above that rate. Another rule reports kernels with too few threads in flight."""
 
     id = "low-bandwidth"
     title = "Memory-bound operators use a third of the memory bandwidth or less"
@@ -58,7 +58,7 @@ class LowBandwidth(BelowRate):
 
     fix = (
         "Compile the function around the operator: the generated kernel reads along the rows and "
-        "does its neighbours' work in the same pass."
+        "does the work of its neighbours in the same pass."
     )
     code = _COMPILED
     cases = {
@@ -71,7 +71,7 @@ class LowBandwidth(BelowRate):
             "code": f"{_COMPILED}\n\n# or once, where y is made\n"
             "y = torch.empty_like(x).copy_(y)   # in the order of x",
         },
-        "channels last beside another order": {
+        "channels last and another order": {
             "fix": f"{fix} Otherwise bring all inputs into channels-last order, where they are "
             "made.",
             "code": f"{_COMPILED}\n\n# or once, where y is made\n"
@@ -79,33 +79,33 @@ class LowBandwidth(BelowRate):
         },
         "small tensors": {"fix": f"{fix} Add small tensors in the format of the large one."},
         "scan": {
-            "fix": "Scan along the last dimension, in a transposed copy. Along another one, a "
-            "thread adds up a whole column.",
-            "code": "# instead of  x.cumsum(0), of two dimensions\n"
+            "fix": "Scan along the last dimension, in a transposed copy. Along any other "
+            "dimension, one thread adds up a whole column.",
+            "code": "# instead of  x.cumsum(0), in two dimensions\n"
             "y = x.t().contiguous().cumsum(-1).t()",
         },
     }
     verify = "Profile again: advisor analyze --by operator shows more of the memory's rate."
-    falsified_by = "more bytes in Nsight Compute than the kernel's tensors have"
+    falsified_by = "more bytes in Nsight Compute than the kernel's tensors hold"
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
-        """Return nothing: the rules about matrix work ask for what is missing."""
+        """Return no check: the rules about matrix work report what is missing."""
         return iter(())
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
-        """Return the operators without those that sort and select: only scans move each value
-        once."""
-        return slow.filter((pl.col("family") != "sort") | name_matches(slow["op"], _SCAN))
+        """Return the operators without sorts and selections: of that family, only scans move each
+        value once."""
+        return slow.filter((pl.col("family") != "sort") | name_matches(slow["op"], _SCAN_OPS))
 
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
-        return [_why(str(worst["op"]), worst["family"], str(worst["kernel"]), inputs)]
+        return [_explain(str(worst["op"]), worst["family"], str(worst["kernel"]), inputs)]
 
     @staticmethod
     def examples() -> Examples:
-        """A transposed input; a layer norm over short rows: 134 MB take 0.08 ms at the rate. At
-        80% of the rate; small tensors; beside products; no shapes."""
+        """Return slow operators, such as a layer norm over short rows (134 MB take 0.08 ms at the
+        rate), and traps."""
         shape = [[4096, 8192], [4096, 8192]]
         return {
             "a transposed input": _step(
@@ -143,52 +143,57 @@ class LowBandwidth(BelowRate):
             ),
             "near the rate": (_step("aten::add", shape, 145), "max_efficiency"),
             "small tensors": (_step("aten::add", [[128, 64], [128, 64]], 9), "slow.is_empty()"),
-            "beside products": (_step("aten::add", shape, 600, products=100_000), "min_share"),
+            "small compared with products": (
+                _step("aten::add", shape, 600, products=100_000),
+                "min_share",
+            ),
             "no shapes": (_step("aten::add", None, 600), "slow.is_empty()"),
         }
 
 
-_SCAN = r"^aten::(?:cumsum|cumprod|logcumsumexp)$"
-_SHORT_ROWS = re.compile(r"layer_norm|rms_norm|softmax")
+_SCAN_OPS = r"^aten::(?:cumsum|cumprod|logcumsumexp)$"
+_ROW_NORMS = re.compile(r"layer_norm|rms_norm|softmax")
 """Operators that normalise along the last dimension."""
 
 
 def _is_read_across(tensor: Tensor) -> bool:
-    """Return whether neighbours of the last dimension lie apart in memory."""
+    """Return whether neighbours along the last dimension are not adjacent in memory."""
     sizes = zip(tensor.shape, tensor.strides or (), strict=False)
     strides = [stride for size, stride in sizes if size > 1]
     return bool(strides) and strides[-1] > 1 and not kernel_work.is_channels_last(tensor)
 
 
-def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCause:
-    """Name the cause, as far as the recorded inputs show it."""
+def _explain(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCause:
+    """Return the cause, as far as the recorded inputs show it."""
     tensors = [] if inputs is None else [x for x in inputs.tensors if x.elements > 1]
     largest = max(tensors, key=lambda tensor: tensor.elements, default=None)
-    full = [x for x in tensors if largest is not None and x.elements == largest.elements]
-    placed = [x for x in full if x.strides and len(x.strides) == len(x.shape)]
-    if len({kernel_work.memory_order(x) for x in placed if x.shape == placed[0].shape}) > 1:
-        last = any(kernel_work.is_channels_last(x) for x in placed)
+    full_size = [x for x in tensors if largest is not None and x.elements == largest.elements]
+    strided = [x for x in full_size if x.strides and len(x.strides) == len(x.shape)]
+    if len({kernel_work.memory_order(x) for x in strided if x.shape == strided[0].shape}) > 1:
+        any_channels_last = any(kernel_work.is_channels_last(x) for x in strided)
         return SlowCause(
-            "its inputs lie in memory in different orders",
-            "channels last beside another order" if last else "different orders",
+            "its inputs have different memory orders",
+            "channels last and another order" if any_channels_last else "different orders",
         )
     if "scan_outer_dim" in kernel:
-        return SlowCause("it adds up along another dimension than the last", "scan")
-    # in one order for all, a pointwise kernel reads along memory, whichever dimension that is
-    along = family == "elementwise" and placed and min(placed[0].strides or (0,)) == 1
-    if any(_is_read_across(x) for x in placed) and not along:
+        return SlowCause("it adds up along a dimension other than the last", "scan")
+    # if all inputs have one order, a pointwise kernel reads contiguously, whatever the dimension
+    reads_along = family == "elementwise" and strided and min(strided[0].strides or (0,)) == 1
+    if any(_is_read_across(x) for x in strided) and not reads_along:
         return SlowCause("an input is transposed or sliced, and read across its rows", "transposed")
-    in_rows = family == "reduction" and not any(kernel_work.is_channels_last(x) for x in placed)
-    if largest is not None and largest.shape and (_SHORT_ROWS.search(op) or in_rows):
+    reduces_rows = family == "reduction" and not any(
+        kernel_work.is_channels_last(x) for x in strided
+    )
+    if largest is not None and largest.shape and (_ROW_NORMS.search(op) or reduces_rows):
         last_size = largest.shape[-1]
         if 0 < last_size <= 256:
             return SlowCause(f"rows of {last_size} elements are too short for the kernel's threads")
-    if len({x.width for x in full if x.shape}) > 1:
+    if len({x.width for x in full_size if x.shape}) > 1:
         return SlowCause(
             "its tensors have different formats and are converted element by element",
             "small tensors",
         )
-    if family in ("elementwise", "copy") and len(full) < len(tensors):
+    if family in ("elementwise", "copy") and len(full_size) < len(tensors):
         return SlowCause("a smaller tensor is repeated along the larger one", "small tensors")
     if "elementwise_kernel" in kernel and "vectorized" not in kernel:
         return SlowCause("its kernel does not read and write whole vectors")

@@ -18,7 +18,8 @@ MEMORY_BOUND = (
     "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding",
     "indexing", "random", "pooling", "loss", "optimizer",
 )  # fmt: skip
-"""Families bound by memory. Matrix kernels run best at one block per multiprocessor."""
+"""Families bound by memory. Matrix kernels are left out: they run best at one block per
+multiprocessor."""
 
 
 class LowOccupancy(Rule):
@@ -28,17 +29,17 @@ class LowOccupancy(Rule):
 
     The rule judges kernels by name, in memory-bound families only: tensor-core and attention
     kernels run best at low occupancy. Both the occupancy that resources allow (CUDA's occupancy
-    formula) and the achieved one must be low. Where only the achieved one is, the grid is too
-    small, which is another rule's finding. The occupancy that the profiler writes is not used as it
-    is, because it is a whole number and 0 for many kernels. Bandwidth must be low too: a kernel
-    that moves its bytes at full speed is fine at any occupancy."""
+    formula) and the achieved one must be low. If only the achieved one is low, the grid is too
+    small, which another rule reports. The occupancy that the profiler writes is not used directly,
+    because it is a whole number and 0 for many kernels. Bandwidth must be low too: a kernel that
+    moves its bytes at full speed is fine at any occupancy."""
 
     id = "low-occupancy"
     title = "Low occupancy in memory-bound kernels"
     silent_in = SILENT_TRACES
     validation_note = (
-        "silent where it must be: A100 and V100 training (25 and 21% of kernel time is below 40% "
-        "by what the profiler writes); has never fired on a real trace"
+        "silent on A100 and V100 training (25 and 21% of kernel time is below 40% in the "
+        "profiler's figures); has never fired on a real trace"
     )
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#occupancy",
@@ -47,7 +48,7 @@ class LowOccupancy(Rule):
 
     min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
     max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
-    max_bandwidth = Threshold(0.6, "of the peak: above, occupancy is high enough", TRACELENS)
+    max_bandwidth = Threshold(0.6, "of the peak; above it, occupancy is high enough", TRACELENS)
     attainable_share = Factor(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
     best_reachable = Factor(0.875, "of peak bandwidth, at best", TRACELENS)
     worst_reachable = Factor(0.6, "of peak bandwidth, at worst", TRACELENS)
@@ -55,8 +56,8 @@ class LowOccupancy(Rule):
 
     fix = (
         "Use fewer registers per thread, less shared memory per block, or blocks of 128 to 256 "
-        "threads, where the kernel is yours. Where it is a library's or eager PyTorch's, let the "
-        "compiler write it."
+        "threads, if the kernel is yours. If it comes from a library or from eager PyTorch, let "
+        "the compiler generate it."
     )
     code = (
         "model = torch.compile(model)   # eager PyTorch\n\n"
@@ -65,7 +66,7 @@ class LowOccupancy(Rule):
         "@triton.autotune(configs, key=['n'])"
     )
     verify = "ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …"
-    falsified_by = "another stall than memory latency in Nsight Compute"
+    falsified_by = "a stall other than memory latency in Nsight Compute"
     confidence = 0.5
     assumptions = ("{attainable_share:.0%} of memory bandwidth can be reached",)
 
@@ -85,29 +86,31 @@ class LowOccupancy(Rule):
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
         if kernel_work.summed_duration(a, rows) < self.min_share * total:
             return
-        low = self._low(a, rows, total)
-        if low.is_empty():
+        kernels = self._find_low_occupancy(a, rows, total)
+        if kernels.is_empty():
             return
-        blind = low.filter(pl.col("moved").is_null())
-        if blind.height == low.height:
-            part = f"{blind['dur'].sum() / total:.0%}"
+        without_bytes = kernels.filter(pl.col("moved").is_null())
+        if without_bytes.height == kernels.height:
+            time_share = f"{without_bytes['dur'].sum() / total:.0%}"
             yield kernel_work.skip_without_shapes(
-                a, f"whether {part} of kernel time at low occupancy reaches memory bandwidth"
+                a, f"whether {time_share} of kernel time at low occupancy reaches memory bandwidth"
             )
         if a.hardware is None:
             return
         peak = a.hardware.bandwidth
-        low = low.with_columns(rate=pl.col("moved") / pl.col("dur") * 1e9 / peak)
-        low = low.filter(pl.col("rate") < self.max_bandwidth)
-        if low.is_empty():
+        kernels = kernels.with_columns(rate=pl.col("moved") / pl.col("dur") * 1e9 / peak)
+        kernels = kernels.filter(pl.col("rate") < self.max_bandwidth)
+        if kernels.is_empty():
             return
-        select = kernel_work.select_kernels(low["name"].cast(pl.String).to_list())
-        chosen = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
-        worst = low.row(0, named=True)
-        share = float(low["dur"].sum()) / total
+        select = kernel_work.select_kernels(kernels["name"].cast(pl.String).to_list())
+        selected = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+        worst = kernels.row(0, named=True)
+        share = float(kernels["dur"].sum()) / total
         expected, best, worst_factor = (
-            float(sum(d * min(1.0, r / reach) for d, r in low.select("dur", "rate").iter_rows()))
-            / float(low["dur"].sum())
+            float(
+                sum(d * min(1.0, r / reach) for d, r in kernels.select("dur", "rate").iter_rows())
+            )
+            / float(kernels["dur"].sum())
             for reach in (self.attainable_share, self.best_reachable, self.worst_reachable)
         )
         yield Finding(
@@ -124,13 +127,13 @@ class LowOccupancy(Rule):
                 self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
                 self.compare("such kernels, share of kernel time", share, "min_share"),
             ],
-            where=kernel_work.kernel_locations(a, chosen),
+            where=kernel_work.kernel_locations(a, selected),
             edits=[scale_edit(select, expected, best, worst_factor)],
         )
 
-    def _low(self, a: Analysis, rows: kernel_work.Mask, total: int) -> pl.DataFrame:
+    def _find_low_occupancy(self, a: Analysis, rows: kernel_work.Mask, total: int) -> pl.DataFrame:
         """Return kernels whose resources allow too few threads, by name, longest first: ``dur``,
-        ``moved`` (null: not known), ``occupancy``, ``limit``."""
+        ``moved`` (null if unknown), ``occupancy``, ``limit``."""
         gpu, device = a.trace.gpu, a.device
         if device is None or not device.max_threads_per_sm:
             return pl.DataFrame()
@@ -140,11 +143,11 @@ class LowOccupancy(Rule):
             for name in ("threads", "registers", "shared")
         )
         amd = a.trace.meta.vendor == "amd"
-        fit = active_blocks(threads, registers, shared, device, amd=amd)
-        if fit is None:
+        resident = active_blocks(threads, registers, shared, device, amd=amd)
+        if resident is None:
             return pl.DataFrame()
-        limit = find_limiters(fit, threads, registers, shared, device)
-        allowed = 100 * fit * threads / device.max_threads_per_sm
+        limit = find_limiters(resident, threads, registers, shared, device)
+        allowed = 100 * resident * threads / device.max_threads_per_sm
         achieved = a.kernels["occupancy"].gather(index).fill_null(100.0).to_numpy()
         table = pl.DataFrame(
             {
@@ -172,7 +175,8 @@ class LowOccupancy(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """168 registers per thread leave 12 of 64 warps; 192 MB take 600 µs: 0.32 of 2.04 TB/s."""
+        """Return a kernel whose 168 registers per thread leave 12 of 64 warps; 192 MB in 600 µs are
+        0.32 of 2.04 TB/s."""
 
         def product(b: TraceBuilder) -> None:
             kernel = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"

@@ -36,74 +36,74 @@ ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
 
 
 PAD_TO = 64
-"""Elements to whose multiple long dimensions are padded, as the fix says."""
+"""Multiple, in elements, to which long dimensions are padded."""
 MAX_PADDING = 1 / 8
-"""Share of a dimension that such padding may add: shorter ones are padded to 16 bytes."""
+"""Maximum share that such padding may add to a dimension. Shorter dimensions are padded to 16
+bytes."""
 MIN_VOCABULARY = 20_000
-"""Width from which it is taken for a vocabulary's: hidden sizes end below."""
+"""Minimum width that counts as a vocabulary. Hidden sizes are smaller."""
 _PADDED = "def padded(n, to=64):\n    return (n + to - 1) // to * to"
-SIMILAR = 4.0
-"""Products whose calls take at most so many times longer or shorter at the attainable rate show
-what a padded one reaches."""
+MAX_SIMILAR_RATIO = 4.0
+"""Maximum ratio of two products' times at the attainable rate, up to which they count as
+similar."""
 
 
 class MisalignedProduct(NamedTuple):
-    """Products on one kernel name under one op with one set of inputs."""
+    """Products with the same kernel name, op and inputs."""
 
     op: str
     dims: str
     padding: str
-    """Dimensions to pad, as text; empty when shapes are not recorded."""
+    """Dimensions to pad, as text. Empty if shapes are not recorded."""
     vocabulary: bool = False
-    """Whether its width is that of a vocabulary."""
+    """Whether the width is that of a vocabulary."""
 
 
 class TimedProduct(NamedTuple):
-    """Products on one kernel name under one op with one set of inputs, for their rate."""
+    """Times of products with the same kernel name, op and inputs."""
 
     dur: int
-    """ns of all calls."""
+    """Time of all calls, ns."""
     ideal: float
-    """ns of all calls at the attainable rate, padded; 0: not known."""
+    """Time of all calls, padded, at the attainable rate, ns; 0 if unknown."""
     calls: int
     of: tuple[str | None, bool]
-    """Number format that the padded product has, and whether FLOPs limit it (else bytes)."""
+    """Number format of the padded product, and whether FLOPs (not bytes) limit it."""
 
 
 class PaddingSaving(NamedTuple):
     times: tuple[float, ...]
-    """ns of all calls: expected, at best, at worst."""
+    """Saved time of all calls, ns: expected, at best, at worst."""
     by_rate: bool
-    """Whether most of it follows from rates, not from the usual factor."""
+    """Whether most of it follows from rates and not from the default factor."""
 
 
 class MisalignedGemm(Rule):
-    """A matrix product whose contiguous dimension is no multiple of 16 bytes cannot use vectorised
-    loads. The library falls back to a tensor-core kernel with narrow loads, or to the CUDA cores.
-    Padding that dimension (a vocabulary of 50257 to 50304) costs almost nothing.
+    """A matrix product whose contiguous dimension is not a multiple of 16 bytes cannot use
+    vectorised loads. The library falls back to a tensor-core kernel with narrow loads, or to the
+    CUDA cores. Padding that dimension (a vocabulary of 50257 to 50304) costs almost nothing.
 
-    Only dimensions along which memory is contiguous matter, and the layout decides which those are.
-    An odd N, or K and M both odd, is odd in every layout. For ``C[M,N] = A[M,K] B[K,N]``, C and a
+    Only dimensions along which memory is contiguous matter, and the layout decides which these are.
+    An odd N, or odd K and M, is misaligned in every layout. For ``C[M,N] = A[M,K] B[K,N]``, C and a
     row-major B are contiguous along N, a row-major A and a transposed B along K. M counts only when
-    A itself is transposed (the weight gradient).
-    So M, the number of tokens, is fine at any value in the forward pass. PyTorch's
-    ``pattern_matcher``, which tests every dimension, flags 73 of 73 products of a public H100
-    trace, all for M alone and all at full speed.
+    A itself is transposed (the weight gradient). So M, the number of tokens, may have any value in
+    the forward pass. PyTorch's ``pattern_matcher``, which tests every dimension, flags 73 of 73
+    products of a public H100 trace, all for M alone and all at full speed.
 
     CUTLASS writes into a kernel's name what it was compiled for (``align4``, ``align8``). Otherwise
     the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name. That
     is cuBLAS's column-major view: the first letter is B (``t``: contiguous along K), the second A
     (``n``: contiguous along K). On public A100 traces this predicts the alignment in the name of
-    1,942 of 1,946 products; the others are slices with an odd row length.
+    1,942 of 1,946 products; the other four are slices with an odd row length.
 
     The gain comes from rates. At best, a padded product takes its FLOPs at the rate measured for
-    products on such a GPU, or its bytes at the memory's rate. It takes as much longer as aligned
-    products do. These are the aligned products of the recording that have the same format and
-    limit and similar work. Without any it is 80%: large aligned products of
-    busy public traces reach 72% and more. Padding adds FLOPs and bytes, too. So an H100, whose
-    tensor cores need wide loads for their own instructions, gains far more than an A100. There,
-    TF32 kernels with narrow loads reach 0.56 to 0.70 of the FLOP rate of those with wide loads, in
-    five classes of arithmetic intensity. That is the factor where shapes or rates are not known."""
+    products on such a GPU, or its bytes at the memory's rate. It is then slowed down as much as
+    aligned products of the recording with the same format and limit and similar work. Without any,
+    80% of the rate is assumed: large aligned products of busy public traces reach 72% and more.
+    Padding adds FLOPs and bytes, too. So an H100, whose tensor cores need wide loads for their own
+    instructions, gains far more than an A100. There, TF32 kernels with narrow loads reach 0.56 to
+    0.70 of the FLOP rate of those with wide loads, in five classes of arithmetic intensity. This
+    factor is used where shapes or rates are unknown."""
 
     id = "misaligned-gemm"
     subject = "matrix products"
@@ -124,7 +124,7 @@ class MisalignedGemm(Rule):
     )
 
     min_share = Threshold(
-        0.03, "of kernel time; with the factor below that is about 1% of a busy step", ENGINE_FLOOR
+        0.03, "of kernel time; with the factor below, about 1% of a busy step", ENGINE_FLOOR
     )
     min_busy = kernel_work.MIN_BUSY
     reach = Factor(
@@ -137,9 +137,9 @@ class MisalignedGemm(Rule):
     worst_factor = Factor(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
-        "Pad the misaligned dimensions to a multiple of 64 elements (of 8, if they are "
-        "below 64). Every layer that reads or writes such a width grows with it; the zeros change "
-        "no result. The batch or token dimension needs no padding."
+        "Pad the misaligned dimensions to a multiple of 64 elements (of 8, if they are below 64). "
+        "Every layer that reads or writes such a width grows with it; the zeros do not change the "
+        "result. The batch or token dimension needs no padding."
     )
     code = (
         f"{_PADDED}\n\n"
@@ -163,8 +163,8 @@ class MisalignedGemm(Rule):
     cases = {
         "a vocabulary": {
             "fix": "Set the vocabulary in the model's configuration to a multiple of 64, for both "
-            "embedding and head. Targets stay; cut the logits of the added tokens off. Pad other "
-            "misaligned dimensions so too. The token dimension needs no padding.",
+            "embedding and head. Targets stay the same; cut off the logits of the added tokens. "
+            "Pad other misaligned dimensions the same way. The token dimension needs no padding.",
             "code": f"{_PADDED}\n\n"
             "self.embedding = nn.Embedding(padded(vocab), hidden)\n"
             "self.head = nn.Linear(hidden, padded(vocab))\n"
@@ -207,8 +207,8 @@ class MisalignedGemm(Rule):
         example = f", such as {worst.op} with {worst.padding}" if worst.padding else ""
         yield Finding(
             summary=(
-                f"Misaligned matrix products take {share:.0%} of kernel time{example}. Their rows "
-                "are no multiple of what tensor cores load."
+                f"Misaligned matrix products take {share:.0%} of kernel time{example}. Their row "
+                "lengths are not a multiple of what tensor cores load."
             ),
             evidence=[
                 self.compare("misaligned products, share of kernel time", share, "min_share"),
@@ -228,10 +228,10 @@ class MisalignedGemm(Rule):
     def _judge(
         self, a: Analysis, rows: kernel_work.Mask
     ) -> tuple[kernel_work.Mask, kernel_work.Mask, list[MisalignedProduct], PaddingSaving]:
-        """Rows that are misaligned, rows of unknown alignment, the misaligned products by time,
-        and what padding them saves."""
+        """Return the misaligned rows, the rows of unknown alignment, the misaligned products by
+        time, and the saving from padding."""
         gpu, kernels = a.trace.gpu, a.kernels
-        # split-K reductions and the like multiply nothing
+        # split-K reductions and similar kernels multiply nothing
         index = np.flatnonzero(rows & (kernels["flops"].fill_null(1.0) > 0).to_numpy())
         table = pl.DataFrame(
             {
@@ -247,8 +247,8 @@ class MisalignedGemm(Rule):
             }
         )
         # TF32 is on where FP32 products run on tensor cores: CUDA-core ones then fell off them
-        single = pl.col("dtype").cast(pl.String).is_in(["fp32", "tf32"])
-        tf32 = table.filter(single & pl.col("tensor")).height > 0
+        is_single_precision = pl.col("dtype").cast(pl.String).is_in(["fp32", "tf32"])
+        tf32_on = table.filter(is_single_precision & pl.col("tensor")).height > 0
         groups = table.group_by("name", "inputs", "op", "dtype", "tensor", maintain_order=True).agg(
             pl.col("row"), pl.col("dur", "flops", "moved").sum()
         )
@@ -260,9 +260,9 @@ class MisalignedGemm(Rule):
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur, flops, moved in groups.iter_rows():
             unit = kernel_work.UNIT.get(str(dtype)) if dtype is not None else None
-            if str(dtype) == "fp32" and not tensor and not tf32:
+            if str(dtype) == "fp32" and not tensor and not tf32_on:
                 continue  # full FP32: alignment decides nothing
-            shape = self._shape(a, inputs, op)
+            shape = self._parse_layout(a, inputs, op)
             if shape is not None and unit is not None and min(shape.sizes) < unit:
                 continue  # a vector, or thinner than one load: padding would only add work
             padding = shape.misaligned(str(name), unit) if shape is not None and unit else None
@@ -270,29 +270,32 @@ class MisalignedGemm(Rule):
             if by_name is None and padding is None:
                 undecided[members] = True
                 continue
-            narrow = not (by_name if by_name is not None else not padding)
+            is_narrow = not (by_name if by_name is not None else not padding)
             format_ = "tf32" if str(dtype) == "fp32" else dtype
-            growth = shape.growth(unit) if narrow and shape is not None and unit else 1.0
-            product = _at_rate(roofs, format_, dur, flops * growth, moved * growth, len(members))
-            (misaligned_products if narrow else aligned).append(product)
-            if narrow:
+            growth = shape.growth(unit) if is_narrow and shape is not None and unit else 1.0
+            product = _time_at_rate(
+                roofs, format_, dur, flops * growth, moved * growth, len(members)
+            )
+            (misaligned_products if is_narrow else aligned).append(product)
+            if is_narrow:
                 misaligned[members] = True
                 dims = shape.text if shape is not None else ""
-                words = shape is not None and max(shape.k, shape.n) >= MIN_VOCABULARY
+                is_vocabulary = shape is not None and max(shape.k, shape.n) >= MIN_VOCABULARY
                 text = " and ".join(padding or ())
-                cases.append((dur, MisalignedProduct(str(op or name), dims, text, words)))
+                cases.append((dur, MisalignedProduct(str(op or name), dims, text, is_vocabulary)))
         cases.sort(key=lambda pair: -pair[0])
         return (
             misaligned,
             undecided,
             [case for _, case in cases],
-            self._saving(misaligned_products, aligned),
+            self._estimate_saving(misaligned_products, aligned),
         )
 
-    def _saving(
+    def _estimate_saving(
         self, products: Sequence[TimedProduct], aligned: Sequence[TimedProduct]
     ) -> PaddingSaving:
-        """Time that misaligned products save at the rate that similar aligned ones reach, ns."""
+        """Return the time, ns, that misaligned products save at the rate of similar aligned
+        ones."""
         times = np.zeros(3)
         by_rate = 0
         for product in products:
@@ -301,19 +304,19 @@ class MisalignedGemm(Rule):
                 times += product.dur * (1 - factors)
                 continue
             by_rate += product.dur
-            reach = _reached(product, aligned) or float(self.reach)
+            reach = _reached_rate_share(product, aligned) or float(self.reach)
             reaches = np.array([reach, max(self.best_reach, reach), min(self.worst_reach, reach)])
             times += np.maximum(0.0, product.dur - product.ideal / reaches)
         total = sum(product.dur for product in products)
         return PaddingSaving(tuple(times.tolist()), 2 * by_rate >= total > 0)
 
-    def _shape(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:
+    def _parse_layout(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:
         first = PRODUCTS.get(str(op))
         if inputs is None or first is None:
             return None
         row = a.trace.inputs.row(inputs, named=True)
-        given = OpInputs(row["dims"], row["types"], row["strides"] or "")
-        left, right = given.tensor(first), given.tensor(first + 1)
+        op_inputs = OpInputs(row["dims"], row["types"], row["strides"] or "")
+        left, right = op_inputs.tensor(first), op_inputs.tensor(first + 1)
         if left is None or right is None or {len(left.shape), len(right.shape)} - {2, 3}:
             return None
         return GemmLayout(left, right)
@@ -327,7 +330,7 @@ class MisalignedGemm(Rule):
         strides = [[1024, 1], [1, 1024]]
         gradient = _TN.replace("_tn", "_nt")
         nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
-        aligned = {
+        traps = {
             "an odd number of tokens": _products(_TN, 8191, 1024, 4096, strides=strides),
             "an odd number of tokens, no strides": _products(_TN, 8191, 1024, 4096),
             "an odd number of tokens is K of the weight gradient": _products(
@@ -346,14 +349,14 @@ class MisalignedGemm(Rule):
             "an odd N, in every layout": _products(_TENSILE, 8192, 1024, 50257),
             "odd K and M, in every layout": _products(_TENSILE, 8191, 1021, 4096),
             "TF32 with an odd N": _products(tf32, 4096, 1024, 9375, "float"),
-            **{name: (b, "share < self.min_share") for name, b in aligned.items()},
+            **{name: (b, "share < self.min_share") for name, b in traps.items()},
         }
 
 
-def _at_rate(
+def _time_at_rate(
     roofs: Roofs, dtype: str | None, dur: int, flops: float, moved: float, calls: int
 ) -> TimedProduct:
-    """Return the product with the time that it takes at the attainable rates."""
+    """Return the product with its time at the attainable rates."""
     rate, memory = roofs.matmul.get(str(dtype)), roofs.memory
     if rate is None or memory is None or not flops or not moved:
         return TimedProduct(dur, 0.0, calls, (dtype, True))
@@ -362,23 +365,24 @@ def _at_rate(
     return TimedProduct(dur, ideal, calls, (dtype, compute >= read))
 
 
-def _reached(product: TimedProduct, aligned: Sequence[TimedProduct]) -> float | None:
-    """Return the share of the attainable rate that similar aligned products reach, by time;
-    ``None``: there is none."""
-    each = product.ideal / product.calls
+def _reached_rate_share(product: TimedProduct, aligned: Sequence[TimedProduct]) -> float | None:
+    """Return the share of the attainable rate that similar aligned products reach, weighted by
+    time. ``None`` if there are none."""
+    call_time = product.ideal / product.calls
     similar = [
         other
         for other in aligned
         if other.of == product.of
         and other.ideal
-        and 1 / SIMILAR <= other.ideal / other.calls / each <= SIMILAR
+        and 1 / MAX_SIMILAR_RATIO <= other.ideal / other.calls / call_time <= MAX_SIMILAR_RATIO
     ]
     spent = sum(other.dur for other in similar)
     return min(1.0, sum(other.ideal for other in similar) / spent) if spent else None
 
 
 def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
-    """Whether a kernel's name says that it loads 16 bytes at once; None: it does not say so."""
+    """Return whether a kernel's name shows that it loads 16 bytes at once, or ``None`` if it does
+    not tell."""
     if ALWAYS_ALIGNED.search(kernel):
         return True
     match = ALIGNED.search(kernel)
@@ -388,7 +392,8 @@ def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
 
 
 class GemmLayout:
-    """``C[M,N] = A[M,K] B[K,N]``: the dimensions along which its matrices are contiguous."""
+    """Layout of ``C[M,N] = A[M,K] B[K,N]``: the dimensions along which the matrices are
+    contiguous."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         self.m, self.k, self.n = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -401,13 +406,13 @@ class GemmLayout:
         return self.m, self.k, self.n
 
     def growth(self, unit: int) -> float:
-        """Return the work of the padded product over this one's: sizes are padded to a multiple of
-        ``PAD_TO``, short ones to one of ``unit``."""
+        """Return the work of the padded product over that of this one. Sizes are padded to a
+        multiple of ``PAD_TO``, short ones to a multiple of ``unit``."""
         return prod(_padded(n, unit) / n for n in (self.k, self.n))
 
     def misaligned(self, kernel: str, unit: int) -> list[str] | None:
-        """The contiguous dimensions that are no multiple of ``unit``, as text; None: the layout
-        is not known, and in some layout there is none."""
+        """Return the contiguous dimensions that are not a multiple of ``unit``, as text. ``None``
+        if the layout is unknown and some layout would have none."""
         if self.strides:
             # contiguous along the last dimension, or along the one before it (transposed)
             along_a = "K" if self.strides[0][-1] == 1 else "M"
@@ -427,13 +432,14 @@ class GemmLayout:
             for dim in sorted({along_a, along_b, "N"})
             if size[dim] % unit
         ]
-        # a slice of something wider; a broadcast matrix (rows 0 or 1 apart) tells nothing
+        # a slice of a wider tensor; a broadcast matrix (row stride 0 or 1) shows nothing
         dims += [f"row length {n}" for n in lengths if n % unit and n > max(self.sizes)]
         return dims
 
     def _misaligned_in_any_layout(self, unit: int) -> list[str] | None:
-        """Return sizes that are no multiple in any layout: N, along which the result is contiguous;
-        K and M together, as the first matrix is contiguous along one of them. ``None``: all fit."""
+        """Return sizes that are misaligned in every layout, or ``None`` if there are none. These
+        are N, along which the result is contiguous, and K and M together, because the first matrix
+        is contiguous along one of them."""
         size = {dim: n for dim, n in zip("MKN", self.sizes, strict=True) if n % unit}
         dims = {"N"} & size.keys() | ({"K", "M"} if {"K", "M"} <= size.keys() else set())
         return [

@@ -1,4 +1,4 @@
-"""Arithmetic on a whole tensor of which the next line takes a small part."""
+"""Arithmetic on a whole tensor of which only a small part is used."""
 
 from functools import partial
 from itertools import groupby
@@ -30,18 +30,18 @@ RESIZES = (
     "aten::upsample_bilinear2d", "aten::_upsample_bilinear2d_aa", "aten::upsample_bicubic2d",
     "aten::_upsample_bicubic2d_aa", "aten::upsample_nearest2d", "aten::adaptive_avg_pool2d",
 )  # fmt: skip
-"""Weighted means of pixels: they give the same before and after arithmetic by channel."""
-_INDEXES = ("aten::index", "aten::index_select")
+"""Weighted means of pixels. Per-channel arithmetic gives the same result before and after them."""
+_INDEX_OPS = ("aten::index", "aten::index_select")
 MAX_READERS = 16
-"""Operators behind the arithmetic among which those that read its result are looked for."""
+"""Number of operators after the arithmetic in which the rule looks for readers of its result."""
 
 
 class Wasted(NamedTuple):
-    """Arithmetic of one shape, and what is used of its result."""
+    """Arithmetic on one shape, and the part of its result that is used."""
 
     shape: Shape
     used: float
-    """Share of the result's elements that the operators behind it leave."""
+    """Share of the result's elements that the following operators use."""
     resized: bool
     rows: list[int]
     """Rows of ``trace.cpu``."""
@@ -49,12 +49,13 @@ class Wasted(NamedTuple):
 
 class PointwiseBeforePart(Rule):
     """Arithmetic runs on a whole tensor, and the next operator takes a small part of the result, or
-    makes it smaller. A picture is normalised and then resized. A dataset is normalised in each step
-    and then indexed. The arithmetic gives the same on what is left.
+    makes it smaller. For example, a picture is normalised and then resized, or a dataset is
+    normalised in each step and then indexed. The same arithmetic on the smaller part gives the same
+    result.
 
-    Found are additions, products and quotients in a row, with numbers or with one number for each
-    channel. What reads the result takes parts of it or resizes it, and nothing else does. Of a
-    resized picture the other operand must be the same for all pixels."""
+    The rule finds consecutive additions, products and quotients with numbers or with one number per
+    channel. All operators that read the result take parts of it or resize it. If a picture is
+    resized, the other operand must be the same for all pixels."""
 
     id = "pointwise-before-part"
     title = "Arithmetic on a whole tensor of which a part is used"
@@ -66,16 +67,17 @@ class PointwiseBeforePart(Rule):
     )
     validation_note = (
         "a CPU recording, torch 2.13, and its cure, on a busy machine. A service that normalised "
-        "frames before it resized them, in no test: 20 to 22 ms predicted, 24 to 32 ms measured"
+        "frames before it resized them, not in the tests: 20 to 22 ms predicted, 24 to 32 ms "
+        "measured"
     )
     references = ("https://docs.pytorch.org/docs/stable/tensor_view.html",)
 
-    min_share = Threshold(0.05, "of the step in arithmetic on what is not used", XPROF)
+    min_share = Threshold(0.05, "of the step in arithmetic on unused elements", XPROF)
     max_used = Threshold(0.5, "of the elements are used: with more, little is saved", CHOSEN)
 
     fix = (
-        "Take the part first, then compute. What is the same in each step, such as a dataset that "
-        "is normalised, can be computed once instead."
+        "Take the part first, then compute. If the result is the same in each step, such as a "
+        "normalised dataset, compute it once instead."
     )
     code = "batch = (data[index] - mean) / std     # not ((data - mean) / std)[index]"
     cases: ClassVar[dict[str, dict[str, Any]]] = {
@@ -94,33 +96,33 @@ class PointwiseBeforePart(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
-        wasted = _find(a)
+        wasted = _find_wasted(a)
         if not wasted:
             return
-        for found in wasted:
-            rows = np.array(found.rows)
+        for arithmetic in wasted:
+            rows = np.array(arithmetic.rows)
             ns = time_of_operators(a, rows)
-            saved = (1 - found.used) * ns
-            if found.used > self.max_used:
+            saved = (1 - arithmetic.used) * ns
+            if arithmetic.used > self.max_used:
                 continue
             if saved < self.min_share * a.span_ns:
                 continue
-            sizes = " × ".join(f"{size:,}" for size in found.shape)
-            then = "makes it smaller" if found.resized else "takes a part of it"
+            sizes = " × ".join(f"{size:,}" for size in arithmetic.shape)
+            effect = "makes it smaller" if arithmetic.resized else "takes a part of it"
             yield Finding(
                 summary=(
                     f"Arithmetic on {sizes} elements takes {of_step(a, ns)}, and what reads the "
-                    f"result {then}: {found.used:.0%} of as many elements are left."
+                    f"result {effect}: {arithmetic.used:.0%} of as many elements are left."
                 ),
                 evidence=[
                     amount_per_step(a, "time of this arithmetic", ns),
                     amount_per_step(a, "calls", len(rows), "count"),
-                    self.compare("part that is used", found.used, "max_used"),
+                    self.compare("part that is used", arithmetic.used, "max_used"),
                     self.compare("for nothing", saved / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, rows),
                 edits=[scale_operators(a, rows, (saved, ns, 0.8 * saved))],
-                **(self.case("a picture is resized") if found.resized else {}),
+                **(self.case("a picture is resized") if arithmetic.resized else {}),
             )
 
     @staticmethod
@@ -131,23 +133,23 @@ class PointwiseBeforePart(Rule):
             "a dataset, then indexed": _pictures(taker="aten::index"),
             "a picture, then cropped": _pictures(taker="aten::slice"),
             "most of it is taken": (_pictures(taker="aten::slice", end="1000"), "self.max_used"),
-            "another reads it": (_pictures(also=True), "not wasted"),
+            "another reads it": (_pictures(reader=True), "not wasted"),
             "with a mask of pixels": (_pictures(other=[1, 1, 1080, 1920]), "not wasted"),
             "hardly any time": (_pictures(us=20), "min_share"),
         }
 
 
-def _find(a: Analysis) -> list[Wasted]:
-    """Return arithmetic whose result is read in part only, by shape."""
+def _find_wasted(a: Analysis) -> list[Wasted]:
+    """Return arithmetic whose result is only read in part, by shape."""
     table = outermost_in_steps(a)
     names, rows = table["name"].to_list(), table["row"].to_list()
-    if not any(name in RESIZES or name in TAKES or name in _INDEXES for name in names):
+    if not any(name in RESIZES or name in TAKES or name in _INDEX_OPS for name in names):
         return []
-    known = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
-    calls = [known.get(at) for at in table["inputs"]]
-    shapes = map(_arithmetic, names, calls)
-    found: dict[Shape, Wasted] = {}
-    whole: set[Shape] = set()
+    inputs = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
+    calls = [inputs.get(at) for at in table["inputs"]]
+    shapes = map(_arithmetic_shape, names, calls)
+    by_shape: dict[Shape, Wasted] = {}
+    fully_read: set[Shape] = set()
     end = 0
     for shape, run in groupby(shapes):
         begin, end = end, end + len(list(run))
@@ -155,50 +157,54 @@ def _find(a: Analysis) -> list[Wasted]:
             continue
         part = _part_used(shape, names, calls, begin, end)
         if part is None:
-            whole.add(shape)
+            fully_read.add(shape)
         else:
-            found.setdefault(shape, Wasted(shape, *part, [])).rows.extend(rows[begin:end])
-    return [one for one in found.values() if one.shape not in whole]
+            by_shape.setdefault(shape, Wasted(shape, *part, [])).rows.extend(rows[begin:end])
+    return [wasted for wasted in by_shape.values() if wasted.shape not in fully_read]
 
 
-def _arithmetic(name: str, x: OpInputs | None) -> Shape | None:
-    """Return the shape of arithmetic on a tensor of at least two dimensions; ``None``: another
-    operator, or a result that is larger than that tensor."""
+def _arithmetic_shape(name: str, x: OpInputs | None) -> Shape | None:
+    """Return the shape of arithmetic on a tensor of at least two dimensions. ``None`` for other
+    operators, or if the result is larger than that tensor."""
     first = None if x is None or name not in POINTWISE else x.tensor(0)
     if first is None or x is None or len(first.shape) < 2 or not prod(first.shape):
         return None
-    others = [one.shape for one in x.tensors[1:]]
-    fit = all(len(one) <= len(first.shape) and prod(one) <= prod(first.shape) for one in others)
-    return first.shape if fit else None
+    other_shapes = [shape.shape for shape in x.tensors[1:]]
+    all_fit = all(
+        len(shape) <= len(first.shape) and prod(shape) <= prod(first.shape)
+        for shape in other_shapes
+    )
+    return first.shape if all_fit else None
 
 
 def _part_used(
     shape: Shape, names: list[str], calls: list[OpInputs | None], begin: int, end: int
 ) -> tuple[float, bool] | None:
-    """Return the share of the result that the operators from ``end`` on leave, and whether they
-    resize it; ``None``: it is read whole, or nothing seen reads it."""
+    """Return the share of the result that the operators from ``end`` on use, and whether they
+    resize it. ``None`` if all of it is read, or no reader was found."""
     by_channel = all(
-        one.shape[-2:] in ((1, 1), (1,), ())
+        tensor.shape[-2:] in ((1, 1), (1,), ())
         for x in calls[begin:end]
         if x is not None
-        for one in x.tensors[1:]
+        for tensor in x.tensors[1:]
     )
     used, resized = 0.0, False
     for n in range(end, min(len(names), end + MAX_READERS)):
         x = calls[n]
-        if x is None or not any(one.shape == shape for one in x.tensors):
+        if x is None or not any(tensor.shape == shape for tensor in x.tensors):
             continue
         if names[n] in POINTWISE and n > end:
             break  # the next one begins
-        share = _share_left(names[n], x, shape)
+        share = _used_share(names[n], x, shape)
         if share is None or (names[n] in RESIZES and not by_channel):
             return None
         used, resized = used + share, resized or names[n] in RESIZES
     return (used, resized) if used else None
 
 
-def _share_left(name: str, x: OpInputs, shape: Shape) -> float | None:
-    """Return the share of a tensor's elements that an operator leaves; ``None``: it reads all."""
+def _used_share(name: str, x: OpInputs, shape: Shape) -> float | None:
+    """Return the share of a tensor's elements that an operator uses, or ``None`` if it reads
+    all."""
     first = x.tensor(0)
     if first is None or first.shape != shape:
         return None
@@ -208,14 +214,14 @@ def _share_left(name: str, x: OpInputs, shape: Shape) -> float | None:
     if name in TAKES and isinstance(dim := x.argument(1), int) and -len(shape) <= dim < len(shape):
         taken = range_taken(name, x, dim, shape[dim])
         return None if taken is None else max(0, taken[1] - taken[0]) / shape[dim]
-    if name in _INDEXES:
+    if name in _INDEX_OPS:
         index = x.shapes(1)[:1] if name == "aten::index" else [one.shape for one in x.tensors[1:2]]
         return prod(index[0]) / shape[0] if index else None
     return None
 
 
 def _pictures(
-    *, gpu: str | None = None, taker: str = RESIZES[1], end: str = "224", also: bool = False,
+    *, gpu: str | None = None, taker: str = RESIZES[1], end: str = "224", reader: bool = False,
     other: list[int] | None = None, us: float = 4000,
 ) -> TraceBuilder:  # fmt: skip
     b = TraceBuilder(gpu=gpu)
@@ -231,7 +237,7 @@ def _pictures(
             compute(taker, 3, [shape, [], [], [], []], concrete=["", "2", "0", end, "1"])
         else:
             compute(taker, 500, [shape, [], [], []], concrete=["", "[256, 455]", "False", ""])
-        if also:
+        if reader:
             compute("aten::mean", 300, [shape])
         compute("aten::conv2d", 9000, [[1, 3, 224, 224], [64, 3, 7, 7]])
         b.sync()

@@ -1,4 +1,4 @@
-"""Weights and other tensors that stay the same, and that every forward pass makes again."""
+"""Weights and other constant tensors that every forward pass recomputes."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -37,8 +37,8 @@ _NORM_VERIFY = (
 )
 
 _OPERAND_FIX = (
-    "Do this once, when the tensor is loaded or changes, and keep the result. A search index is "
-    "normalised as it is built; then its scores are a plain product."
+    "Do this once, when the tensor is loaded or changes, and keep the result. Normalise a search "
+    "index when it is built; then its scores are a plain product."
 )
 _OPERAND_CODE = (
     "index = torch.nn.functional.normalize(index, dim=1)   # once\n"
@@ -51,18 +51,17 @@ _OPERAND_VERIFY = (
 
 
 class RebuiltWeights(Rule):
-    """Each forward pass makes tensors again that stay the same. Under autocast these are casts of
-    float32 weights to 16 bits, in a frozen or served model. It keeps casts only of parameters that
-    need a gradient, and only until its block ends. Weight normalisation computes direction times
-    length. In a search, each query may normalise the whole index.
+    """Each forward pass recomputes tensors that do not change. Under autocast these are casts of
+    float32 weights to 16 bits, in a frozen or served model. Autocast caches casts only for
+    parameters that need a gradient, and only until its block ends. Weight normalisation recomputes
+    direction times length. In a search, each query may normalise the whole index.
 
     A cast counts when it runs inside a layer and has the shape and type of its weight or bias. No
-    backward pass may go through it: weights that are trained need it. In
-    inference, the large matrix of a product counts too, if operators of its own shape make it right
-    before. The gain is the time of these
-    operators and of what they launch, and of Python around parametrizations.
+    backward pass may go through it, because trained weights need the cast. In inference, the large
+    matrix of a product counts too, if operators of the same shape compute it right before. The gain
+    is the time of these operators, of the work they launch, and of Python around parametrizations.
 
-    Needs shapes, but for weight normalisation."""
+    The rule needs shapes, except for weight normalisation."""
 
     id = "rebuilt-weights"
     title = "Tensors that do not change are recomputed in each forward pass"
@@ -81,8 +80,8 @@ class RebuiltWeights(Rule):
         "traces/h100/python_norms",
     )
     validation_note = (
-        "on an H100: a sampler's casts, 2.2 ms predicted, 2.5 measured; weight norm of "
-        "a vocoder, 4.6 ms (up to 9.1) and 8.3"
+        "on an H100: a sampler's casts, 2.2 ms predicted, 2.5 measured; weight norm of a vocoder, "
+        "4.6 ms (up to 9.1) predicted, 8.3 measured"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/amp.html",
@@ -90,7 +89,7 @@ class RebuiltWeights(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.normalize.html",
     )
 
-    min_share = Threshold(0.05, "of the step in operators that make weights", XPROF)
+    min_share = Threshold(0.05, "of the step in operators that recompute weights", XPROF)
 
     fix = (
         "Store weights that are not trained in 16 bits, once after loading, in the type that "
@@ -118,8 +117,8 @@ class RebuiltWeights(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns:
             return
-        making = a.rebuilt_weights_time
-        ns, times = measure_time_in(a, making)
+        intervals = a.rebuilt_weights_time
+        ns, time_evidence = measure_time_in(a, intervals)
         if ns < self.min_share * a.span_ns:
             return
         table = a.rebuilt_weights
@@ -134,13 +133,13 @@ class RebuiltWeights(Rule):
         where = "in the recording" if a.per == "recording" else f"in each {a.per}"
         count = max(1, round(len(rows) / a.step_count))
         if kind == OPERAND:
-            what = (
+            subject = (
                 f"{t.count_noun(count, 'operator')} compute one side of a matrix product from "
                 f"stored tensors alone, {where}."
             )
         else:
-            done = "cast to another type" if kind == CAST else "normalised"
-            what = f"{t.count_noun(count, 'weight')} are {done} {where}, and none is trained."
+            action = "cast to another type" if kind == CAST else "normalised"
+            subject = f"{t.count_noun(count, 'weight')} are {action} {where}, and none is trained."
         title = {
             CAST: f"Autocast casts frozen weights again {where}",
             NORM: "weight_norm is computed again in each forward pass",
@@ -152,18 +151,18 @@ class RebuiltWeights(Rule):
         }[kind]
         yield Finding(
             title=title.get(kind, self.title),
-            summary=f"{what} This takes {of_step(a, ns)}.",
+            summary=f"{subject} This takes {of_step(a, ns)}.",
             evidence=[
                 amount_per_step(a, "operators that make them", len(rows), "count"),
-                *times,
+                *time_evidence,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=find_places(a, making, rows.astype(np.int64)),
+            where=find_places(a, intervals, rows.astype(np.int64)),
             edits=remove_at("rebuilt_weights"),
             fix=fix,
             code=code,
             verify=verify,
-            references=[each for each in self.references if link in each],
+            references=[reference for reference in self.references if link in reference],
         )
 
     @staticmethod
@@ -182,7 +181,7 @@ class RebuiltWeights(Rule):
 
 
 def _autocast_type(a: Analysis) -> str:
-    """Return the 16-bit type that most of the operators are given, as PyTorch spells it."""
+    """Return the 16-bit type of most operators' inputs, as PyTorch spells it."""
     types = a.trace.inputs["types"].gather(a.trace.cpu["inputs"].drop_nulls())
     half, bfloat = (int(types.str.contains(name).sum()) for name in ("(?i)half", "(?i)bfloat16"))
     return "torch.float16" if half > bfloat else "torch.bfloat16"
@@ -191,7 +190,7 @@ def _autocast_type(a: Analysis) -> str:
 def _network(
     made: str, *, gpu: str | None = "A100", trained: bool = False, rest: float = 500
 ) -> TraceBuilder:
-    """Six linear layers under autocast; what is ``made`` again before each."""
+    """Build six linear layers under autocast; ``made`` is what each recomputes first."""
     b = TraceBuilder(gpu=gpu)
     number = 0
     host_us = 5 if gpu else 300
@@ -228,7 +227,7 @@ def _network(
 
 
 def _search(rows: int) -> TraceBuilder:
-    """Queries against an index of so many rows, which is normalised before each product."""
+    """Build queries against an index of ``rows`` rows, which is normalised before each product."""
     b = TraceBuilder(gpu="A100")
     for _ in b.steps():
         b.run(

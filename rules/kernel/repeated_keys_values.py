@@ -35,24 +35,24 @@ COPIES = frozenset(("aten::reshape", "aten::contiguous", "aten::clone", "aten::f
 PRODUCTS = frozenset(("aten::matmul", "aten::bmm", "aten::baddbmm"))
 HEADS_LAST = frozenset(("FlashAttnFunc", "flash_attn::_flash_attn_forward"))
 ATTENTION = r"^aten::_?scaled_dot_product_(?:\w*_)?attention(?:_for_cpu|_math)?$"
-OTHERS = exact_pattern({EXPAND, REPEAT, INTERLEAVE} | COPIES | PRODUCTS | HEADS_LAST)
+OTHER_OPS = exact_pattern({EXPAND, REPEAT, INTERLEAVE} | COPIES | PRODUCTS | HEADS_LAST)
 MAX_CALLS = 200_000
 MAX_BEHIND = 48
-"""Operators behind a copy, of those named here, among which attention has to read it."""
+"""Number of the operators named here, after a copy, within which attention must read it."""
 MAX_HEAD_SIZE = 256
-"""Head size up to which FlashAttention and cuDNN run."""
+"""Maximum head size of FlashAttention and cuDNN."""
 Shape = tuple[int, ...]
 
 
 class Repeat(NamedTuple):
-    """A copy of keys or values with each head several times."""
+    """A copy of keys or values in which each head is repeated."""
 
     rows: tuple[int, ...]
-    """The operator that copies, and the ``expand`` before it."""
+    """Rows of the operator that copies and of the ``expand`` before it."""
     shape: Shape
-    """[batch, heads, tokens, head size] of the copy."""
+    """Shape of the copy: [batch, heads, tokens, head size]."""
     times: int
-    """Query heads for each head of keys."""
+    """Number of query heads per head of keys."""
 
 
 class Reader(NamedTuple):
@@ -62,9 +62,9 @@ class Reader(NamedTuple):
     repeats: list[Repeat]
     queries: int
     product: bool
-    """Whether it is one of the two products, of which attention by hand is made."""
+    """Whether it is one of the two products of hand-written attention."""
     ungrouped: bool
-    """Whether no fused kernel of a GPU takes its inputs with grouped heads."""
+    """Whether no fused GPU kernel takes these inputs with grouped heads."""
 
     @property
     def kind(self) -> str:
@@ -78,19 +78,19 @@ class Reader(NamedTuple):
 class RepeatedKeysValues(Rule):
     """Grouped-query attention has fewer heads of keys and values than of queries. Code that repeats
     them for each query head (``repeat_kv``, ``repeat_interleave``) writes copies as large as
-    without groups. In a decode loop it copies the whole cache for each token and layer. Attention
-    then reads the copies, several times as many bytes as the cache has.
+    without groups. A decode loop then copies the whole cache for each token and layer. Attention
+    reads these copies, which are several times as large as the cache.
 
-    Found are copies of a view ``[batch, heads, n, tokens, size]`` that was expanded, or of
-    ``repeat_interleave`` and ``repeat`` along the heads. Attention behind has to read a tensor of
-    just that shape, with as many query heads: scaled_dot_product_attention, or the two products of
-    attention by hand.
+    The rule finds copies of an expanded view ``[batch, heads, n, tokens, size]``, and
+    ``repeat_interleave`` and ``repeat`` along the heads. Attention after it must read a tensor of
+    exactly that shape, with as many query heads. It is scaled_dot_product_attention, or the two
+    products of hand-written attention.
 
-    The gain is the time of the copies. On a CPU the sums of their gradients go too; on a GPU the
-    backward kernel still computes them. With one query token attention is bound by memory, and the
-    fix reads each head of keys once, not once per query head. A copy moves one more head than
-    attention reads of it: the bytes that attention saves are taken at the copy's own rate. They
-    save at most that share of attention's time, at worst nothing."""
+    The gain is the time of the copies. On a CPU the sums of their gradients are saved too; on a GPU
+    the backward kernel still computes them. With one query token attention is bound by memory, and
+    the fix reads each head of keys once, not once per query head. A copy moves one more head than
+    attention reads of it. So the rule estimates the time of the bytes that attention saves at the
+    copy's rate. They save at most their share of attention's time, at worst nothing."""
 
     id = "repeated-keys-values"
     subject = "attention"
@@ -123,8 +123,8 @@ class RepeatedKeysValues(Rule):
     cases: ClassVar[dict[str, dict[str, Any]]] = {
         "one query": {
             "fix": "For one token, make the query heads of a group the rows of one query: their "
-            "keys are the same. Any backend takes that. A mask [batch, 1, 1, tokens] stays as it "
-            "is.",
+            "keys are the same. Any backend supports that. A mask [batch, 1, 1, tokens] stays as "
+            "it is.",
             "code": "# q: [b, heads, 1, d]; k, v: [b, kv_heads, tokens, d], not repeated\n"
             "if q.size(2) == 1:\n"
             "    rows = q.reshape(b, kv_heads, heads // kv_heads, d)\n"
@@ -143,90 +143,101 @@ class RepeatedKeysValues(Rule):
         },
         "a mask, FP32 or large heads": {
             "fix": "Make the query heads of a group the rows of one query, and repeat the mask "
-            "instead; a causal mask is one too. Do not pass enable_gqa=True here: GPUs run the "
-            "slow math kernel then. In FP16 or BF16, without a mask, it is the better way.",
+            "instead, including a causal one. Do not pass enable_gqa=True here: GPUs then run the "
+            "slow math kernel. In FP16 or BF16, without a mask, enable_gqa=True is better.",
             "code": "n = heads // kv_heads   # mask: [b or 1, 1, t, tokens]\n"
             "rows = q.reshape(b, kv_heads, n * t, d)\n"
             "y = F.scaled_dot_product_attention(\n"
             "    rows, k, v, attn_mask=mask.repeat(1, 1, n, 1))\n"
             "y = y.view(b, heads, t, d)",
             "assumptions": (
-                "the mask is small beside keys and values; at worst repeating it takes as long",
+                "the mask is small compared with keys and values; at worst repeating it takes as "
+                "long",
             ),
         },
         "transformers": {
             "fix": "Update transformers, and load the model with attn_implementation='sdpa' or "
-            "'flash_attention_2': both take grouped keys and values as they are. With 'sdpa' a "
-            "mask still makes it repeat them for several tokens: leave out a mask without padding.",
+            "'flash_attention_2': both take grouped keys and values as they are. With 'sdpa' and a "
+            "mask it still repeats them for several tokens: leave the mask out if nothing is "
+            "padded.",
             "code": "model = AutoModelForCausalLM.from_pretrained(\n"
             '    name, attn_implementation="flash_attention_2", dtype="bfloat16")',
         },
     }
     verify = "Profile again: attention reads keys with as many heads as the cache has."
-    falsified_by = "code behind the copy that changes it for each query head"
-    assumptions = ("what reads the copies is attention alone",)
+    falsified_by = "code after the copy that changes it for each query head"
+    assumptions = ("only attention reads the copies",)
     confidence = 0.9
     sampled_part = "forward"
 
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty():
             return
-        readers = list(_readers(a))
-        repeats = [one for reader in readers for one in reader.repeats]
+        readers = list(_find_readers(a))
+        repeats = [repeat for reader in readers for repeat in reader.repeats]
         if len(repeats) < self.min_repeats:
             return
-        copies = _copies(readers)
+        copies = _copy_rows(readers)
         ns = time_of_operators(a, copies)
         backward = backward_operators(a, copies) if a.device_id is None else copies[:0]
-        gradient = time_of_operators(a, backward) if len(backward) else 0
-        if ns + gradient < self.min_share * a.span_ns:
+        gradient_ns = time_of_operators(a, backward) if len(backward) else 0
+        if ns + gradient_ns < self.min_share * a.span_ns:
             return
-        amount: dict[str, int] = defaultdict(int)
+        amount_by_kind: dict[str, int] = defaultdict(int)
         for reader in readers:
-            amount[reader.kind] += sum(int(np.prod(one.shape)) for one in reader.repeats)
-        kind = max(amount, key=lambda each: amount[each])
-        most = max(repeats, key=lambda one: int(np.prod(one.shape)))
-        batch, heads, tokens, _ = most.shape
+            amount_by_kind[reader.kind] += sum(
+                int(np.prod(repeat.shape)) for repeat in reader.repeats
+            )
+        kind = max(amount_by_kind, key=lambda name: amount_by_kind[name])
+        largest = max(repeats, key=lambda repeat: int(np.prod(repeat.shape)))
+        batch, heads, tokens, _ = largest.shape
         if runs_code_of(a, TRANSFORMERS):
             kind = "transformers"
         yield Finding(
             summary=(
-                f"Keys and values of {t.count_noun(heads // most.times, 'head')} are copied to "
-                f"{heads}, up to {batch} x {tokens:,} tokens each time: {of_step(a, ns + gradient)}"
-                f"{', with the sums of their gradients' if gradient else ''}."
+                f"Keys and values of {t.count_noun(heads // largest.times, 'head')} are copied to "
+                f"{heads}, up to {batch} x {tokens:,} tokens each time: "
+                f"{of_step(a, ns + gradient_ns)}"
+                f"{', with the sums of their gradients' if gradient_ns else ''}."
             ),
             evidence=[
                 amount_per_step(a, "copies", len(repeats), "count"),
-                amount_per_step(a, "time of the copies and their backward pass", ns + gradient),
-                amount_per_step(a, "backward pass of the copies", gradient),
-                Evidence("query heads per head of keys", most.times, "count"),
-                self.compare("share", (ns + gradient) / a.span_ns, "min_share", per=a.per),
+                amount_per_step(a, "time of the copies and their backward pass", ns + gradient_ns),
+                amount_per_step(a, "backward pass of the copies", gradient_ns),
+                Evidence("query heads per head of keys", largest.times, "count"),
+                self.compare("share", (ns + gradient_ns) / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, copies, top=1),
-            edits=list(self._edits(a, readers, copies, ns, backward, gradient)),
+            edits=list(self._edits(a, readers, copies, ns, backward, gradient_ns)),
             **(self.case(kind) if kind else {}),
         )
 
     def _edits(
-        self, a: Analysis, readers: list[Reader], copies: Rows, ns: int, backward: Rows, sums: int
+        self,
+        a: Analysis,
+        readers: list[Reader],
+        copies: Rows,
+        ns: int,
+        backward: Rows,
+        sums_ns: int,
     ) -> Iterator[Edit]:
-        """Remove the copies, and of attention with one query token what it reads too much."""
-        sure = time_of_operators(a, _copies(r for r in readers if not r.ungrouped))
-        yield scale_operators(a, copies, (ns, ns, sure))
+        """Remove the copies, and the excess reads of attention with one query token."""
+        certain_ns = time_of_operators(a, _copy_rows(r for r in readers if not r.ungrouped))
+        yield scale_operators(a, copies, (ns, ns, certain_ns))
         if a.device_id is not None:
-            yield _scale_calls(a, copies)
-        if sums:
-            yield scale_operators(a, backward, (sums, sums, 0))
+            yield _remove_host_calls(a, copies)
+        if sums_ns:
+            yield scale_operators(a, backward, (sums_ns, sums_ns, 0))
         expected = best = 0.0
-        single = [reader for reader in readers if reader.queries == 1]
-        for times in {reader.repeats[0].times for reader in single}:
-            own = [reader for reader in single if reader.repeats[0].times == times]
-            most = time_of_operators(a, _rows(r.row for r in own)) * (1 - 1 / times)
-            copied = time_of_operators(a, _copies(own))
-            expected += min(most, copied * (times - 1) / (times + 1))
-            best += most
-        if single:
-            yield scale_operators(a, _rows(r.row for r in single), (expected, best, 0.0))
+        one_query = [reader for reader in readers if reader.queries == 1]
+        for times in {reader.repeats[0].times for reader in one_query}:
+            group = [reader for reader in one_query if reader.repeats[0].times == times]
+            excess = time_of_operators(a, _sorted_rows(r.row for r in group)) * (1 - 1 / times)
+            copy_ns = time_of_operators(a, _copy_rows(group))
+            expected += min(excess, copy_ns * (times - 1) / (times + 1))
+            best += excess
+        if one_query:
+            yield scale_operators(a, _sorted_rows(r.row for r in one_query), (expected, best, 0.0))
 
     @staticmethod
     def examples() -> Examples:
@@ -248,156 +259,167 @@ class RepeatedKeysValues(Rule):
         }
 
 
-def _rows(rows: Iterable[int]) -> Rows:
+def _sorted_rows(rows: Iterable[int]) -> Rows:
     return np.array(sorted(set(rows)), dtype=np.int64)
 
 
-def _copies(readers: Iterable[Reader]) -> Rows:
-    return _rows(row for reader in readers for one in reader.repeats for row in one.rows)
+def _copy_rows(readers: Iterable[Reader]) -> Rows:
+    return _sorted_rows(
+        row for reader in readers for repeat in reader.repeats for row in repeat.rows
+    )
 
 
-def _scale_calls(a: Analysis, rows: Rows) -> Edit:
-    """Remove these operators from the host, of all with their names."""
+def _remove_host_calls(a: Analysis, rows: Rows) -> Edit:
+    """Remove these operators' share of the host time of all calls with their names."""
     cpu = a.trace.cpu
     names = exact_pattern(cpu["name"].gather(rows).cast(pl.String).unique())
-    every = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], names).to_numpy()))
-    own, whole = (float(cpu["dur"].gather(each).sum()) for each in (rows, every))
-    left = 1 - own / max(1.0, whole)
+    all_calls = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], names).to_numpy()))
+    removed_ns, all_ns = (float(cpu["dur"].gather(calls).sum()) for calls in (rows, all_calls))
+    left = 1 - removed_ns / max(1.0, all_ns)
     return scale_edit(Select(on="host", kind=("op",), name=names), left, left, 1.0)
 
 
-def _readers(a: Analysis) -> Iterator[Reader]:
+def _find_readers(a: Analysis) -> Iterator[Reader]:
     """Yield operators of attention in the analysed steps that read repeated keys or values."""
     cpu = a.trace.cpu
-    named = (
-        name_matches(cpu["name"], f"{ATTENTION}|{OTHERS}") & cpu["inputs"].is_not_null()
+    is_candidate = (
+        name_matches(cpu["name"], f"{ATTENTION}|{OTHER_OPS}") & cpu["inputs"].is_not_null()
     ).to_numpy()
-    rows = rows_in_steps(a, np.flatnonzero(named))[:MAX_CALLS]
+    rows = rows_in_steps(a, np.flatnonzero(is_candidate))[:MAX_CALLS]
     table = cpu.select("name", "thread", "ts", "dur", "inputs")[rows].with_columns(row=rows)
     table = table.sort("ts", "dur", descending=[False, True], maintain_order=True)
     inputs: dict[int, OpInputs] = {}
-    threads: dict[int, _Thread] = defaultdict(_Thread)
+    threads: dict[int, _ThreadState] = defaultdict(_ThreadState)
     on_device = a.device_id is not None
-    # a loop: what an operator reads depends on those before it
+    # a loop, because what an operator reads depends on the operators before it
     for name, thread, ts, dur, index, row in table.iter_rows():
-        own = threads[thread]
-        if ts < own.end:  # it lies in the one before
+        state = threads[thread]
+        if ts < state.end:  # it is nested in the previous one
             continue
-        own.end = ts + dur
+        state.end = ts + dur
         if index not in inputs:
             inputs[index] = inputs_at(a, index)
-        reader = own.add(row, str(name), inputs[index], on_device=on_device)
+        reader = state.add(row, str(name), inputs[index], on_device=on_device)
         if reader is not None:
             yield reader
 
 
 @dataclass
-class _Thread:
-    """Operators of a thread, in order, up to now."""
+class _ThreadState:
+    """State of a thread: its operators so far, in order."""
 
     end: int = 0
-    """End of the one before, ns."""
+    """End of the previous operator, ns."""
     count: int = 0
     views: list[tuple[int, Shape]] = field(default_factory=list)
-    """Recent calls of ``expand``: row and shape before it."""
+    """Recent calls of ``expand``: row, and shape of the input."""
     repeats: list[tuple[int, Repeat]] = field(default_factory=list)
     """Copies that nothing has read yet, each with the count at its call."""
 
     def add(self, row: int, name: str, x: OpInputs, *, on_device: bool) -> Reader | None:
-        """Take the next operator; return it if it is attention that reads such copies."""
+        """Process the next operator; return it if it is attention that reads repeated copies."""
         self.count += 1
-        self.repeats = [one for one in self.repeats if self.count - one[0] <= MAX_BEHIND]
+        self.repeats = [item for item in self.repeats if self.count - item[0] <= MAX_BEHIND]
         if name == EXPAND:
             data = x.tensor(0)
             if data is not None and len(data.shape) == 5:
                 self.views = [*self.views[-3:], (row, data.shape)]
         elif name in COPIES or name in (REPEAT, INTERLEAVE):
-            repeat = self._repeat(row, name, x)
+            repeat = self._parse_repeat(row, name, x)
             if repeat is not None:
                 self.repeats.append((self.count, repeat))
         elif name in PRODUCTS:
-            return self._product(row, name, x)
+            return self._match_product(row, name, x)
         else:
-            return self._attention(row, name, x, on_device)
+            return self._match_attention(row, name, x, on_device)
         return None
 
-    def _repeat(self, row: int, name: str, x: OpInputs) -> Repeat | None:
+    def _parse_repeat(self, row: int, name: str, x: OpInputs) -> Repeat | None:
         data = x.tensor(0)
         shape = () if data is None else data.shape
         if name in COPIES:
             for view in self.views[::-1]:
-                axis = _only_difference(view[1], shape)
+                axis = _find_changed_dim(view[1], shape)
                 if axis is not None and view[1][axis] == 1:
                     self.views.remove(view)
-                    return _merge((view[0], row), shape, axis, shape[axis])
+                    return _merge_repeat((view[0], row), shape, axis, shape[axis])
         elif name == INTERLEAVE:
             times, dim = x.argument(1), x.argument(2)
             if len(shape) == 4 and isinstance(times, int) and isinstance(dim, int):
-                whole = (*shape[: dim % 4 + 1], times, *shape[dim % 4 + 1 :])
-                return _merge((row,), whole, dim % 4 + 1, times)
+                expanded = (*shape[: dim % 4 + 1], times, *shape[dim % 4 + 1 :])
+                return _merge_repeat((row,), expanded, dim % 4 + 1, times)
         else:
             counts = x.integers(1) or []
-            many = [axis for axis, count in enumerate(counts) if count > 1]
-            if len(counts) == len(shape) == 5 and len(many) == 1 and shape[many[0]] == 1:
-                whole = tuple(a * b for a, b in zip(shape, counts, strict=True))
-                return _merge((row,), whole, many[0], counts[many[0]])
+            repeated_axes = [axis for axis, count in enumerate(counts) if count > 1]
+            if (
+                len(counts) == len(shape) == 5
+                and len(repeated_axes) == 1
+                and shape[repeated_axes[0]] == 1
+            ):
+                expanded = tuple(a * b for a, b in zip(shape, counts, strict=True))
+                return _merge_repeat((row,), expanded, repeated_axes[0], counts[repeated_axes[0]])
         return None
 
-    def _product(self, row: int, name: str, x: OpInputs) -> Reader | None:
-        """Match a product of attention by hand: of queries and keys, or of weights and values."""
+    def _match_product(self, row: int, name: str, x: OpInputs) -> Reader | None:
+        """Match a product of hand-written attention: of queries and keys, or of weights and
+        values."""
         tensors = x.tensors[1:] if name == "aten::baddbmm" else x.tensors
         if len(tensors) < 2 or not len(tensors[0].shape) == len(tensors[1].shape) in (3, 4):
             return None
         a, b = tensors[0].shape, tensors[1].shape
-        for one in self.repeats if a[:-2] == b[:-2] else ():
-            *outer, tokens, size = one[1].shape
-            whole = tuple(outer) if len(b) == 4 else (outer[0] * outer[1],)
-            if b[:-2] == whole and sorted(b[-2:]) == sorted((tokens, size)):
-                self.repeats.remove(one)
-                return Reader(row, [one[1]], a[-2], product=True, ungrouped=False)
+        for item in self.repeats if a[:-2] == b[:-2] else ():
+            *outer, tokens, size = item[1].shape
+            outer_shape = tuple(outer) if len(b) == 4 else (outer[0] * outer[1],)
+            if b[:-2] == outer_shape and sorted(b[-2:]) == sorted((tokens, size)):
+                self.repeats.remove(item)
+                return Reader(row, [item[1]], a[-2], product=True, ungrouped=False)
         return None
 
-    def _attention(self, row: int, name: str, x: OpInputs, on_device: bool) -> Reader | None:
-        given = [x.tensor(at) for at in range(3)]
-        if any(one is None or len(one.shape) != 4 for one in given):
+    def _match_attention(self, row: int, name: str, x: OpInputs, on_device: bool) -> Reader | None:
+        operands = [x.tensor(at) for at in range(3)]
+        if any(item is None or len(item.shape) != 4 for item in operands):
             return None
-        query, *read = (_heads_first(one, name) for one in given if one is not None)
-        own = [one for one in self.repeats if one[1].shape in read and query[1] == one[1].shape[1]]
-        if not own:
+        query, *key_shapes = (_to_heads_first(item, name) for item in operands if item is not None)
+        matched = [
+            item
+            for item in self.repeats
+            if item[1].shape in key_shapes and query[1] == item[1].shape[1]
+        ]
+        if not matched:
             return None
-        self.repeats = [one for one in self.repeats if one not in own]
-        wide = given[0] is not None and (given[0].width or 0) > 2
-        masked = name not in HEADS_LAST and x.tensor(3) is not None
-        ungrouped = on_device and (wide or masked or query[3] > MAX_HEAD_SIZE)
+        self.repeats = [item for item in self.repeats if item not in matched]
+        is_wide = operands[0] is not None and (operands[0].width or 0) > 2
+        has_mask = name not in HEADS_LAST and x.tensor(3) is not None
+        ungrouped = on_device and (is_wide or has_mask or query[3] > MAX_HEAD_SIZE)
         return Reader(
             row,
-            [one[1] for one in own[-2:]],
+            [item[1] for item in matched[-2:]],
             query[2],
             product=False,
             ungrouped=ungrouped and query[2] > 1,
         )
 
 
-def _only_difference(before: Shape, after: Shape) -> int | None:
-    """Return the only dimension in which two shapes differ."""
+def _find_changed_dim(before: Shape, after: Shape) -> int | None:
+    """Return the only dimension in which two shapes differ, or ``None``."""
     if len(before) != len(after):
         return None
     axes = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if len({*sizes}) > 1]
     return axes[0] if len(axes) == 1 else None
 
 
-def _merge(rows: tuple[int, ...], whole: Shape, axis: int, times: int) -> Repeat | None:
-    """Merge the repeated dimension into the heads before it, dimension 1 or 2 of the result;
-    ``None``: it is another dimension."""
+def _merge_repeat(rows: tuple[int, ...], expanded: Shape, axis: int, times: int) -> Repeat | None:
+    """Merge the repeated dimension into the heads before it, dimension 1 or 2 of the result.
+    ``None`` for any other dimension."""
     if axis not in (2, 3) or times < 2:
         return None
-    shape = (*whole[: axis - 1], whole[axis - 1] * times, *whole[axis + 1 :])
+    shape = (*expanded[: axis - 1], expanded[axis - 1] * times, *expanded[axis + 1 :])
     if axis == 3:
         shape = (shape[0], shape[2], shape[1], shape[3])
     return Repeat(rows, shape, times)
 
 
-def _heads_first(tensor: Tensor, name: str) -> Shape:
+def _to_heads_first(tensor: Tensor, name: str) -> Shape:
     batch, first, second, size = tensor.shape
     return (batch, second, first, size) if name in HEADS_LAST else tensor.shape
 
@@ -415,26 +437,26 @@ def _model(
     mask: Sequence[int] = (),
     rest: float = 500,
 ) -> TraceBuilder:
-    """Return steps of two layers: 8 heads of 2048 keys, repeated to 32, on 4 sequences."""
+    """Build steps of two layers: 8 heads of 2048 keys, repeated to 32, on 4 sequences."""
     b = TraceBuilder(gpu)
     half, tokens = "c10::BFloat16", 2048
-    own, whole = [4, 8, tokens, 128], [4, 8 * times, tokens, 128]
+    grouped, repeated = [4, 8, tokens, 128], [4, 8 * times, tokens, 128]
     if tokens_first:
-        own = [4, tokens, 8, 128]
+        grouped = [4, tokens, 8, 128]
     query = [4, heads, queries, 128]
     kernel = "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>"
 
     def repeat() -> None:
-        at = 3 if tokens_first else 2
-        before = [*own[:at], 1, *own[at:]]
-        after = [*own[:at], times, *own[at:]]
+        axis = 3 if tokens_first else 2
+        before = [*grouped[:axis], 1, *grouped[axis:]]
+        after = [*grouped[:axis], times, *grouped[axis:]]
         if copy == INTERLEAVE:
-            given = ["", str(times), str(dim), ""]
+            arguments = ["", str(times), str(dim), ""]
             types = [half, "Scalar", "Scalar", ""]
-            b.compute(copy, 150, [own, [], [], []], types, kernel=kernel, concrete=given)
+            b.compute(copy, 150, [grouped, [], [], []], types, kernel=kernel, concrete=arguments)
         elif copy == REPEAT:
-            given = ["", "[1, 1, 4, 1, 1]"]
-            b.compute(copy, 150, [before, []], [half, ""], kernel=kernel, concrete=given)
+            arguments = ["", "[1, 1, 4, 1, 1]"]
+            b.compute(copy, 150, [before, []], [half, ""], kernel=kernel, concrete=arguments)
         elif copy:
             b.on_host(EXPAND, 2, [before, [], []], [half, "", "Scalar"])
             b.compute(copy, 150, [after, []], [half, ""], kernel=kernel)
@@ -444,10 +466,10 @@ def _model(
             b.compute("aten::linear", rest, [[4, queries, 4096], [4096, 4096]], half)
             repeat()
             repeat()
-            keys = whole if copy else own
+            keys = repeated if copy else grouped
             if by_hand:
-                turned = [*keys[:2], keys[3], keys[2]]
-                b.compute("aten::matmul", 100, [query, turned], half)
+                transposed = [*keys[:2], keys[3], keys[2]]
+                b.compute("aten::matmul", 100, [query, transposed], half)
                 b.compute("aten::softmax", 10, [[*query[:3], tokens]], half)
                 b.compute("aten::matmul", 100, [[*query[:3], tokens], keys], half)
                 continue

@@ -1,4 +1,4 @@
-"""Large filters that smooth in one pass instead of one per dimension."""
+"""Large filters applied in one pass instead of one pass per dimension."""
 
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -26,12 +26,12 @@ from advisor.testing import Examples, TraceBuilder
 Shape = tuple[int, ...]
 BACKWARD = "aten::convolution_backward"
 CONVOLUTIONS = r"^aten::(?:conv[23]d|_convolution_mode|convolution(?:_backward)?)$"
-LEARNS = r"backward|AccumulateGrad|^aten::_(?:fused|foreach)_"
-"""Operators that get a trained weight's gradient, or the weight."""
+TRAINING_OPS = r"backward|AccumulateGrad|^aten::_(?:fused|foreach)_"
+"""Operators that take a trained weight or its gradient."""
 
 
 class Filter(NamedTuple):
-    """Calls with one filter."""
+    """Calls with the same filter."""
 
     weight: Shape
     forward: list[int]
@@ -40,19 +40,18 @@ class Filter(NamedTuple):
 
 
 class SeparableFilter(Rule):
-    """A large filter that nothing trains, one for each channel, is applied as a full 2-D or 3-D
-    convolution. Losses of structural similarity, elastic deformation and blurs do so. Gaussian, box
-    and mean filters are products of 1-D filters. One pass per dimension gives the same: ``2 k``
-    products for each pixel, where the full filter takes ``k²``.
+    """A large filter per channel, which is not trained, is applied as a full 2-D or 3-D
+    convolution. Structural similarity losses, elastic deformation and blurs do so. Gaussian, box
+    and mean filters are products of 1-D filters. One pass per dimension gives the same result, with
+    ``2 k`` products per pixel instead of ``k²``.
 
-    Found are convolutions with a weight of one channel per group, and as many groups as channels.
-    No operator computes the weight's gradient or updates it. Networks with large depthwise layers
-    have many channels, so only weights of few channels count. In inference only weights of one
+    The rule finds convolutions with one channel per group and as many groups as channels, whose
+    weight no operator updates or computes a gradient for. Networks with large depthwise layers have
+    many channels, so only weights with few channels count. In inference only weights with one
     channel count.
 
-    What remains was measured on one thread of a CPU. There the library's fast kernels end at
-    filters smaller than ``min_size_on_cpu``. On GPUs the same is expected from the number of
-    products."""
+    The remaining time was measured on one CPU thread. There the library has fast kernels only for
+    filters smaller than ``min_size_on_cpu``. The number of products suggests the same on GPUs."""
 
     id = "separable-filter"
     title = "A large fixed filter runs as one convolution, not one per dimension"
@@ -69,18 +68,18 @@ class SeparableFilter(Rule):
 
     min_share = Threshold(0.05, "of the step in these convolutions", XPROF)
     min_size = Threshold(11, "points of the filter along each dimension", CHOSEN)
-    min_size_on_cpu = Threshold(15, "of them on a CPU", SLOW_ARGUMENTS)
-    max_channels = Threshold(4, "channels: images have few, layers of a network more", CHOSEN)
-    cost = Factor(1.3, "times the time that the fewer products take", SLOW_ARGUMENTS)
+    min_size_on_cpu = Threshold(15, "points along each dimension, on a CPU", SLOW_ARGUMENTS)
+    max_channels = Threshold(4, "channels: images have few, layers of a network have more", CHOSEN)
+    cost = Factor(1.3, "times the time of the remaining products", SLOW_ARGUMENTS)
     best_cost = Factor(0.7, "times that, at best", SLOW_ARGUMENTS)
     worst_cost = Factor(3.5, "times that, at worst", SLOW_ARGUMENTS)
-    more = Factor(0.02, "of the time stays besides: a pass more", SLOW_ARGUMENTS)
-    best_more = Factor(0.0, "of it, at best", SLOW_ARGUMENTS)
-    worst_more = Factor(0.1, "of it, at worst", SLOW_ARGUMENTS)
+    more = Factor(0.02, "of the time is added for the extra pass", SLOW_ARGUMENTS)
+    best_more = Factor(0.0, "of that time, at best", SLOW_ARGUMENTS)
+    worst_more = Factor(0.1, "of that time, at worst", SLOW_ARGUMENTS)
 
     fix = (
         "Apply a 1-D filter along each dimension: a Gaussian, box or mean filter is their product. "
-        "Results differ by rounding. A large filter that is no such product is faster by FFT: "
+        "Results differ by rounding. Apply a large filter that is not such a product by FFT: "
         "multiply torch.fft.rfft2 of image and filter, both padded with zeros."
     )
     code = (
@@ -90,41 +89,41 @@ class SeparableFilter(Rule):
         "x = F.conv2d(x, row.mT, padding=(k // 2, 0), groups=c)   # in 3-D a third"
     )
     verify = "Record again: filters have one dimension. Compare the results."
-    falsified_by = "a filter that is no product of 1-D filters, such as a disk or a measured one"
+    falsified_by = "a filter that is not a product of 1-D filters, such as a disk or a measured one"
     assumptions = ("the filter is separable, as Gaussian, box and mean filters are",)
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
-        for found in self._find(a):
-            rows = np.array([*found.forward, *found.backward])
+        for filter_ in self._find_filters(a):
+            rows = np.array([*filter_.forward, *filter_.backward])
             ns = time_of_operators(a, rows)
             if ns < self.min_share * a.span_ns:
                 continue
-            sizes = found.weight[2:]
-            fewer = sum(sizes) / prod(sizes)
-            ends = (
+            sizes = filter_.weight[2:]
+            product_share = sum(sizes) / prod(sizes)
+            factors = (
                 (self.more, self.cost),
                 (self.best_more, self.best_cost),
                 (self.worst_more, self.worst_cost),
             )
-            saved = [ns * max(0.0, 1 - more - cost * fewer) for more, cost in ends]
+            saved = [ns * max(0.0, 1 - extra - cost * product_share) for extra, cost in factors]
             size = " × ".join(map(str, sizes))
-            backward = " With its backward pass this" if found.backward else " This"
+            backward = " With its backward pass this" if filter_.backward else " This"
             yield Finding(
                 summary=(
                     f"A filter of {size} points that nothing trains is applied as one "
                     f"convolution.{backward} takes {of_step(a, ns)}. One pass per dimension "
-                    f"computes {fewer:.0%} of the products."
+                    f"computes {product_share:.0%} of the products."
                 ),
                 evidence=[
                     amount_per_step(a, "time of these convolutions", ns),
-                    amount_per_step(a, "calls", len(found.forward), "count"),
+                    amount_per_step(a, "calls", len(filter_.forward), "count"),
                     self.compare("points along a dimension", min(sizes), self._size_limit(a)),
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
-                where=_places(a, found),
+                where=_find_places(a, filter_),
                 edits=[scale_operators(a, rows, saved)],
             )
 
@@ -132,21 +131,21 @@ class SeparableFilter(Rule):
     def _size_limit(a: Analysis) -> str:
         return "min_size_on_cpu" if a.device_id is None else "min_size"
 
-    def _find(self, a: Analysis) -> list[Filter]:
-        """Return the filters that are large and that nothing trains, by shape."""
+    def _find_filters(self, a: Analysis) -> list[Filter]:
+        """Return the large filters that are not trained, by shape."""
         channels = self.max_channels if (a.forward_op >= 0).any() else 1
-        least = getattr(self, self._size_limit(a))
-        found: dict[Shape, Filter] = {}
+        min_size = getattr(self, self._size_limit(a))
+        filters: dict[Shape, Filter] = {}
         for name, x, rows in calls_by_inputs(a, CONVOLUTIONS):
-            weight = _weight(name, x)
+            weight = _parse_filter(name, x)
             if weight is None or weight[0] > channels:
                 continue
-            if min(weight[2:]) < least:
+            if min(weight[2:]) < min_size:
                 continue
-            own = found.setdefault(weight, Filter(weight, [], []))
-            (own.backward if name == BACKWARD else own.forward).extend(rows.tolist())
-        trained = _trained(a) if found else set()
-        return [one for one in found.values() if one.forward and one.weight not in trained]
+            filter_ = filters.setdefault(weight, Filter(weight, [], []))
+            (filter_.backward if name == BACKWARD else filter_.forward).extend(rows.tolist())
+        trained = _find_trained_shapes(a) if filters else set()
+        return [one for one in filters.values() if one.forward and one.weight not in trained]
 
     @staticmethod
     def examples() -> Examples:
@@ -156,7 +155,7 @@ class SeparableFilter(Rule):
             "of three channels, on a GPU": _smoothing(
                 3, 11, gpu="A100", mask="[True, False, False]"
             ),
-            "trained": (_smoothing(mask="[True, True, False]"), "known.output_mask[1]"),
+            "trained": (_smoothing(mask="[True, True, False]"), "convolution.output_mask[1]"),
             "three channels without training": (
                 _smoothing(3, trains=False),
                 "weight[0] > channels",
@@ -169,36 +168,37 @@ class SeparableFilter(Rule):
         }
 
 
-def _weight(name: str, x: OpInputs) -> Shape | None:
-    """Return the shape of a filter for each channel; ``None``: something else, or with strides."""
-    data, weight = (x.tensor(at + (name == BACKWARD)) for at in (0, 1))
+def _parse_filter(name: str, x: OpInputs) -> Shape | None:
+    """Return the shape of a per-channel filter, or ``None`` for other convolutions and for strides
+    above 1."""
+    data, weight = (x.tensor(position + (name == BACKWARD)) for position in (0, 1))
     if data is None or weight is None:
         return None
     rank = len(weight.shape) - 2
     if rank < 2 or weight.shape[1] != 1 or len(data.shape) <= rank:
         return None
     stride = x.integers(4 if name == BACKWARD else 3)
-    each = weight.shape[0] == data.shape[-rank - 1]
-    return weight.shape if each and set(stride or [1]) == {1} else None
+    is_per_channel = weight.shape[0] == data.shape[-rank - 1]
+    return weight.shape if is_per_channel and set(stride or [1]) == {1} else None
 
 
-def _trained(a: Analysis) -> set[Shape]:
-    """Return shapes of what is trained, or may be."""
+def _find_trained_shapes(a: Analysis) -> set[Shape]:
+    """Return shapes of tensors that are or may be trained."""
     shapes: set[Shape] = set()
-    for name, x, _ in calls_by_inputs(a, LEARNS):
-        known = parse_convolution(name, x) if name == BACKWARD else None
-        if known is None or known.output_mask[1]:
-            shapes.update(one.shape for one in x.tensors)
+    for name, x, _ in calls_by_inputs(a, TRAINING_OPS):
+        convolution = parse_convolution(name, x) if name == BACKWARD else None
+        if convolution is None or convolution.output_mask[1]:
+            shapes.update(tensor.shape for tensor in x.tensors)
     return shapes
 
 
-def _places(a: Analysis, found: Filter) -> list[Location]:
-    """Return the places of the calls; the first is by samples that are in no ``nn.Conv2d``, where
-    the window has no stacks."""
-    places = costliest_places(a, np.array(found.forward))
+def _find_places(a: Analysis, filter_: Filter) -> list[Location]:
+    """Return the places of the calls. If the window has no stacks, sampled stacks outside
+    ``nn.Conv2d`` give the first place."""
+    places = costliest_places(a, np.array(filter_.forward))
     if a.recorded is None or any(place.file for place in places):
         return places
-    called = f"conv{len(found.weight) - 2}d"
+    called = f"conv{len(filter_.weight) - 2}d"
     line = hottest_line(
         [
             stack
@@ -219,15 +219,15 @@ def _smoothing(
     trains: bool = True,
     us: float = 3000,
 ) -> TraceBuilder:
-    """A filter on images, beside a layer of a network."""
+    """Build steps with a filter on images and a layer of a network."""
     b = TraceBuilder(gpu=gpu)
     data, weight = [8, channels, 128, 128], [outer or channels, 1, size, size]
     pad = f"[{size // 2}, {size // 2}]"
 
     for number in b.steps():
-        given: list[list[int]] = [[]] * 5
+        scalars: list[list[int]] = [[]] * 5
         concrete = ["", "", "", "[1, 1]", pad, "[1, 1]", "1"]
-        b.compute("aten::conv2d", us, [data, weight, *given], concrete=concrete)
+        b.compute("aten::conv2d", us, [data, weight, *scalars], concrete=concrete)
         sequence: dict[str, Any] = {"sequence": 10 * number} if trains else {}
         b.compute("aten::linear", 9000, [[64, 512], [512, 512], []], **sequence)
         if mask:

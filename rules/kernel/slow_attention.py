@@ -1,4 +1,4 @@
-"""Fused attention far below what the device attains."""
+"""Fused attention that runs far below the attainable rate."""
 
 from typing import Any
 
@@ -20,16 +20,16 @@ _CUDNN_ON_HOPPER = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_
 class SlowAttention(BelowRate):
     """Fused attention reaches only a small part of the device's rate. The kernel is in fp32, or
     heads are too small to fill a tile of the tensor cores. Or the memory-efficient kernel runs
-    where FlashAttention would do, or FlashAttention 2 on a GPU that it was not written for.
+    where FlashAttention could, or FlashAttention 2 runs on a GPU that it was not written for.
 
-    The rule compares each operator's time with the longer of two. One is its FLOPs at the rate
-    measured for matrix products on such a GPU, the other its bytes at the memory's rate. Fused
-    attention cannot match a matrix product, because the exponentials and reductions between its two
-    products take time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention 3 up to
-    75% of an H100's. Below a third of the attainable rate something may be in the way. The rule
-    reports only what has a known cause. A kernel for this GPU, in 16 bits and with heads that fill
-    its tiles, is slow where sequences are short. It is slow in the backward pass and with a causal
-    mask too, and no other is faster."""
+    The rule compares each operator's time with the longer of two times. One is for its FLOPs at the
+    rate measured for matrix products on such a GPU, the other for its bytes at the memory's rate.
+    Fused attention cannot match a matrix product, because the exponentials and reductions between
+    its two products take time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention
+    3 up to 75% of an H100's. Below a third of the attainable rate there may be a problem. The rule
+    reports only known causes. A kernel for this GPU, in 16 bits and with heads that fill its tiles,
+    is slow on short sequences, in the backward pass and with a causal mask. No other kernel is
+    faster there."""
 
     id = "slow-attention"
     subject = "attention"
@@ -51,7 +51,7 @@ class SlowAttention(BelowRate):
     sources = (FLASH_2, FLASH_3)
 
     max_efficiency = Threshold(
-        0.33, "of the attainable rate; FlashAttention reaches half and more", FLASH_2, FLASH_3
+        0.33, "of the attainable rate; FlashAttention reaches half or more", FLASH_2, FLASH_3
     )
     reach = REACH
     best_reach = BEST_REACH
@@ -78,8 +78,8 @@ class SlowAttention(BelowRate):
             "code": 'with torch.autocast("cuda", dtype=torch.bfloat16):\n'
             "    out = F.scaled_dot_product_attention(q, k, v)",
         },
-        "heads that are no multiple of 8": {"fix": "Pad the head size to a multiple of 8."},
-        "small heads": {"fix": "Use fewer and larger heads (64 or 128) where the model is yours."},
+        "heads that are not a multiple of 8": {"fix": "Pad the head size to a multiple of 8."},
+        "small heads": {"fix": "Use fewer and larger heads (64 or 128) if the model is yours."},
         "few queries or keys": {"fix": "Put several sequences into one call."},
         "FlashAttention 2 on Hopper": {
             "fix": "Try cuDNN's attention or FlashAttention 3, 1.5 to 2 times faster on Hopper.",
@@ -97,13 +97,13 @@ class SlowAttention(BelowRate):
     }
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
-        """Return slow operators with a known cause: a good kernel in 16 bits is slow where
-        sequences are short, in the backward pass and with a causal mask, and nothing helps."""
-        known = [
+        """Return slow operators with a known cause. A good 16-bit kernel is slow on short
+        sequences, in the backward pass and with a causal mask, and nothing helps."""
+        has_cause = [
             bool(self._causes(a, row, read_inputs(a, row["inputs"])))
             for row in slow.iter_rows(named=True)
         ]
-        return slow.filter(pl.Series(known, dtype=pl.Boolean))
+        return slow.filter(pl.Series(has_cause, dtype=pl.Boolean))
 
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
@@ -111,13 +111,13 @@ class SlowAttention(BelowRate):
         shape = None if inputs is None else parse_attention(worst["op"], inputs)
         kernel = str(worst["kernel"])
         causes = []
-        wide = worst["dtype"] in ("fp32", "tf32", "fp64")
-        if wide:
+        is_wide = worst["dtype"] in ("fp32", "tf32", "fp64")
+        if is_wide:
             dtype = "FP64" if worst["dtype"] == "fp64" else "FP32"
             causes.append(SlowCause(f"its inputs are {dtype}", "inputs of 32 or 64 bits"))
         if shape is not None and shape.width % 8:
-            text = f"heads of {shape.width} are no multiple of 8"
-            causes.append(SlowCause(text, "heads that are no multiple of 8"))
+            text = f"heads of {shape.width} are not a multiple of 8"
+            causes.append(SlowCause(text, "heads that are not a multiple of 8"))
         elif shape is not None and shape.width < 64:
             text = f"heads of {shape.width} fill only a part of a tile of 64"
             causes.append(SlowCause(text, "small heads"))
@@ -125,19 +125,19 @@ class SlowAttention(BelowRate):
             fewest = min(shape.queries, shape.keys)
             text = f"{fewest} queries or keys leave tiles empty"
             causes.append(SlowCause(text, "few queries or keys"))
-        if not wide and a.device is not None and (a.device.compute or (0, 0)) >= HOPPER:
+        if not is_wide and a.device is not None and (a.device.compute or (0, 0)) >= HOPPER:
             if "pytorch_flash" in kernel or "flash_fwd_kernel" in kernel:
-                text = "FlashAttention 2 runs, written for the generation before"
+                text = "FlashAttention 2 runs, which was written for the previous generation"
                 causes.append(SlowCause(text, "FlashAttention 2 on Hopper"))
-        elif not wide and "fmha" in kernel:
+        elif not is_wide and "fmha" in kernel:
             text = "the memory-efficient kernel runs instead of FlashAttention"
             causes.append(SlowCause(text, "the memory-efficient kernel"))
         return causes
 
     @staticmethod
     def examples() -> Examples:
-        """Small heads in FP32; FlashAttention 2 on a Hopper GPU at a tenth of its rate. At 60%
-        of the rate; small beside products; no shapes; an unknown GPU; too short."""
+        """Return small heads in FP32, and FlashAttention 2 on a Hopper GPU at a tenth of its rate.
+        The traps are fast, small, unknown or too short."""
         kernel = "void pytorch_flash::flash_fwd_kernel"
         bf16 = "c10::BFloat16"
         # 8 x 16 heads, 4096 x 4096 pairs, 2 x 2 x 64 each: 0.55 TFLOP take 3.4 ms at 60% of 271
@@ -156,7 +156,10 @@ class SlowAttention(BelowRate):
                 _model(64, 1024, bf16, 1000, _CUDNN_ON_HOPPER, "H100"),
                 "slow.is_empty()",
             ),
-            "beside products": (_model(16, 1024, bf16, 300, kernel, products=30_000), "min_share"),
+            "small compared with products": (
+                _model(16, 1024, bf16, 300, kernel, products=30_000),
+                "min_share",
+            ),
             "no shapes": (_model(16, 4096, None, 9000, kernel), "slow.is_empty()"),
             "an unknown GPU": (_model(16, 4096, bf16, 9000, kernel, None), "slow.is_empty()"),
             "bound by launches": (_model(16, 16, bf16, 9, kernel), "slow.is_empty()"),

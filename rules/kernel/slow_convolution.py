@@ -1,4 +1,4 @@
-"""Convolutions far below what the device attains, and cuDNN's search that is off."""
+"""Convolutions that run far below the attainable rate, and cuDNN's search when it is off."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,35 +20,35 @@ from advisor.rules.support.common import example_steps, recorded_steps, shapes_b
 from advisor.testing import Examples, TraceBuilder
 
 SEARCH = "a search in the library"
-_ORDER = "Keep model and inputs in channels-last order"
+_ORDER_FIX = "Keep model and inputs in channels-last order"
 _ORDER_CODE = (
     "model = model.to(memory_format=torch.channels_last)\n"
     "x = x.to(memory_format=torch.channels_last)"
 )
 _TIMED = "torch.backends.cudnn.benchmark = True   # before the first step"
 BENCHMARK = "cudnn.benchmark"
-"""Name of the setting, of which a report speaks once."""
+"""Name of the setting, which a report mentions only once."""
 SETTINGS = {
-    (False, False): "neither yet",
-    (True, False): "algorithms are timed already",
-    (False, True): "channels last already",
-    (True, True): "both already",
+    (False, False): "neither is set",
+    (True, False): "algorithms are already timed",
+    (False, True): "already in channels-last order",
+    (True, True): "both are set",
 }
-"""Name of the case, by whether cudnn.benchmark is on and tensors are in channels-last order."""
-VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
+"""Case by whether cudnn.benchmark is on and whether tensors are in channels-last order."""
+VECTOR_KERNELS = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
 
 
 class SlowConvolution(BelowRate):
-    """A convolution reaches only a small part of the device's rate. The kernel has no matrix units,
-    channels fill no tile, or groups have few channels. Or the library picked the algorithm by
-    heuristics instead of timing.
+    """A convolution reaches only a small part of the device's rate. The kernel does not use matrix
+    units, channels do not fill a tile, or groups have few channels. Or the library picked the
+    algorithm by heuristics instead of timing.
 
-    The rule compares each operator's time, transposes inside it included, with the longer of two.
-    One is its FLOPs (as a direct convolution) at the rate measured for matrix products on such a
-    GPU. The other is its bytes at the memory's rate. Good convolutions reach half of that and more.
-    Depthwise ones are memory-bound and compared with the memory's rate. Another rule reports
-    convolutions in full FP32 that tensor cores could do."""
+    The rule compares each operator's time, transposes inside it included, with the longer of two
+    times. One is for its FLOPs (as a direct convolution) at the rate measured for matrix products
+    on such a GPU. The other is for its bytes at the memory's rate. Good convolutions reach half of
+    that or more. Depthwise convolutions are memory-bound and compared with the memory's rate.
+    Another rule reports convolutions in full FP32 that tensor cores could do."""
 
     id = "slow-convolution"
     title = "Convolutions run far below the GPU's rate"
@@ -75,14 +75,16 @@ class SlowConvolution(BelowRate):
     )
 
     max_transposed = Threshold(
-        0.10, "of convolution time in transposes: their own fix is the order of tensors", TRACELENS
+        0.10,
+        "of convolution time in transposes; another rule fixes those with the order of tensors",
+        TRACELENS,
     )
 
     families = ("convolution",)
     _work = "convolutions"
     _matrix_work = True
 
-    fix = f"{_ORDER}, and let the library time its algorithms once per shape."
+    fix = f"{_ORDER_FIX}, and let the library time its algorithms once per shape."
     code = f"{_ORDER_CODE}\n{_TIMED}"
     verify = "Profile again: another kernel, and more of the attainable rate."
     falsified_by = "no faster algorithm among those that the library times at this shape"
@@ -94,9 +96,9 @@ class SlowConvolution(BelowRate):
                 "rate save",
             )
         },
-        "channels are no multiples of 8": {
+        "channels are not multiples of 8": {
             "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8), with the layers that "
-            "read or make them.",
+            "read or produce them.",
             "code": "# an image's 3 channels, and the first layer\n"
             "x = F.pad(x, (0, 0, 0, 0, 0, 8 - x.shape[1]))\n"
             "self.first = nn.Conv2d(8, width, kernel_size=3, padding=1)",
@@ -105,18 +107,18 @@ class SlowConvolution(BelowRate):
             "code": "# shell: export MIOPEN_FIND_MODE=1 MIOPEN_FIND_ENFORCE=3   # searches, slow "
             "once\n# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1"
         },
-        "neither yet": {"fix": fix, "code": code},
-        "algorithms are timed already": {"fix": f"{_ORDER}.", "code": _ORDER_CODE},
-        "channels last already": {
+        "neither is set": {"fix": fix, "code": code},
+        "algorithms are already timed": {"fix": f"{_ORDER_FIX}.", "code": _ORDER_CODE},
+        "already in channels-last order": {
             "fix": "Let the library time its algorithms once per shape.",
             "code": _TIMED,
         },
-        "both already": {"fix": "", "code": ""},
+        "both are set": {"fix": "", "code": ""},
     }
 
     def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
-        moved, _ = kernel_work.transposes_and_convolutions(a)
-        return ", with the transposes in them," * bool((rows_of(a, slow) & moved).any())
+        transposes, _ = kernel_work.transposes_and_convolutions(a)
+        return ", with the transposes in them," * bool((rows_of(a, slow) & transposes).any())
 
     def _advise(self, cases: Sequence[str]) -> dict[str, Any]:
         advice = super()._advise(cases)
@@ -128,44 +130,53 @@ class SlowConvolution(BelowRate):
         shape = None if inputs is None else parse_convolution(worst["op"], inputs)
         amd = a.trace.meta.vendor == "amd"
         causes = []
-        vector = worst["tensor_core"] is False or VECTOR.search(str(worst["kernel"])) is not None
-        if vector and worst["dtype"] in ("fp16", "bf16", "tf32"):
+        on_vector_units = (
+            worst["tensor_core"] is False or VECTOR_KERNELS.search(str(worst["kernel"])) is not None
+        )
+        if on_vector_units and worst["dtype"] in ("fp16", "bf16", "tf32"):
             units = "matrix cores" if amd else "tensor cores"
             causes.append(
                 SlowCause(f"its {worst['dtype'].upper()} kernel does not use the {units}")
             )
         if shape is not None:
-            channels, inner = shape.input.shape[1], shape.weight.shape[1]
-            outer = shape.weight.shape[0]
-            if channels > inner and outer != channels:
-                causes.append(SlowCause(f"{channels // max(inner, 1)} groups of {inner} channels"))
-            elif channels > inner:
+            channels, group_channels = shape.input.shape[1], shape.weight.shape[1]
+            out_channels = shape.weight.shape[0]
+            if channels > group_channels and out_channels != channels:
+                causes.append(
+                    SlowCause(
+                        f"{channels // max(group_channels, 1)} groups of {group_channels} channels"
+                    )
+                )
+            elif channels > group_channels:
                 causes.append(SlowCause(f"depthwise over {channels} channels"))
-            elif channels % 8 or outer % 8:
-                unaligned = [size for size in (channels, outer) if size % 8]
-                no = "is no multiple" if len(unaligned) == 1 else "are no multiples"
-                text = f"channels: {' and '.join(map(str, unaligned))} {no} of 8"
-                causes.append(SlowCause(text, "channels are no multiples of 8"))
-        timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
+            elif channels % 8 or out_channels % 8:
+                unaligned = [size for size in (channels, out_channels) if size % 8]
+                verb = "is not a multiple" if len(unaligned) == 1 else "are not multiples"
+                text = f"channels: {' and '.join(map(str, unaligned))} {verb} of 8"
+                causes.append(SlowCause(text, "channels are not multiples of 8"))
+        is_timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
         constant, _, _ = _constant_shapes(a)
-        searched = timed or (constant is not None and constant < FEW_CONSTANT)
-        ordered = inputs is not None and any(map(kernel_work.is_channels_last, inputs.tensors))
+        is_searched = is_timed or (constant is not None and constant < MIN_CONSTANT_SHARE)
+        is_ordered = inputs is not None and any(map(kernel_work.is_channels_last, inputs.tensors))
         rows = kernel_work.transposes_and_convolutions(a)
-        moved, whole = (kernel_work.summed_duration(a, mask) for mask in rows)
-        # transposes ask for another order in a fix of their own
-        ordered = ordered or (not timed and moved > self.max_transposed * whole)
-        if not causes and not timed:
+        transpose_ns, convolution_ns = (kernel_work.summed_duration(a, mask) for mask in rows)
+        # another rule advises a different order for transposes
+        is_ordered = is_ordered or (
+            not is_timed and transpose_ns > self.max_transposed * convolution_ns
+        )
+        if not causes and not is_timed:
             text = "the library's choice of algorithm does not suit the shape"
             causes = [SlowCause(text, SEARCH, True)]
         causes = causes or [
             SlowCause("the fastest kernel that the library timed is slow", "", True)
         ]
-        causes.append(SlowCause("", SETTINGS[searched, ordered]))
+        causes.append(SlowCause("", SETTINGS[is_searched, is_ordered]))
         return [*causes, SlowCause("", ON_ROCM)] if amd else causes
 
     @staticmethod
     def examples() -> Examples:
-        """Return cases: at half the rate, beside larger work, in FP32, without arguments, short."""
+        """Return slow convolutions, and traps: at half the rate, in FP32, without arguments,
+        short."""
         fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
         return {
             # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
@@ -222,37 +233,37 @@ def _network(
 
 
 MIN_BATCHES, MIN_STEPS = 10, 3
-"""Batches, and profiled steps, from which it is known whether shapes stay the same."""
-FEW_CONSTANT = 0.5
-"""Share of the steps with the most frequent shape below which a search for each shape costs time:
-cudnn.benchmark is not advised."""
+"""Minimum numbers of batches and of profiled steps that show whether shapes stay the same."""
+MIN_CONSTANT_SHARE = 0.5
+"""Minimum share of the steps with the most frequent shape at which cudnn.benchmark is advised.
+Below it, a search for each shape costs more time."""
 _CONVOLUTIONS = r"^aten::(?:cudnn_convolution|convolution_backward)"
 
 
 def _constant_shapes(a: Analysis) -> tuple[float | None, str, int]:
-    """Return the share of the recorded batches with the most frequent shape, else of the profiled
-    steps; what it is a share of; and their number. ``None``: too few are known."""
-    shapes, of = np.zeros(0), "batches"
+    """Return the share with the most frequent shape, what it is a share of (recorded batches, or
+    else profiled steps), and their number. The share is ``None`` if too few are known."""
+    shapes, unit = np.zeros(0), "batches"
     if a.recorded is not None:
         shapes = a.recorded.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
     if len(shapes) < MIN_BATCHES:
-        shapes, of = shapes_by_step(a, _CONVOLUTIONS), "profiled steps"
+        shapes, unit = shapes_by_step(a, _CONVOLUTIONS), "profiled steps"
     if len(shapes) < MIN_STEPS:
-        return None, of, len(shapes)
-    return float(np.unique(shapes, return_counts=True)[1].max() / len(shapes)), of, len(shapes)
+        return None, unit, len(shapes)
+    return float(np.unique(shapes, return_counts=True)[1].max() / len(shapes)), unit, len(shapes)
 
 
 class CudnnBenchmarkOff(Rule):
     """Heuristics choose each convolution's algorithm while ``torch.backends.cudnn.benchmark`` is
-    off (the default). Switched on, cuDNN times the candidates once for every new shape and keeps
-    the fastest. That pays where shapes stay the same and convolutions matter, and costs time where
+    off (the default). When it is on, cuDNN times the candidates once for every new shape and keeps
+    the fastest. That pays off if shapes stay the same and convolutions matter, and costs time if
     every batch has another shape.
 
     The rule fires when the switch is off and convolutions take at least 20% of the kernel time of
-    the profiled window. At least 95% of the recorded batches must have one shape. Where the loop
-    has no DataLoader, the convolutions of the profiled steps have to be the same. Only a trial
-    shows the gain. Deterministic runs keep the switch off on purpose."""
+    the profiled window. At least 95% of the recorded batches must have one shape. If the loop has
+    no DataLoader, the convolutions of the profiled steps must be the same. Only a trial shows the
+    gain. Deterministic runs keep the switch off on purpose."""
 
     id = "cudnn-benchmark-off"
     title = "cudnn.benchmark is off"
@@ -265,7 +276,7 @@ class CudnnBenchmarkOff(Rule):
     min_share = Threshold(0.20, "of kernel time in convolutions", CHOSEN)
     min_constant = Threshold(0.95, "of the batches have the most frequent shape", CHOSEN)
 
-    fix = "Set cudnn.benchmark before the first step, and drop a last batch of another size."
+    fix = "Set cudnn.benchmark before the first step, and drop a last batch of a different size."
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "all have one shape": {
             "fix": "Set cudnn.benchmark before the first step.",
@@ -292,24 +303,24 @@ class CudnnBenchmarkOff(Rule):
         share = kernel_work.summed_duration(
             a, kernels & kernel_work.family_rows(a, "convolution")
         ) / max(total, 1)
-        constant, of, count = _constant_shapes(a)
-        if share < self.min_share or constant is None:
+        constant_share, unit, count = _constant_shapes(a)
+        if share < self.min_share or constant_share is None:
             return
-        if constant < self.min_constant:
+        if constant_share < self.min_constant:
             return
         yield Finding(
             summary=(
                 f"Convolutions take {share:.0%} of kernel time. cudnn.benchmark is off although "
-                f"{constant:.0%} of the {of} have one shape."
+                f"{constant_share:.0%} of the {unit} have one shape."
             ),
             evidence=[
                 self.compare("convolutions, share of kernel time", share, "min_share"),
-                self.compare(f"{of} of one shape", constant, "min_constant"),
+                self.compare(f"{unit} of one shape", constant_share, "min_constant"),
                 Evidence("cudnn.benchmark", "False"),
-                Evidence(of, count, "count"),
+                Evidence(unit, count, "count"),
             ],
             impact=impact_without_gain("only a trial shows the fastest algorithm"),
-            **(self.case("all have one shape") if constant == 1 else {}),
+            **(self.case("all have one shape") if constant_share == 1 else {}),
         )
 
     @staticmethod

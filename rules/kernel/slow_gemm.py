@@ -1,4 +1,4 @@
-"""Matrix products whose shape leaves most of the device without work."""
+"""Matrix products whose shape leaves most of the GPU idle."""
 
 from math import ceil
 from typing import Any
@@ -16,22 +16,23 @@ from advisor.rules.support.kernel_work import read_inputs
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
-"""Rows and columns of the tile that libraries compute large products in."""
+"""Rows and columns of the tiles in which libraries compute large products."""
 _COMPILED = 'model = torch.compile(model, mode="max-autotune")   # times tiles and split-K'
 
 
 class SlowGemm(BelowRate):
     """A matrix product is computed in tiles, one per multiprocessor (NVIDIA) or compute unit (AMD)
     at a time. Three shapes leave units idle. The result has fewer tiles than the device has units,
-    however long the sum behind each element is. It has slightly more tiles than a whole number of
-    rounds, so the last round is nearly empty. Or thousands of tiny products fill no tile at all.
+    however long the sum for each element is. Or it has slightly more tiles than a whole number of
+    rounds, so the last round is nearly empty. Or thousands of tiny products do not even fill one
+    tile.
 
-    The rule compares each product's time with the longer of two. One is its FLOPs at the rate
-    measured for large products on such a GPU, the other its bytes at the memory's rate. It adds a
-    kernel's own start-up, so small products need not reach what only large ones do. The shape then
-    gives the cause: ``ceil(M / 128) x ceil(N / 128) x batch`` tiles over the units of the device.
-    Other rules report products in full FP32 that tensor cores could do, and those with rows off
-    16-byte boundaries."""
+    The rule compares each product's time with the longer of two times. One is for its FLOPs at the
+    rate measured for large products on such a GPU, the other for its bytes at the memory's rate. It
+    adds a kernel's start-up time, so small products need not reach the rate of large ones. The
+    shape then gives the cause: ``ceil(M / 128) x ceil(N / 128) x batch`` tiles over the units of
+    the device. Other rules report products in full FP32 that tensor cores could do, and products
+    whose rows are off 16-byte boundaries."""
 
     id = "slow-gemm"
     subject = "matrix products"
@@ -98,22 +99,23 @@ class SlowGemm(BelowRate):
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return slow operators with a recorded shape whose rows are on 16-byte boundaries."""
-        aligned = [
-            _aligned(row, read_inputs(a, row["inputs"])) for row in slow.iter_rows(named=True)
+        is_aligned = [
+            _is_aligned(row, read_inputs(a, row["inputs"])) for row in slow.iter_rows(named=True)
         ]
-        return slow.filter(pl.Series(aligned, dtype=pl.Boolean))
+        return slow.filter(pl.Series(is_aligned, dtype=pl.Boolean))
 
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
         shape = None if inputs is None else parse_product(worst["op"], inputs)
-        assert shape is not None  # of all that are suitable
+        assert shape is not None  # _suitable() keeps only products with a shape
         units = a.device.sms if a.device is not None else None
         return explain_slow_product(shape, units, amd=a.trace.meta.vendor == "amd")
 
     @staticmethod
     def examples() -> Examples:
-        """Return cases at 70% of the rate, memory-bound, launch-bound, in FP32, misaligned."""
+        """Return slow products, and traps: at 70% of the rate, memory-bound, launch-bound, in FP32,
+        misaligned."""
         return {
             # 4 tiles, 69 GFLOP: 0.25 ms at the rate, and all units could share the sum
             "few tiles, a long sum": _products([256, 524288], [524288, 256], 2500),
@@ -139,7 +141,7 @@ class SlowGemm(BelowRate):
         }
 
 
-def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
+def _is_aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     """Return whether the product's shape is recorded and its rows are on 16-byte boundaries."""
     shape = None if inputs is None else parse_product(row["op"], inputs)
     unit = kernel_work.UNIT.get(row["dtype"] or "")
@@ -149,7 +151,7 @@ def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
 
 
 def explain_slow_product(p: MatrixProduct, units: int | None, *, amd: bool) -> list[SlowCause]:
-    """Find why a product is slow on a device with so many units."""
+    """Return why a product is slow on a device with this many units."""
     tiles = p.batch * ceil(p.m / TILE) * ceil(p.n / TILE)
     unit = "compute units" if amd else "multiprocessors"
     size = f"{p.m} x {p.n} with a sum over {p.k}"

@@ -1,4 +1,4 @@
-"""Operators that their library computes slowly because of the arguments they are called with."""
+"""Operators that are slow because of the arguments they are called with."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -34,28 +34,30 @@ from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 Left = tuple[float, float, float]
-"""Share of an operator's time that remains: expected, at best, at worst."""
+"""Shares of an operator's time that remain: expected, at best, at worst."""
 EVEN: Left = (0.33, 0.13, 0.65)
 REAL: Left = (0.17, 0.07, 0.4)
 COMPLEX: Left = (0.33, 0.17, 0.55)
 REAL_SMALL: Left = (0.4, 0.22, 0.7)
 UNCHANGED: Left = (1.0, 1.0, 1.0)
-"""Share that remains of an FFT at the next good length: of even length, with a large factor; of
-other lengths, with a large factor, real and complex; of such, real, with small ones."""
+"""Shares of an FFT's time that remain at the next good length. ``EVEN``: even lengths with a large
+factor. ``REAL``, ``COMPLEX``: other lengths with one. ``REAL_SMALL``: real, other lengths with
+small factors."""
 Reason = tuple[str, Left, str, dict[str, object]]
 FRESH_MEMORY = 0.1
-"""Share of a reduction's time, at worst, that others take for memory of intermediate results."""
+"""Maximum share of a reduction's time that the replacements need for memory of intermediate
+results."""
 
 
 class Reduction(NamedTuple):
-    """An operator that is not vectorised over outer dimensions on a CPU, and the same in others."""
+    """An operator that is not vectorised over outer dimensions on a CPU, and its replacement."""
 
     dims: int
     """Position of the argument with the reduced dimensions."""
     keep: int
     """Position of ``keepdim``."""
     passes: float
-    """Time of the others, in passes of an elementwise operator over the input."""
+    """Time of the replacement, in passes of an elementwise operator over the input."""
     code: str
 
 
@@ -67,7 +69,7 @@ NORMS = {
     1.0: "norm = x.abs().sum({of}{keep})",
     float("inf"): "norm = x.abs().amax({of}{keep})",
 }
-"""Order of a norm -> the norm in other operators."""
+"""Order of a norm -> code that computes it with other operators."""
 REDUCTIONS = {
     NORM: Reduction(2, 3, 3, ""),
     "aten::var": Reduction(1, 3, 8, _VAR),
@@ -78,8 +80,8 @@ REDUCTIONS = {
 
 
 class SlowCall(NamedTuple):
-    """Calls of one operator with arguments that it is slow for; ``texts``: values of the ``{…}`` in
-    the texts of its case."""
+    """Calls of one operator with slow arguments. ``texts`` has the values of the ``{…}`` in the
+    texts of its case."""
 
     name: str
     rows: Rows
@@ -92,23 +94,23 @@ class SlowCall(NamedTuple):
 
 class SlowOperatorArguments(Rule):
     """A library computes an operator slowly for some arguments, and another call gives the same
-    result. Names, shapes and arguments in the trace show it.
+    result. Names, shapes and arguments in the trace show which.
 
     **FFTs.** A length with small prime factors is split into short FFTs. On a CPU (MKL), even
-    lengths with a factor above 40 are slow, and others with a factor above 13. Of real numbers, all
-    that are not even are slow. The ``2 L - 1`` of a linear convolution is one of these. cuFFT has
-    another algorithm for factors above 127; what that costs was not measured.
+    lengths with a prime factor above 40 are slow, and other lengths with one above 13. For real
+    numbers, all lengths that are not even are slow, such as the ``2 L - 1`` of a linear
+    convolution. cuFFT uses another algorithm for factors above 127; its cost was not measured.
 
-    **A sort of which the first or last elements are taken.** ``topk`` sorts no others. The sort's
-    result is known by its shape. What reads it next must take a part with a known end. Only on a
-    CPU.
+    **A sort of which only the first or last elements are used.** ``topk`` sorts no others. The
+    shape identifies the sort's result. The next operator that reads it must take a part with a
+    known end. Only on a CPU.
 
-    **Norms, variances and argmax over a dimension that is not the innermost.** Their kernels for
-    CPUs are not vectorised there, those of sum and max are. Counted are calls that take at least 8
-    times as long per byte as the elementwise operators of the same trace.
+    **Norms, variances and argmax over a dimension that is not the innermost.** Their CPU kernels
+    are not vectorised there, but those of sum and max are. The rule counts calls that take at least
+    8 times as long per byte as the elementwise operators of the same trace.
 
-    What remains of FFTs and sorts is measured, on one thread of a CPU. What remains of the others
-    is some passes over the input at the rate of the elementwise operators."""
+    The remaining time of FFTs and sorts was measured on one CPU thread. The remaining time of the
+    others is a number of passes over the input at the rate of elementwise operators."""
 
     id = "slow-operator-arguments"
     title = "An operator is slow for the arguments it is called with"
@@ -134,12 +136,12 @@ class SlowOperatorArguments(Rule):
     )
     max_gpu_factor = Threshold(127, "largest prime factor of a length on a GPU", CUFFT)
     min_length = Threshold(
-        128, "elements of an FFT: shorter ones were not measured", SLOW_ARGUMENTS
+        128, "elements of an FFT; shorter ones were not measured", SLOW_ARGUMENTS
     )
     min_slowdown = Threshold(8.0, "times the time of elementwise operators, per byte", CHOSEN)
-    max_left = Threshold(0.5, "of the time remains: with more, the gain is uncertain", CHOSEN)
+    max_left = Threshold(0.5, "of the time remains; with more, the gain is uncertain", CHOSEN)
 
-    fix = "Call the operator with arguments that its library is fast for, or call another one."
+    fix = "Call the operator with arguments that are fast in its library, or call another operator."
     verify = "Record again: these operators take less of the step, and the results are the same."
     falsified_by = "the same time with the other call, in a test of this operator alone"
     confidence = 0.85
@@ -148,7 +150,7 @@ class SlowOperatorArguments(Rule):
             "title": "The length of an FFT is slow",
             "fix": "Pad to {good} in place of {length}, forward and back, and cut the result as "
             "before. A linear convolution is the same for any length of at least the sum of both "
-            "inputs' lengths, less one.",
+            "input lengths minus one.",
             "code": "n = {good}   # not {length}: even, no prime factor above 7\n"
             "y = torch.fft.irfft(torch.fft.rfft(x, n=n) * torch.fft.rfft(k, n=n), n=n)",
             "falsified_by": "results that change: a circular convolution needs its own length",
@@ -161,14 +163,14 @@ class SlowOperatorArguments(Rule):
             "frequencies: choose a window of such a length if you can.",
             "code": "n = {good}   # not {length}: even, no prime factor above 7\n"
             "spectrum = torch.fft.rfft(x, n=n)   # not where its frequencies matter",
-            "falsified_by": "frequencies or a period of exactly this length are needed",
+            "falsified_by": "code that needs frequencies or a period of exactly this length",
             "assumptions": ("the length may be changed", "on a CPU, FFTs are MKL's"),
             "confidence": 0.6,
         },
         "sort": {
-            "title": "A whole sort, of which a few elements are taken",
-            "fix": "Take them with topk, which sorts no others. The results are the same but for "
-            "the order of equal elements.",
+            "title": "All elements are sorted, but few are used",
+            "fix": "Take them with topk, which sorts no others. The results are the same except "
+            "for the order of equal elements.",
             "code": "values, index = x.topk({taken}, dim={dim}, largest={largest}){note}",
             "falsified_by": "other code that reads the rest of the sorted elements",
             "assumptions": ("nothing else reads the rest of the sorted elements",),
@@ -190,26 +192,26 @@ class SlowOperatorArguments(Rule):
         by_case: dict[str, list[SlowCall]] = {}
         for slow in self._slow_calls(a, on_gpu=on_gpu):
             by_case.setdefault(slow.case, []).append(slow)
-        for case, found in by_case.items():
-            rows = np.concatenate([slow.rows for slow in found])
+        for case, slow_calls in by_case.items():
+            rows = np.concatenate([slow.rows for slow in slow_calls])
             ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
             ns = work_launched_in(a, union(ts, ts + dur)) if on_gpu else int(dur.sum())
             if ns < self.min_share * a.span_ns:
                 continue
-            most = max(found, key=lambda slow: slow.ns)
-            reason = "what such a length costs on a GPU was not measured"
+            costliest = max(slow_calls, key=lambda slow: slow.ns)
+            reason = "the cost of such a length on a GPU was not measured"
             yield Finding(
-                summary=f"{most.summary} Such calls take {of_step(a, ns)}.",
+                summary=f"{costliest.summary} Such calls take {of_step(a, ns)}.",
                 evidence=[
                     amount_per_step(a, "calls", len(rows), "count"),
                     amount_per_step(a, "time of these calls", ns),
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, rows, dur),
-                edits=[] if on_gpu else _edits(a, found),
+                edits=[] if on_gpu else _edits(a, slow_calls),
                 impact=impact_without_gain(reason) if on_gpu else None,
                 informational=on_gpu,
-                **self.case(case, **most.texts),
+                **self.case(case, **costliest.texts),
             )
 
     def _slow_calls(self, a: Analysis, *, on_gpu: bool) -> Iterator[SlowCall]:
@@ -218,35 +220,40 @@ class SlowOperatorArguments(Rule):
         for name, x, rows in arguments.calls_by_inputs(a, exact_pattern(names)):
             dur = a.trace.cpu["dur"].to_numpy()[rows]
             if name in FFTS:
-                found = self._fft(a, name, x)
+                reasons = self._fft(a, name, x)
             elif name in SORTS:
-                found = self._sort(arguments.find_sorted_part(a, name, x, rows))
+                reasons = self._sort(arguments.find_sorted_part(a, name, x, rows))
             else:
-                found = self._reduction(name, x, float(np.median(dur)), rate)
-            for why in found:
-                yield SlowCall(name, rows, int(dur.sum()), *why)
+                reasons = self._reduction(name, x, float(np.median(dur)), rate)
+            for reason in reasons:
+                yield SlowCall(name, rows, int(dur.sum()), *reason)
 
     def _fft(self, a: Analysis, name: str, x: OpInputs) -> Iterator[Reason]:
         lengths = arguments.fft_lengths(name, x)
-        left = [self._left_of(*each, a.device_id is not None) for each in lengths]
-        slow = [length for (length, _), one in zip(lengths, left, strict=True) if one != UNCHANGED]
-        if not slow:
+        shares = [
+            self._remaining_of_fft(*length_and_kind, a.device_id is not None)
+            for length_and_kind in lengths
+        ]
+        slow_lengths = [
+            length for (length, _), share in zip(lengths, shares, strict=True) if share != UNCHANGED
+        ]
+        if not slow_lengths:
             return
-        length = slow[-1]
+        length = slow_lengths[-1]
         good, factor = arguments.next_fast_length(length), arguments.largest_factor(length)
-        why = "is prime" if factor == length else f"has the prime factor {factor:,}"
-        why = why if factor > self.max_other_factor else "is not even"
-        padded = length in arguments.padded_lengths(a)
-        mean, best, worst = (sum(ends) / len(left) for ends in zip(*left, strict=True))
+        cause = "is prime" if factor == length else f"has the prime factor {factor:,}"
+        cause = cause if factor > self.max_other_factor else "is not even"
+        is_padded = length in arguments.padded_lengths(a)
+        mean, best, worst = (sum(ends) / len(shares) for ends in zip(*shares, strict=True))
         yield (
-            "convolution" if padded else "spectrum",
-            (mean, best, worst if padded else 1.0),
-            f"{name} has the length {length:,}, which {why}; {good:,} is a fast one.",
+            "convolution" if is_padded else "spectrum",
+            (mean, best, worst if is_padded else 1.0),
+            f"{name} has the length {length:,}, which {cause}; {good:,} is a fast one.",
             {"length": length, "good": good},
         )
 
-    def _left_of(self, length: int, real: bool, on_gpu: bool) -> Left:
-        """Return what remains of an FFT at the next good length."""
+    def _remaining_of_fft(self, length: int, real: bool, on_gpu: bool) -> Left:
+        """Return the shares of an FFT's time that remain at the next good length."""
         factor = arguments.largest_factor(length)
         if length < self.min_length:
             return UNCHANGED
@@ -264,7 +271,7 @@ class SlowOperatorArguments(Rule):
         if part is None:
             return
         size, taken = part.size, part.taken
-        left = 0.03 + 0.75 * (taken / size) ** 0.5 + 12 / size  # fits what the benchmark prints
+        left = 0.03 + 0.75 * (taken / size) ** 0.5 + 12 / size  # fits the benchmark's results
         if left > self.max_left:
             return
         yield (
@@ -275,8 +282,8 @@ class SlowOperatorArguments(Rule):
         )
 
     def _reduction(self, name: str, x: OpInputs, ns: float, rate: float | None) -> Iterator[Reason]:
-        how, data = REDUCTIONS[name], x.tensor(0)
-        dims = arguments.outer_dims(x, how.dims)
+        reduction, data = REDUCTIONS[name], x.tensor(0)
+        dims = arguments.outer_dims(x, reduction.dims)
         if data is None or not dims:
             return
         if data.dtype not in ("float", "double") or (size := data.bytes or 0) < arguments.MIN_BYTES:
@@ -286,14 +293,14 @@ class SlowOperatorArguments(Rule):
         slowdown = ns / (size * rate)
         if slowdown < self.min_slowdown:
             return
-        left, given = how.passes / slowdown, x.argument(1 if name == NORM else 2)
-        code = NORMS.get(given) if name == NORM else how.code
+        left, parameter = reduction.passes / slowdown, x.argument(1 if name == NORM else 2)
+        code = NORMS.get(parameter) if name == NORM else reduction.code
         if code is None or left > self.max_left:
             return
         code = code.format(
             of=dims[0] if len(dims) == 1 else tuple(dims),
-            keep=", keepdim=True" if x.flag(how.keep) else "",
-            count=prod(data.shape[dim] for dim in dims) - (given not in (False, 0)),
+            keep=", keepdim=True" if x.flag(reduction.keep) else "",
+            count=prod(data.shape[dim] for dim in dims) - (parameter not in (False, 0)),
         )
         sizes = " × ".join(f"{size:,}" for size in data.shape)
         yield (
@@ -313,8 +320,8 @@ class SlowOperatorArguments(Rule):
             "real, 3^4 times 5^2": _fft(2025),
             "the factor 61": _fft(1952),
             "on a GPU": _fft(2999, gpu="A100"),
-            "a good length": (_fft(3000), "not slow"),
-            "a complex one of 3^7": (_fft(2187, OF_COMPLEX), "not slow"),
+            "a good length": (_fft(3000), "not slow_lengths"),
+            "a complex one of 3^7": (_fft(2187, OF_COMPLEX), "not slow_lengths"),
             "the factor 37": (_fft(1184), "max_even_factor"),
             "complex, 11^3": (_fft(1331, OF_COMPLEX), "max_other_factor"),
             "the factor 97 on a GPU": (_fft(1940, gpu="A100"), "max_gpu_factor"),
@@ -341,24 +348,25 @@ class SlowOperatorArguments(Rule):
         }
 
 
-def _edits(a: Analysis, found: list[SlowCall]) -> list[Edit]:
-    """Scale each operator. An edit names all of its calls, and those that are not slow stay."""
+def _edits(a: Analysis, slow_calls: list[SlowCall]) -> list[Edit]:
+    """Scale each operator. An edit selects all of its calls; its factor leaves the time of those
+    that are not slow."""
     result = []
     dur = a.trace.cpu["dur"].to_numpy()
-    for name in sorted({slow.name for slow in found}):
-        pattern, own = exact_pattern([name]), [slow for slow in found if slow.name == name]
-        every = sum(dur[rows].sum() for _, _, rows in arguments.calls_by_inputs(a, pattern))
-        saved = [sum(slow.ns * (1 - slow.left[end]) for slow in own) for end in range(3)]
+    for name in sorted({slow.name for slow in slow_calls}):
+        pattern, calls = exact_pattern([name]), [slow for slow in slow_calls if slow.name == name]
+        all_ns = sum(dur[rows].sum() for _, _, rows in arguments.calls_by_inputs(a, pattern))
+        saved = [sum(slow.ns * (1 - slow.left[end]) for slow in calls) for end in range(3)]
         select = Select(on="host", kind=("op",), name=pattern)
-        result.append(scale_edit(select, *(float(1 - ns / every) for ns in saved)))
+        result.append(scale_edit(select, *(float(1 - ns / all_ns) for ns in saved)))
     return result
 
 
 def _call(b: TraceBuilder, name: str, shape: list[int], given: Sequence[str], **op: Any) -> None:
-    """Add an operator on a contiguous tensor, with arguments."""
+    """Add a call of an operator on a contiguous tensor, with arguments."""
     strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
-    more: list[list[int]] = [[]] * len(given)
-    with b.op(name, [shape, *more], strides=[strides, *more], concrete=["", *given], **op):
+    scalars: list[list[int]] = [[]] * len(given)
+    with b.op(name, [shape, *scalars], strides=[strides, *scalars], concrete=["", *given], **op):
         if b.head["deviceProperties"]:
             b.launch("regular_bluestein_fft", op["host_us"])
 

@@ -1,4 +1,4 @@
-"""Layers of a TensorRT engine: formats converted between them, and precisions left high."""
+"""Layers of a TensorRT engine: conversions between formats, and layers in high precision."""
 
 from typing import ClassVar
 
@@ -21,17 +21,18 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class EngineLayers(Rule):
-    """Layers of an engine, known by their names, that a change of the build shortens."""
+    """Base of rules about layers of an engine, found by name, that another build option
+    shortens."""
 
     references = ("https://docs.nvidia.com/deeplearning/tensorrt/latest/performance/"
                   "best-practices.html",)  # fmt: skip
     verify = "Compare the engines: advisor compare before.profile.json after.profile.json"
     _pattern: ClassVar[str]
     _layer: ClassVar[str]
-    """Name of one such layer."""
+    """Name of such a layer in reports."""
     min_share: Threshold[float]
     factor: Factor[float]
-    """Share of their time after the change; ``best_factor`` and ``worst_factor``: at the ends of
+    """Share of their time after the change. ``best_factor`` and ``worst_factor`` are the ends of
     the range."""
     best_factor: Factor[float]
     worst_factor: Factor[float]
@@ -62,13 +63,13 @@ class EngineLayers(Rule):
 
 
 class TensorRTReformat(EngineLayers):
-    """TensorRT inserts reformat layers where neighbours want other layouts or precisions: they copy
-    a tensor and compute nothing. In an int8 engine, most stand around layers that stayed in a
+    """TensorRT inserts reformat layers where neighbours need different layouts or precisions. They
+    copy a tensor and compute nothing. In an int8 engine, most are next to layers that stayed in a
     higher precision.
 
-    Read from layer times of ``trtexec --exportProfile``. Best with the layer information beside
-    it, which names quantize layers that TensorRT runs as reformats. In a public pair of engines of
-    one network, quantizing the residual additions left 42% of the reformat time."""
+    The rule reads layer times of ``trtexec --exportProfile``. It works best with the layer
+    information, which names quantize layers that TensorRT runs as reformats. In a public pair of
+    engines of one network, quantizing the residual additions left 42% of the reformat time."""
 
     id = "tensorrt-reformat"
     title = "Reformat layers of the TensorRT engine copy tensors"
@@ -97,7 +98,7 @@ class TensorRTReformat(EngineLayers):
 
     @staticmethod
     def examples() -> Examples:
-        """A sixth of an int8 engine."""
+        """Return an int8 engine with a sixth of its time in reformats, and traps."""
         other = example_steps(lambda b: b.run("aten::copy_", "reformat_kernel", 4000))
         return {
             "around additions": example_steps(lambda b: _engine(b, "int8", 400)),
@@ -110,8 +111,8 @@ class TensorrtFp32Layers(EngineLayers):
     """Convolutions and products of a TensorRT engine run in fp32, where tensor cores do not work
     at their 16-bit or 8-bit rates.
 
-    The rule reads the layer information of ``trtexec --exportLayerInfo`` beside the layer times.
-    The precision of a layer is that of its weights, else of its first input. In public engines of
+    The rule reads the layer information of ``trtexec --exportLayerInfo`` and the layer times. The
+    precision of a layer is that of its weights, or else of its first input. In public engines of
     ResNet-50 the convolutions took 0.43 (A100) and 0.34 (RTX 3090) of their time in fp16."""
 
     id = "tensorrt-fp32-layers"
@@ -130,14 +131,14 @@ class TensorrtFp32Layers(EngineLayers):
         "  --exportProfile=fp16.profile.json --exportLayerInfo=fp16.graph.json \\\n"
         "  --profilingVerbosity=detailed --separateProfileRun"
     )
-    falsified_by = "results outside of the accuracy that the application allows"
+    falsified_by = "results outside the accuracy that the application allows"
     assumptions = ("fp16 keeps the accuracy that is needed: compare results",)
     confidence = 0.8
     framework_advice = in_any_language(fix, code=code)
 
     @staticmethod
     def examples() -> Examples:
-        """An engine in fp16; a convolution of another program."""
+        """Return an fp32 engine, and traps."""
         other = example_steps(lambda b: b.run("aten::conv2d", "implicit_convolve_sgemm", 4000))
         return {
             "no flags": example_steps(lambda b: _engine(b, "fp32", 0)),

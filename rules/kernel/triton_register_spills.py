@@ -1,4 +1,4 @@
-"""Kernels that Triton compiled with more values per thread than registers."""
+"""Kernels that Triton compiled with more values per thread than there are registers."""
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -12,19 +12,19 @@ from advisor.rules.support.citations import INDUCTOR_SPILLS, OURS
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
-REGISTER = 4
+REGISTER_BYTES = 4
 """Bytes of a register."""
 
 
 class TritonRegisterSpills(Rule):
     """The values that a thread keeps at one time did not fit into its registers. The compiler
-    stores some in local memory and loads them again, through L1 and L2. Registers and local memory
-    are read from the module in Triton's cache.
+    stores some in local memory and loads them again, through L1 and L2. The rule reads registers
+    and local memory from the module in Triton's cache.
 
     Arrays that the program declares, as sin and cos do for large arguments, are in local memory
-    too. They are no spills, and are subtracted: their size is in the PTX beside the module.
-    Triton's own ``n_spills`` counts them. Beside a trace only kernels count that take part of its
-    kernel time, and whose launches differ from those of other compilations."""
+    too. They are not spills, and are subtracted: their size is in the PTX next to the module.
+    Triton's own ``n_spills`` counts them. With a trace, a kernel counts only if it takes a notable
+    share of kernel time and its launches differ from those of other compilations."""
 
     id = "triton-register-spills"
     title = "Triton spills registers of a kernel"
@@ -34,8 +34,9 @@ class TritonRegisterSpills(Rule):
     min_share = Threshold(0.05, "of kernel time, where there is a trace", OURS)
     confidence = 0.6
     fix = (
-        "Let a thread keep less: smaller block sizes, or more num_warps for the same block. Fewer "
-        "num_stages help where a loop is pipelined. Add such configurations to triton.autotune."
+        "Let a thread keep fewer values: smaller block sizes, or more num_warps for the same "
+        "block. Fewer num_stages help where a loop is pipelined. Add such configurations to "
+        "triton.autotune."
     )
     code = (
         "configs = [triton.Config({'BLOCK_N': n}, num_warps=w, num_stages=s)\n"
@@ -45,54 +46,56 @@ class TritonRegisterSpills(Rule):
     verify = "The compiled kernel's n_spills is 0 in the variant that is faster."
     falsified_by = "a configuration without spills that is slower"
     assumptions = ("loads and stores of spilled registers slow the kernel down",)
-    framework_advice = {ANY_FRAMEWORK: FrameworkAdvice(fix, code)}  # kernels are of no framework
+    framework_advice = {ANY_FRAMEWORK: FrameworkAdvice(fix, code)}  # kernels belong to no framework
     references = (
         "https://triton-lang.org/main/python-api/generated/triton.Config.html",
         "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#device-memory-accesses",
     )
     sources = (
-        Citation("sin and cos: no spills", "https://github.com/triton-lang/triton/issues/1756"),
+        Citation("sin and cos are not spills", "https://github.com/triton-lang/triton/issues/1756"),
     )
-    validation_note = "kernels compiled for sm_80 and sm_90; no trace of theirs was recorded"
+    validation_note = "kernels compiled for sm_80 and sm_90; no trace of them was recorded"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find kernels that spill most, weighed by their time where there is a trace."""
-        traced = not a.record_only
+        """Report the kernels that spill most; with a trace, those that take most time first."""
+        has_trace = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a)) if traced else 0
-        found: list[tuple[float, MatchedKernel]] = []
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a)) if has_trace else 0
+        spilling: list[tuple[float, MatchedKernel]] = []
         for k in a.compiled_kernels:
-            if not k.kernel.spilled or (traced and not len(k.rows)):
+            if not k.kernel.spilled or (has_trace and not len(k.rows)):
                 continue
             limit = self.min_spilled_amd if k.kernel.target.startswith("gfx") else self.min_spilled
-            if k.kernel.spilled < limit * REGISTER:
+            if k.kernel.spilled < limit * REGISTER_BYTES:
                 continue
             ns = float(dur[k.rows].sum())
-            if traced and ns < self.min_share * max(total, 1):
+            if has_trace and ns < self.min_share * max(total, 1):
                 continue
-            found.append((ns, k))
-        found.sort(key=lambda each: (-each[0], -(each[1].kernel.spilled or 0)))
-        yield from (self._finding(found, total) for _ in found[:1])
+            spilling.append((ns, k))
+        spilling.sort(key=lambda item: (-item[0], -(item[1].kernel.spilled or 0)))
+        yield from (self._build_finding(spilling, total) for _ in spilling[:1])
 
-    def _finding(self, found: list[tuple[float, MatchedKernel]], total: float) -> Finding:
-        ns, worst = found[0][0], found[0][1].kernel
+    def _build_finding(self, spilling: list[tuple[float, MatchedKernel]], total: float) -> Finding:
+        ns, worst = spilling[0][0], spilling[0][1].kernel
         size = t.format_bytes(worst.spilled or 0)
-        text = (
+        summary = (
             f"{labels.shorten(labels.clean(worst.name), 48)} spills {size} of registers per thread"
         )
         evidence = [
-            Evidence("spilled registers per thread", (worst.spilled or 0) / REGISTER, "count"),
+            Evidence(
+                "spilled registers per thread", (worst.spilled or 0) / REGISTER_BYTES, "count"
+            ),
             Evidence("registers per thread", worst.registers, "count"),
             Evidence("num_warps", worst.num_warps, "count"),
         ]
         if total:
-            text += f" and takes {t.format_share(ns / total)} of kernel time"
+            summary += f" and takes {t.format_share(ns / total)} of kernel time"
             evidence.append(self.compare("of kernel time", ns / total, "min_share"))
-        text += f" (num_warps={worst.num_warps})."
-        if len(found) > 1:
-            text += f" {t.count_noun(len(found) - 1, 'more kernel')} spill too."
+        summary += f" (num_warps={worst.num_warps})."
+        if len(spilling) > 1:
+            summary += f" {t.count_noun(len(spilling) - 1, 'more kernel')} spill too."
         return Finding(
-            summary=text,
+            summary=summary,
             evidence=evidence,
             where=[
                 Location(
@@ -102,7 +105,7 @@ class TritonRegisterSpills(Rule):
                     count=len(k.rows) or None,
                     dur_ns=round(ns / len(k.rows)) if len(k.rows) else None,
                 )
-                for ns, k in found[:MAX_PLACES]
+                for ns, k in spilling[:MAX_PLACES]
             ],
             impact=impact_without_gain(
                 "the module does not show what the spills cost; time both variants"
@@ -111,7 +114,7 @@ class TritonRegisterSpills(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """A product that keeps a tile of 128 by 256 in four warps."""
+        """Return a product that keeps a tile of 128 by 256 in four warps, and traps."""
         return {
             "a large tile": _example(spilled=1664),
             "a few registers": (_example(spilled=32), "min_spilled"),

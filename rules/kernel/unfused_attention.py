@@ -1,4 +1,4 @@
-"""Attention computed as product, softmax, product instead of one fused kernel."""
+"""Attention computed as product, softmax and product instead of one fused kernel."""
 
 from collections.abc import Callable
 
@@ -27,24 +27,25 @@ from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
 GRADIENT = r"^aten::_softmax_backward_data$"
-MIN_PART = 0.5
-"""Share of an operator's time in attention, from which its kernels count to it."""
+MIN_OP_SHARE = 0.5
+"""Minimum share of an operator's time in attention at which its kernels count as attention."""
 
-_TAKE_SDPA = (
+_SDPA_MODELS = (
     "Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Cohere Olmo Olmo2 Falcon "
     "Starcoder2 GPT2 GPTNeoX GPTBigCode OPT Bert Roberta XLMRoberta DistilBert Bart MBart Whisper "
     "ViT DeiT Dinov2 CLIP Siglip Wav2Vec2 Hubert"
 ).split()
-"""Hugging Face's models with ``_supports_sdpa``, by the first part of their modules' names."""
-_SDPA_MODULES = rf"^(?:{'|'.join(_TAKE_SDPA)})(?:Self)?Attention$"
+"""First parts of the module names of Hugging Face models with ``_supports_sdpa``."""
+_SDPA_MODULES = rf"^(?:{'|'.join(_SDPA_MODELS)})(?:Self)?Attention$"
 _EAGER_FRAMES = (
-    rf"(?i)transformers/models/(?:{'|'.join(_TAKE_SDPA)}|gpt_neox|gpt_bigcode|xlm_roberta|qwen2_moe"
+    rf"(?i)transformers/models/(?:{'|'.join(_SDPA_MODELS)}|gpt_neox|gpt_bigcode|xlm_roberta|qwen2_moe"
     r"|qwen3_moe)/modeling_\w+\.py\(\d+\): eager_attention_forward$"
 )
 
 
-def _takes_sdpa(a: Analysis) -> bool:
-    """Return whether modules or frames are of a model that has fused attention in Hugging Face."""
+def _is_sdpa_model(a: Analysis) -> bool:
+    """Return whether modules or frames belong to a Hugging Face model that supports fused
+    attention."""
     kinds = pl.Series([], dtype=pl.String) if a.layers is None else a.layers.nodes["kind"]
     return bool(kinds.str.contains(_SDPA_MODULES).any()) or runs_code_of(a, _EAGER_FRAMES)
 
@@ -55,18 +56,17 @@ class UnfusedAttention(Rule):
     on the chip, and its memory grows with tokens, not with their square.
 
     The gain follows from the shapes. Fused kernels need the FLOPs of the two products, in whole
-    tiles of queries and keys, and read queries, keys and values once. They reach some 45% of the
+    tiles of queries and keys, and read queries, keys and values once. They reach about 45% of the
     attainable rate of 16-bit products or of memory, as in slow-attention. Short sequences fill
     their tiles badly and gain little. In FP32 fused kernels run without the fast formats, and may
-    gain nothing. Where shapes are not recorded, the two products are taken to keep their time.
+    gain nothing. Where shapes are not recorded, the two products are assumed to keep their time.
 
     The rule looks for two signs, both by op and by kernel. One is kernels launched under PyTorch's
     own fallback (``aten::_scaled_dot_product_attention_math``). The other is a softmax kernel
-    between two batched products of activations (``aten::bmm``) on its stream. Nothing but scaling,
-    masks, casts and dropout lies in between. A softmax after a linear layer (``addmm``: a
-    classifier, a router of experts) is not attention, nor is a ``log_softmax``. Where flash,
-    memory-efficient or cuDNN attention runs there is no softmax kernel at all, and the rule reports
-    the check as passed."""
+    between two batched products of activations (``aten::bmm``) on its stream. Only scaling, masks,
+    casts and dropout may be in between. A softmax after a linear layer (``addmm``: a classifier, a
+    router of experts) is not attention, nor is a ``log_softmax``. If flash, memory-efficient or
+    cuDNN attention runs, there is no softmax kernel, and the rule reports the check as passed."""
 
     id = "unfused-attention"
     subject = "attention"
@@ -80,7 +80,7 @@ class UnfusedAttention(Rule):
         "MI300 video inference: fires, with 80% of kernel time in product, softmax, product. Fires "
         "on SAM in FP32 (13%, gone where its authors used fused attention). Fires on a particle "
         "transformer (eight blocks of baddbmm, softmax, bmm). Silent where flash attention runs "
-        "and in two-rank training (softmax beside products of embeddings)"
+        "and in two-rank training (softmax next to products of embeddings)"
     )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
@@ -175,13 +175,13 @@ class UnfusedAttention(Rule):
             return
         rows = kernel_work.compute_rows(a)
         blocks = kernel_work.find_blocks(a, self.max_between)
-        attention = blocks.rows | self._backward(a, rows, blocks.rows)
-        numbered = (attention & ~blocks.rows).any()
-        unnumbered = 0.0 if numbered else self._unnumbered(a, rows, blocks.rows)
-        spent = kernel_work.summed_duration(a, attention) + unnumbered
-        share = spent / total
+        attention = blocks.rows | self._find_backward(a, rows, blocks.rows)
+        has_numbers = (attention & ~blocks.rows).any()
+        backward_ns = 0.0 if has_numbers else self._estimate_backward(a, rows, blocks.rows)
+        attention_ns = kernel_work.summed_duration(a, attention) + backward_ns
+        share = attention_ns / total
         if share < self.min_share:
-            yield from self._healthy(a, rows, total, share)
+            yield from self._check_fused(a, rows, total, share)
             return
         fallback = kernel_work.summed_duration(a, kernel_work.is_fallback_kernel(a))
         fused = kernel_work.estimate_fused_time(a, blocks)
@@ -196,18 +196,20 @@ class UnfusedAttention(Rule):
             ),
             evidence=[
                 self.compare("unfused attention, share of kernel time", share, "min_share"),
-                amount_per_step(a, "unfused attention", spent),
+                amount_per_step(a, "unfused attention", attention_ns),
                 Evidence("under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
             where=kernel_work.kernel_locations(a, attention),
-            edits=self._edits(a, rows, blocks, attention, unnumbered, fused),
+            edits=self._edits(a, rows, blocks, attention, backward_ns, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),
-            **(self.case("transformers' own attention") if _takes_sdpa(a) else {}),
+            **(self.case("transformers' own attention") if _is_sdpa_model(a) else {}),
         )
 
-    def _healthy(self, a: Analysis, rows: kernel_work.Mask, total: int, share: float) -> Outcomes:
+    def _check_fused(
+        self, a: Analysis, rows: kernel_work.Mask, total: int, share: float
+    ) -> Outcomes:
         fused = kernel_work.summed_duration(a, rows & kernel_work.family_rows(a, "attention"))
         if fused >= self.min_praised_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
@@ -221,17 +223,19 @@ class UnfusedAttention(Rule):
                 record="a window in which the model runs eagerly",
             )
 
-    def _backward(
+    def _find_backward(
         self, a: Analysis, rows: kernel_work.Mask, forward: kernel_work.Mask
     ) -> kernel_work.Mask:
-        """Kernels of attention's backward pass, aligned with ``trace.gpu``: those of the operators
-        of the forward pass, by autograd's numbers: products, softmax, scaling, mask, casts."""
+        """Return a mask of ``trace.gpu``: the backward kernels of attention's operators (products,
+        softmax, scaling, mask, casts), by autograd's sequence numbers."""
         chains = kernel_work.backward_chains(a, np.where(forward, 0, -1))
         return rows & (chains >= 0) & ~forward
 
-    def _unnumbered(self, a: Analysis, rows: kernel_work.Mask, forward: kernel_work.Mask) -> float:
-        """Time of attention's backward pass where no numbers are recorded, ns: softmax gradients,
-        and of the batched products in the backward pass as large a part as of those in the forward
+    def _estimate_backward(
+        self, a: Analysis, rows: kernel_work.Mask, forward: kernel_work.Mask
+    ) -> float:
+        """Return the time, ns, of attention's backward pass where sequence numbers are not
+        recorded: softmax gradients, and the same share of batched products as in the forward
         pass."""
         if not forward.any():
             return 0.0
@@ -239,10 +243,12 @@ class UnfusedAttention(Rule):
         products = rows & name_matches(op, kernel_work.FORWARD).to_numpy()
         in_backward = rows_launched_under(a, ENGINE_NODE)
         in_forward = kernel_work.summed_duration(a, products & ~in_backward)
-        part = kernel_work.summed_duration(a, products & forward) / max(1, in_forward)
+        attention_share = kernel_work.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
         spent = kernel_work.summed_duration(a, gradients & ~forward)
-        return spent + part * kernel_work.summed_duration(a, products & in_backward & ~forward)
+        return spent + attention_share * kernel_work.summed_duration(
+            a, products & in_backward & ~forward
+        )
 
     def _edits(
         self,
@@ -250,11 +256,11 @@ class UnfusedAttention(Rule):
         rows: kernel_work.Mask,
         blocks: kernel_work.AttentionBlocks,
         attention: kernel_work.Mask,
-        unnumbered: float,
+        backward_ns: float,
         fused: kernel_work.FusedEstimate | None,
     ) -> list[Edit]:
-        """Merges the kernels of ``attention``, by operator. What else the operators launch keeps
-        its time; those that are mostly elsewhere (additions, casts) are scaled, not merged."""
+        """Merge the kernels of ``attention``, by operator. Other kernels of the operators keep
+        their time; operators used mostly elsewhere (additions, casts) are scaled, not merged."""
         op = a.kernels["op_name"]
         share = pl.DataFrame({"op": op, "dur": a.trace.gpu["dur"], "own": attention})
         share = (
@@ -264,31 +270,31 @@ class UnfusedAttention(Rule):
             .drop_nulls("op")
             .with_columns(pl.col("op").cast(pl.String))
         )
-        own = share.filter(pl.col("part") >= MIN_PART)["op"].to_list()
-        under = [rf"{kernel_work.FORWARD}|{SOFTMAX}", kernel_work.exact_pattern(own)]
+        operators = share.filter(pl.col("part") >= MIN_OP_SHARE)["op"].to_list()
+        under = [rf"{kernel_work.FORWARD}|{SOFTMAX}", kernel_work.exact_pattern(operators)]
         if kernel_work.is_fallback_kernel(a).any():
             under.append(kernel_work.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
-        chosen = rows_launched_under(a, select.under) & rows
-        touched = kernel_work.summed_duration(a, attention & chosen) + unnumbered
-        training = unnumbered > 0 or bool((attention & ~blocks.rows).any())
-        left = self._fused_time(a, blocks, fused, training=training)
-        saved = [max(0.0, touched - ns) for ns in left]
+        selected = rows_launched_under(a, select.under) & rows
+        affected_ns = kernel_work.summed_duration(a, attention & selected) + backward_ns
+        training = backward_ns > 0 or bool((attention & ~blocks.rows).any())
+        fused_ns = self._estimate_fused(a, blocks, fused, training=training)
+        saved = [max(0.0, affected_ns - ns) for ns in fused_ns]
         edits = []
-        for part in kernel_work.select_by_name(a, chosen, select, attention):
-            less = (ns * part.share for ns in saved)
+        for part in kernel_work.select_by_name(a, selected, select, attention):
+            gains = (ns * part.share for ns in saved)
             operation: Operation = "merge" if part.mostly_own else "scale"
-            edits.append(kernel_work.scale_kernels(a, part.rows, less, part.select, operation))
-        others = attention & ~chosen
-        if others.any():
-            mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_PART)["op"].to_list()
+            edits.append(kernel_work.scale_kernels(a, part.rows, gains, part.select, operation))
+        remaining = attention & ~selected
+        if remaining.any():
+            mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_OP_SHARE)["op"].to_list()
             select = Select(on="gpu", kind=("kernel",), under=kernel_work.exact_pattern(mixed))
-            wider = rows_launched_under(a, select.under) & rows & ~chosen
-            gone = float(kernel_work.summed_duration(a, others & wider))
-            edits.append(kernel_work.scale_kernels(a, wider, [gone] * 3, select))
+            mixed_rows = rows_launched_under(a, select.under) & rows & ~selected
+            remaining_ns = float(kernel_work.summed_duration(a, remaining & mixed_rows))
+            edits.append(kernel_work.scale_kernels(a, mixed_rows, [remaining_ns] * 3, select))
         return edits
 
-    def _fused_time(
+    def _estimate_fused(
         self,
         a: Analysis,
         blocks: kernel_work.AttentionBlocks,
@@ -296,22 +302,26 @@ class UnfusedAttention(Rule):
         *,
         training: bool,
     ) -> tuple[float, float, float]:
-        """Estimate what the fused kernels take, ns: expected, at best, at worst."""
+        """Estimate the time of the fused kernels, ns: expected, at best, at worst."""
         passes = 1 + kernel_work.BACKWARD * training
         if fused is None:
             op = a.kernels["op_name"]
             products = blocks.rows & name_matches(op, kernel_work.FORWARD).to_numpy()
-            own = kernel_work.summed_duration(a, products) * passes
-            return own * self.products, own * self.best_products, own * self.worst_products
-        half = fused.half_ns * passes
-        worst = half / self.worst_reach
+            products_ns = kernel_work.summed_duration(a, products) * passes
+            return (
+                products_ns * self.products,
+                products_ns * self.best_products,
+                products_ns * self.worst_products,
+            )
+        half_ns = fused.half_ns * passes
+        worst = half_ns / self.worst_reach
         if fused.wide:
             worst = max(worst, fused.full_ns * passes)
-        return half / self.reach, half / self.best_reach, worst
+        return half_ns / self.reach, half_ns / self.best_reach, worst
 
     @staticmethod
     def examples() -> Examples:
-        """Written by hand; and PyTorch's fallback, caused by an FP32 mask or an odd head size."""
+        """Return hand-written attention and PyTorch's fallback, and traps."""
 
         def fall_back(b: TraceBuilder) -> None:
             with (
@@ -346,15 +356,15 @@ class UnfusedAttention(Rule):
             shapes = [[TOKENS, 27, 64], [TOKENS, 64, 27]]
             b.run("aten::bmm", "ampere_sgemm_128x128_tn", 500, shapes, times=2)
 
-        few = "share < self.min_share"
+        guard = "share < self.min_share"
         return {
             "by hand": _model(_attention),
             "PyTorch's math fallback": example_steps(fall_back),
             "training": _model(_training),
-            "flash attention": (_model(fused), few),
-            "a classifier's softmax": (_model(classifier), few),
-            "a router of experts": (_model(experts), few),
-            "products of embeddings": (_model(interaction), few),
+            "flash attention": (_model(fused), guard),
+            "a classifier's softmax": (_model(classifier), guard),
+            "a router of experts": (_model(experts), guard),
+            "products of embeddings": (_model(interaction), guard),
         }
 
 
@@ -372,7 +382,8 @@ def _model(block: Callable[[TraceBuilder], None]) -> TraceBuilder:
 
 
 def _training(b: TraceBuilder) -> None:
-    """Forward, and the backward of the second product, the softmax and the first product."""
+    """Add the forward pass, and the backward of the second product, the softmax and the first
+    product."""
     _attention(b)
     for node in ("BmmBackward0", "SoftmaxBackward0", "BmmBackward0"):
         with b.op(f"autograd::engine::evaluate_function: {node}"):

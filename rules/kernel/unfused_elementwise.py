@@ -23,31 +23,31 @@ from advisor.testing import Examples, TraceBuilder
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
 """Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""
 ROW_NORMS = r"^aten::(native_)?(layer|group)_norm|^aten::(_fused_)?rms_norm"
-"""Normalisations of a tensor's rows. Inductor writes them itself, in one kernel with the pointwise
-work around them. Batch norm in training is left out: compiled, it reads the tensor twice, where the
+"""Normalisations of a tensor's rows. Inductor generates them in one kernel with the pointwise work
+around them. Batch norm in training is left out: compiled, it reads the tensor twice, but the
 library's kernel can read it once."""
-ALREADY = r"^triton_|multi_tensor_|foreach|jit::|_fused_"
-"""Kernels that are the result of fusion, or that work on many tensors at once."""
-_FUSED = "Profile again: fusion kernels in place of the chains."
+FUSED_KERNELS = r"^triton_|multi_tensor_|foreach|jit::|_fused_"
+"""Kernels that are already fused, or that work on many tensors at once."""
+_VERIFY_FUSED = "Profile again: fusion kernels in place of the chains."
 _SAME_CHAINS = "the same chains in a profile of the compiled step"
 
 
 class UnfusedElementwise(Rule):
     """Each pointwise operator run eagerly is a kernel. It reads its inputs from memory and writes
-    its output back, for the next kernel to read again. Merged into one kernel, only what enters and
-    leaves the chain is moved.
+    its output back, for the next kernel to read again. A merged kernel only reads the inputs and
+    writes the outputs of the whole chain.
 
     A chain is three or more fusible kernels that follow each other on one stream and work on
-    tensors of the same number of elements. Tensors that broadcast count too, as a mean does. (Where
-    shapes are recorded: consecutive kernels over parameters of different sizes are no chain.)
+    tensors of the same number of elements. Tensors that broadcast count too, as a mean does. (If
+    shapes are recorded: consecutive kernels over parameters of different sizes are not a chain.)
     Layer, group and RMS norms belong to a chain, batch norm does not. Compiled (Triton) and foreach
-    kernels are fused already, and the optimizer's are another rule's finding.
+    kernels are already fused, and another rule checks the optimizer's kernels.
 
-    The factor comes from bytes. Between two kernels of a chain, the write and the read of the
-    tensor go away. The merged kernel takes at least as long as the longest of them. All links count
-    (70 to 100% in the range). Compiled training does not keep pointwise results: the backward pass
-    computes them again from inputs and outputs of products. Two measured programs
-    gained more, because compiled code also reads each tensor once that several kernels read."""
+    The factor comes from bytes. Fusion removes the write and the read of the tensor between two
+    kernels of a chain. The merged kernel takes at least as long as the longest kernel. All links
+    count (70 to 100% in the range). Compiled training does not keep pointwise results: the backward
+    pass recomputes them from inputs and outputs of products. Two measured programs gained more,
+    because compiled code also reads a tensor only once for several kernels."""
 
     id = "unfused-elementwise"
     title = "Pointwise kernels are not fused"
@@ -67,8 +67,8 @@ class UnfusedElementwise(Rule):
     min_share = Threshold(
         0.20, "of kernel time in chains; healthy public traces have 3 to 11%", REAL_KERNEL
     )
-    min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
-    max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
+    min_chain = Threshold(3, "kernels: shorter runs also occur between fused operators", OURS)
+    max_chain = Threshold(15, "kernels merged into one", TRACELENS)
     min_busy = kernel_work.MIN_BUSY
     kept_share = Factor(1.0, "of the links whose tensor is no longer written", OURS)
     best_kept_share = Factor(1.0, "of the links, at best", OURS)
@@ -113,13 +113,13 @@ class UnfusedElementwise(Rule):
         TENSORFLOW: FrameworkAdvice(
             "Compile the step with XLA, which fuses the chains.",
             TF_COMPILE,
-            verify=_FUSED,
+            verify=_VERIFY_FUSED,
             falsified_by=_SAME_CHAINS,
         ),
         JAX: FrameworkAdvice(
             "Put the chains into one jax.jit with the code around them: XLA fuses within a jit.",
             "@jax.jit\ndef train_step(state, batch): ...",
-            verify=_FUSED,
+            verify=_VERIFY_FUSED,
             falsified_by=_SAME_CHAINS,
         ),
     }
@@ -132,20 +132,20 @@ class UnfusedElementwise(Rule):
         selected, select = _select_fusible(a, rows)
         if kernel_work.summed_duration(a, selected) < self.min_share * total:
             return
-        fusible = selected & ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
+        fusible = selected & ~name_matches(a.trace.gpu["name"], FUSED_KERNELS).to_numpy()
         fusible &= ~rows_launched_under(a, OPTIMIZER_STEP)
-        in_chain, chains, known = self._chains(a, rows, fusible)
+        in_chain, chains, known_share = self._find_chains(a, rows, fusible)
         share = kernel_work.summed_duration(a, in_chain) / total
         if share < self.min_share:
             return
         saved = float(chains["saved"].sum())
-        changes = kernel_work.fuse_kernels(
+        edits = kernel_work.fuse_kernels(
             a,
             selected,
             select,
             (
-                saved * kept
-                for kept in (self.kept_share, self.best_kept_share, self.worst_kept_share)
+                saved * kept_share
+                for kept_share in (self.kept_share, self.best_kept_share, self.worst_kept_share)
             ),
             in_chain,
             chains.height,
@@ -165,48 +165,49 @@ class UnfusedElementwise(Rule):
                 amount_per_step(a, "writing and rereading in between", saved),
             ],
             where=kernel_work.kernel_locations(a, in_chain),
-            edits=changes,
+            edits=edits,
             confidence_notes=[]
-            if known >= 0.5
+            if known_share >= 0.5
             else ["shapes are not recorded: bytes are estimated from the number of kernels"],
-            **({} if known >= 0.5 else self.case("shapes are not recorded")),
+            **({} if known_share >= 0.5 else self.case("shapes are not recorded")),
         )
 
-    def _chains(
+    def _find_chains(
         self, a: Analysis, rows: kernel_work.Mask, fusible: kernel_work.Mask
     ) -> tuple[kernel_work.Mask, pl.DataFrame, float]:
-        """Rows in chains; a row a chain with ``count``, ``dur`` and ``saved`` (ns, if the tensor
-        of every link stayed on the chip); the share of chain kernels whose shapes are known."""
+        """Return a mask of rows in chains, a table of chains, and the share of chain kernels with
+        known shapes. The table has ``count``, ``dur`` and ``saved`` (ns, if every link's tensor
+        stayed on the chip)."""
         gpu = a.trace.gpu
         index = np.flatnonzero(rows)
         index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
-        able = fusible[index]
+        is_fusible = fusible[index]
         stream = gpu["stream"].to_numpy()[index]
         inputs = a.trace.cpu["inputs"].gather(gpu["op"].gather(index)).fill_null(-1).to_numpy()
-        size, width, shapes = self._sizes(a, np.unique(inputs[able]))
-        same = _fits(shapes, inputs)
+        size, width, shapes = self._measure_inputs(a, np.unique(inputs[is_fusible]))
+        sizes_match = _match_sizes(shapes, inputs)
         size, width = size[inputs], width[inputs]
-        # whether a kernel continues the chain of the one before
+        # whether a kernel continues the previous kernel's chain
         link = np.zeros(len(index), dtype=bool)
-        link[1:] = able[1:] & able[:-1] & (stream[1:] == stream[:-1]) & same
+        link[1:] = is_fusible[1:] & is_fusible[:-1] & (stream[1:] == stream[:-1]) & sizes_match
         launched = (
             a.trace.cpu["ts"].gather(gpu["launch"].gather(index)).fill_null(gpu["ts"].gather(index))
         )
         step = np.searchsorted(a.steps.marks["ts"].to_numpy(), launched.to_numpy(), side="right")
         link[1:] &= step[1:] == step[:-1]
         chain = np.cumsum(~link)
-        place = np.arange(len(index)) - np.flatnonzero(~link)[chain - 1] if len(index) else chain
-        chain = chain * (len(index) + 1) + place // self.max_chain  # cut where one kernel is full
+        offset = np.arange(len(index)) - np.flatnonzero(~link)[chain - 1] if len(index) else chain
+        chain = chain * (len(index) + 1) + offset // self.max_chain  # cut where one kernel is full
         moved = a.kernels["moved"].gather(index).cast(pl.Float64)
-        # what one kernel leaves to the next is no larger than what that reads
-        passed = np.minimum(size * width, np.append(size[1:] * width[1:], 0))
-        between = np.minimum(2.0 * passed, moved.fill_null(0.0).to_numpy())
+        # a kernel passes on no more than the next one reads
+        bytes_passed = np.minimum(size * width, np.append(size[1:] * width[1:], 0))
+        between = np.minimum(2.0 * bytes_passed, moved.fill_null(0.0).to_numpy())
         table = (
             pl.DataFrame(
                 {
                     "chain": chain,
                     "row": index,
-                    "able": able,
+                    "able": is_fusible,
                     "dur": gpu["dur"].to_numpy()[index],
                     "moved": moved,
                     "between": between,
@@ -235,18 +236,19 @@ class UnfusedElementwise(Rule):
                 (pl.col("dur") - pl.col("longest")).cast(pl.Float64),
             )
         )
-        inside = np.zeros(len(rows), dtype=bool)
+        in_chain = np.zeros(len(rows), dtype=bool)
         if table.height:
-            inside[table["row"].explode().to_numpy()] = True
-        weight = float(table["dur"].sum())
-        known = float(table.filter("known")["dur"].sum()) / weight if weight else 0.0
-        return inside, table, known
+            in_chain[table["row"].explode().to_numpy()] = True
+        chain_ns = float(table["dur"].sum())
+        known = float(table.filter("known")["dur"].sum()) / chain_ns if chain_ns else 0.0
+        return in_chain, table, known
 
-    def _sizes(
+    def _measure_inputs(
         self, a: Analysis, wanted: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, tuple[int, ...]]]:
-        """Aligned with ``trace.inputs``, and a last row for none: elements of the largest tensor
-        and its bytes an element; 0: not known, or not ``wanted``. And its shape, by row."""
+        """Return the largest tensor's elements, its bytes per element, and its shape by row. The
+        arrays are aligned with ``trace.inputs``, with a last row for no input; 0 if unknown or not
+        ``wanted``."""
         table = a.trace.inputs
         shapes: dict[int, tuple[int, ...]] = {}
         size = np.zeros(table.height + 1, dtype=np.int64)
@@ -307,34 +309,36 @@ class UnfusedElementwise(Rule):
 
 
 def _select_fusible(a: Analysis, rows: kernel_work.Mask) -> tuple[kernel_work.Mask, Select]:
-    """Return which of ``rows`` a pointwise compiler can write, and what selects them."""
+    """Return the mask of ``rows`` that a pointwise compiler can generate, and their selection."""
     norms = rows & kernel_work.family_rows(a, "normalisation")
     operators = a.trace.cpu["name"].gather(a.trace.gpu["op"])
-    of_rows = norms & name_matches(operators, ROW_NORMS).fill_null(value=False).to_numpy()
-    selected = rows & kernel_work.family_rows(a, *FUSIBLE) | of_rows
+    row_norms = norms & name_matches(operators, ROW_NORMS).fill_null(value=False).to_numpy()
+    selected = rows & kernel_work.family_rows(a, *FUSIBLE) | row_norms
     select = Select(on="gpu", kind=("kernel",), family=FUSIBLE)
-    if of_rows.any():
+    if row_norms.any():
         select = replace(select, family=(*FUSIBLE, "normalisation"))
-    if of_rows.any() and (norms & ~of_rows).any():
+    if row_norms.any() and (norms & ~row_norms).any():
         names = a.trace.gpu["name"].filter(pl.Series(selected)).unique().sort()
         select = replace(select, name=kernel_work.exact_pattern(names.cast(pl.String).to_list()))
     return selected, select
 
 
-def _fits(shapes: dict[int, tuple[int, ...]], inputs: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each kernel's tensor has the size of the one before or broadcasts with it, as that
-    of a mean does, or one of them is not known."""
+def _match_sizes(
+    shapes: dict[int, tuple[int, ...]], inputs: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return whether each kernel's tensor has the size of the previous one or broadcasts with it,
+    as a mean does. True if either is unknown."""
     pairs, which = np.unique(np.stack([inputs[:-1], inputs[1:]]), axis=1, return_inverse=True)
-    known = [(shapes.get(one), shapes.get(other)) for one, other in pairs.T.tolist()]
-    return np.array([_one_loop(*pair) for pair in known], dtype=bool)[which.ravel()]
+    shape_pairs = [(shapes.get(one), shapes.get(other)) for one, other in pairs.T.tolist()]
+    return np.array([_is_one_loop(*pair) for pair in shape_pairs], dtype=bool)[which.ravel()]
 
 
-def _one_loop(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
-    if one is None or other is None or prod(one) == prod(other):
+def _is_one_loop(shape: tuple[int, ...] | None, next_shape: tuple[int, ...] | None) -> bool:
+    if shape is None or next_shape is None or prod(shape) == prod(next_shape):
         return True
-    small, large = sorted((one, other), key=prod)
+    small, large = sorted((shape, next_shape), key=prod)
     ends = zip(reversed(small), reversed(large), strict=False)
-    return len(small) <= len(large) and all(size in (1, whole) for size, whole in ends)
+    return len(small) <= len(large) and all(size in (1, large_size) for size, large_size in ends)
 
 
 def _product(b: TraceBuilder) -> None:

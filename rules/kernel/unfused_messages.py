@@ -1,4 +1,4 @@
-"""Messages along the edges of a graph that are written to memory one by one."""
+"""Messages along the edges of a graph that are written to memory."""
 
 from typing import ClassVar, NamedTuple
 
@@ -18,50 +18,51 @@ from advisor.testing import Examples, TraceBuilder
 GATHERS = ("aten::gather", "aten::index_select")
 SCATTERS = ("aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add")
 BETWEEN = ("aten::mul", "aten::mul_", "aten::fill_", "aten::zero_")
-"""Operators that a sparse product does too: weights of the edges, and sums that begin at zero."""
+"""Operators whose work a sparse product includes: multiplying by edge weights, and zeroing sums."""
 MAX_BETWEEN = 3
 
 
 class Chain(NamedTuple):
-    """Kernels that make the messages of all edges and add them up."""
+    """Kernels that compute the messages of all edges and add them up."""
 
     rows: list[int]
     """Rows of ``trace.gpu``, in order."""
     nodes: int
     edges: int
     width: int
-    """Values of a message."""
+    """Number of values per message."""
     bytes: int
     """Size of one tensor of messages."""
     tensors: int
-    """Tensors of messages that are written: those gathered, and those with weights."""
+    """Number of message tensors that are written: the gathered ones and the weighted ones."""
 
 
 class UnfusedMessages(Rule):
     """A graph network gathers the features of each edge's source, multiplies them with the edge's
-    weight, and adds them up at its target. As operators of their own these write and read a tensor
-    with a row for each edge. A sparse product does all three in one kernel: it reads the features
-    and writes the sums.
+    weight, and adds them up at its target. As separate operators these write and read a tensor with
+    one row per edge. A sparse product does all three in one kernel: it reads the features and
+    writes the sums.
 
-    Found is a gather of rows [edges, width] from [nodes, width] with a scatter-add of the same rows
-    behind it. Only products and fills may lie between the two. An embedding's gather and its
-    gradient lie far apart, and experts compute on what they gather: both are none. A gain is not
-    estimated. It depends on the graph's order and on the product's kernel, which no trace shows."""
+    The rule finds a gather of rows [edges, width] from [nodes, width] followed by a scatter-add of
+    the same rows. Only products and fills may be between the two. So an embedding's gather and its
+    distant gradient do not count, and neither do experts, which compute on the gathered rows. The
+    gain is not estimated: it depends on the graph's order and on the product's kernel, which no
+    trace shows."""
 
     id = "unfused-messages"
     title = "Gather and scatter-add in place of a sparse product"
     found_in: ClassVar[tuple[str, ...]] = ("traces/h100/citation_gcn",)
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "traces/h100/ads_ranker")
     validation_note = (
-        "three GCNConv of PyTorch Geometric on an H100, forward and backward; what a sparse "
-        "product saves there was not measured"
+        "three GCNConv layers of PyTorch Geometric on an H100, forward and backward; the saving of "
+        "a sparse product was not measured"
     )
     references = (
         "https://pytorch-geometric.readthedocs.io/en/latest/advanced/sparse_tensor.html",
         "https://docs.pytorch.org/docs/stable/sparse.html",
     )
 
-    min_share = Threshold(0.10, "of the step in kernels that make and add up messages", XPROF)
+    min_share = Threshold(0.10, "of the step in kernels that compute and add up messages", XPROF)
     min_edges = Threshold(2.0, "edges per node, so that messages outgrow the features", CHOSEN)
 
     fix = (
@@ -73,7 +74,7 @@ class UnfusedMessages(Rule):
         "# PyTorch Geometric\n"
         "data = torch_geometric.transforms.ToSparseTensor()(data)   # once\n"
         "out = model(data.x, data.adj_t)\n\n"
-        "# own layers: crow and sources of the edges, sorted by target\n"
+        "# your own layers: crow and sources of the edges, sorted by target\n"
         "adjacency = torch.sparse_csr_tensor(crow, sources, weights)\n"
         "out = adjacency @ x"
     )
@@ -85,30 +86,31 @@ class UnfusedMessages(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None or not a.span_ns or a.trace.inputs.is_empty():
             return
-        found = [one for one in _chains(a) if one.edges >= self.min_edges * one.nodes]
-        rows = np.array([row for one in found for row in one.rows], dtype=np.int64)
+        chains = [chain for chain in _find_chains(a) if chain.edges >= self.min_edges * chain.nodes]
+        rows = np.array([row for chain in chains for row in chain.rows], dtype=np.int64)
         dur = a.trace.gpu["dur"].to_numpy()[rows]
         ns = int(dur.sum())
-        if not found or ns < self.min_share * a.span_ns:
+        if not chains or ns < self.min_share * a.span_ns:
             return
-        moved = sum(2 * one.tensors * one.bytes for one in found)
-        most = max(found, key=lambda one: one.bytes)
+        bytes_moved = sum(2 * chain.tensors * chain.bytes for chain in chains)
+        largest = max(chains, key=lambda chain: chain.bytes)
         work = a.trace.gpu[rows].with_columns(gpu=rows, cost=dur)
         yield Finding(
             summary=(
-                f"Gather, products and scatter-add of {most.edges:,} edges between {most.nodes:,} "
-                f"nodes take {of_step(a, ns)}. Each of {_per_step(a, len(found))} writes and reads "
-                f"{t.format_bytes(most.bytes)} of messages {most.tensors} times."
+                f"Gather, products and scatter-add of {largest.edges:,} edges between "
+                f"{largest.nodes:,} nodes take {of_step(a, ns)}. Each of "
+                f"{_count_passes(a, len(chains))} writes and reads "
+                f"{t.format_bytes(largest.bytes)} of messages {largest.tensors} times."
             ),
             evidence=[
                 amount_per_step(a, "kernels of messages", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-                amount_per_step(a, "messages written and read", moved, "byte"),
-                self.compare("edges per node", most.edges / most.nodes, "min_edges", "ratio"),
+                amount_per_step(a, "messages written and read", bytes_moved, "byte"),
+                self.compare("edges per node", largest.edges / largest.nodes, "min_edges", "ratio"),
             ],
             where=device_places(a, work, "cost"),
             impact=impact_without_gain(
-                "how fast the sparse product is on this graph is not in the trace: try it"
+                "the trace does not show how fast the sparse product is on this graph: try it"
             ),
             informational=True,
         )
@@ -124,17 +126,17 @@ class UnfusedMessages(Rule):
             "hardly any time": (example_steps(lambda b: _convolve(b, us=5)), "min_share"),
             "experts compute in between": (
                 example_steps(lambda b: _convolve(b, between="aten::mm")),
-                "not found",
+                "not chains",
             ),
         }
 
 
-def _per_step(a: Analysis, count: int) -> str:
+def _count_passes(a: Analysis, count: int) -> str:
     return t.count_noun(max(1, round(count / a.step_count)), "pass", "passes")
 
 
-def _chains(a: Analysis) -> list[Chain]:
-    """List gathers and what follows on the device up to the scatter-add of the same rows."""
+def _find_chains(a: Analysis) -> list[Chain]:
+    """Return chains from a gather to the scatter-add of the same rows."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     rows = np.flatnonzero(kernel_rows(a) & gpu["op"].is_not_null().to_numpy())
     op = gpu["op"].gather(rows)
@@ -144,23 +146,27 @@ def _chains(a: Analysis) -> list[Chain]:
     table = table.sort("ts")
     numbers, named, ops = (table[key].to_list() for key in ("row", "name", "op"))
     result = []
-    # few operators gather: those alone are looked at
-    for at in np.flatnonzero(table["name"].is_in(GATHERS).to_numpy()):
-        end = at + 1
-        while end < len(named) and end <= at + MAX_BETWEEN and named[end] in BETWEEN:
+    # loop over gathers only, which are few
+    for start in np.flatnonzero(table["name"].is_in(GATHERS).to_numpy()):
+        end = start + 1
+        while end < len(named) and end <= start + MAX_BETWEEN and named[end] in BETWEEN:
             end += 1
         if end < len(named) and named[end] in SCATTERS:
-            one = _chain(a, numbers[at : end + 1], ops[at], ops[end], named[at + 1 : end])
-            result += [] if one is None else [one]
+            chain = _match_chain(
+                a, numbers[start : end + 1], ops[start], ops[end], named[start + 1 : end]
+            )
+            result += [] if chain is None else [chain]
     return result
 
 
-def _chain(a: Analysis, rows: list[int], first: int, last: int, between: list[str]) -> Chain | None:
-    """Return the chain if both operators are of the same rows; ``None``: they are not."""
-    given = [a.trace.cpu["inputs"][row] for row in (first, last)]
-    if None in given:
+def _match_chain(
+    a: Analysis, rows: list[int], gather_op: int, scatter_op: int, between: list[str]
+) -> Chain | None:
+    """Return the chain if both operators use the same rows, or ``None``."""
+    inputs = [a.trace.cpu["inputs"][row] for row in (gather_op, scatter_op)]
+    if None in inputs:
         return None
-    gathered, added = (inputs_at(a, row).tensors for row in given)
+    gathered, added = (inputs_at(a, row).tensors for row in inputs)
     if len(gathered) < 2 or len(added) < 3:
         return None
     features, index, sums, messages = gathered[0], gathered[1], added[0], added[2]

@@ -1,4 +1,4 @@
-"""Grids that leave multiprocessors idle: the last wave of blocks, or all of them."""
+"""Grids that leave multiprocessors idle, in the last wave of blocks or in all of them."""
 
 import numpy as np
 import polars as pl
@@ -24,22 +24,22 @@ from advisor.testing import Examples, TraceBuilder
 
 class WaveQuantisation(Rule):
     """A GPU runs a grid in waves of as many blocks as fit at once. A grid of 1.2 waves takes as
-    long as one of 2: the last wave leaves 80% of the GPU empty.
+    long as a grid of 2: the last wave leaves 80% of the GPU empty.
 
-    Waves are blocks over (multiprocessors x resident blocks per multiprocessor). The waste,
-    1 - w / ceil(w), matters below about four waves. Beyond, the tail is small, and blocks no longer
-    end together. Kernels that are persistent or split along K (stream-K) have no waves. Resident
-    blocks come from the profiler where it writes them, else from the occupancy formula (registers,
-    shared memory, threads). A tail costs less where each remaining block has a multiprocessor to
-    itself and runs faster. So the rule counts at most what the operator leaves of its attainable
-    rate."""
+    The number of waves is blocks over (multiprocessors x resident blocks per multiprocessor). The
+    waste, 1 - w / ceil(w), matters below about four waves. Above, the tail is small, and blocks no
+    longer end together. Kernels that are persistent or split along K (stream-K) have no waves.
+    Resident blocks come from the profiler if it writes them, or else from the occupancy formula
+    (registers, shared memory, threads). A tail costs less if each remaining block has a
+    multiprocessor to itself and runs faster. So the rule counts at most the gap between the
+    operator's rate and its attainable rate."""
 
     id = "wave-quantisation"
     title = "Wave quantisation: the last wave of blocks leaves the GPU mostly empty"
     silent_in = SILENT_TRACES
     validation_note = (
-        "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors. Products "
-        "of 1.48 waves that reach 98% of the attainable rate there are not counted"
+        "the waves of SAM's kernels on an A100, from blocks, registers and multiprocessors. "
+        "Products of 1.48 waves that reach 98% of the attainable rate there are not counted"
     )
     sources = (Citation("arithmetic: 1.2 waves take as long as 2, the last of them 80% empty"),)
     references = (
@@ -47,7 +47,7 @@ class WaveQuantisation(Rule):
     )
 
     min_waste = Threshold(0.20, "of a kernel's time", MATMUL_GUIDE)
-    max_waves = Threshold(4, "waves: above it the tail is below 20% anyway", ARITHMETIC)
+    max_waves = Threshold(4, "waves; above it, the tail is below 20% anyway", ARITHMETIC)
     min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
     min_busy = kernel_work.MIN_BUSY
     recovered_share = Factor(0.7, "of the waste that another size or tile wins back", OURS)
@@ -76,22 +76,22 @@ class WaveQuantisation(Rule):
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
-        heavy = kernel_work.compute_rows(a) & kernel_work.family_rows(
+        matrix_rows = kernel_work.compute_rows(a) & kernel_work.family_rows(
             a, "gemm", "convolution", "attention"
         )
-        if kernel_work.summed_duration(a, heavy) < self.min_share * total:
+        if kernel_work.summed_duration(a, matrix_rows) < self.min_share * total:
             return
-        heavy_known = heavy & a.kernels["waves"].is_not_null().to_numpy()
-        if not heavy_known.any():
+        with_waves = matrix_rows & a.kernels["waves"].is_not_null().to_numpy()
+        if not with_waves.any():
             if a.trace.meta.vendor == "amd":
-                return  # how many blocks such a GPU holds at once is not modelled
+                return  # resident blocks of AMD GPUs are not modelled
             yield SkippedCheck(
                 what="wave quantisation of matrix kernels",
                 why="grid sizes or the GPU's properties are not in the trace",
                 record="a profiler that writes grid, block and deviceProperties",
             )
             return
-        table = self._wasteful(a, heavy_known, total)
+        table = self._find_wasteful(a, with_waves, total)
         if table.is_empty():
             return
         select = kernel_work.select_kernels(table["name"].cast(pl.String).to_list())
@@ -116,8 +116,9 @@ class WaveQuantisation(Rule):
             ],
         )
 
-    def _wasteful(self, a: Analysis, rows: kernel_work.Mask, total: int) -> pl.DataFrame:
-        """Return kernels by name, most ``lost`` first: ``dur``, ``lost`` (ns), mean ``waves``."""
+    def _find_wasteful(self, a: Analysis, rows: kernel_work.Mask, total: int) -> pl.DataFrame:
+        """Return kernels by name, largest ``lost`` first: ``dur``, ``lost`` (ns), mean
+        ``waves``."""
         name = a.trace.gpu["name"]
         waves = a.kernels["waves"].fill_null(0.0).to_numpy()
         index = np.flatnonzero(
@@ -127,7 +128,7 @@ class WaveQuantisation(Rule):
             & ~name_matches(name, kernel_work.PERSISTENT).to_numpy()
         )
         waves, dur = waves[index], a.trace.gpu["dur"].to_numpy()[index]
-        waste = np.minimum(1 - waves / np.maximum(np.ceil(waves), 1), _headroom(a, index))
+        waste = np.minimum(1 - waves / np.maximum(np.ceil(waves), 1), _measure_headroom(a, index))
         table = pl.DataFrame(
             {"name": name.gather(index), "dur": dur, "lost": dur * waste, "waves": waves}
         )
@@ -145,7 +146,8 @@ class WaveQuantisation(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """1.1 waves: 238 blocks where 216 fit (two of 256 threads and 128 registers each)."""
+        """Return a kernel of 1.1 waves: 238 blocks where 216 fit (two per multiprocessor, of 256
+        threads and 128 registers)."""
 
         def wait(b: TraceBuilder) -> None:
             _run(b, 1024, 20, 238)
@@ -162,9 +164,9 @@ class WaveQuantisation(Rule):
         }
 
 
-def _headroom(a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
+def _measure_headroom(a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the share of the time of rows of ``trace.gpu`` that a kernel at the attainable rate
-    would not take; 1 where that rate is not known."""
+    would save; 1 if that rate is unknown."""
     ops = pl.DataFrame(
         {
             "op": a.kernels["op_name"].gather(index).cast(pl.String),
@@ -173,10 +175,10 @@ def _headroom(a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
             .cast(pl.Int64),
         }
     )
-    known = a.rooflines.filter(pl.col("op").is_not_null() & pl.col("efficiency").is_not_null())
-    known = known.select("op", "inputs", "efficiency").unique(["op", "inputs"])
+    rated = a.rooflines.filter(pl.col("op").is_not_null() & pl.col("efficiency").is_not_null())
+    rated = rated.select("op", "inputs", "efficiency").unique(["op", "inputs"])
     reached = ops.join(
-        known, on=["op", "inputs"], how="left", nulls_equal=True, maintain_order="left"
+        rated, on=["op", "inputs"], how="left", nulls_equal=True, maintain_order="left"
     )["efficiency"]
     return 1 - reached.fill_null(0.0).clip(0.0, 1.0).to_numpy()
 
@@ -206,28 +208,30 @@ _WON_BACK = (
 
 
 BY_CHANNEL = ("normalisation", "reduction")
-"""Families whose blocks follow channels or rows: a larger batch adds none."""
+"""Families with one block per channel or row: a larger batch adds none."""
 
 
 class SmallGrids(Rule):
     """A kernel with fewer blocks than the GPU has multiprocessors leaves some of them idle for its
-    whole duration. When much of the compute time is like that, the batch is too small for this GPU.
+    whole duration. If much of the compute time is in such kernels, the batch is too small for this
+    GPU.
 
     ``blocks per SM`` is the grid size over the multiprocessors; below 1, the share 1 - blocks/SM of
     the GPU is empty. Communication kernels do not count (an all-reduce takes 8 blocks by design,
     0.07 per multiprocessor). Neither do persistent kernels, which launch at most one block per
-    multiprocessor and loop (``nvjet``, stream-K, Blackwell attention). Norms and reductions have a
-    block per channel or row, however large the batch, and do not count. The rule is silent when the
-    device idles half of the time: a starved GPU makes kernels look small. In public launch-bound
-    traces, whose bottleneck is the host, 36 to 78% of kernel time is like that."""
+    multiprocessor and loop (``nvjet``, stream-K, Blackwell attention). Norms and reductions do not
+    count: they have one block per channel or row, whatever the batch size. The rule is silent when
+    the device idles half of the time: a starved GPU makes kernels look small. In public
+    launch-bound traces, whose bottleneck is the host, 36 to 78% of kernel time is in small
+    kernels."""
 
     id = "small-grids"
     title = "Kernels are too small to fill the GPU"
     found_in = ("traces/dlrm_8ranks",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "silent where it must be: A100 (49% of kernel time looks small, 19% of compute time is), "
-        "H100 (65%, but 7% busy), B200. Fires on DLRM on V100 (78% of compute time in kernels of "
+        "silent on A100 (49% of kernel time looks small, but only 19% of compute time is), H100 "
+        "(65%, but 7% busy) and B200. Fires on DLRM on V100 (78% of compute time in kernels of "
         "fewer than 80 blocks, counted from the grids)"
     )
     references = (
@@ -288,19 +292,19 @@ class SmallGrids(Rule):
         gpu = a.trace.gpu
         rows = kernel_work.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
-        small = (
+        is_small = (
             rows & (blocks < 1) & ~name_matches(gpu["name"], kernel_work.PERSISTENT).to_numpy()
         ) & ~kernel_work.family_rows(a, *BY_CHANNEL)
         total = kernel_work.summed_duration(a, rows)
         if not total:
             return
-        share = kernel_work.summed_duration(a, small) / total
+        share = kernel_work.summed_duration(a, is_small) / total
         if share < self.min_share:
             return
-        dur = gpu["dur"].to_numpy()[small]
-        empty = float((dur * (1 - blocks[small])).sum())
+        dur = gpu["dur"].to_numpy()[is_small]
+        empty = float((dur * (1 - blocks[is_small])).sum())
         empty_share = empty / float(dur.sum())
-        families = sorted(set(a.kernels["family"].filter(small).drop_nulls().to_list()))
+        families = sorted(set(a.kernels["family"].filter(is_small).drop_nulls().to_list()))
         selected = rows & kernel_work.family_rows(a, *families)
         saved = (empty * part for part in (self.recovered_share, 1.0, self.worst_part))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
@@ -312,10 +316,10 @@ class SmallGrids(Rule):
             evidence=[
                 self.compare("small kernels, share of compute time", share, "min_share"),
                 Evidence("of the GPU empty meanwhile", empty_share, "share"),
-                amount_per_step(a, "small kernels", int(small.sum()), "count"),
+                amount_per_step(a, "small kernels", int(is_small.sum()), "count"),
                 self.compare("device busy", kernel_work.busy_share(a), "min_busy"),
             ],
-            where=kernel_work.kernel_locations(a, small),
+            where=kernel_work.kernel_locations(a, is_small),
             edits=[kernel_work.scale_kernels(a, selected, saved, select)],
         )
 
@@ -358,7 +362,7 @@ class SmallGrids(Rule):
                 example_steps(communicate),
                 "share < self.min_share",
             ),
-            "a block a channel": (example_steps(normalise), "share < self.min_share"),
+            "one block per channel": (example_steps(normalise), "share < self.min_share"),
             "persistent kernels": (example_steps(persist, "H100"), "share < self.min_share"),
             "the host is late": (example_steps(starve), "min_busy"),
         }

@@ -92,7 +92,7 @@ def test_padded_widths_grow_with_the_layers_that_read_them() -> None:
 
 
 def test_a_padded_image_fits_the_padded_layer() -> None:
-    case = RULES["slow-convolution"].case("channels are no multiples of 8")
+    case = RULES["slow-convolution"].case("channels are not multiples of 8")
     given = {
         "nn": torch.nn, "F": torch.nn.functional, "self": SimpleNamespace(),
         "width": 16, "x": torch.randn(2, 3, 8, 8),
@@ -166,7 +166,7 @@ def _channels_last(shape: tuple[int, ...]) -> Any:
     ("case", "order"),
     [
         ("different orders", lambda: torch.randn(8, 4).t()),
-        ("channels last beside another order", lambda: _channels_last((2, 4, 8, 8))),
+        ("channels last and another order", lambda: _channels_last((2, 4, 8, 8))),
     ],
 )
 def test_both_inputs_have_one_memory_order_afterwards(case: str, order: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Location
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import (
-    MIN_COVERED,
+    MIN_COVERED_SHARE,
     MIN_SAMPLES,
     NESTED,
     Rows,
@@ -92,7 +92,7 @@ def find_hottest_library_call(
     if not counts:
         return None
     key, samples = counts.most_common(1)[0]
-    if samples < MIN_SAMPLES or samples < MIN_COVERED * total:
+    if samples < MIN_SAMPLES or samples < MIN_COVERED_SHARE * total:
         return None
     line = lines[key].most_common(1)[0][0] if key in lines else None
     name = names[key].most_common(1)[0][0]

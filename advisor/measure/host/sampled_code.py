@@ -13,7 +13,7 @@ from advisor.core.finding import Location
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import (
-    MIN_COVERED,
+    MIN_COVERED_SHARE,
     MIN_OF_LOOP,
     MIN_SAMPLES,
     HottestLine,
@@ -111,7 +111,7 @@ def code_outside(
         }
         line = max(lines, key=lines.__getitem__)[2]
     leaf, leaf_samples = leaves[file, function, line].most_common(1)[0]
-    library = parse_frame(leaf) if leaf_samples >= MIN_COVERED * count else None
+    library = parse_frame(leaf) if leaf_samples >= MIN_COVERED_SHARE * count else None
     return SampledCode(
         Location(file=file, line=line, function=function),
         count / total,

@@ -1,4 +1,4 @@
-"""Work of the loop that comes every few steps, from the recorded times between and in steps."""
+"""Work of the loop that recurs every few steps, from the recorded times between and in steps."""
 
 from typing import NamedTuple
 
@@ -8,86 +8,89 @@ from advisor.core.intervals import Ints
 from advisor.measure.steps.step_records import StepRecords
 
 OWN_PHASES = ("between steps", "other")
-"""Recorder phases of the loop's own code: not loading, forward, backward or optimizer."""
-FACTOR, MADS = 0.5, 5.0
-"""Least time of the work, beyond what lies in the median step: medians of the step, and median
-absolute deviations of what lies in it."""
+"""Recorder phases of the loop's own code, outside loading, forward, backward and optimizer."""
+MIN_EXCESS_STEPS, MIN_EXCESS_MADS = 0.5, 5.0
+"""Minimum excess of the work over its median per step: in median steps, and in median absolute
+deviations."""
 MIN_TIMES = 5
-"""Least number of times that show a period."""
-MIN_REGULAR = 0.8
-"""Share of the distances that must be one period, or a few where profiled steps lie between."""
-MAX_MISSED = 4
-LONG_PERIOD = 8
-"""Period from which a step more or less is the same distance."""
+"""Minimum number of occurrences that show a period."""
+MIN_REGULAR_SHARE = 0.8
+"""Minimum share of the distances that are one period, or several with profiled steps in between."""
+MAX_MISSED_PERIODS = 4
+MIN_LONG_PERIOD = 8
+"""Minimum period at which distances may differ by one step."""
 
 
 class RecurringWork(NamedTuple):
-    """Work of the loop itself that comes every ``period`` steps. Times in ns."""
+    """Work of the loop itself that recurs every ``period`` steps. Times in ns."""
 
     period: int
     times: int
-    """Number of times that it was recorded, in steps that count."""
+    """Number of recorded occurrences in used steps."""
     each: float
-    """Mean time of it, beyond what lies in the median step."""
+    """Mean excess time of an occurrence over the median step."""
     per_step: float
-    """Mean time of it per step."""
+    """Mean excess time per step."""
     step: float
-    """Mean step with all that lies between steps."""
+    """Mean step, including the time between steps."""
     gain: float
-    """The mean step less the median one, and at most ``per_step``: where the host runs ahead the
-    device works meanwhile."""
+    """The mean step minus the median step, at most ``per_step``: if the host runs ahead, the device
+    works meanwhile."""
     outside: bool
-    """Whether most of it lies outside the steps (validation, checkpoints)."""
+    """Whether most of the time is outside the steps (validation, checkpoints)."""
     on_device: float | None
-    """Median time of the device in the steps that contain it, beyond the median step; ``None``: not
-    recorded."""
+    """Median excess device time of the steps that contain the work, or ``None`` if not recorded."""
     first: int
-    """Number of the first step that contains it."""
+    """Number of the first step that contains the work."""
 
     @property
     def share(self) -> float:
-        """Share of the run's time."""
+        """Share of the work in the run's time."""
         return self.per_step / self.step
 
     def contains(self, step: int) -> bool:
         """Return whether the step of this number should contain the work."""
-        apart = (step - self.first) % self.period
-        return min(apart, self.period - apart) <= int(self.period >= LONG_PERIOD)
+        offset = (step - self.first) % self.period
+        return min(offset, self.period - offset) <= int(self.period >= MIN_LONG_PERIOD)
 
 
 def find_periodic_work(recorded: StepRecords) -> RecurringWork | None:
-    """Find work between or in steps, outside loading, forward, backward and optimizer, that comes
-    at equal distances in steps. ``None``: there is none, or the record is too short."""
+    """Find work between or in steps, outside loading, forward, backward and optimizer, that recurs
+    at equal distances in steps. ``None`` if there is no such work, or the record is too short."""
     used = recorded.used
     if not used.any() or not recorded.median:
         return None
     evaluation = np.array([max(0, step.evaluation) for step in recorded.steps], dtype=np.float64)
-    evaluation[:1] = 0.0  # what lies before the first step
-    own = evaluation - np.nan_to_num(recorded.column("gc"))
+    evaluation[:1] = 0.0  # excludes the time before the first step
+    own_ns = evaluation - np.nan_to_num(recorded.column("gc"))
     for name in OWN_PHASES:
-        own += np.nan_to_num(recorded.phases.get(name, np.zeros(len(own))))
-    plain = recorded.after_warmup & recorded.unprofiled
-    usual = float(np.median(own[plain]))
-    deviation = float(np.median(np.abs(own[plain] - usual)))
-    excess = own - usual
-    long = plain & (excess > max(FACTOR * recorded.median, MADS * deviation))
-    period = _find_period(np.flatnonzero(long))
-    counted = long & used
-    if period is None or not counted.any():
+        own_ns += np.nan_to_num(recorded.phases.get(name, np.zeros(len(own_ns))))
+    comparable = recorded.after_warmup & recorded.unprofiled
+    usual_ns = float(np.median(own_ns[comparable]))
+    deviation = float(np.median(np.abs(own_ns[comparable] - usual_ns)))
+    excess = own_ns - usual_ns
+    is_long = comparable & (
+        excess > max(MIN_EXCESS_STEPS * recorded.median, MIN_EXCESS_MADS * deviation)
+    )
+    period = _find_period(np.flatnonzero(is_long))
+    is_counted = is_long & used
+    if period is None or not is_counted.any():
         return None
-    spent, number = float(excess[counted].sum()), int(used.sum())
+    excess_ns, used_steps = float(excess[is_counted].sum()), int(used.sum())
     step = float((recorded.dur + evaluation)[used].mean())
-    device = recorded.device_dur[counted] - recorded.median
+    device_excess = recorded.device_dur[is_counted] - recorded.median
     return RecurringWork(
         period,
-        int(counted.sum()),
-        spent / int(counted.sum()),
-        spent / number,
+        int(is_counted.sum()),
+        excess_ns / int(is_counted.sum()),
+        excess_ns / used_steps,
         step,
-        max(0.0, min(spent / number, step - recorded.median)),
-        float(evaluation[counted].sum()) > spent / 2,
-        float(np.median(device[~np.isnan(device)])) if not np.isnan(device).all() else None,
-        recorded.steps[int(np.flatnonzero(long)[0])].n,
+        max(0.0, min(excess_ns / used_steps, step - recorded.median)),
+        float(evaluation[is_counted].sum()) > excess_ns / 2,
+        float(np.median(device_excess[~np.isnan(device_excess)]))
+        if not np.isnan(device_excess).all()
+        else None,
+        recorded.steps[int(np.flatnonzero(is_long)[0])].n,
     )
 
 
@@ -95,9 +98,9 @@ def _find_period(rows: Ints) -> int | None:
     if len(rows) < MIN_TIMES:
         return None
     gaps = np.diff(rows)
-    usual = int(np.median(gaps))
-    if usual < 2:
+    period = int(np.median(gaps))
+    if period < 2:
         return None
-    missed = np.clip(np.rint(gaps / usual), 1, MAX_MISSED)
-    regular = np.abs(gaps - missed * usual) <= int(usual >= LONG_PERIOD)
-    return usual if regular.mean() >= MIN_REGULAR else None
+    multiples = np.clip(np.rint(gaps / period), 1, MAX_MISSED_PERIODS)
+    is_regular = np.abs(gaps - multiples * period) <= int(period >= MIN_LONG_PERIOD)
+    return period if is_regular.mean() >= MIN_REGULAR_SHARE else None

@@ -1,5 +1,5 @@
-"""Differences between steps: one-off costs of a recording (code loaded, algorithms searched,
-kernels compiled, at a first call), and the longer half of the steps beside the shorter one."""
+"""Differences between steps: one-off costs of a recording (a first call loads code, searches
+algorithms or compiles kernels), and the longer half of the steps compared with the shorter half."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 
-TIMES_LATER = 10.0
-"""Ratio of a first call to the median of the later ones, from which it did something else besides:
-first calls that only warm caches take two or three times as long."""
+MIN_TIMES_LONGER = 10.0
+"""Minimum ratio of a first call to the median of later calls at which it did additional work: first
+calls that only warm caches take two or three times as long."""
 MIN_EXCESS_NS = 1_000_000
-"""Excess of a first call that counts, ns: loading a module, searching or compiling takes longer."""
+"""Minimum excess of a first call, ns: loading a module, searching or compiling takes longer."""
 MAX_BUSY = 0.2
-"""Part of the call during which the device may be at work: a call that waits for it is no cost."""
+"""Maximum share of the call during which the device works: a call that waits for it is not a
+cost."""
 MIN_SHARE = 0.05
-"""Part of what is analysed below which a call distorts no figure, and may be slow by chance."""
-LONE_SHARE = 0.5
-"""Part of what is analysed from which a call without a later one counts, where no other step shows
-that it does not come again."""
-NO_FUNCTION = r"::|#|Backward\d*$|^cu[A-Z]|^hip[A-Z]"
-"""Operators, marks and nodes of autograd. Anything else in the operators' category is a function
-compiled by TorchScript, under its own name."""
+"""Minimum share of a call in the analysed time: shorter ones distort no figure and may be slow by
+chance."""
+MIN_LONE_SHARE = 0.5
+"""Minimum share of a single call in the analysed time, if no other step shows that it does not
+recur."""
+NOT_A_FUNCTION = r"::|#|Backward\d*$|^cu[A-Z]|^hip[A-Z]"
+"""Pattern of operators, marks and nodes of autograd. Anything else in the operators' category is a
+function compiled by TorchScript, under its own name."""
 CALLS = ("launch", "graph_launch", "module_load", "malloc", "host_alloc", "free", "other")
 
 ONE_OFF_SCHEMA: dict[str, Any] = {
@@ -39,72 +41,79 @@ ONE_OFF_SCHEMA: dict[str, Any] = {
     "name": pl.String,
     "ts": pl.Int64,  # ns
     "dur": pl.Int64,  # ns
-    "usual": pl.Float64,  # ns: median of the later calls, start-up: time in calls; null: none
-    "count": pl.Int64,  # calls of this kind, this one included
+    "usual": pl.Float64,  # ns: median of the later calls; start-up: time in calls; null if none
+    "count": pl.Int64,  # calls of this kind, including this one
 }
 CAPTURE = "capture of a CUDA graph"
 LOADING = "start-up around"
-_QUIET = ("other", "malloc", "free", "host_alloc", "host_free", "event_query")
-"""Calls that set something up or ask for something, beside the loading of code."""
+_SETUP_CALLS = ("other", "malloc", "free", "host_alloc", "host_free", "event_query")
+"""Calls, other than the loading of code, that set something up or query something."""
 
 
 def find_one_off_rows(a: Analysis) -> pl.DataFrame:
-    """Find host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
+    """Find host rows that did something once, with the columns of ONE_OFF_SCHEMA, outermost first.
 
-    Captures of graphs, and stretches in which a thread only loads GPU code, unless the steps do so.
-    An operator's first call with given inputs, and a
-    runtime call at the first of its name, or within such an operator, that took TIMES_LATER as long
-    as the median of the later ones while the device idled. Of operators inside each other the
-    innermost that holds nearly all of it is named. A call that has no later one may be slow every
-    time. It is judged where it is a compiled function (TorchScript) whose time nothing recorded
-    inside explains: when other steps do without it, or when it takes LONE_SHARE of what is
-    analysed."""
+    These are captures of graphs, and intervals in which a thread only loads GPU code, unless the
+    steps do so. They also include an operator's first call with given inputs, and a runtime call
+    that is the first of its name or within such an operator, if it took MIN_TIMES_LONGER as long as
+    the median of later calls while the device idled. Of nested operators, the innermost with nearly
+    all of the time is named. A call without a later one may be slow every time. It counts only if
+    it is a compiled function (TorchScript) whose time nothing recorded inside explains, and either
+    other steps do without it or it takes MIN_LONE_SHARE of the analysed time."""
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
-    captures = pl.concat([_captures(a), _loading(a)])
-    anew = a.new_shape_spans
+    captures = pl.concat([_find_captures(a), _find_loading(a)])
+    new_shape_time = a.new_shape_spans
     rows = cpu.with_row_index("host").filter(
         (pl.col("kind") == "op") | pl.col("call").cast(pl.String).is_in(CALLS)
     )
-    key = ["name", "inputs"]
-    long = rows.select("host", "ts", "dur", "thread", "parent", *key).filter(
+    key_columns = ["name", "inputs"]
+    long_calls = rows.select("host", "ts", "dur", "thread", "parent", *key_columns).filter(
         pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
     )
-    if long.is_empty():
+    if long_calls.is_empty():
         return captures
-    same = rows.join(long.select(key).unique(), on=key, how="semi", nulls_equal=True)
-    groups = same.group_by(key).agg(
+    same_calls = rows.join(
+        long_calls.select(key_columns).unique(), on=key_columns, how="semi", nulls_equal=True
+    )
+    groups = same_calls.group_by(key_columns).agg(
         first=pl.col("host").sort_by("ts").first(),
         usual=pl.col("dur").sort_by("ts").slice(1).median(),
         count=pl.len().cast(pl.Int64),
     )
-    long = long.join(groups, on=key, nulls_equal=True)
-    least = MIN_SHARE if a.steps.used.height > 2 else LONE_SHARE
-    lone = (pl.col("count") == 1) & pl.Series(_own_time(a, long) >= least * a.span_ns)
-    lone &= ~pl.col("name").cast(pl.String).str.contains(NO_FUNCTION)
-    again = (pl.col("count") > 2) & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
-    result = long.filter((pl.col("host") == pl.col("first")) & (again.fill_null(False) | lone))
+    long_calls = long_calls.join(groups, on=key_columns, nulls_equal=True)
+    min_share = MIN_SHARE if a.steps.used.height > 2 else MIN_LONE_SHARE
+    is_lone = (pl.col("count") == 1) & pl.Series(
+        _measure_self_time(a, long_calls) >= min_share * a.span_ns
+    )
+    is_lone &= ~pl.col("name").cast(pl.String).str.contains(NOT_A_FUNCTION)
+    is_slow_first = (pl.col("count") > 2) & (pl.col("dur") > MIN_TIMES_LONGER * pl.col("usual"))
+    result = long_calls.filter(
+        (pl.col("host") == pl.col("first")) & (is_slow_first.fill_null(False) | is_lone)
+    )
     ts, dur = result["ts"].to_numpy(), result["dur"].to_numpy()
     busy = covered_length(ts, ts + dur, busy_in_recording(a))
-    # what most steps do again, because their shapes are new, is no start-up
+    # calls that most steps repeat because their shapes are new are not start-up
     result = result.filter(
-        pl.Series((busy <= MAX_BUSY * dur) & (2 * covered_length(ts, ts + dur, anew) <= dur))
+        pl.Series(
+            (busy <= MAX_BUSY * dur) & (2 * covered_length(ts, ts + dur, new_shape_time) <= dur)
+        )
     )
-    calls = _innermost(result).select(
+    calls = _keep_innermost(result).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
     )
     return pl.concat([captures, calls]) if captures.height else calls
 
 
-def _loading(a: Analysis) -> pl.DataFrame:
-    """Find long stretches from a call that loads GPU code (``cuModuleLoad…``, ``cuLibraryLoad…``,
-    HIP's too) to the next ones of its thread, with nothing else recorded between them and the
-    device idle: a library starts up. Empty where more than half of the steps have one."""
+def _find_loading(a: Analysis) -> pl.DataFrame:
+    """Find long sequences of calls of a thread that load GPU code (``cuModuleLoad…``,
+    ``cuLibraryLoad…`` and HIP's), with nothing else recorded between them and the device idle: a
+    library starts up. Empty if more than half of the steps have one."""
     rows = a.trace.cpu.with_row_index("host").select(
         pl.col("host").cast(pl.Int64), "thread", "ts", "dur", "name", "call",
         loads=(pl.col("call") == "module_load").fill_null(False),
-        quiet=((pl.col("kind") == "runtime") & pl.col("call").cast(pl.String).is_in(_QUIET))
+        quiet=((pl.col("kind") == "runtime") & pl.col("call").cast(pl.String).is_in(_SETUP_CALLS))
         .fill_null(False),
     )  # fmt: skip
     if int(rows["loads"].sum()) < 2:
@@ -112,7 +121,7 @@ def _loading(a: Analysis) -> pl.DataFrame:
     rows = rows.sort("thread", "ts").with_columns(
         stretch=(~(pl.col("loads") | pl.col("quiet"))).cum_sum().over("thread")
     )
-    found = (
+    loading = (
         rows.filter("loads")
         .group_by("thread", "stretch", maintain_order=True)
         .agg(
@@ -126,13 +135,15 @@ def _loading(a: Analysis) -> pl.DataFrame:
         .filter(pl.col("count") > 1)
         .with_columns(dur=pl.col("end") - pl.col("ts"))
     )
-    long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
-    found = found.filter(long, pl.Series(covered_length(*_span(found), busy_in_recording(a)) == 0))
+    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    loading = loading.filter(
+        is_long, pl.Series(covered_length(*_start_and_end(loading), busy_in_recording(a)) == 0)
+    )
     steps = a.steps.used.height
-    inside = covered_length(*_span(found), a.spans)
-    if steps > 2 and int((inside > 0).sum()) > steps / 2:
+    in_steps = covered_length(*_start_and_end(loading), a.spans)
+    if steps > 2 and int((in_steps > 0).sum()) > steps / 2:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
-    return found.select(
+    return loading.select(
         "host",
         pl.format("{} {}", pl.lit(LOADING), "name").alias("name"),
         "ts",
@@ -143,13 +154,13 @@ def _loading(a: Analysis) -> pl.DataFrame:
 
 
 def busy_in_recording(a: Analysis) -> Intervals:
-    """Return when the analysed device works, inside the steps or not."""
+    """Return the intervals in which the analysed device works, inside the steps or not."""
     gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
     return union(gpu["ts"].to_numpy(), (gpu["ts"] + gpu["dur"]).to_numpy())
 
 
-def _captures(a: Analysis) -> pl.DataFrame:
-    """Find long captures of graphs, each from its begin to its end on the same thread; empty where
+def _find_captures(a: Analysis) -> pl.DataFrame:
+    """Find long captures of graphs, each from its begin to its end on the same thread. Empty if
     more than half of the steps capture."""
     marks = a.trace.cpu.with_row_index("host").filter(pl.col("call") == "graph_capture")
     marks = marks.select(
@@ -160,65 +171,67 @@ def _captures(a: Analysis) -> pl.DataFrame:
         begins=pl.col("name").cast(pl.String).str.contains("(?i)begin"),
     ).sort("thread", "ts")
     end = (pl.col("ts") + pl.col("dur")).shift(-1)
-    ends = ~pl.col("begins").shift(-1) & (pl.col("thread") == pl.col("thread").shift(-1))
-    found = marks.with_columns(dur=end - pl.col("ts"), ends=ends).filter("begins", "ends")
-    inside = covered_length(*_span(found), a.spans)
+    is_end = ~pl.col("begins").shift(-1) & (pl.col("thread") == pl.col("thread").shift(-1))
+    captures = marks.with_columns(dur=end - pl.col("ts"), ends=is_end).filter("begins", "ends")
+    in_steps = covered_length(*_start_and_end(captures), a.spans)
     steps = a.steps.used.height
-    if steps > 2 and int((inside > 0).sum()) > steps / 2:
+    if steps > 2 and int((in_steps > 0).sum()) > steps / 2:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
-    long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
-    return found.filter(long).select(
+    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    return captures.filter(is_long).select(
         pl.col("host").cast(pl.Int64),
         pl.lit(CAPTURE).alias("name"),
         "ts",
         "dur",
         pl.lit(None, pl.Float64).alias("usual"),
-        pl.lit(found.height, pl.Int64).alias("count"),
+        pl.lit(captures.height, pl.Int64).alias("count"),
     )
 
 
-def _span(rows: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def _start_and_end(rows: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     ts = rows["ts"].to_numpy()
     return ts, ts + rows["dur"].to_numpy()
 
 
-def _own_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
+def _measure_self_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
     """Return the self time of host rows, outside what was recorded inside them, ns."""
     cpu = a.trace.cpu
-    inside = cpu.select("ts", "dur", host="parent").join(rows.select("host"), on="host", how="semi")
-    ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
-    begin = inside["ts"].to_numpy()
-    own: np.ndarray = dur - covered_length(
-        ts, ts + dur, union(begin, begin + inside["dur"].to_numpy())
+    children = cpu.select("ts", "dur", host="parent").join(
+        rows.select("host"), on="host", how="semi"
     )
-    return own
+    ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
+    begin = children["ts"].to_numpy()
+    self_ns: np.ndarray = dur - covered_length(
+        ts, ts + dur, union(begin, begin + children["dur"].to_numpy())
+    )
+    return self_ns
 
 
-def _innermost(result: pl.DataFrame) -> pl.DataFrame:
-    """Drop rows that hold another one of nearly their length."""
+def _keep_innermost(result: pl.DataFrame) -> pl.DataFrame:
+    """Drop rows that contain another row of nearly the same length."""
     result = result.sort("ts", "dur", descending=[False, True])
-    ts, dur, thread = (result[c].to_numpy() for c in ("ts", "dur", "thread"))
-    keep = np.ones(len(ts), dtype=np.bool_)
-    for i in range(len(ts) - 1):  # a few rows: first calls of milliseconds
-        inside = (thread == thread[i]) & (ts >= ts[i]) & (ts + dur <= ts[i] + dur[i])
-        inside[: i + 1] = False
-        keep[i] = not (inside & (dur >= 0.8 * dur[i])).any()
-    return result.filter(pl.Series(keep))
+    ts, dur, thread = (result[column].to_numpy() for column in ("ts", "dur", "thread"))
+    is_kept = np.ones(len(ts), dtype=np.bool_)
+    for row in range(len(ts) - 1):  # a few rows: first calls of milliseconds
+        is_inside = (thread == thread[row]) & (ts >= ts[row]) & (ts + dur <= ts[row] + dur[row])
+        is_inside[: row + 1] = False
+        is_kept[row] = not (is_inside & (dur >= 0.8 * dur[row])).any()
+    return result.filter(pl.Series(is_kept))
 
 
 MIN_STEPS = 4
-"""Steps that are needed for halves: one step's accident would stand for all."""
+"""Minimum number of steps for halves, so that one unusual step does not represent a half."""
 MIN_SPREAD = 1.3
-"""Ratio of the longest to the shortest step from which the halves are compared."""
-NAMED_SHARE = 0.15
-"""Part of the difference from which a class or a piece of work is listed."""
-LIMIT = 4
+"""Minimum ratio of the longest to the shortest step for comparing the halves."""
+MIN_NAMED_SHARE = 0.15
+"""Minimum share of the difference for listing a class or a kind of work."""
+MAX_PARTS = 4
 
 
 def compare_halves(a: Analysis) -> StepVariation | None:
-    """Compare the longer half of the used steps with the shorter one; a median step is in neither.
-    ``None``: the steps are similar, or too few. Without device work it compares the main thread's
-    time by its classes, and operators by their self time. All classes together would add up to the
+    """Compare the longer half of the used steps with the shorter half; a median step is in neither.
+    ``None`` if the steps are similar, or too few. Without device work, it compares the main
+    thread's time by class, and operators by self time. All classes together would add up to the
     difference."""
     used = a.steps.used
     if used.height < MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):
@@ -228,8 +241,8 @@ def compare_halves(a: Analysis) -> StepVariation | None:
         return None
     order = np.argsort(dur, kind="stable")
     half = len(order) // 2
-    short, long = order[:half], order[-half:]
-    difference = float(dur[long].mean() - dur[short].mean())
+    short_half, long_half = order[:half], order[-half:]
+    difference = float(dur[long_half].mean() - dur[short_half].mean())
     if difference <= 0:
         return None
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
@@ -240,22 +253,22 @@ def compare_halves(a: Analysis) -> StepVariation | None:
         gpu, rows = a.trace.gpu, np.flatnonzero(a.on_device)
         work = _Work(*(gpu[name].gather(rows) for name in ("name", "ts", "dur")))
     else:
-        work = _operators(a)
-    for cause, begin, finish in _host(a) if a.device_id is None else _idle(a):
+        work = _list_operators(a)
+    for cause, begin, finish in _host_parts(a) if a.device_id is None else _idle_parts(a):
         amounts[cause] = covered_length(start, end, union(begin, finish))
     classes = [
-        StepVariationPart(name, float(each[long].mean() - each[short].mean()))
-        for name, each in amounts.items()
+        StepVariationPart(name, float(values[long_half].mean() - values[short_half].mean()))
+        for name, values in amounts.items()
     ]
     return StepVariation(
-        float(dur[short].mean()),
-        float(dur[long].mean()),
-        _largest(classes, difference),
-        _largest(_by_name(a, work, short, long), difference),
+        float(dur[short_half].mean()),
+        float(dur[long_half].mean()),
+        _largest_parts(classes, difference),
+        _largest_parts(_sum_by_name(a, work, short_half, long_half), difference),
     )
 
 
-def _idle(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def _idle_parts(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (cause, starts, ends) of idle time."""
     parts = a.gaps.select("cause", "ts", "dur").with_columns(pl.col("cause").cast(pl.String))
     return [
@@ -272,63 +285,66 @@ class _Work(NamedTuple):
     dur: pl.Series
 
 
-def _host(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return (class, starts, ends) of the main thread's time."""
-    line = a.timeline
-    own = line.thread == a.trace.main_thread
-    start, end, code = line.start[own], line.end[own], line.code[own]
+def _host_parts(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Return (class, starts, ends) of the main thread's activity."""
+    timeline = a.timeline
+    is_main = timeline.thread == a.trace.main_thread
+    start, end, code = timeline.start[is_main], timeline.end[is_main], timeline.code[is_main]
     return [
-        (f"host: {HOST[which]}", start[code == which], end[code == which])
-        for which in np.unique(code).tolist()
+        (f"host: {HOST[host_class]}", start[code == host_class], end[code == host_class])
+        for host_class in np.unique(code).tolist()
     ]
 
 
-def _operators(a: Analysis) -> _Work:
-    """Return operators of the main thread, each piece in which nothing runs below it."""
-    line = a.timeline
-    own = (line.thread == a.trace.main_thread) & (line.code == HOST.index("dispatch"))
-    own &= line.row >= 0
-    start = line.start[own]
+def _list_operators(a: Analysis) -> _Work:
+    """Return operators of the main thread, as pieces in which nothing runs below them."""
+    timeline = a.timeline
+    is_operator_time = (timeline.thread == a.trace.main_thread) & (
+        timeline.code == HOST.index("dispatch")
+    )
+    is_operator_time &= timeline.row >= 0
+    start = timeline.start[is_operator_time]
     return _Work(
-        a.trace.cpu["name"].gather(line.row[own]),
+        a.trace.cpu["name"].gather(timeline.row[is_operator_time]),
         pl.Series(start),
-        pl.Series(line.end[own] - start),
+        pl.Series(timeline.end[is_operator_time] - start),
     )
 
 
-def _by_name(
+def _sum_by_name(
     a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray
 ) -> list[StepVariationPart]:
-    """Sum time by name inside the steps of each half, a piece in the step where it starts."""
+    """Sum time by name inside the steps of each half. A piece counts for the step where it
+    starts."""
     used = a.steps.used
     ts = work.ts.to_numpy()
     order = np.argsort(used["ts"].to_numpy(), kind="stable")
     starts = used["ts"].to_numpy()[order]
     index = np.searchsorted(starts, ts, side="right") - 1
     step = np.where(index >= 0, order[np.maximum(index, 0)], -1)
-    inside = (index >= 0) & (ts < used["end"].to_numpy()[step])
-    half = np.zeros(used.height, dtype=np.int8)
-    half[short], half[long] = -1, 1
-    side = np.where(inside, half[np.maximum(step, 0)], 0)
-    size = len(short)
+    in_step = (index >= 0) & (ts < used["end"].to_numpy()[step])
+    side_of_step = np.zeros(used.height, dtype=np.int8)
+    side_of_step[short], side_of_step[long] = -1, 1
+    side = np.where(in_step, side_of_step[np.maximum(step, 0)], 0)
+    steps_per_half = len(short)
     table = (
         pl.DataFrame({"name": work.name, "side": side, "dur": work.dur})
         .filter(pl.col("side") != 0)
         .group_by("name")
         .agg(
-            (pl.col("dur") * pl.col("side")).sum().alias("ns") / size,
-            (pl.col("side") == -1).sum().alias("short") / size,
-            (pl.col("side") == 1).sum().alias("long") / size,
+            (pl.col("dur") * pl.col("side")).sum().alias("ns") / steps_per_half,
+            (pl.col("side") == -1).sum().alias("short") / steps_per_half,
+            (pl.col("side") == 1).sum().alias("long") / steps_per_half,
         )
         .sort(-pl.col("ns"), pl.col("name").cast(pl.String))
         .head(20)
     )
     return [
-        StepVariationPart(str(name), float(ns), float(few), float(many))
-        for name, ns, few, many in table.iter_rows()
+        StepVariationPart(str(name), float(ns), float(short_count), float(long_count))
+        for name, ns, short_count, long_count in table.iter_rows()
     ]
 
 
-def _largest(parts: list[StepVariationPart], difference: float) -> list[StepVariationPart]:
-    kept = [part for part in parts if part.ns >= NAMED_SHARE * difference]
-    return sorted(kept, key=lambda part: -part.ns)[:LIMIT]
+def _largest_parts(parts: list[StepVariationPart], difference: float) -> list[StepVariationPart]:
+    shown = [part for part in parts if part.ns >= MIN_NAMED_SHARE * difference]
+    return sorted(shown, key=lambda part: -part.ns)[:MAX_PARTS]

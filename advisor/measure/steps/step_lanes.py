@@ -1,4 +1,4 @@
-"""A step as lanes of strips, one lane per stream, its time in a bounded number of cells."""
+"""A step as lanes of cells, one lane per stream, with a bounded number of cells."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 
 CELLS = 900
-"""Number of cells across the step; a screen shows no more of them."""
+"""Number of cells across the step: a screen cannot show more."""
 MAX_STREAMS = 8
 CLASSES = ("compute", "communication", "copies", "memset")
 
@@ -25,12 +25,12 @@ class CellRun(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Row of the picture: a stream, or idle time."""
+    """Lane of the picture: a stream, or idle time."""
 
     label: str
     runs: list[CellRun]
     busy: float
-    """Share of the step in which there is anything on it."""
+    """Share of the step with work or idle time on the lane."""
 
 
 class StepLanes(NamedTuple):
@@ -38,14 +38,14 @@ class StepLanes(NamedTuple):
     """Name of the step."""
     dur_ns: int
     lanes: list[Lane]
-    """Lanes of streams, those with most work first, then of idle time by cause."""
+    """Lanes of streams, the busiest first, then the lane of idle time by cause."""
     omitted_streams: int
-    """Number of streams with work that are left out."""
+    """Number of streams with work that are not shown."""
 
 
 def build_step_lanes(a: Analysis) -> StepLanes | None:
-    """Build the lanes of the used step closest to the median duration and the mean busy share;
-    ``None``: no device work in it."""
+    """Build the lanes of the used step closest to the median duration and the mean busy share.
+    ``None`` if it has no device work."""
     used = a.steps.used
     if used.is_empty() or a.device_id is None:
         return None
@@ -59,24 +59,26 @@ def build_step_lanes(a: Analysis) -> StepLanes | None:
     rows = np.flatnonzero(a.in_window & (ts < end) & (stop > begin))
     if not len(rows):
         return None
-    kind = _kinds(a, rows)
+    kind = _kind_codes(a, rows)
     stream = gpu["stream"].to_numpy()[rows]
     lanes = []
-    for number in np.unique(stream).tolist():
-        own = stream == number
-        grid = _grid(ts[rows][own], stop[rows][own], kind[own], begin, end, len(CLASSES))
-        lanes.append(_lane(f"stream {number}", grid, CLASSES, begin, end))
+    for stream_id in np.unique(stream).tolist():
+        on_stream = stream == stream_id
+        grid = _fill_cells(
+            ts[rows][on_stream], stop[rows][on_stream], kind[on_stream], begin, end, len(CLASSES)
+        )
+        lanes.append(_build_lane(f"stream {stream_id}", grid, CLASSES, begin, end))
     lanes.sort(key=lambda lane: -lane.busy)
-    more = max(0, len(lanes) - MAX_STREAMS)
+    omitted = max(0, len(lanes) - MAX_STREAMS)
     return StepLanes(
         step=str(used["name"][chosen]),
         dur_ns=end - begin,
-        lanes=[*lanes[:MAX_STREAMS], *_idle(a, begin, end)],
-        omitted_streams=more,
+        lanes=[*lanes[:MAX_STREAMS], *_build_idle_lanes(a, begin, end)],
+        omitted_streams=omitted,
     )
 
 
-def _kinds(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+def _kind_codes(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
     kind = a.trace.gpu["kind"].gather(rows)
     result = np.zeros(len(rows), dtype=np.int64)
     result[(kind == "memcpy").to_numpy()] = 2
@@ -85,7 +87,7 @@ def _kinds(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
     return result
 
 
-def _idle(a: Analysis, begin: int, end: int) -> list[Lane]:
+def _build_idle_lanes(a: Analysis, begin: int, end: int) -> list[Lane]:
     gaps = a.gaps.filter((pl.col("ts") < end) & (pl.col("ts") + pl.col("dur") > begin))
     if gaps.is_empty():
         return []
@@ -93,11 +95,11 @@ def _idle(a: Analysis, begin: int, end: int) -> list[Lane]:
 
     ts = gaps["ts"].to_numpy()
     cause = gaps["cause"].to_physical().to_numpy().astype(np.int64)
-    grid = _grid(ts, ts + gaps["dur"].to_numpy(), cause, begin, end, len(CAUSES))
-    return [_lane("idle", grid, CAUSES, begin, end)]
+    grid = _fill_cells(ts, ts + gaps["dur"].to_numpy(), cause, begin, end, len(CAUSES))
+    return [_build_lane("idle", grid, CAUSES, begin, end)]
 
 
-def _grid(
+def _fill_cells(
     start: NDArray[np.int64],
     stop: NDArray[np.int64],
     kind: NDArray[np.int64],
@@ -109,40 +111,42 @@ def _grid(
     width = (end - begin) / CELLS
     low = (np.clip(start, begin, end) - begin) / width
     high = (np.clip(stop, begin, end) - begin) / width
-    # The integral of "something runs" is piecewise linear: corners at the ends of all events, read
-    # off at the edges of the cells.
+    # The integral of "something runs" is piecewise linear, with corners at the ends of all events.
+    # It is evaluated at the edges of the cells.
     grid = np.zeros((kinds, CELLS))
     edges = np.arange(CELLS + 1)
-    for number in range(kinds):
-        own = kind == number
-        if own.any():
-            corners = np.sort(low[own]), np.sort(high[own])
-            grid[number] = np.diff(_ramp(edges, corners[0]) - _ramp(edges, corners[1])) * width
+    for code in range(kinds):
+        of_kind = kind == code
+        if of_kind.any():
+            corners = np.sort(low[of_kind]), np.sort(high[of_kind])
+            grid[code] = (
+                np.diff(_sum_ramps(edges, corners[0]) - _sum_ramps(edges, corners[1])) * width
+            )
     return grid
 
 
-def _ramp(at: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.float64]:
+def _sum_ramps(points: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum max(0, at - corner) over all corners."""
-    before = np.searchsorted(corners, at)
+    corners_before = np.searchsorted(corners, points)
     total = np.append(0.0, np.cumsum(corners))
-    result: NDArray[np.float64] = at * before - total[before]
+    result: NDArray[np.float64] = points * corners_before - total[corners_before]
     return result
 
 
-def _lane(
+def _build_lane(
     label: str, grid: NDArray[np.float64], names: tuple[str, ...], begin: int, end: int
 ) -> Lane:
-    """Draw a lane: each cell shows the kind that takes most of it, if anything takes a tenth of it;
-    a lone short event still shows, in the cell it is in."""
+    """Draw a lane. Each cell shows the kind that takes most of it, if at least a tenth is filled. A
+    single short event is still shown in its cell."""
     width = (end - begin) / CELLS
     filled = np.minimum(grid.sum(axis=0), width)
-    top = grid.argmax(axis=0)
+    largest_kind = grid.argmax(axis=0)
     neighbours = np.maximum(np.append(filled[1:], 0), np.append(0, filled[:-1]))
-    seen = (filled >= 0.1 * width) | ((filled > 0) & (neighbours < 0.1 * width))
-    code = np.where(seen, top, -1)
-    change = np.flatnonzero(np.diff(code)) + 1
-    starts = np.concatenate([[0], change]).tolist()
-    ends = np.concatenate([change, [CELLS]]).tolist()
+    is_shown = (filled >= 0.1 * width) | ((filled > 0) & (neighbours < 0.1 * width))
+    code = np.where(is_shown, largest_kind, -1)
+    changes = np.flatnonzero(np.diff(code)) + 1
+    starts = np.concatenate([[0], changes]).tolist()
+    ends = np.concatenate([changes, [CELLS]]).tolist()
     runs = [
         CellRun(names[code[first]], first, last)
         for first, last in zip(starts, ends, strict=True)

@@ -1,4 +1,4 @@
-"""Recorded steps as columns: those that count, and their times."""
+"""Recorded steps as columns: the used steps, and their times."""
 
 from __future__ import annotations
 
@@ -19,47 +19,51 @@ if TYPE_CHECKING:
     from advisor.measure.host.stacks import HottestLine, SampledStack
 
 
-WARM_UP = 10
-"""Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
-a fifth (as ``advisor compare`` does it), the first one from ``FEW`` steps on."""
-FEW = 3
+WARM_UP_STEPS = 10
+"""Recorded steps at the start that do not count: compilation, autotuning, caches. In a short run, a
+fifth of the steps (as in ``advisor compare``), but at least one from ``MIN_STEPS_TO_WARM_UP`` steps
+on."""
+MIN_STEPS_TO_WARM_UP = 3
 MIN_USED = 5
-"""Steps that count, at least, where a run has more than twice as many."""
-START_UP = 3
-"""First steps that are not compared even with a window that comes early."""
-NEAR, MIN_AROUND = 20, 5
-"""Largest distance of unprofiled steps compared with a profiled one; fewest such steps."""
+"""Minimum number of used steps, if a run has more than twice as many steps."""
+START_UP_STEPS = 3
+"""Number of first steps that are never compared, even with an early window."""
+MAX_STEPS_APART, MIN_AROUND = 20, 5
+"""Maximum distance of unprofiled steps compared with a profiled one; minimum number of them."""
 MIN_SAMPLES = 3
-"""Samples from which the mean use of the cores is reported."""
+"""Minimum number of samples for reporting the mean use of the cores."""
 MIN_FORWARD_SHARE = 0.9
-"""Share of steps with a recorded forward from which a loop counts as inference: in fewer, what is
-not recorded (a compiled step) may train."""
+"""Minimum share of steps with a recorded forward for a loop that counts as inference: with fewer,
+unrecorded code (a compiled step) may train."""
 MIN_PROFILED = 2
-"""Profiled steps from which their median is reported."""
-MIN_CERTAIN = 0.5
-"""Part of the profiled steps' excess length that must exceed the variation of the steps around them
-in every window. Below it, the profiler cannot be separated from it."""
+"""Minimum number of profiled steps for reporting their median."""
+MIN_CERTAIN_SHARE = 0.5
+"""Minimum share of the profiled steps' excess length that exceeds the variation of the steps around
+them in every window. Below it, the overhead cannot be separated from the variation."""
 MIN_STEPS = 5
-"""Number of steps from which their median is a run's step time."""
+"""Minimum number of steps whose median is a run's step time."""
 MIN_DEVICE_TIMED = 3
-"""Steps with a recorded device time from which they stand for the others."""
-SAME_SHARE, SAME_NS = 0.05, 100_000
-"""Differences of host and device time, as a share and in ns, up to which the host waits for the
+"""Minimum number of steps with a recorded device time that represent the others."""
+MAX_WAITING_SHARE, MAX_WAITING_NS = 0.05, 100_000
+"""Maximum differences of host and device time, as a share and in ns, if the host waits for the
 device in a step."""
-MAX_AHEAD = 0.1
-"""Share of the steps in which the host may not wait; with more, it runs ahead."""
-FAR_BELOW = 0.9
-"""Share of the device's time per step below which the host's time shows that it does not wait."""
+MAX_AHEAD_SHARE = 0.1
+"""Maximum share of steps in which the host does not wait; with more, it runs ahead."""
+MAX_NOT_WAITING_SHARE = 0.9
+"""Share of the device's time per step below which the host's time shows that the host does not
+wait."""
 
 
 class StepRecords:
-    """Steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
+    """Steps and samples of one rank. All times are in ns; missing values are NaN in columns of
+    floats."""
 
     def __init__(
         self, record: RankRecord, ahead_of: Callable[[], float | None] | None = None
     ) -> None:
-        """Read a record. ``ahead_of``: device time in the mean step of a trace of this rank in
-        which the host runs ahead, ns; ``None``: it does not, or there is no trace."""
+        """Read a record. ``ahead_of`` returns the device time in the mean step of a trace of this
+        rank in which the host runs ahead, ns, or ``None`` if the host does not, or there is no
+        trace."""
         self.record = record
         self._ahead_of = ahead_of
         self.steps: list[StepRow] = [step for step in record.steps if is_sane(step)]
@@ -73,37 +77,42 @@ class StepRecords:
 
     @cached_property
     def device_dur(self) -> Floats:
-        """Time of each step on the device, between CUDA events where it begins and where the next
-        one does, idle time included; NaN: it has none."""
+        """Time of each step on the device, from the CUDA event at its begin to the event at the
+        next begin, including idle time. NaN if it has none."""
         return np.array(
             [finite_or_nan(sum(step.gpu.values())) if step.gpu else np.nan for step in self.steps]
         )
 
     @cached_property
     def host_is_ahead(self) -> bool:
-        """Whether the host launches steps before the device has run those before: the time from one
-        step to the next on the host says nothing about a step."""
-        timed = self.used & ~np.isnan(self.device_dur)
-        device, host = self.device_dur[timed], self.dur[timed]
+        """Whether the host launches steps before the device has run the previous ones, so that host
+        times say nothing about a step."""
+        is_timed = self.used & ~np.isnan(self.device_dur)
+        device, host = self.device_dur[is_timed], self.dur[is_timed]
         if len(device):
-            apart = np.abs(device - host) > np.maximum(SAME_SHARE * device, SAME_NS)
-            return bool(apart.mean() > MAX_AHEAD)
-        busy = None if self._ahead_of is None or not self.used.any() else self._ahead_of()
-        return busy is not None and float(np.median(self.dur[self.used])) < FAR_BELOW * busy
+            is_different = np.abs(device - host) > np.maximum(
+                MAX_WAITING_SHARE * device, MAX_WAITING_NS
+            )
+            return bool(is_different.mean() > MAX_AHEAD_SHARE)
+        device_time = None if self._ahead_of is None or not self.used.any() else self._ahead_of()
+        return (
+            device_time is not None
+            and float(np.median(self.dur[self.used])) < MAX_NOT_WAITING_SHARE * device_time
+        )
 
     @cached_property
     def durations(self) -> Floats:
-        """Length of each step: its device time where the host runs ahead, else its host time, ns.
-        NaN: unknown."""
+        """Length of each step, ns: its device time if the host runs ahead, else its host time. NaN
+        if unknown."""
         if not self.host_is_ahead:
             return self.dur.astype(np.float64)
-        known = self.used & ~np.isnan(self.device_dur)
-        few = known.sum() < MIN_DEVICE_TIMED
-        return np.full(len(self.steps), np.nan) if few else self.device_dur
+        is_known = self.used & ~np.isnan(self.device_dur)
+        too_few = is_known.sum() < MIN_DEVICE_TIMED
+        return np.full(len(self.steps), np.nan) if too_few else self.device_dur
 
     @cached_property
     def timed(self) -> Bools:
-        """Steps that count and whose length is known."""
+        """Used steps with a known length."""
         result: Bools = self.used & ~np.isnan(self.durations)
         return result
 
@@ -127,27 +136,26 @@ class StepRecords:
         """Steps after the warm-up."""
         result = np.ones(len(self.steps), dtype=bool)
         number = len(self.steps)
-        result[: min(WARM_UP, max(number // 5, int(number >= FEW)))] = False
+        result[: min(WARM_UP_STEPS, max(number // 5, int(number >= MIN_STEPS_TO_WARM_UP)))] = False
         return result
 
     @cached_property
     def unprofiled(self) -> Bools:
-        """Steps with no window open, without the one after a window, which stops the profiler."""
+        """Steps with no window open, except the step after a window, which stops the profiler."""
         result = ~self.profiled
         result[1:] &= ~self.profiled[:-1]
         return result
 
     @cached_property
     def used(self) -> Bools:
-        """Steps that count: after the warm-up, with no window open, not the one after a window,
-        which stops the profiler, and not while a trace is written. Where those are too few, as in
-        a short run of fast steps, the ones while it is written count; where there are too few of
-        them as well, none does."""
-        plain = self.after_warmup & self.unprofiled
-        enough = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
-        for some in (plain & ~self.exporting, plain):
-            if some.sum() >= enough:
-                return some
+        """Steps that count: ``unprofiled`` steps after the warm-up, and not while a trace is
+        written. If there are too few, as in a short run of fast steps, steps while a trace is
+        written count too. If there are still too few, no step counts."""
+        comparable = self.after_warmup & self.unprofiled
+        min_count = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
+        for candidates in (comparable & ~self.exporting, comparable):
+            if candidates.sum() >= min_count:
+                return candidates
         return np.zeros(len(self.steps), dtype=bool)
 
     @cached_property
@@ -158,7 +166,7 @@ class StepRecords:
     @cached_property
     def inference(self) -> bool:
         """Whether the loop does not train: the recorder said so, or its steps were marked by hand
-        and hold forwards and nothing learnt."""
+        and contain forwards but neither backward nor optimizer."""
         if self.record.inference:
             return True
         kinds = [step.phases.keys() for step in self.steps]
@@ -170,100 +178,103 @@ class StepRecords:
 
     @cached_property
     def outside_steps_ns(self) -> int:
-        """Time between the steps that went into validation, checkpoints and the like, ns. Before
-        the first step lie imports, the making of the model and the like: not between steps."""
+        """Time between the steps for validation, checkpoints and similar work, ns. Time before the
+        first step, such as imports and building the model, does not count."""
         lengths = (step.evaluation for step in self.steps if step.n)
         return sum(length for length in lengths if 0 <= length < MAX_VALUE)
 
     @cached_property
     def after_first_ns(self) -> int:
-        """Time of the steps after the first, which has start-up costs, and of what lies between
-        them, ns: what ``outside_steps_ns`` is a share of."""
+        """Time of the steps after the first, which has start-up costs, and of the time between
+        them, ns. ``outside_steps_ns`` is a part of it."""
         steps = self.dur[[bool(step.n) for step in self.steps]]
         return int(steps.sum()) + self.outside_steps_ns
 
     @cached_property
     def unseen_end(self) -> tuple[int, float]:
         """Time from the last step to the end of an inference run, ns, and its share of the time
-        since the first step; (0, 0): the end is not known, or the run trains."""
+        since the first step. (0, 0) if the end is unknown, or the run trains."""
         ends = [event.t for event in self.record.events if event.kind == "end"]
         if not self.steps or not ends or not self.inference:
             return 0, 0.0
-        begin, last = int(self.ts[0]), int((self.ts + self.dur).max())
-        after = max(ends) - last
-        return (after, after / (max(ends) - begin)) if after > 0 else (0, 0.0)
+        begin, last_end = int(self.ts[0]), int((self.ts + self.dur).max())
+        remaining = max(ends) - last_end
+        return (remaining, remaining / (max(ends) - begin)) if remaining > 0 else (0, 0.0)
 
     @cached_property
     def count(self) -> int:
-        """Number of steps that the figures use."""
+        """Number of steps used for the figures."""
         return len(self.timed_durations)
 
     # -- how long -----------------------------------------------------------------------------
 
     @cached_property
     def median(self) -> float | None:
-        """Median length of the steps that count; ``None``: there are none, or it is not known."""
+        """Median length of the used steps, or ``None`` if there are none, or their length is
+        unknown."""
         return float(np.median(self.timed_durations)) if self.count else None
 
     @cached_property
     def mean(self) -> float | None:
-        """Mean length of the steps that count."""
+        """Mean length of the used steps."""
         return float(self.timed_durations.mean()) if self.count else None
 
     @cached_property
     def varies(self) -> bool:
-        """Whether mean and median differ, so that reports lead with the mean step."""
+        """Whether mean and median differ, so that reports show the mean step first."""
         return bool(self.median) and StepTime(ns=self.median or 1, mean_ns=self.mean or 1).varies
 
     @cached_property
     def step_time(self) -> StepTime | None:
-        """Step time while nothing is profiled; ``None``: not measured, or of too few steps."""
-        least = MIN_DEVICE_TIMED if self.host_is_ahead else MIN_STEPS
-        if not self.median or self.count < least:
+        """Step time while nothing is profiled, or ``None`` if not measured, or of too few steps."""
+        min_steps = MIN_DEVICE_TIMED if self.host_is_ahead else MIN_STEPS
+        if not self.median or self.count < min_steps:
             return None
         return StepTime(ns=self.median, mean_ns=self.mean or self.median)
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether only a trace shows how long a step is: the device's time of steps is not
-        recorded, and training need not wait for it."""
-        untimed = bool(np.isnan(self.device_dur).all())
-        return untimed and bool(self.record.rank.devices) and not self.inference
+        """Whether only a trace shows how long a step is: device times of steps are not recorded,
+        and training does not have to wait for the device."""
+        has_no_device_times = bool(np.isnan(self.device_dur).all())
+        return has_no_device_times and bool(self.record.rank.devices) and not self.inference
 
     def typical(self, values: Floats) -> float:
-        """Return the mean of a figure of the steps that count where they vary, else its median."""
+        """Return the mean of a figure of the used steps if they vary, else its median."""
         return float(np.mean(values) if self.varies else np.median(values))
 
     def quantile(self, share: float) -> float | None:
-        """Return a quantile of the lengths of the steps that count."""
+        """Return a quantile of the lengths of the used steps."""
         return float(np.quantile(self.timed_durations, share)) if self.count else None
 
     @cached_property
     def active(self) -> Bools:
-        """Steps that a window kept: without its warm-up, and without the step in which the trace
-        is written. All steps of windows of which that is not recorded."""
+        """Steps that a window kept, without its warm-up and the step in which the trace is written.
+        All steps of a window if this is not recorded."""
         result = self.profiled.copy()
-        number = np.array([step.n for step in self.steps], dtype=np.int64)
-        window = self.column("window")
+        step_numbers = np.array([step.n for step in self.steps], dtype=np.int64)
+        windows = self.column("window")
         for event in self.record.events_of("window"):
-            which, steps = event.get("window"), event.get("steps")
-            if event.get("state") not in ("done", "stopped") or not isinstance(which, int):
+            window_number, steps = event.get("window"), event.get("steps")
+            if event.get("state") not in ("done", "stopped") or not isinstance(window_number, int):
                 continue
             if not isinstance(steps, list) or len(steps) != 2:
                 continue
             if all(isinstance(end, int) and abs(end) < MAX_VALUE for end in steps):
-                own = window == which
-                result[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
+                in_window = windows == window_number
+                result[in_window] = ((step_numbers >= steps[0]) & (step_numbers <= steps[1]))[
+                    in_window
+                ]
         return result
 
     def median_of(self, steps: Bools) -> float | None:
-        """Return the median length of steps that windows kept; ``None``: fewer than two."""
-        inside = _known(self.durations[steps])
+        """Return the median length of steps that windows kept, or ``None`` for fewer than two."""
+        inside = _drop_missing(self.durations[steps])
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
     def median_around(self, steps: Bools) -> float | None:
         """Return the median length of the unprofiled steps within 20 of these, so that a run whose
-        speed drifts is compared with itself; ``None``: fewer than five."""
+        speed drifts is compared with itself. ``None`` for fewer than five."""
         result = self.durations_around(steps)
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
@@ -272,56 +283,63 @@ class StepRecords:
         return result
 
     def durations_around(self, steps: Bools) -> Floats:
-        """Return lengths of the unprofiled steps within 20 of some, where they are known, without
-        the first three and the one after a window."""
-        return _known(self.durations[self._around(steps)])
+        """Return the known lengths of the unprofiled steps within 20 of the given ones, without the
+        first three and the one after a window."""
+        return _drop_missing(self.durations[self._is_around(steps)])
 
-    def _around(self, steps: Bools) -> Bools:
-        some = np.flatnonzero(steps)
-        if not len(some):
+    def _is_around(self, steps: Bools) -> Bools:
+        given = np.flatnonzero(steps)
+        if not len(given):
             return np.zeros(len(self.steps), dtype=bool)
-        plain = self.unprofiled.copy()
-        plain[:START_UP] = False
-        at = np.arange(len(self.steps))
-        following = np.searchsorted(some, at)
-        right = some[np.minimum(following, len(some) - 1)]
-        left = some[np.maximum(following - 1, 0)]
-        result: Bools = plain & (np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR)
-        return result
+        comparable = self.unprofiled.copy()
+        comparable[:START_UP_STEPS] = False
+        indices = np.arange(len(self.steps))
+        following = np.searchsorted(given, indices)
+        right = given[np.minimum(following, len(given) - 1)]
+        left = given[np.maximum(following - 1, 0)]
+        is_near: Bools = comparable & (
+            np.minimum(np.abs(right - indices), np.abs(left - indices)) <= MAX_STEPS_APART
+        )
+        return is_near
 
     def profiler_overhead(self, steps: Bools) -> float | None:
-        """Return the excess length of profiled steps, as a share of the unprofiled ones around
-        them. ``None``: too few of either, or the variation of unprofiled steps explains more than
-        half of it in one of the windows. Negative where variation outweighs it."""
+        """Return the excess length of profiled steps, as a share of the unprofiled steps around
+        them. ``None`` if there are too few of either, or the variation of unprofiled steps explains
+        more than half of the excess in one of the windows. Negative if variation outweighs it."""
         profiled, unprofiled = self.median_of(steps), self.median_around(steps)
         if profiled is None or not unprofiled:
             return None
         excess = profiled / unprofiled - 1
-        return excess if excess <= 0 or self._min_excess >= MIN_CERTAIN * excess else None
+        return excess if excess <= 0 or self._min_excess >= MIN_CERTAIN_SHARE * excess else None
 
     @cached_property
     def _min_excess(self) -> float:
-        """Excess of the profiled steps that variation does not explain, in the window that has
-        least of it, as a share: of the lower quartile over that of the unprofiled steps, and of
-        the median over that of as many unprofiled steps right before it, and after it."""
+        """Minimum excess over all windows of the profiled steps that variation does not explain, as
+        a share. It compares lower quartiles of profiled and unprofiled steps, and medians of the
+        profiled steps and as many unprofiled steps directly before or after them."""
         windows = np.unique(self.column("window")[self.active])
         kept = [self.active & (self.column("window") == window) for window in windows]
         result = []
-        for steps in [each for each in kept if each.sum() >= MIN_PROFILED] or [self.active]:
-            inside, around = _known(self.durations[steps]), np.flatnonzero(self._around(steps))
+        for steps in [
+            steps_of_window for steps_of_window in kept if steps_of_window.sum() >= MIN_PROFILED
+        ] or [self.active]:
+            inside, around = (
+                _drop_missing(self.durations[steps]),
+                np.flatnonzero(self._is_around(steps)),
+            )
             around = around[~np.isnan(self.durations[around])]
             if len(inside) < MIN_PROFILED or len(around) < MIN_AROUND:
                 continue
             first, last = np.flatnonzero(steps)[[0, -1]]
-            alone = around[~self.exporting[around]]
-            before = alone[alone < first][-len(inside) :]
-            after = alone[alone > last][: len(inside)]
+            undisturbed = around[~self.exporting[around]]
+            before = undisturbed[undisturbed < first][-len(inside) :]
+            after = undisturbed[undisturbed > last][: len(inside)]
             for share, compared in ((0.25, around), (0.5, before), (0.5, after)):
                 if len(compared) < MIN_PROFILED:
                     continue
-                usual = np.quantile(self.durations[compared], share, method="lower")
-                own = np.quantile(inside, share, method="lower")
-                result += [float(own / usual - 1)] if usual else []
+                unprofiled = np.quantile(self.durations[compared], share, method="lower")
+                profiled = np.quantile(inside, share, method="lower")
+                result += [float(profiled / unprofiled - 1)] if unprofiled else []
         return min(result, default=np.inf)
 
     @cached_property
@@ -335,26 +353,26 @@ class StepRecords:
         return dict(sorted(result.items(), key=lambda item: -item[1][self.used].sum()))
 
     def phase(self, name: str) -> Floats | None:
-        """Return the host time of one phase in the steps that count; ``None``: not measured."""
+        """Return the host time of one phase in the used steps, or ``None`` if not measured."""
         result = self.phases.get(name)
         return None if result is None or not self.used.any() else result[self.used]
 
     def share(self, name: str) -> float | None:
-        """Return a phase's share of the time of the steps that count; ``None``: not measured."""
+        """Return a phase's share of the time of the used steps, or ``None`` if not measured."""
         result, total = self.phase(name), float(self.dur[self.used].sum())
         return None if result is None or total <= 0 else float(result.sum()) / total
 
     # -- the other columns --------------------------------------------------------------------
 
     def column(self, name: str) -> Floats:
-        """Return a field of every step; NaN where it was not measured."""
+        """Return a field of every step, or NaN if it was not measured."""
         return np.array(
             [finite_or_nan(getattr(step, name)) for step in self.steps], dtype=np.float64
         )
 
     @cached_property
     def span(self) -> tuple[int, int]:
-        """First start and last end of the steps after the warm-up; (0, 0): none."""
+        """First start and last end of the steps after the warm-up, or (0, 0) if there are none."""
         if not self.after_warmup.any():
             return 0, 0
         ts, dur = self.ts[self.after_warmup], self.dur[self.after_warmup]
@@ -362,26 +380,28 @@ class StepRecords:
 
     @cached_property
     def samples_per_second(self) -> float | None:
-        """Batch sizes over the time of the steps that count; ``None``: sizes not recorded."""
+        """Batch sizes over the time of the used steps, or ``None`` if sizes are not recorded."""
         sizes = self.column("samples")[self.timed]
-        known = ~np.isnan(sizes)
-        if not known.any() or known.mean() < 0.9:
+        is_known = ~np.isnan(sizes)
+        if not is_known.any() or is_known.mean() < 0.9:
             return None
-        time = float(self.timed_durations[known].sum())
-        return float(sizes[known].sum()) * 1e9 / time if time else None
+        time = float(self.timed_durations[is_known].sum())
+        return float(sizes[is_known].sum()) * 1e9 / time if time else None
 
     @cached_property
     def samples_per_step(self) -> int | None:
-        """Samples of most steps, gradient accumulation included; ``None``: not recorded."""
+        """Samples of most steps, including gradient accumulation, or ``None`` if not recorded."""
         counts = Counter(
-            s.samples * max(s.micro, 1) for s in self.record.steps if s.samples is not None
+            step.samples * max(step.micro, 1)
+            for step in self.record.steps
+            if step.samples is not None
         )
         return counts.most_common(1)[0][0] if counts else None
 
     @cached_property
     def epoch_steps(self) -> int | None:
-        """Steps of an epoch: the batches of the one loader that feeds them, over those of a step;
-        ``None``: not recorded, or there are several loaders."""
+        """Steps of an epoch: the batches of the loader that feeds them, over the batches of a step.
+        ``None`` if not recorded, or if there are several loaders."""
         lengths = {loader.get("length") for loader in self.loaders}
         batches = lengths.pop() if len(lengths) == 1 else None
         if not isinstance(batches, int) or not 0 < batches < MAX_VALUE or not self.record.steps:
@@ -396,14 +416,14 @@ class StepRecords:
         """Samples of the host while steps ran, without the warm-up: (time, sample)."""
         first, last = self.span
         return [
-            (s.t, s.host)
-            for s in self.record.samples
-            if s.host is not None and first <= s.t <= last
+            (sample.t, sample.host)
+            for sample in self.record.samples
+            if sample.host is not None and first <= sample.t <= last
         ]
 
     def host(self, name: str) -> Floats:
-        """Return a field of the host's samples, where it was measured."""
-        return _known([getattr(sample, name) for _, sample in self.hosts])
+        """Return a field of the host's samples, without missing values."""
+        return _drop_missing([getattr(sample, name) for _, sample in self.hosts])
 
     @cached_property
     def gpus(self) -> list[GpuSample]:
@@ -412,7 +432,7 @@ class StepRecords:
 
     @cached_property
     def timed_gpu_samples(self) -> list[tuple[int, GpuSample]]:
-        """Samples of ``gpus``, each with its time."""
+        """Samples of ``gpus`` with their times: (time, sample)."""
         first, last = self.span
         wanted = self.uuid
         return [
@@ -425,18 +445,20 @@ class StepRecords:
 
     @cached_property
     def uuid(self) -> str | None:
-        """UUID of the GPU in use, as telemetry spells it: that of the first device of the rank, or
-        the only one that was sampled; ``None``: not known."""
-        seen = list(dict.fromkeys(g.uuid for s in self.record.samples for g in s.gpus))
-        own = next((device.uuid for device in self.record.rank.devices), None)
-        if own is not None:
-            bare = own.removeprefix("GPU-").lower()
-            return next((u for u in seen if u and u.removeprefix("GPU-").lower() == bare), None)
-        return seen[0] if len(seen) == 1 else None
+        """UUID of the GPU in use, as telemetry spells it: the first device of the rank, or the only
+        sampled GPU. ``None`` if unknown."""
+        sampled = list(dict.fromkeys(g.uuid for s in self.record.samples for g in s.gpus))
+        device_uuid = next((device.uuid for device in self.record.rank.devices), None)
+        if device_uuid is not None:
+            bare_uuid = device_uuid.removeprefix("GPU-").lower()
+            return next(
+                (u for u in sampled if u and u.removeprefix("GPU-").lower() == bare_uuid), None
+            )
+        return sampled[0] if len(sampled) == 1 else None
 
     def gpu(self, name: str) -> Floats:
-        """Return a field of the GPU's samples, where it was measured."""
-        return _known([getattr(sample, name) for sample in self.gpus])
+        """Return a field of the GPU's samples, without missing values."""
+        return _drop_missing([getattr(sample, name) for sample in self.gpus])
 
     @cached_property
     def stacks(self) -> list[SampledStack]:
@@ -448,19 +470,19 @@ class StepRecords:
     @cached_property
     def loop_share(self) -> float | None:
         """Share of the loop's own code in sampled time outside loading, forward, backward and
-        optimizer; the rest is collectives that it calls. ``None``: too little was sampled."""
+        optimizer. The rest is collectives that the loop calls. ``None`` with too few samples."""
         from advisor.measure.host.stacks import COMMUNICATION, LOOP, MIN_SAMPLES
 
-        seen = {LOOP: 0, COMMUNICATION: 0}
+        samples = {LOOP: 0, COMMUNICATION: 0}
         for stack in self.stacks:
-            if stack.part in seen:
-                seen[stack.part] += stack.samples
-        total = sum(seen.values())
-        return seen[LOOP] / total if total >= MIN_SAMPLES else None
+            if stack.part in samples:
+                samples[stack.part] += stack.samples
+        total = sum(samples.values())
+        return samples[LOOP] / total if total >= MIN_SAMPLES else None
 
     def hottest_line(self, part: str) -> HottestLine | None:
-        """Find the line of the user's code behind a part of the step (``data``, ``loop`` …);
-        ``None``: not sampled, or too rarely."""
+        """Find the line of the user's code that takes most of a part of the step (``data``,
+        ``loop`` …), or ``None`` if not sampled, or too rarely."""
         from advisor.measure.host.stacks import hottest_line
 
         return hottest_line([stack for stack in self.stacks if stack.part == part])
@@ -468,20 +490,20 @@ class StepRecords:
     # -- what is reported once --------------------------------------------------------------------
 
     def flag(self, name: str) -> Any:
-        """Return a framework flag; ``None``: not recorded."""
+        """Return a framework flag, or ``None`` if not recorded."""
         return self.record.rank.flags.get(name)
 
     @cached_property
     def used_cores(self) -> float | None:
-        """Cores that this process and its children kept busy while steps ran, on average; ``None``:
-        not sampled."""
-        own = self.host("process_cpu")
-        return float(own.mean()) / 100 if len(own) else None
+        """Mean number of cores that this process and its children kept busy while steps ran, or
+        ``None`` if not sampled."""
+        percentages = self.host("process_cpu")
+        return float(percentages.mean()) / 100 if len(percentages) else None
 
     @cached_property
     def other_programs_cores(self) -> float | None:
-        """Cores that other programs of the machine kept busy, where this process may use all of
-        them; ``None``: not sampled."""
+        """Mean number of cores that other programs of the machine kept busy, if this process may
+        use all cores, or ``None`` if not sampled."""
         rank, machine = self.record.rank, self.host("cpu")
         total = rank.cpus_total or rank.cpus
         if rank.cpus is None or total is None or rank.cpus < total or not len(machine):
@@ -490,8 +512,8 @@ class StepRecords:
 
     @cached_property
     def free_cores(self) -> float | None:
-        """Cores that this process may use and nobody does, on average; ``None``: not sampled. Ranks
-        that share a machine each get their part."""
+        """Mean number of idle cores that this process may use, or ``None`` if not sampled. Ranks
+        that share a machine each get their share."""
         rank = self.record.rank
         if rank.cpus is None or self.used_cores is None:
             return None
@@ -500,57 +522,57 @@ class StepRecords:
         return max(0.0, rank.cpus - self.used_cores - (self.other_programs_cores or 0.0))
 
     def computing_share(self, loading: float, *, on_host: bool) -> float | None:
-        """Estimate the largest share of the main thread's loading that can be computing, by the CPU
-        time of the process; the rest was waited for (storage, a sleep). ``loading``: its share of
-        the step. ``on_host``: the step computes on the CPU as well, on one core at least. ``None``:
-        not sampled."""
+        """Estimate the maximum share of the main thread's loading that can be computing, from the
+        CPU time of the process; the rest is waiting (storage, a sleep). ``loading`` is its share of
+        the step. ``on_host`` says that the step computes on the CPU too, on at least one core.
+        ``None`` if not sampled."""
         if self.used_cores is None:
             return None
-        rest = 1 - loading if on_host else 0.0
-        return min(1.0, max(0.0, self.used_cores - rest) / max(loading, 1e-9))
+        step_cores = 1 - loading if on_host else 0.0
+        return min(1.0, max(0.0, self.used_cores - step_cores) / max(loading, 1e-9))
 
     def remaining_loading_share(
         self, loading: float, computed: float, *, alone: bool = False
     ) -> float | None:
-        """Estimate the share of the main thread's loading that remains with workers. Workers need
-        cores that the step computes on: threads that share out an operator wait for the one whose
-        core a worker has. Cores that are idle, workers have. Where use was not sampled PyTorch's
-        threads are taken to be at work. ``alone``: without other programs. ``None``: neither is
-        known."""
+        """Estimate the share of the main thread's loading that remains with workers. Workers
+        compete for cores that the step computes on: threads that share an operator wait for the
+        thread whose core a worker uses. Idle cores are free for workers. If use was not sampled,
+        PyTorch's threads are assumed to be busy. ``alone`` ignores other programs. ``None`` if
+        neither is known."""
         cores, threads = self.record.rank.cpus, self.flag("num_threads")
         if not cores or (self.used_cores is None and not isinstance(threads, int)):
             return None
-        rest = max(1 - loading, 1e-9)
+        step_share = max(1 - loading, 1e-9)
         if self.used_cores is None:
             busy = float(threads or 1)
         else:
-            busy = max(1.0, (self.used_cores - computed * loading) / rest)
+            busy = max(1.0, (self.used_cores - computed * loading) / step_share)
         others = 0.0 if alone else self.other_programs_cores or 0.0
         spare = max(0.0, cores - busy - others)
-        return max(0.0, computed - spare * rest / max(loading, 1e-9))
+        return max(0.0, computed - spare * step_share / max(loading, 1e-9))
 
     @cached_property
     def loaders(self) -> list[dict[str, Any]]:
-        """The DataLoaders that fed steps, by first use. In a training, one that was only iterated
+        """DataLoaders that fed steps, by first use. In training, a loader that was only iterated
         for validation is left out."""
         if self.inference:
             return self.record.events_of("loader")
         iterations = self.record.events_of("loader_iter")
-        evaluated = [e.get("id") for e in iterations if e.get("evaluation")]
-        trained = [e.get("id") for e in iterations if not e.get("evaluation")]
+        evaluation_ids = [item.get("id") for item in iterations if item.get("evaluation")]
+        training_ids = [item.get("id") for item in iterations if not item.get("evaluation")]
         return [
             event
             for event in self.record.events_of("loader")
-            if event.get("id") in trained or event.get("id") not in evaluated
+            if event.get("id") in training_ids or event.get("id") not in evaluation_ids
         ]
 
 
 def finite_or_nan(value: float | None) -> float:
-    """Return a figure as a column has it: NaN where it is missing, or too large to be true."""
+    """Return a figure for a column: NaN if it is missing or impossibly large."""
     return float(value) if value is not None and -MAX_VALUE < value < MAX_VALUE else np.nan
 
 
-def _known(values: Sequence[float | None] | Floats) -> Floats:
+def _drop_missing(values: Sequence[float | None] | Floats) -> Floats:
     result = np.array([finite_or_nan(value) for value in values], dtype=np.float64)
     return result[~np.isnan(result)]
 
@@ -561,17 +583,17 @@ class RunSummary(NamedTuple):
     started_unix_ns: int
     command: str
     commit: str
-    """Commit of the working directory's repository; with ``+`` where it had changes."""
+    """Commit of the working directory's repository, with ``+`` if it had changes."""
     ranks: int
     steps: int
     program: str
-    """File names of the program and of a Python file that it is given; empty: unknown."""
+    """File names of the program and of a Python file that it is given. Empty if unknown."""
     step: StepTime | None
-    """Step time of the first rank; ``None``: not measured, or only a trace shows it."""
+    """Step time of the first rank, or ``None`` if not measured, or only a trace shows it."""
 
     @classmethod
     def read(cls, path: str) -> RunSummary:
-        """Read a run. Raises AdvisorError: the run cannot be read."""
+        """Read a run. Raises AdvisorError if the run cannot be read."""
         recording = read_recording(path)
         manifest = recording.manifest
         steps = next((StepRecords(record) for record in recording.ranks.values()), None)

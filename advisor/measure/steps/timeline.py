@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 CLASSES = (
-    "loader",  # in the DataLoader's __next__, whatever is below it
+    "loader",  # in the DataLoader's __next__, including everything below it
     "sync",  # blocked in a synchronising call
-    "copy",  # in a copy call that held the host
+    "copy",  # in a copy call that blocked the host
     "allocation",  # cudaMalloc, cudaFree, cudaHostAlloc, cudaFreeHost
     "compile",  # torch.compile compiling, a CUDA module being loaded, a graph being captured
     "profiler",  # the profiler's own code
@@ -50,7 +50,7 @@ _CALL_CLASS = {
     "malloc": "allocation", "free": "allocation", "host_alloc": "allocation",
     "host_free": "allocation", "graph_capture": "compile", "module_load": "compile",
 }  # fmt: skip
-# Calls that are not listed (cudaEventRecord, cudaFuncSetAttribute, …) belong to what is around.
+# Other calls (cudaEventRecord, cudaFuncSetAttribute, …) belong to the event around them.
 
 COMPILE = (
     r"\(dynamo_timed\)|^torch/_dynamo/convert_frame\.py\("
@@ -70,27 +70,27 @@ COMPILE = (
     r"|(?:^|/)pxla\.py\(\d+\): (?:compile|from_hlo|_cached_compilation|lower_sharding_computation)$"
     r"|(?:^|/)pjit\.py\(\d+\): (?:_trace_for_jit|_create_pjit_jaxpr|_resolve_and_lower|_pjit_lower)"
 )
-"""Compiling, with tracing before it, and what a first call sets up: a stream, the device itself.
-``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and ``Call CompiledFxGraph`` are around the
-*execution* of what was compiled, so they are dispatch."""
+"""Compiling, including tracing before it, and the set-up of a first call: a stream, the device
+itself. ``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and ``Call CompiledFxGraph`` are
+around the *execution* of compiled code, so they are dispatch."""
 PROFILER = r"(?:^|/)torch/profiler/\w+\.py\(|(?:^|/)profiler\.py\(\d+\): (?:start|stop)_trace$"
-_WAITS = (
+_THREAD_WAITS = (
     r"^<built-in method (?:run_backward|acquire|__enter__) of (?:torch\._C\._EngineBase|_thread\.)"
     r"|(?:^|/)threading\.py\(\d+\): (?:wait|wait_for|join|_wait_for_tstate_lock|acquire)$"
     r"|(?:^|/)concurrent/futures/_base\.py\(\d+\): (?:result|wait)$|(?:^|/)queue\.py\(\d+\): get$"
     r"|^ThunkExecutor::Execute \(wait for completion\)$"
 )
-_BLOCKING = (
+_BLOCKING_BUILT_INS = (
     r"^<built-in (?:function|method) (?:_(?:cuda|xpu|hip|mps)_(?:synchronize|deviceSynchronize)\b"
     r"|synchronize of torch\.|(?:item|tolist|cpu|nonzero) of Tensor )"
 )
-"""Built-ins that return when the device is through: their self time is waiting all the same, and no
-Python that could be written better."""
-_AWAITS = (
+"""Built-ins that return when the device has finished. Their self time is waiting, not Python that
+could be improved."""
+_JAX_WAITS = (
     r"(?:^|/)(?:api|array)\.py\(\d+\): (?:_?block_until_ready|_value)$|^np\.asarray\(jax\.Array\)$"
 )
-"""JAX's blocking functions; without a device the threads of XLA compute meanwhile."""
-_COMPILED = (
+"""JAX's blocking functions. Without a device, the threads of XLA compute meanwhile."""
+_COMPILED_CODE = (
     r"^Torch-Compiled Region|^TorchDynamo Cache Lookup|^## Call CompiledFxGraph|^Pregraph bytecode"
     r"|^AOTDispatcher Runtime|^CompiledFunction"
 )
@@ -100,18 +100,19 @@ LOADING = r"(?i)loading|driver compiler"
 
 
 class HostClasses(NamedTuple):
-    """Class of each host row, aligned with ``trace.cpu``. ``row``: the event that classifies its
-    innermost instants (itself or an ancestor, -1: none); ``code``: index of CLASSES."""
+    """Class of each host row, aligned with ``trace.cpu``. ``row`` is the event that classifies its
+    innermost instants (itself or an ancestor, or -1), ``code`` the index of CLASSES."""
 
     row: NDArray[np.int32]
     code: NDArray[np.int8]
     annotation: NDArray[np.int32]
-    """Innermost annotation at or around the row, -1: none."""
+    """Innermost annotation at or around the row, or -1."""
 
 
 class HostPieces(NamedTuple):
-    """Pieces of given intervals, consecutive and complete: ``interval``, its index, from ``start``
-    to ``end`` (ns), ``row`` of cpu that explains it (-1: none), ``code`` of CLASSES."""
+    """Pieces of given intervals, consecutive and complete: ``interval`` (index of the interval),
+    ``start`` and ``end`` (ns), ``row`` of ``trace.cpu`` that explains it (or -1), ``code`` of
+    CLASSES."""
 
     interval: NDArray[np.int64]
     start: Ints
@@ -121,9 +122,9 @@ class HostPieces(NamedTuple):
 
 
 class HostTimeline(NamedTuple):
-    """Exclusive segments of all threads, back to back from the beginning to the end of time.
+    """Exclusive segments of all threads, without gaps from the first to the last event.
 
-    ``key`` is thread x stride + time since ``origin``: one sorted axis for all threads."""
+    ``key`` is thread x stride + time since ``origin``, one sorted axis for all threads."""
 
     key: Ints
     row: NDArray[np.int32]
@@ -149,24 +150,26 @@ class HostTimeline(NamedTuple):
         return following - self.thread * self.stride + self.origin
 
     def pieces_within(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> HostPieces:
-        """Return the activity of the given threads in the given intervals. Intervals of no length
-        give no piece; a thread that is not here (-1) did nothing recorded."""
+        """Return the activity of the given threads in the given intervals. Empty intervals give no
+        piece; an unknown thread (-1) is unrecorded."""
         begin = np.asarray(start, dtype=np.int64)
         finish = np.asarray(end, dtype=np.int64)
         owner = np.broadcast_to(np.asarray(thread, dtype=np.int64), begin.shape)
-        known = (owner >= 0) & (owner < self.threads) & (finish > begin)
-        ask = np.flatnonzero(known)
-        base = owner[ask] * self.stride - self.origin
-        which, index, low, high = cut_at_points(self.key, begin[ask] + base, finish[ask] + base)
-        other = np.flatnonzero(~known & (finish > begin))
-        pieces = HostPieces(
-            np.concatenate([ask[which], other]),
-            np.concatenate([low - base[which], begin[other]]),
-            np.concatenate([high - base[which], finish[other]]),
-            np.concatenate([self.row[index], np.full(len(other), -1, dtype=np.int32)]),
-            np.concatenate([self.code[index], np.full(len(other), CODE["unrecorded"], np.int8)]),
+        is_known = (owner >= 0) & (owner < self.threads) & (finish > begin)
+        asked = np.flatnonzero(is_known)
+        base = owner[asked] * self.stride - self.origin
+        piece, index, piece_start, piece_end = cut_at_points(
+            self.key, begin[asked] + base, finish[asked] + base
         )
-        if not len(other):
+        unknown = np.flatnonzero(~is_known & (finish > begin))
+        pieces = HostPieces(
+            np.concatenate([asked[piece], unknown]),
+            np.concatenate([piece_start - base[piece], begin[unknown]]),
+            np.concatenate([piece_end - base[piece], finish[unknown]]),
+            np.concatenate([self.row[index], np.full(len(unknown), -1, dtype=np.int32)]),
+            np.concatenate([self.code[index], np.full(len(unknown), CODE["unrecorded"], np.int8)]),
+        )
+        if not len(unknown):
             return pieces
         order = np.argsort(pieces.interval, kind="stable")
         return HostPieces._make(column[order] for column in pieces)
@@ -175,70 +178,81 @@ class HostTimeline(NamedTuple):
 def cut_at_points(
     key: Ints, start: Ints, end: Ints
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Ints, Ints]:
-    """Cut intervals at the sorted points ``key``: (interval, point before, start, end) a piece.
+    """Cut intervals at the sorted points ``key``: (interval, point before, start, end) per piece.
 
-    ``key[0]`` must not lie after any start. Only for intervals of positive length."""
+    ``key[0]`` must not be after any start. Only for intervals of positive length."""
     first = np.searchsorted(key, start, side="right") - 1
     count = np.maximum(np.searchsorted(key, end, side="left") - first, 0)
-    which = np.repeat(np.arange(len(start)), count)
-    index = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+    interval = np.repeat(np.arange(len(start)), count)
+    index = np.arange(len(interval)) - np.repeat(np.cumsum(count) - count, count) + first[interval]
     upper = np.append(key[1:], np.iinfo(np.int64).max)
-    return which, index, np.maximum(start[which], key[index]), np.minimum(end[which], upper[index])
+    return (
+        interval,
+        index,
+        np.maximum(start[interval], key[index]),
+        np.minimum(end[interval], upper[index]),
+    )
 
 
 def classify(trace: Trace) -> HostClasses:
     """Classify each host row.
 
-    The innermost event that tells something decides, except that everything below the DataLoader's
-    ``__next__``, a compilation and the profiler's own code is theirs."""
+    The innermost classified event decides, except that the DataLoader's ``__next__``, a compilation
+    and the profiler's own code also decide for everything below them."""
     cpu = trace.cpu
     kind = cpu["kind"]
     is_op = (kind == "op").to_numpy()
     is_python = (kind == "python").to_numpy()
     is_annotation = (kind == "annotation").to_numpy()
     patterns = (
-        LOADER, COMPILE, PROFILER, _WAITS, _BLOCKING, _AWAITS, _COMPILED, _COLLECTIVE, LOADING,
-        _MPI,
+        LOADER, COMPILE, PROFILER, _THREAD_WAITS, _BLOCKING_BUILT_INS, _JAX_WAITS, _COMPILED_CODE,
+        _COLLECTIVE, LOADING, _MPI,
     )  # fmt: skip
     loader, compiling, profiling, waiting, blocking, awaits, compiled, collective, loading, mpi = (
         _match_names(cpu["name"], *patterns)
     )
     code = np.full(cpu.height, -1, dtype=np.int8)
-    named = is_operator(trace)
-    code[named] = CODE["dispatch"]
+    is_named = is_operator(trace)
+    code[is_named] = CODE["dispatch"]
     code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
     code[is_annotation & mpi] = CODE["communication"]
     code[is_python] = CODE["python"]
     code[(is_python | is_op) & waiting] = CODE["other_thread"]
     code[is_python & blocking] = CODE["sync"]
-    awaited = CODE["sync" if trace.gpu.height else "other_thread"]
-    if trace.meta.framework != PYTORCH:  # whose programs may have an ``array.py`` of their own
-        code[(is_python | is_annotation) & awaits] = awaited
-    calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
+    wait_code = CODE["sync" if trace.gpu.height else "other_thread"]
+    if trace.meta.framework != PYTORCH:  # PyTorch programs may have their own ``array.py``
+        code[(is_python | is_annotation) & awaits] = wait_code
+    calls = np.array(
+        [CODE[_CALL_CLASS[name]] if name in _CALL_CLASS else -1 for name in CALLS] + [-1]
+    )
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]
     code = np.where(runtime >= 0, runtime, code).astype(np.int8)
-    held = trace.gpu["launch"].gather(np.flatnonzero(copies_blocking_host(trace))).to_numpy()
-    code[held] = CODE["copy"]
+    blocking_calls = (
+        trace.gpu["launch"].gather(np.flatnonzero(copies_blocking_host(trace))).to_numpy()
+    )
+    code[blocking_calls] = CODE["copy"]
     overhead = (kind == "overhead").to_numpy()
     code[overhead] = CODE["profiler"]
     code[overhead & loading] = CODE["compile"]
-    swallows = (is_annotation | is_op) & loader
-    code[swallows] = CODE["loader"]
+    includes_children = (is_annotation | is_op) & loader
+    code[includes_children] = CODE["loader"]
     compiling &= is_annotation | is_op | is_python | (call == CALLS.index("other"))
     code[compiling] = CODE["compile"]
     profiling &= is_python
     code[profiling] = CODE["profiler"]
     parent = parent_rows(trace)
     row = innermost_ancestor(parent, code >= 0)
-    swallows |= compiling | profiling
-    if swallows.any():
-        top = outermost_ancestor(parent, swallows)
-        row = np.where(top >= 0, top, row)
-    drains = profiler_syncs(trace)  # what they wait for is queued work, whoever asks for it
+    includes_children |= compiling | profiling
+    if includes_children.any():
+        including_row = outermost_ancestor(parent, includes_children)
+        row = np.where(including_row >= 0, including_row, row)
+    drains = profiler_syncs(trace)  # they wait for queued work, whoever calls them
     code[drains], row[drains] = CODE["drain"], drains
-    result = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
-    return HostClasses(row, result, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
+    row_code = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
+    return HostClasses(
+        row, row_code, innermost_ancestor(parent, is_annotation | (is_op & ~is_named))
+    )
 
 
 def build_timeline(a: Analysis) -> HostTimeline:
@@ -248,22 +262,22 @@ def build_timeline(a: Analysis) -> HostTimeline:
     trace = a.trace
     classified = classify(trace)
     explained = np.where(classified.row >= 0, classified.row, classified.annotation)
-    # the last entry, which -1 finds, stands for no event
+    # the last entry, which -1 selects, means no event
     explained = np.append(explained, np.int32(-1)).astype(np.int32)
     codes = np.append(classified.code, np.int8(CODE["unrecorded"])).astype(np.int8)
-    ts, end, thread = _nested_ends(trace)
+    ts, end, thread = _nest_ends(trace)
     times = [ts, end, trace.gpu["ts"].to_numpy(), a.spans.start, a.spans.end]
     times.append((trace.gpu["ts"] + trace.gpu["dur"]).to_numpy())
-    low = min((int(t.min()) for t in times if len(t)), default=0)
-    high = max((int(t.max()) for t in times if len(t)), default=0)
-    stride = high - low + 2
+    origin = min((int(column.min()) for column in times if len(column)), default=0)
+    latest = max((int(column.max()) for column in times if len(column)), default=0)
+    stride = latest - origin + 2
     # threads are ordered busiest first; beyond this many the one axis would overflow
     threads = min(trace.threads.height, (1 << 62) // stride)
     rows = np.flatnonzero((end > ts) & (thread < threads))
-    base = thread[rows].astype(np.int64) * stride - low
+    base = thread[rows].astype(np.int64) * stride - origin
     starts, ends = ts[rows] + base, end[rows] + base
     # At equal times: a thread's beginning, then ends (inner ones first), then starts (outer ones
-    # first); the last of them says what follows. Rows are in the order (thread, start, outer
+    # first); the last of them determines the segment. Rows are in the order (thread, start, outer
     # first), so reversing them puts inner ends first.
     backwards = np.argsort(ends[::-1], kind="stable")
     closing = rows[::-1][backwards]
@@ -271,60 +285,62 @@ def build_timeline(a: Analysis) -> HostTimeline:
     label = np.concatenate([np.full(threads, -1), parent_rows(trace)[closing], rows])
     order = np.argsort(key, kind="stable")
     key = key[order]
-    last = np.ones(len(key), dtype=bool)
-    last[:-1] = key[1:] != key[:-1]
-    key, label = key[last], label[order[last]]
+    is_last = np.ones(len(key), dtype=bool)
+    is_last[:-1] = key[1:] != key[:-1]
+    key, label = key[is_last], label[order[is_last]]
     row, code = explained[label], codes[label]
-    fresh = np.ones(len(key), dtype=bool)
-    fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
-    fresh[np.searchsorted(key, np.arange(threads) * stride)] = True
-    timeline = HostTimeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
-    return _with_samples(timeline, trace.meta.cpu_samples)
+    is_first = np.ones(len(key), dtype=bool)
+    is_first[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
+    is_first[np.searchsorted(key, np.arange(threads) * stride)] = True
+    timeline = HostTimeline(key[is_first], row[is_first], code[is_first], origin, stride, threads)
+    return _add_samples(timeline, trace.meta.cpu_samples)
 
 
-def _with_samples(timeline: HostTimeline, samples: pl.DataFrame | None) -> HostTimeline:
-    """Return the timeline with the time in which samples show that a thread ran, where nothing
-    else that it did is recorded."""
+def _add_samples(timeline: HostTimeline, samples: pl.DataFrame | None) -> HostTimeline:
+    """Return the timeline with the time in which samples show that a thread ran while nothing else
+    was recorded."""
     if samples is None or samples.is_empty():
         return timeline
-    last = timeline.origin + timeline.stride - 1
-    own = samples.filter(pl.col("thread") < timeline.threads).with_columns(
-        pl.col("ts", "end").clip(timeline.origin, last)
+    latest = timeline.origin + timeline.stride - 1
+    sampled = samples.filter(pl.col("thread") < timeline.threads).with_columns(
+        pl.col("ts", "end").clip(timeline.origin, latest)
     )
-    base = own["thread"].to_numpy().astype(np.int64) * timeline.stride - timeline.origin
-    ran = union(own["ts"].to_numpy() + base, own["end"].to_numpy() + base)
-    if not len(ran):
+    base = sampled["thread"].to_numpy().astype(np.int64) * timeline.stride - timeline.origin
+    sampled_time = union(sampled["ts"].to_numpy() + base, sampled["end"].to_numpy() + base)
+    if not len(sampled_time):
         return timeline
-    key = np.unique(np.concatenate([timeline.key, ran.start, ran.end]))
+    key = np.unique(np.concatenate([timeline.key, sampled_time.start, sampled_time.end]))
     before = np.searchsorted(timeline.key, key, side="right") - 1
-    place = np.maximum(np.searchsorted(ran.start, key, side="right") - 1, 0)
-    inside = (key >= ran.start[place]) & (key < ran.end[place])
+    sample_index = np.maximum(np.searchsorted(sampled_time.start, key, side="right") - 1, 0)
+    is_sampled = (key >= sampled_time.start[sample_index]) & (key < sampled_time.end[sample_index])
     row, code = timeline.row[before], timeline.code[before]
-    unexplained = np.isin(code, [CODE["unknown"], CODE["unrecorded"]])
-    code = np.where(inside & unexplained, CODE["host_code"], code).astype(np.int8)
-    fresh = np.ones(len(key), dtype=bool)
-    fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
-    fresh |= key % timeline.stride == 0
-    return timeline._replace(key=key[fresh], row=row[fresh], code=code[fresh])
+    is_unexplained = np.isin(code, [CODE["unknown"], CODE["unrecorded"]])
+    code = np.where(is_sampled & is_unexplained, CODE["host_code"], code).astype(np.int8)
+    is_first = np.ones(len(key), dtype=bool)
+    is_first[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
+    is_first |= key % timeline.stride == 0
+    return timeline._replace(key=key[is_first], row=row[is_first], code=code[is_first])
 
 
-def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
-    """Return starts, ends and threads of host rows; an annotation that outlasts what is around it
-    is cut there, so that the tree's ends nest."""
+def _nest_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
+    """Return starts, ends and threads of host rows. An annotation that outlasts its parent is cut
+    at the parent's end, so that the ends nest."""
     cpu = trace.cpu
     ts = cpu["ts"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
     parent = parent_rows(trace)
     inner = np.flatnonzero(parent >= 0)
     for _ in range(1000):  # MAX_DEPTH of the nesting; one round settles nearly every trace
-        late = inner[end[inner] > end[parent[inner]]]
-        if not len(late):
+        overlong = inner[end[inner] > end[parent[inner]]]
+        if not len(overlong):
             break
-        end[late] = end[parent[late]]
+        end[overlong] = end[parent[overlong]]
     return ts, end, cpu["thread"].to_numpy()
 
 
 def _match_names(names: pl.Series, *patterns: str) -> list[NDArray[np.bool_]]:
-    """Match each pattern, one mask per pattern; the distinct names are collected once for all."""
-    texts, which = distinct_names(names)
-    return [np.append(texts.str.contains(p).to_numpy(), False)[which] for p in patterns]
+    """Match each pattern and return one mask per pattern. The distinct names are collected once."""
+    texts, name_index = distinct_names(names)
+    return [
+        np.append(texts.str.contains(pattern).to_numpy(), False)[name_index] for pattern in patterns
+    ]

@@ -299,7 +299,7 @@ def _blame_rows(
     spans = union(ts, end)
     if not len(spans) or not len(blame.interval):
         return blame
-    # cut at both ends of each span: the parts after an odd point are inside a span
+    # cut at both ends of each span; the parts after a span's start are inside it
     low = min(int(blame.start.min()), int(spans.start[0])) - 1
     cuts = np.concatenate([[low], np.stack([spans.start, spans.end], axis=1).ravel()])
     piece, point, begin, finish = cut_at_points(cuts, blame.start, blame.end)

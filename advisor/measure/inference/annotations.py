@@ -1,8 +1,8 @@
-"""Marks that inference engines put around a step, and the phase, requests and tokens in them.
+"""Marks that inference engines write around a step, with the phase, requests and tokens in them.
 
-One entry of ``PATTERNS`` a spelling, with where the engine writes it. A mark may carry sums over
-its requests: ``sq`` of new tokens (queries), ``sk`` of tokens attended to (keys), ``sqsq`` and
-``sqsk`` of their squares and products."""
+``PATTERNS`` has one entry per spelling, with the place where the engine writes it. A mark may
+contain sums over its requests: ``sq`` of new tokens (queries), ``sk`` of tokens attended to (keys),
+``sqsq`` and ``sqsk`` of their squares and products."""
 
 import re
 from collections.abc import Callable
@@ -17,11 +17,11 @@ VLLM, SGLANG, TENSORRT_LLM, ATOM, XDIT = "vllm", "sglang", "tensorrt-llm", "atom
 TRANSFORMERS = "transformers"
 PREFILL, DECODE, MIXED, DRAFT = "prefill", "decode", "mixed", "draft"
 NO_CACHE = "decode, no KV cache"
-"""Phase of passes that compute the whole sequence again for each new token."""
+"""Phase of passes that recompute the complete sequence for each new token."""
 IMAGE, FORWARD = "image", "forward"
-LAUNCHED_INSIDE = 0.9
-"""Share of the device's time that ranges called ``prefill`` or ``decode`` must hold to be steps.
-Without a device, share of the operators' time."""
+MIN_WORK_SHARE = 0.9
+"""Minimum share of the device's time in ranges called ``prefill`` or ``decode`` that are steps.
+Without a device, minimum share of the operators' time."""
 
 
 class Sums(NamedTuple):
@@ -41,31 +41,31 @@ class StepMark(NamedTuple):
     """Engine, phase, requests and tokens of a step, read from its mark."""
 
     engine: str | None
-    """Name of the engine; ``None``: a range of the user's own."""
+    """Name of the engine, or ``None`` for a user's range."""
     phase: str
-    """Phase: ``prefill``, ``decode``, ``mixed``, ``draft``, ``image`` (a whole picture);
-    ``forward``: not recorded."""
+    """Phase: ``prefill``, ``decode``, ``mixed``, ``draft``, ``image`` (a complete picture), or
+    ``forward`` if not recorded."""
     requests: int | None = None
     tokens: int | None = None
-    """New tokens that are computed; ``None``: not recorded."""
+    """New tokens that are computed, or ``None`` if not recorded."""
     outputs: int | None = None
-    """Tokens that come out; ``None``: not recorded, as where drafts may be rejected."""
+    """Output tokens, or ``None`` if not recorded, for example because drafts may be rejected."""
     prefill: Sums | None = None
     decode: Sums | None = None
 
 
-def _phase(prefills: int, decodes: int) -> str:
+def _name_phase(prefills: int, decodes: int) -> str:
     return MIXED if prefills and decodes else PREFILL if prefills else DECODE
 
 
-_N = r"(\d{1,15})"
-"""Pattern of a number: longer ones are damage."""
-_GROUP = rf"\((?:sq{_N}sk{_N}sqsq{_N}sqsk{_N}|{_N}(?:_{_N})?)\)"
+_NUMBER = r"(\d{1,15})"
+"""Pattern of a number: longer numbers come from damaged files."""
+_GROUP = rf"\((?:sq{_NUMBER}sk{_NUMBER}sqsq{_NUMBER}sqsk{_NUMBER}|{_NUMBER}(?:_{_NUMBER})?)\)"
 
 
-def _sums(values: tuple[str | None, ...]) -> tuple[int, Sums | None]:
-    """Return the new tokens of a group of ``_GROUP``, and its sums. An older vLLM writes the tokens
-    with the sum of their squares, which are prompts from their beginning."""
+def _read_sums(values: tuple[str | None, ...]) -> tuple[int, Sums | None]:
+    """Return the new tokens of a match of ``_GROUP``, and its sums. Older versions of vLLM write
+    the tokens and the sum of their squares, for complete prompts."""
     if values[0] is not None:
         q, k, qq, qk = (int(value or 0) for value in values[:4])
         return q, Sums(q, k, qq, qk)
@@ -73,33 +73,35 @@ def _sums(values: tuple[str | None, ...]) -> tuple[int, Sums | None]:
     return q, None if values[5] is None else Sums(q, q, int(values[5]), int(values[5]))
 
 
-def _vllm(match: re.Match[str]) -> StepMark:
+def _read_vllm(match: re.Match[str]) -> StepMark:
     groups = match.groups()
     prefills, decodes = int(groups[0]), int(groups[7])
-    context, prefill = _sums(groups[1:7])
-    generation, decode = _sums(groups[8:14])
-    plain = generation in (0, decodes)  # more tokens than requests: drafts to be verified
+    prefill_tokens, prefill = _read_sums(groups[1:7])
+    decode_tokens, decode = _read_sums(groups[8:14])
+    is_plain = decode_tokens in (0, decodes)  # more tokens than requests: drafts are verified
     return StepMark(
         VLLM,
-        _phase(prefills, decodes),
+        _name_phase(prefills, decodes),
         prefills + decodes,
-        context + generation,
-        prefills + decodes if plain else None,
+        prefill_tokens + decode_tokens,
+        prefills + decodes if is_plain else None,
         prefill if prefills else None,
         decode if decodes else None,
     )
 
 
-def _vllm_counts(match: re.Match[str]) -> StepMark:
+def _read_vllm_counts(match: re.Match[str]) -> StepMark:
     new, cached = map(int, match.groups())
-    return StepMark(VLLM, _phase(new, cached), new + cached, None if new else cached, new + cached)
+    return StepMark(
+        VLLM, _name_phase(new, cached), new + cached, None if new else cached, new + cached
+    )
 
 
-def _fields(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(rf"(\w+)={_N}\b", text)}
+def _read_fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(rf"(\w+)={_NUMBER}\b", text)}
 
 
-def _group(fields: dict[str, int], prefix: str, tokens: int | None) -> Sums | None:
+def _read_group_sums(fields: dict[str, int], prefix: str, tokens: int | None) -> Sums | None:
     k, qq, qk = (fields.get(f"{prefix}{name}") for name in ("sk", "sqsq", "sqsk"))
     q = fields.get(f"{prefix}sq", tokens)
     if q is None or k is None or qq is None or qk is None:
@@ -107,21 +109,24 @@ def _group(fields: dict[str, int], prefix: str, tokens: int | None) -> Sums | No
     return Sums(q, k, qq, qk)
 
 
-def _sglang(match: re.Match[str]) -> StepMark | None:
-    mode, fields = match[1], _fields(match[2])
+def _read_sglang(match: re.Match[str]) -> StepMark | None:
+    mode, fields = match[1], _read_fields(match[2])
     requests = fields.get("bs")
     if mode == "IDLE":
         return None
     if mode == "MIXED":
         context, generation = fields.get("c_sq"), fields.get("g_sq")
         tokens = None if context is None or generation is None else context + generation
-        prefill, decode = _group(fields, "c_", context), _group(fields, "g_", generation)
+        prefill, decode = (
+            _read_group_sums(fields, "c_", context),
+            _read_group_sums(fields, "g_", generation),
+        )
         return StepMark(SGLANG, MIXED, requests, tokens, requests, prefill, decode)
     if mode == "DECODE":
         tokens = fields.get("g_sq", requests)
         outputs = requests if tokens == requests else None
         return StepMark(
-            SGLANG, DECODE, requests, tokens, outputs, None, _group(fields, "g_", tokens)
+            SGLANG, DECODE, requests, tokens, outputs, None, _read_group_sums(fields, "g_", tokens)
         )
     if "DRAFT" in mode:
         return StepMark(SGLANG, DRAFT, requests, None, 0)
@@ -129,14 +134,16 @@ def _sglang(match: re.Match[str]) -> StepMark | None:
         return StepMark(SGLANG, DECODE, requests)
     if "EXTEND" in mode or "PREFILL" in mode:
         tokens = fields.get("toks")
-        return StepMark(SGLANG, PREFILL, requests, tokens, requests, _group(fields, "c_", tokens))
+        return StepMark(
+            SGLANG, PREFILL, requests, tokens, requests, _read_group_sums(fields, "c_", tokens)
+        )
     return StepMark(SGLANG, FORWARD, requests)
 
 
-def _atom(match: re.Match[str]) -> StepMark:
-    fields = _fields(match[2])
+def _read_atom(match: re.Match[str]) -> StepMark:
+    fields = _read_fields(match[2])
     requests, tokens = fields.get("bs"), fields.get("tok")
-    sums = _group(fields, "", tokens)
+    sums = _read_group_sums(fields, "", tokens)
     if match[1] == PREFILL:
         return StepMark(ATOM, PREFILL, requests, tokens, requests, sums)
     outputs = None if "spec" in fields else requests
@@ -144,15 +151,15 @@ def _atom(match: re.Match[str]) -> StepMark:
     return StepMark(ATOM, phase, requests, tokens, outputs, None, sums if phase == DECODE else None)
 
 
-def _tensorrt(match: re.Match[str]) -> StepMark:
+def _read_tensorrt(match: re.Match[str]) -> StepMark:
     prefills, tokens, decodes = (None if text is None else int(text) for text in match.groups())
     assert prefills is not None and decodes is not None
     computed = decodes if not prefills else None if tokens is None else tokens + decodes
     requests = prefills + decodes
-    return StepMark(TENSORRT_LLM, _phase(prefills, decodes), requests, computed, requests)
+    return StepMark(TENSORRT_LLM, _name_phase(prefills, decodes), requests, computed, requests)
 
 
-def _own(match: re.Match[str]) -> StepMark:
+def _read_plain(match: re.Match[str]) -> StepMark:
     return StepMark(None, PREFILL if match[1].lower() in ("prefill", "extend") else DECODE)
 
 
@@ -162,35 +169,39 @@ class MarkPattern(NamedTuple):
     regex: re.Pattern[str]
     read: Callable[[re.Match[str]], StepMark | None]
     source: str
-    """File and function in which the engine writes it."""
+    """File and function in which the engine writes the mark."""
 
 
 _VLLM_WORKER = "vllm/v1/worker/gpu_worker.py, annotate_profile"
 PATTERNS = (
     MarkPattern(
-        re.compile(rf"^execute_(?:\d+_)?context_{_N}{_GROUP}_generation_{_N}{_GROUP}$"),
-        _vllm,
+        re.compile(rf"^execute_(?:\d+_)?context_{_NUMBER}{_GROUP}_generation_{_NUMBER}{_GROUP}$"),
+        _read_vllm,
         _VLLM_WORKER,
     ),
-    MarkPattern(re.compile(rf"^execute_new_{_N}_cached_{_N}$"), _vllm_counts, _VLLM_WORKER),
+    MarkPattern(
+        re.compile(rf"^execute_new_{_NUMBER}_cached_{_NUMBER}$"), _read_vllm_counts, _VLLM_WORKER
+    ),
     MarkPattern(
         re.compile(r"^step\[([A-Z_0-9]+) (bs=\d+[^\]]*)\]$"),
-        _sglang,
+        _read_sglang,
         "sglang/srt/model_executor/step_span_utils.py, build_step_span_name",
     ),
     MarkPattern(
-        re.compile(r"^(prefill|decode)\[(bs=\d+.*)\]$"), _atom, "atom/model_engine/model_runner.py"
+        re.compile(r"^(prefill|decode)\[(bs=\d+.*)\]$"),
+        _read_atom,
+        "atom/model_engine/model_runner.py",
     ),
     MarkPattern(
         re.compile(
-            rf"^\[Executor\] _forward_step(?: \d+)?: {_N} ctx reqs(?:, {_N} ctx tokens)?, "
-            rf"{_N} gen reqs"
+            rf"^\[Executor\] _forward_step(?: \d+)?: {_NUMBER} ctx reqs"
+            rf"(?:, {_NUMBER} ctx tokens)?, {_NUMBER} gen reqs"
         ),
-        _tensorrt,
+        _read_tensorrt,
         "tensorrt_llm/_torch/pyexecutor/py_executor.py, _forward_step",
     ),
     MarkPattern(
-        re.compile(rf"^execute_diffusion_{_N}_(\d+x\d+)$"),
+        re.compile(rf"^execute_diffusion_{_NUMBER}_(\d+x\d+)$"),
         lambda match: StepMark(XDIT, IMAGE, int(match[1])),
         "xfuser/runner.py",
     ),
@@ -203,15 +214,15 @@ PLAIN = (
     ),
     MarkPattern(
         re.compile(r"(?i)^(prefill|extend|decode)(?:[ _-]?(?:step|token|iteration))?[ _#:-]*\d*$"),
-        _own,
+        _read_plain,
         "a range of the program's own",
     ),
 )
-"""Patterns tried where none of the others matches: they tell less."""
+"""Patterns with less information, tried if no other pattern matches."""
 
 
 def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> StepMark | None:
-    """Read a name as the mark of an engine; ``None``: it is none."""
+    """Read a name as the mark of an engine, or return ``None`` if it is not a mark."""
     for pattern in patterns:
         match = pattern.regex.search(name)
         if match is not None:
@@ -220,56 +231,68 @@ def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> StepM
 
 
 def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[StepMark]]:
-    """Find the marks of an engine's steps on the thread that has the first of them: ``name``,
-    ``ts``, ``dur`` (ns), in time's order, and what each tells. Of marks inside each other the
-    innermost counts, with the sums of the one around it. Empty: there are none."""
+    """Find the marks of an engine's steps on the thread of the first mark: ``name``, ``ts``,
+    ``dur`` (ns), in order of time, and the content of each mark. Of nested marks the innermost
+    counts, with the sums of the mark around it. Empty if there are none."""
     ranges = trace.cpu.filter(pl.col("kind") == "annotation")
     for patterns in (PATTERNS, PLAIN):
         unique = ranges["name"].unique().cast(pl.String).drop_nulls()
-        read = {name: mark for name in unique if (mark := parse_mark(name, patterns)) is not None}
-        if not read:
+        mark_of_name = {
+            name: mark for name in unique if (mark := parse_mark(name, patterns)) is not None
+        }
+        if not mark_of_name:
             continue
-        rows = ranges.filter(pl.col("name").cast(pl.String).is_in(list(read))).sort("ts", "depth")
+        rows = ranges.filter(pl.col("name").cast(pl.String).is_in(list(mark_of_name))).sort(
+            "ts", "depth"
+        )
         rows = rows.filter(pl.col("thread") == rows["thread"][0])
         rows = rows.select(pl.col("name").cast(pl.String), "ts", "dur")
-        described = [read[name] for name in rows["name"]]
-        if patterns is PLAIN and not (described[0].engine or _holds_the_work(trace, rows)):
+        marks = [mark_of_name[name] for name in rows["name"]]
+        if patterns is PLAIN and not (marks[0].engine or _contain_work(trace, rows)):
             continue
-        return _innermost(rows, described)
+        return _keep_innermost(rows, marks)
     return ranges.select(pl.col("name").cast(pl.String), "ts", "dur").clear(), []
 
 
-def _innermost(rows: pl.DataFrame, marks: list[StepMark]) -> tuple[pl.DataFrame, list[StepMark]]:
+def _keep_innermost(
+    rows: pl.DataFrame, marks: list[StepMark]
+) -> tuple[pl.DataFrame, list[StepMark]]:
     end = (rows["ts"] + rows["dur"]).to_list()
     ts = rows["ts"].to_list()
-    outer = [after < own_end for after, own_end in zip(ts[1:], end, strict=False)] + [False]
+    is_outer = [next_ts < mark_end for next_ts, mark_end in zip(ts[1:], end, strict=False)] + [
+        False
+    ]
     kept: list[int] = []
     result: list[StepMark] = []
-    around: StepMark | None = None
+    outer_mark: StepMark | None = None
     for index, mark in enumerate(marks):
-        if outer[index]:
-            around = mark
+        if is_outer[index]:
+            outer_mark = mark
             continue
-        if around is not None and (around.phase, around.requests) == (mark.phase, mark.requests):
+        if outer_mark is not None and (outer_mark.phase, outer_mark.requests) == (
+            mark.phase,
+            mark.requests,
+        ):
             mark = mark._replace(
-                prefill=mark.prefill or around.prefill, decode=mark.decode or around.decode
+                prefill=mark.prefill or outer_mark.prefill, decode=mark.decode or outer_mark.decode
             )
-        around = None
+        outer_mark = None
         kept.append(index)
         result.append(mark)
     return rows[kept], result
 
 
-def _holds_the_work(trace: Trace, rows: pl.DataFrame) -> bool:
-    """Return whether ranges of such names hold nearly all work: ``decode`` may be a video's."""
+def _contain_work(trace: Trace, rows: pl.DataFrame) -> bool:
+    """Return whether these ranges contain nearly all work: a ``decode`` range may decode a
+    video."""
     spans = union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
     gpu, cpu = trace.gpu, trace.cpu
     if gpu.is_empty():
         work = cpu.filter((pl.col("kind") == "op") & (pl.col("depth") == pl.col("depth").min()))
         ts, dur = work["ts"].to_numpy(), work["dur"].to_numpy()
-        return bool(covered_length(ts, ts + dur, spans).sum() >= LAUNCHED_INSIDE * dur.sum() > 0)
+        return bool(covered_length(ts, ts + dur, spans).sum() >= MIN_WORK_SHARE * dur.sum() > 0)
     launched = gpu.filter(pl.col("launch").is_not_null())
     ts = cpu["ts"].gather(launched["launch"]).to_numpy()
-    inside = covered_length(ts, ts + 1, spans) > 0
+    is_inside = covered_length(ts, ts + 1, spans) > 0
     dur = launched["dur"].to_numpy()
-    return bool(dur[inside].sum() >= LAUNCHED_INSIDE * dur.sum() > 0)
+    return bool(dur[is_inside].sum() >= MIN_WORK_SHARE * dur.sum() > 0)

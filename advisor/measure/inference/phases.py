@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from advisor.measure.inference.passes import ForwardPasses
 
 MIN_P90, MIN_P99 = 10, 100
-"""Durations below which these percentiles say no more than the longest does."""
-MIN_KNOWN = 0.5
-"""Part of kernel time whose work must be known to estimate a step's attainable time."""
-JITTER = 1.2
-"""Ratio of the 90th percentile to the median from which it is explained."""
+"""Minimum number of durations at which these percentiles say more than the longest one."""
+MIN_KNOWN_SHARE = 0.5
+"""Minimum share of kernel time with known work for estimating a step's attainable time."""
+MIN_JITTER = 1.2
+"""Minimum ratio of the 90th percentile to the median that is explained."""
 FP4_FLOPS_PER_BYTE = 4
-"""FLOPs per byte of a 4-bit weight that one token uses: a product and a sum, by half a byte."""
+"""FLOPs per byte of a 4-bit weight for one token: a product and a sum per half byte."""
 MOVING = (
     *("elementwise", "normalisation", "reduction", "softmax", "copy", "layout", "embedding"),
     "indexing",
 )
-"""Families that memory limits, however little is known of their shapes."""
+"""Families that memory limits, even if their shapes are unknown."""
 
 
 def measure_inference(a: Analysis) -> InferenceByPhase | None:
@@ -45,48 +45,52 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
     used = np.flatnonzero(covered_length(start, start + 1, a.spans) > 0)
     if not len(used):
         return None
-    whole = not a.lost_records.reported
-    labels = [_label(passes, index) for index in used.tolist()]
+    is_complete = not a.lost_records.reported
+    labels = [_phase_label(passes, index) for index in used.tolist()]
     kernels = None if a.device_id is None else _Kernels(a, passes)
-    named = {label: used[[each == label for each in labels]] for label in labels}
-    host = _host_unprofiled(a)
+    rows_of_phase = {
+        label: used[[phase_name == label for phase_name in labels]] for label in labels
+    }
+    host_share = _estimate_host_share(a)
     phases = [
-        _phase(label, rows, passes, kernels, whole=whole, host=host)
-        for label, rows in named.items()
+        _summarise_phase(
+            label, rows, passes, kernels, is_complete=is_complete, host_share=host_share
+        )
+        for label, rows in rows_of_phase.items()
     ]
     phases.sort(key=lambda phase: -phase.ns * phase.steps)
     order = used[np.argsort(start[used], kind="stable")]
     gaps = np.maximum(start[order][1:] - end[order][:-1], 0)
     span = float(end[order].max() - start[order][0])
     outputs = [passes.marks[index].outputs for index in order.tolist()]
-    described = [tokens for tokens in outputs if tokens is not None]
+    known_outputs = [tokens for tokens in outputs if tokens is not None]
     return InferenceByPhase(
         engine=a.engine,
         source=passes.source,
         phases=phases,
-        between=_quantiles(gaps) if gaps.any() else None,
+        between=_find_quantiles(gaps) if gaps.any() else None,
         between_share=float(gaps.sum()) / span if len(gaps) and span else None,
-        output_tokens_per_s=sum(described) / span * 1e9
-        if len(described) == len(order) and span
+        output_tokens_per_s=sum(known_outputs) / span * 1e9
+        if len(known_outputs) == len(order) and span
         else None,
-        graphs=_graphs(a, passes, used),
+        graphs=_summarise_graphs(a, passes, used),
     )
 
 
-def _host_unprofiled(a: Analysis) -> float:
-    """Return the part of the profiled steps' idle time that the run's own steps have."""
-    own, idle = a.own_busy_share, a.span_ns - a.breakdown.busy.total
-    if not own or idle <= 0:
+def _estimate_host_share(a: Analysis) -> float:
+    """Return the share of the profiled steps' idle time that the run's own steps have."""
+    busy_share, idle = a.own_busy_share, a.span_ns - a.breakdown.busy.total
+    if not busy_share or idle <= 0:
         return 1.0
-    return min(1.0, (1.0 / own - 1.0) * a.breakdown.busy.total / idle)
+    return min(1.0, (1.0 / busy_share - 1.0) * a.breakdown.busy.total / idle)
 
 
-def _label(passes: ForwardPasses, index: int) -> str:
+def _phase_label(passes: ForwardPasses, index: int) -> str:
     phase = passes.marks[index].phase
     return str(passes.table["name"][index]) if phase == FORWARD else phase
 
 
-def _quantiles(ns: Ints) -> Quantiles:
+def _find_quantiles(ns: Ints) -> Quantiles:
     p50, p90, p99 = np.percentile(ns, [50, 90, 99])
     count = len(ns)
     return Quantiles(
@@ -97,65 +101,65 @@ def _quantiles(ns: Ints) -> Quantiles:
     )
 
 
-def _mean(values: list[int | None]) -> float | None:
-    described = [value for value in values if value is not None]
-    return sum(described) / len(described) if described and len(described) == len(values) else None
+def _mean_if_complete(values: list[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _phase(
+def _summarise_phase(
     label: str,
     rows: Ints,
     passes: ForwardPasses,
     kernels: _Kernels | None,
     *,
-    whole: bool,
-    host: float,
+    is_complete: bool,
+    host_share: float,
 ) -> InferencePhase:
-    """Summarise one phase. ``whole``: the records of the device are complete. ``host``: part of the
-    host's time that the run's own steps have."""
+    """Summarise one phase. ``whole`` says that the records of the device are complete. ``host`` is
+    the share of the host's time that the run's own steps have."""
     start, end = (times[rows] for times in passes.pass_intervals)
     dur = end - start
     total = float(dur.sum())
     marks = [passes.marks[index] for index in rows.tolist()]
-    tokens = _mean([mark.tokens for mark in marks])
-    sums = None if kernels is None or not whole else kernels.sums(rows, start, end)
-    limits = {} if sums is None else {**sums.limits, "host": host * sums.limits["host"]}
+    tokens = _mean_if_complete([mark.tokens for mark in marks])
+    sums = None if kernels is None or not is_complete else kernels.sums(rows, start, end)
+    limits = {} if sums is None else {**sums.limits, "host": host_share * sums.limits["host"]}
     limit = max(limits, key=lambda name: limits[name]) if any(limits.values()) else None
     count = len(rows)
-    judged = sums is not None and sums.known is not None and sums.known >= MIN_KNOWN
+    is_judged = sums is not None and sums.known is not None and sums.known >= MIN_KNOWN_SHARE
     return InferencePhase(
         name=label,
         steps=count,
-        requests=_mean([mark.requests for mark in marks]),
+        requests=_mean_if_complete([mark.requests for mark in marks]),
         tokens=tokens,
         ns=total / count,
-        quantiles=_quantiles(dur),
+        quantiles=_find_quantiles(dur),
         ns_per_token=total / (tokens * count) if tokens else None,
         tokens_per_s=tokens * count / total * 1e9 if tokens and total else None,
         busy_share=None if sums is None or not total else sums.busy / total,
         limit=None if limit == "unknown" else limit,
         limit_share=None if limit in (None, "unknown") else limits[limit] / sum(limits.values()),
-        limit_inferred=limit in ("memory", "compute") and not judged,
-        attainable_ns=sums.attainable / count if judged and sums is not None else None,
+        limit_inferred=limit in ("memory", "compute") and not is_judged,
+        attainable_ns=sums.attainable / count if is_judged and sums is not None else None,
         known_share=None if sums is None else sums.known,
-        jitter="" if sums is None else _jitter(dur, sums.busy_each),
+        jitter="" if sums is None else _explain_jitter(dur, sums.busy_each),
         roles={} if sums is None else {name: ns / count for name, ns in sums.roles.items()},
     )
 
 
-def _jitter(dur: Ints, busy: Ints) -> str:
-    """Explain why the longest tenth of the steps exceeds the median; empty: no need."""
+def _explain_jitter(dur: Ints, busy: Ints) -> str:
+    """Explain why the longest tenth of the steps exceeds the median. Empty if it hardly does."""
     if len(dur) < MIN_P90:
         return ""
-    middle, high = np.percentile(dur, [50, 90])
-    if high < JITTER * middle:
+    median, high = np.percentile(dur, [50, 90])
+    if high < MIN_JITTER * median:
         return ""
-    longest = dur >= high
-    more = float(dur[longest].mean() - middle)
-    work = float(busy[longest].mean() - np.median(busy))
-    if work >= more / 2:
-        return f"the longest tenth computes {t.format_duration(work)} more"
-    return f"the device waits {t.format_duration(more - work)} longer in the longest tenth"
+    is_longest = dur >= high
+    excess = float(dur[is_longest].mean() - median)
+    more_work = float(busy[is_longest].mean() - np.median(busy))
+    if more_work >= excess / 2:
+        return f"the longest tenth computes {t.format_duration(more_work)} more"
+    return f"the device waits {t.format_duration(excess - more_work)} longer in the longest tenth"
 
 
 class _Sums(NamedTuple):
@@ -170,84 +174,88 @@ class _Sums(NamedTuple):
 
 
 class _Kernels:
-    """Device work of passes: what limits each piece, and the least time it could take."""
+    """Device work of passes: the limit of each piece, and its attainable time."""
 
     def __init__(self, a: Analysis, passes: ForwardPasses) -> None:
         gpu, measured = a.trace.gpu, a.kernels
         self.owner = passes.owner
         self.dur = gpu["dur"].to_numpy().astype(np.float64)
         ts = gpu["ts"].to_numpy()
-        own = (gpu["device"] == a.device_id).to_numpy()
-        self.busy = union(ts[own], (ts + gpu["dur"].to_numpy())[own])
+        on_device = (gpu["device"] == a.device_id).to_numpy()
+        self.busy = union(ts[on_device], (ts + gpu["dur"].to_numpy())[on_device])
         self.role = find_roles(a)
         self.communication = measured["communication"].to_numpy()
         limits = attainable_roofs(a.hardware)
         flops = measured["flops"].fill_null(np.nan).to_numpy().astype(np.float64)
         moved = measured["moved"].fill_null(np.nan).to_numpy().astype(np.float64)
         rate = np.full(len(FORMATS) + 1, np.nan)
-        for place, name in enumerate(FORMATS):
+        for index, name in enumerate(FORMATS):
             if name in limits.matmul:
-                rate[place] = limits.matmul[name].rate
-        rate[-1] = rate[FORMATS.index("bf16")]  # where the format is not recorded
+                rate[index] = limits.matmul[name].rate
+        rate[-1] = rate[FORMATS.index("bf16")]  # if the format is not recorded
         dtype = measured["dtype"].to_physical().fill_null(len(FORMATS)).to_numpy().astype(int)
         family = measured["family"].cast(pl.String)
-        matrix = family.is_in([*MATRIX, "attention"]).to_numpy()
-        arithmetic = np.where(matrix, flops / rate[dtype] * 1e9, 0.0)
+        is_matrix = family.is_in([*MATRIX, "attention"]).to_numpy()
+        arithmetic = np.where(is_matrix, flops / rate[dtype] * 1e9, 0.0)
         memory = moved * np.nan if limits.memory is None else moved / limits.memory.rate * 1e9
         floor = np.maximum(arithmetic, memory) + KERNEL_NS
         self.known = ~np.isnan(floor) & ~self.communication
         self.floor = np.where(self.known, np.minimum(floor, self.dur), self.dur)
         self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~self.communication
-        moving = family.is_in(MOVING).to_numpy() | ~matrix & (moved > 0)
-        reuse = [np.inf if mark.tokens is None else float(mark.tokens) for mark in passes.marks]
-        tokens = np.array([*reuse, np.inf])  # that may share one read of a weight
+        is_moving = family.is_in(MOVING).to_numpy() | ~is_matrix & (moved > 0)
+        token_counts = [
+            np.inf if mark.tokens is None else float(mark.tokens) for mark in passes.marks
+        ]
+        tokens = np.array([*token_counts, np.inf])  # tokens that may share one read of a weight
         ridge = np.nan if limits.memory is None else rate[dtype] / limits.memory.rate
-        few = FP4_FLOPS_PER_BYTE * tokens[self.owner] < ridge
-        bound = np.where(self.known & (arithmetic > memory), 2, np.where(self.known, 1, 0))
-        bound = np.where((bound == 0) & (moving | few), 1, bound)
-        self.bound = np.where(self.communication, 3, bound)
+        reads_limit = FP4_FLOPS_PER_BYTE * tokens[self.owner] < ridge
+        limit_code = np.where(self.known & (arithmetic > memory), 2, np.where(self.known, 1, 0))
+        limit_code = np.where((limit_code == 0) & (is_moving | reads_limit), 1, limit_code)
+        self.bound = np.where(self.communication, 3, limit_code)
 
     def sums(self, rows: Ints, start: Ints, end: Ints) -> _Sums:
-        """Sum the work of the passes ``rows``, whose own time is [start, end)."""
-        each = covered_length(start, end, self.busy)
-        owned = np.isin(self.owner, rows)
-        work = [float(self.dur[owned & (self.bound == code)].sum()) for code in range(4)]
-        busy = float(each.sum())
-        scale = busy / sum(work) if sum(work) else 0.0  # work that runs at once counts once
+        """Sum the work of the passes ``rows``, which take the time [start, end)."""
+        busy_each = covered_length(start, end, self.busy)
+        is_owned = np.isin(self.owner, rows)
+        work_ns = [float(self.dur[is_owned & (self.bound == code)].sum()) for code in range(4)]
+        busy = float(busy_each.sum())
+        scale = busy / sum(work_ns) if sum(work_ns) else 0.0  # concurrent work counts once
         names = ("unknown", "memory", "compute", "communication")
-        limits = {name: ns * scale for name, ns in zip(names, work, strict=True)}
+        limits = {name: ns * scale for name, ns in zip(names, work_ns, strict=True)}
         limits["host"] = float((end - start).sum()) - busy
-        kernel = float(self.dur[owned & self.kernel].sum())
-        known = float(self.dur[owned & self.kernel & self.known].sum())
-        saved = float((self.dur - self.floor)[owned].sum()) * scale
-        table = pl.DataFrame({"role": self.role.filter(pl.Series(owned)), "ns": self.dur[owned]})
+        kernel_ns = float(self.dur[is_owned & self.kernel].sum())
+        known_ns = float(self.dur[is_owned & self.kernel & self.known].sum())
+        saved = float((self.dur - self.floor)[is_owned].sum()) * scale
+        table = pl.DataFrame(
+            {"role": self.role.filter(pl.Series(is_owned)), "ns": self.dur[is_owned]}
+        )
         parts = table.group_by("role").agg(pl.col("ns").sum()).sort("ns", "role", descending=True)
         return _Sums(
             busy,
-            each,
+            busy_each,
             limits,
             max(0.0, busy - saved),
-            known / kernel if kernel else None,
+            known_ns / kernel_ns if kernel_ns else None,
             dict(parts.iter_rows()),
         )
 
 
-def _graphs(a: Analysis, passes: ForwardPasses, used: Ints) -> GraphReplays | None:
-    found = find_replays(a.trace)
-    if not found:
+def _summarise_graphs(a: Analysis, passes: ForwardPasses, used: Ints) -> GraphReplays | None:
+    replays = find_replays(a.trace)
+    if not replays:
         return None
-    rows = np.concatenate([replay.rows for replay in found])
-    inside = np.isin(passes.owner[[r.rows[0] for r in found if len(r.rows)]], used)
+    rows = np.concatenate([replay.rows for replay in replays])
+    is_used = np.isin(passes.owner[[graph.rows[0] for graph in replays if len(graph.rows)]], used)
     return GraphReplays(
-        launches=len(found),
+        launches=len(replays),
         kernels=len(rows),
-        per_step=float(inside.sum()) / len(used),
+        per_step=float(is_used.sum()) / len(used),
         matched=None if a.trace.meta.capture is None else a.trace.meta.capture.matched,
         missing=a.lost_records.replayed,
     )
 
 
-# -- which part of a served model each piece of device work is -------------------------------------
+# -- roles of device work in a served model -------------------------------------
 
 ROLES: tuple[tuple[str, str], ...] = (
     (
@@ -279,41 +287,43 @@ ROLES: tuple[tuple[str, str], ...] = (
         r"(?i)sampling|sampler|argmax|multinomial|top_?k_?top_?p|penalt|logits|exponential|min_p|gumbel",
     ),
 )
-"""Role -> pattern of a kernel's or its operator's name; the first that fits wins."""
+"""Role -> pattern of a kernel's or its operator's name; the first match wins."""
 
-_OF_FAMILY = {
+_ROLE_OF_FAMILY = {
     "gemm": "dense gemm", "communication": "collectives", "attention": "attention",
     "copy": "copies", "memset": "copies", "layout": "copies",
 }  # fmt: skip
 
 
 @cache_by_name
-def _by_name(names: pl.Series) -> pl.DataFrame:
+def _roles_by_name(names: pl.Series) -> pl.DataFrame:
     column = pl.col("name")
-    fits = [pl.when(column.str.contains(pattern)).then(pl.lit(r)) for r, pattern in ROLES]
-    return names.alias("name").to_frame().select(role=pl.coalesce(*fits))
+    roles = [pl.when(column.str.contains(pattern)).then(pl.lit(role)) for role, pattern in ROLES]
+    return names.alias("name").to_frame().select(role=pl.coalesce(*roles))
 
 
 def find_roles(a: Analysis) -> pl.Series:
     """Find the role of each row of ``trace.gpu`` in a layer, by the kernel's name, then its
-    operator's, then its family. Matrix products that are no expert's are ``dense gemm``."""
+    operator's name, then its family. Matrix products outside experts are ``dense gemm``."""
     measured = a.kernels
     family = measured["family"].cast(pl.String)
     names = [
-        map_names(column.cast(pl.Categorical), _role, pl.String)
+        map_names(column.cast(pl.Categorical), _find_role, pl.String)
         for column in (a.trace.gpu["name"], measured["op_name"])
     ]
-    fallback = family.replace(_OF_FAMILY)
+    fallback = family.replace(_ROLE_OF_FAMILY)
     frame = pl.DataFrame(
         {"kernel": names[0], "op": names[1], "family": family, "fallback": fallback}
     )
-    matrix = pl.col("family") == "gemm"
-    expert = pl.coalesce("kernel", "op").is_in(["moe experts", "moe combine"])
-    own = pl.when(matrix & ~expert).then(pl.lit("dense gemm"))
-    fixed = pl.when(pl.col("family") == "communication").then(pl.lit("collectives"))
-    return frame.select(role=pl.coalesce(fixed, own, "kernel", "op", "fallback")).to_series()
+    is_matrix = pl.col("family") == "gemm"
+    is_expert = pl.coalesce("kernel", "op").is_in(["moe experts", "moe combine"])
+    dense = pl.when(is_matrix & ~is_expert).then(pl.lit("dense gemm"))
+    collectives = pl.when(pl.col("family") == "communication").then(pl.lit("collectives"))
+    return frame.select(
+        role=pl.coalesce(collectives, dense, "kernel", "op", "fallback")
+    ).to_series()
 
 
-def _role(name: str) -> str | None:
-    result = _by_name(pl.Series([name]))["role"][0]
+def _find_role(name: str) -> str | None:
+    result = _roles_by_name(pl.Series([name]))["role"][0]
     return None if result is None else str(result)

@@ -15,16 +15,17 @@ CATEGORIES = (
     "communication buffers", "workspace", "CUDA graph pools", "not attributed",
 )  # fmt: skip
 """Categories of blocks. ``autocast copies``: weights in autocast's type, kept until its region
-ends. ``earlier steps``: made by a forward pass of a step before, and held still. ``not
-attributed``: neither call path nor lifetime nor sizes identify it; its line may be known."""
+ends. ``earlier steps``: made by a forward pass of an earlier step, and still allocated. ``not
+attributed``: not identified by call path, lifetime or sizes; the line may be known."""
 BASES = ("call path", "lifetime", "size pattern", "the file", "none")
 CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
-"""Sizes of cuBLAS's default workspace, bytes (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often
+"""Sizes of cuBLAS's default workspaces, bytes (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often
 without a stack."""
-MIN_SET = 10
-"""Blocks from which a set looks like the weights of a model: fewer may be anything."""
-MAX_SINGLE = 0.5
-"""Share of a set of weights in one block, at most: a larger one may be data."""
+MIN_SET_BLOCKS = 10
+"""Minimum number of blocks of a set that looks like the weights of a model: fewer may be
+anything."""
+MAX_SINGLE_SHARE = 0.5
+"""Maximum share of a set of weights in one block: a larger block may be data."""
 NOT_ATTRIBUTED = CATEGORIES.index("not attributed")
 
 
@@ -32,266 +33,300 @@ class BlockCategories(NamedTuple):
     """Category of each block and its basis, aligned with ``MemoryHistory.block_lifetimes``."""
 
     category: NDArray[np.int8]
-    """Place in CATEGORIES."""
+    """Index in CATEGORIES."""
     basis: NDArray[np.int8]
-    """Place in BASES."""
+    """Index in BASES."""
 
 
 def classify(h: MemoryHistory, moment: int) -> BlockCategories:
-    """Find the category of every block of the history, as of a moment (an event).
+    """Find the category of every block of the history at a moment (an event).
 
-    The call path decides where it can; then the phases of the step in which a block lives; then,
-    for blocks older than the history, what frees them, and last the sizes: a set of blocks that
-    repeats the gradients' sizes is a copy of the weights."""
-    lives = h.block_lifetimes
-    role = np.array([ROLES.index(o.role) for o in h.origins], dtype=np.int16)[lives.stack]
-    state = np.array([o.state for o in h.origins])[lives.stack]
-    released = np.array([o.released for o in h.origins])[lives.release]
-    known = lives.start_event >= 0
-    kind = np.full(len(lives), NOT_ATTRIBUTED, dtype=np.int8)
-    basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
+    The call path decides if it can, then the phases of the step in which a block lives, then, for
+    blocks older than the history, the code that frees them, and finally the sizes: a set of blocks
+    that repeats the gradients' sizes is a copy of the weights."""
+    lifetimes = h.block_lifetimes
+    role = np.array([ROLES.index(origin.role) for origin in h.origins], dtype=np.int16)[
+        lifetimes.stack
+    ]
+    state = np.array([origin.state for origin in h.origins])[lifetimes.stack]
+    released = np.array([origin.released for origin in h.origins])[lifetimes.release]
+    in_history = lifetimes.start_event >= 0
+    categories = np.full(len(lifetimes), NOT_ATTRIBUTED, dtype=np.int8)
+    basis = np.full(len(lifetimes), BASES.index("none"), dtype=np.int8)
 
     def is_(*names: str) -> Bools:
         return np.isin(role, [ROLES.index(name) for name in names])
 
     def put(rows: Bools, name: str, why: str = "call path") -> None:
-        kind[rows] = CATEGORIES.index(name)
+        categories[rows] = CATEGORIES.index(name)
         basis[rows] = BASES.index(why)
 
     if h.snapshot.categories:
         for number, name in enumerate(h.snapshot.categories):
             put(
-                lives.stack == number,
+                lifetimes.stack == number,
                 name,
                 "none" if name == CATEGORIES[NOT_ATTRIBUTED] else "the file",
             )
-        return BlockCategories(kind, basis)
-    leaves = _leaves_phase(h)
-    sizes = np.unique(lives.size[is_("parameter")])
-    engine = is_("backward") | (is_("nothing") & known & h.has_stacks)
-    stays = leaves | (np.isin(lives.size, sizes) & (lives.end_event > moment))
+        return BlockCategories(categories, basis)
+    leaves = _leave_phase(h)
+    weight_sizes = np.unique(lifetimes.size[is_("parameter")])
+    by_engine = is_("backward") | (is_("nothing") & in_history & h.has_stacks)
+    is_kept = leaves | (np.isin(lifetimes.size, weight_sizes) & (lifetimes.end_event > moment))
     put(is_("parameter"), "weights")
-    put(engine & ~stays, "backward temporaries")
-    put(engine & stays, "gradients", "lifetime")
+    put(by_engine & ~is_kept, "backward temporaries")
+    put(by_engine & is_kept, "gradients", "lifetime")
     put(is_("gradient"), "gradients")
-    over = (
-        lives.end_event == h.count
+    never_freed = (
+        lifetimes.end_event == h.count
         if h.failed_event is None
-        else np.zeros(len(lives), dtype=np.bool_)
+        else np.zeros(len(lifetimes), dtype=np.bool_)
     )
-    keeps = state | leaves | over | ~known
-    put(is_("optimizer") & keeps, "optimizer state")
-    put(is_("optimizer") & ~keeps, "optimizer temporaries")
+    is_state = state | leaves | never_freed | ~in_history
+    put(is_("optimizer") & is_state, "optimizer state")
+    put(is_("optimizer") & ~is_state, "optimizer temporaries")
     put(is_("forward", "recomputed"), "activations")
     put(is_("input"), "inputs")
     put(is_("cache"), "KV cache")
     put(is_("communication"), "communication buffers")
-    kept = is_("nothing") | (is_("forward", "own") & (lives.end_event == h.count))
-    put(is_("workspace") | (kept & np.isin(lives.size, CUBLAS_WORKSPACES)), "workspace")
-    dies = np.append(h.phase, -1)[lives.end_event]
-    own = is_("own") & known
-    put(own & (dies == PHASES.index("backward")), "activations", "lifetime")
-    put(own & _spans_step(h), "inputs", "lifetime")
-    old = is_("nothing") & ~known & (kind == NOT_ATTRIBUTED)
-    put(old & (dies == PHASES.index("backward")), "activations", "lifetime")
-    like = np.isin(lives.size, np.unique(lives.size[kind <= CATEGORIES.index("gradients")]))
-    updated = (released == "optimizer") | (like & (dies == PHASES.index("optimizer")))
-    put(old & updated, "optimizer state", "lifetime")
-    put(old & (released == "gradient"), "gradients", "call path")
-    put(old & (kind == NOT_ATTRIBUTED) & _replaced_outputs(h, kind), "earlier steps", "lifetime")
-    _by_sizes(h, kind, basis, old & (kind == NOT_ATTRIBUTED) & (lives.end_event == h.count))
-    cast = np.array([o.cast for o in h.origins])[lives.stack] & known
-    put(_weight_copies(h, kind, cast), "autocast copies", "size pattern")
-    put((released == "autocast") & is_("forward"), "autocast copies")
-    put(_of_earlier_steps(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
-    private = _in_private_pools(h)
-    put(private & ~is_("parameter", "communication", "cache", "workspace"), "CUDA graph pools")
-    return BlockCategories(kind, basis)
-
-
-def _leaves_phase(h: MemoryHistory) -> Bools:
-    """Return which blocks live into another phase, or into the same one a step later."""
-    phase = h.phase
-    turns = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
-    lives = h.block_lifetimes
-    begin = np.clip(lives.start_event, 0, h.count)
-    end = np.clip(lives.end_event - 1, 0, h.count)
-    left: Bools = (turns[end + (h.count > 0)] > turns[begin + (h.count > 0)]) & (
-        lives.start_event >= 0
+    is_lasting = is_("nothing") | (is_("forward", "own") & (lifetimes.end_event == h.count))
+    put(is_("workspace") | (is_lasting & np.isin(lifetimes.size, CUBLAS_WORKSPACES)), "workspace")
+    end_phase = np.append(h.phase, -1)[lifetimes.end_event]
+    by_user = is_("own") & in_history
+    put(by_user & (end_phase == PHASES.index("backward")), "activations", "lifetime")
+    put(by_user & _span_step(h), "inputs", "lifetime")
+    unexplained = is_("nothing") & ~in_history & (categories == NOT_ATTRIBUTED)
+    put(unexplained & (end_phase == PHASES.index("backward")), "activations", "lifetime")
+    weight_sized = np.isin(
+        lifetimes.size, np.unique(lifetimes.size[categories <= CATEGORIES.index("gradients")])
     )
-    return left if h.count else np.zeros(len(lives), dtype=np.bool_)
+    is_updated = (released == "optimizer") | (
+        weight_sized & (end_phase == PHASES.index("optimizer"))
+    )
+    put(unexplained & is_updated, "optimizer state", "lifetime")
+    put(unexplained & (released == "gradient"), "gradients", "call path")
+    put(
+        unexplained & (categories == NOT_ATTRIBUTED) & _find_replaced_outputs(h, categories),
+        "earlier steps",
+        "lifetime",
+    )
+    _classify_by_sizes(
+        h,
+        categories,
+        basis,
+        unexplained & (categories == NOT_ATTRIBUTED) & (lifetimes.end_event == h.count),
+    )
+    is_cast = np.array([origin.cast for origin in h.origins])[lifetimes.stack] & in_history
+    put(_find_weight_copies(h, categories, is_cast), "autocast copies", "size pattern")
+    put((released == "autocast") & is_("forward"), "autocast copies")
+    put(_outlive_step(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
+    is_private = _are_in_private_pools(h)
+    put(is_private & ~is_("parameter", "communication", "cache", "workspace"), "CUDA graph pools")
+    return BlockCategories(categories, basis)
 
 
-def _spans_step(h: MemoryHistory) -> Bools:
-    """Return which blocks are made before a forward pass, after the last step's work, and there
-    until the pass and its backward have ended."""
-    lives, phase = h.block_lifetimes, h.phase
+def _leave_phase(h: MemoryHistory) -> Bools:
+    """Return which blocks live into another phase, or into the same phase a step later."""
+    phase = h.phase
+    phase_count = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
+    lifetimes = h.block_lifetimes
+    begin = np.clip(lifetimes.start_event, 0, h.count)
+    end = np.clip(lifetimes.end_event - 1, 0, h.count)
+    is_left: Bools = (phase_count[end + (h.count > 0)] > phase_count[begin + (h.count > 0)]) & (
+        lifetimes.start_event >= 0
+    )
+    return is_left if h.count else np.zeros(len(lifetimes), dtype=np.bool_)
+
+
+def _span_step(h: MemoryHistory) -> Bools:
+    """Return which blocks are made before a forward pass, after the last step's work, and stay
+    allocated until the pass and its backward have ended."""
+    lifetimes, phase = h.block_lifetimes, h.phase
     if not h.count:
-        return np.zeros(len(lives), dtype=np.bool_)
-    begin = np.clip(lives.start_event, 0, h.count - 1)
+        return np.zeros(len(lifetimes), dtype=np.bool_)
+    begin = np.clip(lifetimes.start_event, 0, h.count - 1)
     forward = np.flatnonzero(h.allocates("forward"))
     backward = np.flatnonzero(phase == PHASES.index("backward"))
     if not len(forward) or not len(backward):
-        return np.zeros(len(lives), dtype=np.bool_)
+        return np.zeros(len(lifetimes), dtype=np.bool_)
     starts = np.append(forward, h.count)[np.searchsorted(forward, begin)]
     turns = np.append(backward, h.count)[np.searchsorted(backward, starts)]
-    spans: Bools = (
+    is_spanning: Bools = (
         (phase[begin] != PHASES.index("forward"))
-        & (turns < np.minimum(lives.end_event, h.count))
-        & (lives.end_event < h.count)
+        & (turns < np.minimum(lifetimes.end_event, h.count))
+        & (lifetimes.end_event < h.count)
     )
-    return spans
+    return is_spanning
 
 
-def _replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Bools:
-    """Find blocks freed when a pass has made one of their size that outlives the backward."""
-    lives = h.block_lifetimes
-    outputs = (
-        (kind == CATEGORIES.index("activations")) & (lives.start_event >= 0) & _spans_phases(h)
+def _find_replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Bools:
+    """Find blocks that are freed after a pass has made a block of their size that outlives the
+    backward."""
+    lifetimes = h.block_lifetimes
+    is_output = (
+        (kind == CATEGORIES.index("activations"))
+        & (lifetimes.start_event >= 0)
+        & _outlive_backward(h)
     )
-    sizes = np.unique(lives.size[outputs])
-    replaced: Bools = np.isin(lives.size, sizes) & (lives.end_event < h.count)
-    return replaced
+    sizes = np.unique(lifetimes.size[is_output])
+    is_replaced: Bools = np.isin(lifetimes.size, sizes) & (lifetimes.end_event < h.count)
+    return is_replaced
 
 
-def _spans_phases(h: MemoryHistory) -> Bools:
-    """Return which blocks are there after a whole backward pass that came after them."""
-    lives = h.block_lifetimes
+def _outlive_backward(h: MemoryHistory) -> Bools:
+    """Return which blocks are still allocated after a complete backward pass that followed them."""
+    lifetimes = h.block_lifetimes
     backward = h.phase == PHASES.index("backward")
-    over = np.flatnonzero(backward[:-1] & ~backward[1:]) + 1
+    backward_ends = np.flatnonzero(backward[:-1] & ~backward[1:]) + 1
     if len(backward) and backward[-1]:
-        over = np.append(over, h.count)
-    first = np.append(over, h.count + 1)[np.searchsorted(over, np.maximum(lives.start_event, 0))]
-    spans: Bools = lives.end_event >= first
-    return spans
+        backward_ends = np.append(backward_ends, h.count)
+    first_end = np.append(backward_ends, h.count + 1)[
+        np.searchsorted(backward_ends, np.maximum(lifetimes.start_event, 0))
+    ]
+    outlives: Bools = lifetimes.end_event >= first_end
+    return outlives
 
 
-def _of_earlier_steps(h: MemoryHistory) -> Bools:
-    """Return which blocks were made in the history, and are held beyond the end of their step.
-    Steps that backward passes mark may be parts of one, and do not count."""
+def _outlive_step(h: MemoryHistory) -> Bools:
+    """Return which blocks were made in the history, and are kept beyond the end of their step.
+    Steps found by backward passes may be parts of a step, and do not count."""
     source, marks = h.steps
-    lives = h.block_lifetimes
+    lifetimes = h.block_lifetimes
     if not source or source == "backward passes":
-        return np.zeros(len(lives), dtype=np.bool_)
-    until = np.minimum(lives.end_event, h.count)
-    steps = np.searchsorted(marks, [lives.start_event, until], side="right")
-    old: Bools = (lives.start_event >= 0) & (steps[1] > steps[0])
-    return old
+        return np.zeros(len(lifetimes), dtype=np.bool_)
+    last_event = np.minimum(lifetimes.end_event, h.count)
+    steps = np.searchsorted(marks, [lifetimes.start_event, last_event], side="right")
+    outlives: Bools = (lifetimes.start_event >= 0) & (steps[1] > steps[0])
+    return outlives
 
 
-def _in_private_pools(h: MemoryHistory) -> Bools:
-    """Return which blocks are in segments of a private pool, as those of CUDA graphs are."""
-    lives = h.block_lifetimes
+def _are_in_private_pools(h: MemoryHistory) -> Bools:
+    """Return which blocks are in segments of a private pool, such as those of CUDA graphs."""
+    lifetimes = h.block_lifetimes
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
-    inside = np.zeros(len(lives), dtype=np.bool_)
+    is_inside = np.zeros(len(lifetimes), dtype=np.bool_)
     if len(pools):
         start, total = pools["address"].to_numpy(), pools["total"].to_numpy()
-        place = np.searchsorted(start, lives.address, side="right") - 1
-        inside = (place >= 0) & (lives.address < (start + total)[np.maximum(place, 0)])
-    marked = h.events["pool"].is_not_null().to_numpy()
-    inside |= (lives.start_event >= 0) & np.append(marked, False)[lives.start_event]
-    return inside
+        segment_index = np.searchsorted(start, lifetimes.address, side="right") - 1
+        is_inside = (segment_index >= 0) & (
+            lifetimes.address < (start + total)[np.maximum(segment_index, 0)]
+        )
+    has_pool = h.events["pool"].is_not_null().to_numpy()
+    is_inside |= (lifetimes.start_event >= 0) & np.append(has_pool, False)[lifetimes.start_event]
+    return is_inside
 
 
-def _by_sizes(
+def _classify_by_sizes(
     h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Bools
 ) -> None:
-    """Classify blocks older than the history that nothing frees: weights, and copies of them."""
-    lives = h.block_lifetimes
-    # the same is left behind in the history, for no known purpose
-    left = (lives.start_event >= 0) & (lives.end_event == h.count) & (kind == NOT_ATTRIBUTED)
-    unknown = np.flatnonzero(rows & ~np.isin(lives.size, np.unique(lives.size[left])))
-    if len(unknown) < MIN_SET:
+    """Classify blocks older than the history that nothing frees: weights and copies of weights."""
+    lifetimes = h.block_lifetimes
+    # blocks of these sizes are also left over in the history, for no known purpose
+    is_left = (
+        (lifetimes.start_event >= 0) & (lifetimes.end_event == h.count) & (kind == NOT_ATTRIBUTED)
+    )
+    unknown = np.flatnonzero(rows & ~np.isin(lifetimes.size, np.unique(lifetimes.size[is_left])))
+    if len(unknown) < MIN_SET_BLOCKS:
         return
-    sizes = lives.size[unknown]
-    if sizes.max() > MAX_SINGLE * sizes.sum():
+    sizes = lifetimes.size[unknown]
+    if sizes.max() > MAX_SINGLE_SHARE * sizes.sum():
         unknown, sizes = unknown[sizes < sizes.max()], sizes[sizes < sizes.max()]
-    values, have = np.unique(sizes, return_counts=True)
-    made = _largest_set(h, kind == CATEGORIES.index("gradients"))
+    values, counts = np.unique(sizes, return_counts=True)
+    gradient_counts = _count_largest_set(h, kind == CATEGORIES.index("gradients"))
     phases = set(h.phase.tolist())
     backward = PHASES.index("backward") in phases
     if PHASES.index("forward") not in phases and not backward:
         return
-    if made:
+    if gradient_counts:
         weights = kind == CATEGORIES.index("weights")
-        here = dict(zip(*np.unique(lives.size[weights], return_counts=True), strict=True))
-        first = [max(0, made.get(int(v), 0) - int(here.get(v, 0))) for v in values]
-        # what has no gradient is frozen, or a buffer: as long as it is there, a weight
-        plan = [
-            ("weights", "size pattern" if need else "lifetime", need or int(n))
-            for need, n in zip(first, have, strict=True)
+        known_weights = dict(
+            zip(*np.unique(lifetimes.size[weights], return_counts=True), strict=True)
+        )
+        missing = [
+            max(0, gradient_counts.get(int(v), 0) - int(known_weights.get(v, 0))) for v in values
         ]
-        rest = ["optimizer state"] * len(values)
+        # blocks without a gradient are frozen, or buffers: count them as weights
+        first_labels = [
+            ("weights", "size pattern" if needed else "lifetime", needed or int(n))
+            for needed, n in zip(missing, counts, strict=True)
+        ]
+        other_labels = ["optimizer state"] * len(values)
     else:
-        copies = _copies(values, have)
+        copies = _count_copies(values, counts)
         names = {2: "gradients" if backward else "", 3: "optimizer state"}.get(copies, "")
-        why = "size pattern" if copies > 1 else "lifetime"
-        plan = [("weights", why, max(1, int(n) // copies)) for n in have]
-        rest = [names] * len(values)
+        reason = "size pattern" if copies > 1 else "lifetime"
+        first_labels = [("weights", reason, max(1, int(n) // copies)) for n in counts]
+        other_labels = [names] * len(values)
         if copies == 4 or (copies == 3 and backward):
-            _split_gradients(unknown, sizes, values, have // copies, kind, basis)
-    for value, (name, why, count), other in zip(values, plan, rest, strict=True):
-        own = unknown[(sizes == value) & (kind[unknown] == NOT_ATTRIBUTED)]
+            _split_gradients(unknown, sizes, values, counts // copies, kind, basis)
+    for value, (name, reason, count), other_label in zip(
+        values, first_labels, other_labels, strict=True
+    ):
+        of_size = unknown[(sizes == value) & (kind[unknown] == NOT_ATTRIBUTED)]
         for chosen, label, ground in (
-            (own[:count], name, why),
-            (own[count:], other, "size pattern"),
+            (of_size[:count], name, reason),
+            (of_size[count:], other_label, "size pattern"),
         ):
             if label:
                 kind[chosen] = CATEGORIES.index(label)
                 basis[chosen] = BASES.index(ground)
 
 
-def _copies(values: Ints, have: Ints) -> int:
-    """Return how many sets of equal sizes the blocks form: 4, 3 or 2 if nearly all fit, else 1."""
+def _count_copies(values: Ints, counts: Ints) -> int:
+    """Return the number of sets of equal sizes that the blocks form: 4, 3 or 2 if nearly all fit,
+    else 1."""
     for copies in (4, 3, 2):
-        whole = have % copies == 0
-        by_bytes = (values * have)[whole].sum() / (values * have).sum()
-        if by_bytes >= 0.98 and have[whole].sum() >= 0.9 * have.sum():
+        is_whole = counts % copies == 0
+        by_bytes = (values * counts)[is_whole].sum() / (values * counts).sum()
+        if by_bytes >= 0.98 and counts[is_whole].sum() >= 0.9 * counts.sum():
             return copies
     return 1
 
 
 def _split_gradients(
-    unknown: Ints, sizes: Ints, values: Ints, each: Ints,
+    unknown: Ints, sizes: Ints, values: Ints, counts: Ints,
     kind: NDArray[np.int8], basis: NDArray[np.int8],
 ) -> None:  # fmt: skip
-    """Take the last of the copies for gradients, where a backward pass adds to what is there."""
-    for value, count in zip(values, each, strict=True):
-        own = unknown[sizes == value]
-        kind[own[len(own) - int(count) :]] = CATEGORIES.index("gradients")
-        basis[own[len(own) - int(count) :]] = BASES.index("size pattern")
+    """Classify the last copies as gradients, if a backward pass adds to existing gradients."""
+    for value, count in zip(values, counts, strict=True):
+        of_size = unknown[sizes == value]
+        kind[of_size[len(of_size) - int(count) :]] = CATEGORIES.index("gradients")
+        basis[of_size[len(of_size) - int(count) :]] = BASES.index("size pattern")
 
 
-def _largest_set(h: MemoryHistory, rows: Bools) -> dict[int, int]:
-    """Count the blocks by size at the event after which most of these are held."""
-    chosen = np.flatnonzero(rows)
-    lives = h.block_lifetimes
-    if not len(chosen):
+def _count_largest_set(h: MemoryHistory, rows: Bools) -> dict[int, int]:
+    """Count the given blocks by size at the event after which most of them are allocated."""
+    given = np.flatnonzero(rows)
+    lifetimes = h.block_lifetimes
+    if not len(given):
         return {}
     change = np.zeros(h.count + 2, dtype=np.int64)
-    np.add.at(change, lives.start_event[chosen] + 1, 1)
-    np.add.at(change, np.minimum(lives.end_event[chosen], h.count) + 1, -1)
-    at = int(np.argmax(np.cumsum(change))) - 1
-    there = chosen[(lives.start_event[chosen] <= at) & (lives.end_event[chosen] > at)]
-    values, counts = np.unique(lives.size[there], return_counts=True)
+    np.add.at(change, lifetimes.start_event[given] + 1, 1)
+    np.add.at(change, np.minimum(lifetimes.end_event[given], h.count) + 1, -1)
+    fullest = int(np.argmax(np.cumsum(change))) - 1
+    allocated = given[
+        (lifetimes.start_event[given] <= fullest) & (lifetimes.end_event[given] > fullest)
+    ]
+    values, counts = np.unique(lifetimes.size[allocated], return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Bools) -> Bools:
-    """Find casts of half a weight's size, at most as many at once as there are such weights."""
-    lives = h.block_lifetimes
+def _find_weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Bools) -> Bools:
+    """Find casts of half a weight's size, at most as many at once as there are weights of that
+    size."""
+    lifetimes = h.block_lifetimes
     weights = kind == CATEGORIES.index("weights")
-    values, counts = np.unique(lives.size[weights] // 2, return_counts=True)
-    room = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    copies = np.zeros(len(lives), dtype=np.bool_)
+    values, counts = np.unique(lifetimes.size[weights] // 2, return_counts=True)
+    weight_counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    is_copy = np.zeros(len(lifetimes), dtype=np.bool_)
     active: dict[int, list[int]] = {}
-    rows = np.flatnonzero(cast & np.isin(lives.size, values))
-    # one cast after the other: whether it counts depends on those before
-    for row in rows[np.argsort(lives.start_event[rows], kind="stable")].tolist():
-        size, born = int(lives.size[row]), int(lives.start_event[row])
-        ends = [end for end in active.get(size, []) if end > born]
-        if len(ends) < room[size]:
-            ends.append(int(lives.end_event[row]))
-            copies[row] = True
+    rows = np.flatnonzero(cast & np.isin(lifetimes.size, values))
+    # sequential: whether a cast counts depends on earlier casts
+    for row in rows[np.argsort(lifetimes.start_event[rows], kind="stable")].tolist():
+        size, start = int(lifetimes.size[row]), int(lifetimes.start_event[row])
+        ends = [end for end in active.get(size, []) if end > start]
+        if len(ends) < weight_counts[size]:
+            ends.append(int(lifetimes.end_event[row]))
+            is_copy[row] = True
         active[size] = ends
-    return copies
+    return is_copy

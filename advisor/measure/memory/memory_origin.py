@@ -1,5 +1,5 @@
-"""Purpose and user line of an allocation, by its stack alone. Memory by layer: what the calls of
-each module allocate, keep, and need at most, from the allocator events of a trace
+"""Purpose and user line of an allocation, from its stack alone. Memory by layer: the bytes that the
+calls of each module allocate, keep, and need at most, from the allocator events of a trace
 (``profile_memory=True``) or from the stacks of a snapshot."""
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ ROLES = (
 _CPP = re.compile(r"\.(?:so(?:\.\d+)*|cpp|cc|cu|h|cuh|hpp|c)$|^\?\?|^$|^/?csrc/")
 MODULE = re.compile(r"(?:^|/)torch/nn/modules/module\.py$")
 CALLS = {"_call_impl", "_wrapped_call_impl", "_slow_forward"}
-_MOVE = {
+_MOVING_FUNCTIONS = {
     "_apply", "to", "cuda", "half", "bfloat16", "float", "double", "convert", "to_empty",
     "_load_from_state_dict", "load_state_dict", "load",
 }  # fmt: skip
 _PARAMETER = re.compile(
     r"(?:^|/)torch/nn/(?:parameter|init)\.py$|/_?(?:flat_param|fsdp_param(?:_group)?)\.py$"
 )
-_BUILT = {"__init__", "reset_parameters", "_reset_parameters", "_init_weights", "init_weights"}
-_LOADED = re.compile(r"(?:^|/)transformers/(?:modeling_utils|core_model_loading)\.py$")
+_INITIALISING_FUNCTIONS = {
+    "__init__",
+    "reset_parameters",
+    "_reset_parameters",
+    "_init_weights",
+    "init_weights",
+}
+_LOADING_FILE = re.compile(r"(?:^|/)transformers/(?:modeling_utils|core_model_loading)\.py$")
 _LAYER = re.compile(r"(?:^|/)torch/nn/modules/\w+\.py$")
 _FUNCTIONAL = re.compile(r"(?:^|/)torch/nn/functional\.py$")
 _OPTIMIZER = re.compile(r"(?:^|/)torch/optim/\w+\.py$|optim", re.IGNORECASE)
@@ -101,7 +107,7 @@ _OUTPUTS = {
         r"|mul_Tensor|mul)\b|torch/nn/functional\.py:(?:relu|silu|dropout|leaky_relu)$"
     ),
 }
-"""Operators by what autocast makes of their results, by a frame's file and name."""
+"""Operators by the type of their results under autocast, by a frame's file and name."""
 _LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|lm_loss|loss_function")
 _LOSS_FILE = re.compile(r"(?:^|/)torch/nn/modules/loss\.py$|/loss/loss_utils\.py$")
 
@@ -110,95 +116,99 @@ _OPERATOR = re.compile(r"[a-z]\w*::\w+")
 
 
 class AllocationOrigin(NamedTuple):
-    """Purpose and line of an allocation, by its stack."""
+    """Purpose and line of an allocation, from its stack."""
 
     role: str
     """Purpose: one of ROLES."""
     file: str | None
-    """File of the innermost frame of the user's own code (else of an installed library's);
-    ``None``: no such frame."""
+    """File of the innermost frame of the user's own code (else of an installed library), or
+    ``None`` without one."""
     line: int | None
     function: str | None
-    """Function of that frame; without one, the outermost operator."""
+    """Function of that frame, or the outermost operator without one."""
     state: bool = False
-    """Whether an ``optimizer`` makes its state there."""
+    """Whether an ``optimizer`` creates its state there."""
     loss: bool = False
     """Whether it is inside a loss over classes."""
     backward_begins: bool = False
     """Whether it is the first gradient of a backward pass, which ``backward()`` makes itself."""
     released: str = ""
-    """Role of a block that is freed with this stack, where the stack says so: ``autocast`` (the
+    """Role of a block that is freed with this stack, if the stack shows it: ``autocast`` (the
     region ends), ``gradient`` (``zero_grad``), ``optimizer``."""
     cast: bool = False
     """Whether it is a copy in the type of autocast."""
     output: str = ""
     """Operator that makes it: ``softmax``, ``product`` (in 16 bits under autocast), ``same type``
-    (in that of what it reads); empty: another."""
+    (as its inputs). Empty for other operators."""
     depth: int = 0
-    """Module calls in the stack."""
+    """Number of module calls in the stack."""
 
 
 def find_origin(stack: Stack | None) -> AllocationOrigin:
-    """Find the purpose of an allocation by its stack (innermost frame first).
+    """Find the purpose of an allocation from its stack (innermost frame first).
 
-    From the innermost frame outwards the first that tells decides: a file and function of PyTorch
-    (or a well-known library) that makes parameters, optimizer state, inputs, buffers of
-    communication; the autograd engine; a module's call. Inside a recomputation of
-    ``torch.utils.checkpoint`` a module's call is a recomputed one."""
+    The first known frame from the innermost outwards decides: a file and function of PyTorch (or a
+    well-known library) that makes parameters, optimizer state, inputs or communication buffers; the
+    autograd engine; a module's call. Inside a recomputation of ``torch.utils.checkpoint``, a
+    module's call counts as recomputed."""
     if not stack:
         return AllocationOrigin("nothing", None, None, None)
-    own = _own(stack)
-    role, state = _role(stack, own)
-    calls = [f"{_slashes(f.file)}:{f.name}" for f in stack]
+    user_frame = _find_user_frame(stack)
+    role, state = _find_role(stack, user_frame)
+    calls = [f"{_use_slashes(frame.file)}:{frame.name}" for frame in stack]
     return AllocationOrigin(
         role,
-        None if own is None else own.file,
-        None if own is None else own.line,
-        _outermost_operator(stack) if own is None else own.name,
+        None if user_frame is None else user_frame.file,
+        None if user_frame is None else user_frame.line,
+        _find_outermost_operator(stack) if user_frame is None else user_frame.name,
         state=state,
         loss=any(
-            _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and frame_owner(f) < 2)
-            for f in stack
+            _LOSS_FILE.search(frame.file) or (_LOSS.search(frame.name) and frame_owner(frame) < 2)
+            for frame in stack
         ),
         backward_begins=any(
-            f.name == "_make_grads" and _BACKWARD_FILE.search(_slashes(f.file)) for f in stack
+            frame.name == "_make_grads" and _BACKWARD_FILE.search(_use_slashes(frame.file))
+            for frame in stack
         ),
-        released=_released(stack),
-        cast=any(_CAST.search(f.name) for f in stack),
-        output=next((o for o, known in _OUTPUTS.items() if any(map(known.search, calls))), ""),
-        depth=sum(_calls_module(f) for f in stack),
+        released=_find_released_role(stack),
+        cast=any(_CAST.search(frame.name) for frame in stack),
+        output=next(
+            (output for output, pattern in _OUTPUTS.items() if any(map(pattern.search, calls))), ""
+        ),
+        depth=sum(_calls_module(frame) for frame in stack),
     )
 
 
-def _outermost_operator(stack: Stack) -> str | None:
-    """Return the outermost operator of a stack without Python frames; ``None``: it has none."""
-    return next((f.name for f in reversed(stack) if _OPERATOR.fullmatch(f.name)), None)
+def _find_outermost_operator(stack: Stack) -> str | None:
+    """Return the outermost operator of a stack without Python frames, or ``None``."""
+    return next((frame.name for frame in reversed(stack) if _OPERATOR.fullmatch(frame.name)), None)
 
 
-def _released(stack: Stack) -> str:
+def _find_released_role(stack: Stack) -> str:
     for frame in stack:
         if frame.name.lstrip("_").startswith("zero_grad"):
             return "gradient"
-        if _AUTOCAST_ENDS.search(_slashes(frame.file)):
+        if _AUTOCAST_ENDS.search(_use_slashes(frame.file)):
             return "autocast"
-        if _is_optimizer(_slashes(frame.file), frame.name):
+        if _is_optimizer(_use_slashes(frame.file), frame.name):
             return "optimizer"
     return ""
 
 
-def _slashes(file: str) -> str:
+def _use_slashes(file: str) -> str:
     return file.replace("\\", "/")
 
 
 def _calls_module(frame: SnapshotFrame) -> bool:
-    """Tell a module's ``forward``: stacks of C++ and Python together may lack ``_call_impl``."""
+    """Return whether a frame is a module's ``forward``: mixed stacks of C++ and Python may lack
+    ``_call_impl``."""
     return frame.name == "forward" and frame.line > 0 and frame_owner(frame) >= 1
 
 
-def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
+def _find_role(stack: Stack, user_frame: SnapshotFrame | None) -> tuple[str, bool]:
     result = ""
     for frame in stack:
-        file, name = _slashes(frame.file), frame.name
+        file, name = _use_slashes(frame.file), frame.name
         if (_CPP.search(file) and frame.line == 0) or "::" in name:
             if _WORKSPACE.search(name):
                 return "workspace", False
@@ -216,7 +226,7 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
                 return "backward", False
             continue
         if (kind := _decisive_role(file, name)) is not None:
-            return kind, any(_STATE.search(f.name) for f in stack)
+            return kind, any(_STATE.search(other.name) for other in stack)
         if _is_backward(file, name):
             return "backward", False
         if (
@@ -226,18 +236,18 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
             or (_LOSS.search(name) and frame_owner(frame) == 2)
         ):
             result = "forward"
-        elif frame is own and name in _BUILT:
+        elif frame is user_frame and name in _INITIALISING_FUNCTIONS:
             result = "parameter"
     return result or "own", False
 
 
 def _decisive_role(file: str, name: str) -> str | None:
-    """Return the role of a frame that settles it; ``None``: it does not."""
+    """Return the role of a decisive frame, or ``None`` for other frames."""
     if MODULE.search(file):
-        return "parameter" if name in _MOVE else None
-    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _BUILT):
+        return "parameter" if name in _MOVING_FUNCTIONS else None
+    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _INITIALISING_FUNCTIONS):
         return "parameter"
-    if _LOADED.search(file):
+    if _LOADING_FILE.search(file):
         return "parameter" if "load" in name or name == "from_pretrained" else None
     if _is_optimizer(file, name):
         return "optimizer"
@@ -265,7 +275,7 @@ def _is_backward(file: str, name: str) -> bool:
     return name in _BACKWARD_NAMES and bool(_BACKWARD_FILE.search(file))
 
 
-def _own(stack: Stack) -> SnapshotFrame | None:
+def _find_user_frame(stack: Stack) -> SnapshotFrame | None:
     """Return the innermost frame of the user's code, else of an installed library's."""
     library = None
     for frame in stack:
@@ -278,7 +288,7 @@ def _own(stack: Stack) -> SnapshotFrame | None:
 
 
 def frame_owner(frame: SnapshotFrame) -> int:
-    """Return whose code a frame is, as ``stacks.frame_rank``; C++ code is nobody's."""
+    """Return whose code a frame is, as in ``stacks.frame_rank``, with 0 for C++ code."""
     if _CPP.search(frame.file) or frame.line <= 0:
         return 0
     return frame_rank(f"{frame.file}({min(frame.line, 999_999_999)}): {frame.name}")
@@ -289,20 +299,20 @@ HOST_MEMORY = -1
 
 
 class LayerMemory(NamedTuple):
-    """Bytes by node of a ``LayerTable``, in the same order, modules inside included."""
+    """Bytes by node of a ``LayerTable``, in the same order, including nested modules."""
 
     allocated: NDArray[np.int64]
-    """Bytes allocated in its calls, summed over the window. The backward pass is in no call."""
+    """Bytes allocated in the calls, summed over the window, without the backward pass."""
     net_allocated: NDArray[np.int64]
-    """Allocated less released bytes of its calls; negative: they release what others allocated."""
+    """Allocated minus released bytes of the calls, negative if they release memory of others."""
     peak: NDArray[np.int64] | None
-    """Most bytes that one call adds to what was allocated when it began; ``None``: the ends of
-    calls were not recorded."""
+    """Maximum bytes that one call adds to the memory allocated at its start, or ``None`` if the
+    ends of calls were not recorded."""
 
 
 def measure_layer_memory(a: Analysis, layers: LayerTable) -> LayerMemory | None:
-    """Sum events of the analysed device, without one of the host's memory, each in the call of the
-    thread that it happens in. ``None``: none was recorded in any module."""
+    """Sum allocator events of the analysed device (of the host's memory without a device), each in
+    the call of its thread. ``None`` if no events were recorded in modules."""
     device = HOST_MEMORY if a.device_id is None else a.device_id
     events = a.trace.memory.filter((pl.col("device") == device) & (pl.col("bytes") != 0))
     if events.is_empty():
@@ -310,118 +320,129 @@ def measure_layer_memory(a: Analysis, layers: LayerTable) -> LayerMemory | None:
     events = events.with_columns(pl.col("thread").fill_null(-1))
     events = events.sort("thread", "ts", maintain_order=True)
     ts, thread = events["ts"].to_numpy(), events["thread"].to_numpy()
-    inside = covered_length(ts, ts + 1, a.spans) > 0
+    in_window = covered_length(ts, ts + 1, a.spans) > 0
     node = layers.find(find_running(a, thread, ts)).astype(np.int64)
-    known = inside & (node >= 0)
-    if not known.any():
+    is_assigned = in_window & (node >= 0)
+    if not is_assigned.any():
         return None
     change = events["bytes"].to_numpy()
     count = layers.nodes.height
-    kept = _sums(node[known], change[known], count)
-    grown = known & (change > 0)
-    allocated = _sums(node[grown], change[grown], count)
+    net = _sum_by_node(node[is_assigned], change[is_assigned], count)
+    is_allocation = is_assigned & (change > 0)
+    allocated = _sum_by_node(node[is_allocation], change[is_allocation], count)
     parent = layers.nodes["parent"].fill_null(-1).to_list()
-    for each in reversed(range(count)):  # nodes: parents come first
-        if parent[each] >= 0:
-            kept[parent[each]] += kept[each]
-            allocated[parent[each]] += allocated[each]
-    return LayerMemory(allocated, kept, _peaks(a, layers, thread, ts, change))
+    for index in reversed(range(count)):  # nodes: parents come first
+        if parent[index] >= 0:
+            net[parent[index]] += net[index]
+            allocated[parent[index]] += allocated[index]
+    return LayerMemory(allocated, net, _find_peaks(a, layers, thread, ts, change))
 
 
-def _sums(node: NDArray[np.int64], size: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def _sum_by_node(node: NDArray[np.int64], size: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     result = np.zeros(count, dtype=np.int64)
     np.add.at(result, node, size)
     return result
 
 
-def _peaks(
+def _find_peaks(
     a: Analysis,
     layers: LayerTable,
     thread: NDArray[np.int32],
     ts: NDArray[np.int64],
     change: NDArray[np.int64],
 ) -> NDArray[np.int64] | None:
-    """Find each node's peak over its calls in the window; ``thread``, ``ts`` and ``change`` of the
-    events, in the order of threads and times."""
+    """Find each node's peak over its calls in the window. ``thread``, ``ts`` and ``change``
+    describe the events, in order of thread and time."""
     cpu = a.trace.cpu
     rows = np.flatnonzero(layers.scopes >= 0)
     if not len(rows) or layers.source == "FSDP":  # its rows are marks, not calls
         return None
-    start, dur, own = (cpu[name].gather(rows).to_numpy() for name in ("ts", "dur", "thread"))
-    shown = covered_length(start, start + np.maximum(dur, 1), a.spans) > 0
+    start, dur, call_thread = (
+        cpu[name].gather(rows).to_numpy() for name in ("ts", "dur", "thread")
+    )
+    is_shown = covered_length(start, start + np.maximum(dur, 1), a.spans) > 0
     result = np.zeros(layers.nodes.height, dtype=np.int64)
     level = np.append(np.cumsum(change), 0)
-    for number in np.unique(thread).tolist():  # a handful of threads
-        begin, end = np.searchsorted(thread, [number, number + 1])
-        calls = np.flatnonzero(shown & (own == number))
-        first = begin + np.searchsorted(ts[begin:end], start[calls])
-        last = begin + np.searchsorted(ts[begin:end], start[calls] + dur[calls], side="right")
-        some = last > first
-        calls, first, last = calls[some], first[some], last[some]
+    for thread_id in np.unique(thread).tolist():  # a handful of threads
+        begin, end = np.searchsorted(thread, [thread_id, thread_id + 1])
+        calls = np.flatnonzero(is_shown & (call_thread == thread_id))
+        first_event = begin + np.searchsorted(ts[begin:end], start[calls])
+        end_event = begin + np.searchsorted(ts[begin:end], start[calls] + dur[calls], side="right")
+        has_events = end_event > first_event
+        calls, first_event, end_event = (
+            calls[has_events],
+            first_event[has_events],
+            end_event[has_events],
+        )
         if not len(calls):
             continue
-        edges = np.stack([first, last], axis=1).ravel()
-        most = np.maximum.reduceat(level, edges)[::2]
-        rise = most - np.where(first > 0, level[first - 1], 0)
-        np.maximum.at(result, layers.scopes[rows[calls]], rise)
+        edges = np.stack([first_event, end_event], axis=1).ravel()
+        maxima = np.maximum.reduceat(level, edges)[::2]
+        growth = maxima - np.where(first_event > 0, level[first_event - 1], 0)
+        np.maximum.at(result, layers.scopes[rows[calls]], growth)
     return result
 
 
-# -- of a snapshot, by the frames of its allocations -----------------------------------------------
+# -- a snapshot's modules, by the frames of its allocations
+# -----------------------------------------------
 
 MAX_DEPTH = 64
-"""Nesting depth of module calls, at most."""
+"""Maximum nesting depth of module calls."""
 
 
 def held_by_module(peak: PeakMemory) -> list[ModuleMemory]:
-    """List module calls below the ones around them, the largest first among siblings. Modules
-    called from one line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
+    """List module calls, each after its parent, largest first among siblings. Modules called from
+    one line (blocks in a loop) count as one. Empty if no stack contains a ``forward``."""
     history, rows = peak.history, peak.allocated_rows
     stack, size = history.block_lifetimes.stack[rows], history.block_lifetimes.size[rows]
     nodes: dict[tuple[int, str, int | None], int] = {}
     parent: list[int] = []
-    own: list[int] = []
+    own_bytes: list[int] = []
     blocks: list[int] = []
     unique, inverse = np.unique(stack, return_inverse=True)
     sums = np.bincount(inverse, size, minlength=len(unique)).astype(np.int64).tolist()
     counts = np.bincount(inverse, minlength=len(unique)).tolist()
     for number, total, count in zip(unique.tolist(), sums, counts, strict=True):
         frames = history.snapshot.stacks[number] if number >= 0 else ()
-        chain = [f for f in reversed(frames) if f.name == "forward" and f.line > 0][:MAX_DEPTH]
-        node, around = -1, None
+        chain = [entry for entry in reversed(frames) if entry.name == "forward" and entry.line > 0][
+            :MAX_DEPTH
+        ]
+        node, outer = -1, None
         for frame in chain:
-            key = node, frame.file, None if around is None else around.line
+            key = node, frame.file, None if outer is None else outer.line
             if key not in nodes:
                 nodes[key] = len(parent)
                 parent.append(node)
-                own.append(0)
+                own_bytes.append(0)
                 blocks.append(0)
-            node, around = nodes[key], frame
+            node, outer = nodes[key], frame
             blocks[node] += count
         if chain:
-            own[node] += total
-    whole = own.copy()
-    for each in reversed(range(len(parent))):  # the call around it has the smaller number
-        if parent[each] >= 0:
-            whole[parent[each]] += whole[each]
-    below: dict[int, list[int]] = {}
-    for each, up in enumerate(parent):
-        below.setdefault(up, []).append(each)
+            own_bytes[node] += total
+    total_bytes = own_bytes.copy()
+    for node_index in reversed(range(len(parent))):  # a parent has the smaller number
+        if parent[node_index] >= 0:
+            total_bytes[parent[node_index]] += total_bytes[node_index]
+    children: dict[int, list[int]] = {}
+    for node_index, parent_node in enumerate(parent):
+        children.setdefault(parent_node, []).append(node_index)
     keys = list(nodes)
     result: list[ModuleMemory] = []
-    left: list[tuple[int, int | None]] = [
-        (each, None) for each in _smallest_first(below, -1, whole)
+    pending: list[tuple[int, int | None]] = [
+        (node_index, None) for node_index in _smallest_first(children, -1, total_bytes)
     ]
-    while left:
-        each, place = left.pop()
-        _, file, line = keys[each]
+    while pending:
+        node_index, parent_row = pending.pop()
+        _, file, line = keys[node_index]
         result.append(
-            ModuleMemory(file=file, line=line, parent=place, blocks=blocks[each],
-                         bytes=whole[each], own_bytes=own[each])
+            ModuleMemory(file=file, line=line, parent=parent_row, blocks=blocks[node_index],
+                         bytes=total_bytes[node_index], own_bytes=own_bytes[node_index])
         )  # fmt: skip
-        left += [(child, len(result) - 1) for child in _smallest_first(below, each, whole)]
+        pending += [
+            (child, len(result) - 1) for child in _smallest_first(children, node_index, total_bytes)
+        ]
     return result
 
 
-def _smallest_first(below: dict[int, list[int]], node: int, size: list[int]) -> list[int]:
-    return sorted(below.get(node, []), key=lambda each: size[each])
+def _smallest_first(children: dict[int, list[int]], node: int, size: list[int]) -> list[int]:
+    return sorted(children.get(node, []), key=lambda child: size[child])

@@ -145,13 +145,13 @@ class MemoryHistory:
     def allocated(self) -> Ints:
         """Bytes in tensors before the first event and after each event: one entry more than
         events."""
-        lifetimes = self.block_lifetimes
+        blocks = self.block_lifetimes
         change = np.zeros(self.count + 1, dtype=np.int64)
-        change[0] = int(lifetimes.size[lifetimes.start_event < 0].sum())
-        is_new = lifetimes.start_event >= 0
-        np.add.at(change, lifetimes.start_event[is_new] + 1, lifetimes.size[is_new])
-        is_freed = lifetimes.end_event < self.count
-        np.add.at(change, lifetimes.end_event[is_freed] + 1, -lifetimes.size[is_freed])
+        change[0] = int(blocks.size[blocks.start_event < 0].sum())
+        is_new = blocks.start_event >= 0
+        np.add.at(change, blocks.start_event[is_new] + 1, blocks.size[is_new])
+        is_freed = blocks.end_event < self.count
+        np.add.at(change, blocks.end_event[is_freed] + 1, -blocks.size[is_freed])
         return np.cumsum(change)
 
     @cached_property

@@ -44,43 +44,41 @@ def classify(h: MemoryHistory, moment: int) -> BlockCategories:
     The call path decides if it can, then the phases of the step in which a block lives, then, for
     blocks older than the history, the code that frees them, and finally the sizes: a set of blocks
     that repeats the gradients' sizes is a copy of the weights."""
-    lifetimes = h.block_lifetimes
-    role = np.array([ROLES.index(origin.role) for origin in h.origins], dtype=np.int16)[
-        lifetimes.stack
-    ]
-    state = np.array([origin.state for origin in h.origins])[lifetimes.stack]
-    released = np.array([origin.released for origin in h.origins])[lifetimes.release]
-    in_history = lifetimes.start_event >= 0
-    categories = np.full(len(lifetimes), NOT_ATTRIBUTED, dtype=np.int8)
-    basis = np.full(len(lifetimes), BASES.index("none"), dtype=np.int8)
+    lives = h.block_lifetimes
+    role = np.array([ROLES.index(origin.role) for origin in h.origins], dtype=np.int16)[lives.stack]
+    state = np.array([origin.state for origin in h.origins])[lives.stack]
+    released = np.array([origin.released for origin in h.origins])[lives.release]
+    in_history = lives.start_event >= 0
+    kind = np.full(len(lives), NOT_ATTRIBUTED, dtype=np.int8)
+    basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
 
     def is_(*names: str) -> Bools:
         return np.isin(role, [ROLES.index(name) for name in names])
 
     def put(rows: Bools, name: str, why: str = "call path") -> None:
-        categories[rows] = CATEGORIES.index(name)
+        kind[rows] = CATEGORIES.index(name)
         basis[rows] = BASES.index(why)
 
     if h.snapshot.categories:
         for number, name in enumerate(h.snapshot.categories):
             put(
-                lifetimes.stack == number,
+                lives.stack == number,
                 name,
                 "none" if name == CATEGORIES[NOT_ATTRIBUTED] else "the file",
             )
-        return BlockCategories(categories, basis)
-    leaves = _leave_phase(h)
-    weight_sizes = np.unique(lifetimes.size[is_("parameter")])
+        return BlockCategories(kind, basis)
+    leaves = _find_leaving_phase(h)
+    weight_sizes = np.unique(lives.size[is_("parameter")])
     by_engine = is_("backward") | (is_("nothing") & in_history & h.has_stacks)
-    is_kept = leaves | (np.isin(lifetimes.size, weight_sizes) & (lifetimes.end_event > moment))
+    is_kept = leaves | (np.isin(lives.size, weight_sizes) & (lives.end_event > moment))
     put(is_("parameter"), "weights")
     put(by_engine & ~is_kept, "backward temporaries")
     put(by_engine & is_kept, "gradients", "lifetime")
     put(is_("gradient"), "gradients")
     never_freed = (
-        lifetimes.end_event == h.count
+        lives.end_event == h.count
         if h.failed_event is None
-        else np.zeros(len(lifetimes), dtype=np.bool_)
+        else np.zeros(len(lives), dtype=np.bool_)
     )
     is_state = state | leaves | never_freed | ~in_history
     put(is_("optimizer") & is_state, "optimizer state")
@@ -89,130 +87,119 @@ def classify(h: MemoryHistory, moment: int) -> BlockCategories:
     put(is_("input"), "inputs")
     put(is_("cache"), "KV cache")
     put(is_("communication"), "communication buffers")
-    is_lasting = is_("nothing") | (is_("forward", "own") & (lifetimes.end_event == h.count))
-    put(is_("workspace") | (is_lasting & np.isin(lifetimes.size, CUBLAS_WORKSPACES)), "workspace")
-    end_phase = np.append(h.phase, -1)[lifetimes.end_event]
+    is_lasting = is_("nothing") | (is_("forward", "own") & (lives.end_event == h.count))
+    put(is_("workspace") | (is_lasting & np.isin(lives.size, CUBLAS_WORKSPACES)), "workspace")
+    ends_in = np.append(h.phase, -1)[lives.end_event]
     by_user = is_("own") & in_history
-    put(by_user & (end_phase == PHASES.index("backward")), "activations", "lifetime")
-    put(by_user & _span_step(h), "inputs", "lifetime")
-    unexplained = is_("nothing") & ~in_history & (categories == NOT_ATTRIBUTED)
-    put(unexplained & (end_phase == PHASES.index("backward")), "activations", "lifetime")
-    weight_sized = np.isin(
-        lifetimes.size, np.unique(lifetimes.size[categories <= CATEGORIES.index("gradients")])
-    )
-    is_updated = (released == "optimizer") | (
-        weight_sized & (end_phase == PHASES.index("optimizer"))
-    )
-    put(unexplained & is_updated, "optimizer state", "lifetime")
-    put(unexplained & (released == "gradient"), "gradients", "call path")
-    put(
-        unexplained & (categories == NOT_ATTRIBUTED) & _find_replaced_outputs(h, categories),
-        "earlier steps",
-        "lifetime",
-    )
+    put(by_user & (ends_in == PHASES.index("backward")), "activations", "lifetime")
+    put(by_user & _find_spanning_step(h), "inputs", "lifetime")
+    older = is_("nothing") & ~in_history & (kind == NOT_ATTRIBUTED)
+    put(older & (ends_in == PHASES.index("backward")), "activations", "lifetime")
+    weight_sized = np.isin(lives.size, np.unique(lives.size[kind <= CATEGORIES.index("gradients")]))
+    is_updated = (released == "optimizer") | (weight_sized & (ends_in == PHASES.index("optimizer")))
+    put(older & is_updated, "optimizer state", "lifetime")
+    put(older & (released == "gradient"), "gradients", "call path")
+    put(older & (kind == NOT_ATTRIBUTED) & _find_replaced(h, kind), "earlier steps", "lifetime")
     _classify_by_sizes(
-        h,
-        categories,
-        basis,
-        unexplained & (categories == NOT_ATTRIBUTED) & (lifetimes.end_event == h.count),
+        h, kind, basis, older & (kind == NOT_ATTRIBUTED) & (lives.end_event == h.count)
     )
-    is_cast = np.array([origin.cast for origin in h.origins])[lifetimes.stack] & in_history
-    put(_find_weight_copies(h, categories, is_cast), "autocast copies", "size pattern")
+    is_cast = np.array([origin.cast for origin in h.origins])[lives.stack] & in_history
+    put(_find_weight_copies(h, kind, is_cast), "autocast copies", "size pattern")
     put((released == "autocast") & is_("forward"), "autocast copies")
-    put(_outlive_step(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
-    is_private = _are_in_private_pools(h)
+    put(_find_outliving_step(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
+    is_private = _find_in_private_pools(h)
     put(is_private & ~is_("parameter", "communication", "cache", "workspace"), "CUDA graph pools")
-    return BlockCategories(categories, basis)
+    return BlockCategories(kind, basis)
 
 
-def _leave_phase(h: MemoryHistory) -> Bools:
+def _find_leaving_phase(h: MemoryHistory) -> Bools:
     """Return which blocks live into another phase, or into the same phase a step later."""
     phase = h.phase
     phase_count = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
-    lifetimes = h.block_lifetimes
-    begin = np.clip(lifetimes.start_event, 0, h.count)
-    end = np.clip(lifetimes.end_event - 1, 0, h.count)
+    blocks = h.block_lifetimes
+    begin = np.clip(blocks.start_event, 0, h.count)
+    end = np.clip(blocks.end_event - 1, 0, h.count)
     is_left: Bools = (phase_count[end + (h.count > 0)] > phase_count[begin + (h.count > 0)]) & (
-        lifetimes.start_event >= 0
+        blocks.start_event >= 0
     )
-    return is_left if h.count else np.zeros(len(lifetimes), dtype=np.bool_)
+    return is_left if h.count else np.zeros(len(blocks), dtype=np.bool_)
 
 
-def _span_step(h: MemoryHistory) -> Bools:
+def _find_spanning_step(h: MemoryHistory) -> Bools:
     """Return which blocks are made before a forward pass, after the last step's work, and stay
     allocated until the pass and its backward have ended."""
-    lifetimes, phase = h.block_lifetimes, h.phase
+    blocks, phase = h.block_lifetimes, h.phase
     if not h.count:
-        return np.zeros(len(lifetimes), dtype=np.bool_)
-    begin = np.clip(lifetimes.start_event, 0, h.count - 1)
+        return np.zeros(len(blocks), dtype=np.bool_)
+    begin = np.clip(blocks.start_event, 0, h.count - 1)
     forward = np.flatnonzero(h.allocates("forward"))
     backward = np.flatnonzero(phase == PHASES.index("backward"))
     if not len(forward) or not len(backward):
-        return np.zeros(len(lifetimes), dtype=np.bool_)
+        return np.zeros(len(blocks), dtype=np.bool_)
     starts = np.append(forward, h.count)[np.searchsorted(forward, begin)]
     turns = np.append(backward, h.count)[np.searchsorted(backward, starts)]
     is_spanning: Bools = (
         (phase[begin] != PHASES.index("forward"))
-        & (turns < np.minimum(lifetimes.end_event, h.count))
-        & (lifetimes.end_event < h.count)
+        & (turns < np.minimum(blocks.end_event, h.count))
+        & (blocks.end_event < h.count)
     )
     return is_spanning
 
 
-def _find_replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Bools:
+def _find_replaced(h: MemoryHistory, kind: NDArray[np.int8]) -> Bools:
     """Find blocks that are freed after a pass has made a block of their size that outlives the
     backward."""
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     is_output = (
         (kind == CATEGORIES.index("activations"))
-        & (lifetimes.start_event >= 0)
-        & _outlive_backward(h)
+        & (blocks.start_event >= 0)
+        & _find_outliving_backward(h)
     )
-    sizes = np.unique(lifetimes.size[is_output])
-    is_replaced: Bools = np.isin(lifetimes.size, sizes) & (lifetimes.end_event < h.count)
+    sizes = np.unique(blocks.size[is_output])
+    is_replaced: Bools = np.isin(blocks.size, sizes) & (blocks.end_event < h.count)
     return is_replaced
 
 
-def _outlive_backward(h: MemoryHistory) -> Bools:
+def _find_outliving_backward(h: MemoryHistory) -> Bools:
     """Return which blocks are still allocated after a complete backward pass that followed them."""
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     backward = h.phase == PHASES.index("backward")
     backward_ends = np.flatnonzero(backward[:-1] & ~backward[1:]) + 1
     if len(backward) and backward[-1]:
         backward_ends = np.append(backward_ends, h.count)
     first_end = np.append(backward_ends, h.count + 1)[
-        np.searchsorted(backward_ends, np.maximum(lifetimes.start_event, 0))
+        np.searchsorted(backward_ends, np.maximum(blocks.start_event, 0))
     ]
-    outlives: Bools = lifetimes.end_event >= first_end
+    outlives: Bools = blocks.end_event >= first_end
     return outlives
 
 
-def _outlive_step(h: MemoryHistory) -> Bools:
+def _find_outliving_step(h: MemoryHistory) -> Bools:
     """Return which blocks were made in the history, and are kept beyond the end of their step.
     Steps found by backward passes may be parts of a step, and do not count."""
     source, marks = h.steps
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     if not source or source == "backward passes":
-        return np.zeros(len(lifetimes), dtype=np.bool_)
-    last_event = np.minimum(lifetimes.end_event, h.count)
-    steps = np.searchsorted(marks, [lifetimes.start_event, last_event], side="right")
-    outlives: Bools = (lifetimes.start_event >= 0) & (steps[1] > steps[0])
+        return np.zeros(len(blocks), dtype=np.bool_)
+    last_event = np.minimum(blocks.end_event, h.count)
+    steps = np.searchsorted(marks, [blocks.start_event, last_event], side="right")
+    outlives: Bools = (blocks.start_event >= 0) & (steps[1] > steps[0])
     return outlives
 
 
-def _are_in_private_pools(h: MemoryHistory) -> Bools:
+def _find_in_private_pools(h: MemoryHistory) -> Bools:
     """Return which blocks are in segments of a private pool, such as those of CUDA graphs."""
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
-    is_inside = np.zeros(len(lifetimes), dtype=np.bool_)
+    is_inside = np.zeros(len(blocks), dtype=np.bool_)
     if len(pools):
         start, total = pools["address"].to_numpy(), pools["total"].to_numpy()
-        segment_index = np.searchsorted(start, lifetimes.address, side="right") - 1
+        segment_index = np.searchsorted(start, blocks.address, side="right") - 1
         is_inside = (segment_index >= 0) & (
-            lifetimes.address < (start + total)[np.maximum(segment_index, 0)]
+            blocks.address < (start + total)[np.maximum(segment_index, 0)]
         )
     has_pool = h.events["pool"].is_not_null().to_numpy()
-    is_inside |= (lifetimes.start_event >= 0) & np.append(has_pool, False)[lifetimes.start_event]
+    is_inside |= (blocks.start_event >= 0) & np.append(has_pool, False)[blocks.start_event]
     return is_inside
 
 
@@ -220,15 +207,13 @@ def _classify_by_sizes(
     h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Bools
 ) -> None:
     """Classify blocks older than the history that nothing frees: weights and copies of weights."""
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     # blocks of these sizes are also left over in the history, for no known purpose
-    is_left = (
-        (lifetimes.start_event >= 0) & (lifetimes.end_event == h.count) & (kind == NOT_ATTRIBUTED)
-    )
-    unknown = np.flatnonzero(rows & ~np.isin(lifetimes.size, np.unique(lifetimes.size[is_left])))
+    is_left = (blocks.start_event >= 0) & (blocks.end_event == h.count) & (kind == NOT_ATTRIBUTED)
+    unknown = np.flatnonzero(rows & ~np.isin(blocks.size, np.unique(blocks.size[is_left])))
     if len(unknown) < MIN_SET_BLOCKS:
         return
-    sizes = lifetimes.size[unknown]
+    sizes = blocks.size[unknown]
     if sizes.max() > MAX_SINGLE_SHARE * sizes.sum():
         unknown, sizes = unknown[sizes < sizes.max()], sizes[sizes < sizes.max()]
     values, counts = np.unique(sizes, return_counts=True)
@@ -239,9 +224,7 @@ def _classify_by_sizes(
         return
     if gradient_counts:
         weights = kind == CATEGORIES.index("weights")
-        known_weights = dict(
-            zip(*np.unique(lifetimes.size[weights], return_counts=True), strict=True)
-        )
+        known_weights = dict(zip(*np.unique(blocks.size[weights], return_counts=True), strict=True))
         missing = [
             max(0, gradient_counts.get(int(v), 0) - int(known_weights.get(v, 0))) for v in values
         ]
@@ -297,36 +280,34 @@ def _split_gradients(
 def _count_largest_set(h: MemoryHistory, rows: Bools) -> dict[int, int]:
     """Count the given blocks by size at the event after which most of them are allocated."""
     given = np.flatnonzero(rows)
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     if not len(given):
         return {}
     change = np.zeros(h.count + 2, dtype=np.int64)
-    np.add.at(change, lifetimes.start_event[given] + 1, 1)
-    np.add.at(change, np.minimum(lifetimes.end_event[given], h.count) + 1, -1)
+    np.add.at(change, blocks.start_event[given] + 1, 1)
+    np.add.at(change, np.minimum(blocks.end_event[given], h.count) + 1, -1)
     fullest = int(np.argmax(np.cumsum(change))) - 1
-    allocated = given[
-        (lifetimes.start_event[given] <= fullest) & (lifetimes.end_event[given] > fullest)
-    ]
-    values, counts = np.unique(lifetimes.size[allocated], return_counts=True)
+    allocated = given[(blocks.start_event[given] <= fullest) & (blocks.end_event[given] > fullest)]
+    values, counts = np.unique(blocks.size[allocated], return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def _find_weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Bools) -> Bools:
     """Find casts of half a weight's size, at most as many at once as there are weights of that
     size."""
-    lifetimes = h.block_lifetimes
+    blocks = h.block_lifetimes
     weights = kind == CATEGORIES.index("weights")
-    values, counts = np.unique(lifetimes.size[weights] // 2, return_counts=True)
+    values, counts = np.unique(blocks.size[weights] // 2, return_counts=True)
     weight_counts = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    is_copy = np.zeros(len(lifetimes), dtype=np.bool_)
+    is_copy = np.zeros(len(blocks), dtype=np.bool_)
     active: dict[int, list[int]] = {}
-    rows = np.flatnonzero(cast & np.isin(lifetimes.size, values))
+    rows = np.flatnonzero(cast & np.isin(blocks.size, values))
     # sequential: whether a cast counts depends on earlier casts
-    for row in rows[np.argsort(lifetimes.start_event[rows], kind="stable")].tolist():
-        size, start = int(lifetimes.size[row]), int(lifetimes.start_event[row])
+    for row in rows[np.argsort(blocks.start_event[rows], kind="stable")].tolist():
+        size, start = int(blocks.size[row]), int(blocks.start_event[row])
         ends = [end for end in active.get(size, []) if end > start]
         if len(ends) < weight_counts[size]:
-            ends.append(int(lifetimes.end_event[row]))
+            ends.append(int(blocks.end_event[row]))
             is_copy[row] = True
         active[size] = ends
     return is_copy

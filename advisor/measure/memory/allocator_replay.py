@@ -1,13 +1,13 @@
 """Replay of a history in a model of PyTorch's caching allocator, with and without expandable
-segments: memory that it would have reserved and could have given back. Also free memory that a
+segments: the memory that it would have reserved and could have released. Also free memory that a
 request could not use.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up to 512 bytes;
 up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from
-segments of their own, a multiple of 2 MiB; the smallest free block of the pool and stream that is
-large enough is taken and split, in the large pool only where more than 1 MiB is left; free
-neighbours are merged. Expandable segments grow by pages, of 2 MiB in the small pool and of 20 MiB
-in the large one, and whole free pages can be given back."""
+separate segments of a multiple of 2 MiB. The smallest free block of the pool and stream that is
+large enough is taken and split, in the large pool only if more than 1 MiB remains. Free neighbours
+are merged. Expandable segments grow by pages, of 2 MiB in the small pool and of 20 MiB in the large
+one, and completely free pages can be released."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from advisor.core.intervals import Ints
 from advisor.measure.memory.memory_history import MemoryHistory
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
-ROUND, SMALL, SMALL_BUFFER = 512, 1 << 20, 2 << 20
-LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
+REQUEST_UNIT, MAX_SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+LARGE_SEGMENT, MIN_LARGE, LARGE_UNIT = 20 << 20, 10 << 20, 2 << 20
 
 
 class AllocatorReplay(NamedTuple):
     """Outcome of the replayed history, bytes."""
 
     reserved: Ints
-    """Bytes in segments before the first event and after each that was replayed."""
+    """Bytes in segments before the first event and after each replayed event."""
     releasable: int
-    """Bytes in whole free segments (pages of expandable ones) after the last event."""
+    """Bytes in completely free segments (pages of expandable ones) after the last event."""
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes reserved after the last event, without what could be given back."""
+        """Bytes reserved after the last event, minus releasable bytes."""
         return int(self.reserved[-1]) - self.releasable
 
 
@@ -60,7 +60,7 @@ class _Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.free: list[tuple[int, int, _ModelBlock]] = []
-        self.last: _ModelBlock | None = None  # of an expandable segment
+        self.last: _ModelBlock | None = None  # last block of an expandable segment
 
 
 class AllocatorModel:
@@ -75,71 +75,71 @@ class AllocatorModel:
         self.expandable = expandable
         self.reserved = 0
         self._pools: dict[Any, _Pool] = {}
-        self._next = 1 << 50  # addresses of new segments: above any that is recorded
+        self._next_address = 1 << 50  # addresses of new segments, above all recorded ones
 
     def pool(self, size: int, stream: Any, private: Any) -> _Pool:
-        key = (size <= SMALL, stream, private)
+        key = (size <= MAX_SMALL, stream, private)
         if key not in self._pools:
             self._pools[key] = _Pool(key[0])
         return self._pools[key]
 
     def allocate(self, size: int, stream: Any, private: Any) -> _ModelBlock:
-        """Serve a request, from a new segment where no free block is large enough."""
-        size = max(ROUND, -(-size // ROUND) * ROUND)
+        """Serve a request, from a new segment if no free block is large enough."""
+        size = max(REQUEST_UNIT, -(-size // REQUEST_UNIT) * REQUEST_UNIT)
         pool = self.pool(size, stream, private)
-        place = bisect_left(pool.free, (size,))
-        if place < len(pool.free):
-            block = pool.free.pop(place)[2]
+        position = bisect_left(pool.free, (size,))
+        if position < len(pool.free):
+            block = pool.free.pop(position)[2]
         elif self.expandable:
             block = self._grow(pool, size)
         else:
-            whole = (
-                SMALL_BUFFER
+            segment_size = (
+                SMALL_SEGMENT
                 if pool.small
-                else LARGE_BUFFER
+                else LARGE_SEGMENT
                 if size < MIN_LARGE
-                else -(-size // ROUND_LARGE) * ROUND_LARGE
+                else -(-size // LARGE_UNIT) * LARGE_UNIT
             )
-            block = self.segment(self._next, whole, pool)
-            self._next += whole + ROUND_LARGE
+            block = self.segment(self._next_address, segment_size, pool)
+            self._next_address += segment_size + LARGE_UNIT
             pool.free.remove((block.size, block.address, block))
-        rest = block.size - size
+        remaining = block.size - size
         block.free = False
-        if rest >= ROUND if pool.small or self.expandable else rest > SMALL:
+        if remaining >= REQUEST_UNIT if pool.small or self.expandable else remaining > MAX_SMALL:
             self._split(block, size)
         return block
 
     def segment(self, address: int, size: int, pool: _Pool) -> _ModelBlock:
-        """Add a segment, and return it as one free block."""
+        """Add a segment and return it as one free block."""
         self.reserved += size
         block = _ModelBlock(address, size, pool, None)
-        self._put(block)
+        self._add_free(block)
         return block
 
     def free(self, block: _ModelBlock) -> None:
-        """Free a block, and merge it with its free neighbours."""
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                other.pool.free.remove((other.size, other.address, other))
-                block.size += other.size
-                block.address = min(block.address, other.address)
-                if other is block.before:
-                    block.before = other.before
-                    if other.before is not None:
-                        other.before.after = block
+        """Free a block and merge it with its free neighbours."""
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                neighbour.pool.free.remove((neighbour.size, neighbour.address, neighbour))
+                block.size += neighbour.size
+                block.address = min(block.address, neighbour.address)
+                if neighbour is block.before:
+                    block.before = neighbour.before
+                    if neighbour.before is not None:
+                        neighbour.before.after = block
                 else:
-                    block.after = other.after
-                    if other.after is not None:
-                        other.after.before = block
-                if block.pool.last is other:
+                    block.after = neighbour.after
+                    if neighbour.after is not None:
+                        neighbour.after.before = block
+                if block.pool.last is neighbour:
                     block.pool.last = block
-        self._put(block)
+        self._add_free(block)
 
     def releasable_bytes(self) -> int:
-        """Count the bytes that could be given back to the driver."""
+        """Count the bytes that could be returned to the driver."""
         total = 0
         for pool in self._pools.values():
-            page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+            page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
             for size, address, block in pool.free:
                 if self.expandable:
                     total += max(0, (address + size) // page - -(-address // page)) * page
@@ -148,7 +148,7 @@ class AllocatorModel:
         return total
 
     def release(self, size: int) -> None:
-        """Give back a whole free segment of this size; if there is none, the largest ones."""
+        """Release a completely free segment of this size, or the largest ones if there is none."""
         free = [
             (block.size == size, block.size, block.address, block)
             for pool in self._pools.values()
@@ -163,127 +163,126 @@ class AllocatorModel:
             size -= block.size
 
     def split(self, block: _ModelBlock, address: int, size: int) -> _ModelBlock:
-        """Split a part that is already in use off a free block."""
+        """Split off a part of a free block that is already in use."""
         block.pool.free.remove((block.size, block.address, block))
         block.free = False
         if address > block.address:
-            whole = block
-            self._split(whole, address - block.address)
-            assert whole.after is not None
-            block = whole.after
+            front = block
+            self._split(front, address - block.address)
+            assert front.after is not None
+            block = front.after
             block.pool.free.remove((block.size, block.address, block))
             block.free = False
-            self._put(whole)
+            self._add_free(front)
         if block.size > size:
             self._split(block, size)
         return block
 
     def _grow(self, pool: _Pool, size: int) -> _ModelBlock:
-        page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         last = pool.last
-        spare = last.size if last is not None and last.free else 0
-        mapped = -(-(size - spare) // page) * page
-        self.reserved += mapped
-        if last is not None and spare:
+        free_bytes = last.size if last is not None and last.free else 0
+        added = -(-(size - free_bytes) // page) * page
+        self.reserved += added
+        if last is not None and free_bytes:
             pool.free.remove((last.size, last.address, last))
-            last.size += mapped
+            last.size += added
             return last
-        address = self._next if last is None else last.address + last.size
-        self._next += (1 << 44) if last is None else 0  # room for it to grow
-        pool.last = _ModelBlock(address, mapped, pool, last)
+        address = self._next_address if last is None else last.address + last.size
+        self._next_address += (1 << 44) if last is None else 0  # room for it to grow
+        pool.last = _ModelBlock(address, added, pool, last)
         return pool.last
 
     def _split(self, block: _ModelBlock, size: int) -> None:
-        rest = _ModelBlock(block.address + size, block.size - size, block.pool, block)
+        remainder = _ModelBlock(block.address + size, block.size - size, block.pool, block)
         block.size = size
         if block.pool.last is block:
-            block.pool.last = rest
-        self._put(rest)
+            block.pool.last = remainder
+        self._add_free(remainder)
 
-    def _put(self, block: _ModelBlock) -> None:
+    def _add_free(self, block: _ModelBlock) -> None:
         block.free = True
-        insort(block.pool.free, (block.size, block.address, block), key=_order)
+        insort(block.pool.free, (block.size, block.address, block), key=_sort_key)
 
 
-def _order(entry: tuple[int, int, _ModelBlock]) -> tuple[int, int]:
+def _sort_key(entry: tuple[int, int, _ModelBlock]) -> tuple[int, int]:
     return entry[:2]
 
 
 def replay_allocator(
     h: MemoryHistory, *, expandable: bool, until: int | None = None
 ) -> AllocatorReplay:
-    """Replay a device's history, up to and with event ``until``, in the model.
+    """Replay a device's history in the model, up to and including event ``until``.
 
-    Without expandable segments it begins with the segments and blocks that the recording began
-    with, at their addresses. Expandable ones begin with the same blocks side by side: what the
-    blocks before the history had left between them is not known. A request that failed is taken to
-    be met."""
+    Without expandable segments, the replay begins with the segments and blocks of the recording's
+    start, at their addresses. With expandable segments, it begins with the same blocks placed side
+    by side, because the gaps before the history are unknown. A failed request counts as served."""
     model = AllocatorModel(expandable=expandable)
-    blocks = _begin(model, h)
+    blocks = _place_first_blocks(model, h)
     stop = h.count if until is None else min(h.count, until + 1)
     reserved = np.empty(stop + 1, dtype=np.int64)
     reserved[0] = model.reserved
     action = h.events["action"].cast(pl.String).to_list()[:stop]
     columns = (h.events[name].to_list() for name in ("address", "size", "stream", "pool"))
-    free = "free_completed" if h.is_action["free_completed"].any() else "free_requested"
-    # each event depends on what all before it have left
-    for index, (what, address, size, stream, pool) in enumerate(
+    free_action = "free_completed" if h.is_action["free_completed"].any() else "free_requested"
+    # each event depends on the state after all earlier ones
+    for index, (kind, address, size, stream, pool) in enumerate(
         zip(action, *columns, strict=False), start=1
     ):
-        if what == "alloc":
+        if kind == "alloc":
             blocks[address] = model.allocate(size, stream, pool)
-        elif what == free:
+        elif kind == free_action:
             block = blocks.pop(address, None)
             if block is not None:
                 model.free(block)
-        elif what == "segment_free":
+        elif kind == "segment_free":
             model.release(size)
-        elif what == "oom" and index == stop:
+        elif kind == "oom" and index == stop:
             model.allocate(size, stream, pool)
         reserved[index] = model.reserved
     return AllocatorReplay(reserved, model.releasable_bytes())
 
 
-def _begin(model: AllocatorModel, h: MemoryHistory) -> dict[int, _ModelBlock]:
-    """Place the blocks from before the first event, and return them by their recorded address."""
-    lives = h.block_lifetimes
-    old = np.flatnonzero(lives.start_event < 0)
-    old = old[np.argsort(lives.address[old], kind="stable")]
-    segments = _first_segments(h)
+def _place_first_blocks(model: AllocatorModel, h: MemoryHistory) -> dict[int, _ModelBlock]:
+    """Place the blocks from before the first event and return them by their recorded address."""
+    lifetimes = h.block_lifetimes
+    first_rows = np.flatnonzero(lifetimes.start_event < 0)
+    first_rows = first_rows[np.argsort(lifetimes.address[first_rows], kind="stable")]
+    segments = _find_first_segments(h)
     blocks: dict[int, _ModelBlock] = {}
     starts = [segment[0] for segment in segments]
-    open_: dict[int, _ModelBlock] = {}
+    last_blocks: dict[int, _ModelBlock] = {}
     if not model.expandable:
         for address, size, stream, private, large in segments:
-            pool = model.pool(SMALL + 1 if large else SMALL, stream, private)
-            open_[address] = model.segment(address, size, pool)
-    # the blocks of a segment in order of address: the last part is the one that is still free
-    for row in old.tolist():
-        address, size = int(lives.address[row]), max(1, int(lives.size[row]))
-        place = bisect_left(starts, address + 1) - 1
-        if place < 0 or address >= starts[place] + segments[place][1]:
+            pool = model.pool(MAX_SMALL + 1 if large else MAX_SMALL, stream, private)
+            last_blocks[address] = model.segment(address, size, pool)
+    # the blocks of a segment in order of address, so the last part is still free
+    for row in first_rows.tolist():
+        address, size = int(lifetimes.address[row]), max(1, int(lifetimes.size[row]))
+        segment_index = bisect_left(starts, address + 1) - 1
+        if segment_index < 0 or address >= starts[segment_index] + segments[segment_index][1]:
             blocks[address] = model.allocate(size, None, None)
             continue
-        start, total, stream, private, large = segments[place]
+        start, total, stream, private, large = segments[segment_index]
         if model.expandable:
             blocks[address] = model.allocate(size, stream, private)
             continue
-        rest = open_[start]
-        while rest.after is not None:
-            rest = rest.after
-        size = min(-(-size // ROUND) * ROUND, start + total - address)
-        if not rest.free or address < rest.address:
+        remainder = last_blocks[start]
+        while remainder.after is not None:
+            remainder = remainder.after
+        size = min(-(-size // REQUEST_UNIT) * REQUEST_UNIT, start + total - address)
+        if not remainder.free or address < remainder.address:
             blocks[address] = model.allocate(size, stream, private)
             continue
-        blocks[address] = model.split(rest, address, size)
-        open_[start] = blocks[address]
+        blocks[address] = model.split(remainder, address, size)
+        last_blocks[start] = blocks[address]
     return blocks
 
 
-def _first_segments(h: MemoryHistory) -> list[tuple[int, int, Any, Any, bool]]:
-    """Return address, bytes, stream, private pool and size class of each segment at the start:
-    those of the snapshot, with the history undone."""
-    there = {
+def _find_first_segments(h: MemoryHistory) -> list[tuple[int, int, Any, Any, bool]]:
+    """Return address, bytes, stream, private pool and size class of each segment at the start: the
+    segments of the snapshot with the history undone."""
+    segments = {
         row["address"]: (row["total"], row["stream"], row["pool"], row["large"] is not False)
         for row in h.segments.iter_rows(named=True)
     }
@@ -292,45 +291,46 @@ def _first_segments(h: MemoryHistory) -> list[tuple[int, int, Any, Any, bool]]:
     )
     for row in reversed(changes.to_dicts()):
         if row["action"] == "segment_alloc":
-            there.pop(row["address"], None)
+            segments.pop(row["address"], None)
         else:
-            there[row["address"]] = (
-                row["size"], row["stream"], row["pool"], row["size"] > SMALL_BUFFER
+            segments[row["address"]] = (
+                row["size"], row["stream"], row["pool"], row["size"] > SMALL_SEGMENT
             )  # fmt: skip
-    return sorted((address, *rest) for address, rest in there.items())
+    return sorted((address, *values) for address, values in segments.items())
 
 
 SMALL_REQUEST = 1 << 20
-"""Largest request served from the small pool, bytes (``kSmallSize`` of CUDACachingAllocator)."""
+"""Maximum request served from the small pool, bytes (``kSmallSize`` of CUDACachingAllocator)."""
 ROUNDING_BYTES = 512
 """Unit that requests are rounded up to, bytes (``kMinBlockSize``)."""
-MIN_SLACK = 0.05
-"""Share of the reserved memory outside tensors below which packing cannot help."""
+MIN_SLACK_SHARE = 0.05
+"""Minimum share of reserved memory outside tensors at which packing can help."""
 MAX_STATE_DIFFERENCE = 0.05
-"""Difference of bytes in tensors, as a share, up to which a state is that of the failure."""
+"""Maximum difference of bytes in tensors, as a share, between a state and the failure it shows."""
 
 
 class Fragments(NamedTuple):
-    """Free blocks of one device's segments, by what keeps them from being used. Bytes."""
+    """Free blocks of one device's segments, by the reason why they cannot be used. Bytes."""
 
     free: int
     """Free bytes in all segments."""
     largest: int
     """Largest free block, of any pool and stream."""
     split: int
-    """Free bytes in segments that also hold a tensor, so that they cannot be given back."""
+    """Free bytes in segments that also contain a tensor, so that they cannot be released."""
     free_segments: int
-    """Free bytes in segments that hold nothing: given back before a request fails."""
+    """Free bytes in empty segments, which are released before a request fails."""
     rounding: int
     """Bytes lost to rounding inside the blocks in use."""
     pending: int
-    """Bytes freed, but waiting for another stream."""
+    """Bytes that are freed, but waiting for another stream."""
     returnable: int | None
-    """Bytes that ``torch.cuda.empty_cache()`` gives back to the driver: segments that hold no
-    tensor and are of no graph. ``None``: unknown, as expandable segments give back pages."""
+    """Bytes that ``torch.cuda.empty_cache()`` returns to the driver: segments without tensors that
+    belong to no graph. ``None`` if unknown, because expandable segments return pages."""
     table: pl.DataFrame
-    """Table by ``pool`` (null: common), ``stream``, ``large``, ``expandable``: ``segments``,
-    ``reserved``, ``allocated``, ``free``, ``largest`` (bytes); most reserved first."""
+    """Table by ``pool`` (null for the common one), ``stream``, ``large``, ``expandable``:
+    ``segments``, ``reserved``, ``allocated``, ``free``, ``largest`` (bytes); most reserved
+    first."""
 
 
 class Placement(NamedTuple):
@@ -341,13 +341,13 @@ class Placement(NamedTuple):
     usable: int
     """Free bytes in the request's own pool and stream."""
     largest: int
-    """Largest free block there."""
+    """Largest free block in that pool and stream."""
     free_elsewhere: int
     """Free bytes in other pools or of other streams."""
     driver: int | None
-    """Bytes that the driver still had; ``None``: not recorded."""
+    """Free bytes of the driver, or ``None`` if not recorded."""
     scattered: bool
-    """Whether enough was free, but in no one piece."""
+    """Whether enough was free, but not in one piece."""
 
 
 class Repacking(NamedTuple):
@@ -356,61 +356,76 @@ class Repacking(NamedTuple):
     slack: int
     """Reserved bytes outside tensors at that moment."""
     freed: int
-    """Bytes that could not be given back and that expandable segments would not have reserved."""
+    """Bytes that could not be released and that expandable segments would not have reserved."""
     helps: bool
-    """Whether the request that failed would have been met."""
+    """Whether the failed request would have been served."""
     assumes: str
 
 
 @cached_measurement
 def measure_repacking(peak: PeakMemory) -> Repacking | None:
-    """Replay the history, with expandable segments and without, up to the analysed moment. Caches
-    that a request could have back are no fragments. ``None``: no history, segments that are
-    expandable, figures that contradict each other, or too little beside tensors."""
+    """Replay the history, with and without expandable segments, up to the analysed moment.
+    Releasable caches are not fragments. ``None`` without a history, with expandable segments, with
+    contradictory figures, or with too little memory outside tensors."""
     h = peak.history
     slack = peak.reserved - peak.allocated
     expandable = bool(h.segments["expandable"].fill_null(False).any())
-    lost = slack < MIN_SLACK * peak.reserved and h.failed_event is None
+    is_too_small = slack < MIN_SLACK_SHARE * peak.reserved and h.failed_event is None
     if peak.snapshot.exception is not None or peak.snapshot.source != "allocator":
         return None
-    if h.is_too_short or h.segments.is_empty() or expandable or peak.is_contradictory or lost:
+    if (
+        h.is_too_short
+        or h.segments.is_empty()
+        or expandable
+        or peak.is_contradictory
+        or is_too_small
+    ):
         return None
     fixed = replay_allocator(h, expandable=False, until=peak.event)
     grown = replay_allocator(h, expandable=True, until=peak.event)
     helps = False
     if h.failed_event is not None and peak.request is not None:
-        room = peak.reserved + (peak.device_free or 0)
-        helps = grown.needed_bytes <= room < fixed.needed_bytes
+        available = peak.reserved + (peak.device_free or 0)
+        helps = grown.needed_bytes <= available < fixed.needed_bytes
     assumes = "the same requests, replayed in a model of the allocator"
     if h.began_before:
-        assumes += "; what was there before the history lies side by side"
+        assumes += "; blocks from before the history are placed side by side"
     freed = max(0, min(slack, fixed.needed_bytes - grown.needed_bytes))
     return Repacking(slack, freed, helps, assumes)
 
 
 @cached_measurement
 def measure_repacking_at_end(peak: PeakMemory) -> Repacking | None:
-    """Replay the history to its end: memory that is free in segments with tensors when the snapshot
-    was taken, and that expandable segments could have given back. ``None``: as above, or steps
-    recur, whose next one fills the same pieces."""
-    h, pieces = peak.history, measure_fragments(peak)
+    """Replay the history to its end: free memory in segments with tensors when the snapshot was
+    taken that expandable segments could have released. ``None`` as in :func:`measure_repacking`, or
+    if steps recur, since the next one fills the same pieces."""
+    h, fragments = peak.history, measure_fragments(peak)
     expandable = bool(h.segments["expandable"].fill_null(False).any())
-    if pieces is None or h.is_too_short or expandable or peak.is_contradictory or peak.step_source:
+    if (
+        fragments is None
+        or h.is_too_short
+        or expandable
+        or peak.is_contradictory
+        or peak.step_source
+    ):
         return None
-    if h.failed_event is not None or pieces.split < MIN_SLACK * int(h.reserved[-1]):
+    if h.failed_event is not None or fragments.split < MIN_SLACK_SHARE * int(h.reserved[-1]):
         return None
-    fixed, grown = (replay_allocator(h, expandable=each).needed_bytes for each in (False, True))
+    fixed, grown = (
+        replay_allocator(h, expandable=is_expandable).needed_bytes
+        for is_expandable in (False, True)
+    )
     assumes = "the same requests, replayed in a model of the allocator"
     if h.began_before:
-        assumes += "; what was there before the history lies side by side"
-    return Repacking(pieces.split, max(0, min(pieces.split, fixed - grown)), False, assumes)
+        assumes += "; blocks from before the history are placed side by side"
+    return Repacking(fragments.split, max(0, min(fragments.split, fixed - grown)), False, assumes)
 
 
 def measure_fragments(peak: PeakMemory) -> Fragments | None:
-    """Measure free blocks when the snapshot was taken; ``None``: it has no segments."""
+    """Measure free blocks when the snapshot was taken, or return ``None`` without segments."""
     h = peak.history
-    known = peak.snapshot.exception is None and peak.snapshot.source == "allocator"
-    if h.segments.is_empty() or not known:
+    is_allocator = peak.snapshot.exception is None and peak.snapshot.source == "allocator"
+    if h.segments.is_empty() or not is_allocator:
         return None
     joined = (
         h.blocks.with_columns(
@@ -430,8 +445,8 @@ def measure_fragments(peak: PeakMemory) -> Fragments | None:
         )
     )
     free = joined["free"].to_numpy()
-    busy = joined["busy"].to_numpy()
-    sums = (
+    is_busy = joined["busy"].to_numpy()
+    by_pool = (
         joined.group_by("pool", "stream", "large", "expandable")
         .agg(
             pl.col("segment").n_unique().cast(pl.Int64).alias("segments"),
@@ -445,47 +460,47 @@ def measure_fragments(peak: PeakMemory) -> Fragments | None:
     return Fragments(
         free=int(free.sum()),
         largest=int(free.max(initial=0)),
-        split=int(free[busy].sum()),
-        free_segments=int(free[~busy].sum()),
+        split=int(free[is_busy].sum()),
+        free_segments=int(free[~is_busy].sum()),
         returnable=None
         if joined["expandable"].fill_null(False).any()
-        else int(free[~busy & joined["pool"].is_null().to_numpy()].sum()),
-        rounding=_total(joined["used"]) - _total(joined["asked"]),
-        pending=_total(joined["waits"]),
-        table=sums,
+        else int(free[~is_busy & joined["pool"].is_null().to_numpy()].sum()),
+        rounding=_sum_or_zero(joined["used"]) - _sum_or_zero(joined["asked"]),
+        pending=_sum_or_zero(joined["waits"]),
+        table=by_pool,
     )
 
 
 def explain_placement(peak: PeakMemory) -> Placement | None:
-    """Explain why the failed request could not be placed; ``None``: none failed, or the snapshot
-    was taken so much later that its state is another."""
-    h, result = peak.history, measure_fragments(peak)
-    if peak.request is None or result is None or h.failed_event is None:
+    """Explain why the failed request could not be placed. ``None`` if none failed, or the snapshot
+    was taken so much later that its state differs."""
+    h, fragments = peak.history, measure_fragments(peak)
+    if peak.request is None or fragments is None or h.failed_event is None:
         return None
-    now = int(h.allocated[-1])
-    if abs(now - peak.allocated) > MAX_STATE_DIFFERENCE * max(peak.allocated, 1):
+    allocated_now = int(h.allocated[-1])
+    if abs(allocated_now - peak.allocated) > MAX_STATE_DIFFERENCE * max(peak.allocated, 1):
         return None
     request = -(-max(peak.request, 1) // ROUNDING_BYTES) * ROUNDING_BYTES
     event = h.events.row(h.failed_event, named=True)
-    small = request <= SMALL_REQUEST
-    own_part = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (
+    is_small = request <= SMALL_REQUEST
+    is_same_pool = (pl.col("large").is_null() | (pl.col("large") == (not is_small))) & (
         pl.col("stream").eq_missing(pl.lit(event["stream"])) | pl.col("stream").is_null()
     )
-    if "pool" in result.table.columns:
-        own_part &= pl.col("pool").eq_missing(pl.lit(event["pool"], pl.String))
-    own = result.table.filter(own_part)
-    usable = _total(own["free"])
-    largest = max([0, *own["largest"].to_list()])
+    if "pool" in fragments.table.columns:
+        is_same_pool &= pl.col("pool").eq_missing(pl.lit(event["pool"], pl.String))
+    pool_rows = fragments.table.filter(is_same_pool)
+    usable = _sum_or_zero(pool_rows["free"])
+    largest = max([0, *pool_rows["largest"].to_list()])
     driver = peak.device_free
     return Placement(
         request=request,
         usable=usable,
         largest=largest,
-        free_elsewhere=result.free - usable,
+        free_elsewhere=fragments.free - usable,
         driver=driver,
         scattered=usable >= request > largest,
     )
 
 
-def _total(values: pl.Series) -> int:
+def _sum_or_zero(values: pl.Series) -> int:
     return int(values.sum() or 0)

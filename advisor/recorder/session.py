@@ -79,13 +79,14 @@ _T = TypeVar("_T")
 
 
 MAX_MESSAGE = 500
-MIN_FORWARDS, MOSTLY_FORWARDS = 10, 2
-"""Smallest number of forwards since the last backward or update, and their smallest ratio to
-backwards and updates, from which they may be a loop that does not train …"""
+MIN_FORWARDS = 10
+"""Minimum number of forwards since the last backward or update in a loop that does not train."""
+MOSTLY_FORWARDS = 2
+"""Minimum ratio of those forwards to all backwards and updates."""
 LITTLE_TRAINING = 10
-"""… after fewer training steps than this and before any window …"""
+"""Number of training steps from which the process counts as training, whatever follows."""
 MAX_LOOKS = 3
-"""… and how often that is tried: training and rollouts in turn are a training."""
+"""Maximum number of searches for such a loop: alternating training and rollouts are training."""
 MAX_TICKS = 64
 """Most optimizer steps or forwards of one step for which CUDA events are made."""
 UNMARKED = (

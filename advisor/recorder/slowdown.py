@@ -19,12 +19,15 @@ SPIKE_NS = 100_000_000
 """… and the least time it must lose, ns: for less, a window would cost more."""
 WARMUP_STEPS = 5
 """First steps, which compile and warm up, that are ignored."""
-BASE, BASE_NS = 32, 2_000_000_000
-"""Least steps that the others are compared with, and their least total time, ns: over less, the
-machine's speed varies by itself."""
+BASE = 32
+"""Minimum number of steps in the baseline."""
+BASE_NS = 2_000_000_000
+"""Minimum total time of the baseline, ns: over less, the machine's speed varies by itself."""
 MAX_BASE = 4096
-RECENT, RECENT_NS = 16, 1_000_000_000
-"""Steps whose median counts, and the least time, ns, for which they must be slow."""
+RECENT = 16
+"""Number of latest steps whose median is compared with the baseline."""
+RECENT_NS = 1_000_000_000
+"""Minimum time for which that median must be slow, ns."""
 APART = 100
 """Least number of steps from one alarm to the next."""
 FLOOR_NS = 2_000_000

@@ -34,9 +34,11 @@ SLOW_SECONDS, MAX_SAMPLES = 0.1, 1_500
 """Interval of the later samples, s, and the most samples in all."""
 WRITE_EVERY = 150
 """Samples written together: the most that is lost if a run is killed."""
-AT_ONCE, FORCED = 0.0005, 0.9
-"""Delays of a valid sample: below the first, s, it interrupted a call into C; above the second, a
-share of the interpreter's switch interval, it made the thread give up the interpreter."""
+AT_ONCE = 0.0005
+"""Maximum delay of a sample that interrupted a call into C, s."""
+FORCED = 0.9
+"""Minimum delay of a sample that forced the thread to release the interpreter, as a share of the
+interpreter's switch interval. Samples between the two delays are invalid."""
 _GOLDEN = 0.6180339887498949
 """Step of a sequence that fills 0 to 1 evenly: times of samples follow no rhythm of the program."""
 MAX_WEIGHT = 50

@@ -123,10 +123,14 @@ class StepFinder:
         """Number of these forwards in evaluation mode, before any backward …"""
         self._evaluation: tuple[int, list[int]] = 0, []
         """… with the end of the last one, ns, and the time in each phase until then."""
-        self._untrained = self._last_untrained = self._same = self._targets = 0
-        """Forwards without gradients before this step's training, and the last one's; the number of
-        steps since that changed; and how many are part of a step, as they come before each: a
-        target network's."""
+        self._untrained = 0
+        """Number of forwards without gradients before this step's training."""
+        self._last_untrained = 0
+        """Number of those forwards before the previous step's training."""
+        self._same = 0
+        """Number of steps since that number changed."""
+        self._targets = 0
+        """Number of those forwards that belong to each step, such as a target network's."""
         self.marks: list[Any] = []
         """CUDA events of the segment, each with the phase that it begins …"""
         self._marks_whole = False

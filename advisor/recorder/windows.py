@@ -35,13 +35,16 @@ log = logging.getLogger("advisor")
 
 FIRST_WINDOW_STEP = 3
 """Steps before the first window where each step is long …"""
-EARLY_NS, EARLY_STEPS = 2_000_000_000, 2
-"""Time that the steps until the first window would take, ns, from which it opens early, and the
-steps that come before it even then: the first compiles, and algorithms are chosen in it."""
+EARLY_NS = 2_000_000_000
+"""Time until the first window, ns, from which it opens early."""
+EARLY_STEPS = 2
+"""Minimum number of steps before any window: the first step compiles and chooses algorithms."""
 LONG_NS = 1_000_000_000
 """Length of a step, ns, beside which a profiler's start is short: the window needs no warm-up."""
-FORWARDS, MAX_FORWARDS = 8, 64
-"""… because it has more forwards than the first; the second is the most in a window."""
+FORWARDS = 8
+"""Number of forwards above which a step is long."""
+MAX_FORWARDS = 64
+"""Maximum number of forwards in a window whose steps are long."""
 GUARD_STEPS = 3
 """Profiled steps needed before the guard may stop a window: the first one holds the start of the
 trace, and the median of three ignores it …"""

@@ -1,24 +1,24 @@
-"""Finds the training steps in what happens: fetches, forwards, backwards, optimizer steps.
+"""Finds training steps in the recorded fetches, forwards, backwards and optimizer steps.
 
-The time between two fetches of a batch is a *segment*. What was seen in it tells what it was:
+The time between two fetches of a batch is a *segment*. Its content decides what it is:
 
-- an optimizer stepped: it ends a training step;
-- a backward and no optimizer: part of a step, which goes on (gradient accumulation);
-- a forward alone: validation. It belongs to no step; its time is the next step's ``evaluation``.
-  As many before each step are part of it: a target network's.
-  So do several forwards of a model in evaluation mode, and then one of it in training mode;
-- a fetch alone: batches fetched ahead. They belong to the step that follows.
+- An optimizer step: the segment ends a training step.
+- A backward without an optimizer step: part of a step that continues (gradient accumulation).
+- Only a forward: validation. It belongs to no step; its time is the next step's ``evaluation``.
+  Several forwards in evaluation mode before one of the same model in training mode are validation
+  too. If the same number comes before each step, they are part of it, such as a target network's.
+- Only a fetch: prefetched batches. They belong to the step that follows.
 
-Where no loader is fetched from (a list of tensors, the last batch of a loader that looks one
-batch ahead), a step ends when the optimizer has stepped. ``Recorder.step`` and its like take
-over from all this once they are used: then the user says where a step ends.
+Without fetches from a loader (a list of tensors, the last batch of a loader that looks one batch
+ahead), a step ends when the optimizer has stepped. Once the program uses ``Recorder.step`` or
+``Recorder.steps``, the program alone decides where a step ends.
 
-Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
-that steps least ends it, of those that step equally often the first. Several whole rounds of
-backward and optimizer's step between two fetches (batches kept in a buffer) are several steps, as
-many as the optimizer that steps least has made; once that was seen, its steps end them at once.
-Where no optimizer is seen (weights updated by hand, an optimizer that is compiled or in another
-thread) a step is what lies between two changes of weights or gradients outside of backwards
+Several optimizers (GAN): in a loader's loop, a step of any of them makes the segment a step.
+Without a loader, the optimizer that steps least often ends the step; among equals, the first one.
+If several rounds of backward and optimizer step come between two fetches (buffered batches), each
+step of the least frequent optimizer is a step of its own; from then on, it ends steps at once.
+If no optimizer is seen (weights updated by hand, an optimizer that is compiled or in another
+thread), a step is the time between two changes of weights or gradients outside backwards
 (``hooks.UpdateProbe``), from the second change on."""
 
 from collections import Counter
@@ -38,24 +38,24 @@ from advisor.recorder.tape import (
 )
 
 MAX_HELD_SEGMENTS = 1024
-"""Most segments kept while no optimizer has stepped."""
-MAX_ROUNDS = 4096
-"""Most optimizer steps looked at in a segment: between two fetches there may be any number."""
-MAX_EARLY = 80
-"""Most first steps that are regrouped when another optimizer turns out to step less often."""
+"""Maximum number of segments kept while no optimizer has stepped."""
+MAX_UPDATES = 4096
+"""Maximum number of optimizer steps examined in a segment, which may have any number of them."""
+MAX_EARLY_PARTS = 80
+"""Maximum number of first steps to regroup when another optimizer turns out to step less often."""
 MAX_PERIOD = 32
-"""Most steps of another optimizer within one step; above that, its steps are steps themselves."""
+"""Maximum number of steps of another optimizer within one step; with more, they are the steps."""
 MAX_EVENTS = 65_536
-"""Most CUDA events kept of a segment; a longer segment is no step."""
-SAME_STEPS = 2
-"""Steps in a row with as many forwards without gradients before the training as the one before,
-from which these are part of a step. They are no validation, which comes after many steps."""
-PERIODS = 4
-"""Multiple of its usual interval after which the optimizer that ended steps counts as gone."""
+"""Maximum number of CUDA events kept per segment; a longer segment is not a step."""
+MIN_EQUAL_STEPS = 2
+"""Minimum number of consecutive steps with the same number of forwards without gradients before
+training, from which these forwards are part of a step. Validation comes after many steps."""
+MAX_PERIODS = 4
+"""Multiple of its usual interval after which the optimizer that ended steps is considered gone."""
 
 
 class RecordedStep(NamedTuple):
-    """Training or inference step, ready to be written: times and phases in ns."""
+    """Training or inference step that is ready to be written; times and phases in ns."""
 
     n: int
     t: int
@@ -68,7 +68,7 @@ class RecordedStep(NamedTuple):
     batch: Any
     memory: Any
     marks: Any
-    """Device times as ``watchers.EventTimes``; ``None`` if no events were made."""
+    """Device times as ``watchers.EventTimes``, or ``None`` if no events were made."""
     trains: bool = True
     """False for a step of a loop that does not train (``inference``)."""
     exporting: bool = False
@@ -78,6 +78,8 @@ class RecordedStep(NamedTuple):
 
 
 class StepSegment(NamedTuple):
+    """Interval between two fetches, or a part of one; times and phases in ns."""
+
     t: int
     end: int
     phases: list[int]
@@ -86,353 +88,358 @@ class StepSegment(NamedTuple):
 
 
 class OptimizerUpdate(NamedTuple):
-    """Optimizer step that followed a backward, within a segment; times in ns."""
+    """Optimizer step after a backward, within a segment; times in ns."""
 
     now: int
     acc: list[int]
-    """Time in each phase since the segment began, ns."""
+    """Time in each phase since the start of the segment, ns."""
     optimizer: int
     backwards: int
-    """Number of backwards in the segment so far."""
+    """Number of backwards since the start of the segment."""
 
 
 class StepFinder:
-    """Finder of training steps in segments, in the order of the tape. ``now``: time in ns."""
+    """Finder of training steps. Methods are called in the order of the tape; ``now`` is in ns."""
 
     def __init__(self, clock: Clock, emit: Callable[[StepSegment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
         self.on_regroup: Callable[[], None] | None = None
-        """Function to call when the steps so far were parts of longer steps, which follow."""
+        """Function to call when the steps so far turn out to be parts of longer steps."""
         self.is_backdated = False
         """True if the step being emitted ended before the latest tape entry."""
         self.event_counts = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
-        """Counts of all events, whether or not they made steps: to say why there are none."""
+        """Counts of all events, which explain why no steps were found."""
         self.explicit = False
-        """True once the program says itself where steps end."""
+        """True once the program marks where steps end."""
         self.count = 0
         self.gap = 0
-        """Time since the last step that belongs to no step, ns …"""
+        """Time since the last step that belongs to no step, ns."""
         self.unused_graphs = 0
-        """… and forwards with a graph in it that no backward followed."""
+        """Number of forwards with a graph since the last step that no backward followed."""
         self._graphs = 0
-        """Forwards with a graph in the segment since its last backward …"""
+        """Number of forwards with a graph since the segment's last backward."""
         self._earlier_graphs = 0
-        """… and in earlier segments: the next backward is theirs if its segment has no forward."""
-        self._evaluated = 0
-        """Number of these forwards in evaluation mode, before any backward …"""
-        self._evaluation: tuple[int, list[int]] = 0, []
-        """… with the end of the last one, ns, and the time in each phase until then."""
-        self._untrained = 0
+        """Number of forwards with a graph in earlier segments. The next backward uses their graphs
+        if its segment has no forward."""
+        self._evaluations = 0
+        """Number of the segment's forwards with a graph in evaluation mode, before any backward."""
+        self._evaluation_end: tuple[int, list[int]] = 0, []
+        """End of the last forward in evaluation mode, ns, and the time in each phase until then."""
+        self._pre_forwards = 0
         """Number of forwards without gradients before this step's training."""
-        self._last_untrained = 0
-        """Number of those forwards before the previous step's training."""
-        self._same = 0
-        """Number of steps since that number changed."""
-        self._targets = 0
-        """Number of those forwards that belong to each step, such as a target network's."""
+        self._old_pre_forwards = 0
+        """Number of forwards without gradients before the previous step's training."""
+        self._same_count = 0
+        """Number of steps since ``_pre_forwards`` changed."""
+        self._target_forwards = 0
+        """Number of forwards without gradients in each step, such as a target network's."""
         self.marks: list[Any] = []
-        """CUDA events of the segment, each with the phase that it begins …"""
-        self._marks_whole = False
-        """… and whether they reach back to the segment's start."""
+        """CUDA events of the segment, each with the phase that it begins."""
+        self._marks_complete = False
+        """True if the events reach back to the segment's start."""
         self.begun = 0
-        """Start of the segment, ns …"""
+        """Start of the segment, ns."""
         self.open = False
-        """… and whether one is open: time before the first activity belongs to no step."""
+        """True while a segment is open: time before the first activity belongs to no step."""
         self.outside_loader = True
-        """True while no batch of a loader is being worked on."""
+        """True while the program works on no batch of a loader."""
         self._batches = 0
-        self._stock: list[Any] = []
-        """Notes on the batches that are in no step yet."""
+        """Number of batches fetched in the segment."""
+        self._pending: list[Any] = []
+        """Notes on the fetched batches that are not in a step yet."""
         self.used: list[Any] = []
         """Notes on the batches of the step being emitted."""
         self.forwards = 0
-        """Number of forwards in total."""
+        """Number of forwards of the whole run."""
         self._forwards = 0
         self._backwards = 0
         self._micro = 0
-        self._stepped = False
-        self._trained_here = False
-        """True if a step was trained with batches of the current loader."""
-        self._rest: tuple[int, list[int]] | None = None
-        """Time of the segment's last optimizer step, ns, and the time in each phase until then."""
-        self._held: list[StepSegment] = []
-        self._optimizers: dict[int, int] = {}
-        """Steps of each other optimizer since the primary one's last step …"""
+        """Number of backwards in the held segments."""
+        self._updated = False
+        self._loader_trains = False
+        """True if a training step used batches of the current loader."""
+        self._last_update: tuple[int, list[int]] | None = None
+        """End of the segment's last optimizer step, ns, and the time in each phase until then."""
+        self._segments: list[StepSegment] = []
+        self._other_steps: dict[int, int] = {}
+        """Number of steps of each other optimizer since the primary optimizer's last step."""
         self._primary: int | None = None
-        """… which is the optimizer that ends steps outside a loader's loop …"""
+        """Id of the primary optimizer, which ends steps outside a loader's loop."""
         self._period = 1
-        """… at most this many steps of another optimizer after its last …"""
-        self._since: dict[int, int] = {}
-        """… and its steps since each other optimizer's last step."""
-        self._early: list[tuple[StepSegment, int]] | None = []
-        """Parts of the steps so far, and the optimizer that ended each; ``None``: too many."""
-        self._rounds: list[OptimizerUpdate] = []
+        """Maximum number of steps of another optimizer between two of the primary one."""
+        self._primary_steps_since: dict[int, int] = {}
+        """Number of the primary optimizer's steps since each other optimizer's last step."""
+        self._early_parts: list[tuple[StepSegment, int]] | None = []
+        """Parts of steps, each with the optimizer that ended it, or ``None`` if there are too
+        many."""
+        self._updates: list[OptimizerUpdate] = []
         self._last_inner = 0
         """Id of the optimizer that last stepped during a backward."""
         self._ended_by = 0
         """Id of the optimizer that ended the previous segment."""
-        self._outer_steps = False
-        """True once an optimizer stepped outside a backward: it is not one per parameter."""
-        self._buffered = False
-        """True once several steps lay between two fetches: optimizers end steps, not fetches."""
-        self._first: int | None = None
-        """Number of held parts that form the first step without an optimizer, while a second one is
-        awaited. ``None``: no step yet; 0: two were found."""
+        self._steps_outside_backward = False
+        """True once an optimizer stepped outside a backward: there is not one per parameter."""
+        self._is_buffered = False
+        """True once there were several steps between two fetches: then optimizers end steps."""
+        self._first_parts: int | None = None
+        """Number of held segments in the first step without an optimizer, until a second one is
+        found; then 0. ``None`` before the first."""
 
-    # -- what hooks report ----------------------------------------------------------------------
+    # -- events from the hooks ------------------------------------------------------------------
 
     def on_fetch(self, now: int) -> None:
-        """End the open segment: a loader is asked for a batch."""
+        """End the open segment, because the program asks a loader for a batch."""
         if self.explicit:
             return
-        if self.clock.cur == OPTIMIZER:  # an optimizer raised, its hook for the end was not called
+        if self.clock.cur == OPTIMIZER:  # an optimizer raised, so its end hook was not called
             self.clock.leave_all(now)
-        self._early = None
+        self._early_parts = None
         idle = not (self._forwards or self._backwards or self._batches)
-        if not (self._buffered and self.open and idle):
-            self._close(now)
+        if not (self._is_buffered and self.open and idle):
+            self._close_segment(now)
         self.outside_loader = False
         self.open = True
 
     def on_batch(self) -> None:
         self.event_counts["fetched"] += 1
         self._batches += 1
-        self._stock.append(None)
+        self._pending.append(None)
 
     def set_batch(self, batch_summary: Any) -> None:
-        """Attach the note on its content to the batch fetched last."""
-        if self._stock:
-            self._stock[-1] = batch_summary
+        """Attach the note on its content to the last fetched batch."""
+        if self._pending:
+            self._pending[-1] = batch_summary
 
     def on_exhausted(self, now: int) -> None:
-        """Leave the loader, which is exhausted: later work is not on its batches."""
+        """Leave the exhausted loader: later work is not on its batches."""
         if self.explicit:
             return
-        self._forget_batches()
-        self._leave_out(now)
-        if not self._trained_here:
-            self._drop_ahead()
-        self._outside()
+        self._drop_batches()
+        self._leave_out_segment(now)
+        if not self._loader_trains:
+            self._drop_prefetched()
+        self._leave_loader()
 
     def on_iterate(self, now: int) -> None:
-        """Start a new pass over a loader: an epoch or a validation."""
+        """Start a new pass over a loader, for an epoch or a validation."""
         if self.explicit:
             return
         if self.open:
-            self._close(now)
-        self._drop_ahead()
-        self._stock.clear()
-        self._trained_here = False
-        self._outside()
+            self._close_segment(now)
+        self._drop_prefetched()
+        self._pending.clear()
+        self._loader_trains = False
+        self._leave_loader()
 
     def on_checkpoint(self, now: int) -> None:
         """End a complete step before a checkpoint: writing it is not part of the step."""
-        if not self.explicit and self._stepped and not self.clock.stack:
-            self._close(now)
-            self._outside()
+        if not self.explicit and self._updated and not self.clock.stack:
+            self._close_segment(now)
+            self._leave_loader()
 
     def on_activity(self, now: int) -> None:
-        """Begin a step, if none is open, at an activity that a step may begin with."""
+        """Begin a step, unless one is open, at an activity that can start a step."""
         if not self.open:
-            before = sum(self._cut(now).phases)
+            before = sum(self._cut_segment(now).phases)
             if not self.explicit:
                 self.gap += before
             self.open = True
 
     def on_forward(self, code: int, now: int) -> None:
-        """Count an outermost forward that returned; ``code`` is its ``FORWARD_END…`` entry."""
+        """Count an outermost forward that has returned. ``code`` is its ``FORWARD_END…`` entry."""
         self.event_counts["forwards"] += 1
         self._forwards += 1
         self._graphs += code not in (FORWARD_END_NO_GRAD, FORWARD_END_NO_GRAPH)
         self.forwards += 1
         if code == FORWARD_END_EVALUATION:
-            self._evaluated += not self._backwards
-            self._evaluation = now, self.clock.acc.copy()
-        elif code == FORWARD_END_TRAINING and self._evaluated > 1:
-            self._evaluated_before()
-        learns = self._backwards or self._stepped or self._graphs  # or will: a teacher's may follow
-        apart = self.outside_loader and not (learns or self._held or self.explicit)
-        if code != FORWARD_END_NO_GRAD or not apart:
+            self._evaluations += not self._backwards
+            self._evaluation_end = now, self.clock.acc.copy()
+        elif code == FORWARD_END_TRAINING and self._evaluations > 1:
+            self._leave_out_evaluation()
+        trains = self._backwards or self._updated or self._graphs  # or may yet, after a teacher
+        is_alone = self.outside_loader and not (trains or self._segments or self.explicit)
+        if code != FORWARD_END_NO_GRAD or not is_alone:
             return
-        self._untrained += 1
-        if self._untrained <= self._targets:
+        self._pre_forwards += 1
+        if self._pre_forwards <= self._target_forwards:
             return
-        # without a loader, a forward that nothing is learnt from is validation; training begins
-        # after it
-        self._leave_out(now)
+        # without a loader, a forward without gradients is validation; training begins after it
+        self._leave_out_segment(now)
         self.open = False
 
-    def _evaluated_before(self) -> None:
-        """Treat forwards in evaluation mode as a validation: the same model then began to train,
-        and no backward used their graphs."""
-        self.unused_graphs += self._evaluated
-        self._graphs -= self._evaluated
-        self._evaluated = 0
-        if self.outside_loader and not (self._stepped or self.explicit):
-            self.begun, phases = self._evaluation
+    def _leave_out_evaluation(self) -> None:
+        """Treat forwards in evaluation mode as validation: the model switched to training mode
+        before any backward used their graphs."""
+        self.unused_graphs += self._evaluations
+        self._graphs -= self._evaluations
+        self._evaluations = 0
+        if self.outside_loader and not (self._updated or self.explicit):
+            self.begun, phases = self._evaluation_end
             self.clock.acc = list(map(sub, self.clock.acc, phases))
             self.gap += sum(phases)
             self.without_events()
 
     def on_backward(self, now: int) -> None:
-        """Count a backward that ended, and end the step if an optimizer stepped during it."""
+        """Count a finished backward, and end the step if an optimizer stepped during it."""
         self.event_counts["backwards"] += 1
         self._backwards += 1
         if self._forwards:
             self.unused_graphs += self._earlier_graphs
-        self._graphs = self._earlier_graphs = self._evaluated = 0
-        if not self._stepped or self.clock.stack:
+        self._graphs = self._earlier_graphs = self._evaluations = 0
+        if not self._updated or self.clock.stack:
             return
-        if self._by_optimizer:
-            self._end_outside(now)
-        elif not self._outer_steps:  # it stepped in the backward
-            self._end_round(0, now)
+        if self._optimizer_ends_step:
+            self._end_optimizer_step(now)
+        elif not self._steps_outside_backward:  # it stepped during the backward
+            self._note_update(0, now)
 
     def on_optimizer_step(self, optimizer: int, now: int) -> None:
-        """Handle an optimizer step, also one that the gradient scaler skipped."""
+        """Handle an optimizer step, including one that the gradient scaler skipped."""
         self.event_counts["optimized"] += 1
-        anew = self._choose_primary(optimizer)
-        by_optimizer = self._by_optimizer
-        if by_optimizer and optimizer != self._primary:
+        regroup = self._choose_primary(optimizer)
+        optimizer_ends_step = self._optimizer_ends_step
+        if optimizer_ends_step and optimizer != self._primary:
             self._backwards += not self._backwards
-            self._part(optimizer, now)
+            self._note_other_optimizer(optimizer, now)
             return
-        self._stepped = True
-        if by_optimizer and not self.explicit and not self.clock.stack:
-            if anew:
-                self._part(optimizer, now)
-                self._group_anew(optimizer)
+        self._updated = True
+        if optimizer_ends_step and not self.explicit and not self.clock.stack:
+            if regroup:
+                self._note_other_optimizer(optimizer, now)
+                self._regroup_steps(optimizer)
             else:
-                self._end_outside(now)
+                self._end_optimizer_step(now)
         elif not self.clock.stack:
-            self._end_round(optimizer, now)
+            self._note_update(optimizer, now)
         else:
             self._last_inner = optimizer
 
-    def _end_round(self, optimizer: int, now: int) -> None:
-        """Note an optimizer step in a loader's segment, after or during a backward."""
-        self._rest = now, self.clock.acc.copy()
-        if optimizer and not self._outer_steps:
-            self._outer_steps = True
-            self._rounds.clear()
-        rounds = self._rounds
-        if rounds and rounds[-1].backwards == self._backwards:
-            rounds[-1] = OptimizerUpdate(now, self._rest[1], rounds[-1].optimizer, self._backwards)
-        elif len(rounds) < MAX_ROUNDS:
-            rounds.append(OptimizerUpdate(now, self._rest[1], optimizer, self._backwards))
+    def _note_update(self, optimizer: int, now: int) -> None:
+        """Note an optimizer step after or during a backward, in a loader's segment."""
+        self._last_update = now, self.clock.acc.copy()
+        if optimizer and not self._steps_outside_backward:
+            self._steps_outside_backward = True
+            self._updates.clear()
+        updates = self._updates
+        if updates and updates[-1].backwards == self._backwards:
+            updates[-1] = OptimizerUpdate(
+                now, self._last_update[1], updates[-1].optimizer, self._backwards
+            )
+        elif len(updates) < MAX_UPDATES:
+            updates.append(OptimizerUpdate(now, self._last_update[1], optimizer, self._backwards))
 
     def _choose_primary(self, optimizer: int) -> bool:
-        """Choose which optimizer ends steps, as ``optimizer`` steps. Return whether it replaces one
-        that steps more often."""
-        known, since = self._optimizers, self._since
+        """Choose the optimizer that ends steps, now that ``optimizer`` has stepped. Return whether
+        it replaces one that steps more often."""
+        other_steps, steps_since = self._other_steps, self._primary_steps_since
         if self._primary is None:
             self._primary = optimizer
         if optimizer == self._primary:
-            self._period = min(MAX_PERIOD, max([self._period, *known.values()]))
-            known.clear()
-            for other in since:
-                since[other] = min(MAX_PERIOD, since[other]) + 1
+            self._period = min(MAX_PERIOD, max([self._period, *other_steps.values()]))
+            other_steps.clear()
+            for other in steps_since:
+                steps_since[other] = min(MAX_PERIOD, steps_since[other]) + 1
             return False
-        if len(since) > MAX_PERIOD:  # made anew for each step
-            since.clear()
-            known.clear()
-        known[optimizer] = known.get(optimizer, 0) + 1
-        between, since[optimizer] = since.get(optimizer, 0), 0
-        gone = known[optimizer] > (1 if self._period == 1 else PERIODS * self._period)
-        steps_less = 1 < between <= MAX_PERIOD
-        if not steps_less and not gone:
+        if len(steps_since) > MAX_PERIOD:  # a new one for each step
+            steps_since.clear()
+            other_steps.clear()
+        other_steps[optimizer] = other_steps.get(optimizer, 0) + 1
+        interval, steps_since[optimizer] = steps_since.get(optimizer, 0), 0
+        is_gone = other_steps[optimizer] > (1 if self._period == 1 else MAX_PERIODS * self._period)
+        is_rarer = 1 < interval <= MAX_PERIOD
+        if not is_rarer and not is_gone:
             return False
-        self._primary, self._period = optimizer, between if steps_less else 1
-        known.clear()
-        del since[optimizer]
-        return steps_less and self.outside_loader and bool(self._early)
+        self._primary, self._period = optimizer, interval if is_rarer else 1
+        other_steps.clear()
+        del steps_since[optimizer]
+        return is_rarer and self.outside_loader and bool(self._early_parts)
 
     @property
-    def _by_optimizer(self) -> bool:
-        """True where optimizers end steps, not fetches."""
-        return self.outside_loader or self._buffered
+    def _optimizer_ends_step(self) -> bool:
+        """True if optimizers end steps, rather than fetches."""
+        return self.outside_loader or self._is_buffered
 
-    def _part(self, optimizer: int, now: int) -> None:
-        """Note a step of an optimizer that does not end steps; among the first steps only, since it
-        may turn out to be the one that does."""
+    def _note_other_optimizer(self, optimizer: int, now: int) -> None:
+        """Note a step of an optimizer that does not end steps, among the first steps only: later it
+        may turn out to be the primary one."""
         if (
-            self._early is not None
+            self._early_parts is not None
             and self.outside_loader
             and not self.clock.stack
             and not self.explicit
         ):
             self._micro += self._backwards
-            self._hold(self._cut(now), optimizer)
+            self._hold_segment(self._cut_segment(now), optimizer)
 
-    def _group_anew(self, optimizer: int) -> None:
-        """Regroup the steps so far into longer ones, which ``optimizer`` ends."""
-        early, self._early = self._early or [], None
-        self._held = []
+    def _regroup_steps(self, optimizer: int) -> None:
+        """Regroup the steps so far into longer steps that ``optimizer`` ends."""
+        early_parts, self._early_parts = self._early_parts or [], None
+        self._segments = []
         self._micro = 0
         self.count = 0
         if self.on_regroup is not None:
             self.on_regroup()
         parts: list[StepSegment] = []
-        for part, ended_by in early:
+        for part, ended_by in early_parts:
             parts.append(part)
             if ended_by == optimizer:
-                self.is_backdated = part is not early[-1][0]
-                self._hand_on(parts, max(1, sum(p.backwards for p in parts)))
+                self.is_backdated = part is not early_parts[-1][0]
+                self._emit_step(parts, max(1, sum(p.backwards for p in parts)))
                 parts = []
         self.is_backdated = False
         self.open = True
         self.clock.enter_between_steps()
 
     def on_update(self, now: int) -> None:
-        """Note, as a backward begins, that weights or gradients changed since the last one."""
+        """Handle a change of weights or gradients since the last backward, before the next one."""
         if not self.is_undecided or self.clock.stack:
             return
         self.on_forward_start(now)
-        self._applied()
+        self._emit_unseen_update()
 
     def on_forward_start(self, now: int) -> None:
-        """End a segment before a forward if, without a loader, it has a backward but no step."""
-        if self.outside_loader and self._backwards and not self._stepped and not self.clock.stack:
-            self._close(now)
+        """End a segment before a forward if, without a loader, it has a backward and no update."""
+        if self.outside_loader and self._backwards and not self._updated and not self.clock.stack:
+            self._close_segment(now)
             self.open = True
 
-    # -- what the user says ---------------------------------------------------------------------
+    # -- calls of the program -------------------------------------------------------------------
 
     def on_step_end(self, now: int) -> None:
-        """End the step here, as the program says."""
+        """End the step here, because the program says so."""
         if not self.explicit:
             self.explicit = True
-            if self.count == 1 and not self._held and not self._stepped and not self._batches:
-                # found by itself already: a loop without a loader
-                self._cut(now)
+            if self.count == 1 and not self._segments and not self._updated and not self._batches:
+                # this step was already found: a loop without a loader
+                self._cut_segment(now)
                 self.open = True
                 return
-            self._held = [part for part in self._held if part.backwards]
-        drawn = self._batches
-        self._complete(now)
+            self._segments = [part for part in self._segments if part.backwards]
+        has_batches = self._batches
+        self._complete_step(now)
         self.open = True
-        if not drawn:
+        if not has_batches:
             self.clock.enter_between_steps()
 
     def begin(self, now: int) -> None:
         """Begin a loop whose every iteration is a step."""
         self.explicit = True
-        self._held.clear()
-        self._leave_out(now)
+        self._segments.clear()
+        self._leave_out_segment(now)
         self.open = True
 
     def stop(self, now: int) -> None:
-        """End a loop left in mid-iteration: with a step, if a backward or update was in it."""
-        if self._stepped or self._backwards or self._primary is None:
+        """End a loop left in mid-iteration, which is a step if it has a backward or update."""
+        if self._updated or self._backwards or self._primary is None:
             self.on_step_end(now)
         else:
             self.drop_step(now)
 
     def complete(self) -> int:
         """Return 1 if the open segment would be a step if it ended now, else 0."""
-        unseen = self._first is not None and (self._backwards or self._learnt())
-        return int(bool(self._stepped or unseen))
+        unseen = self._first_parts is not None and (self._backwards or self._count_trained())
+        return int(bool(self._updated or unseen))
 
     @property
     def is_undecided(self) -> bool:
@@ -440,42 +447,42 @@ class StepFinder:
         return self._primary is None and not self.explicit
 
     def drop_step(self, now: int) -> None:
-        """Drop the open segment and the held ones: they are no step."""
-        self._held.clear()
-        self._cut(now)
+        """Drop the open segment and the held segments, which are not a step."""
+        self._segments.clear()
+        self._cut_segment(now)
         self.open = False
 
     def forget(self) -> None:
-        """Drop all state: what was found was a trial of the model, and the next step is the
-        first."""
+        """Drop all state: the steps so far were a trial of the model, and the next step is the
+        first one."""
         self.drop_step(self.clock.last)
         self.count = self.gap = self._micro = self._earlier_graphs = self.unused_graphs = 0
-        self._primary = self._first = self._early = None
-        self._optimizers.clear()
-        self._since.clear()
-        self._period, self._buffered = 1, False
-        self._untrained = self._last_untrained = self._same = self._targets = 0
+        self._primary = self._first_parts = self._early_parts = None
+        self._other_steps.clear()
+        self._primary_steps_since.clear()
+        self._period, self._is_buffered = 1, False
+        self._pre_forwards = self._old_pre_forwards = self._same_count = self._target_forwards = 0
 
     def finish(self, now: int) -> None:
         """Finish the recording: keep a complete step, drop an incomplete one."""
         if self.explicit:
             return
-        if self.open and self._rest is not None:  # what follows until the program's end is no step
-            (now, phases), self._rest = self._rest, None
+        if self.open and self._last_update is not None:  # the rest is not a step
+            (now, phases), self._last_update = self._last_update, None
             self.clock.last, self.clock.cur = now, OTHER
             self.clock.acc = phases
             self.without_events()
-        if self.open and (self._stepped or (self._first is not None and self._backwards)):
-            self._close(now)
-        if self._first is not None:
-            self._applied()
-        if self._primary is None and self._held:
-            for part in self._held:
+        if self.open and (self._updated or (self._first_parts is not None and self._backwards)):
+            self._close_segment(now)
+        if self._first_parts is not None:
+            self._emit_unseen_update()
+        if self._primary is None and self._segments:
+            for part in self._segments:
                 if part.backwards:
-                    self._hand_on([part], self._micro_steps(1))
+                    self._emit_step([part], self._take_batches(1))
             if self._backwards:
-                self._hand_on([self._cut(now)], self._micro_steps(1))
-        self._held.clear()
+                self._emit_step([self._cut_segment(now)], self._take_batches(1))
+        self._segments.clear()
 
     def add_event(self, mark: Any) -> None:
         """Add a CUDA event, with the phase that it begins."""
@@ -484,203 +491,210 @@ class StepFinder:
             self.without_events()
 
     def without_events(self) -> None:
-        """Drop the segment's CUDA events: none follow for a while."""
+        """Drop the segment's CUDA events: no more are made for a while."""
         self.marks = []
-        self._marks_whole = False
+        self._marks_complete = False
 
-    # -- for steps that repeat ------------------------------------------------------------------
+    # -- repeated steps -------------------------------------------------------------------------
 
     def state(self, now: int) -> Hashable:
-        """Return all state that decides how the next entries are read, just after a step ended;
-        ``None`` if more decides it."""
-        if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
+        """Return all state that affects how the next entries are read, just after a step. Return
+        ``None`` if other state affects it too."""
+        if self.begun != now or self.gap or self._segments or self.marks or self._marks_complete:
             return None
-        if self._early is not None or self._earlier_graphs:
+        if self._early_parts is not None or self._earlier_graphs:
             return None
         return (
-            (self.explicit, self.open, self.outside_loader, self._stepped, self._trained_here),
-            (self._batches, len(self._stock), self._forwards, self._backwards, self._micro),
-            (self._buffered, self._primary, self._first, *self._optimizers.items()),
-            (self._period, *self._since.items()),
-            (self._untrained, self._last_untrained, self._targets, self._same >= SAME_STEPS),
+            (self.explicit, self.open, self.outside_loader, self._updated, self._loader_trains),
+            (self._batches, len(self._pending), self._forwards, self._backwards, self._micro),
+            (self._is_buffered, self._primary, self._first_parts, *self._other_steps.items()),
+            (self._period, *self._primary_steps_since.items()),
+            (
+                self._pre_forwards,
+                self._old_pre_forwards,
+                self._target_forwards,
+                self._same_count >= MIN_EQUAL_STEPS,
+            ),
         )
 
     def swap_batches(self, batches: list[Any]) -> list[Any]:
-        """Add ``batches`` to the waiting ones; return as many of the oldest, for the next steps."""
-        stock = [*self._stock, *batches]
-        self._stock = stock[len(batches) :]
-        return stock[: len(batches)]
+        """Add ``batches`` to the pending ones. Return the same number of the oldest ones."""
+        pending = [*self._pending, *batches]
+        self._pending = pending[len(batches) :]
+        return pending[: len(batches)]
 
     def on_repeats(self, count: int, end: int, seen: dict[str, int]) -> None:
         """Advance by ``count`` repeated steps, to ``end``, ns. Each adds the counts in ``seen``."""
         self.count += count
         self.begun = end
-        for key, each in seen.items():
-            self.event_counts[key] += count * each
+        for key, increment in seen.items():
+            self.event_counts[key] += count * increment
         self.forwards += count * seen["forwards"]
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------
 
-    def _outside(self) -> None:
+    def _leave_loader(self) -> None:
         self.outside_loader = True
         self.open = False
 
-    def _end_outside(self, now: int) -> None:
-        self._trained_here = True
-        number, self._untrained = self._untrained, 0
-        self._same = self._same + 1 if number == self._last_untrained else 0
-        self._last_untrained = number
-        if self._same >= SAME_STEPS:
-            self._targets = number
-        self._complete(now)
+    def _end_optimizer_step(self, now: int) -> None:
+        self._loader_trains = True
+        number, self._pre_forwards = self._pre_forwards, 0
+        self._same_count = self._same_count + 1 if number == self._old_pre_forwards else 0
+        self._old_pre_forwards = number
+        if self._same_count >= MIN_EQUAL_STEPS:
+            self._target_forwards = number
+        self._complete_step(now)
         self.open = True
         self.clock.enter_between_steps()
 
-    def _cut(self, now: int) -> StepSegment:
-        """End the segment, whatever it contains, and return it."""
-        marks = self.marks if self._marks_whole and len(self.marks) > 1 else None
-        self.marks = self.marks[-1:]  # where this segment ends, the next one begins
-        self._marks_whole = bool(self.marks)
+    def _cut_segment(self, now: int) -> StepSegment:
+        """End the segment, whatever its content, and return it."""
+        marks = self.marks if self._marks_complete and len(self.marks) > 1 else None
+        self.marks = self.marks[-1:]  # the end of this segment is the start of the next
+        self._marks_complete = bool(self.marks)
         segment = StepSegment(self.begun, now, self.clock.cut(now), self._backwards, marks)
         self.begun = now
         self._earlier_graphs += self._graphs
-        self._batches = self._forwards = self._backwards = self._graphs = self._evaluated = 0
-        self._stepped = False
-        self._rest = None
-        self._rounds = []
+        self._batches = self._forwards = self._backwards = self._graphs = self._evaluations = 0
+        self._updated = False
+        self._last_update = None
+        self._updates = []
         return segment
 
-    def _leave_out(self, now: int) -> None:
-        """End the segment and count its time to no step."""
-        self.gap += sum(self._cut(now).phases)
+    def _leave_out_segment(self, now: int) -> None:
+        """End the segment, and count its time as part of no step."""
+        self.gap += sum(self._cut_segment(now).phases)
 
-    def _close(self, now: int) -> None:
+    def _close_segment(self, now: int) -> None:
         """End the segment, and the step if an optimizer has stepped in it."""
-        if self._stepped:
-            self._trained_here = True
-            if not self._split(now):
-                self._complete(now)
+        if self._updated:
+            self._loader_trains = True
+            if not self._emit_updates(now):
+                self._complete_step(now)
         elif self._backwards:
-            self._trained_here = True
+            self._loader_trains = True
             self._micro += self._backwards
-            self._hold(self._cut(now))
+            self._hold_segment(self._cut_segment(now))
         elif self._forwards or not self._batches:
-            self._forget_batches()
-            self._leave_out(now)
-            self._drop_ahead()
+            self._drop_batches()
+            self._leave_out_segment(now)
+            self._drop_prefetched()
         else:
-            self._hold(self._cut(now))
+            self._hold_segment(self._cut_segment(now))
 
-    def _split(self, now: int) -> bool:
-        """Emit each step in the segment. Return false, having emitted none, if it holds one."""
-        rounds = self._rounds
-        steps = Counter(item.optimizer for item in rounds)
-        if self._ended_by and self._ended_by not in steps:  # one steps inside of another's step
+    def _emit_updates(self, now: int) -> bool:
+        """Emit each step in the segment. Return false, without emitting, if there is only one."""
+        updates = self._updates
+        steps = Counter(update.optimizer for update in updates)
+        if self._ended_by and self._ended_by not in steps:  # one steps within another's step
             return False
-        self._ended_by = rounds[-1].optimizer if rounds else 0
-        if len(rounds) < 2 or self.outside_loader:
+        self._ended_by = updates[-1].optimizer if updates else 0
+        if len(updates) < 2 or self.outside_loader:
             return False
-        least = min(steps.values())
-        if least < 2:
+        fewest = min(steps.values())
+        if fewest < 2:
             return False
-        # of those that step equally often, the one that stepped last ends a step
-        last = next(item.optimizer for item in reversed(rounds) if steps[item.optimizer] == least)
-        ends = [item for item in rounds if item.optimizer == last]
-        self._primary, self._period = last or self._last_inner, max(steps.values()) // least
-        self._optimizers.clear()
-        self._since.clear()
-        self._buffered = True
-        begun, before, held = self.begun, [0] * MAX_PHASES, self._held
+        # among those that step equally often, the one that stepped last ends a step
+        primary = next(
+            update.optimizer for update in reversed(updates) if steps[update.optimizer] == fewest
+        )
+        ends = [update for update in updates if update.optimizer == primary]
+        self._primary, self._period = (primary or self._last_inner, max(steps.values()) // fewest)
+        self._other_steps.clear()
+        self._primary_steps_since.clear()
+        self._is_buffered = True
+        t, acc, segments = self.begun, [0] * MAX_PHASES, self._segments
         backwards = self._micro
-        self._held, self._micro = [], 0
-        total = self._cut(now)
+        self._segments, self._micro = [], 0
+        total = self._cut_segment(now)
         ends[-1] = ends[-1]._replace(now=now, acc=total.phases, backwards=total.backwards)
-        passed = 0
-        for item in ends:
-            phases = list(map(sub, item.acc, before))
-            part = StepSegment(begun, item.now, phases, item.backwards - passed, None)
-            backwards += item.backwards - passed
-            self.is_backdated = item is not ends[-1]
-            self._hand_on([*held, part], self._micro_steps(backwards))
-            begun, before, passed, held, backwards = item.now, item.acc, item.backwards, [], 0
+        counted = 0
+        for update in ends:
+            phases = list(map(sub, update.acc, acc))
+            part = StepSegment(t, update.now, phases, update.backwards - counted, None)
+            backwards += update.backwards - counted
+            self.is_backdated = update is not ends[-1]
+            self._emit_step([*segments, part], self._take_batches(backwards))
+            t, acc, counted, segments, backwards = (update.now, update.acc, update.backwards, [], 0)
         self.is_backdated = False
         return True
 
-    def _forget_batches(self) -> None:
-        """Drop this segment's batches: they are in no step."""
+    def _drop_batches(self) -> None:
+        """Drop this segment's batches, which are not part of a step."""
         if self._batches:
-            del self._stock[-self._batches :]
+            del self._pending[-self._batches :]
 
-    def _note_early(self, part: StepSegment, optimizer: int) -> None:
-        early = self._early
-        if early is not None:
-            if self.outside_loader and not self.explicit and len(early) < MAX_EARLY:
-                early.append((part, optimizer))
+    def _note_early_part(self, part: StepSegment, optimizer: int) -> None:
+        early_parts = self._early_parts
+        if early_parts is not None:
+            if self.outside_loader and not self.explicit and len(early_parts) < MAX_EARLY_PARTS:
+                early_parts.append((part, optimizer))
             else:
-                self._early = None
+                self._early_parts = None
 
-    def _hold(self, segment: StepSegment, optimizer: int = 0) -> None:
-        self._held.append(segment)
-        self._note_early(segment, optimizer)
-        if len(self._held) > MAX_HELD_SEGMENTS:
-            self.gap += sum(self._held.pop(0).phases)
-            if self._first:
-                self._first -= 1
+    def _hold_segment(self, segment: StepSegment, optimizer: int = 0) -> None:
+        self._segments.append(segment)
+        self._note_early_part(segment, optimizer)
+        if len(self._segments) > MAX_HELD_SEGMENTS:
+            self.gap += sum(self._segments.pop(0).phases)
+            if self._first_parts:
+                self._first_parts -= 1
 
-    def _learnt(self) -> int:
+    def _count_trained(self) -> int:
         """Return the number of held segments up to the last one with a backward."""
-        return max((n for n, part in enumerate(self._held, 1) if part.backwards), default=0)
+        return max((n for n, part in enumerate(self._segments, 1) if part.backwards), default=0)
 
-    def _applied(self) -> None:
-        """Emit the held segments as a step: weights changed without a known optimizer step."""
-        end = self._learnt()
-        if not end or end == self._first:
+    def _emit_unseen_update(self) -> None:
+        """Emit the held segments as a step: weights changed without a known optimizer."""
+        end = self._count_trained()
+        if not end or end == self._first_parts:
             return
-        if self._first is None:  # once may be gradients that nobody wanted
-            self._first = end
+        if self._first_parts is None:  # a single change may be discarded gradients
+            self._first_parts = end
             return
-        for parts in (self._held[: self._first], self._held[self._first : end]):
+        for parts in (self._segments[: self._first_parts], self._segments[self._first_parts : end]):
             if parts:
                 backwards = sum(part.backwards for part in parts)
                 self._micro -= backwards
-                self._hand_on(parts, self._micro_steps(backwards))
-        self._held = self._held[end:]
-        self._first = 0
+                self._emit_step(parts, self._take_batches(backwards))
+        self._segments = self._segments[end:]
+        self._first_parts = 0
 
-    def _drop_ahead(self) -> None:
-        """Drop held segments of batches that were fetched ahead but not trained with."""
-        if self._held and not self._learnt():
-            self.gap += sum(sum(part.phases) for part in self._held)
-            self._held.clear()
+    def _drop_prefetched(self) -> None:
+        """Drop held segments of batches that were prefetched but not used in training."""
+        if self._segments and not self._count_trained():
+            self.gap += sum(sum(part.phases) for part in self._segments)
+            self._segments.clear()
 
-    def _complete(self, now: int) -> None:
+    def _complete_step(self, now: int) -> None:
         backwards = self._micro + self._backwards
         self._micro = 0
-        parts = [*self._held, self._cut(now)]
-        self._held = []
-        self._note_early(parts[-1], self._primary or 0)
-        self._hand_on(parts, self._micro_steps(backwards))
+        parts = [*self._segments, self._cut_segment(now)]
+        self._segments = []
+        self._note_early_part(parts[-1], self._primary or 0)
+        self._emit_step(parts, self._take_batches(backwards))
 
-    def _micro_steps(self, backwards: int) -> int:
-        """Return the number of batches in a step, and take them from the fetched ones."""
-        micro = max(1, min(backwards, len(self._stock)) if self._stock else backwards)
-        self.used = self._stock[:micro]
-        del self._stock[:micro]
-        return micro
+    def _take_batches(self, backwards: int) -> int:
+        """Return the number of batches in a step, and take them from the pending ones."""
+        batch_count = max(1, min(backwards, len(self._pending)) if self._pending else backwards)
+        self.used = self._pending[:batch_count]
+        del self._pending[:batch_count]
+        return batch_count
 
-    def _hand_on(self, parts: list[StepSegment], micro: int) -> None:
-        whole = parts[-1]
+    def _emit_step(self, parts: list[StepSegment], micro: int) -> None:
+        joined = parts[-1]
         if len(parts) > 1:
-            phases = list(whole.phases)
+            phases = list(joined.phases)
             for part in parts[:-1]:
                 for index, value in enumerate(part.phases):
                     phases[index] += value
-            marked = all(part.marks is not None for part in parts)
+            has_marks = all(part.marks is not None for part in parts)
             marks = None
-            if marked:  # the last event of a part is the first of the next
+            if has_marks:  # a part's last event is the next part's first
                 marks = [*parts[0].marks, *(m for part in parts[1:] for m in part.marks[1:])]
-            whole = StepSegment(parts[0].t, whole.end, phases, whole.backwards, marks)
+            joined = StepSegment(parts[0].t, joined.end, phases, joined.backwards, marks)
         gap, self.gap = self.gap, 0
-        self._emit(whole, micro, gap)
+        self._emit(joined, micro, gap)
         self.unused_graphs = 0
         self.count += 1

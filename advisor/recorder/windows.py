@@ -1,11 +1,11 @@
 """Profiled windows: a torch profiler that lives for a few steps, and its trace on disk.
 
-No profiler object exists outside a window (an idle one costs 39 µs per step). It is opened and
-closed at step boundaries in the training thread, at its outermost call depth (``call_depth``;
-``_safe`` is the one place that decides), and nowhere else. The trace is exported, compressed and
-renamed in a thread of its own. Two profilers in one process crash it, so another one that is active
-is left alone, and one that starts during a window ends the window first. A session that somebody
-else took, or whose thread is gone, cannot be ended without a crash either: it is left as it is."""
+No profiler object exists outside a window (an idle one costs 39 µs per step). A window opens and
+closes only at step boundaries in the training thread, at its outermost call depth (``call_depth``;
+only ``_is_safe`` decides). A separate thread exports, compresses and renames the trace. Two
+profilers crash a process, so no window opens while another profiler is active, and one that starts
+during a window ends the window first. A profiler session that other code took over, or whose thread
+has ended, cannot be stopped without a crash either, so it is never stopped."""
 
 import errno
 import functools
@@ -34,49 +34,47 @@ from advisor.recorder.watchers import TraceRanges
 log = logging.getLogger("advisor")
 
 FIRST_WINDOW_STEP = 3
-"""Steps before the first window where each step is long …"""
+"""Number of steps before the first window if steps have many forwards."""
 EARLY_NS = 2_000_000_000
 """Time until the first window, ns, from which it opens early."""
 EARLY_STEPS = 2
 """Minimum number of steps before any window: the first step compiles and chooses algorithms."""
-LONG_NS = 1_000_000_000
-"""Length of a step, ns, beside which a profiler's start is short: the window needs no warm-up."""
-FORWARDS = 8
-"""Number of forwards above which a step is long."""
+LONG_STEP_NS = 1_000_000_000
+"""Minimum duration of a step, ns, for which a window needs no warm-up: the start is short."""
+MANY_FORWARDS = 8
+"""Number of forwards above which a step has many."""
 MAX_FORWARDS = 64
-"""Maximum number of forwards in a window whose steps are long."""
+"""Maximum number of forwards in a window whose steps have many."""
 GUARD_STEPS = 3
-"""Profiled steps needed before the guard may stop a window: the first one holds the start of the
-trace, and the median of three ignores it …"""
+"""Minimum number of profiled steps before the guard may stop a window. The first one includes the
+start of the trace, and the median of three ignores it."""
 GUARD_NS = 20_000_000
-"""… and the least time that they must have lost together, ns: five short steps need no stop."""
-BASELINE = 32
-"""Steps before a window that its steps are compared with."""
-RETRY = 20
-"""Steps until the next try while another profiler is active."""
+"""Minimum total slowdown of the profiled steps, ns: five short steps need no stop."""
+BASELINE_STEPS = 32
+"""Number of steps before a window that its steps are compared with."""
+RETRY_STEPS = 20
+"""Number of steps until the next try while another profiler is active."""
 MAX_RETRIES = 5
 MAX_UNSAFE = 12
-"""Most steps tried that end where no profiler may start, at growing intervals …"""
+"""Maximum number of tries, at growing intervals, at steps that end where no profiler may start."""
 MAX_PAUSE = 256
-"""… up to this many steps."""
+"""Maximum interval between these tries, in steps."""
 OTHER_PROFILER_WAIT_SECONDS = 1.0
-"""Time that a profiler started in another thread waits for a window to end, s."""
+"""Maximum time that a profiler in another thread waits for a window to end, s."""
 EXPORT_SECONDS = 120.0
-"""Time that the end of a run waits for a trace being written, s."""
-PLACE_SECONDS = 20.0
-"""Time that a trace waits for its folder, s: a short run can end before it is made."""
+"""Maximum time that the end of a run waits for a trace to be written, s."""
+FOLDER_SECONDS = 20.0
+"""Maximum time that a trace waits for its folder, s: a short run can end before it exists."""
 
 _OPERATOR = b'"cpu_op"'
 """Category of an operator in a trace."""
 
-UNSAFE_REASON = (
-    "inside a backward, a hook, compiled code or the like, where no profiler may start or stop"
-)
+UNSAFE_REASON = "inside a backward, a hook or compiled code, where no profiler may start or stop"
 
 
 class Windows:
     """Profiled windows of one rank. ``write_event(data)`` writes a ``window`` event.
-    ``host_is_ahead`` tells whether host step times mean nothing, because the device lags behind."""
+    ``host_is_ahead`` returns whether the device lags so far behind that host times are useless."""
 
     def __init__(
         self,
@@ -95,61 +93,61 @@ class Windows:
         self._write_event = write_event
         self.enabled = options.traces(rank)
         self._folder: Path | None = None
-        self._placed = threading.Event()
+        self._folder_set = threading.Event()
         self.automatic_reason: str | None = None
-        """Reason to open a window at the next boundary, set by any thread, or ``None``."""
+        """Reason to open a window at the next boundary, or ``None``. Any thread may set it."""
         self.requested_reason: str | None = None
-        """Reason of a window that the user asked for, or ``None``."""
+        """Reason for a window that the user requested, or ``None``."""
         self._spans: list[list[int | None]] = []
-        """Times of each window: opened, ended, and trace written, ns."""
+        """Times at which each window opened, ended and had its trace written, ns."""
         self.first_step = options.skip
         """Step number from which the first window may open."""
         self._warmup = options.warmup
         self._active = options.active
         self.delimited_by_forward = False
-        """True if only forwards tell where steps end: recording Python stacks would hide them."""
+        """True if only forwards show where steps end: recording Python stacks would hide them."""
         self.restarts = False
-        """True if a training may be about to begin."""
+        """True if training may be about to begin."""
         self._dropped = -1
-        """Number of the last window before the training; these are dropped."""
+        """Number of the last window before the training; windows up to it are dropped."""
         self._profiler: Any = None
         self._steps: list[int] = []
         self._durations: list[int] = []
-        self._before: deque[int] = deque(maxlen=BASELINE)
+        self._unprofiled: deque[int] = deque(maxlen=BASELINE_STEPS)
         self._reason = ""
         self._number = -1
-        self._own = self._requested = 0
-        self._retries = 0
-        self._written = 0
+        self._automatic = self._requests = 0
+        self._busy_tries = 0
+        self._bytes = 0
         self._export: threading.Thread | None = None
-        self._guards: list[tuple[str, Any]] = []
+        self._wrapped: list[tuple[str, Any]] = []
         self.problem: str | None = None
-        """Reason why a trace could not be written; ``None``: none failed."""
-        self._unsafe = 0
-        self._pause = 1
+        """Reason why a trace could not be written, or ``None`` if none failed."""
+        self._unsafe_tries = 0
+        self._retry_interval = 1
         self._thread = -1
         """Identifier of the thread that opened the window."""
-        self._ending: str | None = None
-        """Reason to end the window at the next step; ``None``: it goes on."""
-        self._ended = threading.Event()
-        self._lost: list[Any] = []
-        """Profilers that cannot be stopped, kept alive: freeing one would stop it."""
+        self._end_reason: str | None = None
+        """Reason to end the window at the next step, or ``None`` if it continues."""
+        self._end_event = threading.Event()
+        self._lost_profilers: list[Any] = []
+        """Profilers that cannot be stopped. They are kept alive: freeing one would stop it."""
         self.timed = False
-        """True while the window, or the last one, is of a length of time: no step was seen."""
-        self._kept: tuple[bytes, dict[str, Any]] | None = None
-        """Compressed trace of such a window, and its event: they wait for the run's end."""
-        self._others: WeakSet[Any] = WeakSet()
-        """Active profilers of the program, including those that warm up …"""
+        """True if the current or last window has a fixed duration, because no step was seen."""
+        self._timed_trace: tuple[bytes, dict[str, Any]] | None = None
+        """Compressed trace of a timed window and its event, kept until the end of the run."""
+        self._other_profilers: WeakSet[Any] = WeakSet()
+        """Active profilers of the program, including those that are warming up."""
         self._stack_profilers: WeakSet[Any] = WeakSet()
-        """… and those of them that record Python stacks."""
+        """Active profilers of the program that record Python stacks."""
 
     def set_folder(self, folder: Path | None) -> None:
-        """Set the folder for traces, from any thread; ``None``: there will be none."""
+        """Set the folder for traces, or ``None`` if there will be none. Any thread may call it."""
         self._folder = folder
-        self._placed.set()
+        self._folder_set.set()
 
     def fit_to_loader(self, length: int | None) -> None:
-        """Open the first window earlier if a loader has few batches. ``length``: its batches."""
+        """Open the first window earlier if a loader has few batches (``length``)."""
         total = self.first_step + self._warmup + self._active
         if not self.first_due or length is None or length >= total + 1:
             return
@@ -158,9 +156,9 @@ class Windows:
         self.first_step = max(1, min(self.first_step, spare - self._warmup))
 
     def fit_to_forwards(self, forwards: int) -> None:
-        """Shorten windows where a step has many forwards (``generate``): a few such steps are a
-        long trace, and there may be few."""
-        if forwards > FORWARDS:
+        """Shorten windows if a step has many forwards (``generate``): a few such steps make a long
+        trace, and the run may have only a few."""
+        if forwards > MANY_FORWARDS:
             self.first_step, self._warmup = (
                 min(self.first_step, FIRST_WINDOW_STEP),
                 min(self._warmup, 1),
@@ -168,20 +166,20 @@ class Windows:
         self._active = max(1, min(self._active, MAX_FORWARDS // max(1, forwards)))
 
     def restart(self, why: str) -> None:
-        """Drop the windows so far, because a training begins after them."""
+        """Drop all windows so far, because training begins after them."""
         self._dropped = self._number
         for number in range(self._number + 1):
             if self._folder is not None:
                 (self._folder / trace_name(number)).unlink(missing_ok=True)
             self._write_event({"window": number, "state": "dropped", "why": why})
         if self._profiler is not None:
-            self._ending = why
+            self._end_reason = why
         options = self._options
         self.first_step, self._warmup, self._active = options.skip, options.warmup, options.active
-        self._own = self._requested = self._written = self._retries = 0
+        self._automatic = self._requests = self._bytes = self._busy_tries = 0
         self.delimited_by_forward = self.restarts = False
         self.automatic_reason = None
-        self._before.clear()
+        self._unprofiled.clear()
 
     @property
     def first_due(self) -> bool:
@@ -189,14 +187,14 @@ class Windows:
         return self._number <= self._dropped
 
     def window_of(self, begin: int, end: int) -> int | None:
-        """Return the number of the window that was open during a step; ``None``: none was."""
-        return self._span(begin, end, 1)
+        """Return the number of the window that was open during a step, or ``None`` if none was."""
+        return self._find_window(begin, end, 1)
 
     def exporting(self, begin: int, end: int) -> bool:
-        """Return whether the trace of a window was being written during a step."""
-        return self._span(begin, end, 2) is not None
+        """Return whether a window's trace was being written during a step."""
+        return self._find_window(begin, end, 2) is not None
 
-    def _span(self, begin: int, end: int, until: int) -> int | None:
+    def _find_window(self, begin: int, end: int, until: int) -> int | None:
         for number, span in reversed([*enumerate(self._spans)]):
             opened, closed = span[0], span[until]
             if opened is not None and end > opened and (closed is None or begin < closed):
@@ -204,16 +202,16 @@ class Windows:
         return None
 
     def add_step(self, slowed: bool, dur: int) -> None:
-        """Add a step's duration, ns, read too late for a window to open after it. ``slowed``: by a
-        window, or by a trace being written."""
+        """Add the duration of a step, ns, that was read too late to open a window after it.
+        ``slowed``: whether a window or the writing of a trace slowed it down."""
         if self.timed:
             self._leave_timed()
         if not slowed:
-            self._before.append(dur)
+            self._unprofiled.append(dur)
 
     def add_steps(self, lengths: list[int]) -> None:
-        """Add durations of steps outside windows, ns."""
-        self._before.extend(lengths[-BASELINE:])
+        """Add the durations of steps outside windows, ns."""
+        self._unprofiled.extend(lengths[-BASELINE_STEPS:])
 
     @property
     def profiling(self) -> bool:
@@ -222,7 +220,7 @@ class Windows:
 
     @property
     def needs_step_ends(self) -> bool:
-        """True if step ends must be reported at once: a window is open, due, or to be dropped."""
+        """True if step ends must be reported at once: a window is open, due or to be dropped."""
         if self._profiler is not None or self.restarts or self.timed:
             return True
         wanted = (
@@ -231,14 +229,14 @@ class Windows:
         return self.enabled and wanted
 
     def step(self, number: int, slowed: bool, dur: int) -> None:
-        """Open, advance or close a window: a step has just ended, and step ``number`` begins."""
+        """Open, advance or close a window, because a step has just ended and ``number`` begins."""
         if self.timed:
             self._leave_timed()
         if self._profiler is not None:
-            if self._safe():
-                self._advance(number, dur)
-            elif self._ending is None:
-                self._ending = f"step {number - 1} ended {UNSAFE_REASON}"
+            if self._is_safe():
+                self._advance_window(number, dur)
+            elif self._end_reason is None:
+                self._end_reason = f"step {number - 1} ended {UNSAFE_REASON}"
         else:
             self.add_step(slowed, dur)
             first = self.first_due and self._is_first_due(number, dur)
@@ -248,15 +246,15 @@ class Windows:
                 self._open_if_due(number)
 
     def finish(self, number: int) -> None:
-        """End the open window as recording ends, and wait for its trace."""
+        """End the open window at the end of the recording, and wait for its trace."""
         if self._profiler is not None:
-            if not self._stoppable():
-                self._lose("the run ended elsewhere than in the thread that it was opened in")
+            if not self._is_stoppable():
+                self._give_up_profiler("the run ended outside the thread that opened the window")
             elif self._steps[self._warmup :] or self.timed:
-                self._close("done", "the run ended first")
+                self._close_window("done", "the run ended first")
             else:
-                self._abandon("never", "the run ended before a step was profiled")
-        elif self._unsafe and self.first_due:
+                self._drop_window("never", "the run ended before a step was profiled")
+        elif self._unsafe_tries and self.first_due:
             self._warn_unsafe()
         elif self.enabled and self.first_due and number:
             steps = f"{number} step{'s' * (number != 1)}"
@@ -271,21 +269,21 @@ class Windows:
             export.join(EXPORT_SECONDS)
 
     def open_timed(self) -> None:
-        """Open a window although no step was seen, if a profiler may start here and now."""
+        """Open a window although no step was seen, if a profiler may start now."""
         import torch
 
-        if self.enabled and self.first_due and not self._others and is_outermost(torch):
+        if self.enabled and self.first_due and not self._other_profilers and is_outermost(torch):
             self.timed = True
-            self._open(torch, "no step was seen", 0)
+            self._open_window(torch, "no step was seen", 0)
 
     def close_timed(self) -> None:
-        """Close that window, if its profiler may be stopped here and now."""
-        if self.timed and self._profiler is not None and self._safe():
-            self._close("done", None)
+        """Close the timed window, if its profiler may stop now."""
+        if self.timed and self._profiler is not None and self._is_safe():
+            self._close_window("done", None)
 
     def _leave_timed(self) -> None:
-        """Drop a window that was opened because no step was seen: a step was seen now. If it is
-        still open, it ends where it can."""
+        """Drop the timed window, because a step was seen after all. If it is still open, end it as
+        soon as possible."""
         if self._number > self._dropped:
             self.restart("a step was seen after it")
         if self._profiler is None:
@@ -293,84 +291,90 @@ class Windows:
 
     @property
     def has_timed(self) -> bool:
-        """True if such a window has a trace to be kept."""
-        return self._kept is not None and not self.first_due
+        """True if a timed window has a trace to keep."""
+        return self._timed_trace is not None and not self.first_due
 
     def keep_timed(self) -> None:
-        """Write its trace into the run directory, which is being made."""
-        if self._kept is None or not self._placed.wait(PLACE_SECONDS) or self._folder is None:
+        """Write the timed window's trace to the run directory, which is being created."""
+        if (
+            self._timed_trace is None
+            or not self._folder_set.wait(FOLDER_SECONDS)
+            or self._folder is None
+        ):
             return
-        data, event = self._kept
+        data, event = self._timed_trace
         part = self._folder / f".{event['file']}"
         part.write_bytes(data)
         part.replace(self._folder / event["file"])
         self._write_event(event)
 
     def forget(self) -> None:
-        """Drop the profiler and the export in a forked child: they are the parent's."""
+        """Drop the profiler and the export in a forked child: they belong to the parent."""
         self._profiler = None
         self._export = None
         self.enabled = False
 
     def stop(self, why: str) -> None:
-        """Stop the profiler now, e.g. because another one starts."""
+        """Stop the profiler now, for example because another one starts."""
         if self._profiler is not None:
-            if not self._stoppable():
-                self._lose(why)
+            if not self._is_stoppable():
+                self._give_up_profiler(why)
             elif self._steps[self._warmup :]:
-                self._close("stopped", why)
+                self._close_window("stopped", why)
             else:
-                self._abandon("stopped", why)
+                self._drop_window("stopped", why)
 
     # -- opening --------------------------------------------------------------------------------
 
     def _is_first_due(self, number: int, dur: int) -> bool:
-        """Return whether the first window may open before step ``number``; the last one took
-        ``dur`` ns. Long steps are not waited for, unless the user said how many to skip, or they
-        end where no window can open."""
-        waiting = max(0, self.first_step - number) * dur
-        early = (
-            number >= EARLY_STEPS and waiting >= EARLY_NS and not (self._unsafe or self._retries)
+        """Return whether the first window may open before step ``number``, after a step of ``dur``
+        ns. If steps are long, it opens early, unless the user set ``skip`` or steps end where no
+        window can open."""
+        waiting_ns = max(0, self.first_step - number) * dur
+        is_early = (
+            number >= EARLY_STEPS
+            and waiting_ns >= EARLY_NS
+            and not (self._unsafe_tries or self._busy_tries)
         )
-        early = early and self._options.skip == RecordOptions.skip
-        if not early and number < self.first_step:
+        is_early = is_early and self._options.skip == RecordOptions.skip
+        if not is_early and number < self.first_step:
             return False
-        if self._options.warmup == RecordOptions.warmup and (early or dur >= LONG_NS):
-            self._warmup = 0 if dur >= LONG_NS else min(self._warmup, 1)
+        if self._options.warmup == RecordOptions.warmup and (is_early or dur >= LONG_STEP_NS):
+            self._warmup = 0 if dur >= LONG_STEP_NS else min(self._warmup, 1)
         return True
 
     def _open_if_due(self, number: int) -> None:
         options = self._options
         if self._export is not None:
             return
-        asked = self.requested_reason is not None
+        is_requested = self.requested_reason is not None
         reason = self.requested_reason or self.automatic_reason or "schedule"
         self.requested_reason = self.automatic_reason = None
-        used, most = (self._requested if asked else self._own), options.windows
-        if used >= most or self._written >= options.max_bytes:
-            if asked:
-                why = f"{used} of {most} windows used, {self._written >> 20} MiB written"
+        count, max_count = (self._requests if is_requested else self._automatic), options.windows
+        if count >= max_count or self._bytes >= options.max_bytes:
+            if is_requested:
+                why = f"{count} of {max_count} windows used, {self._bytes >> 20} MiB written"
                 self._write_event({"reason": reason, "state": "never", "why": why})
             return
         import torch
 
-        another = bool(self._others) or torch.autograd._profiler_enabled()
-        if not another and not is_outermost(torch):
-            self._postpone(number, reason, asked)
+        other_is_active = bool(self._other_profilers) or torch.autograd._profiler_enabled()
+        if not other_is_active and not is_outermost(torch):
+            self._postpone(number, reason, is_requested)
             return
-        if another:
-            self._retries += 1
-            if self._retries <= MAX_RETRIES:
-                self.first_step = number + RETRY
-            if self._retries == 1:
+        if other_is_active:
+            self._busy_tries += 1
+            if self._busy_tries <= MAX_RETRIES:
+                self.first_step = number + RETRY_STEPS
+            if self._busy_tries == 1:
                 why = "another profiler is active"
                 self._write_event({"reason": reason, "state": "never", "why": why})
             return
-        self._requested += asked
-        self._own += not asked
-        self._open(torch, reason, number)
+        self._requests += is_requested
+        self._automatic += not is_requested
+        self._open_window(torch, reason, number)
 
-    def _open(self, torch: Any, reason: str, number: int) -> None:
+    def _open_window(self, torch: Any, reason: str, number: int) -> None:
         self._number += 1
         self._reason = reason
         self._steps = []
@@ -383,13 +387,13 @@ class Windows:
             )
         profiler = make_profiler(torch, options, None if self.timed else number + self._warmup)
         if hasattr(profiler, "step_num"):
-            profiler.step_num = number  # ProfilerStep#n is our step n
+            profiler.step_num = number  # so that ProfilerStep#n is our step n
         if self._stacks:
             self._hooks.suspend_module_calls()
         self._spans.append([perf_counter_ns(), None, None])
         self._thread = threading.get_ident()
-        self._ending = None
-        self._ended.clear()
+        self._end_reason = None
+        self._end_event.clear()
         self._profiler = profiler
         profiler.start()
         self._ranges.begin()
@@ -397,85 +401,86 @@ class Windows:
             {"window": self._number, "reason": reason, "state": "open", "steps": [number]}
         )
 
-    def _postpone(self, number: int, reason: str, asked: bool) -> None:
-        """Retry later, at growing intervals, because this step ended where no profiler may start. A
-        window that the user asked for stays requested."""
-        self._unsafe += 1
-        self._pause = min(2 * self._pause, MAX_PAUSE)
+    def _postpone(self, number: int, reason: str, is_requested: bool) -> None:
+        """Retry later, at growing intervals, because this step ended where no profiler may start.
+        Keep the request for a window that the user asked for."""
+        self._unsafe_tries += 1
+        self._retry_interval = min(2 * self._retry_interval, MAX_PAUSE)
         if self.first_due:
-            self.first_step = number + self._pause
-        if self._unsafe >= MAX_UNSAFE:
+            self.first_step = number + self._retry_interval
+        if self._unsafe_tries >= MAX_UNSAFE:
             self._warn_unsafe()
             self.enabled = False
-        elif asked:
+        elif is_requested:
             self.requested_reason = reason
         elif not self.first_due:
             self.automatic_reason = reason
 
     def _warn_unsafe(self) -> None:
-        why = f"every step that was looked at ended {UNSAFE_REASON}"
+        why = f"every step that was tried ended {UNSAFE_REASON}"
         self._write_event(
             {"window": self._number + 1, "reason": "schedule", "state": "never", "why": why}
         )
 
-    # -- while it is open -----------------------------------------------------------------------
+    # -- while a window is open -----------------------------------------------------------------
 
-    def _safe(self) -> bool:
-        """Return whether the profiler may be called here and now."""
+    def _is_safe(self) -> bool:
+        """Return whether the profiler may be called now."""
         import torch
 
-        return self._in_its_thread() and is_outermost(torch, profiled=self._recording())
+        return self._is_in_thread() and is_outermost(torch, profiled=self._is_recording())
 
-    def _stoppable(self) -> bool:
+    def _is_stoppable(self) -> bool:
         """Return whether the profiler can be stopped without a crash."""
         import torch
 
-        return self._in_its_thread() and is_undisturbed(torch, profiled=self._recording())
+        return self._is_in_thread() and is_undisturbed(torch, profiled=self._is_recording())
 
-    def _in_its_thread(self) -> bool:
+    def _is_in_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def _recording(self) -> bool:
-        """Return whether the profiler records: in its warm-up torch reports none active."""
+    def _is_recording(self) -> bool:
+        """Return whether the profiler records. During its warm-up, torch reports no active
+        profiler."""
         return getattr(self._profiler.current_action, "name", "").startswith("RECORD")
 
-    def _advance(self, number: int, dur: int) -> None:
-        if self._ending is not None:
-            self.stop(self._ending)
+    def _advance_window(self, number: int, dur: int) -> None:
+        if self._end_reason is not None:
+            self.stop(self._end_reason)
             return
         self._steps.append(number - 1)
         active = len(self._steps) - self._warmup
         if active > 0:
             self._durations.append(dur)
             if active >= self._active:
-                self._close("done", None)
+                self._close_window("done", None)
                 return
-            slow = self._too_slow()
+            slow = self._explain_slowdown()
             if slow:
-                self._close("stopped", slow)
+                self._close_window("stopped", slow)
                 return
         self._profiler.step()
 
-    def _too_slow(self) -> str | None:
-        if len(self._before) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
+    def _explain_slowdown(self) -> str | None:
+        if len(self._unprofiled) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
             return None
         if self._host_is_ahead():
             return None
-        usual, now = median(self._before), median(self._durations)
-        lost = len(self._durations) * (now - usual)
-        if now > usual * self._options.guard and lost > GUARD_NS:
-            return f"profiled steps take {now / usual:.1f} times as long"
+        usual_ns, profiled_ns = median(self._unprofiled), median(self._durations)
+        lost_ns = len(self._durations) * (profiled_ns - usual_ns)
+        if profiled_ns > usual_ns * self._options.guard and lost_ns > GUARD_NS:
+            return f"profiled steps take {profiled_ns / usual_ns:.1f} times as long"
         return None
 
     def watch_other_profilers(self) -> None:
-        """Wrap torch's profiler, to end a window before another profiler starts."""
+        """Wrap torch's profiler to end a window before another profiler starts."""
         from torch.autograd.profiler import profile
 
-        def guarded(original: Any) -> Any:
+        def guard(original: Any) -> Any:
             @functools.wraps(original)
             def call(other: Any, *args: Any, **kwargs: Any) -> Any:
-                ours = self._profiler
-                if ours is None or other is not getattr(ours, "profiler", None):
+                own_profiler = self._profiler
+                if own_profiler is None or other is not getattr(own_profiler, "profiler", None):
                     self._suspend_for_profiler(other)
                 return original(other, *args, **kwargs)
 
@@ -484,45 +489,45 @@ class Windows:
         for name in ("__enter__", "_prepare_trace", "_start_trace"):
             original = getattr(profile, name, None)
             if original is not None:
-                setattr(profile, name, guarded(original))
-                self._guards.append((name, original))
-        exits = profile.__exit__
+                setattr(profile, name, guard(original))
+                self._wrapped.append((name, original))
+        original_exit = profile.__exit__
 
-        @functools.wraps(exits)
+        @functools.wraps(original_exit)
         def leave(other: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return exits(other, *args, **kwargs)
+                return original_exit(other, *args, **kwargs)
             finally:
                 self._resume_after_profiler(other)
 
         profile.__exit__ = leave
-        self._guards.append(("__exit__", exits))
+        self._wrapped.append(("__exit__", original_exit))
 
     def unwatch_profilers(self) -> None:
         """Restore the methods of ``torch.autograd.profiler.profile``."""
-        if self._guards:
+        if self._wrapped:
             from torch.autograd.profiler import profile
 
-            for name, original in self._guards:
+            for name, original in self._wrapped:
                 setattr(profile, name, original)
-            self._guards.clear()
+            self._wrapped.clear()
 
     def _suspend_for_profiler(self, other: Any) -> None:
         try:
             why = "another profiler was started"
-            if self._profiler is not None and not self._in_its_thread():
-                self._ending = why
-                self._ended.wait(OTHER_PROFILER_WAIT_SECONDS)
+            if self._profiler is not None and not self._is_in_thread():
+                self._end_reason = why
+                self._end_event.wait(OTHER_PROFILER_WAIT_SECONDS)
             self.stop(why)
-            self._others.add(other)
+            self._other_profilers.add(other)
             if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
                 self._stack_profilers.add(other)
                 self._hooks.suspend_module_calls()
-        except Exception as error:  # called inside torch, on the user's behalf
+        except Exception as error:  # called inside torch, in the user's code
             log.warning("advisor: the window was not ended: %s", error)
 
     def _resume_after_profiler(self, other: Any) -> None:
-        self._others.discard(other)
+        self._other_profilers.discard(other)
         if other in self._stack_profilers:
             self._stack_profilers.discard(other)
             self._resume_module_calls()
@@ -533,22 +538,23 @@ class Windows:
 
     # -- closing --------------------------------------------------------------------------------
 
-    def _lose(self, why: str) -> None:
-        """Give up a profiler whose session was taken or is out of reach: stopping it crashes."""
-        self._lost.append(self._profiler)
+    def _give_up_profiler(self, why: str) -> None:
+        """Give up a profiler whose session was taken over or is unreachable: stopping it
+        crashes."""
+        self._lost_profilers.append(self._profiler)
         self._profiler = None
         self.enabled = False
-        self._ended.set()
+        self._end_event.set()
         self._end_span()
-        self._tell_end("stopped", why)
+        self._write_end("stopped", why)
 
-    def _end(self) -> Any:
-        """Stop and return the profiler, which holds what it recorded."""
+    def _stop_profiler(self) -> Any:
+        """Stop the profiler and return it, with what it recorded."""
         profiler, self._profiler = self._profiler, None
         self._ranges.end()
         profiler.stop()
         self._spans[-1][1] = perf_counter_ns()
-        self._ended.set()
+        self._end_event.set()
         if self._stacks:
             self._resume_module_calls()
         return profiler
@@ -558,43 +564,43 @@ class Windows:
         span, now = self._spans[-1], perf_counter_ns()
         span[1:] = now if span[1] is None else span[1], now
 
-    def _abandon(self, state: str, why: str) -> None:
-        self._end()
+    def _drop_window(self, state: str, why: str) -> None:
+        self._stop_profiler()
         self._end_span()
-        self._tell_end(state, why)
+        self._write_end(state, why)
 
-    def _tell_end(self, state: str, why: str) -> None:
-        """Write the event of a window that leaves no trace."""
+    def _write_end(self, state: str, why: str) -> None:
+        """Write the event of a window without a trace."""
         self._write_event(
             {"window": self._number, "reason": self._reason, "state": state, "why": why}
         )
 
-    def _close(self, state: str, why: str | None) -> None:
+    def _close_window(self, state: str, why: str | None) -> None:
         if self._number <= self._dropped:
-            self._end()
+            self._stop_profiler()
             self._end_span()
             return
-        kept = self._steps[self._warmup :]
+        kept_steps = self._steps[self._warmup :]
         event: dict[str, Any] = {"window": self._number, "reason": self._reason, "state": state}
-        event |= {"steps": [kept[0], kept[-1]]} if kept else {}
+        event |= {"steps": [kept_steps[0], kept_steps[-1]]} if kept_steps else {}
         event |= {"why": why} if why else {}
-        profiler = self._end()
-        # not a daemon: a trace that is being written when the interpreter ends is finished
+        profiler = self._stop_profiler()
+        # not a daemon: the interpreter waits at exit until the trace is written
         self._export = threading.Thread(
-            target=self._hold_back if self.timed else self._write,
+            target=self._keep_in_memory if self.timed else self._write_trace,
             args=(profiler, event),
             name="advisor trace",
         )
         self._export.start()
 
-    def _write(self, profiler: Any, event: dict[str, Any]) -> None:
+    def _write_trace(self, profiler: Any, event: dict[str, Any]) -> None:
         number = event["window"]
         try:
-            self._placed.wait(PLACE_SECONDS)
+            self._folder_set.wait(FOLDER_SECONDS)
             if self._folder is None:
-                raise RuntimeError("there is no folder for it")
+                raise RuntimeError("there is no folder for the trace")
             size = write_trace(profiler, self._folder, number)
-            self._written += size
+            self._bytes += size
             event["file"] = trace_name(number)
             if number <= self._dropped:
                 (self._folder / trace_name(number)).unlink(missing_ok=True)
@@ -612,9 +618,9 @@ class Windows:
         self._end_span()
         self._export = None
 
-    def _hold_back(self, profiler: Any, event: dict[str, Any]) -> None:
-        """Keep the trace of a window without steps aside: steps may follow, or another process be
-        the one that trains. One without operators is dropped."""
+    def _keep_in_memory(self, profiler: Any, event: dict[str, Any]) -> None:
+        """Keep the trace of a window without steps in memory: steps may follow, or another process
+        may be the one that trains. Drop a trace without operators."""
         name = event["file"] = trace_name(event["window"])
         try:
             with scratch_folder() as folder:
@@ -623,7 +629,7 @@ class Windows:
             with gzip.open(io.BytesIO(data)) as file:
                 while (part := file.read(1 << 20)) and _OPERATOR not in part:
                     continue
-            self._kept = (data, event) if part else None
+            self._timed_trace = (data, event) if part else None
         except (OSError, RuntimeError, AssertionError, ValueError, AdvisorError) as error:
             log.debug("advisor: the trace of a window without steps was not kept: %s", error)
         self._end_span()
@@ -631,67 +637,67 @@ class Windows:
 
 
 def make_profiler(torch: Any, options: RecordOptions, first: int | None) -> Any:
-    """Return a profiler that keeps steps from ``first`` on (``None``: that knows no steps), with
-    options this torch knows."""
+    """Return a profiler that keeps steps from ``first`` on, or one without steps for ``None``.
+    Leave out options that this torch does not have."""
     from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         activities.append(ProfilerActivity.CUDA)
 
-    def action(step: int) -> Any:
+    def choose_action(step: int) -> Any:
         return ProfilerAction.WARMUP if step < (first or 0) else ProfilerAction.RECORD
 
     return profile(
         activities=activities,
-        schedule=None if first is None else action,
+        schedule=None if first is None else choose_action,
         record_shapes=options.shapes,
         with_stack=options.stacks or options.deep,
         profile_memory=options.memory or options.deep,
-        experimental_config=_experimental(options),
+        experimental_config=_make_experimental_config(options),
     )
 
 
-def _experimental(options: RecordOptions) -> Any:
-    """Return experimental profiler settings, as far as this torch knows them; ``None`` if none."""
+def _make_experimental_config(options: RecordOptions) -> Any:
+    """Return the experimental profiler settings of this torch, or ``None`` if it has none."""
     try:
         from torch._C._profiler import _ExperimentalConfig
     except ImportError:
         return None
-    # sync events: who waits for which stream
-    wanted: dict[str, Any] = {"enable_cuda_sync_events": True}
+    # sync events show which stream waits for which
+    settings: dict[str, Any] = {"enable_cuda_sync_events": True}
     if options.stacks or options.deep:
-        wanted["verbose"] = True
+        settings["verbose"] = True
     else:
-        wanted["trace_only"] = True  # nothing is parsed in this process; stacks need that
-    known: dict[str, Any] = {}
-    for name, value in wanted.items():
+        settings["trace_only"] = True  # parses nothing in this process, but stacks need that
+    supported: dict[str, Any] = {}
+    for name, value in settings.items():
         try:
             _ExperimentalConfig(**{name: value})
         except TypeError:
             continue
-        known[name] = value
-    return _ExperimentalConfig(**known)
+        supported[name] = value
+    return _ExperimentalConfig(**supported)
 
 
 def write_trace(profiler: Any, folder: Path, window: int) -> int:
-    """Export and compress the trace, rename it once complete, and return its size, bytes.
+    """Export and compress the trace, rename it once complete, and return its size in bytes.
 
-    torch would compress by itself, at level 9 and with the interpreter's lock held."""
+    torch's own compression uses level 9 and holds the interpreter's lock."""
     plain = folder / f".{trace_name(window)}.json"
-    torchs = plain.with_name(f"{plain.name}.tmp")
-    packed = folder / f".{trace_name(window)}"
+    torch_file = plain.with_name(f"{plain.name}.tmp")
+    compressed = folder / f".{trace_name(window)}"
     try:
         profiler.export_chrome_trace(str(plain))
-        if not plain.exists():  # torch says so on stderr alone
-            raise OSError(errno.ENOSPC, "no room for the trace, or a limit on the size of files")
-        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
+        if not plain.exists():  # torch reports that only on stderr
+            raise OSError(errno.ENOSPC, "disk full, or the trace exceeds the limit on file size")
+        with plain.open("rb") as source, gzip.open(compressed, "wb", compresslevel=1) as target:
             shutil.copyfileobj(source, target, 1 << 20)
-        size = packed.stat().st_size
-        packed.replace(folder / trace_name(window))
+        size = compressed.stat().st_size
+        compressed.replace(folder / trace_name(window))
         return size
     finally:
-        for file in (plain, torchs, packed):
+        for file in (plain, torch_file, compressed):
             file.unlink(missing_ok=True)
 
 

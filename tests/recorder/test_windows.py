@@ -17,7 +17,7 @@ from advisor.recorder import slowdown, windows
 from advisor.recorder.api import Recorder
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.slowdown import SlowdownWatch
-from advisor.recorder.windows import PLACE_SECONDS
+from advisor.recorder.windows import FOLDER_SECONDS
 from advisor.recorder.writer import Writer
 
 torch = pytest.importorskip("torch")
@@ -129,7 +129,7 @@ def test_a_trace_that_has_no_folder_is_given_up_at_once(
     with Recorder(str(tmp_path / "run"), skip=10, warmup=1, active=4, **CALM):
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-    assert time.monotonic() - begun < PLACE_SECONDS / 2
+    assert time.monotonic() - begun < FOLDER_SECONDS / 2
     assert "No space left on device" in caplog.text and "no folder" in caplog.text
     assert not torch.autograd._profiler_enabled()
 
@@ -417,7 +417,7 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
         session = rec._session
         assert session is not None
         deadline = time.monotonic() + 20
-        while not session.windows._written:  # until the first window is in its file
+        while not session.windows._bytes:  # until the first window is in its file
             assert time.monotonic() < deadline
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             session.writer._wake.set()

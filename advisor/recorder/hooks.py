@@ -1,14 +1,14 @@
 """Hooks of the recorder: wrappers around a few entry points of torch.
 
-Each wrapper does the user's call exactly once, with the user's arguments, result and exception.
-What is ours around it writes on the tape, and what can fail besides is contained. All begin with
-the same questions: does dynamo trace this (then they are as if they were not there: no graph
-break, no guard on our state), are we inside something that is timed already, and is this the
-watched thread? They spell out what a shared helper would do: each call of Python is a
-microsecond where the caches are cold.
+Each wrapper makes the user's call exactly once, with the user's arguments, result and exception.
+Around it, our code writes to the tape and catches its own failures. Each wrapper first checks
+whether dynamo traces the call (then it does nothing: no graph break, no guard on our state),
+whether it is inside something that is timed already, and whether this is the watched thread. The
+checks are repeated in each wrapper, because a shared function would cost a microsecond per call
+with cold caches.
 
-No module hooks: global ones put every submodule on torch's slow path and make compiled modules
-warn, and hooks on an instance are pickled with the user's model."""
+Module hooks are not used: global ones put every submodule on torch's slow path and make compiled
+modules warn, and hooks on an instance are pickled with the user's model."""
 
 from __future__ import annotations
 
@@ -81,27 +81,27 @@ class Listener:
         """Called when an optimizer has stepped."""
 
     def on_forward_start(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before an outermost forward, with what it is called with."""
+        """Called before an outermost forward, with its arguments."""
 
     def on_upload(self, tensor: Any) -> None:
         """Called before a tensor is copied from the host to a device."""
 
     def on_forward(self, module: Any, result: Any = None, *, replayed: bool = False) -> None:
-        """Called after an outermost forward, until a backward or an update is recorded, with what
-        it returned. ``replayed``: ``module`` is a CUDA graph."""
+        """Called with the result of an outermost forward after it, until a backward or an update is
+        recorded. ``replayed``: ``module`` is a CUDA graph."""
 
     def on_generate_start(self) -> None:
-        """Called before ``generate``, until a backward or an update is recorded …"""
+        """Called before ``generate``, until a backward or an update is recorded."""
 
     def on_generate_end(self) -> None:
-        """… and after it."""
+        """Called after ``generate``, until a backward or an update is recorded."""
 
     def on_first_backward(self) -> None:
         """Called when the first backward begins."""
 
     def on_forward_elsewhere(self, module: Any) -> bool:
-        """An outermost module is called in another thread than the watched one, while such calls
-        are looked at. Return whether the calling thread is watched from now on."""
+        """Called before an outermost forward in an unwatched thread, while such forwards are
+        considered. Return whether the calling thread is watched from now on."""
         return False
 
     def on_other_thread(self, *, updates: bool) -> None:
@@ -109,26 +109,26 @@ class Listener:
         which may become the watched one."""
 
     def read_tape(self) -> None:
-        """Read the tape, if this thread is to read it."""
+        """Read the tape, if this thread should read it."""
 
     def on_internal_error(self, error: BaseException) -> None:
-        """Handle a failure of the recorder's own code: stop recording."""
+        """Stop recording after a failure of the recorder's own code."""
 
 
 class _Patch(NamedTuple):
-    """Replaced attribute of torch, with what is needed to restore it."""
+    """Replaced attribute of torch, with the data to restore it."""
 
     owner: Any
     name: str
     original: Any
-    own: bool
-    """True if the owner defined the attribute itself, false if inherited."""
+    is_own: bool
+    """True if the owner defined the attribute itself, false if it inherited it."""
     hook: Any
 
 
 OVERRIDABLE = frozenset(("to", "cuda"))
 """Tensor methods that ``__torch_function__`` reports. torch looks the method up in ``torch.Tensor``
-and so reports our hook; overrides compare it, so it must equal the original."""
+and so reports our hook. Overrides compare it with the original, so it must be equal."""
 
 
 THIRD_PARTY_ITERATORS = (
@@ -136,12 +136,12 @@ THIRD_PARTY_ITERATORS = (
     ("nvidia.dali.plugin.pytorch", "DALIRaggedIterator"),
     ("ffcv.loader.epoch_iterator", "EpochIterator"),
 )
-"""Iterators of loaders other than torch's, by module and class, that use none of torch's. Once the
-module is imported, waits for them are recorded like those for torch's."""
+"""Iterators of third-party loaders that do not use torch's, by module and class. Once the module is
+imported, waits for them are recorded like waits for torch's."""
 
 
 GENERATION = "transformers.generation.utils"
-"""Module that defines ``generate`` of Transformers' models."""
+"""Module that defines ``generate`` for the models of Transformers."""
 
 
 class EqualWrapper:
@@ -169,14 +169,14 @@ class EqualWrapper:
 
 
 class Hooks:
-    """All wrappers: ``install`` sets them, ``remove`` restores the originals."""
+    """All wrappers. ``install`` sets them, and ``remove`` restores the originals."""
 
     def __init__(self, listener: Listener) -> None:
-        self._on = listener
+        self._listener = listener
         self._patches: list[_Patch] = []
         self._handles: list[Any] = []
-        self._calls: ModuleCalls | None = None
-        self._foreign: set[Any] = set()
+        self._module_calls: ModuleCalls | None = None
+        self._wrapped_classes: set[Any] = set()
         self.module_calls_suspended = False
         """True while forwards are not recorded."""
 
@@ -187,62 +187,65 @@ class Hooks:
         from torch.utils.data import dataloader
 
         wrap = self._patch
-        wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
-        wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
-        self._foreign.clear()
+        wrap(dataloader._BaseDataLoaderIter, "__next__", _wrap_next(self._listener))
+        wrap(dataloader.DataLoader, "__iter__", _wrap_iter(self._listener))
+        self._wrapped_classes.clear()
         self.hook_new_imports()
         leave_to_dynamo()
-        self._calls = ModuleCalls(self._on.tape.hook_state, lambda calls: _forward(self._on, calls))
-        self._calls.install()
-        wrap(torch.Tensor, "to", _to(self._on))
-        wrap(torch.Tensor, "cuda", _cuda(self._on))
-        if hasattr(torch.autograd, "_engine_run_backward"):  # what both of them call
-            wrap(torch.autograd, "_engine_run_backward", _backward(self._on))
+        self._module_calls = ModuleCalls(
+            self._listener.tape.hook_state, lambda calls: _make_forward(self._listener, calls)
+        )
+        self._module_calls.install()
+        wrap(torch.Tensor, "to", _wrap_to(self._listener))
+        wrap(torch.Tensor, "cuda", _wrap_cuda(self._listener))
+        if hasattr(torch.autograd, "_engine_run_backward"):  # called by both of the others
+            wrap(torch.autograd, "_engine_run_backward", _wrap_backward(self._listener))
         else:
-            wrap(torch.autograd, "backward", _backward(self._on))
-            wrap(torch.autograd, "grad", _backward(self._on))
+            wrap(torch.autograd, "backward", _wrap_backward(self._listener))
+            wrap(torch.autograd, "grad", _wrap_backward(self._listener))
         opened: Opened = []
         if hasattr(torch.cuda.CUDAGraph, "replay"):
-            wrap(torch.cuda.CUDAGraph, "replay", _replay(self._on))
-        wrap(torch.amp.GradScaler, "step", _scaler_step(self._on, opened))
-        wrap(torch, "save", _save(self._on))
-        wrap(torch.serialization, "save", lambda original: torch.save)  # the same: it is pickled so
-        before, after = _around_step(self._on, opened)
+            wrap(torch.cuda.CUDAGraph, "replay", _wrap_replay(self._listener))
+        wrap(torch.amp.GradScaler, "step", _wrap_scaler_step(self._listener, opened))
+        wrap(torch, "save", _wrap_save(self._listener))
+        # the same function, as pickle requires
+        wrap(torch.serialization, "save", lambda original: torch.save)
+        before, after = _hook_steps(self._listener, opened)
         self._handles = [
             optim.register_optimizer_step_pre_hook(before),
             optim.register_optimizer_step_post_hook(after),
         ]
 
     def hook_new_imports(self) -> bool:
-        """Wrap what was imported since the last call: other loaders, ``generate``. Imports nothing.
-        Return whether ``generate`` was wrapped."""
-        for name, kind in THIRD_PARTY_ITERATORS:
+        """Wrap third-party loaders and ``generate`` if they were imported since the last call.
+        Import nothing. Return whether ``generate`` was wrapped."""
+        for name, class_name in THIRD_PARTY_ITERATORS:
             module = sys.modules.get(name)
-            owner = None if module is None else vars(module).get(kind)
-            if isinstance(owner, type) and owner not in self._foreign:
-                self._foreign.add(owner)
+            owner = None if module is None else vars(module).get(class_name)
+            if isinstance(owner, type) and owner not in self._wrapped_classes:
+                self._wrapped_classes.add(owner)
                 if "__next__" in vars(owner):
-                    self._patch(owner, "__next__", _next(self._on))
+                    self._patch(owner, "__next__", _wrap_next(self._listener))
         module = sys.modules.get(GENERATION)
         owner = None if module is None else vars(module).get("GenerationMixin")
-        if isinstance(owner, type) and owner not in self._foreign:
-            self._foreign.add(owner)
+        if isinstance(owner, type) and owner not in self._wrapped_classes:
+            self._wrapped_classes.add(owner)
             if "generate" in vars(owner):
-                self._patch(owner, "generate", _generate(self._on))
+                self._patch(owner, "generate", _wrap_generate(self._listener))
                 return True
         return False
 
     def remove(self) -> None:
-        """Restore all originals. A wrapper that other code has wrapped since stays, and only passes
-        calls through."""
-        if self._calls is not None:
-            self._calls.remove()
+        """Restore all originals. A wrapper that other code has wrapped since then stays, and only
+        passes calls through."""
+        if self._module_calls is not None:
+            self._module_calls.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for owner, name, original, own, hook in reversed(self._patches):
+        for owner, name, original, is_own, hook in reversed(self._patches):
             if vars(owner).get(name) is hook:
-                if own:
+                if is_own:
                     setattr(owner, name, original)
                 else:
                     delattr(owner, name)
@@ -250,30 +253,30 @@ class Hooks:
 
     def suspend_module_calls(self) -> None:
         """Restore ``Module.__call__`` until ``resume_module_calls``, before a profiler with Python
-        stacks starts. torch's tracer recognises modules by it, as it is when the process's first
-        tracer starts."""
+        stacks starts. torch's tracer recognises modules by the ``Module.__call__`` that it finds
+        when the process's first tracer starts."""
         self.module_calls_suspended = True
-        if self._calls is not None:
-            self._calls.remove()
+        if self._module_calls is not None:
+            self._module_calls.remove()
 
     def resume_module_calls(self) -> None:
-        """Wrap ``Module.__call__`` again, once that profiler has ended."""
+        """Wrap ``Module.__call__`` again after a profiler with Python stacks has ended."""
         self.module_calls_suspended = False
-        if self._calls is not None and self._patches:
-            self._calls.install()
+        if self._module_calls is not None and self._patches:
+            self._module_calls.install()
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        own = name in vars(owner)
+        is_own = name in vars(owner)
         original = getattr(owner, name)
-        made = make(original)
-        hook: Any = made if hasattr(made, "__wrapped__") else functools.wraps(original)(made)
+        inner = make(original)
+        hook: Any = inner if hasattr(inner, "__wrapped__") else functools.wraps(original)(inner)
         if name in OVERRIDABLE:
             hook = EqualWrapper(original, hook)
         setattr(owner, name, hook)
-        self._patches.append(_Patch(owner, name, original, own, hook))
+        self._patches.append(_Patch(owner, name, original, is_own, hook))
 
 
-def _next(on: Listener) -> Callable[[Any], Any]:
+def _wrap_next(on: Listener) -> Callable[[Any], Any]:
     from torch import Tensor
 
     tape, looping, inspect_batch = on.tape, on.looping, on.inspect_batch
@@ -284,7 +287,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
             if get_ident() != hook_state[0]:
                 return original(self)
             before = hook_state[1]
-            if before == DATA:  # inside Recorder.steps, or a dataset's own loader
+            if before == DATA:  # inside Recorder.steps, or the loader of a dataset
                 batch = original(self)
                 if looping:
                     try:
@@ -293,7 +296,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                     except Exception as error:
                         on.on_internal_error(error)
                 return batch
-            if before == OPTIMIZER:  # one that raised: its hook for the end was not called
+            if before == OPTIMIZER:  # an optimizer that raised: its end hook was not called
                 before = OTHER
             if hook_state[2]:
                 on.on_enter(DATA)
@@ -313,7 +316,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
             try:
                 end = now()
                 kind = type(batch)
-                # two tensors, the usual batch: what ``inspect_batch`` would find
+                # the usual batch, two tensors: the same result as ``inspect_batch``
                 if (
                     (kind is list or kind is tuple)
                     and len(batch) == 2
@@ -339,7 +342,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
     return make
 
 
-def _iter(on: Listener) -> Callable[[Any], Any]:
+def _wrap_iter(on: Listener) -> Callable[[Any], Any]:
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
 
@@ -363,7 +366,7 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
     return make
 
 
-def _timed(
+def _wrap_timed(
     on: Listener,
     phase: int,
     *,
@@ -373,8 +376,8 @@ def _timed(
 ) -> Callable[[Any], Any]:
     """Return a wrapper that times calls as a phase, except inside the phases ``inside``.
 
-    ``applies`` looks at the arguments. ``end`` is the code of a call that returned."""
-    compiling = _compiling()
+    ``applies`` checks the arguments. ``end`` is the code after a call that returned."""
+    compiling = _get_compile_check()
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
 
@@ -410,7 +413,7 @@ def _timed(
     return make
 
 
-def _forward(
+def _make_forward(
     on: Listener, calls: ModuleCalls
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     """Return the call of an outermost module, timed as a forward. Inner modules are not timed."""
@@ -419,30 +422,30 @@ def _forward(
     function, original, code = calls.function, calls.original, calls.code
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
-    evaluated = 0  # the model that ran last in evaluation mode, with a graph
-    elsewhere: set[int] = set()  # unwatched threads inside of a call
+    evaluated_model = 0  # id of the model that last ran in evaluation mode with a graph
+    busy_threads: set[int] = set()  # unwatched threads inside a call
 
     def call_elsewhere(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        this = get_ident()
-        outermost = this not in elsewhere
-        elsewhere.add(this)
+        thread = get_ident()
+        outermost = thread not in busy_threads
+        busy_threads.add(thread)
         try:
             return (module._compiled_call_impl or module._call_impl)(*args, **kwargs)
         finally:
             if outermost:
-                elsewhere.discard(this)
+                busy_threads.discard(thread)
 
     def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal evaluated
+        nonlocal evaluated_model
         if hook_state[7]:
-            this = get_ident()
-            if this == hook_state[0]:
+            thread = get_ident()
+            if thread == hook_state[0]:
                 hook_state[7] -= 1
-            elif this in elsewhere or not on.on_forward_elsewhere(module):
+            elif thread in busy_threads or not on.on_forward_elsewhere(module):
                 return call_elsewhere(module, args, kwargs)
         before, result = hook_state[1], None
         if hook_state[3] and hook_state[6] and not hook_state[5]:
-            on.read_tape()  # of an optimizer that is not seen, a step's end is known by now
+            on.read_tape()  # if the optimizer is not seen, the end of a step is known by now
         on.on_forward_start(module, args, kwargs)
         if hook_state[2]:
             on.on_enter(FORWARD)
@@ -463,9 +466,9 @@ def _forward(
                 if not module.__dict__.get("training", True):
                     end = FORWARD_END_NO_GRAPH
                     if _has_graph(result):
-                        end, evaluated = FORWARD_END_EVALUATION, id(module)
-                elif evaluated == id(module):
-                    end, evaluated = FORWARD_END_TRAINING, 0
+                        end, evaluated_model = FORWARD_END_EVALUATION, id(module)
+                elif evaluated_model == id(module):
+                    end, evaluated_model = FORWARD_END_TRAINING, 0
             put((end, now()))
             if hook_state[2]:
                 on.on_leave(before)
@@ -475,11 +478,11 @@ def _forward(
     return forward
 
 
-def _replay(on: Listener) -> Callable[[Any], Any]:
+def _wrap_replay(on: Listener) -> Callable[[Any], Any]:
     """Return a wrapper that times replays of CUDA graphs outside modules as forwards, until a
-    backward or an update is recorded: graphs of a training are more than a forward. Those in code
-    that PyTorch compiled are parts of something else."""
-    compiling = _compiling()
+    backward or an update is recorded: training graphs contain more than a forward. Replays in code
+    that PyTorch compiled are part of a larger call and are left out."""
+    compiling = _get_compile_check()
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
 
@@ -512,9 +515,9 @@ def _replay(on: Listener) -> Callable[[Any], Any]:
     return make
 
 
-def _generate(on: Listener) -> Callable[[Any], Any]:
-    """Return a wrapper that marks calls of ``generate``. Its forwards are timed as usual."""
-    compiling = _compiling()
+def _wrap_generate(on: Listener) -> Callable[[Any], Any]:
+    """Return a wrapper that marks calls of ``generate``. Their forwards are timed as usual."""
+    compiling = _get_compile_check()
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
 
@@ -540,11 +543,11 @@ def _generate(on: Listener) -> Callable[[Any], Any]:
     return make
 
 
-def _to(on: Listener) -> Callable[[Any], Any]:
-    """Wrap ``Tensor.to``: time copies from the host to a device."""
+def _wrap_to(on: Listener) -> Callable[[Any], Any]:
+    """Return a wrapper of ``Tensor.to`` that times copies from the host to a device."""
     from torch import device
 
-    is_cpu = _attribute("is_cpu")
+    is_cpu = _make_reader("is_cpu")
 
     def applies(args: Any, kwargs: Any) -> bool:
         target: Any = args[1] if len(args) > 1 else kwargs.get("device")
@@ -552,19 +555,19 @@ def _to(on: Listener) -> Callable[[Any], Any]:
             return False
         kind = type(target)
         if kind is device:
-            there = target.type != "cpu"
+            is_device = target.type != "cpu"
         else:
-            there = kind is int or (kind is str and not target.startswith("cpu"))
-        if not there or not is_cpu(args[0]):
+            is_device = kind is int or (kind is str and not target.startswith("cpu"))
+        if not is_device or not is_cpu(args[0]):
             return False
         on.on_upload(args[0])
         return True
 
-    return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
+    return _wrap_timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 
-def _cuda(on: Listener) -> Callable[[Any], Any]:
-    is_cpu = _attribute("is_cpu")
+def _wrap_cuda(on: Listener) -> Callable[[Any], Any]:
+    is_cpu = _make_reader("is_cpu")
 
     def applies(args: Any, kwargs: Any) -> bool:
         if not args or not is_cpu(args[0]):
@@ -572,28 +575,28 @@ def _cuda(on: Listener) -> Callable[[Any], Any]:
         on.on_upload(args[0])
         return True
 
-    return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
+    return _wrap_timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 
-def _attribute(name: str) -> Callable[[Any], Any]:
+def _make_reader(name: str) -> Callable[[Any], Any]:
     """Return a reader of a tensor attribute, false for other objects. ``__torch_function__`` and
     ``TorchFunctionMode`` do not see the access."""
     from torch import Tensor
-    from torch._C import DisableTorchFunction as silently
+    from torch._C import DisableTorchFunction as disable_overrides
 
-    of = operator.attrgetter(name)
+    get_attribute = operator.attrgetter(name)
 
     def read(tensor: Any) -> Any:
-        with silently():
-            return isinstance(tensor, Tensor) and of(tensor)
+        with disable_overrides():
+            return isinstance(tensor, Tensor) and get_attribute(tensor)
 
     return read
 
 
-def _backward(on: Listener) -> Callable[[Any], Any]:
-    """Wrap backwards. Until an optimizer steps, also note whether weights or gradients changed
-    since the last backward, which then ended a step."""
-    compiling = _compiling()
+def _wrap_backward(on: Listener) -> Callable[[Any], Any]:
+    """Return a wrapper that times backwards. Until an optimizer steps, it also notes whether
+    weights or gradients changed since the last backward, which means that a step ended."""
+    compiling = _get_compile_check()
     tape, probe = on.tape, UpdateProbe()
     put, hook_state = tape.log.extend, tape.hook_state
     inside = PART_OF_GRADIENTS
@@ -636,29 +639,30 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
     return make
 
 
-def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
-    """Wrap a gradient scaler's step. It counts even if the scaler skips the optimizer."""
+def _wrap_scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
+    """Return a wrapper of a gradient scaler's step, which counts even if it skips the optimizer."""
     put = on.tape.log.extend
 
     def applies(args: Any, kwargs: Any) -> bool:
-        if _left_open(on, opened):
+        if _clear_raised(on, opened):
             on.tape.hook_state[1] = OTHER
         if on.tape.hook_state[1] == OPTIMIZER:
             return False
         put((OPTIMIZED_BY, id(args[1]) if len(args) > 1 else 0))
         return True
 
-    return _timed(on, OPTIMIZER, inside=frozenset((DATA,)), end=OPTIMIZER_END, applies=applies)
+    return _wrap_timed(on, OPTIMIZER, inside=frozenset((DATA,)), end=OPTIMIZER_END, applies=applies)
 
 
 Opened = list[tuple[int, int, tuple[int, Any]]]
-"""Optimizer steps in progress: the optimizer's id, the phase around it, and the frame as (id,
-code)."""
+"""Optimizer steps in progress, each as the optimizer's id, the phase around it, and the frame as
+(id, code)."""
 
 
-def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the hooks before and after optimizer steps. The second is not called if one raises."""
-    compiling = _compiling()
+def _hook_steps(on: Listener, opened: Opened) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the hooks before and after optimizer steps. After a step that raises, none is
+    called."""
+    compiling = _get_compile_check()
     tape = on.tape
     log, put, hook_state = tape.log, tape.log.extend, tape.hook_state
 
@@ -670,7 +674,7 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
             if get_ident() != hook_state[0]:
                 return
         phase = hook_state[1]
-        if opened and _left_open(on, opened):
+        if opened and _clear_raised(on, opened):
             phase = OTHER
         caller = sys._getframe(1)
         opened.append((id(optimizer), phase, (id(caller), caller.f_code)))
@@ -694,12 +698,12 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
     return before, after
 
 
-def _left_open(on: Listener, opened: Opened) -> bool:
-    """Return whether the last optimizer step begun has raised; if so, clear ``opened``."""
+def _clear_raised(on: Listener, opened: Opened) -> bool:
+    """Return whether the last begun optimizer step has raised. If so, clear ``opened``."""
     if not opened:
         return False
     hook_state = on.tape.hook_state
-    if hook_state[1] == OPTIMIZER and _on_the_stack(opened[-1][2]):
+    if hook_state[1] == OPTIMIZER and _is_on_stack(opened[-1][2]):
         return False
     opened.clear()
     on.tape.log.extend((RESET, now()))
@@ -708,9 +712,9 @@ def _left_open(on: Listener, opened: Opened) -> bool:
     return True
 
 
-def _on_the_stack(call: tuple[int, Any]) -> bool:
-    """Return whether a call, as (frame id, code), is still running: on the stack that led here."""
-    # not the optimizer's that asks: a dead frame's memory is used again
+def _is_on_stack(call: tuple[int, Any]) -> bool:
+    """Return whether a call, as (frame id, code), is still on the current stack."""
+    # skip the frame of the calling optimizer: the memory of a dead frame is reused
     frame: Any = sys._getframe(4)
     while frame is not None:
         if (id(frame), frame.f_code) == call:
@@ -719,7 +723,7 @@ def _on_the_stack(call: tuple[int, Any]) -> bool:
     return False
 
 
-def _save(on: Listener) -> Callable[[Any], Any]:
+def _wrap_save(on: Listener) -> Callable[[Any], Any]:
     tape = on.tape
 
     def make(original: Any) -> Any:
@@ -733,48 +737,48 @@ def _save(on: Listener) -> Callable[[Any], Any]:
     return make
 
 
-def _compiling() -> Callable[[], bool]:
-    """Return the function that tells whether dynamo traces this call; dynamo takes it as constant.
-    ``is_compiling`` would also cover export, at five times the cost; our lines do no harm there."""
+def _get_compile_check() -> Callable[[], bool]:
+    """Return the function that returns whether dynamo traces this call, a constant for dynamo.
+    ``is_compiling`` also covers export, at five times the cost, but our code is harmless there."""
     from torch.compiler import is_dynamo_compiling
 
-    asked: Callable[[], bool] = is_dynamo_compiling
-    return asked
+    is_traced: Callable[[], bool] = is_dynamo_compiling
+    return is_traced
 
 
 MAX_NODES = 4096
-"""Most graph nodes searched for a leaf, once."""
+"""Maximum number of graph nodes to search for a leaf."""
 
 
 class UpdateProbe:
     """Detector of weight updates between two backwards, for programs without a known optimizer.
 
-    One leaf of the graph stands for all of them: an update changes its version, and what clears
-    gradients changes or removes its gradient; accumulating does neither between one backward's end
-    and the next one's begin. That covers updates by hand, optimizers that are compiled, of other
-    libraries or in other threads. No value of a tensor is read."""
+    It watches one leaf of the graph on behalf of all. An update changes its version, and clearing
+    gradients changes or removes its gradient. Accumulation does neither between the end of one
+    backward and the begin of the next. That covers updates by hand and optimizers that are
+    compiled, from other libraries or in other threads. It reads no value of a tensor."""
 
     def __init__(self) -> None:
         self._leaf: Any = None
         self._shape: Any = None
-        self._state: Any = None
+        self._leaf_state: Any = None
 
     def has_update(self, args: tuple[Any, ...]) -> bool:
         """Return whether weights or gradients changed since the last backward. ``args`` are the
-        next one's; the first holds its outputs."""
+        arguments of the next backward; the first one has its outputs."""
         try:
             from torch._C import DisableTorchFunction
 
             with DisableTorchFunction():
                 leaf = self._leaf() if self._leaf is not None else None
                 if leaf is not None:
-                    return self._state is not None and _state(leaf) != self._state
-                result = _leaf_of(args[0])
+                    return self._leaf_state is not None and _leaf_state(leaf) != self._leaf_state
+                result = _find_leaf(args[0])
                 if result is None:
                     return False
-                replaced = self._state is not None and result.shape == self._shape
+                replaced = self._leaf_state is not None and result.shape == self._shape
                 self._leaf, self._shape = ref(result), result.shape
-                return replaced  # by a new one, as in w = (w - lr * w.grad).detach()
+                return replaced  # by a new tensor, as in w = (w - lr * w.grad).detach()
         except (RuntimeError, AttributeError, TypeError, IndexError):
             return False
 
@@ -786,19 +790,19 @@ class UpdateProbe:
             with DisableTorchFunction():
                 leaf = self._leaf() if self._leaf is not None else None
                 if leaf is not None:
-                    self._state = _state(leaf)
+                    self._leaf_state = _leaf_state(leaf)
         except (RuntimeError, AttributeError, TypeError):
-            self._state = None
+            self._leaf_state = None
 
 
-def _state(leaf: Any) -> tuple[Any, ...]:
+def _leaf_state(leaf: Any) -> tuple[Any, ...]:
     grad = leaf.grad
     return leaf._version, id(grad), None if grad is None else grad._version
 
 
 def _has_graph(result: Any) -> bool:
     """Return whether a forward's result, or a tensor directly in it, has a graph. Other types and
-    deeper levels are not looked at: their code is the program's. Modes do not see the access."""
+    deeper levels are skipped, because access runs the program's code. Modes do not see this."""
     from torch import Tensor
     from torch._C import DisableTorchFunction
 
@@ -810,8 +814,8 @@ def _has_graph(result: Any) -> bool:
         return any(type(value) is Tensor and value.requires_grad for value in result)
 
 
-def _leaf_of(outputs: Any) -> Any:
-    """Return a parameter that the outputs depend on, else any leaf, else ``None``."""
+def _find_leaf(outputs: Any) -> Any:
+    """Return a parameter that the outputs depend on, else any leaf, or ``None``."""
     from torch.nn import Parameter
 
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
@@ -825,10 +829,10 @@ def _leaf_of(outputs: Any) -> Any:
             if isinstance(variable, Parameter):
                 return variable
             any_leaf = variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                todo.append(next_node)
     return any_leaf
 
 

@@ -1,9 +1,9 @@
-"""Table of a model's modules with weights, and of the lines that call them; written once a model.
+"""Table of a model's modules with weights and the lines that call them, written once per model.
 
-A profiler without Python stacks names operators and the shapes of their inputs, and no line. The
-shape of a layer's weights tells which layer an operator is of, and the code of the module around it
-has the line that calls it: where its ``forward`` reads the attribute. Nothing is run for this, and
-no tensor is read."""
+A profiler without Python stacks records operators and the shapes of their inputs, but no lines. The
+shape of the weights shows which layer an operator belongs to. The line that calls the layer is
+where the ``forward`` of the module around it reads the attribute. Finding it runs no code of the
+program and reads no tensor."""
 
 import dis
 import re
@@ -17,49 +17,49 @@ from advisor.recorder.stack_samples import frame_text
 from advisor.recorder.watchers import is_intercepted
 
 CALLS_BEFORE = 3
-"""Forwards of a model before its table is written: layers may be made in the first."""
+"""Number of forwards of a model before its table is written: the first may create layers."""
 MAX_MODELS = 8
 MAX_MODULES, MAX_ENTRIES = 20_000, 1_000
-"""Most modules looked at in a model, and most entries of its table."""
+"""Maximum number of modules examined in a model, and of entries in its table."""
 MAX_DIMENSIONS = 8
-READS = ("LOAD_ATTR", "LOAD_METHOD")
+READ_INSTRUCTIONS = ("LOAD_ATTR", "LOAD_METHOD")
 """Instructions that read an attribute."""
 
 
 class ModuleLines:
-    """Writer of a ``modules`` event for each model, of which ``on_forward`` sees outermost
-    forwards. Its ``modules`` are lists: name with ``*`` for numbers, class, how many there are,
-    shapes of weights, and the frame that calls it."""
+    """Writer of a ``modules`` event for each model whose outermost forwards ``on_forward`` sees.
+    Each entry of its ``modules`` is a list: name with ``*`` for numbers, class, number of such
+    modules, shapes of weights, and the frame that calls them."""
 
     def __init__(self, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._write_event = write_event
-        self._calls: dict[int, int] = {}
+        self._call_counts: dict[int, int] = {}
 
     def on_forward(self, module: Any) -> None:
-        """Count an outermost forward that begins; describe the module at its third."""
+        """Count an outermost forward that begins, and describe the module at its third one."""
         key = id(module)
-        calls = self._calls.get(key, 0)
-        if calls >= CALLS_BEFORE or (not calls and len(self._calls) >= MAX_MODELS):
+        calls = self._call_counts.get(key, 0)
+        if calls >= CALLS_BEFORE or (not calls and len(self._call_counts) >= MAX_MODELS):
             return
         import torch
 
         if is_intercepted(torch):
             return  # sizes are tensors while a program is traced
-        self._calls[key] = calls + 1
+        self._call_counts[key] = calls + 1
         if calls + 1 < CALLS_BEFORE:
             return
-        with suppress(Exception):  # a class of the program's may do anything when it is looked at
+        with suppress(Exception):  # examining a class of the program may do anything
             if table := describe_modules(module):
                 self._write_event("modules", {"model": type(module).__name__, "modules": table})
 
 
 def describe_modules(model: Any) -> list[list[Any]]:
-    """Return the table of a model's modules with weights of their own."""
+    """Return the table of a model's modules that have weights of their own."""
     entries: dict[tuple[Any, ...], list[Any]] = {}
-    around = {"": model}
-    places: dict[tuple[type, str], str] = {}
+    modules_by_name = {"": model}
+    frames: dict[tuple[type, str], str] = {}
     for name, module in islice(model.named_modules(), MAX_MODULES):
-        around[name] = module
+        modules_by_name[name] = module
         weights = {
             attribute: list(weight.shape)
             for attribute, weight in vars(module).get("_parameters", {}).items()
@@ -70,48 +70,47 @@ def describe_modules(model: Any) -> list[list[Any]]:
         if not weights:
             continue
         shapes = list(weights.values())
-        own = [part for part in name.split(".") if part != "_orig_mod"]  # of torch.compile
-        short = re.sub(r"\d+", "*", ".".join(own))
+        parts = [part for part in name.split(".") if part != "_orig_mod"]  # added by torch.compile
+        short = re.sub(r"\d+", "*", ".".join(parts))
         key = short, type(module), str(shapes)
         if key in entries:
             entries[key][2] += 1
         elif len(entries) < MAX_ENTRIES:
-            largest = max(weights, key=lambda each: len(weights[each]))
-            place = _place(f"{name}.{largest}".lstrip("."), around, places)
-            entries[key] = [short, type(module).__name__, 1, shapes, place]
+            largest = max(weights, key=lambda attribute: len(weights[attribute]))
+            frame = _find_frame(f"{name}.{largest}".lstrip("."), modules_by_name, frames)
+            entries[key] = [short, type(module).__name__, 1, shapes, frame]
     return list(entries.values())
 
 
-def _place(name: str, around: dict[str, Any], places: dict[tuple[type, str], str]) -> str:
-    """Return the frame whose line reads a weight, the module that has it, or the container that
-    this is in, as an attribute of the nearest module with code of its own; empty if none is
-    known."""
+def _find_frame(name: str, modules: dict[str, Any], frames: dict[tuple[type, str], str]) -> str:
+    """Return the frame whose line reads a weight, its module, or a container of the module, as an
+    attribute of the nearest module that is not from torch. Empty if there is none."""
     while name:
         outer, _, attribute = name.rpartition(".")
-        owner = type(around[outer])
+        owner = type(modules[outer])
         if not owner.__module__.startswith("torch."):
             key = owner, attribute
-            if key not in places:
-                places[key] = next(_lines(owner, attribute), "")
-            if places[key]:
-                return places[key]
+            if key not in frames:
+                frames[key] = next(_reading_frames(owner, attribute), "")
+            if frames[key]:
+                return frames[key]
         name = outer
     return ""
 
 
-def _lines(owner: type, attribute: str) -> Iterator[str]:
+def _reading_frames(owner: type, attribute: str) -> Iterator[str]:
     """Yield frames of a class's methods, ``forward`` first, that read the attribute."""
-    methods = [code for each in owner.__mro__[:-1] for code in _methods(each)]
+    methods = [code for base in owner.__mro__[:-1] for code in _method_codes(base)]
     methods = [code for code in methods if attribute in code.co_names]
     for code in sorted(methods, key=lambda code: code.co_name != "forward"):
         for instruction in dis.get_instructions(code):
-            if instruction.opname in READS and instruction.argval == attribute:
+            if instruction.opname in READ_INSTRUCTIONS and instruction.argval == attribute:
                 line = instruction.positions.lineno if instruction.positions else None
                 yield frame_text(code, line or code.co_firstlineno)
                 break
 
 
-def _methods(owner: type) -> Iterator[CodeType]:
+def _method_codes(owner: type) -> Iterator[CodeType]:
     if owner.__module__.startswith("torch."):
         return
     for name, function in vars(owner).items():

@@ -1,11 +1,10 @@
-"""Fast reader of steps that repeat the one before, many at once.
+"""Fast reader of repeated steps, many at once.
 
-Most steps of a training put the same codes on the tape, with other times. What such a step does to
-the state of the reader is then known: from one step's end to the next it led from a state to the
-same state. So a stretch of the tape that was read entry by entry, and began and ended in one state,
-is a pattern; where the same codes follow, the times are taken out in columns, in a tenth of the
-time. Everything else is read entry by entry, and what a pattern says of its first step is compared
-with what was found there."""
+Most training steps put the same codes on the tape, with different times, and leave the reader in
+the same state. So the entries of a step that was read one by one, and that began and ended in the
+same state, form a pattern. If the same codes follow, their times are read in columns, ten times
+faster. Everything else is read entry by entry. A new pattern's result for its first step is
+compared with the result of reading that step entry by entry."""
 
 from collections.abc import Hashable
 from itertools import chain
@@ -16,32 +15,32 @@ from advisor.recorder import tape
 from advisor.recorder.steps import RecordedStep, StepFinder, StepSegment
 from advisor.recorder.tape import DATA, MAX_PHASES, Clock
 
-LIMIT = 128
-"""Most steps read at once: handling them takes about half a millisecond, in which the training
-thread may wait for the interpreter."""
+MAX_STEPS = 128
+"""Maximum number of steps read at once. This takes about half a millisecond, during which the
+training thread may wait for the interpreter."""
 MAX_STATES = 16
 MAX_PATTERNS = 4
-"""Most patterns kept for one state."""
+"""Maximum number of patterns kept per state."""
 MAX_ENTRIES = 512
-"""Most entries of a step that can be a pattern, and most entries read at once."""
+"""Maximum number of entries of a pattern, and of entries read at once."""
 
-LEAVING = tape.FORWARDED | {tape.LEAVE, tape.FETCHED, tape.BACKWARD_END, tape.OPTIMIZER_END}
+LEAVING_CODES = tape.FORWARDED | {tape.LEAVE, tape.FETCHED, tape.BACKWARD_END, tape.OPTIMIZER_END}
 """Codes that end the innermost phase."""
-KNOWN = LEAVING | {
+PATTERN_CODES = LEAVING_CODES | {
     tape.FETCH, tape.FETCHED_INSIDE, tape.BATCH, tape.OPTIMIZED_BY, tape.BOUNDARY, tape.FORWARD_OF,
 }  # fmt: skip
-"""Codes that a pattern may have besides phases."""
-TIMELESS = frozenset((tape.BATCH, tape.OPTIMIZED_BY, tape.FORWARD_OF))
+"""Codes that a pattern may have, in addition to phases."""
+CODES_WITHOUT_TIME = frozenset((tape.BATCH, tape.OPTIMIZED_BY, tape.FORWARD_OF))
 
 
 class RepeatedBlock(NamedTuple):
-    """Consecutive steps outside windows, in columns; times in ns."""
+    """Consecutive steps outside windows, as columns; times in ns."""
 
     n: int
     begins: list[int]
     ends: list[int]
     phases: list[tuple[int, list[int]]]
-    """Number of each phase, and its time in each step, ns."""
+    """Number of each phase with its time in each step, ns."""
     micro: int
     batches: list[list[Any]]
     """Notes on each step's batches."""
@@ -65,36 +64,36 @@ class StepPattern(NamedTuple):
 
     codes: list[int]
     intervals: list[tuple[int, list[tuple[int, int]]]]
-    """Entries that each phase but one lasts from and to; -1 stands for the step's begin."""
-    rest: int
-    """Number of the phase that has the remaining time; -1 if none."""
+    """First and last entries of each phase but one; -1 is the start of the step."""
+    remaining: int
+    """Number of the phase that has the remaining time, or -1 if there is none."""
     fixed: list[tuple[int, Any]]
-    """Entries whose value must be the given one."""
+    """Entries with the value that each must have."""
     batches: list[int]
     """Entries that describe a batch."""
     micro: int
     count_increments: dict[str, int]
-    """Counts that a step adds to ``StepFinder.event_counts``."""
+    """Counts that each step adds to ``StepFinder.event_counts``."""
 
 
 class StepMatcher:
-    """Patterns learnt from one tape, and their matches."""
+    """Matcher of steps against the patterns found on one tape."""
 
     def __init__(self, clock: Clock, steps: StepFinder) -> None:
         self._clock = clock
         self._steps = steps
         self._patterns: dict[Hashable, list[StepPattern]] = {}
-        self._since = -1
+        self._start = -1
         self._state: Hashable = None
-        self._seen: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def forget(self) -> None:
-        """Forget the last step's end: the next piece of tape may not follow it."""
-        self._since = -1
+        """Forget the end of the last step, because the next entries may not follow it."""
+        self._start = -1
 
     def resume(self, entry: int) -> None:
-        """Continue at ``entry``, up to where repeated steps were read; the state is the same."""
-        self._since, self._seen = entry, dict(self._steps.event_counts)
+        """Continue in the same state at ``entry``, after the repeated steps."""
+        self._start, self._counts = entry, dict(self._steps.event_counts)
 
     def ended(
         self,
@@ -104,65 +103,67 @@ class StepMatcher:
         entry: int,
         result: tuple[StepSegment, int] | None,
     ) -> None:
-        """Learn from a step that ended before ``entry``, in ``state`` (``None``: it cannot repeat).
-        ``result`` is its segment and number of batches; ``None``: it was no plain step."""
-        since, before, seen = self._since, self._state, self._seen
-        self._since, self._state, self._seen = entry, state, dict(self._steps.event_counts)
-        if since < 1 or state is None or state != before or result is None:
+        """Make a pattern of the step that ended before ``entry``, if it can repeat. ``state`` is
+        ``None`` if it cannot. ``result`` is its segment and number of batches, or ``None``."""
+        start, previous_state, counts = self._start, self._state, self._counts
+        self._start, self._state, self._counts = entry, state, dict(self._steps.event_counts)
+        if start < 1 or state is None or state != previous_state or result is None:
             return
-        if entry - since > MAX_ENTRIES:
+        if entry - start > MAX_ENTRIES:
             return
-        pattern = self._learn(codes[since:entry], values[since:entry], values[since - 1], *result)
+        pattern = self._make_pattern(
+            codes[start:entry], values[start:entry], values[start - 1], *result
+        )
         if pattern is None:
             return
-        added = {key: self._steps.event_counts[key] - seen[key] for key in seen}
-        known = self._patterns.setdefault(state, [])
-        known.insert(0, pattern._replace(count_increments=added))
-        del known[MAX_PATTERNS:]
+        increments = {key: self._steps.event_counts[key] - counts[key] for key in counts}
+        patterns = self._patterns.setdefault(state, [])
+        patterns.insert(0, pattern._replace(count_increments=increments))
+        del patterns[MAX_PATTERNS:]
         if len(self._patterns) > MAX_STATES:
             self._patterns.clear()
 
     def match(
         self, state: Hashable, codes: list[int], values: list[Any], entry: int
     ) -> tuple[RepeatedBlock, dict[str, int], int] | None:
-        """Return the steps from ``entry`` on that repeat a pattern, the counts each adds to
-        ``StepFinder.event_counts``, and the entry after them; ``None`` if none do."""
+        """Return the steps from ``entry`` on that repeat a pattern, the counts that each adds to
+        ``StepFinder.event_counts``, and the entry after them, or ``None`` if no steps repeat."""
         for pattern in self._patterns.get(state, ()):
-            wanted = pattern.codes
-            size = len(wanted)
-            most = max(1, min(LIMIT, MAX_ENTRIES // size))
-            end, last = entry, min(len(codes), entry + most * size)
-            while end + size <= last and codes[end : end + size] == wanted:
+            pattern_codes = pattern.codes
+            size = len(pattern_codes)
+            max_steps = max(1, min(MAX_STEPS, MAX_ENTRIES // size))
+            end, limit = entry, min(len(codes), entry + max_steps * size)
+            while end + size <= limit and codes[end : end + size] == pattern_codes:
                 end += size
             count = (end - entry) // size
-            for at, value in pattern.fixed:
-                column = values[entry + at : end : size]
+            for offset, value in pattern.fixed:
+                column = values[entry + offset : end : size]
                 if column.count(value) < count:
                     count = min(count, [other == value for other in column].index(False))
             if count:
                 return (
-                    self._block(pattern, values, entry, count),
+                    self._make_block(pattern, values, entry, count),
                     pattern.count_increments,
                     entry + count * size,
                 )
         return None
 
-    def _block(
+    def _make_block(
         self, pattern: StepPattern, values: list[Any], entry: int, count: int
     ) -> RepeatedBlock:
         size = len(pattern.codes)
         stop = entry + count * size
         columns: dict[int, list[int]] = {}
 
-        def column(at: int) -> list[int]:
-            result = columns.get(at)
+        def column(offset: int) -> list[int]:
+            result = columns.get(offset)
             if result is None:
-                # where a step begins is where the one before ended
-                result = columns[at] = values[entry + at : stop + at : size][:count]
+                # a step begins where the previous one ended
+                result = columns[offset] = values[entry + offset : stop + offset : size][:count]
             return result
 
         begins, ends = column(-1), column(size - 1)
-        rest = list(map(sub, ends, begins))
+        remaining = list(map(sub, ends, begins))
         phases = []
         for phase, intervals in pattern.intervals:
             total: list[int] | None = None
@@ -171,22 +172,23 @@ class StepMatcher:
                 total = lengths if total is None else list(map(add, total, lengths))
             if total is not None:
                 phases.append((phase, total))
-                rest = list(map(sub, rest, total))
-        if pattern.rest >= 0:
-            phases.append((pattern.rest, rest))
+                remaining = list(map(sub, remaining, total))
+        if pattern.remaining >= 0:
+            phases.append((pattern.remaining, remaining))
         batches: list[list[Any]] = []
         if pattern.batches:
-            noted = [values[entry + at : stop : size] for at in pattern.batches]
-            stock = self._steps.swap_batches([*chain.from_iterable(zip(*noted, strict=True))])
+            notes = [values[entry + offset : stop : size] for offset in pattern.batches]
+            oldest = self._steps.swap_batches([*chain.from_iterable(zip(*notes, strict=True))])
             micro = len(pattern.batches)
-            batches = [stock[i : i + micro] for i in range(0, len(stock), micro)]
+            batches = [oldest[i : i + micro] for i in range(0, len(oldest), micro)]
         return RepeatedBlock(self._steps.count, begins, ends, phases, pattern.micro, batches)
 
-    def _learn(
+    def _make_pattern(
         self, codes: list[int], values: list[Any], begin: int, result: StepSegment, micro: int
     ) -> StepPattern | None:
-        """Return the pattern of these entries; ``None`` if their codes do not say all they do."""
-        if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
+        """Return the pattern of these entries, or ``None`` if their codes do not determine the
+        step."""
+        if any(code >= MAX_PHASES and code not in PATTERN_CODES for code in codes):
             return None
         if result.t != begin or result.end != values[-1]:
             return None
@@ -195,13 +197,13 @@ class StepMatcher:
         if [at - 1 for at in batches] != fetched or (batches and len(batches) != micro):
             return None
         spans: dict[int, list[tuple[int, int]]] = {}
-        # the phase that is open between steps: the state is again what it was when they began
+        # the phase open between steps: the state is the same as when they began
         current, stack = self._clock.cur, list(self._clock.stack)
         last = -1
         for at, code in enumerate(codes):
-            if code in TIMELESS or code in (tape.FETCHED_INSIDE, tape.BOUNDARY):
+            if code in CODES_WITHOUT_TIME or code in (tape.FETCHED_INSIDE, tape.BOUNDARY):
                 continue
-            leaves = code in LEAVING
+            leaves = code in LEAVING_CODES
             if leaves and not stack:
                 return None
             spans.setdefault(current, []).append((last, at))

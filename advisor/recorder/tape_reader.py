@@ -1,6 +1,5 @@
 """Reader of the tape: turns the training thread's entries into phases, steps and loaders. Also a
-counter of steps that ends the process after enough of them: for the pass under Scalene and trial
-runs."""
+counter of steps, with which a pass under Scalene and trial runs end after enough steps."""
 
 import logging
 import threading
@@ -27,17 +26,17 @@ from advisor.recorder.tape import (
 )
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
-"""Phases that a step may begin with, besides phases of the program's own."""
+"""Phases that can start a step, in addition to the program's own phases."""
 ENTRIES_PER_READ = 512
-"""Entries read at a time in the writer's thread, a few tenths of a millisecond …"""
+"""Number of entries that the writer's thread reads at once, a few tenths of a millisecond."""
 YIELD_SECONDS = 1e-4
-"""… before it sleeps this long, s. Otherwise the training thread could wait for the interpreter up
-to its switch interval, 5 ms."""
+"""Sleep of the writer's thread between two reads, s. Otherwise the training thread could wait for
+the interpreter for up to its switch interval, 5 ms."""
 
 
 class TapeReader:
-    """Reader of the tape, with a handler for each code. Not for use in two threads at once.
-    ``emit`` gets each step, ``emit_block`` steps read together (``None``: none are)."""
+    """Reader of the tape, with a handler for each code. Only one thread may use it at a time.
+    ``emit`` gets each step, and ``emit_block`` steps read together; for ``None``, no steps are."""
 
     def __init__(
         self,
@@ -48,45 +47,46 @@ class TapeReader:
         self.clock = Clock()
         self._emit = emit
         self._emit_block = emit_block
-        self.steps = StepFinder(self.clock, self._ended)
+        self.steps = StepFinder(self.clock, self._on_step)
         self._repeats = StepMatcher(self.clock, self.steps)
-        self._found: tuple[StepSegment, int] | None = None
-        """Segment and batches of the last step, if it can be a pattern; else ``None``."""
+        self._last_plain_step: tuple[StepSegment, int] | None = None
+        """Segment and number of batches of the last step, or ``None`` if it cannot be a pattern."""
         self.loaders = loaders
         self.inference: InferenceStepFinder | None = None
-        """Finder of inference steps; ``None`` once the process has trained."""
+        """Finder of inference steps, or ``None`` once the process has trained."""
         self.on_training: Callable[[], None] | None = None
-        """Function called when ``inference`` ends."""
+        """Function to call when ``inference`` ends."""
         self.on_more_forwards: Callable[[int], None] | None = None
-        """Function called with the forwards since the last update, once ``inference`` ended."""
+        """Function to call with the number of forwards since the last update, after
+        ``inference``."""
         self._forwards = 0
         self.memory: Any = None
-        """Allocator counters since the last step; ``None`` if there are none."""
+        """Allocator counters since the last step, or ``None`` if there are none."""
         self.paused = 0
         """Time in garbage collection since the last step, ns."""
         self._optimizer = 0
         self._fetch_began = 0
         self._handlers: dict[int, Callable[[Any], None]] = {
-            tape.LEAVE: self.clock.leave, tape.FETCH: self._fetch, tape.FETCHED: self._fetched,
+            tape.LEAVE: self.clock.leave, tape.FETCH: self._on_fetch, tape.FETCHED: self._on_batch,
             tape.FETCHED_INSIDE: lambda now: self.steps.on_batch(),
-            tape.EXHAUSTED: self._exhausted, tape.ITERATE: self.steps.on_iterate,
+            tape.EXHAUSTED: self._on_exhausted, tape.ITERATE: self.steps.on_iterate,
             tape.ITERATED: self.loaders.on_epoch, tape.LOADER: self.loaders.on_fetch_from,
             tape.BATCH: self.steps.set_batch,
-            **{code: partial(self._forward_end, code) for code in tape.FORWARDED},
-            tape.BACKWARD_END: self._backward_end, tape.OPTIMIZED_BY: self._optimized_by,
-            tape.OPTIMIZER_END: self._optimizer_end, tape.SAVE: self.steps.on_checkpoint,
+            **{code: partial(self._on_forward_end, code) for code in tape.FORWARDED},
+            tape.BACKWARD_END: self._on_backward_end, tape.OPTIMIZED_BY: self._on_optimizer,
+            tape.OPTIMIZER_END: self._on_optimizer_end, tape.SAVE: self.steps.on_checkpoint,
             tape.APPLIED: self.steps.on_update, tape.BOUNDARY: self.steps.on_step_end,
             tape.BEGIN: self.steps.begin, tape.BREAK_OFF: self.steps.stop,
             tape.ABANDON: self.steps.drop_step, tape.RESET: self.clock.leave_all,
-            tape.PAUSE: self._pause, tape.MEMORY: self._memory,
+            tape.PAUSE: self._on_pause, tape.MEMORY: self._on_memory,
             tape.CUDA_EVENT: self.steps.add_event,
-            tape.MARKS_END: lambda _: self.steps.without_events(), tape.FORWARD_OF: _pass,
-            tape.GENERATE: _pass, tape.GENERATED: _pass,
+            tape.MARKS_END: lambda _: self.steps.without_events(), tape.FORWARD_OF: _ignore,
+            tape.GENERATE: _ignore, tape.GENERATED: _ignore,
         }  # fmt: skip
 
     def read(self, taken: list[Any], *, aside: bool = False) -> None:
-        """Read a piece cut off the tape. ``aside``: in the writer's thread, where repeated steps
-        are read together and other threads get pauses."""
+        """Read entries taken from the tape. ``aside``: in the writer's thread, which reads repeated
+        steps together and pauses for other threads."""
         clock, steps, handlers = self.clock, self.steps, self._handlers
         codes, values = taken[::2], taken[1::2]
         if self.inference is not None and not self.inference.read(codes, values):
@@ -110,21 +110,21 @@ class TapeReader:
             else:
                 handlers[code](value)
                 if in_blocks and steps.count != count:
-                    entry = self._follow(codes, values, entry, steps.count - count)
+                    entry = self._read_repeats(codes, values, entry, steps.count - count)
                     count = steps.count
             if entry >= next_pause:
                 time.sleep(YIELD_SECONDS)
                 next_pause = entry + ENTRIES_PER_READ
         if self.inference is None and self.on_more_forwards is not None:
-            self._forwards = _forwards_since(codes, self._forwards)
+            self._forwards = _count_forwards(codes, self._forwards)
             if self._forwards:
                 self.on_more_forwards(self._forwards)
 
-    def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
-        """Read repeated steps together; return the next entry."""
+    def _read_repeats(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
+        """Read repeated steps together, and return the next entry."""
         repeats, steps, clock = self._repeats, self.steps, self.clock
-        state = self._state(values[entry - 1])
-        repeats.ended(state, codes, values, entry, self._found if ended == 1 else None)
+        state = self._get_state(values[entry - 1])
+        repeats.ended(state, codes, values, entry, self._last_plain_step if ended == 1 else None)
         while state is not None:
             result = repeats.match(state, codes, values, entry)
             if result is None:
@@ -138,61 +138,62 @@ class TapeReader:
             time.sleep(YIELD_SECONDS)
         return entry
 
-    def _state(self, now: int) -> Hashable:
-        """Return the state that decides how the next entries are read, just after a step ended;
-        ``None`` if more decides it."""
+    def _get_state(self, now: int) -> Hashable:
+        """Return all state that affects how the next entries are read, just after a step. Return
+        ``None`` if other state affects it too."""
         clock, loaders = self.clock, self.loaders
-        of_steps = self.steps.state(now)
-        if of_steps is None or clock.last != now or self.memory is not None or self.paused:
+        step_state = self.steps.state(now)
+        if step_state is None or clock.last != now or self.memory is not None or self.paused:
             return None
-        return of_steps, clock.cur, *clock.stack, loaders.last, loaders.is_undecided
+        return step_state, clock.cur, *clock.stack, loaders.last, loaders.is_undecided
 
-    def _ended(self, segment: StepSegment, micro: int, gap: int) -> None:
-        noted = gap or self.steps.unused_graphs or self.paused or segment.marks
-        plain = not noted and self.memory is None
-        self._found = (segment, micro) if plain else None
+    def _on_step(self, segment: StepSegment, micro: int, gap: int) -> None:
+        has_notes = gap or self.steps.unused_graphs or self.paused or segment.marks
+        is_plain = not has_notes and self.memory is None
+        self._last_plain_step = (segment, micro) if is_plain else None
         self._emit(segment, micro, gap)
 
-    def _fetch(self, now: int) -> None:
+    def _on_fetch(self, now: int) -> None:
         self._fetch_began = now
         self.steps.on_fetch(now)
         self.clock.enter(DATA, now)
 
-    def _fetched(self, now: int) -> None:
+    def _on_batch(self, now: int) -> None:
         self.clock.leave(now)
         self.steps.on_batch()
 
-    def _exhausted(self, now: int) -> None:
+    def _on_exhausted(self, now: int) -> None:
         self.clock.leave(now)
         self.steps.on_exhausted(now)
         self.loaders.on_exhausted(now - self._fetch_began)
 
-    def _forward_end(self, code: int, now: int) -> None:
+    def _on_forward_end(self, code: int, now: int) -> None:
         self.clock.leave(now)
         self.steps.on_forward(code, now)
 
-    def _backward_end(self, now: int) -> None:
+    def _on_backward_end(self, now: int) -> None:
         self.clock.leave(now)
         self.steps.on_backward(now)
         self.loaders.on_training()
 
-    def _optimized_by(self, optimizer: int) -> None:
+    def _on_optimizer(self, optimizer: int) -> None:
         self._optimizer = optimizer
 
-    def _optimizer_end(self, now: int) -> None:
+    def _on_optimizer_end(self, now: int) -> None:
         self.clock.leave(now)
-        if self.clock.cur != OPTIMIZER:  # else a scaler or another optimizer is around it
+        if self.clock.cur != OPTIMIZER:  # else it is inside a scaler or another optimizer
             self.steps.on_optimizer_step(self._optimizer, now)
 
-    def _pause(self, length: int) -> None:
+    def _on_pause(self, length: int) -> None:
         self.paused += length
 
-    def _memory(self, counters: Any) -> None:
+    def _on_memory(self, counters: Any) -> None:
         self.memory = counters
 
 
-def _forwards_since(codes: list[Any], before: int) -> int:
-    """Return the forwards since the last backward or update; ``before``: those before ``codes``."""
+def _count_forwards(codes: list[Any], before: int) -> int:
+    """Return the number of forwards since the last backward or update. ``before``: prior to
+    codes."""
     count = 0
     for code in reversed(codes):
         if code in LEARNING or code in TRAINING_CODES:
@@ -201,7 +202,7 @@ def _forwards_since(codes: list[Any], before: int) -> int:
     return before + count
 
 
-def _pass(_: Any) -> None:
+def _ignore(_: Any) -> None:
     """Ignore an entry that only ``InferenceStepFinder`` reads."""
 
 
@@ -209,9 +210,9 @@ log = logging.getLogger("advisor")
 
 
 class CallCounter(Listener):
-    """Listener that counts training steps of one thread and keeps nothing. ``ended`` gets each
-    step's number as it ends, in the training thread. What it raises that is no Exception passes
-    through to the program."""
+    """Listener that only counts the training steps of one thread. ``ended`` is called in the
+    training thread with the number of each step as it ends. A SystemExit that it raises reaches the
+    program."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self.ended = ended
@@ -231,7 +232,7 @@ class CallCounter(Listener):
             self.on_internal_error(error)
 
     def on_internal_error(self, error: BaseException) -> None:
-        """Stop counting after a failure of ours: the program runs to its end."""
+        """Stop counting after a failure of our code: the program runs to its end."""
         self.stop()
         log.warning("advisor: steps are not counted: %s", error)
 
@@ -241,10 +242,10 @@ class CallCounter(Listener):
         self.tape.hook_state[THREAD] = threading.get_ident()
 
     def stop(self) -> None:
-        """Count no further steps."""
+        """Stop counting steps."""
         self.tape.hook_state[THREAD] = -1
 
     def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:
-        if not self.reader.steps.is_backdated:  # else it ended some time ago
+        if not self.reader.steps.is_backdated:  # a backdated step ended some time ago
             self.count += 1
             self.ended(self.count)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from advisor.recorder.slowdown import MAX_PLACES, GcPauseHook
+from advisor.recorder.slowdown import MAX_LINES, GcPauseHook
 from advisor.recorder.tape import THREAD, Tape
 
 
@@ -43,5 +43,5 @@ def test_young_generations_and_other_threads_are_not(noted: list[Any]) -> None:
 
 
 def test_a_program_with_many_such_lines_is_noted_within_bounds(noted: list[Any]) -> None:
-    exec("\n".join(["gc.collect()"] * (2 * MAX_PLACES)), {"gc": gc})
-    assert len(noted) == MAX_PLACES
+    exec("\n".join(["gc.collect()"] * (2 * MAX_LINES)), {"gc": gc})
+    assert len(noted) == MAX_LINES

@@ -312,17 +312,17 @@ def test_the_guard_stops_a_window_that_slows_training(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five times as long while profiled, by a clock of the test's own."""
-    too_slow = windows.Windows._too_slow
+    too_slow = windows.Windows._explain_slowdown
 
     def said(self: Any) -> str | None:
-        assert all(dur > 0 for dur in (*self._before, *self._durations))
-        for lengths, each in ((self._before, 10_000_000), (self._durations, 50_000_000)):
+        assert all(dur > 0 for dur in (*self._unprofiled, *self._durations))
+        for lengths, each in ((self._unprofiled, 10_000_000), (self._durations, 50_000_000)):
             count = len(lengths)
             lengths.clear()
             lengths.extend([each] * count)
         return too_slow(self)
 
-    monkeypatch.setattr(windows.Windows, "_too_slow", said)
+    monkeypatch.setattr(windows.Windows, "_explain_slowdown", said)
     with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=20, report=False):
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
@@ -359,8 +359,8 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
 def test_a_slowdown_opens_a_window(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slowdown, "BASE_NS", 0)
-    monkeypatch.setattr(slowdown, "RECENT_NS", 0)
+    monkeypatch.setattr(slowdown, "MIN_BASELINE_NS", 0)
+    monkeypatch.setattr(slowdown, "MIN_SLOW_NS", 0)
     with Recorder(str(tmp_path / "run"), skip=9999, warmup=0, active=2, report=False) as rec:
         for number in range(75):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))

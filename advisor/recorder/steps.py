@@ -120,8 +120,7 @@ class StepFinder:
         self._graphs = 0
         """Number of forwards with a graph since the segment's last backward."""
         self._earlier_graphs = 0
-        """Number of forwards with a graph in earlier segments. The next backward uses their graphs
-        if its segment has no forward."""
+        """Graphs of earlier segments, used by the next backward if its segment has no forward."""
         self._evaluations = 0
         """Number of the segment's forwards with a graph in evaluation mode, before any backward."""
         self._evaluation_end: tuple[int, list[int]] = 0, []
@@ -145,7 +144,6 @@ class StepFinder:
         self.outside_loader = True
         """True while the program works on no batch of a loader."""
         self._batches = 0
-        """Number of batches fetched in the segment."""
         self._pending: list[Any] = []
         """Notes on the fetched batches that are not in a step yet."""
         self.used: list[Any] = []
@@ -171,8 +169,7 @@ class StepFinder:
         self._primary_steps_since: dict[int, int] = {}
         """Number of the primary optimizer's steps since each other optimizer's last step."""
         self._early_parts: list[tuple[StepSegment, int]] | None = []
-        """Parts of steps, each with the optimizer that ended it, or ``None`` if there are too
-        many."""
+        """Parts of steps with the optimizer that ended each, or ``None`` if there are too many."""
         self._updates: list[OptimizerUpdate] = []
         self._last_inner = 0
         """Id of the optimizer that last stepped during a backward."""
@@ -183,8 +180,7 @@ class StepFinder:
         self._is_buffered = False
         """True once there were several steps between two fetches: then optimizers end steps."""
         self._first_parts: int | None = None
-        """Number of held segments in the first step without an optimizer, until a second one is
-        found; then 0. ``None`` before the first."""
+        """Held segments of the first step without an optimizer: ``None`` before it, 0 after two."""
 
     # -- events from the hooks ------------------------------------------------------------------
 

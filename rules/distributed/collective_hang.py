@@ -20,7 +20,7 @@ class CollectiveHang(Rule):
 
     Sizes are compared by the number of elements, and not where they may differ between ranks
     (all-to-all). Where all ranks have called it and it has not ended, the network or a GPU is slow
-    or stuck. Or the job was still running."""
+    or stuck, or the job was still running."""
 
     id = "collective-hang"
     title = "Ranks wait in a collective that others have not called"
@@ -97,26 +97,26 @@ class CollectiveHang(Rule):
                     text=f"{t.count_noun(flight.calls, 'call')} of {flight.dumps} ranks match"
                 )
             return
-        first = flight.problems[0]
-        others = [describe_problem(each) for each in flight.problems[1:4]]
-        title, fix = self.kinds.get(first.kind, (self.title, self.fix))
-        call = first.calls[0]
-        places = [each.where for each in [*first.calls, *first.last] if each.where is not None]
+        cause = flight.problems[0]
+        others = [describe_problem(problem) for problem in flight.problems[1:4]]
+        title, fix = self.kinds.get(cause.kind, (self.title, self.fix))
+        call = cause.calls[0]
+        places = [call.where for call in [*cause.calls, *cause.last] if call.where is not None]
         yield Finding(
             title=title,
-            summary=" ".join([describe_problem(first), *others]),
+            summary=" ".join([describe_problem(cause), *others]),
             fix=fix,
-            code=self.code if first.kind == "not called" else "",
+            code=self.code if cause.kind == "not called" else "",
             evidence=[
                 Evidence("collective", f"{call.operation} {call.sequence}"),
                 Evidence("process group", call.group),
-                Evidence("due to", of_ranks(first.ranks).lower()),
-                Evidence("waiting ranks", len(first.waiting), "count"),
+                Evidence("due to", of_ranks(cause.ranks).lower()),
+                Evidence("waiting ranks", len(cause.waiting), "count"),
                 Evidence("dumps", flight.dumps, "count"),
             ],
             where=list(dict.fromkeys(places))[:3],
-            confidence=0.5 if first.kind == UNENDED else self.confidence,
-            impact=impact_without_gain("the job does not go on until this is mended"),
+            confidence=0.5 if cause.kind == UNENDED else self.confidence,
+            impact=impact_without_gain("the job does not go on until this is fixed"),
         )
 
     @staticmethod
@@ -133,7 +133,7 @@ class CollectiveHang(Rule):
 
 
 def _dumps(*ranks: list[str] | None, hangs: bool = True) -> TraceBuilder:
-    """Calls of each rank (``None``: it left no dump), of which the last has not ended."""
+    """Build the calls of each rank (``None``: it left no dump). The last call has not ended."""
     b = TraceBuilder()
     for rank, names in enumerate(ranks):
         if names is None:

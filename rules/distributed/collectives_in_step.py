@@ -41,14 +41,14 @@ _BYTES = r"^(?:unsigned char|u?int8(?:_t)?|Byte|Char)$"
 
 
 class _Kind(NamedTuple):
-    """A kind of collective that training does not need in each step."""
+    """Kind of collective that training does not need in each step."""
 
-    what: str
-    """Name of such a collective in a sentence, in the singular."""
+    noun: str
+    """Name of the collective in a sentence, in the singular."""
     calls: str
-    """Functions of torch.distributed that make it, as a regular expression."""
-    left: tuple[float, float, float]
-    """Share of the waits that is left with the fix: usual, at best, at worst."""
+    """Functions of torch.distributed that issue it, as a regular expression."""
+    remaining: tuple[float, float, float]
+    """Share of the waits that remains with the fix: usual, at best, at worst."""
 
 
 _KINDS = {
@@ -61,24 +61,24 @@ _KINDS = {
 
 
 class CollectivesInStep(Rule):
-    """The ranks wait in each step for collectives that training can do without. Such are
-    all-reduces of single numbers, barriers, Python objects and whole tensors gathered on one rank.
-    So are the buffers that DistributedDataParallel sends in each forward pass. Each costs its
-    latency, and makes the ranks wait for the slowest one once more.
+    """In each step the ranks wait for collectives that training can do without: all-reduces of
+    single numbers, barriers, Python objects and whole tensors gathered on one rank. The buffers
+    that DistributedDataParallel sends in each forward pass belong to them. Each costs its latency,
+    and makes the ranks wait for the slowest one once more.
 
     The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
-    them. With GPUs, reads of their results show it (implicit-sync). For buffers it is the time in
-    which the host flattens them into one tensor and back. All-reduces of up to 1 KiB
-    outside the backward pass are *metrics*. Between it and the optimizer, where programs reduce
-    gradients by hand, only those of up to 16 bytes are. An all-gather or broadcast of bytes carries
-    pickled *objects*, with an all-gather of their lengths before it. *Whole tensors* go to one rank
-    with ``gather``. *Buffers* are broadcasts in the forward pass of DistributedDataParallel. With
+    them. With GPUs, reads of their results show it (implicit-sync). For buffers, the time is that
+    in which the host flattens them into one tensor and back. All-reduces of up to 1 KiB outside the
+    backward pass are *metrics*. Between it and the optimizer, where programs reduce gradients by
+    hand, the limit is 16 bytes. An all-gather or broadcast of bytes carries pickled *objects*, with
+    an all-gather of their lengths before it. *Whole tensors* go to one rank with ``gather``.
+    *Buffers* are broadcasts in the forward pass of DistributedDataParallel. With
     ``broadcast_buffers=False`` each rank keeps its own. That is the same for constants, and makes
     the running statistics of BatchNorm differ between ranks.
 
-    Counted is the time in which no operator runs on the rank. The gain is what the replay of all
-    ranks saves without these collectives. Of one rank alone, half of the time at barriers counts:
-    the rest is waiting for ranks that come later to the next collective too."""
+    The rule counts the time in which no operator runs on the rank. The gain is what the replay of
+    all ranks saves without these collectives. For one rank alone, half of the time at barriers
+    counts: the other half is waiting for ranks that also come later to the next collective."""
 
     id = "collectives-in-step"
     title = "Each step waits for collectives that training does not need"
@@ -100,7 +100,7 @@ class CollectivesInStep(Rule):
     )
 
     min_share = Threshold(0.05, "of the step, in which the rank waits for them", CHOSEN)
-    max_bytes = Threshold(1024, "bytes of an all-reduce: some numbers, no gradients", CHOSEN)
+    max_bytes = Threshold(1024, "bytes of an all-reduce: some numbers, not gradients", CHOSEN)
     max_number = Threshold(16, "bytes of one between backward pass and optimizer", CHOSEN)
 
     fix = (
@@ -128,7 +128,7 @@ class CollectivesInStep(Rule):
             "if dist.get_rank() == 0:\n"
             "    prepare_dataset()\n"
             "dist.barrier()",
-            "falsified_by": "ranks that exchange something beside torch.distributed in each step",
+            "falsified_by": "ranks that exchange data outside torch.distributed in each step",
             "assumptions": ("nothing but collectives passes between the ranks in a step",),
         },
         "objects": {
@@ -171,22 +171,22 @@ class CollectivesInStep(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is not None:
-            yield from self._buffers(a)
+            yield from self._check_buffers(a)
             return
         if not a.breakdown.all_communication.total:
             return
-        for kind, table in self._kinds(a):
+        for kind, table in self._split_by_kind(a):
             exposed = sum_column(table["exposed"])
             if exposed < self.min_share * a.span_ns:
                 continue
             count = table.height / a.step_count
             size = sum_column(table["bytes"]) / table.height
             number = max(1, round(count))
-            noun, _, rest = _KINDS[kind].what.partition(" ")
-            what = " ".join([t.count_noun(number, noun), *([rest] if rest else [])])
+            noun, _, suffix = _KINDS[kind].noun.partition(" ")
+            collectives = " ".join([t.count_noun(number, noun), *([suffix] if suffix else [])])
             yield Finding(
                 summary=(
-                    f"Waiting for {what} takes {of_step(a, exposed)}."
+                    f"Waiting for {collectives} takes {of_step(a, exposed)}."
                     + (f" Each sends {t.format_bytes(size)}." if kind != "barriers" else "")
                 ),
                 evidence=[
@@ -195,14 +195,14 @@ class CollectivesInStep(Rule):
                     self.compare("share", exposed / a.span_ns, "min_share", per=a.per),
                     *([Evidence("mean message", size, "bytes")] if kind != "barriers" else []),
                 ],
-                where=_where(a, kind, table),
-                edits=list(_edits(kind, table)),
+                where=_locate_calls(a, kind, table),
+                edits=list(_build_edits(kind, table)),
                 **(self.case(kind) if kind in self.cases else {}),
             )
 
-    def _buffers(self, a: Analysis) -> Outcomes:
-        """Sum what the host does to broadcast buffers to other GPUs: it flattens them into one
-        tensor and back, and the GPU waits for its next launch meanwhile."""
+    def _check_buffers(self, a: Analysis) -> Outcomes:
+        """Check the host time that sends buffers to other GPUs: the host flattens them into one
+        tensor and back, while the GPU waits for its next launch."""
         names, parent = a.trace.cpu["name"], parent_rows(a.trace)
         rows = np.flatnonzero(name_matches(names, _COALESCED).to_numpy())
         forward = name_matches(names, _FORWARD).to_numpy()
@@ -213,7 +213,7 @@ class CollectivesInStep(Rule):
         ns = int(a.trace.cpu["dur"].gather(rows_in_steps(a, rows)).sum())
         if ns < self.min_share * a.span_ns:
             return
-        left, best, worst = _KINDS["buffers"].left
+        usual, best, worst = _KINDS["buffers"].remaining
         yield Finding(
             summary=f"Flattening, sending and unflattening buffers takes {of_step(a, ns)} on the "
             "host, before the forward pass begins.",
@@ -223,49 +223,49 @@ class CollectivesInStep(Rule):
             ],
             where=costliest_places(a, rows),
             edits=[
-                scale_edit(Select(on="gpu", under=_COALESCED), left, best, worst),
-                scale_edit(Select(on="host", kind=("op",), under=_COALESCED), left, best, worst),
+                scale_edit(Select(on="gpu", under=_COALESCED), usual, best, worst),
+                scale_edit(Select(on="host", kind=("op",), under=_COALESCED), usual, best, worst),
             ],
             **self.case("buffers"),
         )
 
-    def _kinds(self, a: Analysis) -> Iterator[tuple[str, pl.DataFrame]]:
+    def _split_by_kind(self, a: Analysis) -> Iterator[tuple[str, pl.DataFrame]]:
         """Return the needless collectives in the used steps, by kind."""
         table = a.collectives
         parent, names = parent_rows(a.trace), a.trace.cpu["name"]
         op = row_numbers(table["op"])
-        inside = {
+        is_inside = {
             pattern: climb_stack(parent, name_matches(names, pattern).to_numpy(), op) >= 0
             for pattern in (ENGINE_NODE, _FORWARD)
         }
         table = table.with_columns(
             name=names.gather(table["host"]).cast(pl.String),
-            backward=pl.Series(inside[ENGINE_NODE], dtype=pl.Boolean),
-            gradients=_after_backward(a, op),
-            forward=pl.Series(inside[_FORWARD], dtype=pl.Boolean),
+            backward=pl.Series(is_inside[ENGINE_NODE], dtype=pl.Boolean),
+            gradients=_is_after_backward(a, op),
+            forward=pl.Series(is_inside[_FORWARD], dtype=pl.Boolean),
             pickled=pl.col("dtype").str.contains(_BYTES).fill_null(False),
         ).filter(~pl.col("backward"))
-        barrier = pl.col("name").str.contains("barrier")
+        is_barrier = pl.col("name").str.contains("barrier")
         kind = pl.col("collective").cast(pl.String)
         lengths = (kind == "all_gather") & (pl.col("dtype") == "long int") & pl.col("pickled").any()
-        most = pl.when("gradients").then(self.max_number).otherwise(self.max_bytes)
-        small = (pl.col("bytes") <= most).fill_null(False)
+        max_bytes = pl.when("gradients").then(self.max_number).otherwise(self.max_bytes)
+        is_small = (pl.col("bytes") <= max_bytes).fill_null(False)
         table = table.with_columns(
-            needless=pl.when(barrier)
+            needless=pl.when(is_barrier)
             .then(pl.lit("barriers"))
-            .when(pl.col("pickled") | (lengths & small))
+            .when(pl.col("pickled") | (lengths & is_small))
             .then(pl.lit("objects"))
             .when((kind == "broadcast") & pl.col("forward"))
             .then(pl.lit("buffers"))
             .when(pl.col("name").str.contains(r":gather$"))
             .then(pl.lit("whole tensors"))
-            .when(kind.is_in(["all_reduce", "reduce"]) & small)
+            .when(kind.is_in(["all_reduce", "reduce"]) & is_small)
             .then(pl.lit("metrics"))
         )
         for name in _KINDS:
-            own = table.filter(pl.col("needless") == name)
-            if own.height:
-                yield name, own
+            rows = table.filter(pl.col("needless") == name)
+            if rows.height:
+                yield name, rows
 
     @staticmethod
     def examples() -> Examples:
@@ -275,32 +275,32 @@ class CollectivesInStep(Rule):
             "objects": _steps(("allgather", 8, "long int"), ("allgather", 9000, "unsigned char")),
             "logits on rank 0": _steps(("gather", 1 << 20, "float")),
             "buffers": _steps(("broadcast", 1 << 20, "float"), forward=True),
-            "gradients": (_steps(("allreduce", 1 << 20, "float")), "own.height"),
-            "gradients by hand": (_steps(("allreduce", 400, "float"), by_hand=True), "own.height"),
+            "gradients": (_steps(("allreduce", 1 << 20, "float")), "rows.height"),
+            "gradients by hand": (_steps(("allreduce", 400, "float"), by_hand=True), "rows.height"),
             "buffers, with GPUs": _on_gpu(),
             "little in the buffers": (_on_gpu(us=1), "ns < self.min_share * a.span_ns"),
             "a short metric": (_steps(("allreduce", 4, "float"), us=100), "min_share"),
         }
 
 
-def _after_backward(a: Analysis, op: Rows) -> pl.Series:
-    """Return which of these rows come between a backward pass and the optimizer's step after it.
-    Nothing of forward pass or optimizer lies between the last node of autograd and the row, and the
-    next of the three is the optimizer."""
+def _is_after_backward(a: Analysis, op: Rows) -> pl.Series:
+    """Return which of these rows are between a backward pass and the optimizer's step after it.
+    Nothing of the forward pass or optimizer is between the last node of autograd and the row, and
+    the optimizer comes next."""
     cpu = a.trace.cpu
     ranges = (ENGINE_NODE, OPTIMIZER_STEP)
-    marks = [np.flatnonzero(name_matches(cpu["name"], each)) for each in ranges]
+    marks = [np.flatnonzero(name_matches(cpu["name"], pattern)) for pattern in ranges]
     rows = np.concatenate(marks)
-    of = np.repeat([0, 1], [len(each) for each in marks])
+    kind_of_row = np.repeat([0, 1], [len(mark) for mark in marks])
     ts = cpu["ts"].to_numpy()
     order = np.argsort(ts[rows], kind="stable")
-    place = np.searchsorted(ts[rows][order], np.append(ts, 0)[op])
-    around = np.concatenate([[-1], of[order], [-1]])
-    return pl.Series((around[place] == 0) & (around[place + 1] == 1) & (op >= 0))
+    position = np.searchsorted(ts[rows][order], np.append(ts, 0)[op])
+    kinds = np.concatenate([[-1], kind_of_row[order], [-1]])
+    return pl.Series((kinds[position] == 0) & (kinds[position + 1] == 1) & (op >= 0))
 
 
-def _where(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
-    """Find the user's lines that call them: by stacks of the window, else by sampled ones."""
+def _locate_calls(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
+    """Find the user's lines that call them: by stacks of the window, else by sampled stacks."""
     places = costliest_places(a, row_numbers(table["op"]), int_column(table, "exposed"))
     if a.recorded is None or any(place.file for place in places):
         return places
@@ -309,9 +309,9 @@ def _where(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
     return places if line is None else [line.location, *places]
 
 
-def _edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
-    """Scale these collectives, which are selected by their name and the largest message."""
-    left, best, worst = _KINDS[kind].left
+def _build_edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
+    """Yield edits that scale these collectives, selected by their name and largest message."""
+    usual, best, worst = _KINDS[kind].remaining
     for name, rows in table.group_by("name", maintain_order=True):
         select = Select(
             on="gpu",
@@ -320,7 +320,7 @@ def _edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
             under=_FORWARD if kind == "buffers" else "",
             max_bytes=int(np.max(int_column(rows, "bytes"))),
         )
-        yield Edit(op="scale", select=select, factor=left, factor_low=best, factor_high=worst)
+        yield Edit(op="scale", select=select, factor=usual, factor_low=best, factor_high=worst)
 
 
 def _steps(

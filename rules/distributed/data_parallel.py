@@ -14,9 +14,9 @@ from advisor.rules.support.common import amount_per_step, costliest_places, per_
 from advisor.testing import Examples, TraceBuilder
 
 FORWARD = r"^DataParallel\.forward$"
-EXTRA = r"^(?:Broadcast|Scatter|Gather|ReduceAddCoalesced)(?:Backward)?\d*$"
-"""The autograd functions by which DataParallel copies the model and the batch to every device and
-collects the results; DistributedDataParallel has none of them."""
+COPY_FUNCTIONS = r"^(?:Broadcast|Scatter|Gather|ReduceAddCoalesced)(?:Backward)?\d*$"
+"""Pattern of the autograd functions by which DataParallel copies the model and the batch to every
+device and collects the results. DistributedDataParallel has none of them."""
 
 
 class DataParallel(Rule):
@@ -26,10 +26,10 @@ class DataParallel(Rule):
 
     PyTorch marks it with the range ``DataParallel.forward``. On one device it passes the call
     through and costs nothing, so the trace must have work on two or more devices. The figure counts
-    device work and host time of the functions that broadcast, scatter and gather. They count as far
-    as the analysed device has nothing else to do. The shared interpreter also slows every launch,
-    which is not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
-    TensorBoard's profiler plugin reports any use."""
+    device work and host time of the functions that broadcast, scatter and gather. They count while
+    the analysed device has nothing else to do. The shared interpreter also slows every launch,
+    which is not in the figure. PyTorch's own documentation recommends DistributedDataParallel
+    instead, and TensorBoard's profiler plugin reports any use."""
 
     id = "data-parallel"
     title = "nn.DataParallel is used instead of DistributedDataParallel"
@@ -63,10 +63,10 @@ class DataParallel(Rule):
         devices = gpu["device"].drop_nulls().n_unique()
         if a.device_id is None or not len(forward) or devices < 2:
             return
-        extra = np.flatnonzero(name_matches(cpu["name"], EXTRA).to_numpy())
+        copy_rows = np.flatnonzero(name_matches(cpu["name"], COPY_FUNCTIONS).to_numpy())
         ts, dur = cpu["ts"].to_numpy(), cpu["dur"].to_numpy()
-        host = intersect(union(ts[extra], ts[extra] + dur[extra]), a.spans).total
-        busy = {
+        host = intersect(union(ts[copy_rows], ts[copy_rows] + dur[copy_rows]), a.spans).total
+        busy_ns = {
             int(device): ns
             for device, ns in gpu.group_by("device").agg(pl.col("dur").sum()).sort("device").rows()
         }
@@ -82,14 +82,14 @@ class DataParallel(Rule):
                 amount_per_step(a, "host time in broadcast, scatter and gather", host),
                 Evidence(
                     "most and least device time",
-                    f"{t.format_duration(max(busy.values()))}, "
-                    f"{t.format_duration(min(busy.values()))}",
+                    f"{t.format_duration(max(busy_ns.values()))}, "
+                    f"{t.format_duration(min(busy_ns.values()))}",
                 ),
             ],
             where=costliest_places(a, forward.astype(np.int64)),
             edits=[
-                Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
-                Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),
+                Edit(op="remove", select=Select(on="gpu", under=COPY_FUNCTIONS)),
+                Edit(op="remove", select=Select(on="host", kind=("op",), name=COPY_FUNCTIONS)),
             ],
         )
 

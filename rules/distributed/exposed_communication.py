@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.study import Study
 
 FEWER_BYTES = " Then send fewer bytes"
-"""Begin of the last sentence of a text."""
+"""Beginning of the last sentence of a text."""
 
 EMBEDDINGS = "all_to_all of embeddings"
 _ALL_TO_ALL = (
@@ -46,17 +46,17 @@ _ALL_TO_ALL = (
 )
 _TORCHREC = "https://docs.pytorch.org/torchrec/"
 PIPELINED = "all_to_all of embeddings in torchrec's pipeline"
-_PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
+_PIPELINE_RANGES = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
 MIN_BLOCKED_SHARE = 0.01
-"""Share of the step from which a wait in the pipeline is named."""
+"""Minimum share of the step at which a wait in the pipeline is named."""
 POINT_TO_POINT = ("send", "recv", "send_recv")
-"""Kinds with which a stage of a pipeline waits for work, whatever the network does."""
+"""Kinds with which a pipeline stage waits for work, whatever the network does."""
 MESSAGES_DIFFER = (
     "at worst {:.0%} of this time is waiting for a late rank (the traces of all ranks show it), "
     "which this fix does not shorten"
 )
-SLOWEST_GB_PER_S = 0.125
+MIN_NETWORK_GB_PER_S = 0.125
 """Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""
 
 
@@ -67,14 +67,13 @@ class ExposedCommunication(Rule):
     under compute costs nothing here, however long the collectives are. A collective also waits for
     the slowest rank inside its kernel. One rank's trace cannot tell that wait from transfer: where
     the figure is large, record the traces of all ranks. Where messages take far longer than any
-    network needs, most of the time is such a wait. Then neither overlap nor fewer bytes help. The
-    bound is latency as NCCL models it, and 1 Gbit/s. What messages take
-    beyond the fastest of their kind and size may be such a wait. The low end of the gain is without
-    it.
+    network needs, most of the time is this wait. Then neither overlap nor fewer bytes help. The
+    bound is latency as NCCL models it, and 1 Gbit/s. Time beyond the fastest message of the same
+    kind and size may be a wait too. The low end of the gain is without it.
 
-    Where ranks train on CPUs, the collectives are gloo's, which run in threads of the host. Exposed
-    is what of them runs while no thread is in an operator. Half of what the other work could hide
-    counts as the gain: gloo needs cores too."""
+    Where ranks train on CPUs, the collectives are gloo's, which run in threads of the host. The
+    part that runs while no thread is in an operator is exposed. Half of what the other work could
+    hide counts as the gain: gloo needs cores too."""
 
     id = "exposed-communication"
     title = "The GPU waits for collectives (exposed communication)"
@@ -98,15 +97,15 @@ class ExposedCommunication(Rule):
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
     min_other_share = Threshold(
-        0.25, "of exposed communication, from which a kind is advised too", OURS
+        0.25, "of exposed communication, at which a kind is advised too", OURS
     )
     max_small_bytes = Threshold(
         1048576, "bytes of a message: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
     min_unsure_share = Threshold(
-        0.2, "of exposed time beyond the fastest messages, from which it is counted", OURS
+        0.2, "of exposed time beyond the fastest messages, at which it counts", OURS
     )
-    min_healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
+    min_healthy_overlap = Threshold(0.8, "share hidden, at which the check passes", OURS)
 
     fix = (
         "Overlap collectives with compute: let DDP reduce its buckets (25 to 100 MB) during the "
@@ -142,7 +141,7 @@ class ExposedCommunication(Rule):
         },
         "all_to_all": {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
-            "Such compute is the next part of the batch, or the next batch's inputs. Where the "
+            "This can be the next part of the batch, or the next batch's inputs. Where the "
             "next layer needs all of it, exchange it in parts, so that one part computes while "
             "another is sent. The fullest rank decides, so balance what ranks send. Then send "
             "fewer bytes: BF16 or FP8 on the wire.",
@@ -153,7 +152,7 @@ class ExposedCommunication(Rule):
         },
         EMBEDDINGS: {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
-            "Such compute is the dense layers or the next part of the batch, or the next batch's "
+            "This can be the dense layers, the next part of the batch, or the next batch's "
             "inputs. Balance what ranks send, because the fullest one decides: shard "
             "tables by load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
             "sending, hot rows kept on each rank.",
@@ -249,10 +248,10 @@ class ExposedCommunication(Rule):
             "fix": "Find the rank that enters late: the report of the traces of all ranks names "
             "it, and what it does longer. Neither overlap nor fewer bytes shorten this wait.",
             "code": "advisor analyze traces_of_all_ranks/",
-            "verify": "Profile all ranks again: nobody arrives last at most collectives.",
+            "verify": "Profile all ranks again: no rank arrives last at most collectives.",
             "assumptions": ("the late rank can be made to enter with this one",),
             "falsified_by": "traces of all ranks in which all enter these collectives together: "
-            "the network is then slower than any that is known",
+            "the network is then slower than any known one",
         },
         "a late rank of this report": {
             "fix": "Let {ranks} enter with the others: its own finding says what it does longer. "
@@ -260,7 +259,7 @@ class ExposedCommunication(Rule):
             "code": "",
         },
         "tensor": {
-            "fix": "Merge the tensor-parallel collectives with the products beside them (async "
+            "fix": "Merge the tensor-parallel collectives with adjacent products (async "
             "tensor parallelism), so that pieces are sent while others are computed. Shard "
             "activations along the sequence between them. Keep the group within NVLink, or use "
             "fewer tensor-parallel ranks.",
@@ -279,7 +278,7 @@ class ExposedCommunication(Rule):
         },
     }
     """Advice by the kind of collective with most of the exposed time. Where the trace shows what it
-    sends, by that: its axis of the mesh, the optimizer's step, embeddings, experts."""
+    sends, by its content: axis of the mesh, optimizer step, embeddings, experts."""
     sampled_part = COMMUNICATION
 
     inference = {
@@ -361,48 +360,48 @@ class ExposedCommunication(Rule):
             self.compare("share", share, "min_share", per=a.per),
             amount_per_step(a, "all communication", total),
             Evidence("hidden under compute", overlap, "share"),
-            Evidence("largest exposed", _largest_kinds(a, by_kind)),
+            Evidence("largest exposed", _list_largest_kinds(a, by_kind)),
         ]
-        waits = _waits_for_ranks(a, table)
-        waited = min(int(waits["wait"].sum()), exposed)
-        if waited > exposed / 2:
-            yield self._late_rank(a, waits, waited, evidence)
+        rank_waits = _find_rank_waits(a, table)
+        waited_ns = min(int(rank_waits["wait"].sum()), exposed)
+        if waited_ns > exposed / 2:
+            yield self._report_late_rank(a, rank_waits, waited_ns, evidence)
             return
-        unsure = _time_beyond_fastest(table) / exposed
-        advice = without_bf16(a, self._advice(a, by_kind, table))
+        wait_share = _time_beyond_fastest(table) / exposed
+        advice = without_bf16(a, self._advise(a, by_kind, table))
         if a.device_id is None:
             advice = {**self.case("the ranks train on CPUs"), **advice}
-        elif unsure >= self.min_unsure_share:
+        elif wait_share >= self.min_unsure_share:
             evidence.append(
-                Evidence("exposed beyond the fastest message of the size", unsure, "share")
+                Evidence("exposed beyond the fastest message of the size", wait_share, "share")
             )
-            advice["assumptions"] = [MESSAGES_DIFFER.format(unsure), *self.assumptions]
+            advice["assumptions"] = [MESSAGES_DIFFER.format(wait_share), *self.assumptions]
         else:
-            unsure = 0.0
+            wait_share = 0.0
         yield Finding(
             summary=(
                 f"{subject} {of_step(a, exposed)}. Compute hides {overlap:.0%} of communication."
             ),
             evidence=evidence,
-            where=self._worst(a, table),
+            where=self._find_worst(a, table),
             edits=[
                 Edit(
                     op="overlap",
                     select=Select(on="gpu", family=("communication",)),
                     ahead=True,
-                    factor_high=unsure or None,
+                    factor_high=wait_share or None,
                 )
             ],
             **advice,
         )
 
-    def _late_rank(
+    def _report_late_rank(
         self, a: Analysis, waits: pl.DataFrame, waited: int, evidence: list[Evidence]
     ) -> Finding:
         """Return the finding that collectives wait for other ranks, ``waited`` ns in all."""
         longest = waits.sort("wait").row(-1, named=True)
         select, part = select_collectives(a, waits)
-        left = 1 - part * waited / int(waits["dur"].sum())
+        factor = 1 - part * waited / int(waits["dur"].sum())
         return Finding(
             summary=(
                 f"In collectives the GPU waits for other ranks, {of_step(a, waited)}: "
@@ -411,75 +410,75 @@ class ExposedCommunication(Rule):
                 f"{t.format_duration(longest['transfer'])}, latency included."
             ),
             evidence=[amount_per_step(a, "waiting for other ranks", waited), *evidence],
-            where=self._worst(a, waits),
-            edits=[Edit(op="scale", select=select, factor=left, factor_high=1.0)],
+            where=self._find_worst(a, waits),
+            edits=[Edit(op="scale", select=select, factor=factor, factor_high=1.0)],
             **self.case("a late rank"),
         )
 
-    def _advice(self, a: Analysis, by_kind: pl.DataFrame, table: pl.DataFrame) -> dict[str, Any]:
-        """Return the advice for the collectives with most of the exposed time, and name that for
-        another kind with much of it. Empty: none has its own, and the rule's stands."""
+    def _advise(self, a: Analysis, by_kind: pl.DataFrame, table: pl.DataFrame) -> dict[str, Any]:
+        """Return the advice for the collectives with most of the exposed time, and name the advice
+        for another kind with much of it. Empty if the rule's own advice applies."""
         exposed = float(by_kind["exposed"].to_numpy().sum())
         names = [
-            self._case(a, kind, axis, table, in_optimizer=in_optimizer)
+            self._choose_case(a, kind, axis, table, in_optimizer=in_optimizer)
             for kind, axis, in_optimizer, ns, _ in by_kind.iter_rows()
             if ns >= self.min_other_share * exposed
         ]
         if not names or names[0] is None:
             return {}
-        result = self._of_small_messages(self.case(names[0]), by_kind, table)
-        blocked = _in_pipeline(a) if names[0] == EMBEDDINGS else None
-        if blocked is not None:
-            result |= self.case(PIPELINED)
-            result["fix"] += blocked
+        advice = self._adapt_to_small_messages(self.case(names[0]), by_kind, table)
+        pipeline_wait = _describe_pipeline_wait(a) if names[0] == EMBEDDINGS else None
+        if pipeline_wait is not None:
+            advice |= self.case(PIPELINED)
+            advice["fix"] += pipeline_wait
         longest = table.sort("exposed").row(-1, named=True)
-        if names[0] == EMBEDDINGS and blocked is None and self._has_gradient(table):
-            result["code"] = BACKWARD_CODE
+        if names[0] == EMBEDDINGS and pipeline_wait is None and self._has_gradient(table):
+            advice["code"] = BACKWARD_CODE
         if width_of(longest["dtype"] or "") == 1:  # fewer bytes are sent already
-            result["fix"] = re.sub(f"{FEWER_BYTES}[^.]*[.]", "", result["fix"])
-        others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
+            advice["fix"] = re.sub(f"{FEWER_BYTES}[^.]*[.]", "", advice["fix"])
+        others = [name for name in dict.fromkeys(names[1:]) if name in CLAUSES and name != names[0]]
         if self.program.trains and others:
-            first, _, rest = result["fix"].partition(". ")
-            also = ". ".join(ALSO[name] for name in others)
-            result["fix"] = f"{first}; {also[0].lower()}{also[1:]}. {rest}"
-        return result
+            first, _, remaining = advice["fix"].partition(". ")
+            text = ". ".join(CLAUSES[name] for name in others)
+            advice["fix"] = f"{first}; {text[0].lower()}{text[1:]}. {remaining}"
+        return advice
 
     def _has_gradient(self, table: pl.DataFrame) -> bool:
-        """Tell whether autograd knows the all-to-alls: some are torchrec's own, or of a backward
-        pass. Which of them are longest differs from rank to rank, and the program does not."""
-        sent = table.filter(pl.col("collective") == "all_to_all")["annotation"]
-        return self.program.trains and bool(sent.str.contains(KNOWN_TO_AUTOGRAD).any())
+        """Return whether autograd knows the all-to-alls: some are torchrec's own, or of a backward
+        pass. The longest ones differ from rank to rank, although the program is the same."""
+        ranges = table.filter(pl.col("collective") == "all_to_all")["annotation"]
+        return self.program.trains and bool(ranges.str.contains(KNOWN_TO_AUTOGRAD).any())
 
-    def _of_small_messages(
+    def _adapt_to_small_messages(
         self, advice: dict[str, Any], by_kind: pl.DataFrame, table: pl.DataFrame
     ) -> dict[str, Any]:
-        """Replace the advice to send fewer bytes, which ends a text, where the collectives with
-        most exposed time send few."""
-        own = table.join(by_kind.head(1), on=["collective", "axis"], how="semi")["bytes"]
-        median = own.drop_nulls().median() if own.null_count() < own.len() / 2 else None
+        """Replace the advice to send fewer bytes, which ends a text, if the collectives with most
+        exposed time send few bytes."""
+        sizes = table.join(by_kind.head(1), on=["collective", "axis"], how="semi")["bytes"]
+        median = sizes.drop_nulls().median() if sizes.null_count() < sizes.len() / 2 else None
         if not isinstance(median, int | float) or median >= self.max_small_bytes:
             return advice
         fix = advice["fix"].partition(FEWER_BYTES)[0]
-        small = self.case("small messages", median=t.format_bytes(int(median)))["fix"]
-        advice = {**advice, "fix": f"{fix} {small}"}
+        small_fix = self.case("small messages", median=t.format_bytes(int(median)))["fix"]
+        advice = {**advice, "fix": f"{fix} {small_fix}"}
         return {**advice, "code": advice["code"].partition("\n\n# fewer bytes")[0]}
 
-    def _case(
+    def _choose_case(
         self, a: Analysis, kind: str, axis: str, table: pl.DataFrame, *, in_optimizer: bool
     ) -> str | None:
-        """Return the case of these collectives: what they send, else their kind; ``None``: none."""
+        """Return the case of these collectives: by what they send, else their kind, or ``None``."""
         kind = "send_recv" if kind in POINT_TO_POINT else kind
         if in_optimizer:
             return "the optimizer"
         if kind == "all_to_all":
-            part = table.filter((pl.col("collective") == kind) & (pl.col("axis") == axis))
-            what = "experts" if axis == "expert" else _exchanged(a, part)
-            return kind if what is None else f"{kind} of {what}"
+            rows = table.filter((pl.col("collective") == kind) & (pl.col("axis") == axis))
+            content = "experts" if axis == "expert" else _find_content(a, rows)
+            return kind if content is None else f"{kind} of {content}"
         if a.device_id is not None and axis in self.cases and self.program.trains:
             return axis
         return kind if kind in self.cases else None
 
-    def _worst(self, a: Analysis, table: pl.DataFrame) -> list[Location]:
+    def _find_worst(self, a: Analysis, table: pl.DataFrame) -> list[Location]:
         """Return the collectives with most exposed time, by annotation or op."""
         locations = []
         for row in table.sort("exposed", descending=True).head(3).iter_rows(named=True):
@@ -534,7 +533,7 @@ class ExposedCommunication(Rule):
         }
 
 
-def _largest_kinds(a: Analysis, by_kind: pl.DataFrame) -> str:
+def _list_largest_kinds(a: Analysis, by_kind: pl.DataFrame) -> str:
     """List the three kinds of collectives with most exposed time, with time and calls per step."""
     return "; ".join(
         f"{kind}{'' if axis == 'unknown' else f' ({axis})'}"
@@ -545,23 +544,23 @@ def _largest_kinds(a: Analysis, by_kind: pl.DataFrame) -> str:
     )
 
 
-def _waits_for_ranks(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
+def _find_rank_waits(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
     """Return the collectives that take longer than their bytes need on the slowest network, with
-    that ``transfer`` and the exposed ``wait`` beyond it, ns. A stage of a pipeline waits for work,
-    so sends and receives are left out; gloo's time is of the host's cores too."""
+    that ``transfer`` and the exposed ``wait`` beyond it, ns. Sends and receives are left out, as a
+    pipeline stage waits for work, and so is gloo, whose time includes the host's cores."""
     keys = table.select("collective", "group_size").unique()
-    transfer = [
+    models = [
         (kind, size, latency, bus_factor(kind, ranks) or 1.0)
         for kind, size in keys.iter_rows()
         if a.device_id is not None and (ranks := size or a.trace.meta.world_size)
         for latency in (ring_latency(kind, ranks, 1, SIMPLE),)
     ]
     schema = keys.schema | {"latency": pl.Float64, "factor": pl.Float64}
-    known = pl.DataFrame(transfer, schema=schema, orient="row")
+    latencies = pl.DataFrame(models, schema=schema, orient="row")
     rows = table.filter(~pl.col("collective").is_in(POINT_TO_POINT))
-    rows = rows.join(known, on=["collective", "group_size"], nulls_equal=True)
-    sent = pl.col("bytes") * pl.col("factor") / SLOWEST_GB_PER_S
-    rows = rows.with_columns(transfer=pl.col("latency") + sent)
+    rows = rows.join(latencies, on=["collective", "group_size"], nulls_equal=True)
+    transfer_ns = pl.col("bytes") * pl.col("factor") / MIN_NETWORK_GB_PER_S
+    rows = rows.with_columns(transfer=pl.col("latency") + transfer_ns)
     rows = rows.with_columns(wait=pl.col("exposed") - pl.col("transfer"))
     return rows.filter(pl.col("wait") > 0)
 
@@ -569,7 +568,7 @@ def _waits_for_ranks(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
 def _time_beyond_fastest(table: pl.DataFrame) -> float:
     """Return the exposed time of collectives beyond what their bytes need at most, ns: a message
     takes no longer than a larger one of its kind and group, nor than its bytes at a smaller one's
-    rate. The rest is a wait for other ranks, or a busy network."""
+    rate. The remainder is a wait for other ranks, or a busy network."""
     kind = ("collective", "axis", "group_size")
     sent = table.filter(pl.col("bytes") > 0, ~pl.col("collective").is_in(POINT_TO_POINT))
     rate = pl.col("dur") / pl.col("bytes")
@@ -581,65 +580,65 @@ def _time_beyond_fastest(table: pl.DataFrame) -> float:
     return float(sent.select(wait.sum()).item() or 0.0)
 
 
-def _in_pipeline(a: Analysis) -> str | None:
-    """Say where the host waits most in torchrec's pipeline, empty if nowhere for long. ``None``:
-    none of the pipeline's ranges is recorded."""
+def _describe_pipeline_wait(a: Analysis) -> str | None:
+    """Return where the host waits most in torchrec's pipeline. Empty if it does not wait long, or
+    ``None`` if no range of the pipeline is recorded."""
     names, parent = a.trace.cpu["name"], parent_rows(a.trace)
-    pipeline = name_matches(names, _PIPELINE).to_numpy()
-    if not pipeline.any():
+    is_pipeline = name_matches(names, _PIPELINE_RANGES).to_numpy()
+    if not is_pipeline.any():
         return None
     host = a.syncs["host"].to_numpy()
-    inside = innermost_ancestor(parent, pipeline)[host] >= 0
-    around = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]
+    in_pipeline = innermost_ancestor(parent, is_pipeline)[host] >= 0
+    range_rows = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]
     waits = pl.DataFrame(
-        {"name": names.gather(np.maximum(around, 0)).cast(pl.String), "ns": a.syncs["waited"]}
+        {"name": names.gather(np.maximum(range_rows, 0)).cast(pl.String), "ns": a.syncs["waited"]}
     )
-    waits = waits.filter(pl.Series(inside)).group_by("name").agg(pl.col("ns").sum())
+    waits = waits.filter(pl.Series(in_pipeline)).group_by("name").agg(pl.col("ns").sum())
     for name, ns in waits.sort("ns", "name").tail(1).iter_rows():
         if ns >= MIN_BLOCKED_SHARE * a.span_ns:
-            place = str(name).strip("# ")
-            return f" The pipeline still waits for the GPU, most in {place}: {of_step(a, ns)}."
+            range_name = str(name).strip("# ")
+            return f" The pipeline still waits for the GPU, most in {range_name}: {of_step(a, ns)}."
     return ""
 
 
-ALSO = {
+CLAUSES = {
     "all_reduce": "Let DDP overlap the all-reduces with the backward pass",
     "all_gather": "Prefetch the all-gathers of the next block",
     "all_to_all": "Start the all-to-alls before compute that does not need them",
     "the optimizer": "Start the optimizer's collectives while it updates other parameters",
 }
-"""Clause for a kind of collective that has much of the exposed time beside another."""
+"""Clause for a second kind of collective with much of the exposed time."""
 KNOWN_TO_AUTOGRAD = r"(?i)bwd|backward|^## alltoall_fwd_single ##$"
 """Ranges around all-to-alls of a backward pass, and around those of torchrec's own functions."""
 BACKWARD_CODE = """\
 work = alltoall_pooled(...)             # of torchrec: autograd knows it
 dense = bottom_mlp(dense_features)      # needs none of it
 pooled = work.wait()
-# backward, in reverse, sends gradients beside bottom_mlp's"""
-EXCHANGES = (
+# backward, in reverse, sends gradients during bottom_mlp's"""
+EXCHANGE_PATTERNS = (
     ("embeddings", r"(?i)all2all_|kjt|embedding_?bag|split_embedding|pooled_embedding|torchrec"),
     ("experts", r"(?i)(^|[^a-z])moe|(^|[^a-z])experts?([^a-z]|$)|deep_?ep|ep_?(dispatch|combine)"),
     ("attention", r"(?i)all_?to_?all_?4d|seq_?all_?to_?all|ulysses|distributed_?attention"),
 )
-"""Names of ranges, operators and kernels that show what an all-to-all sends, by that."""
+"""Patterns of ranges, operators and kernels that show what an all-to-all sends, by content."""
 
 
-def _exchanged(a: Analysis, table: pl.DataFrame) -> str | None:
+def _find_content(a: Analysis, table: pl.DataFrame) -> str | None:
     """Return what the all-to-alls send, by the ranges around them, else by the program's operators
-    and kernels; ``None``: nothing shows it."""
+    and kernels, or ``None`` if nothing shows it."""
     cpu, gpu = a.trace.cpu["name"], a.trace.gpu["name"]
     rows = table["op"].drop_nulls().to_numpy()
-    around = np.unique(ancestor_chains(parent_rows(a.trace), rows))
-    own = [
+    ancestors = np.unique(ancestor_chains(parent_rows(a.trace), rows))
+    range_names = [
         table["annotation"],
-        cpu.gather(around[around >= 0]),
+        cpu.gather(ancestors[ancestors >= 0]),
         gpu.gather(table["gpu"].drop_nulls()),
     ]
-    for names in (own, [cpu, gpu]):
-        text = pl.concat([each.cast(pl.String).unique() for each in names])
-        for what, pattern in EXCHANGES:
-            if text.str.contains(pattern).any():
-                return what
+    for names in (range_names, [cpu, gpu]):
+        all_names = pl.concat([column.cast(pl.String).unique() for column in names])
+        for content, pattern in EXCHANGE_PATTERNS:
+            if all_names.str.contains(pattern).any():
+                return content
     return None
 
 

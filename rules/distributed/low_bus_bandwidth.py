@@ -1,4 +1,4 @@
-"""Large collectives use less of the link between GPUs than NCCL attains of it."""
+"""Large collectives use less of the link between GPUs than NCCL attains."""
 
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
@@ -10,15 +10,15 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LowBusBandwidth(Rule):
-    """Large collectives inside of a node are far slower than the link between its GPUs. The path is
+    """Large collectives inside a node are far slower than the link between its GPUs. The path is
     not NVLink, has few channels, or another process uses it.
 
-    Bus bandwidth is that of nccl-tests: bytes, times 2 (n - 1) / n for an all-reduce, over the
-    kernel's time. That contains waits for late ranks. These differ from call to call, so a slow
-    link shows as messages that all have nearly the same rate; else the rule abstains. The fastest
-    is compared with 0.8 of the datasheet's rate of the link, which NCCL attains. Groups whose ranks
-    are not known to share a node are left out, as are GPUs whose link is unknown. NCCL's log beside
-    the trace (``NCCL_DEBUG=INFO``) says which ranks share a node, and often why it is slow."""
+    Bus bandwidth is defined as in nccl-tests: bytes, times 2 (n - 1) / n for an all-reduce, over
+    the kernel's time. This time includes waits for late ranks. These differ from call to call, so a
+    slow link shows as messages that all have nearly the same rate; else the rule abstains. The
+    fastest is compared with 0.8 of the datasheet's rate of the link, which NCCL attains. Groups
+    whose ranks are not known to share a node are left out, as are GPUs whose link is unknown.
+    NCCL's log (``NCCL_DEBUG=INFO``) says which ranks share a node, and often why it is slow."""
 
     id = "low-bus-bandwidth"
     title = "Collectives use little of the link between GPUs"
@@ -35,7 +35,7 @@ class LowBusBandwidth(Rule):
     min_exposed = Threshold(0.01, "of the step, exposed communication", ENGINE_FLOOR)
 
     fix = (
-        "Find the path: run with NCCL_DEBUG=INFO and analyze the log beside this trace. Then "
+        "Find the path: run with NCCL_DEBUG=INFO and analyze the log with this trace. Then "
         "measure the link alone with all_reduce_perf of nccl-tests. Where it is fast there, ranks "
         "arrive at different times, or compute takes the multiprocessors that NCCL needs."
     )
@@ -68,7 +68,7 @@ class LowBusBandwidth(Rule):
             yield SkippedCheck(
                 what="whether the link between GPUs is slow",
                 why="waits for other ranks and a slow link look the same here",
-                record="the traces of all ranks, or NCCL's log beside the trace",
+                record="the traces of all ranks, or NCCL's log next to the trace",
             )
             return
         yield Finding(
@@ -107,7 +107,7 @@ class LowBusBandwidth(Rule):
 def _all_reduce(
     gb_per_s: float, node: int | None = 8, size: int = 256 << 20, wait: float = 0.0
 ) -> TraceBuilder:
-    """Steps with an exposed all-reduce of 8 ranks at this bus bandwidth."""
+    """Build steps with an exposed all-reduce of 8 ranks at this bus bandwidth."""
     from advisor.core.auxiliary_inputs import NetworkLog
 
     us = size * 2 * 7 / 8 / gb_per_s / 1e3

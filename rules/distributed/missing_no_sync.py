@@ -27,18 +27,18 @@ from advisor.testing import Examples, TraceBuilder
 _FORWARD = r"^DistributedDataParallel\.forward$"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _BROADCAST = r"(?i)broadcast"
-_COPY = r"^torch\.distributed\.ddp\.reducer::"
+_BUCKET_COPY = r"^torch\.distributed\.ddp\.reducer::"
 
 
 class SyncPasses(NamedTuple):
-    """The passes (forward and backward) that make optimizer steps, and what each reduces."""
+    """Passes (forward and backward) of optimizer steps, and what each reduces."""
 
     table: pl.DataFrame
     """All-reduces of gradients, in order of launch: ``gpu``, ``bytes``, ``dur``, ``op``, ``inside``
     (it runs in the used steps), ``unit`` (number of the optimizer step), ``of`` (number of the pass
     in it), ``last`` (that pass is the last before the optimizer)."""
     counts: Rows
-    """Passes of each optimizer step that lies completely in the trace; those of others are 0."""
+    """Number of passes of each optimizer step that is completely in the trace, 0 for others."""
 
 
 class MissingNoSync(Rule):
@@ -48,11 +48,11 @@ class MissingNoSync(Rule):
 
     A *pass* begins with each ``DistributedDataParallel.forward`` range; passes up to the same
     ``Optimizer.step`` range belong together. Reductions of gradients are the all-reduces launched
-    from the hooks that run as gradients are accumulated (``AccumulateGrad``). So those of tensor
-    parallelism, SyncBatchNorm, metrics and gradient norms are not among them. The rule fires when
-    in each complete optimizer step every pass reduces messages of the same sizes. All but the last
-    set of them are needless: (k - 1) / k of the bytes. So are broadcasts of buffers: a forward
-    after one inside ``no_sync()`` sends none.
+    from the hooks that run as gradients are accumulated (``AccumulateGrad``). So reductions of
+    tensor parallelism, SyncBatchNorm, metrics and gradient norms are not among them. The rule fires
+    when in each complete optimizer step every pass reduces messages of the same sizes. All but the
+    last set of them are needless: (k - 1) / k of the bytes. So are broadcasts of buffers: a forward
+    pass after one inside ``no_sync()`` sends none.
 
     The rule is silent when two optimizers step one after the other, because two models of the same
     architecture could be trained side by side. It does not judge fully sharded data parallelism:
@@ -78,7 +78,7 @@ class MissingNoSync(Rule):
     )
 
     min_steps = Threshold(
-        2, "complete optimizer steps that show the same; one may be a coincidence", OURS
+        2, "complete optimizer steps that show it: one may be a coincidence", OURS
     )
 
     fix = (
@@ -112,7 +112,7 @@ class MissingNoSync(Rule):
         if passes is None:
             return
         table, units = passes.table, np.flatnonzero(passes.counts >= 2)
-        steps = [_sizes(table, int(unit), int(passes.counts[unit])) for unit in units]
+        steps = [_count_sizes(table, int(unit), int(passes.counts[unit])) for unit in units]
         if len(steps) < self.min_steps or not any(sum(map(len, step)) for step in steps):
             return
         if any(None in sizes for step in steps for sizes in step):
@@ -135,28 +135,28 @@ class MissingNoSync(Rule):
         needless = needless.filter("inside")
         if needless.is_empty():
             return
-        once = sum(size * count for size, count in steps[0][0].items() if size is not None)
-        sent = float(np.mean([_bytes(step) for step in steps]))
-        time = int(needless["dur"].sum()) / a.step_count
+        once_bytes = sum(size * count for size, count in steps[0][0].items() if size is not None)
+        sent_bytes = float(np.mean([_sum_bytes(step) for step in steps]))
+        time_ns = int(needless["dur"].sum()) / a.step_count
         yield Finding(
             summary=(
                 f"Each of {k} backward passes per optimizer step reduces gradients over all ranks: "
-                f"{t.format_bytes(sent)} instead of {t.format_bytes(once)}. The needless "
-                f"reductions take {t.format_duration(time)} {t.format_per(a.per)}."
+                f"{t.format_bytes(sent_bytes)} instead of {t.format_bytes(once_bytes)}. The "
+                f"needless reductions take {t.format_duration(time_ns)} {t.format_per(a.per)}."
             ),
             evidence=[
-                Evidence("passes per optimizer step", k, "count", 2, "one needs no no_sync"),
+                Evidence("passes per optimizer step", k, "count", 2, "one pass needs no no_sync"),
                 self.compare("optimizer steps that show it", len(steps), "min_steps", "count"),
-                Evidence("gradients reduced per optimizer step", sent, "bytes"),
-                Evidence("gradients of one pass", once, "bytes"),
+                Evidence("gradients reduced per optimizer step", sent_bytes, "bytes"),
+                Evidence("gradients of one pass", once_bytes, "bytes"),
                 amount_per_step(a, "needless reductions", needless.height, "count"),
-                Evidence("their time", time, "ns", per=a.per),
+                Evidence("their time", time_ns, "ns", per=a.per),
             ],
             where=device_places(a, needless, "dur"),
             edits=[
                 remove_collectives(a, needless, sum_column(table.filter("inside")["dur"]), _HOOK),
-                *_copies(a, k),
-                *_broadcasts(a, k),
+                *_scale_copies(a, k),
+                *_scale_broadcasts(a, k),
             ],
             code=self.code.format(passes=k),
         )
@@ -190,17 +190,17 @@ class MissingNoSync(Rule):
 
 
 def find_passes(a: Analysis) -> SyncPasses | None:
-    """Find the passes of the trace's optimizer steps; ``None``: no accumulation can be seen."""
+    """Find the passes of the trace's optimizer steps, or ``None`` if no accumulation shows."""
     cpu = a.trace.cpu
-    forward, _ = _outermost(a, _FORWARD)
-    start, end = _outermost(a, OPTIMIZER_STEP)
+    forward, _ = _find_outermost(a, _FORWARD)
+    start, end = _find_outermost(a, OPTIMIZER_STEP)
     if len(forward) < 2 or len(start) < 2:
         return None
     # how many optimizers ended before each pass began: the optimizer step it works for
     unit = np.searchsorted(end, forward, side="right")
     if not np.isin(np.arange(1, len(start)), unit).all():
-        return None  # an optimizer steps with no pass since the one before
-    first = np.searchsorted(unit, unit)
+        return None  # an optimizer step without a pass since the one before
+    first_pass = np.searchsorted(unit, unit)
     counts = np.bincount(unit, minlength=len(start) + 1)
     complete = counts.copy()
     complete[[0, len(start)]] = 0  # cut off by the ends of the trace
@@ -211,56 +211,57 @@ def find_passes(a: Analysis) -> SyncPasses | None:
     launch = row_numbers(reductions["op"])
     if a.device_id is not None:
         launch = row_numbers(a.trace.gpu["launch"].gather(reductions["gpu"]))
-    hooks = (cpu["kind"] == "op").to_numpy() & name_matches(cpu["name"], _HOOK).to_numpy()
+    is_hook = (cpu["kind"] == "op").to_numpy() & name_matches(cpu["name"], _HOOK).to_numpy()
     reductions = reductions.filter(
-        pl.Series(climb_stack(parent_rows(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
+        pl.Series(climb_stack(parent_rows(a.trace), is_hook, launch) >= 0, dtype=pl.Boolean)
     )
     pass_index = np.searchsorted(forward, reductions["launch_ts"].to_numpy(), side="right") - 1
-    of = pass_index - first[pass_index]
+    position = pass_index - first_pass[pass_index]
     own_unit = unit[pass_index]
-    left = counts[own_unit] - 1 - of
-    last = np.where(own_unit == len(start), of >= usual - 1, left == 0)
+    remaining = counts[own_unit] - 1 - position
+    is_last = np.where(own_unit == len(start), position >= usual - 1, remaining == 0)
     columns = ("gpu", "ts", "dur", "bytes", "op", "launch_ts")
     table = reductions.select(*columns, inside=in_window(a, reductions)).with_columns(
-        unit=pl.Series(own_unit), of=pl.Series(of), last=pl.Series(last)
+        unit=pl.Series(own_unit), of=pl.Series(position), last=pl.Series(is_last)
     )
     return SyncPasses(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)
 
 
-def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
+def _find_outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
     """Return starts and ends of ranges, without those inside another range."""
     cpu = a.trace.cpu
-    named = cpu["kind"].is_in(["annotation", "op"]) & name_matches(cpu["name"], pattern)
-    ranges = cpu.filter(named).select("ts", "dur").sort("ts", "dur", descending=[False, True])
+    is_range = cpu["kind"].is_in(["annotation", "op"]) & name_matches(cpu["name"], pattern)
+    ranges = cpu.filter(is_range).select("ts", "dur").sort("ts", "dur", descending=[False, True])
     start = ranges["ts"].to_numpy().astype(np.int64)
     end = start + ranges["dur"].to_numpy()
     before = np.maximum.accumulate(np.append(np.int64(-1), end))[:-1]
     return start[start >= before], end[start >= before]
 
 
-def _sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | None]]:
+def _count_sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | None]]:
     """Count message sizes of each pass of one optimizer step."""
-    own = table.filter(pl.col("unit") == unit)
-    return [Counter(own["bytes"].filter(own["of"] == n).to_list()) for n in range(count)]
+    rows = table.filter(pl.col("unit") == unit)
+    return [Counter(rows["bytes"].filter(rows["of"] == index).to_list()) for index in range(count)]
 
 
-def _bytes(step: list[Counter[int | None]]) -> int:
+def _sum_bytes(step: list[Counter[int | None]]) -> int:
     return sum((size or 0) * count for sizes in step for size, count in sizes.items())
 
 
-def _copies(a: Analysis, passes: int) -> list[Edit]:
-    """Scale gradient copies into and out of buckets where the host computes; else no edit."""
+def _scale_copies(a: Analysis, passes: int) -> list[Edit]:
+    """Return the edit of gradient copies into and out of buckets if the host computes, else
+    none."""
     if a.device_id is not None:
         return []
-    select = Select(on="host", kind=("op",), name=_COPY)
+    select = Select(on="host", kind=("op",), name=_BUCKET_COPY)
     return [Edit(op="scale", select=select, factor=1 / passes)]
 
 
-def _broadcasts(a: Analysis, passes: int) -> list[Edit]:
-    """Scale broadcasts of buffers: a forward after one inside ``no_sync()`` sends none."""
+def _scale_broadcasts(a: Analysis, passes: int) -> list[Edit]:
+    """Return the edit of buffer broadcasts: a forward after one inside ``no_sync()`` sends none."""
     table = a.collectives.filter(pl.col("collective").cast(pl.String) == "broadcast")
-    around = name_matches(a.trace.cpu["name"], _FORWARD).to_numpy()
-    if not (climb_stack(parent_rows(a.trace), around, row_numbers(table["op"])) >= 0).any():
+    is_forward = name_matches(a.trace.cpu["name"], _FORWARD).to_numpy()
+    if not (climb_stack(parent_rows(a.trace), is_forward, row_numbers(table["op"])) >= 0).any():
         return []
     select = Select(on="gpu", family=("communication",), name=_BROADCAST, under=_FORWARD)
     return [Edit(op="scale", select=select, factor=1 / passes)]
@@ -276,7 +277,7 @@ def _training(
     gpu: str | None = "A100",
     broadcast_us: float = 0,
 ) -> TraceBuilder:
-    """Passes that reduce buckets of so many MiB; ``tensor``: MiB that each layer reduces too."""
+    """Build passes that reduce buckets of these MiB. Each layer also reduces ``tensor`` MiB."""
     b = TraceBuilder(gpu)
 
     def compute(us: float) -> None:

@@ -1,4 +1,4 @@
-"""The path between GPUs that NCCL chose: its log, the topology of a node, and its settings."""
+"""Path between GPUs that NCCL chose: its log, the topology of a node, and its settings."""
 
 import re
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from advisor.testing import Examples, TraceBuilder
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 NCCL_HELP = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 VIRTUAL = re.compile(r"docker|br-|virbr|veth|cni|flannel|tailscale|wg|tun|tap|wl|lo$")
-"""Beginnings of interface names that no data should go through: bridges, tunnels, wireless."""
+"""Beginnings of names of interfaces that should carry no data: bridges, tunnels, wireless."""
 NO_GDR = re.compile(r"GeForce|TITAN|RTX \d")
 """Boards without GPUDirect RDMA and, mostly, without peer access."""
 
 
 class NetworkRule(Rule):
-    """Base of the rules that read a network log and say how collectives would be faster."""
+    """Base of the rules that read a network log and say how collectives become faster."""
 
     auxiliary_inputs = (NETWORK_LOG,)
     alternatives = "network-path"
@@ -40,20 +40,20 @@ class NetworkRule(Rule):
         raise NotImplementedError
 
     def estimate(self, scaled: ScaledCollectives | None) -> dict[str, Any]:
-        """Return the edit of a faster path; without a trace, or where the rate of that path is
-        unknown, an impact that says so."""
+        """Return the edit of a faster path. Without a trace, or if the rate of that path is
+        unknown, return an impact that says so."""
         if scaled is None:
             why = "needs a trace with large collectives, and the rate of the faster link"
             return {"impact": impact_without_gain(why)}
-        factor, most = scaled.factor, (1 + scaled.factor) / 2
-        edit = Edit(op="scale", select=scaled.select, factor=factor, factor_high=most)
+        factor, worst_factor = scaled.factor, (1 + scaled.factor) / 2
+        edit = Edit(op="scale", select=scaled.select, factor=factor, factor_high=worst_factor)
         return {"edits": [edit]}
 
 
 def of_path(log: NetworkLog) -> list[Evidence]:
-    """List connections by transport, as evidence."""
-    named = "; ".join(f"{path} {count:,}" for path, count in log.paths.items())
-    return [Evidence("connections", named)] if named else []
+    """Return connections by transport, as evidence."""
+    connections = "; ".join(f"{path} {count:,}" for path, count in log.paths.items())
+    return [Evidence("connections", connections)] if connections else []
 
 
 def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
@@ -67,7 +67,7 @@ def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
 
 
 def known_settings(a: Analysis) -> dict[str, str]:
-    """Return NCCL's environment, by its log, else by the recorder."""
+    """Return NCCL's environment, from its log, else from the recorder."""
     log = a.trace.meta.network
     env = {} if a.record is None else a.record.rank.env
     return {name: value for name, value in env.items() if name.startswith("NCCL_")} | (
@@ -77,9 +77,9 @@ def known_settings(a: Analysis) -> dict[str, str]:
 
 class NcclSettings(NetworkRule):
     """A variable that switches a fast path of NCCL off is set. Such variables are for finding
-    faults; scripts are copied with them, and the fast path stays off on machines that have it.
+    faults. Scripts are copied with them, and the fast path stays off on machines that have it.
 
-    Read from NCCL's log (``set by environment to``), else from the environment that the recorder
+    The rule reads NCCL's log (``set by environment to``), else the environment that the recorder
     keeps. ``NCCL_IB_DISABLE`` is ignored where all ranks share a node."""
 
     id = "nccl-settings"
@@ -87,7 +87,7 @@ class NcclSettings(NetworkRule):
     reads_record = True
     fix = "Unset the variable, unless it works around a fault that is still there."
     code = "unset NCCL_P2P_DISABLE NCCL_IB_DISABLE NCCL_SHM_DISABLE"
-    verify = "Run with NCCL_DEBUG=INFO: the log no longer says 'set by environment to' of it."
+    verify = "Run with NCCL_DEBUG=INFO: the log no longer says 'set by environment to' for it."
     falsified_by = "the same bus bandwidth of all_reduce_perf without the setting"
     confidence = 0.8
     off: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -104,22 +104,22 @@ class NcclSettings(NetworkRule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        found = {
-            name: why
+        slow_paths = {
+            name: effect
             for name, value in known_settings(a).items()
-            if (known := self.off.get(name)) is not None
-            and re.fullmatch(known[0], value.strip())
-            and (why := known[1])
+            if (setting := self.off.get(name)) is not None
+            and re.fullmatch(setting[0], value.strip())
+            and (effect := setting[1])
             and (name not in ("NCCL_IB_DISABLE", "NCCL_NET") or _spans_nodes(a))
         }
-        if not found:
+        if not slow_paths:
             return
         settings = known_settings(a)
-        named = {f"{name}={settings[name].strip()}": why for name, why in found.items()}
+        named = {f"{name}={settings[name].strip()}": effect for name, effect in slow_paths.items()}
         yield Finding(
             title=f"{next(iter(named))} is set: {next(iter(named.values()))}",
-            summary=f"{'; '.join(f'{name}: {why}' for name, why in named.items())}.",
-            code=f"unset {' '.join(found)}",
+            summary=f"{'; '.join(f'{name}: {effect}' for name, effect in named.items())}.",
+            code=f"unset {' '.join(slow_paths)}",
             evidence=[Evidence("setting", name) for name in named],
             impact=impact_without_gain("run once without it: all_reduce_perf shows the bandwidth"),
         )
@@ -132,9 +132,9 @@ class NcclSettings(NetworkRule):
             "in a recording": _recorded(NCCL_ALGO="Ring", WORLD_SIZE="8"),
             "harmless": (
                 _logged(settings={"NCCL_P2P_DISABLE": "0", "NCCL_IB_HCA": "mlx5"}),
-                "not found",
+                "not slow_paths",
             ),
-            "one node": (_logged(hosts=1, settings={"NCCL_IB_DISABLE": "1"}), "not found"),
+            "one node": (_logged(hosts=1, settings={"NCCL_IB_DISABLE": "1"}), "not slow_paths"),
         }
 
 
@@ -223,16 +223,18 @@ class NcclSockets(NetworkRule):
             "no verbs": "libibverbs cannot be opened.",
             "not opened": f"{next(iter(failed), '')}.",
         }.get(case, "NET/IB found no device." if log.without_device else "")
-        known = bool(adapters or case)
-        there = f" The node has {', '.join(adapters[:4])}." if adapters else ""
-        there = there if reason else there.lstrip()
-        by = f" ({', '.join(log.interfaces)})" if log.interfaces else ""
+        certain = bool(adapters or case)
+        node = f" The node has {', '.join(adapters[:4])}." if adapters else ""
+        node = node if reason else node.lstrip()
+        names = f" ({', '.join(log.interfaces)})" if log.interfaces else ""
         yield Finding(
             summary=f"{t.count_noun(sockets, 'connection')} between nodes "
-            f"{'go' if sockets > 1 else 'goes'} over TCP{by}. {reason}{there}".rstrip(),
+            f"{'go' if sockets > 1 else 'goes'} over TCP{names}. {reason}{node}".rstrip(),
             evidence=[*of_path(log), Evidence("interface", ", ".join(log.interfaces) or None)],
-            confidence=self.confidence if known else 0.4,
-            confidence_notes=[] if known else ["nothing shows that the node has a faster adapter"],
+            confidence=self.confidence if certain else 0.4,
+            confidence_notes=[]
+            if certain
+            else ["nothing shows that the node has a faster adapter"],
             **(self.case(case) if case else {}),
             **self.estimate(scale_collectives(a, across=True) if log.devices else None),
         )
@@ -318,14 +320,14 @@ class NcclGpuDirect(NetworkRule):
 
     @staticmethod
     def examples() -> Examples:
-        beside = _logged(
+        with_trace = _logged(
             hosts=2, ranks=16, node_ranks=8, paths={"NET/IB": 8}, nic_gb_per_s=200.0,
             trace=_large(16, 40.0),
         )  # fmt: skip
         return {
             "no module": _logged(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"no module": 4}),
             "far": _logged(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"distance 7 > 4": 4}),
-            "beside a trace": beside,
+            "next to a trace": with_trace,
             "used": (_logged(hosts=2, paths={"NET/IB/GDRDMA": 8}), "not through_host"),
             "far adapters, used near ones": (
                 _logged(
@@ -343,10 +345,10 @@ class NcclNodePath(NetworkRule):
     """GPUs of a node exchange data through host memory (``via SHM``) though NVLink or peer access
     connects them. Or the board's NVLink is missing from the topology.
 
-    Shared memory is NCCL's choice where GPUs belong to different sockets, and no fault there. It is
-    one where the driver reports that peer access is off (ACS, IOMMU, a virtual machine), or where
-    all pairs have NVLink. ``P2P/IPC``, ``P2P/CUMEM`` and ``P2P/direct pointer`` are peer access,
-    over NVLink or PCIe."""
+    Shared memory is NCCL's choice where GPUs belong to different sockets, and not a fault there. It
+    is a fault where the driver reports that peer access is off (ACS, IOMMU, a virtual machine), or
+    where all pairs have NVLink. ``P2P/IPC``, ``P2P/CUMEM`` and ``P2P/direct pointer`` are peer
+    access, over NVLink or PCIe."""
 
     id = "nccl-node-path"
     title = "GPUs of a node exchange data through host memory"
@@ -384,19 +386,21 @@ class NcclNodePath(NetworkRule):
             return
         if _is_off(a, "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
             return
-        linked = len(fast) == len(log.gpu_links) if log.gpu_links else (log.ring or "")[:3] == "NVL"
-        if not (missing or log.p2p_disabled or (fast and not peer) or (linked and fast)):
+        all_fast = (
+            len(fast) == len(log.gpu_links) if log.gpu_links else (log.ring or "")[:3] == "NVL"
+        )
+        if not (missing or log.p2p_disabled or (fast and not peer) or (all_fast and fast)):
             return
         scaled = scale_collectives(a, across=False) if fast or board is not None else None
         links = ", ".join(f"{link} {n}" for link, n in log.gpu_links.items())
-        off = f" The driver reports {t.count_noun(log.p2p_disabled, 'pair')} without peer access."
+        why = f" The driver reports {t.count_noun(log.p2p_disabled, 'pair')} without peer access."
         yield Finding(
             summary=(
                 f"The board has {board.name}, and the topology shows none ({links})."
                 if missing and board is not None
                 else f"{t.count_noun(shared, 'connection')} between GPUs of a node "
                 f"{'go' if shared > 1 else 'goes'} through host memory (SHM)."
-                f"{off if log.p2p_disabled else ''}"
+                f"{why if log.p2p_disabled else ''}"
             ),
             evidence=[
                 *of_path(log),
@@ -418,7 +422,7 @@ class NcclNodePath(NetworkRule):
             "peer access": (_logged(hosts=1, paths={"P2P/CUMEM": 8}), "not missing"),
             "pairs with NVLink, others across sockets": (
                 _logged(hosts=1, paths={"SHM": 4, "P2P/IPC": 4}, gpu_links={"NV4": 2, "SYS": 4}),
-                "linked",
+                "all_fast",
             ),
             "no NVLink, across sockets": (
                 _logged(hosts=1, paths={"SHM": 8}, gpu_links={"SYS": 6}),
@@ -451,8 +455,8 @@ class NcclNvls(NetworkRule):
         if log.nvls:
             yield PassedCheck(text="NVLink SHARP is available to NCCL")
             return
-        switched = set(log.gpu_links) == {"NV18"}
-        if not switched or log.gpus < self.min_gpus or _is_off(a, "NCCL_NVLS_ENABLE"):
+        is_switched = set(log.gpu_links) == {"NV18"}
+        if not is_switched or log.gpus < self.min_gpus or _is_off(a, "NCCL_NVLS_ENABLE"):
             return
         yield Finding(
             summary=f"All {log.gpus} GPUs are connected by NV18, and NCCL finds no multicast: "
@@ -468,7 +472,7 @@ class NcclNvls(NetworkRule):
     def examples() -> Examples:
         return {
             "eight H100": _logged(nvls=False, gpus=8, gpu_links={"NV18": 28}, nvls_channels=0),
-            "A100": (_logged(nvls=False, gpus=8, gpu_links={"NV12": 28}), "not switched"),
+            "A100": (_logged(nvls=False, gpus=8, gpu_links={"NV12": 28}), "not is_switched"),
             "available": (_logged(nvls=True, gpus=8, gpu_links={"NV18": 28}), "log.nvls"),
         }
 
@@ -492,18 +496,18 @@ class NcclLimits(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        found = {
+        failures = {
             meaning: text
             for text in log.warnings
             for pattern, meaning in self.known.items()
             if re.search(pattern, text)
         }
-        if not found:
+        if not failures:
             return
         yield Finding(
-            title=f"NCCL fails: {next(iter(found))}",
-            summary=f"{'; '.join(found)}. NCCL warns: {next(iter(found.values()))}",
-            evidence=[Evidence("warning", text) for text in found.values()],
+            title=f"NCCL fails: {next(iter(failures))}",
+            summary=f"{'; '.join(failures)}. NCCL warns: {next(iter(failures.values()))}",
+            evidence=[Evidence("warning", text) for text in failures.values()],
             impact=impact_without_gain("communication fails or takes a slower path"),
         )
 
@@ -512,12 +516,12 @@ class NcclLimits(NetworkRule):
         failed = "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"
         return {
             "locked memory": _logged(hosts=1, warnings={failed: 8}),
-            "another warning": (_logged(hosts=1, warnings={"Timeout": 1}), "not found"),
+            "another warning": (_logged(hosts=1, warnings={"Timeout": 1}), "not failures"),
         }
 
 
 def _logged(trace: TraceBuilder | None = None, **fields: Any) -> TraceBuilder:
-    """A log with these fields, alone or beside a trace."""
+    """Build a log with these fields, alone or next to a trace."""
     b = trace or TraceBuilder()
     b.logs["network"] = NetworkLog(files=1, **fields)
     return b
@@ -530,7 +534,7 @@ def _recorded(**env: str) -> TraceBuilder:
 
 
 def _large(ranks: int, gb_per_s: float) -> TraceBuilder:
-    """Steps with an exposed all-reduce of 256 MiB at this bus bandwidth."""
+    """Build steps with an exposed all-reduce of 256 MiB at this bus bandwidth."""
     from advisor.rules.support.common import example_steps
 
     size = 256 << 20

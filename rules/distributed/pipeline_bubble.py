@@ -18,8 +18,8 @@ from advisor.rules.support.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-WORST = 0.2
-"""Share of the gain that is left if half as large micro-batches lose the rest in their kernels."""
+WORST_GAIN_SHARE = 0.2
+"""Share of the gain that is left if smaller micro-batches lose the remainder in their kernels."""
 
 
 class PipelineBubble(Rule):
@@ -29,7 +29,7 @@ class PipelineBubble(Rule):
 
     Micro-batches are the sends of the most frequent size to one rank in a step. The wait is the
     exposed time of sends and receives beyond the shortest of each size. Only as much of it as the
-    formula gives is the schedule's. What is beyond it is for unequal stages or late ranks: record
+    formula gives is due to the schedule. Unequal stages or late ranks cause the remainder: record
     all ranks. If all forward passes of a step are before its backward passes (GPipe), memory holds
     the activations of all micro-batches. One forward, one backward (1F1B) holds those of p."""
 
@@ -81,21 +81,21 @@ class PipelineBubble(Rule):
         if share < self.min_share:
             return
         idle = share * a.span_ns
-        left = bubble_share(size, self.stages_per_rank * slots)
+        interleaved_bubble = bubble_share(size, self.stages_per_rank * slots)
         # (p - 1) slots of time become (p - 1) / v
         saved = idle * (1 - 1 / self.stages_per_rank)
         select, part = select_collectives(a, rows)
-        then = 1 - part * saved / max(1, sum_column(rows["dur"]))
-        gpipe = slots > size and count_passes(a) == 1
-        memory = (
+        factor = 1 - part * saved / max(1, sum_column(rows["dur"]))
+        is_gpipe = slots > size and count_passes(a) == 1
+        memory_text = (
             f"All {slots} forward passes run before the first backward pass (GPipe): 1F1B keeps "
             f"activations of {size} micro-batches in place of {slots}."
         )
-        beyond = wait - bubble * a.span_ns
+        extra = wait - bubble * a.span_ns
         more = (
-            f" {t.format_duration(beyond / a.step_count)} more is no part of that: a stage takes "
-            "longer, or a rank is late."
-            if beyond > 0.5 * bubble * a.span_ns
+            f" {t.format_duration(extra / a.step_count)} more is not part of the bubble: a stage "
+            "takes longer, or a rank is late."
+            if extra > 0.5 * bubble * a.span_ns
             else ""
         )
         yield Finding(
@@ -108,12 +108,12 @@ class PipelineBubble(Rule):
                 Evidence("micro-batches", slots, "count"),
                 self.compare("micro-batches per stage", slots / size, "max_per_stage", "count"),
                 self.compare("bubble by formula", bubble, "min_share", "share"),
-                Evidence("with an interleaved schedule", left, "share"),
+                Evidence("with an interleaved schedule", interleaved_bubble, "share"),
                 amount_per_step(a, "wait in sends and receives", wait),
             ],
             where=device_places(a, rows, "exposed"),
-            edits=[scale_edit(select, then, then, 1 - (1 - then) * WORST)],
-            fix=f"{self.fix} {memory if gpipe else ''}".strip(),
+            edits=[scale_edit(select, factor, factor, 1 - (1 - factor) * WORST_GAIN_SHARE)],
+            fix=f"{self.fix} {memory_text if is_gpipe else ''}".strip(),
         )
 
     @staticmethod
@@ -126,7 +126,7 @@ class PipelineBubble(Rule):
 
 
 def _stage(slots: int, wait: float) -> TraceBuilder:
-    """The first of four stages, GPipe: it waits for the gradients of the first micro-batch."""
+    """Build the first of four stages, GPipe: it waits for the first micro-batch's gradients."""
     b = TraceBuilder(rank=0, world_size=4)
     for _ in b.steps(4):
         for _ in range(slots):

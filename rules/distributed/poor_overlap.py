@@ -30,8 +30,8 @@ from advisor.rules.support.framework_advice import (
 from advisor.testing import Examples, TraceBuilder
 
 READY_NS = 20_000
-"""Time, ns, before which its launch must have returned for a kernel to be ready. Launches take 5 to
-10 µs to reach an idle device."""
+"""Minimum time, ns, between a launch's return and the moment at which its kernel counts as ready.
+Launches take 5 to 10 µs to reach an idle device."""
 
 
 class PoorOverlap(Rule):
@@ -111,7 +111,7 @@ class PoorOverlap(Rule):
         if stream is None or table.is_empty():
             return
         same = (table["stream"] == stream).to_numpy()
-        at_once = _waited_at_once(a, row_numbers(table["gpu"]), stream) & ~same
+        at_once = _find_waited_at_once(a, row_numbers(table["gpu"]), stream) & ~same
         on_stream, waited = int(cost[same].sum()), int(cost[at_once].sum())
         if on_stream + waited < self.min_explained * int(cost.sum()):
             return
@@ -134,7 +134,7 @@ class PoorOverlap(Rule):
                 amount_per_step(a, "such collectives", int(chosen.sum()), "count"),
             ],
             where=device_places(a, table, cost, np.where(chosen, row_numbers(table["op"]), -1)),
-            edits=[_edit(table, chosen)],
+            edits=[_overlap_streams(table, chosen)],
         )
 
     @staticmethod
@@ -173,32 +173,32 @@ class PoorOverlap(Rule):
         }
 
 
-def _edit(table: pl.DataFrame, chosen: NDArray[np.bool_]) -> Edit:
-    """Overlap the communication on the streams of these collectives."""
+def _overlap_streams(table: pl.DataFrame, chosen: NDArray[np.bool_]) -> Edit:
+    """Return the edit that overlaps the communication on the streams of these collectives."""
     streams = np.unique(table["stream"].to_numpy()[chosen])
     select = Select(on="gpu", family=("communication",), stream=tuple(streams.tolist()))
     return Edit(op="overlap", ahead=True, select=select)
 
 
-def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDArray[np.bool_]:
+def _find_waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDArray[np.bool_]:
     """Return which of these device rows held up the first compute kernel launched after them on the
-    compute stream: it was ready, its launch done, yet it started only when they had ended."""
+    compute stream. It was ready, its launch done, yet it started only when they had ended."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
     compute &= (gpu["stream"] == stream).to_numpy() & (gpu["device"] == a.device_id).to_numpy()
     launch = row_numbers(gpu["launch"])
     compute &= launch >= 0
-    following = np.flatnonzero(compute)
-    if not len(following):
+    next_kernels = np.flatnonzero(compute)
+    if not len(next_kernels):
         return np.zeros(len(kernels), dtype=bool)
-    called = cpu["ts"].to_numpy()
-    returned = called + cpu["dur"].to_numpy()
-    following = following[np.argsort(called[launch[following]], kind="stable")]
-    issued = np.where(launch[kernels] >= 0, called[launch[kernels]], np.iinfo(np.int64).max)
-    place = np.searchsorted(called[launch[following]], issued, side="right")
-    after = following[np.minimum(place, len(following) - 1)]
+    call_ts = cpu["ts"].to_numpy()
+    return_ts = call_ts + cpu["dur"].to_numpy()
+    next_kernels = next_kernels[np.argsort(call_ts[launch[next_kernels]], kind="stable")]
+    issued = np.where(launch[kernels] >= 0, call_ts[launch[kernels]], np.iinfo(np.int64).max)
+    position = np.searchsorted(call_ts[launch[next_kernels]], issued, side="right")
+    next_kernel = next_kernels[np.minimum(position, len(next_kernels) - 1)]
     start = gpu["ts"].to_numpy()
     end = start[kernels] + gpu["dur"].to_numpy()[kernels]
-    waited = (place < len(following)) & (start[after] >= end)
-    waited &= returned[launch[after]] + READY_NS <= end
+    waited = (position < len(next_kernels)) & (start[next_kernel] >= end)
+    waited &= return_ts[launch[next_kernel]] + READY_NS <= end
     return np.asarray(waited, dtype=np.bool_)

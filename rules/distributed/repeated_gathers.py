@@ -71,42 +71,42 @@ class RepeatedGathers(Rule):
         if table.is_empty() or table["bytes"].null_count():
             return
         starts = forward_passes(a)
-        table = _by_pass(a, table, starts)
+        table = _add_pass(a, table, starts)
         passes = int(table["passes"].to_numpy().max())
         if passes < self.min_passes:
             return
-        sent = table.group_by("step", "pass").agg(pl.col("bytes").sum()).sort("step", "pass")
-        first = sent.group_by("step").agg(pl.col("bytes").first().alias("first"))
+        pass_bytes = table.group_by("step", "pass").agg(pl.col("bytes").sum()).sort("step", "pass")
+        first_bytes = pass_bytes.group_by("step").agg(pl.col("bytes").first().alias("first"))
         if (
-            not sent.join(first, on="step")
+            not pass_bytes.join(first_bytes, on="step")
             .select((pl.col("bytes") == pl.col("first")).all())
             .item()
         ):
             return
-        again = table.filter(pl.col("pass") > 0)
-        share = sum_column(again["exposed"]) / a.span_ns
+        repeated = table.filter(pl.col("pass") > 0)
+        share = sum_column(repeated["exposed"]) / a.span_ns
         if share < self.min_share:
             return
-        size = float(first["first"].to_numpy().mean())
-        time = sum_column(again["dur"])
+        size = float(first_bytes["first"].to_numpy().mean())
+        repeated_ns = sum_column(repeated["dur"])
         every = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
         yield Finding(
             summary=(
                 f"Each of {passes} micro-batches gathers {t.format_bytes(size)} of parameters. "
                 f"The repeated all-gathers are exposed for "
-                f"{t.format_duration(sum_column(again['exposed']) / a.step_count)} "
+                f"{t.format_duration(sum_column(repeated['exposed']) / a.step_count)} "
                 f"{t.format_per(a.per)}."
             ),
             evidence=[
                 self.compare("passes", passes, "min_passes", "count"),
                 Evidence("gathered in each pass", size, "bytes"),
-                amount_per_step(a, "repeated all-gathers", again.height, "count"),
-                amount_per_step(a, "their time", time),
-                amount_per_step(a, "exposed", sum_column(again["exposed"])),
+                amount_per_step(a, "repeated all-gathers", repeated.height, "count"),
+                amount_per_step(a, "their time", repeated_ns),
+                amount_per_step(a, "exposed", sum_column(repeated["exposed"])),
                 self.compare("share", share, "min_share", "share"),
             ],
-            where=device_places(a, again, "exposed"),
-            edits=[remove_collectives(a, again, int(every.sum()))],
+            where=device_places(a, repeated, "exposed"),
+            edits=[remove_collectives(a, repeated, int(every.sum()))],
             fix=self.fix.format(size=t.format_bytes(size)),
         )
 
@@ -121,20 +121,20 @@ class RepeatedGathers(Rule):
         }
 
 
-def _by_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
-    """Add ``pass`` of each gather in its step, from 0, and ``passes`` that gather in it."""
+def _add_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
+    """Add ``pass`` of each gather in its step, from 0, and the number of ``passes`` that gather."""
     launch = a.trace.cpu["ts"].gather(a.trace.gpu["launch"].gather(table["gpu"]))
-    at = launch.fill_null(table["ts"]).to_numpy()
-    number = np.searchsorted(starts, at, side="right") - 1
-    result = table.with_columns(number=pl.Series(number))
-    first = pl.col("number").min().over("step")
-    return result.with_columns((pl.col("number") - first).alias("pass")).with_columns(
+    launch_ts = launch.fill_null(table["ts"]).to_numpy()
+    pass_number = np.searchsorted(starts, launch_ts, side="right") - 1
+    result = table.with_columns(number=pl.Series(pass_number))
+    first_pass = pl.col("number").min().over("step")
+    return result.with_columns((pl.col("number") - first_pass).alias("pass")).with_columns(
         passes=pl.col("pass").n_unique().over("step")
     )
 
 
 def _training(passes: int, *, kept: bool = False, gather_us: float = 400) -> TraceBuilder:
-    """FSDP over two layers: gathers in front of each, gradients scattered behind it."""
+    """Build FSDP over two layers: gathers before each, gradients scattered after it."""
     b = TraceBuilder()
     for _ in range(5):
         with b.step():

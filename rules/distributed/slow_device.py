@@ -1,4 +1,4 @@
-"""Rule about a rank whose device runs the same kernels slower than its peers'."""
+"""One rank's device runs the same kernels more slowly than its peers'."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class SlowDevice(Rule):
     every collective, and the whole job runs at its speed. Usual causes are clocks held down by heat
     or power, another process on the device, or a failing part.
 
-    The one search across ranks finds who has more work of its own than the others, or arrives last
-    at their collectives. Its device is slow when that work is compute and the same kernels, by name
-    and launch size, take longer. This must hold for all matrix work, or for nearly all compute. One
-    slow kernel shows other inputs (sparse lookups, routed tokens, padding), not a slow device. At
-    least five kernels that ran 20 times or more have to be compared; with fewer the cause stays
-    open.
+    The search across ranks finds a rank that has more work of its own than the others, or arrives
+    last at their collectives. Its device is slow when that work is compute and the same kernels, by
+    name and launch size, take longer. This must hold for all matrix work, or for nearly all
+    compute. One slow kernel shows other inputs (sparse lookups, routed tokens, padding), not a slow
+    device. At least five kernels that ran 20 times or more have to be compared; with fewer the
+    cause stays open.
 
-    With two ranks a slow device and a fast one look the same; the slower one is named. The gain is
-    what the job's step loses to it when all ranks are replayed together."""
+    With two ranks a slow device and a fast one look the same, and the slower one is named. The gain
+    is what the job's step loses to it when all ranks are replayed together."""
 
     id = "slow-device"
     title = "One GPU is slower than the others"
@@ -82,13 +82,13 @@ class SlowDevice(Rule):
 
     def check_run(self, study: Study) -> Outcomes:
         if not study.outliers:
-            yield from self._compared(study)
+            yield from self._report_comparison(study)
         for deviation, gain in study.outliers:
             if not deviation.slow_device:
                 continue
-            yield self._finding(study, deviation, gain)
+            yield self._build_finding(study, deviation, gain)
 
-    def _compared(self, study: Study) -> Outcomes:
+    def _report_comparison(self, study: Study) -> Outcomes:
         """Report a passed check, or what is missing to compare devices."""
         summaries = [s for s in study.job.summaries if s.kernels]
         if len(summaries) < 2:
@@ -107,40 +107,40 @@ class SlowDevice(Rule):
                 f"{max(0.0, speed.ratio - 1):.0%} longer for the same {len(speed.kernels)} kernels"
             )
 
-    def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
+    def _build_finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
         job = study.job
-        at = deviation.members.rank_indices
-        who = describe_subject(job, deviation)
-        slow, ratio = job.summaries[at[0]], deviation.device_slowdown or 1.0
-        mixed = len({s.device for s in job.summaries if s.device}) > 1
-        finding = finding_of(study, deviation, gain, self._title(study, deviation))
-        few = len(job.summaries) < 3
+        indices = deviation.members.rank_indices
+        subject = describe_subject(job, deviation)
+        slow_summary, ratio = job.summaries[indices[0]], deviation.device_slowdown or 1.0
+        has_mixed_devices = len({s.device for s in job.summaries if s.device}) > 1
+        finding = finding_of(study, deviation, gain, self._build_title(study, deviation))
+        few_ranks = len(job.summaries) < 3
         label = "duration over the others' (half of the compared time)"
         evidence = [
             finding.evidence[0],
             Evidence(label, ratio, ""),
             *finding.evidence[1:],
             Evidence("kernels compared", deviation.kernels, "count", MIN_KERNELS, CHOSEN.name),
-            Evidence("its GPU", slow.device or None),
+            Evidence("its GPU", slow_summary.device or None),
         ]
-        notes = [*finding.confidence_notes, *(["only two ranks to compare"] if few else [])]
-        fields = {"fix": self.fix.format(ranks=who)}
-        if mixed:
+        notes = [*finding.confidence_notes, *(["only two ranks to compare"] if few_ranks else [])]
+        fields = {"fix": self.fix.format(ranks=subject)}
+        if has_mixed_devices:
             fields |= self.case("the ranks have different GPUs")
         return replace(
             finding,
             evidence=evidence,
-            confidence=min(finding.confidence, 0.6 if few else 0.7),
+            confidence=min(finding.confidence, 0.6 if few_ranks else 0.7),
             confidence_notes=notes,
             falsified_by=self.falsified_by,
             **fields,
         )
 
     @staticmethod
-    def _title(study: Study, deviation: Deviation) -> str:
-        who = describe_subject(study.job, deviation)
-        several = len(deviation.members.rank_indices) > 1
-        return f"The GPU{'s' if several else ''} of {who} {'are' if several else 'is'} slow"
+    def _build_title(study: Study, deviation: Deviation) -> str:
+        subject = describe_subject(study.job, deviation)
+        plural = len(deviation.members.rank_indices) > 1
+        return f"The GPU{'s' if plural else ''} of {subject} {'are' if plural else 'is'} slow"
 
     @staticmethod
     def examples() -> dict[str, Any]:
@@ -163,9 +163,9 @@ class SlowDevice(Rule):
 def _ranks(
     speed: list[float], *, skewed: float = 1.0, stages: bool = False, kinds: int = 6
 ) -> list[TraceBuilder]:
-    """Ranks that run the same kernels, each so much slower, and leave an all-reduce together; one
-    kernel of the last rank is skewed by the inputs."""
-    us = [
+    """Build ranks that run the same kernels, each at its own speed, and leave an all-reduce
+    together. The inputs skew one kernel of the last rank."""
+    kernel_us = [
         [
             (100 + 20 * (n % kinds)) * slow * (skewed if n % kinds == 0 and rank == last else 1.0)
             for n in range(kinds * 5)
@@ -173,17 +173,17 @@ def _ranks(
         for last in [len(speed) - 1]
         for rank, slow in enumerate(speed)
     ]
-    longest = max(map(sum, us))
-    result = []
-    for rank, each in enumerate(us):
+    longest = max(map(sum, kernel_us))
+    builders = []
+    for rank, kernels in enumerate(kernel_us):
         b = TraceBuilder(rank=rank, world_size=len(speed))
         for _ in b.steps(7):
-            for n, length in enumerate(each):
+            for n, us in enumerate(kernels):
                 kind = n % kinds
                 name = f"stage{rank}_kernel_{kind}" if stages else f"kernel_{kind}"
-                b.run("aten::mm", name, length, blocks=256 * (kind + 1))
-            waits = 400 + longest - sum(each)
+                b.run("aten::mm", name, us, blocks=256 * (kind + 1))
+            waits = 400 + longest - sum(kernels)
             b.collective("allreduce", 25 << 20, waits, wait=True, group_size=len(speed))
             b.sync()
-        result.append(b)
-    return result
+        builders.append(b)
+    return builders

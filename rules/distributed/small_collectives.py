@@ -41,12 +41,12 @@ class SmallCollectives(Rule):
 
     The rule looks for *runs*: three or more collectives of one kind and process group, each below 1
     MiB. One thread launches them, with hardly any compute launched in between. Small collectives
-    between the layers of a model (tensor parallelism) are no run. Each result is needed before the
-    next can start, so they cannot be merged. The estimate of the merged duration is one latency
+    between the layers of a model (tensor parallelism) are not a run. Each result is needed before
+    the next can start, so they cannot be merged. The estimate of the merged duration is one latency
     (the shortest collective) and what each takes beyond it. Where ranks train on CPUs, the
-    collectives are gloo's, and operators stand for launches. Threads that have to be woken make the
-    latency vary. So it is the median of the smaller messages, and what the largest take beyond it
-    is their transfer."""
+    collectives are gloo's, and operators take the place of launches. Threads that have to be woken
+    make the latency vary. So it is the median of the smaller messages, and what the largest take
+    beyond it is their transfer."""
 
     id = "small-collectives"
     title = "Many small collectives that could be one bucket"
@@ -110,7 +110,7 @@ class SmallCollectives(Rule):
         if not a.breakdown.all_communication.total:
             return
         table = a.collectives
-        runs = self._runs(a, table)
+        runs = self._find_runs(a, table)
         count = int(runs.member.sum()) / a.step_count
         cost = np.where(runs.member, int_column(table, "exposed"), 0)
         share = float(cost.sum()) / a.span_ns
@@ -126,7 +126,7 @@ class SmallCollectives(Rule):
         if a.device_id is None:
             select = Select(on="gpu", family=("communication",), max_bytes=int(size.max()))
             part = table.filter(pl.col("bytes") <= int(size.max()))
-            latency, merged = _one_for_all(dur, size, run_count, merged)
+            latency, merged = _estimate_merged(dur, size, run_count, merged)
         keep = 1 - (int(dur.sum()) - merged) / max(1, sum_column(part["dur"]))
         median = float(np.median(size))
         groups = max(1, round(run_count / a.step_count))
@@ -149,14 +149,14 @@ class SmallCollectives(Rule):
             edits=[Edit(op="merge", select=select, factor=max(0.0, min(1.0, keep)))],
         )
 
-    def _runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
+    def _find_runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
         """Find runs of three or more, in order of launch."""
         gpu, cpu = a.trace.gpu, a.trace.cpu
         on_host = a.device_id is None
         launch = row_numbers(table["op"] if on_host else gpu["launch"].gather(table["gpu"]))
         order = np.argsort(launch, kind="stable")
-        size_known = table["bytes"].is_not_null().to_numpy()
-        small = size_known & (int_column(table, "bytes") < self.max_bytes) & (launch >= 0)
+        has_size = table["bytes"].is_not_null().to_numpy()
+        is_small = has_size & (int_column(table, "bytes") < self.max_bytes) & (launch >= 0)
         if on_host:
             launches = outermost_rows(a.trace)
             waits = name_matches(cpu["name"], COLLECTIVE_WAITS).to_numpy()
@@ -164,24 +164,24 @@ class SmallCollectives(Rule):
         else:
             compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
             launches = np.sort(row_numbers(gpu["launch"])[compute])
-        before = np.searchsorted(launches, launch)
+        launches_before = np.searchsorted(launches, launch)
         thread = np.append(cpu["thread"].to_numpy(), -1)[launch]
         kind = (
             table.select(pl.struct("collective", "group", "stream").rank("dense")).to_series()
         ).to_numpy()
-        linked = np.zeros(len(order), dtype=bool)  # to the one before it in order of launch
-        now, last = order[1:], order[:-1]
-        linked[1:] = small[now] & small[last] & (kind[now] == kind[last])
-        linked[1:] &= thread[now] == thread[last]
-        linked[1:] &= before[now] - before[last] <= self.max_between
-        number = np.cumsum(~linked) - 1
-        length = np.bincount(number, minlength=1)
-        member = np.zeros(len(order), dtype=bool)
-        member[order] = length[number] >= 3
-        of_run = np.zeros(len(order), dtype=np.int64)
-        of_run[order] = number
-        member &= small
-        return _Runs(member, of_run[member])
+        is_linked = np.zeros(len(order), dtype=bool)  # to the one before it in order of launch
+        current, previous = order[1:], order[:-1]
+        is_linked[1:] = is_small[current] & is_small[previous] & (kind[current] == kind[previous])
+        is_linked[1:] &= thread[current] == thread[previous]
+        is_linked[1:] &= launches_before[current] - launches_before[previous] <= self.max_between
+        run_number = np.cumsum(~is_linked) - 1
+        length = np.bincount(run_number, minlength=1)
+        in_run = np.zeros(len(order), dtype=bool)
+        in_run[order] = length[run_number] >= 3
+        run_of_row = np.zeros(len(order), dtype=np.int64)
+        run_of_row[order] = run_number
+        in_run &= is_small
+        return _Runs(in_run, run_of_row[in_run])
 
     @staticmethod
     def examples() -> Examples:
@@ -215,15 +215,15 @@ class SmallCollectives(Rule):
         }
 
 
-def _one_for_all(
-    dur: NDArray[np.int64], size: NDArray[np.int64], runs: int, most: int
+def _estimate_merged(
+    dur: NDArray[np.int64], size: NDArray[np.int64], runs: int, max_ns: int
 ) -> tuple[int, int]:
-    """(latency, time of one collective a run in place of all), ns, from the medians of the smaller
-    messages and of the largest; no more than ``most``."""
+    """Return (latency, time of one collective per run in place of all), ns, from the medians of the
+    smaller messages and of the largest, and at most ``max_ns``."""
     smaller = size <= np.median(size)
-    least, large = float(np.median(dur[smaller])), float(np.median(dur[size == size.max()]))
-    rate = max(0.0, large - least) / max(1, int(size.max() - size[smaller].max()))
-    return round(least), min(most, round(least * runs + rate * float(size.sum())))
+    short, long = float(np.median(dur[smaller])), float(np.median(dur[size == size.max()]))
+    rate = max(0.0, long - short) / max(1, int(size.max() - size[smaller].max()))
+    return round(short), min(max_ns, round(short * runs + rate * float(size.sum())))
 
 
 def _on_cpus(count: int) -> TraceBuilder:
@@ -256,7 +256,7 @@ class UnbucketedGradients(Rule):
     max_bytes = Threshold(
         1048576, "bytes on average: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
-    max_exposed = Threshold(0.5, "of their time exposed: more is another rule's", OURS)
+    max_exposed = Threshold(0.5, "of their time exposed: above it another rule reports them", OURS)
 
     fix = (
         "Let DistributedDataParallel send gradients in buckets (bucket_cap_mb), in place of a hook "
@@ -283,12 +283,12 @@ class UnbucketedGradients(Rule):
         size = None if table["bytes"].null_count() else sum_column(table["bytes"]) / table.height
         if size is not None and size > self.max_bytes:
             return
-        each = "" if size is None else f" of {t.format_bytes(size)} on average"
+        size_text = "" if size is None else f" of {t.format_bytes(size)} on average"
         yield Finding(
             title=f"{count:.0f} all-reduces {t.format_per(a.per)}, not in buckets",
             summary=(
-                f"{count:.0f} all-reduces{each} run {t.format_per(a.per)}. Compute hides most of "
-                "their time here; on more ranks or a slower network their latency adds up."
+                f"{count:.0f} all-reduces{size_text} run {t.format_per(a.per)}. Compute hides most "
+                "of their time here; on more ranks or a slower network their latency adds up."
             ),
             evidence=[
                 self.compare("all-reduces", count, "min_count", "count", per=a.per),

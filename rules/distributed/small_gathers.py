@@ -39,7 +39,7 @@ from advisor.rules.support.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-WORST = 0.2
+WORST_GAIN_SHARE = 0.2
 """Share of the gain that is left if a pass's first gather, which nothing hides, becomes longer."""
 
 
@@ -50,9 +50,9 @@ class SmallGathers(Rule):
 
     A gather is small if less than half of its shortest time is transfer. Transfer is its bytes at
     0.8 of the link's datasheet rate, or of ``--node-bandwidth`` across nodes. The rest is latency,
-    up to what NCCL's own model gives for as many ranks. The rule abstains where no rate is known,
-    or which ranks share a node. The gain is of units that are so large that latency is a fifth of a
-    gather."""
+    up to what NCCL's own model gives for as many ranks. The rule abstains where the rate is
+    unknown, or which ranks share a node. The gain is that of units so large that latency is a fifth
+    of a gather."""
 
     id = "small-gathers"
     title = "FSDP gathers many small units"
@@ -98,7 +98,7 @@ class SmallGathers(Rule):
         )
         if table.is_empty() or table["bytes"].null_count():
             return
-        table = _with_latency(a, table)
+        table = _add_latency(a, table)
         small = table.filter(pl.col("transfer") < self.max_transfer * pl.col("shortest"))
         count = small.filter(pl.col("collective") == "all_gather").height / a.step_count
         if count < self.min_count:
@@ -116,7 +116,7 @@ class SmallGathers(Rule):
         units = min(units, max(2, round(count)))
         saved = float(small["latency"].sum()) * (1 - 1 / units)
         select, part = select_collectives(a, small)
-        then = 1 - part * saved / max(1, sum_column(small["dur"]))
+        factor = 1 - part * saved / max(1, sum_column(small["dur"]))
         yield Finding(
             summary=(
                 f"{count:.0f} gathers {t.format_per(a.per)} have a median of "
@@ -133,7 +133,7 @@ class SmallGathers(Rule):
                 self.compare("share", share, "min_share"),
             ],
             where=device_places(a, small, "exposed"),
-            edits=[scale_edit(select, then, then, 1 - (1 - then) * WORST)],
+            edits=[scale_edit(select, factor, factor, 1 - (1 - factor) * WORST_GAIN_SHARE)],
             fix=self.fix.format(units=units, size=t.format_bytes(units * size)),
         )
 
@@ -148,14 +148,14 @@ class SmallGathers(Rule):
         }
 
 
-def _with_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
-    """``shortest`` of each kind, size and group, ``transfer`` of its bytes, and ``latency``, ns;
-    without those of groups whose link or rate is unknown."""
+def _add_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
+    """Add ``shortest`` of each kind, size and group, ``transfer`` of its bytes, and ``latency``,
+    ns. Rows of groups whose link or rate is unknown are left out."""
     machine = machine_of(a)
     keys = ["collective", "bytes", "group_size", "ranks"]
-    sums = table.group_by(keys).agg(pl.col("dur").quantile(0.1).alias("shortest"))
+    times = table.group_by(keys).agg(pl.col("dur").quantile(0.1).alias("shortest"))
     rows = []
-    for kind, size, group, ranks, shortest in sums.iter_rows():
+    for kind, size, group, ranks, shortest in times.iter_rows():
         members = group_ranks(ranks)
         link = find_link(a, members, group, machine)
         factor = bus_factor(kind, group)
@@ -164,16 +164,16 @@ def _with_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
         local = count_local(members, machine) if link.crosses else group
         rate = ATTAINED_SHARE * link.gb_per_s * (local if link.crosses else 1)
         transfer = size * factor / rate
-        most = ring_latency(kind, group, local, SIMPLE)
+        max_latency = ring_latency(kind, group, local, SIMPLE)
         rows.append((kind, size, group, ranks, shortest, transfer,
-                     float(np.clip(shortest - transfer, 0.0, most))))  # fmt: skip
-    schema: dict[str, Any] = {**sums.schema, "transfer": pl.Float64, "latency": pl.Float64}
-    found = pl.DataFrame(rows, schema=schema, orient="row")
-    return table.join(found, on=keys, how="inner", nulls_equal=True)
+                     float(np.clip(shortest - transfer, 0.0, max_latency))))  # fmt: skip
+    schema: dict[str, Any] = {**times.schema, "transfer": pl.Float64, "latency": pl.Float64}
+    latencies = pl.DataFrame(rows, schema=schema, orient="row")
+    return table.join(latencies, on=keys, how="inner", nulls_equal=True)
 
 
 def _units(count: int, size: int, us: float, *, compute: float = 40, node: int = 8) -> TraceBuilder:
-    """FSDP over so many units: gathers in front of each, gradients scattered behind it."""
+    """Build FSDP over ``count`` units: gathers before each, gradients scattered after it."""
     from advisor.core.auxiliary_inputs import NetworkLog
 
     def body(b: TraceBuilder) -> None:

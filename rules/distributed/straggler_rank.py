@@ -1,4 +1,4 @@
-"""Rule about a rank that comes late to the collectives, so that all others wait for it."""
+"""One rank comes late to the collectives, so all others wait for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import TraceBuilder
 
 MIN_PAUSE_STEPS = 4
-PAUSE_TIMES = 3
-"""Ratio to the next longest step from which one step is a pause."""
+MIN_PAUSE_RATIO = 3
+"""Minimum ratio to the next longest step at which a step is a pause."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,15 +37,15 @@ class StragglerRank(Rule):
     on CPUs, it arrives when a thread of gloo begins with it and has ended the one before. Clocks of
     different hosts differ. So the rule first puts the traces on one clock, by the ends of
     collectives that all ranks leave together. Where they share none, or their ends do not agree, it
-    says nothing. A rank is last only when it is by more than twice the error of that alignment.
-    What it costs is the mean wait of the others that no compute of theirs hides. Somebody is always
-    last: of two ranks that take turns by chance, one may be at three collectives of four. So
-    nothing is said unless a rank is last more often than similar ranks would be in one window of a
-    hundred.
+    reports nothing. A rank counts as last only if it is late by more than twice the error of that
+    alignment. Its cost is the mean wait of the others that their compute does not hide. Some rank
+    is always last: of two ranks that take turns by chance, one may be last at three collectives of
+    four. So the rule is silent unless a rank is last more often than similar ranks would be in one
+    window of a hundred.
 
     It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
-    sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
-    be later than all of them. The finding then says so."""
+    sequences, garbage collection. When only some of a job's ranks were read, another rank may be
+    later than all of them. The finding then says so."""
 
     id = "straggler-rank"
     title = "One rank keeps the others waiting"
@@ -64,7 +64,7 @@ class StragglerRank(Rule):
 
     min_share = Threshold(
         LATE_SHARE,
-        "of the step, mean exposed wait of the others: half of what TraceML warns of",
+        "of the step, mean exposed wait of the others: half of TraceML's limit",
         TRACEML,
     )
     max_chance = Threshold(
@@ -73,8 +73,8 @@ class StragglerRank(Rule):
         SIGNIFICANCE,
     )
 
-    verify = "Profile all ranks again: nobody arrives last at most collectives."
-    assumptions = ("without the late rank the others would go on at once",)
+    verify = "Profile all ranks again: no rank arrives last at most collectives."
+    assumptions = ("without the late rank the others would continue at once",)
 
     fix = (
         "Check the host of {ranks}: CPU clock and cores bound to the process, NUMA node, garbage "
@@ -174,44 +174,48 @@ class StragglerRank(Rule):
                 why=f"the ranks cannot be put on one clock: {clocks.reason}",
                 record="the same steps on every rank, in one run",
             )
-        yield from self._pause(study)
+        yield from self._report_pause(study)
         if not study.outliers:
-            yield from self._none(study)
+            yield from self._report_pass(study)
             return
         for deviation, gain in study.outliers:
             if deviation.slow_device:
                 continue
-            yield self._finding(study, deviation, gain)
+            yield self._build_finding(study, deviation, gain)
 
-    def _pause(self, study: Study) -> Outcomes:
-        """Report a step of one rank that took far longer than its others, and than those of all
-        ranks. That is no straggler: its cause is another."""
-        own = study.job.profile.own_ns_by_step
-        if own.shape[1] < MIN_PAUSE_STEPS or not np.isfinite(own).any() or not study.job.step_ns:
+    def _report_pause(self, study: Study) -> Outcomes:
+        """Report a step of one rank that took far longer than its other steps, and than steps of
+        all ranks. It is not a straggler: it has another cause."""
+        times = study.job.profile.own_ns_by_step
+        if (
+            times.shape[1] < MIN_PAUSE_STEPS
+            or not np.isfinite(times).any()
+            or not study.job.step_ns
+        ):
             return
-        excess = own - np.nanmedian(own, axis=1, keepdims=True)
+        excess = times - np.nanmedian(times, axis=1, keepdims=True)
         order = np.argsort(np.nan_to_num(excess, nan=-np.inf), axis=None)
-        (place, step), (_, second) = (np.unravel_index(at, own.shape) for at in order[[-1, -2]])
+        (rank, step), (_, other_step) = (np.unravel_index(n, times.shape) for n in order[[-1, -2]])
         longest, next_longest = excess.flat[order[-1]], excess.flat[order[-2]]
-        blamed = {
+        late_ranks = {
             index for deviation, _ in study.outliers for index in deviation.members.rank_indices
         }
-        lost = float(longest) / own.shape[1]
-        if place in blamed or lost < self.min_share * study.job.step_ns:
+        lost_ns = float(longest) / times.shape[1]
+        if rank in late_ranks or lost_ns < self.min_share * study.job.step_ns:
             return
-        if longest < PAUSE_TIMES * max(float(next_longest), 0.0) or second == step:
+        if longest < MIN_PAUSE_RATIO * max(float(next_longest), 0.0) or other_step == step:
             return  # several pauses, or a step that is long on several ranks
-        steps = study.job.summaries[int(place)].steps
+        steps = study.job.summaries[int(rank)].steps
         name = steps[int(step)].name if step < len(steps) else f"step {step}"
         yield SkippedCheck(
-            what=f"why rank {study.numbers[int(place)]} pauses in one step",
+            what=f"why rank {study.numbers[int(rank)]} pauses in one step",
             why=f"in {name} it takes {t.format_duration(float(longest))} longer than in its other "
-            f"steps, and the others wait for it: once in {own.shape[1]} steps is no straggler",
+            f"steps, and the others wait for it: once in {times.shape[1]} steps is no straggler",
             record="stacks (with_stack=True) on this rank, and more steps; look for garbage "
             "collection, a checkpoint or logging on it",
         )
 
-    def _none(self, study: Study) -> Outcomes:
+    def _report_pass(self, study: Study) -> Outcomes:
         """Report a passed check, or why it is not certain."""
         from advisor.measure.ranks.outliers import late_chance
 
@@ -219,40 +223,40 @@ class StragglerRank(Rule):
         steps = max(1, len(job.profile.steps))
         if job.joined.clocks.error_ns is None or not len(result.row) or not job.step_ns:
             return
-        place = int(np.argmax(result.caused_exposed_ns))
-        taken, last = int(result.collective_count[place]), int(result.last_count[place])
-        lost = float(result.caused_exposed_ns[place]) / steps
-        if lost < self.min_share * job.step_ns:
+        rank = int(np.argmax(result.caused_exposed_ns))
+        collectives, last_count = int(result.collective_count[rank]), int(result.last_count[rank])
+        lost_ns = float(result.caused_exposed_ns[rank]) / steps
+        if lost_ns < self.min_share * job.step_ns:
             yield PassedCheck(
                 text="no rank keeps the others waiting for long: the worst costs them "
-                f"{t.format_duration(lost)} "
+                f"{t.format_duration(lost_ns)} "
                 f"{t.format_per(find_unit(study))} that no compute hides "
-                f"({lost / job.step_ns:.0%}), "
+                f"({lost_ns / job.step_ns:.0%}), "
                 f"clocks aligned to {t.format_duration(job.joined.clocks.error_ns)}"
             )
             return
-        if last < MIN_LATE * taken or taken < MIN_COLLECTIVES:
+        if last_count < MIN_LATE * collectives or collectives < MIN_COLLECTIVES:
             return
-        if late_chance(job, place) >= self.max_chance:
+        if late_chance(job, rank) >= self.max_chance:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
-                why=f"rank {study.numbers[place]} arrives last at {last} of {taken} "
+                why=f"rank {study.numbers[rank]} arrives last at {last_count} of {collectives} "
                 "collectives, which may be chance",
                 record="more steps",
             )
             return
 
-    def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
-        who = describe_subject(study.job, deviation)
-        finding = finding_of(study, deviation, gain, _title(who, deviation))
+    def _build_finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
+        subject = describe_subject(study.job, deviation)
+        finding = finding_of(study, deviation, gain, _build_title(subject, deviation))
         case = "imbalance that moves" if deviation.rank_varies else deviation.kind
-        text = self.case(case, ranks=who) if case in self.cases else {}
+        advice = self.case(case, ranks=subject) if case in self.cases else {}
         if not any(summary.kernels for summary in study.job.summaries):
             on_host = self.case("the ranks train on CPUs")
-            text = on_host if case == "compute" else on_host | text
+            advice = on_host if case == "compute" else on_host | advice
             if case == "imbalance":
-                text |= self.case("other shapes", ranks=who)
-        return replace(finding, **{"fix": self.fix.format(ranks=who), **text})
+                advice |= self.case("other shapes", ranks=subject)
+        return replace(finding, **{"fix": self.fix.format(ranks=subject), **advice})
 
     @staticmethod
     def examples() -> dict[str, Any]:
@@ -261,39 +265,39 @@ class StragglerRank(Rule):
             "a slow process on a CPU": _processes([20e3, 60e3]),
             "longer sequences on a CPU": _processes([20e3, 60e3], [64, 192]),
             "late in each of four steps": _ranks([2000.0, 2000.0], late=(1, 1, 1, 1)),
-            "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost < self.min_share"),
-            "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost < self.min_share"),
+            "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost_ns < self.min_share"),
+            "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost_ns < self.min_share"),
             "taking turns": (
                 _ranks([2000.0, 2000.0, 2000.0], turn=800.0),
-                "last < MIN_LATE * taken",
+                "last_count < MIN_LATE * collectives",
             ),
-            "equal processes": (_processes([20e3, 20e3]), "lost < self.min_share"),
+            "equal processes": (_processes([20e3, 20e3]), "lost_ns < self.min_share"),
             "late at three of four": (
                 _ranks([2000.0, 2000.0], late=(1, 1, 0, 1)),
-                "late_chance(job, place) >= self.max_chance",
+                "late_chance(job, rank) >= self.max_chance",
             ),
         }
 
 
-def _title(who: str, deviation: Deviation) -> str:
-    several = len(deviation.members.rank_indices) > 1 and deviation.members.unit == "rank"
-    name = f"{who[0].upper()}{who[1:]}"
+def _build_title(subject: str, deviation: Deviation) -> str:
+    plural = len(deviation.members.rank_indices) > 1 and deviation.members.unit == "rank"
+    name = f"{subject[0].upper()}{subject[1:]}"
     if deviation.rank_varies:
         return "A different rank holds up each step"
     if deviation.kind == "network":
-        return f"The links of {who} are slow"
+        return f"The links of {subject} are slow"
     if deviation.kind == "pipeline":
         return f"{name} takes longer than the other stages"
     if deviation.kind == "imbalance":
-        return f"{name} {'have' if several else 'has'} more work than the others"
-    return f"{name} {'keep' if several else 'keeps'} the others waiting"
+        return f"{name} {'have' if plural else 'has'} more work than the others"
+    return f"{name} {'keep' if plural else 'keeps'} the others waiting"
 
 
 def _ranks(
     compute: list[float], turn: float = 0.0, late: tuple[int, ...] = ()
 ) -> list[TraceBuilder]:
-    """Ranks that compute so long in each step and then leave an all-reduce together. ``late``: the
-    rank that computes longer in each step."""
+    """Build ranks that compute for these times, µs, in each step and then leave an all-reduce
+    together. ``late`` names the rank that computes longer in each step."""
     builders = [TraceBuilder(rank=n, world_size=len(compute)) for n in range(len(compute))]
     for step in range(len(late) or 6):
         work = [us + (turn if step % len(compute) == n else 0) for n, us in enumerate(compute)]
@@ -310,8 +314,8 @@ def _ranks(
 
 
 def _processes(compute: list[float], lengths: Sequence[int] = ()) -> list[TraceBuilder]:
-    """Processes that compute so long, start two all-reduces of gloo, and wait for both.
-    ``lengths``: of the sequences that each of them gets."""
+    """Build processes that compute for these times, µs, start two all-reduces of gloo, and wait for
+    both. ``lengths`` are the lengths of the sequences that each of them gets."""
     builders = [TraceBuilder(None, rank=n, world_size=len(compute)) for n in range(len(compute))]
     for _ in range(6):
         for rank, (b, us) in enumerate(zip(builders, compute, strict=True)):

@@ -18,14 +18,14 @@ from advisor.testing import Examples, TraceBuilder
 
 class TensorAcrossNodes(Rule):
     """Tensor parallelism sends activations several times in every layer, and compute waits for
-    them. Its ranks lie in several nodes, so they send over the network, although a node has as many
-    GPUs as they are.
+    them. Its ranks are in several nodes, so they send over the network, although one node has
+    enough GPUs for them.
 
     Which ranks share a node follows from the option ``--node-size`` or NCCL's log. It also follows
     from the hosts in the names of the files, or from the devices that the trace lists. If none of
-    them tells, or if no node has enough GPUs, the rule abstains. The gain is of the other order of
-    ranks: tensor-parallel ones share a node, and those of the axis that sends least leave it. Both
-    rates are needed: the fastest large message across nodes, and inside of one, or 0.8 of the
+    them is known, or if no node has enough GPUs, the rule abstains. The gain is that of another
+    order of ranks: tensor-parallel ranks share a node, and ranks of the axis that sends least leave
+    it. Both rates are needed: the fastest large message across nodes, and inside one, or 0.8 of the
     datasheet's rate of the link. Waits for late ranks stay."""
 
     id = "tensor-across-nodes"
@@ -70,10 +70,10 @@ class TensorAcrossNodes(Rule):
             yield PassedCheck(text=f"tensor parallelism across nodes is exposed for {share:.0%}")
             return
         size, nodes = placed.tensor.size, -(-placed.tensor.size // placed.tensor.local)
-        edits = _edits(a, placed)
+        edits = _build_edits(a, placed)
         yield Finding(
             summary=(
-                f"The {size} tensor-parallel ranks lie in {nodes} nodes, so compute waits for the "
+                f"The {size} tensor-parallel ranks are in {nodes} nodes, so compute waits for the "
                 f"network for {of_step(a, exposed)}. A node of {placed.node} GPUs holds all of "
                 "them."
             ),
@@ -84,7 +84,7 @@ class TensorAcrossNodes(Rule):
                 amount_per_step(a, "exposed tensor-parallel collectives", exposed),
                 self.compare("share", share, "min_share"),
                 Evidence("bus bandwidth of a GPU across nodes", _bytes(placed.network), "bytes/s"),
-                Evidence("inside of a node", _bytes(placed.inside_node), "bytes/s"),
+                Evidence("inside a node", _bytes(placed.inside_node), "bytes/s"),
             ],
             where=device_places(a, rows, "exposed"),
             edits=edits,
@@ -108,19 +108,19 @@ def _bytes(gb_per_s: float | None) -> float | None:
     return None if gb_per_s is None else gb_per_s * 1e9
 
 
-def _edits(a: Analysis, placed: TensorPlacement) -> list[Edit]:
-    """Scale the collectives as in the other order; at worst half of that is saved, at best without
-    waits for ranks that come late because of the network."""
-    result = []
-    for rows, factor, least in placed.changes:
+def _build_edits(a: Analysis, placement: TensorPlacement) -> list[Edit]:
+    """Scale the collectives as in the other order. At worst half of that is saved, at best all
+    waits for ranks that the network makes late go too."""
+    edits = []
+    for rows, factor, best_factor in placement.changes:
         select, part = select_collectives(a, rows)
-        then, best = (1 - part * (1 - each) for each in (factor, least))
-        result.append(scale_edit(select, then, best, (1 + then) / 2 if then < 1 else then))
-    return result
+        usual, best = (1 - part * (1 - share) for share in (factor, best_factor))
+        edits.append(scale_edit(select, usual, best, (1 + usual) / 2 if usual < 1 else usual))
+    return edits
 
 
 def _training(ranks: list[int], node: int = 8, us: float = 400) -> TraceBuilder:
-    """Layers with an all-reduce of 16 MiB among these ranks, in both passes."""
+    """Build layers with an all-reduce of 16 MiB among these ranks, in both passes."""
     from advisor.core.auxiliary_inputs import NetworkLog
 
     b = TraceBuilder(rank=0, world_size=16)

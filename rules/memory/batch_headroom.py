@@ -14,8 +14,8 @@ from advisor.rules.support.device_memory import held_by_others, last_known
 from advisor.rules.support.launch_gaps import measure_launch_gaps
 from advisor.testing import Examples, TraceBuilder
 
-SHOWN_FACTOR = 16
-"""Factor of the batch from which it is no more than a least one."""
+MAX_FACTOR = 16
+"""Maximum factor of the batch that is shown. Larger ones read ``16 or more``."""
 
 
 class BatchHeadroom(Rule):
@@ -24,15 +24,14 @@ class BatchHeadroom(Rule):
     gradients) over more samples.
 
     The GPU counts as not busy where it idles for 20% of the run's own step or more, by the work of
-    the profiled window.
-    Without a window, it counts where GPM shows less than 70% of the multiprocessors active. It also
-    counts where NVML shows less than 70% utilization at its 95th percentile (SageMaker's BatchSize
-    rule). A high NVML utilization alone says nothing.
+    the profiled window. Without a window, it counts where GPM shows less than 70% of the
+    multiprocessors active. It also counts where NVML shows less than 70% utilization at its 95th
+    percentile (SageMaker's BatchSize rule). A high NVML utilization alone says nothing.
 
     A larger batch saves nothing where the host's work on each sample sets the pace: loading,
-    pinning, preprocessing. So at least half of the GPU's idle time has to lie between launches.
+    pinning, preprocessing. So at least half of the GPU's idle time has to be between launches.
     Without a window, loading may take up to half of the step. A driver that frees memory in the
-    loop shows that the allocator may not use the rest: the note is left out.
+    loop shows that the allocator may not use the free memory. Then the note is left out.
 
     A larger batch changes the optimization, because there are fewer updates per epoch. The learning
     rate has to be scaled: linearly with SGD, by the square root with Adam, after a warm-up. The
@@ -51,7 +50,7 @@ class BatchHeadroom(Rule):
         SAGEMAKER,
     )
     min_fixed = Threshold(
-        0.5, "of the GPU's idle time lies between launches, which more samples would share", CHOSEN
+        0.5, "of the GPU's idle time is between launches, which more samples would share", CHOSEN
     )
     max_loading = Threshold(0.5, "of the step is loading, where no window was profiled", CHOSEN)
     target_share = Factor(
@@ -59,7 +58,7 @@ class BatchHeadroom(Rule):
     )
 
     fix = (
-        "Double the batch and compare samples per second. Go on while they rise. Scale the "
+        "Double the batch and compare samples per second. Continue while they rise. Scale the "
         "learning rate (linearly with SGD, by the square root with Adam) and warm it up. This "
         "changes the optimization: compare quality after the same number of samples."
     )
@@ -72,7 +71,7 @@ class BatchHeadroom(Rule):
     confidence = 0.6
 
     inference = {
-        "fix": "Double the batch and compare samples per second. Go on while they rise.",
+        "fix": "Double the batch and compare samples per second. Continue while they rise.",
         "code": "model(torch.cat([batch, next_batch]))   # half as many calls",
     }
 
@@ -87,7 +86,7 @@ class BatchHeadroom(Rule):
         others = held_by_others(a)
         if held + others > self.max_memory * total:
             return
-        active = _activity(a)
+        active = _measure_activity(a)
         if active is None:
             yield SkippedCheck(
                 what="whether a larger batch would keep the GPU busier",
@@ -100,16 +99,16 @@ class BatchHeadroom(Rule):
         if self._grows_with_batch(a) or _is_capped(a):
             return
         factor = int((self.target_share * total - others) / max(held, 1.0))
-        times = f"up to {factor}" if factor < SHOWN_FACTOR else f"{SHOWN_FACTOR} or more"
-        beside = f" Other processes hold {t.format_bytes(others)}." * bool(others)
-        batch = recorded.column("samples")[recorded.used]
-        batch = batch[~np.isnan(batch)]
-        now = float(np.median(batch)) if len(batch) else None
+        factor_text = f"up to {factor}" if factor < MAX_FACTOR else f"{MAX_FACTOR} or more"
+        others_text = f" Other processes hold {t.format_bytes(others)}." * bool(others)
+        samples = recorded.column("samples")[recorded.used]
+        samples = samples[~np.isnan(samples)]
+        batch_size = float(np.median(samples)) if len(samples) else None
         yield Finding(
             summary=(
                 f"The run holds {t.format_bytes(held)} of {t.format_bytes(total)} "
                 f"({t.format_share(held / total)}), and the GPU is not kept busy ({label} "
-                f"{value:.0%}).{beside} A batch {times} times as large may fit."
+                f"{value:.0%}).{others_text} A batch {factor_text} times as large may fit."
             ),
             evidence=[
                 Evidence("GPU memory held", held, "bytes"),
@@ -119,7 +118,7 @@ class BatchHeadroom(Rule):
                     "max_memory",
                 ),
                 Evidence(label, value, "share"),
-                Evidence("samples per batch", now, "count"),
+                Evidence("samples per batch", batch_size, "count"),
                 steps_seen(recorded),
             ],
             impact=impact_without_gain("the recording does not show how fast a larger batch is"),
@@ -139,8 +138,8 @@ class BatchHeadroom(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """A tenth of the memory and 40% active; an idle GPU in the window. Full; busy;
-        utilization says 100%; nothing recorded."""
+        """Build runs with a tenth of the memory and 40% active, or an idle GPU in the window.
+        Others are full, busy, at a utilization of 100%, or without a recording."""
         return {
             "40% of the multiprocessors": _run(8e9, gpm=40),
             "an idle GPU in the window": _run(8e9, window=True),
@@ -157,13 +156,13 @@ class BatchHeadroom(Rule):
 
 
 def _is_capped(a: Analysis) -> bool:
-    """Return whether the allocator gave memory back to the driver in the loop, though half of the
-    GPU's is free: it may not use more."""
-    # inside an operator: outside of one it is torch.cuda.empty_cache()
+    """Return whether the allocator gave memory back to the driver in the loop, although half of the
+    GPU's memory is free: it may not use more."""
+    # inside an operator: outside it is torch.cuda.empty_cache()
     return a.allocations.filter((pl.col("call") == "free") & pl.col("op").is_not_null()).height > 0
 
 
-def _activity(a: Analysis) -> tuple[str, float, str] | None:
+def _measure_activity(a: Analysis) -> tuple[str, float, str] | None:
     """Return (label, share, kind) of the best measure of how busy the GPU is."""
     if a.own_busy_share is not None:
         return "GPU busy, share of the step", a.own_busy_share, "busy"

@@ -33,24 +33,24 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class DriverAllocationRule(Rule):
-    """A rule about one kind of driver call that allocates or frees memory."""
+    """Base of the rules about one kind of driver call that allocates or frees memory."""
 
     min_steps = Threshold(
-        3, "steps with such calls: once or twice is warm-up or an evaluation", OURS
+        3, "steps with these calls: once or twice is warm-up or an evaluation", OURS
     )
     min_a_step = Threshold(
         1.0,
-        "calls per step after the first step: in steady state there are none",
+        "calls per step after the first step: a steady state has none",
         CACHING_ALLOCATOR,
     )
 
-    verify = "Profile later steps again: no such calls inside them."
+    verify = "Profile later steps again: they make no such calls."
     falsified_by = "no such calls some hundred steps later: then it was warm-up"
     assumptions = ("the GPU has other work as soon as the host is free",)
 
     looks_at: ClassVar[Mapping[str, str]] = {
-        "allocation": "a fix is advised from {min_steps} marked steps with such calls on; fewer "
-        "may be warm-up"
+        "allocation": "a fix is advised if {min_steps} marked steps or more make such calls; "
+        "fewer may be warm-up"
     }
 
     _calls: ClassVar[dict[str, str]]
@@ -59,30 +59,30 @@ class DriverAllocationRule(Rule):
     _select: ClassVar[Select]
     """Calls that the fix removes."""
 
-    def _summary(self, calls: pl.DataFrame, steps: int) -> str:
+    def _summarize(self, calls: pl.DataFrame, steps: int) -> str:
         raise NotImplementedError
 
-    def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
+    def _locate_calls(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
         return costliest_places(a, row_numbers(calls["host"]), int_column(calls, "dur"))
 
     def check(self, a: Analysis) -> Outcomes:
         used = a.steps.used
         if a.device_id is None or used.height <= self.min_steps:
             return
-        counted = pl.col("call").is_in(list(self._calls))
-        calls = a.allocations.filter(counted & (pl.col("step") != used["index"][0]))
+        is_counted = pl.col("call").is_in(list(self._calls))
+        calls = a.allocations.filter(is_counted & (pl.col("step") != used["index"][0]))
         steps = used.height - 1
         if calls.is_empty():
             if "none" in self.terms and (a.trace.cpu["kind"] == "runtime").any():
                 amd = a.trace.meta.vendor == "amd"
-                none = self.terms["none"].replace("cuda", "hip" if amd else "cuda")
-                yield PassedCheck(text=f"{none} in the last {steps} steps")
+                none_text = self.terms["none"].replace("cuda", "hip" if amd else "cuda")
+                yield PassedCheck(text=f"{none_text} in the last {steps} steps")
             return
         rate = calls.height / steps
         if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:
             return
         yield Finding(
-            summary=self._summary(calls, steps),
+            summary=self._summarize(calls, steps),
             evidence=[
                 self.compare(self._label, rate, "min_a_step", "count", per=a.per),
                 self.compare(
@@ -92,7 +92,7 @@ class DriverAllocationRule(Rule):
                     "host time in these calls", sum_column(calls["dur"]) / steps, "ns", per=a.per
                 ),
             ],
-            where=self._places(a, calls),
+            where=self._locate_calls(a, calls),
             edits=[Edit(op="remove", select=self._select)],
         )
 
@@ -105,11 +105,11 @@ class AllocationsInLoop(DriverAllocationRule):
     Steady state: calls in at least three used steps, one per step or more on average, without the
     first used step, which may be warm-up. Usual causes are shapes that change from step to step,
     and ``empty_cache()`` in the loop (its own rule). Others are a peak so near to the capacity that
-    blocks are freed and allocated again, and the caching allocator switched off. Pinned host
+    blocks are freed and allocated again, and a caching allocator that is switched off. Pinned host
     allocations (``cudaHostAlloc``) have their own rule.
 
     The gain is that of a replay without these calls. A ``cudaMalloc`` while the GPU has work queued
-    costs nothing, unless the host is late from then on."""
+    costs nothing, unless the host is late afterwards."""
 
     id = "allocations-in-loop"
     title = "The loop allocates GPU memory through the driver"
@@ -126,7 +126,7 @@ class AllocationsInLoop(DriverAllocationRule):
 
     fix = (
         "Let the allocator grow its segments instead of freeing them (expandable_segments). It "
-        "takes the place of max_split_size_mb and the like, where they are set. Keep shapes the "
+        "replaces settings such as max_split_size_mb. Keep shapes the "
         "same from step to step: pad or bucket lengths. Lower the peak if memory is full."
     )
     code = EXPANDABLE
@@ -164,21 +164,21 @@ class AllocationsInLoop(DriverAllocationRule):
         if emptied < max(self.min_steps, self.max_emptied_steps * a.step_count):
             yield from super().check(a)
 
-    def _summary(self, calls: pl.DataFrame, steps: int) -> str:
+    def _summarize(self, calls: pl.DataFrame, steps: int) -> str:
         by_call = dict(calls.group_by("call").len().iter_rows())
         rates = ", ".join(
             f"{by_call[call] / steps:.1f} {name}"
             for call, name in self._calls.items()
             if by_call.get(call)
         )
-        where = calls["step"].n_unique()
-        which = "Each step calls" if where == steps else f"{where} of {steps} steps call"
+        count = calls["step"].n_unique()
+        subject = "Each step calls" if count == steps else f"{count} of {steps} steps call"
         return (
-            f"{which} the driver for memory after the warm-up: {rates} per step. cudaFree "
+            f"{subject} the driver for memory after the warm-up: {rates} per step. cudaFree "
             "waits for the whole GPU, and cudaMalloc blocks the host."
         )
 
-    def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
+    def _locate_calls(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
         """Find the lines (else the ops) with most time in such calls."""
         table = calls.with_columns(
             op_name=a.trace.cpu["name"].gather(calls["op"]),
@@ -248,7 +248,7 @@ class AllocationsInLoop(DriverAllocationRule):
         }
 
 
-PIN = r"^aten::_?pin_memory$"
+PIN_OPERATORS = r"^aten::_?pin_memory$"
 
 
 class PinnedAllocationInLoop(DriverAllocationRule):
@@ -267,9 +267,9 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     PyTorch keeps the blocks, but ``.pin_memory()`` copies the whole batch into one each time, on
     the thread that calls it. Where the loop itself does so, and that takes a notable part of the
-    step, the rule names the operator instead. It needs no call of the driver then. The low end of
-    the range leaves half of it. A batch that is new in each step is still copied, into a buffer
-    that stays."""
+    step, the rule names the operator instead. This needs no driver call. The low end of the range
+    keeps half of this time: a batch that is new in each step is still copied, into a buffer that
+    stays."""
 
     id = "pinned-allocation-in-loop"
     title = "The loop allocates pinned host memory"
@@ -326,7 +326,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
         on="gap", cause=("allocation",), name=r"HostAlloc|MallocHost|HostRegister|AllocHost"
     )
 
-    def _summary(self, calls: pl.DataFrame, steps: int) -> str:
+    def _summarize(self, calls: pl.DataFrame, steps: int) -> str:
         count = t.count_noun(round(calls.height / steps), "allocation")
         return (
             f"The loop makes {count} of pinned host memory per step after the warm-up. Each takes "
@@ -336,26 +336,26 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     def check(self, a: Analysis) -> Outcomes:
         """Count the driver's calls; without any, pinning that the loop does itself."""
         calls = list(super().check(a))
-        yield from calls or self._pins(a)
+        yield from calls or self._check_pinning(a)
 
-    def _pins(self, a: Analysis) -> Outcomes:
+    def _check_pinning(self, a: Analysis) -> Outcomes:
         if a.device_id is None or a.step_count < self.min_steps:
             return
         cpu, main = a.trace.cpu, a.trace.main_thread
         if main is None:
             return
-        pins = name_matches(cpu["name"], PIN) & (cpu["thread"] == main)
-        rows = rows_in_steps(a, np.flatnonzero(pins.fill_null(False).to_numpy()))
+        is_pin = name_matches(cpu["name"], PIN_OPERATORS) & (cpu["thread"] == main)
+        rows = rows_in_steps(a, np.flatnonzero(is_pin.fill_null(False).to_numpy()))
         ts, dur = cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
         pinning = union(ts, ts + dur)
         used = a.steps.used
-        each = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), pinning)
+        by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), pinning)
         share = pinning.total / a.span_ns
         copies = rows_in_steps(a, np.flatnonzero((cpu["name"] == "aten::copy_").to_numpy()))
-        begin = cpu["ts"].to_numpy()[copies]
-        copying = union(begin, begin + cpu["dur"].to_numpy()[copies])
+        copy_start = cpu["ts"].to_numpy()[copies]
+        copying = union(copy_start, copy_start + cpu["dur"].to_numpy()[copies])
         copied = intersect(copying, pinning).total / max(pinning.total, 1)
-        if (each > 0).sum() < max(self.min_steps, a.step_count / 2) or share < self.min_share:
+        if (by_step > 0).sum() < max(self.min_steps, a.step_count / 2) or share < self.min_share:
             return
         yield Finding(
             summary="pin_memory() copies a batch into pinned memory on the thread of the loop, "
@@ -364,12 +364,14 @@ class PinnedAllocationInLoop(DriverAllocationRule):
                 amount_per_step(a, "host time in pin_memory()", pinning.total),
                 self.compare("of it, copying the batch", copied, "min_copied"),
                 self.compare("share", share, "min_share", per=a.per),
-                self.compare("steps with such calls", int((each > 0).sum()), "min_steps", "count"),
+                self.compare(
+                    "steps with such calls", int((by_step > 0).sum()), "min_steps", "count"
+                ),
             ],
             where=costliest_places(a, rows, dur, top=1),
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=PIN),
+                    Select(on="host", kind=("op",), name=PIN_OPERATORS),
                     self.pin_left,
                     self.pin_left,
                     self.worst_pin_left,
@@ -415,8 +417,8 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "a new buffer each step": b,
             "pin_memory() each step": pins,
             "a small batch is pinned": (small, "min_share"),
-            "warm-up": (warm, "(each > 0).sum() <"),
+            "warm-up": (warm, "(by_step > 0).sum() <"),
             "the GPU has work queued": (hidden, "no gain"),
-            "GPU memory": (device, "(each > 0).sum() <"),
+            "GPU memory": (device, "(by_step > 0).sum() <"),
             "two steps only": (rare, "min_steps"),
         }

@@ -57,8 +57,8 @@ class EmptyCacheInLoop(Rule):
             return
         calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
         frees, with_stack = frees_of_empty_cache(a, self.min_burst)
-        enough = max(self.min_steps, self.min_share_of_steps * a.step_count)
-        if frees["step"].n_unique() < enough:
+        needed_steps = max(self.min_steps, self.min_share_of_steps * a.step_count)
+        if frees["step"].n_unique() < needed_steps:
             return
         mallocs = calls.filter(pl.col("call") == "malloc")
         bursts = frees["host"].len() / a.step_count
@@ -118,10 +118,10 @@ class EmptyCacheInLoop(Rule):
         return {
             "with stacks": _loop(stacks=True),
             "without stacks": _loop(stacks=False),
-            "once": (once, "frees['step'].n_unique() < enough"),
+            "once": (once, "frees['step'].n_unique() < needed_steps"),
             "the allocator frees because memory is full": (
                 full,
-                "frees['step'].n_unique() < enough",
+                "frees['step'].n_unique() < needed_steps",
             ),
             "none": (none, "a.allocations.is_empty()"),
         }

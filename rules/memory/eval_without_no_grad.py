@@ -46,17 +46,17 @@ class EvalWithoutNoGrad(Rule):
 
     PyTorch numbers the nodes of the graph as it makes them. A forward operator carries the next
     number, so its nodes have the numbers from there to that of the next operator. In the backward
-    pass each node carries its own. Counted are operators none of whose nodes is in any backward
-    pass of the trace, in steps in which others are. A few are normal (an output that the loss does
+    pass each node carries its own. The rule counts operators none of whose nodes is in any backward
+    pass of the trace, in steps with a backward pass. A few are normal (an output that the loss does
     not use). Operators that make no node do not count, and under ``no_grad`` and ``inference_mode``
     none has a number.
 
     Among them must be the work of a layer (matrix product, convolution, attention, normalization,
-    recurrence). Elementwise operators alone are no model: distributions check their arguments and
-    metrics are computed this way, and nothing of it is kept.
+    recurrence). Elementwise operators alone are not a model: distributions check their arguments
+    and metrics are computed this way, and nothing of it is kept.
 
-    A trace without any backward pass says nothing, because it may lie outside. Neither does a file
-    whose end is missing."""
+    A trace without any backward pass says nothing, because the pass may be outside it. Neither does
+    a file whose end is missing."""
 
     id = "eval-without-no-grad"
     title = "Forward passes without a backward build an autograd graph"
@@ -101,37 +101,37 @@ class EvalWithoutNoGrad(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         if a.trace.meta.truncated:
-            return  # the backward passes may be in the part that is lost
+            return  # the backward passes may be in the lost part
         cpu = a.trace.cpu
         number = row_numbers(cpu["sequence"])
         nodes = name_matches(cpu["name"], NODE).to_numpy() & (number >= 0)
         if not nodes.any():
             return
-        forward = self._forward(a, number)
+        forward = self._find_forward(a, number)
         if not len(forward):
             return
-        forward, first, last = _with_nodes(forward, number)
+        forward, first, last = _keep_node_makers(forward, number)
         backward = np.sort(number[nodes])
-        has = np.searchsorted(backward, last) > np.searchsorted(backward, first)
-        unmatched = forward[~has]
+        has_backward = np.searchsorted(backward, last) > np.searchsorted(backward, first)
+        unmatched = forward[~has_backward]
         used = a.steps.used
         begin, end = used["ts"].to_numpy(), used["end"].to_numpy()
         ts = cpu["ts"].to_numpy()
-        trained = covered_length(begin, end, _spans(a, np.flatnonzero(nodes))) > 0
+        has_training = covered_length(begin, end, _union_spans(a, np.flatnonzero(nodes))) > 0
         by_step = [
             len(np.unique(number[unmatched[(ts[unmatched] >= b) & (ts[unmatched] < e)]]))
-            for b, e, both in zip(begin, end, trained, strict=True)  # a handful of steps
-            if both
+            for b, e, trains in zip(begin, end, has_training, strict=True)  # a handful of steps
+            if trains
         ]
         if not by_step or np.median(by_step) < self.min_numbers:
             return
-        lost = intersect(_spans(a, unmatched), a.spans).total
-        forward_ns = intersect(_spans(a, forward), a.spans).total
+        lost = intersect(_union_spans(a, unmatched), a.spans).total
+        forward_ns = intersect(_union_spans(a, forward), a.spans).total
         share = lost / max(forward_ns, 1)
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
-        here = rows_in_steps(a, unmatched)
-        if not find_layer_operators(cpu["name"].gather(here)).any():
+        rows_in_window = rows_in_steps(a, unmatched)
+        if not find_layer_operators(cpu["name"].gather(rows_in_window)).any():
             return
         count = round(float(np.median(by_step)))
         yield Finding(
@@ -147,30 +147,30 @@ class EvalWithoutNoGrad(Rule):
                 self.compare("share of the forward pass", share, "min_share"),
                 self.compare("share", lost / a.span_ns, "min_step", per=a.per),
             ],
-            where=costliest_places(a, here),
+            where=costliest_places(a, rows_in_window),
             impact=impact_risk(
                 "the memory that the graphs hold depends on how long results are kept"
             ),
         )
 
     @staticmethod
-    def _forward(a: Analysis, number: Rows) -> Rows:
-        """Operators that bear a number, on the thread that drives the step, outermost of their
-        number, and not part of a backward pass."""
+    def _find_forward(a: Analysis, number: Rows) -> Rows:
+        """Return operators that have a number, on the thread that drives the step, outermost of
+        their number, and outside the backward pass."""
         cpu = a.trace.cpu
-        chosen = (number >= 0) & (name_matches(cpu["name"], FORWARD)).to_numpy()
+        is_forward = (number >= 0) & (name_matches(cpu["name"], FORWARD)).to_numpy()
         if a.trace.main_thread is not None:
-            chosen &= (cpu["thread"] == a.trace.main_thread).to_numpy()
-        operators = np.flatnonzero(chosen)
+            is_forward &= (cpu["thread"] == a.trace.main_thread).to_numpy()
+        operators = np.flatnonzero(is_forward)
         parent = row_numbers(cpu["parent"])[operators]
-        outer = (parent < 0) | (number[parent] < 0)
-        operators = operators[outer]
+        is_outermost = (parent < 0) | (number[parent] < 0)
+        operators = operators[is_outermost]
         backward = np.flatnonzero(name_matches(cpu["name"], NODE).to_numpy())
         thread = cpu["thread"].to_numpy()
-        same = backward[np.isin(thread[backward], np.unique(thread[operators]))]
+        backward_here = backward[np.isin(thread[backward], np.unique(thread[operators]))]
         ts = cpu["ts"].to_numpy()[operators]
-        inside = covered_length(ts, ts + 1, _spans(a, same)) > 0
-        return operators[~inside].astype(np.int64)
+        in_backward = covered_length(ts, ts + 1, _union_spans(a, backward_here)) > 0
+        return operators[~in_backward].astype(np.int64)
 
     @staticmethod
     def examples() -> Examples:
@@ -190,8 +190,8 @@ class EvalWithoutNoGrad(Rule):
 
 class EvaluationGraphs(EvalWithoutNoGrad):
     """Evaluation without ``torch.no_grad()`` keeps activations that no backward pass uses. This
-    rule reads the recorder's own count, for evaluation that no profiled window contains, as one
-    every thousand steps. It counts forwards between two backward passes whose results have a
+    rule reads the recorder's own count, for evaluation that no profiled window contains, such as
+    one every thousand steps. It counts forwards between two backward passes whose results have a
     graph, and that no backward pass follows."""
 
     id = "evaluation-graphs"
@@ -218,12 +218,12 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum up what was counted after the first step. Between a loader's batches, forwards over
-        data in memory are part of the step before."""
+        """Sum up the counts after the first step. Between a loader's batches, forward passes over
+        data in memory belong to the step before."""
         recorded = recorded_steps(a)
-        infers = recorded.inference  # then all of the run is the evaluation
-        after = zip(recorded.steps, recorded.steps[0 if infers else 1 :], strict=False)
-        pairs = [(before, step) for before, step in after if step.unused_graphs > 0]
+        infers = recorded.inference  # then the whole run is the evaluation
+        next_steps = zip(recorded.steps, recorded.steps[0 if infers else 1 :], strict=False)
+        pairs = [(before, step) for before, step in next_steps if step.unused_graphs > 0]
         count = sum(step.unused_graphs for _, step in pairs)
         if count < self.min_numbers:
             return
@@ -233,8 +233,8 @@ class EvaluationGraphs(EvalWithoutNoGrad):
             min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), MAX_VALUE)
             for before, step in pairs
         )
-        whole = recorded.outside_steps_ns + float(recorded.dur.sum())
-        if spent < self.min_step * whole:
+        run_ns = recorded.outside_steps_ns + float(recorded.dur.sum())
+        if spent < self.min_step * run_ns:
             return
         if not a.record_only and any(super().check(a)):
             return  # the window shows where
@@ -253,7 +253,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
             evidence=[
                 self.compare("forward passes", count, "min_numbers", "count"),
                 Evidence("time of these pauses", spent, "ns"),
-                self.compare("share of the run", spent / whole, "min_step"),
+                self.compare("share of the run", spent / run_ns, "min_step"),
                 steps_seen(recorded),
             ],
             impact=impact_risk(
@@ -268,15 +268,15 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         for _ in range(80):
             run.step(10, forward=8, fields={"unused_graphs": 1})
         return {
-            "validation": _validated(10, 60),
+            "validation": _run_validation(10, 60),
             "a run that never trains": b,
-            "no_grad": (_validated(0, 60), "count < self.min_numbers"),
-            "one output": (_validated(1, 60), "min_numbers"),
-            "a short validation": (_validated(10, 1), "min_step"),
+            "no_grad": (_run_validation(0, 60), "count < self.min_numbers"),
+            "one output": (_run_validation(1, 60), "min_numbers"),
+            "a short validation": (_run_validation(10, 1), "min_step"),
         }
 
 
-def _validated(forwards: int, ms: float) -> TraceBuilder:
+def _run_validation(forwards: int, ms: float) -> TraceBuilder:
     b = TraceBuilder()
     run = b.record_of_run()
     for n in range(80):
@@ -286,22 +286,22 @@ def _validated(forwards: int, ms: float) -> TraceBuilder:
     return b
 
 
-def _with_nodes(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
-    """The operators, in order of time, that made nodes; the first number of each, and the one
-    after its last. That of the last operator of all is not known: it counts as one."""
+def _keep_node_makers(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
+    """Return the operators that made nodes, in order of time, with the first number of each and the
+    one after its last. The last operator of all counts as one node, as its end is unknown."""
     first = number[forward]
-    last = np.append(first[1:], first[-1] + 1)
-    made = last > first
-    return forward[made], first[made], last[made]
+    end = np.append(first[1:], first[-1] + 1)
+    makes_node = end > first
+    return forward[makes_node], first[makes_node], end[makes_node]
 
 
-def _spans(a: Analysis, rows_: NDArray[np.intp] | Rows) -> Intervals:
-    ts = a.trace.cpu["ts"].to_numpy()[rows_]
-    return union(ts, ts + a.trace.cpu["dur"].to_numpy()[rows_])
+def _union_spans(a: Analysis, rows: NDArray[np.intp] | Rows) -> Intervals:
+    ts = a.trace.cpu["ts"].to_numpy()[rows]
+    return union(ts, ts + a.trace.cpu["dur"].to_numpy()[rows])
 
 
 def _trace(
-    more: int,
+    unused_count: int,
     *,
     graph: bool = True,
     backward: bool = True,
@@ -320,7 +320,7 @@ def _trace(
                 node = "autograd::engine::evaluate_function: AddmmBackward0"
                 b.compute(node, 50, sequence=number, host_us=60)
         first += 12
-        for _ in range(more):
+        for _ in range(unused_count):
             b.compute(name, 50, sequence=first if graph else None, host_us=60)
             first += 1
     return b

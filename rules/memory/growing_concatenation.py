@@ -1,4 +1,4 @@
-"""A tensor that grows by concatenation is copied whole each time."""
+"""A tensor that grows by concatenation is copied as a whole each time."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ MAX_CALLS = 100_000
 
 class GrowingConcatenation(Rule):
     """A tensor grows by ``torch.cat`` in each pass: keys and values of a cache, a list of results.
-    Each call allocates the whole tensor again and copies all that was there before, so the cost
-    grows with the length. A tensor allocated once takes the new part by index.
+    Each call allocates the whole tensor again and copies all earlier parts, so the cost grows with
+    the length. A tensor allocated once takes the new part by index.
 
     The recorded shapes show it: concatenations of two tensors whose first is longer by just the
     second each time, and equal in all other dimensions. Or the first is as long each time, because
@@ -81,7 +81,7 @@ class GrowingConcatenation(Rule):
             "filled = min(filled + len(new), capacity)",
             "verify": "Profile again: aten::cat takes no share of the step.",
             "falsified_by": "the same time per pass at a tenth of the capacity",
-            "assumptions": ("what reads the tensor can index it by place",),
+            "assumptions": ("code that reads the tensor can index it by place",),
         }
     }
     verify = "Profile again late in the sequence: aten::cat takes no share of the step."
@@ -92,20 +92,20 @@ class GrowingConcatenation(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty():
             return
-        found = [one for one in _appends(a) if one.evidence >= self.min_lengths]
-        if not found:
+        appends = [kind for kind in _find_appends(a) if kind.evidence >= self.min_lengths]
+        if not appends:
             return
-        calls = rows_in_steps(a, np.sort(np.concatenate([one.calls for one in found])))
+        calls = rows_in_steps(a, np.sort(np.concatenate([kind.calls for kind in appends])))
         ns = time_of_operators(a, calls)
         if ns < self.min_share * a.span_ns:
             return
-        rows = rows_in_steps(a, np.sort(np.concatenate([calls, *(one.slices for one in found)])))
-        most = max(found, key=lambda one: (len(one.calls), one.lengths[-1]))
-        kinds, last = t.count_noun(len(found), "kind"), most.lengths[-1]
+        rows = rows_in_steps(a, np.sort(np.concatenate([calls, *(x.slices for x in appends)])))
+        longest = max(appends, key=lambda kind: (len(kind.calls), kind.lengths[-1]))
+        kinds, last = t.count_noun(len(appends), "kind"), longest.lengths[-1]
         lengths = (
             f"{last:,} entries, the oldest of which are sliced off again"
-            if most.slides
-            else f"{most.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
+            if longest.slides
+            else f"{longest.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
         )
         yield Finding(
             summary=(
@@ -116,8 +116,8 @@ class GrowingConcatenation(Rule):
                 amount_per_step(a, "such concatenations", len(calls), "count"),
                 amount_per_step(a, "time in them", ns),
                 self.compare(
-                    "calls that slide" if most.slides else "lengths in a row",
-                    most.evidence,
+                    "calls that slide" if longest.slides else "lengths in a row",
+                    longest.evidence,
                     "min_lengths",
                     "count",
                 ),
@@ -127,7 +127,7 @@ class GrowingConcatenation(Rule):
             edits=[
                 scale_operators(a, rows, ((1 - self.factor) * ns, ns, (1 - self.worst_factor) * ns))
             ],
-            **(self.case("the oldest entries are dropped") if most.slides else {}),
+            **(self.case("the oldest entries are dropped") if longest.slides else {}),
         )
 
     @staticmethod
@@ -135,11 +135,11 @@ class GrowingConcatenation(Rule):
         return {
             "keys and values": _cache(range(100, 105)),
             "on a CPU": _cache(range(100, 105), gpu=None),
-            "a cache of one length": (_cache([100] * 5), "not found"),
+            "a cache of one length": (_cache([100] * 5), "not appends"),
             "a window that slides": _cache([100] * 5, dropped=1),
-            "an end is read": (_cache([100] * 5, dropped=101 - 8), "not found"),
-            "two outputs joined": (_cache([100, 90, 104, 88]), "not found"),
-            "two passes": (_cache([100, 101]), "not found"),
+            "an end is read": (_cache([100] * 5, dropped=101 - 8), "not appends"),
+            "two outputs joined": (_cache([100, 90, 104, 88]), "not appends"),
+            "two passes": (_cache([100, 101]), "not appends"),
             "hardly any time": (_cache(range(100, 105), us=4), "min_share"),
         }
 
@@ -149,7 +149,7 @@ class _Kind(NamedTuple):
 
     axis: int
     others: tuple[int, ...]
-    """All dimensions, 0 for that of the axis."""
+    """All dimensions, 0 for the dimension of the axis."""
     appended: int
 
 
@@ -166,28 +166,28 @@ class _Appends(NamedTuple):
 
     @property
     def evidence(self) -> int:
-        """Number of lengths; of calls, where it slides."""
+        """Number of lengths, or of calls where it slides."""
         return len(self.calls) if self.slides else len(self.lengths)
 
 
-def _appends(a: Analysis) -> list[_Appends]:
+def _find_appends(a: Analysis) -> list[_Appends]:
     """Find concatenations in the trace whose first input grows by the second."""
     cpu = a.trace.cpu
     calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:MAX_CALLS]
-    described: dict[int, list[tuple[int, ...]]] = {}
+    shapes_by_index: dict[int, list[tuple[int, ...]]] = {}
     kinds: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
     for row, index in zip(calls.tolist(), cpu["inputs"].gather(calls).to_list(), strict=True):
         if index is None:
             continue
-        if index not in described:
-            described[index] = inputs_at(a, index).shapes(0)
-        shapes = described[index]
+        if index not in shapes_by_index:
+            shapes_by_index[index] = inputs_at(a, index).shapes(0)
+        shapes = shapes_by_index[index]
         if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
             continue
-        apart = [axis for axis, (x, y) in enumerate(zip(*shapes, strict=True)) if x != y]
-        if len(apart) != 1:
+        differing_axes = [axis for axis, (x, y) in enumerate(zip(*shapes, strict=True)) if x != y]
+        if len(differing_axes) != 1:
             continue
-        axis = apart[0]
+        axis = differing_axes[0]
         length, appended = shapes[0][axis], shapes[1][axis]
         if 0 < appended < length:
             others = (*shapes[0][:axis], 0, *shapes[0][axis + 1 :])
@@ -196,32 +196,32 @@ def _appends(a: Analysis) -> list[_Appends]:
 
 
 def _longest_run(a: Analysis, kind: _Kind, rows: list[tuple[int, int]]) -> _Appends:
-    """The run of most lengths, in order of time, each equal to the one before or longer by what is
-    appended."""
+    """Find the run of most lengths, in order of time. Each is equal to the one before, or longer by
+    the appended part."""
     runs: list[list[tuple[int, int]]] = [rows[:1]]
-    for before, (row, length) in pairwise(rows):
-        if length - before[1] not in (0, kind.appended):
+    for previous, (row, length) in pairwise(rows):
+        if length - previous[1] not in (0, kind.appended):
             runs.append([])
         runs[-1].append((row, length))
-    best = max(runs, key=lambda run: (len({length for _, length in run}), len(run)))
-    lengths = sorted({length for _, length in best})
-    calls = np.array([row for row, _ in best], dtype=np.int64)
-    slices = _slices(a, kind, calls, lengths[0]) if len(lengths) == 1 else []
+    longest = max(runs, key=lambda run: (len({length for _, length in run}), len(run)))
+    lengths = sorted({length for _, length in longest})
+    calls = np.array([row for row, _ in longest], dtype=np.int64)
+    slices = _find_slices(a, kind, calls, lengths[0]) if len(lengths) == 1 else []
     return _Appends(lengths, calls, np.array(slices, dtype=np.int64))
 
 
-def _slices(a: Analysis, kind: _Kind, calls: Rows, length: int) -> list[int]:
+def _find_slices(a: Analysis, kind: _Kind, calls: Rows, length: int) -> list[int]:
     """Find the first readers of the results, if each takes all but the oldest entries of one."""
-    whole = length + kind.appended
-    shape = (*kind.others[: kind.axis], whole, *kind.others[kind.axis + 1 :])
-    found = []
+    full_length = length + kind.appended
+    shape = (*kind.others[: kind.axis], full_length, *kind.others[kind.axis + 1 :])
+    readers = []
     for row in calls.tolist():
         reader, name, x = next(readers_behind(a, row, shape), (0, "", None))
-        part = None if x is None else range_taken(name, x, kind.axis, whole)
-        if part != (kind.appended, whole):
+        taken_range = None if x is None else range_taken(name, x, kind.axis, full_length)
+        if taken_range != (kind.appended, full_length):
             return []
-        found.append(reader)
-    return found
+        readers.append(reader)
+    return readers
 
 
 def _cache(

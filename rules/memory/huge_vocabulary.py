@@ -20,13 +20,13 @@ from advisor.rules.support.common import amount_per_step, costliest_places
 from advisor.rules.support.device_memory import locate_allocation, snapshot_example
 from advisor.testing import Examples, TraceBuilder
 
-_FORWARD = r"^aten::_log_softmax$"
-_LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"
-_BACKWARD = r"^aten::_log_softmax_backward_data$"
+_LOG_SOFTMAX = r"^aten::_log_softmax$"
+_LOSS_OPERATORS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"
+_LOG_SOFTMAX_BACKWARD = r"^aten::_log_softmax_backward_data$"
 
 
 def _recorded_peak(a: Analysis) -> int | None:
-    """Return the largest peak of the run's steps, bytes; ``None``: not recorded."""
+    """Return the largest peak of the run's steps, bytes, or ``None`` if it was not recorded."""
     peaks = np.zeros(0) if a.recorded is None else a.recorded.column("peak")
     peaks = peaks[~np.isnan(peaks)]
     return int(peaks.max()) or None if len(peaks) else None
@@ -39,19 +39,18 @@ class HugeVocabulary(Rule):
     and decide the largest batch. In chunks, or fused with the last linear layer, none of them has
     to exist in full.
 
-    Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is in the
-    trace). It counts when one call's tensor takes a tenth of the peak memory, of the trace or of
-    the recorded run. Where no peak is recorded, it is a tenth of the GPU's memory. Where half of
-    the GPU's memory is free at the peak, nobody needs what this frees. The memory named
-    is the log-softmax and one gradient; the logits themselves, and an upcast to fp32 before, come
-    on top.
+    The rule looks at ``aten::_log_softmax`` over the last dimension in training (its backward is in
+    the trace). It counts when one call's tensor takes a tenth of the peak memory, of the trace or
+    of the recorded run. Where no peak is recorded, it is a tenth of the GPU's memory. Where half of
+    the GPU's memory is free at the peak, freeing more has no use. The memory named is the
+    log-softmax and one gradient. The logits themselves, and an upcast to fp32 before, come on top.
 
-    Needs shapes. A loss that is computed in chunks already has small calls and is not reported.
+    The rule needs shapes. A loss that is already computed in chunks is not reported.
 
-    A memory snapshot shows the same without shapes, alone or with a trace. It has what the loss
-    allocated and held at the peak, or when memory ran out. It has the blocks of the same size, or
-    half of it. It does not show the vocabulary, so it may be a loss over the classes of pixels as
-    well; chunks help there too."""
+    A memory snapshot shows the same without shapes, alone or with a trace. It has the blocks that
+    the loss held at the peak, or when memory ran out, and other blocks of the same or half the
+    size. It does not show the vocabulary, so it may be a loss over the classes of pixels as well.
+    Chunks help there too."""
 
     id = "huge-vocabulary"
     title = "The loss keeps several copies of the logits in memory"
@@ -76,7 +75,7 @@ class HugeVocabulary(Rule):
     min_memory = Threshold(0.10, "of the peak, for one call's tensor", OURS)
     min_full = Threshold(
         0.5,
-        "of the GPU's memory at the peak: with more of it free, nobody needs what is saved",
+        "of the GPU's memory at the peak: with more of it free, savings have no use",
         CHOSEN,
     )
 
@@ -105,14 +104,14 @@ class HugeVocabulary(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        outcomes = list(self._of_trace(a))
+        outcomes = list(self._check_trace(a))
         in_trace = any(isinstance(outcome, Finding) for outcome in outcomes)
-        snapshots = [] if in_trace else [self._of_snapshot(peak) for peak in a.peak_memories]
+        snapshots = [] if in_trace else [self._check_snapshot(peak) for peak in a.peak_memories]
         yield from [finding for finding in snapshots if finding is not None] or outcomes
 
-    def _of_snapshot(self, peak: PeakMemory) -> Finding | None:
+    def _check_snapshot(self, peak: PeakMemory) -> Finding | None:
         held = find_logits(peak)
-        saved = {each.name: each.bytes for each in find_savings(peak)}.get("smaller logits")
+        saved = {way.name: way.bytes for way in find_savings(peak)}.get("smaller logits")
         if held is None or not saved or held.largest < self.min_memory * max(peak.allocated, 1):
             return None
         share = held.largest / max(peak.allocated, 1)
@@ -134,16 +133,16 @@ class HugeVocabulary(Rule):
             **self.case("as a snapshot shows it"),
         )
 
-    def _of_trace(self, a: Analysis) -> Outcomes:
+    def _check_trace(self, a: Analysis) -> Outcomes:
         cpu = a.trace.cpu
-        if a.device_id is None or not name_matches(cpu["name"], _BACKWARD).any():
+        if a.device_id is None or not name_matches(cpu["name"], _LOG_SOFTMAX_BACKWARD).any():
             return
-        calls = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], _FORWARD).to_numpy()))
+        calls = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], _LOG_SOFTMAX).to_numpy()))
         if not len(calls):
             return
-        described = cpu["inputs"].gather(calls)
-        if described.null_count() == len(calls):
-            kernels = rows_launched_under(a, _FORWARD) & a.in_window
+        inputs = cpu["inputs"].gather(calls)
+        if inputs.null_count() == len(calls):
+            kernels = rows_launched_under(a, _LOG_SOFTMAX) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.min_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
@@ -152,31 +151,31 @@ class HugeVocabulary(Rule):
                     record="record_shapes=True",
                 )
             return
-        amount = {
-            row: self._bytes(OpInputs(*a.trace.inputs.row(row)))
-            for row in described.drop_nulls().unique().to_list()
+        bytes_by_row = {
+            row: self._count_bytes(OpInputs(*a.trace.inputs.row(row)))
+            for row in inputs.drop_nulls().unique().to_list()
         }
-        taken = np.array([amount.get(row, 0) for row in described.to_list()], dtype=np.int64)
-        largest = int(taken.max())
+        sizes = np.array([bytes_by_row.get(row, 0) for row in inputs.to_list()], dtype=np.int64)
+        largest = int(sizes.max())
         if not largest:
             return
         reserved, allocated, _ = measure_peaks(a)
         tensors = allocated or (None if reserved else _recorded_peak(a))
-        known = tensors or reserved
-        filled, total = measure_held(a)
-        if filled and total and filled < self.min_full * total:
+        peak = tensors or reserved
+        held_bytes, total = measure_held(a)
+        if held_bytes and total and held_bytes < self.min_full * total:
             return
-        capacity = known or (a.device.memory_bytes if a.device else None)
+        capacity = peak or (a.device.memory_bytes if a.device else None)
         if not capacity or largest < self.min_memory * capacity:
             return
         source = part = "of the GPU's memory"
-        if known:
+        if peak:
             part = "of the peak"
-            held = "in tensors" if tensors else "reserved"
-            source = f"of the {t.format_bytes(known)} {held} at the peak"
-        tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
+            state = "in tensors" if tensors else "reserved"
+            source = f"of the {t.format_bytes(peak)} {state} at the peak"
+        tensor = OpInputs(*a.trace.inputs.row(int(inputs[int(sizes.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
-        under = rows_launched_under(a, _LOSS) & a.in_window
+        loss = rows_launched_under(a, _LOSS_OPERATORS) & a.in_window
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "
@@ -191,26 +190,27 @@ class HugeVocabulary(Rule):
                     "min_vocabulary",
                     "count",
                 ),
-                amount_per_step(a, "GPU time of the loss", kernel_work.summed_duration(a, under)),
+                amount_per_step(a, "GPU time of the loss", kernel_work.summed_duration(a, loss)),
             ],
-            where=costliest_places(a, calls.astype(np.int64), taken),
+            where=costliest_places(a, calls.astype(np.int64), sizes),
             impact=impact_memory(2 * largest, "log-softmax and one gradient of its size"),
         )
 
-    def _bytes(self, inputs: OpInputs) -> int:
-        """Return the bytes of the result; 0: not over a vocabulary, or unknown."""
+    def _count_bytes(self, inputs: OpInputs) -> int:
+        """Return the bytes of the result, or 0 if it is not over a vocabulary, or unknown."""
         tensor = inputs.tensor(0)
         if tensor is None or not tensor.shape or tensor.shape[-1] < self.min_vocabulary:
             return 0
-        last = len(tensor.shape) - 1
-        over = inputs.argument(1)
-        if over not in (-1, last) if over is not None else last != 1:
-            return 0  # over another dimension; where it is not recorded, only matrices count
+        last_dim = len(tensor.shape) - 1
+        dim = inputs.argument(1)
+        if dim not in (-1, last_dim) if dim is not None else last_dim != 1:
+            return 0  # over another dimension; if it is not recorded, only matrices count
         return tensor.elements * (tensor.width or 0)
 
     @staticmethod
     def examples() -> Examples:
-        """20,480 tokens over 128,256 words in fp32 (9.8 GiB); with the peak recorded."""
+        """Build losses of 20,480 tokens over 128,256 words in fp32 (9.8 GiB), or with a known
+        peak."""
         return {
             "a tenth of the GPU": _training([20480, 128256]),
             "a tenth of the peak": _training([10240, 128256], peak=44 << 30),
@@ -223,10 +223,10 @@ class HugeVocabulary(Rule):
             ),
             "no backward": (
                 _training([20480, 128256], backward=False),
-                "not name_matches(cpu['name'], _BACKWARD).any()",
+                "not name_matches(cpu['name'], _LOG_SOFTMAX_BACKWARD).any()",
             ),
             "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
-            "no shapes": (_training(None), "described.null_count() == len(calls)"),
+            "no shapes": (_training(None), "inputs.null_count() == len(calls)"),
             "most of the GPU's memory is free": (
                 _training([4096, 128256], peak=16 << 30),
                 "min_full",

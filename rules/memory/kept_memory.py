@@ -34,13 +34,14 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class KeptReferences(Rule):
-    """The peak of memory still holds what the forward pass of an earlier step made. A variable of
-    the loop (the output, the loss with its graph) refers to it. So it is freed only when the next
-    step's takes its place. For a while both are in memory, and the peak is that much higher.
+    """The peak of memory still holds tensors that the forward pass of an earlier step made. A
+    variable of the loop (the output, the loss with its graph) refers to them. They are freed only
+    when those of the next step replace them. For a while both are in memory, and the peak is
+    higher.
 
-    Read from a memory snapshot with history: blocks that a module's call or a function of
+    The rule reads a memory snapshot with history: blocks that a module's call or a function of
     ``torch.nn.functional`` allocated before the step of the peak began. Steps are found by
-    annotations or by the optimizer's allocations. Reported from 5% of the memory in tensors.
+    annotations or by the optimizer's allocations. It reports 5% of the memory in tensors and more.
     Memory that grows with each step is a leak, which memory-leak reports."""
 
     id = "kept-references"
@@ -127,13 +128,13 @@ class MemoryLeak(Rule):
     keeps tensors alive (losses summed up with their graph, lists of outputs, hooks), and the run
     will run out of memory.
 
-    Looked for in GPU memory held by tensors, and in the resident memory of the process. The run
+    The rule looks at GPU memory held by tensors, and at the resident memory of the process. The run
     after the warm-up is cut into eight parts. Their lowest values are compared, so that long
-    sequences and caches that fill up do not count. Growth has to go on: at least six of seven parts
-    rise, and the second half grows at half the first's rate or more. On the GPU, growth is reported
-    from 100 MB on and from fifty steps on. Resident memory is reported from 200 MB and 2% of what
-    the machine has. The reason is that shared pages in DataLoader workers and file caches of
-    libraries also grow for a while.
+    sequences and caches that fill up do not count. Growth has to continue: at least six of seven
+    parts rise, and the second half grows at half the first's rate or more. On the GPU, growth is
+    reported if it is at least 100 MB, over at least fifty steps. Resident memory is reported from
+    200 MB and 2% of the machine's memory, because shared pages in DataLoader workers and file
+    caches of libraries also grow for a while.
 
     In a memory snapshot the rule looks for lines that leave something behind in four of five steps,
     held to the end of the history. It needs six full steps or more, without the first and the last
@@ -165,7 +166,7 @@ class MemoryLeak(Rule):
     min_steps = Threshold(50, "steps after the warm-up", TRACEML)
     min_growth = Threshold(100e6, "bytes on the GPU", TRACEML)
     min_held = Threshold(
-        0.05, "of the memory in tensors: enough in a snapshot in which memory ran out", CHOSEN
+        0.05, "of the memory in tensors: enough in a snapshot that ends out of memory", CHOSEN
     )
     min_host_growth = Threshold(
         200e6, "bytes of resident memory: file caches of libraries also grow for a while", CHOSEN
@@ -206,50 +207,50 @@ class MemoryLeak(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        in_snapshot = list(self._of_snapshot(a)) or list(self._of_series(a))
+        in_snapshot = list(self._check_snapshot(a)) or list(self._check_series(a))
         yield from in_snapshot
         if a.recorded is None:
             return
         recorded = recorded_steps(a)
-        used = recorded.after_warmup
-        if int(used.sum()) < self.min_steps:
+        counted = recorded.after_warmup
+        if int(counted.sum()) < self.min_steps:
             yield SkippedCheck(
                 what="whether memory grows from step to step",
-                why=f"{int(used.sum())} steps after the warm-up are too few",
+                why=f"{int(counted.sum())} steps after the warm-up are too few",
                 record=f"a run of {2 * self.min_steps} steps or more",
             )
             return
-        device = recorded.column("allocated")[used]
-        grown, steady = measure_growth(device)
-        if steady and grown >= self.min_growth and not in_snapshot:
-            yield self._finding(a, "GPU memory in tensors", device, grown, gpu_capacity(a))
-        host = _resident(recorded)
-        grown, steady = measure_growth(host)
+        device = recorded.column("allocated")[counted]
+        growth, is_steady = measure_growth(device)
+        if is_steady and growth >= self.min_growth and not in_snapshot:
+            yield self._build_finding(a, "GPU memory in tensors", device, growth, gpu_capacity(a))
+        host = _measure_resident(recorded)
+        growth, is_steady = measure_growth(host)
         total = recorded.record.rank.memory_bytes
         limit = max(self.min_host_growth, self.min_host_share * (total or 0))
-        if steady and grown >= limit:
-            yield self._finding(a, "resident memory of the process", host, grown, total)
+        if is_steady and growth >= limit:
+            yield self._build_finding(a, "resident memory of the process", host, growth, total)
 
-    def _finding(
-        self, a: Analysis, what: str, values: np.ndarray, grown: float, total: int | None
+    def _build_finding(
+        self, a: Analysis, what: str, values: np.ndarray, growth: float, total: int | None
     ) -> Finding:
         recorded = recorded_steps(a)
         steps = int(recorded.after_warmup.sum())
-        each = grown / steps
+        rate = growth / steps
         now = last_known(values)
         left: int | None = None
         if total is not None and now is not None:
-            left = max(0, round((total - now) / each))
+            left = max(0, round((total - now) / rate))
         until = f" At that rate it is full in {left:,} more steps." if left is not None else ""
         return Finding(
             title=f"{what[0].upper()}{what[1:]} grows from step to step",
             summary=(
-                f"{what[0].upper()}{what[1:]} grew by {t.format_bytes(grown)} in {steps:,} steps, "
-                f"{t.format_bytes(each)} per step.{until}"
+                f"{what[0].upper()}{what[1:]} grew by {t.format_bytes(growth)} in {steps:,} steps, "
+                f"{t.format_bytes(rate)} per step.{until}"
             ),
             evidence=[
-                self.compare("growth", grown, "min_growth", "bytes"),
-                Evidence("growth per step", each, "bytes"),
+                self.compare("growth", growth, "min_growth", "bytes"),
+                Evidence("growth per step", rate, "bytes"),
                 Evidence("at the end", now, "bytes"),
                 Evidence("capacity", total, "bytes"),
                 self.compare("steps", steps, "min_steps", "count"),
@@ -261,21 +262,21 @@ class MemoryLeak(Rule):
             ),
         )
 
-    def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
-        """Lines that leave something behind in each step, where that adds up to enough within the
+    def _check_snapshot(self, a: Analysis) -> Iterator[Finding]:
+        """Report lines that leave memory behind in each step, if that adds up to enough within the
         history, or memory ran out."""
         for peak in a.peak_memories:
             table = peak.growth
             if table.is_empty():
                 continue
-            each = float(table["step_bytes"].sum())
+            rate = float(table["step_bytes"].sum())
             lines = table.select("file", "line", "function").rows()
-            held = sum(peak.held_at_end(*line) for line in lines)
-            then = sum(peak.held_at_moment(*line) for line in lines)
+            at_end = sum(peak.held_at_end(*line) for line in lines)
+            before = sum(peak.held_at_moment(*line) for line in lines)
             limit = self.min_growth
             if peak.history.failed_event is not None:
                 limit = min(limit, self.min_held * peak.allocated)
-            if held < limit:
+            if at_end < limit:
                 continue
             row = table.row(0, named=True)
             steps = int(row["of"])
@@ -286,21 +287,21 @@ class MemoryLeak(Rule):
                     f"{place} leaves {t.format_bytes(row['step_bytes'])} behind in "
                     f"{row['steps']:,} of the {steps:,} steps between the first and the last."
                     + (
-                        f" With other lines it is {t.format_bytes(each)} per step."
+                        f" With other lines it is {t.format_bytes(rate)} per step."
                         if table.height > 1
                         else ""
                     )
                     + (
-                        f" Of all steps, it held {t.format_bytes(then)} {_moment(peak)}, "
-                        f"{t.format_bytes(held)} at the end of the history."
-                        if then != held
-                        else f" At the end of the history {t.format_bytes(held)} are held."
+                        f" Of all steps, it held {t.format_bytes(before)} {_name_moment(peak)}, "
+                        f"{t.format_bytes(at_end)} at the end of the history."
+                        if before != at_end
+                        else f" At the end of the history {t.format_bytes(at_end)} are held."
                     )
                 ),
                 evidence=[
-                    Evidence("left behind", each, "bytes", per="step"),
-                    self.compare("held at the end of the history", held, "min_growth", "bytes"),
-                    Evidence(f"held {_moment(peak)}", then, "bytes"),
+                    Evidence("left behind", rate, "bytes", per="step"),
+                    self.compare("held at the end of the history", at_end, "min_growth", "bytes"),
+                    Evidence(f"held {_name_moment(peak)}", before, "bytes"),
                     Evidence("steps that left something", int(row["steps"]), "count"),
                     Evidence("steps compared: not the first and the last", steps, "count"),
                     Evidence("steps found by", peak.step_source),
@@ -312,22 +313,22 @@ class MemoryLeak(Rule):
                     for r in table.head(3).iter_rows(named=True)
                     if r["file"] is not None
                 ],
-                impact=impact_risk(f"{t.format_bytes(each)} per step are never freed"),
+                impact=impact_risk(f"{t.format_bytes(rate)} per step are never freed"),
                 **self.case("of a snapshot"),
             )
 
-    def _of_series(self, a: Analysis) -> Iterator[Finding]:
+    def _check_series(self, a: Analysis) -> Iterator[Finding]:
         """Find lines that hold more in each of several snapshots over a run."""
         if not a.snapshot_series:
             return
         peaks = fullest_devices(a.snapshot_series)
-        table, per = growing_lines(peaks)
-        grown = int((table["last"] - table["first"]).sum())
-        if grown < self.min_growth:
+        table, unit = growing_lines(peaks)
+        growth = int((table["last"] - table["first"]).sum())
+        if growth < self.min_growth:
             return
         row = table.row(0, named=True)
         place = line_name(row["file"], row["line"]) or "A line without a recorded stack"
-        rate = f"{t.format_bytes(row['rate'])} per {per}"
+        rate = f"{t.format_bytes(row['rate'])} per {unit}"
         yield Finding(
             title="GPU memory in tensors grows over the run",
             summary=(
@@ -335,8 +336,8 @@ class MemoryLeak(Rule):
                 f"{t.format_bytes(row['first'])} at first, {t.format_bytes(row['last'])} at last."
             ),
             evidence=[
-                Evidence(f"growth per {per}", float(table["rate"].sum()), "bytes"),
-                self.compare("growth over the snapshots", grown, "min_growth", "bytes"),
+                Evidence(f"growth per {unit}", float(table["rate"].sum()), "bytes"),
+                self.compare("growth over the snapshots", growth, "min_growth", "bytes"),
                 Evidence("snapshots", len(peaks), "count"),
             ],
             where=[
@@ -350,26 +351,26 @@ class MemoryLeak(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """2 MB per step on the GPU; 5 MB per step on the host."""
+        """Build runs that leak 2 MB per step on the GPU, or 5 MB per step on the host."""
         rng = np.random.default_rng(0).integers(0, 400, 1000)
         return {
             "on the GPU": _run(lambda n: 10e9 + 2e6 * n),
             "on the host, in windows of the profiler": (
                 _run(lambda _: 10e9, host=lambda n: 4e9 + 5e8 * (n // 20), window_every=20),
-                "steady",
+                "is_steady",
             ),
             "on the host": _run(lambda _: 5e9, host=lambda n: 4e9 + 5e6 * n),
             "in a snapshot": snapshot_example(steps=12, leak=16 << 20),
-            "steady": (_run(lambda _: 10e9), "steady"),
-            "sequences of random length": (_run(lambda n: 10e9 + 1e7 * rng[n]), "steady"),
-            "a cache that fills up": (_run(lambda n: 10e9 + 5e8 * (1 - 0.97**n)), "steady"),
+            "steady": (_run(lambda _: 10e9), "is_steady"),
+            "sequences of random length": (_run(lambda n: 10e9 + 1e7 * rng[n]), "is_steady"),
+            "a cache that fills up": (_run(lambda n: 10e9 + 5e8 * (1 - 0.97**n)), "is_steady"),
             "a little on the host": (
                 _run(lambda _: 10e9, host=lambda n: 4e9 + 1e5 * n),
-                "grown >= limit",
+                "growth >= limit",
             ),
             "a short run": (
                 _run(lambda n: 10e9 + 2e6 * n, steps=40),
-                "int(used.sum()) < self.min_steps",
+                "int(counted.sum()) < self.min_steps",
             ),
             "a snapshot of steps that hold nothing": (
                 snapshot_example(steps=12),
@@ -378,27 +379,27 @@ class MemoryLeak(Rule):
         }
 
 
-def _moment(peak: PeakMemory) -> str:
+def _name_moment(peak: PeakMemory) -> str:
     return "at the peak" if peak.history.failed_event is None else "when memory ran out"
 
 
-def _resident(recorded: StepRecords) -> Floats:
-    """Resident memory after the warm-up, from steps and telemetry, in order of time. What it grows
-    by while the recorder profiles and writes a trace is the recorder's, and left out."""
-    first, end = recorded.span
-    samples = [(s.t, s.rss) for s in recorded.steps if s.rss is not None and s.t >= first]
-    samples += [(at, host.rss) for at, host in recorded.hosts if host.rss is not None]
+def _measure_resident(recorded: StepRecords) -> Floats:
+    """Return resident memory after the warm-up, from steps and telemetry, in order of time. Growth
+    while the recorder profiles and writes a trace is due to the recorder, and left out."""
+    start, end = recorded.span
+    samples = [(s.t, s.rss) for s in recorded.steps if s.rss is not None and s.t >= start]
+    samples += [(times, host.rss) for times, host in recorded.hosts if host.rss is not None]
     samples = sorted(sample for sample in samples if sample[0] <= end)
     if not samples:
         return np.zeros(0)
-    at, rss = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+    times, rss = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
     windows = [
         (step.t, step.t + step.dur)
         for step in recorded.steps
         if step.window is not None or step.exporting
     ]
-    meanwhile = covered_length(at[:-1], at[1:], union(*np.array(windows or [(0, 0)]).T)) > 0
-    result: Floats = rss[0] + np.append(0.0, np.cumsum(np.where(meanwhile, 0.0, np.diff(rss))))
+    in_window = covered_length(times[:-1], times[1:], union(*np.array(windows or [(0, 0)]).T)) > 0
+    result: Floats = rss[0] + np.append(0.0, np.cumsum(np.where(in_window, 0.0, np.diff(rss))))
     return result
 
 

@@ -28,12 +28,12 @@ from advisor.testing import Examples, TraceBuilder
 
 class MemoryFragmentation(Rule):
     """PyTorch's allocator holds much more GPU memory (reserved) than tensors ever filled at one
-    time (peak allocated). The rest is split into pieces too small for the next request. With shapes
-    that change from step to step this grows. In the end the allocator releases its whole cache and
-    starts again, which stalls the GPU. Or memory runs out although enough is free.
+    time (peak allocated). The difference is split into pieces too small for the next request. With
+    shapes that change from step to step it grows. In the end the allocator releases its whole cache
+    and starts again, which stalls the GPU. Or memory runs out although enough is free.
 
     The rule compares reserved memory at the end of the steps with the highest allocated memory so
-    far. A past peak explains a full cache, and is no fragmentation. It reports a difference of at
+    far. A past peak explains a full cache, and is not fragmentation. It reports a difference of at
     least a tenth of the GPU's memory where reserved memory is 1.3 times the peak. It also reports
     an allocator that had to retry after the warm-up with a fifth of its memory unused.
 
@@ -64,7 +64,7 @@ class MemoryFragmentation(Rule):
     min_freed = Threshold(0.05, "of what is reserved in a snapshot", CHOSEN)
     min_unused = Threshold(
         0.20,
-        "of reserved memory, with retries, or beside tensors when a snapshot was taken",
+        "of reserved memory, with retries, or between tensors when a snapshot was taken",
         CHOSEN,
     )
 
@@ -93,30 +93,30 @@ class MemoryFragmentation(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        findings = list(self._of_snapshot(a))
+        findings = list(self._check_snapshot(a))
         yield from findings
         if findings or a.recorded is None:
             return
         recorded = recorded_steps(a)
-        used = recorded.after_warmup
-        reserved = last_known(recorded.column("reserved")[used])
-        peak = last_known(recorded.column("peak")[used])
-        allocated = recorded.column("allocated")[used]
+        counted = recorded.after_warmup
+        reserved = last_known(recorded.column("reserved")[counted])
+        peak = last_known(recorded.column("peak")[counted])
+        allocated = recorded.column("allocated")[counted]
         if reserved is None or peak is None or not peak or not reserved:
             return
         total = gpu_capacity(a)
-        tries = recorded.column("retries")[used]
-        tries = tries[~np.isnan(tries)]
-        retries = int(tries[-1] - tries[0]) if len(tries) else 0
+        retry_counts = recorded.column("retries")[counted]
+        retry_counts = retry_counts[~np.isnan(retry_counts)]
+        retries = int(retry_counts[-1] - retry_counts[0]) if len(retry_counts) else 0
         difference = reserved - peak
-        unused = 1 - (last_known(allocated) or 0.0) / reserved
-        large = total is not None and difference >= self.min_device * total
-        if not (large and reserved >= self.min_ratio * peak) and not (
-            retries > 0 and unused >= self.min_unused
+        unused_share = 1 - (last_known(allocated) or 0.0) / reserved
+        is_large = total is not None and difference >= self.min_device * total
+        if not (is_large and reserved >= self.min_ratio * peak) and not (
+            retries > 0 and unused_share >= self.min_unused
         ):
             return
-        conf = recorded.record.rank.env
-        setting = conf.get("PYTORCH_ALLOC_CONF") or conf.get("PYTORCH_CUDA_ALLOC_CONF")
+        env = recorded.record.rank.env
+        setting = env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF")
         yield Finding(
             summary=(
                 f"The allocator holds {t.format_bytes(reserved)}, but tensors never filled more "
@@ -136,9 +136,9 @@ class MemoryFragmentation(Rule):
             ),
         )
 
-    def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
-        """Free memory that a failed request could not use because it is in pieces; or, where none
-        failed, what the peak had reserved in pieces that no request could use."""
+    def _check_snapshot(self, a: Analysis) -> Iterator[Finding]:
+        """Report free memory that a failed request could not use because it is in pieces. If none
+        failed, report the pieces reserved at the peak that no request could use."""
         for peak in a.peak_memories:
             pieces, placed, packed = (
                 measure_fragments(peak),
@@ -148,12 +148,12 @@ class MemoryFragmentation(Rule):
             if pieces is None:
                 continue
             if packed is None:
-                yield from self._at_end(peak, pieces)
+                yield from self._check_end(peak, pieces)
                 continue
             failed = placed is not None and placed.scattered and packed.helps
             limit = max(self.min_freed * peak.reserved, self.min_split * GIB)
             if not failed and (peak.history.failed_event is not None or packed.freed < limit):
-                yield from self._at_end(peak, pieces)
+                yield from self._check_end(peak, pieces)
                 continue
             case = self.case("of a snapshot")
             summary = (
@@ -195,20 +195,20 @@ class MemoryFragmentation(Rule):
                 **case,
             )
 
-    def _at_end(self, peak: PeakMemory, pieces: Fragments) -> Iterator[Finding]:
+    def _check_end(self, peak: PeakMemory, pieces: Fragments) -> Iterator[Finding]:
         """Report memory that is free in pieces between tensors when the snapshot was taken."""
         packed, reserved = measure_repacking_at_end(peak), int(peak.history.reserved[-1])
         if packed is None or packed.freed < max(self.min_freed * reserved, self.min_split * GIB):
             return
         if pieces.split < self.min_unused * reserved:
             return
-        left = t.format_bytes(reserved - pieces.free_segments - packed.freed)
+        remaining = t.format_bytes(reserved - pieces.free_segments - packed.freed)
         yield Finding(
             summary=(
                 f"When the snapshot was taken, {t.format_bytes(pieces.free)} of the "
                 f"{t.format_bytes(reserved)} reserved was free, but in pieces of at most "
                 f"{t.format_bytes(pieces.largest)}: a larger request cannot use it. With "
-                f"expandable segments, {left} would still be reserved."
+                f"expandable segments, {remaining} would still be reserved."
             ),
             evidence=[
                 Evidence("free when the snapshot was taken", pieces.free, "bytes"),
@@ -244,7 +244,7 @@ class MemoryFragmentation(Rule):
             "a snapshot with gaps": _with_gaps(keep=True),
             "a past peak": (
                 _run(70e9, 69e9, 20e9),
-                "not (retries > 0 and unused >= self.min_unused)",
+                "not (retries > 0 and unused_share >= self.min_unused)",
             ),
             "a small model": (_run(2e9, 1e9, 1e9), "min_device"),
             "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
@@ -279,21 +279,21 @@ def _run(
 
 
 def _with_gaps(*, keep: bool, full: bool = False) -> TraceBuilder:
-    """Twenty segments of 200 MiB with 4 MiB in the middle of each, then 180 MiB are asked for. Not
-    kept: nothing is in them, and they are given back. Full: nothing is asked for, they are left."""
+    """Build twenty segments of 200 MiB with 4 MiB in the middle of each, then request 180 MiB.
+    Without ``keep`` the segments are empty and given back. With ``full`` there is no request."""
     from advisor.testing.allocator import LOOP, MIB, DeviceFull, FakeAllocator
 
-    m = FakeAllocator(total=4000 * MIB)
-    with m.at(*LOOP):
-        done = []
-        for whole in [m.alloc(200 * MIB) for _ in range(20)]:
-            m.free(whole)
-            done.append([m.alloc(size * MIB) for size in (98, 4, 98)])
-        for left, middle, right in done:
+    allocator = FakeAllocator(total=4000 * MIB)
+    with allocator.at(*LOOP):
+        pieces = []
+        for segment in [allocator.alloc(200 * MIB) for _ in range(20)]:
+            allocator.free(segment)
+            pieces.append([allocator.alloc(size * MIB) for size in (98, 4, 98)])
+        for left, middle, right in pieces:
             for address in (left, right) if keep else (left, middle, right):
-                m.free(address)
+                allocator.free(address)
         with suppress(DeviceFull):
-            _ = None if full else m.alloc(180 * MIB)
+            _ = None if full else allocator.alloc(180 * MIB)
     b = TraceBuilder()
-    b.memory_snapshot(m)
+    b.memory_snapshot(allocator)
     return b

@@ -27,17 +27,17 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class MemoryNearCapacity(Rule):
-    """The memory that PyTorch's allocator holds (reserved) is close to all that the GPU has. A
-    longer sequence, an evaluation step or fragmentation can then end the run with an out-of-memory
-    error. Before that, the allocator frees and reallocates blocks, and waits for the GPU each time.
+    """The memory that PyTorch's allocator holds (reserved) is close to the GPU's capacity. A longer
+    sequence, an evaluation step or fragmentation can then end the run with an out-of-memory error.
+    Before that, the allocator frees and reallocates blocks, and waits for the GPU each time.
 
-    Reserved memory is what counts for the risk, and allocated memory is what tensors need. Where
-    allocated is far below reserved, the rest is fragmentation or cache, and another allocator
-    setting helps rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private pools
-    and other processes comes on top and is not in the trace.
+    Reserved memory decides the risk, and allocated memory is what tensors need. Where allocated is
+    far below reserved, the difference is fragmentation or cache. Then another allocator setting
+    helps rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private pools and other
+    processes comes on top and is not in the trace.
 
     A server of language models (vLLM, SGLang, TensorRT-LLM) fills a set part of the memory with its
-    key-value cache when it starts. Nothing grows from then on, so the rule is silent there.
+    key-value cache when it starts. Nothing grows afterwards, so the rule is silent there.
 
     The history of a memory snapshot, alone or with a trace, counts too, and the lines that held
     most at the peak are named. A snapshot does not show how much memory the GPU has: the trace or
@@ -93,20 +93,20 @@ class MemoryNearCapacity(Rule):
         if a.device_id is None and peak is None:
             return
         reserved, allocated, capacity = measure_peaks(a)
-        reserved = allocated if reserved is None else reserved  # it is at least what tensors hold
-        held: list[Location] = []
+        reserved = allocated if reserved is None else reserved  # at least what tensors hold
+        holders: list[Location] = []
         if peak is not None:
             if peak.history.failed_event is not None:
                 return
             in_snapshot = int(peak.history.reserved.max())
             if reserved is None or in_snapshot > reserved:
                 reserved, allocated = in_snapshot, int(peak.history.allocated.max())
-            capacity = capacity or _capacity(a, peak.device)
-            held = locate_holders(peak)
+            capacity = capacity or _find_capacity(a, peak.device)
+            holders = locate_holders(peak)
         if reserved is None:
-            known = measure_held(a)[0] is not None  # the recorder's, of whole steps
-            what = "what holds it at its peak" if known else "peak, capacity"
-            yield skip_without_events(a, f"GPU memory: {what}, what could be freed")
+            is_known = measure_held(a)[0] is not None  # recorded per whole step
+            subject = "what holds it at its peak" if is_known else "peak, capacity"
+            yield skip_without_events(a, f"GPU memory: {subject}, what could be freed")
             return
         if not capacity:
             alone = a.only_input is SNAPSHOT
@@ -143,13 +143,13 @@ class MemoryNearCapacity(Rule):
                     "allocated at its peak, share of reserved", used, "max_allocated_share"
                 ),
             ],
-            where=[*self._where(a, reserved), *held],
+            where=[*self._locate_peak_step(a, reserved), *holders],
             impact=impact_risk(f"{1 - share:.0%} of GPU memory is left before the run stops"),
             **(self.case("most of it is reserved, not used") if fragmented else {}),
             **(self.case("all but full") if share >= self.min_critical_share else {}),
         )
 
-    def _where(self, a: Analysis, reserved: int) -> list[Location]:
+    def _locate_peak_step(self, a: Analysis, reserved: int) -> list[Location]:
         peak_steps = a.memory.filter(
             pl.col("device").eq_missing(a.device_id)
             & (pl.coalesce("peak_reserved", "peak_allocated") == reserved)
@@ -162,11 +162,11 @@ class MemoryNearCapacity(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """Full of tensors; and full of fragments (an A100 of 85 GB)."""
+        """Build steps full of tensors, or of fragments (an A100 of 85 GB)."""
         return {
             "tensors": _step(76_000_000_000, 80_000_000_000),
             "fragments": _step(45_000_000_000, 82_000_000_000),
-            "a snapshot beside a trace": _snapshot(1340),
+            "a snapshot with a trace": _snapshot(1340),
             "a server whose cache fills the memory": (
                 _step(76_000_000_000, 80_000_000_000, mark="step[DECODE bs=64]"),
                 "FILLS_MEMORY",
@@ -192,14 +192,14 @@ SGLang's ``mem_fraction_static``, TensorRT-LLM's ``free_gpu_memory_fraction``.""
 
 
 def _select_snapshot(a: Analysis) -> PeakMemory | None:
-    """Return the snapshot's part of the analysed GPU, else of the fullest."""
+    """Return the snapshot's part of the analysed GPU, else of the fullest GPU."""
     peaks = a.peak_memories
     of_this_gpu = [peak for peak in peaks if peak.device == a.device_id]
     return next(iter(of_this_gpu or peaks), None)
 
 
-def _capacity(a: Analysis, device: int) -> int | None:
-    """Return a GPU's memory, bytes, from the trace or the record; ``None``: in neither."""
+def _find_capacity(a: Analysis, device: int) -> int | None:
+    """Return a GPU's memory, bytes, from the trace or the record, or ``None`` if neither has it."""
     properties = a.trace.device(device)
     if properties is not None and properties.memory_bytes:
         return properties.memory_bytes
@@ -207,8 +207,8 @@ def _capacity(a: Analysis, device: int) -> int | None:
 
 
 def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:
-    """The history of a training, most of it activations and logits of eleven times so many MiB;
-    beside a trace of a V100 with 16.9 GB."""
+    """Build the history of a training. Most of it is activations and logits of eleven times
+    ``mib``. A trace of a V100 with 16.9 GB is optional."""
     b = TraceBuilder(gpu="V100")
     if trace:
         with b.step():
@@ -219,7 +219,7 @@ def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBu
 
 
 def _step(allocated: int | None, reserved: int, mark: str | None = None) -> TraceBuilder:
-    """``mark``: a server's range around each step."""
+    """Build steps, with a server's range ``mark`` around each."""
     b = TraceBuilder()
     for _ in b.steps():
         with b.range(mark) if mark else nullcontext():

@@ -27,9 +27,9 @@ from advisor.rules.support.device_memory import (
 from advisor.testing import Examples, TraceBuilder
 
 MIN_BATCHES = 5
-"""Number of batches from which the last one is compared with the median."""
+"""Minimum number of batches at which the last one is compared with the median."""
 MAX_SAVINGS = 4
-"""Ways to free memory that a finding names."""
+"""Maximum number of ways to free memory that a finding names."""
 
 
 class OutOfMemory(Rule):
@@ -38,11 +38,11 @@ class OutOfMemory(Rule):
     block was allocated.
 
     Where much of the held memory was not in tensors, fragments are the likelier cause. Where the
-    step had a larger batch than those before it, that batch is. Else the model needs more memory
-    than there is.
+    batch was larger than those before it, the batch is the likelier cause. Otherwise the model
+    needs more memory than the GPU has.
 
-    With the exception's text alone (a log), the finding shows who held the memory as far as the
-    text says. Allocator settings are advised only where a history shows that they help.
+    With the exception's text alone (a log), the finding shows what the text says about the holders.
+    Allocator settings are advised only where a history shows that they help.
 
     With a snapshot whose history holds the failure, the finding shows what was held, by category
     and line. It says why the request could not be placed, and what checkpointing, smaller logits,
@@ -87,7 +87,7 @@ class OutOfMemory(Rule):
             "confidence": 0.9,
         },
         "other processes": {
-            "fix": "End the other processes on this GPU: they hold more than was asked for.",
+            "fix": "End the other processes on this GPU: they hold more than the request.",
             "code": "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
             "confidence": 0.9,
         },
@@ -119,14 +119,14 @@ class OutOfMemory(Rule):
         )
         text = None if a.snapshot is None else a.snapshot.exception
         if text is None and peak is not None and peak.request is not None:
-            yield self._of_snapshot(peak, peak.request)
+            yield self._build_from_snapshot(peak, peak.request)
             return
         recorded = None if a.recorded is None else recorded_steps(a)
         sizes = [] if recorded is None else [size for size in recorded.column("bytes") if size > 0]
-        grown = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
-        batch = grown is not None and grown >= self.min_batch_ratio
-        if text is not None and not batch:
-            yield self._of_text(text)
+        batch_ratio = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
+        is_large_batch = batch_ratio is not None and batch_ratio >= self.min_batch_ratio
+        if text is not None and not is_large_batch:
+            yield self._build_from_text(text)
             return
         events = [] if recorded is None else recorded.record.events_of("oom")
         if recorded is None or not events:
@@ -134,26 +134,26 @@ class OutOfMemory(Rule):
         event = events[-1]
         allocated, reserved = _number(event.get("allocated")), _number(event.get("reserved"))
         total = gpu_capacity(a)
-        used = allocated / reserved if allocated is not None and reserved else None
-        fragments = used is not None and used < self.max_allocated_share
-        why = (
-            f"only {used:.0%} of the memory that the allocator held was in tensors"
-            if fragments
-            else f"the last batch was {grown:.1f} times the usual size"
-            if batch
+        tensor_share = allocated / reserved if allocated is not None and reserved else None
+        is_fragmented = tensor_share is not None and tensor_share < self.max_allocated_share
+        reason = (
+            f"only {tensor_share:.0%} of the memory that the allocator held was in tensors"
+            if is_fragmented
+            else f"the last batch was {batch_ratio:.1f} times the usual size"
+            if is_large_batch
             else "tensors filled the memory"
         )
         snapshot = event.get("snapshot")
         yield Finding(
             summary=(
-                f"A request for memory failed after {len(recorded.steps):,} steps: {why}."
+                f"A request for memory failed after {len(recorded.steps):,} steps: {reason}."
                 + (f" {str(event['message'])[:300]}" if event.get("message") else "")
             ),
             evidence=[
                 Evidence("in tensors", allocated, "bytes"),
                 Evidence("held by the allocator", reserved, "bytes"),
                 Evidence("GPU memory", total, "bytes"),
-                self.compare("last batch over the median one", grown, "min_batch_ratio", ""),
+                self.compare("last batch over the median one", batch_ratio, "min_batch_ratio", ""),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
             severity="critical",
@@ -164,14 +164,14 @@ class OutOfMemory(Rule):
             ),
             **(
                 self.case("fragments")
-                if fragments
+                if is_fragmented
                 else self.case("an unusually large batch")
-                if batch
+                if is_large_batch
                 else {}
             ),
         )
 
-    def _of_snapshot(self, peak: PeakMemory, request: int) -> Finding:
+    def _build_from_snapshot(self, peak: PeakMemory, request: int) -> Finding:
         """Report the request that failed, what was held then, and what would have freed enough."""
         placed, packed, ways = (
             explain_placement(peak),
@@ -180,7 +180,7 @@ class OutOfMemory(Rule):
         )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
         needed = request - (peak.device_free or 0)
-        # the cheapest that suffices first
+        # the cheapest sufficient way first
         ways.sort(key=lambda way: way.bytes < needed + _needed_after(way, peak))
         if scattered:  # the fix for fragments first
             ways.sort(key=lambda way: way.name != "expandable segments")
@@ -191,19 +191,19 @@ class OutOfMemory(Rule):
             else f"tensors held {t.format_bytes(peak.allocated)} of the "
             f"{t.format_bytes(peak.reserved)} reserved ({_list_holders(peak)})"
         )
-        fix, grown = _name_ways(ways, peak, needed), ""
-        lacking = peak.device_free is not None and needed > 0
-        short = f", {t.format_bytes(needed)} more than the driver had" if lacking else ""
+        fix, growth = _describe_ways(ways, peak, needed), ""
+        lacks = peak.device_free is not None and needed > 0
+        short = f", {t.format_bytes(needed)} more than the driver had" if lacks else ""
         code = advise_change(ways[0].name, peak.trains)[1] if ways else ""
         if (larger := peak.larger_inputs) is not None:
             origin, *ends = larger
             first, last = map(t.format_bytes, ends)
             place = line_name(origin.file, origin.line)
-            grown = f" Inputs grew from step to step: {place} made {first}, then {last}."
+            growth = f" Inputs grew from step to step: {place} made {first}, then {last}."
             limit = self.case("an unusually large batch")
             fix, code = f"{limit['fix']} {fix}", f"{limit['code']}\n\n{code}".strip()
         return Finding(
-            summary=f"A request of {t.format_bytes(request)} failed{short}: {why}.{grown}",
+            summary=f"A request of {t.format_bytes(request)} failed{short}: {why}.{growth}",
             evidence=[
                 Evidence("request", request, "bytes"),
                 Evidence("in tensors", peak.allocated, "bytes"),
@@ -224,40 +224,40 @@ class OutOfMemory(Rule):
             fix=fix,
             code=code,
             confidence=0.85,
-            assumptions=[f"{_name(way, peak)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
+            assumptions=[f"{_name_change(way, peak)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )
 
-    def _of_text(self, text: OutOfMemoryText) -> Finding:
-        """Build the finding of the exception alone: who held memory, what to record besides."""
-        unused = None
+    def _build_from_text(self, text: OutOfMemoryText) -> Finding:
+        """Build the finding of the exception alone: who held memory, and what to record as well."""
+        unused_bytes = None
         if text.reserved is not None and text.allocated is not None:
-            unused = text.reserved - text.allocated
-        outside = others = None
+            unused_bytes = text.reserved - text.allocated
+        outside_bytes = other_bytes = None
         if text.process is not None and text.reserved is not None:
-            outside = max(0, text.process - text.reserved)
+            outside_bytes = max(0, text.process - text.reserved)
         if text.capacity is not None and text.free is not None and text.process is not None:
-            others = max(0, text.capacity - text.free - text.process)
-        held = [
+            other_bytes = max(0, text.capacity - text.free - text.process)
+        holders = [
             f"{name} {t.format_bytes(size)}"
             for name, size in (
-                ("tensors", text.allocated), ("reserved and free", unused),
-                ("the rest of this process", outside), ("other processes", others),
+                ("tensors", text.allocated), ("reserved and free", unused_bytes),
+                ("the rest of this process", outside_bytes), ("other processes", other_bytes),
                 ("free at the driver", text.free),
             )
             if size
         ]  # fmt: skip
-        foreign = others is not None and others >= text.request
-        case = self.case("other processes") if foreign else self.case("the text alone")
+        is_foreign = other_bytes is not None and other_bytes >= text.request
+        case = self.case("other processes") if is_foreign else self.case("the text alone")
         return Finding(
             summary=f"A request of {t.format_bytes(text.request)} failed"
-            + (f": {', '.join(held)}." if held else "."),
+            + (f": {', '.join(holders)}." if holders else "."),
             evidence=[
                 Evidence("request", text.request, "bytes"),
                 Evidence("GPU memory", text.capacity, "bytes"),
                 Evidence("in tensors", text.allocated, "bytes"),
-                Evidence("reserved by PyTorch, not in tensors", unused, "bytes"),
-                Evidence("this process, outside of PyTorch", outside, "bytes"),
-                Evidence("other processes", others, "bytes"),
+                Evidence("reserved by PyTorch, not in tensors", unused_bytes, "bytes"),
+                Evidence("this process, outside of PyTorch", outside_bytes, "bytes"),
+                Evidence("other processes", other_bytes, "bytes"),
                 Evidence("free at the driver", text.free, "bytes"),
             ],
             severity="critical",
@@ -282,44 +282,44 @@ class OutOfMemory(Rule):
         }
 
 
-def _name(saving: FreedMemory, peak: PeakMemory) -> str:
+def _name_change(saving: FreedMemory, peak: PeakMemory) -> str:
     fix = advise_change(saving.name, peak.trains)[0]
     return f"{fix[0].lower()}{fix[1:]}"
 
 
 def _needed_after(way: FreedMemory, peak: PeakMemory) -> int:
-    """Return the bytes that the step needs after the failed request, as far as a change leaves
-    them: pieces of logits need a piece, half the batch half of them."""
-    left = {"smaller logits": 1 / LOSS_CHUNKS, "half the batch": 0.5}.get(way.name, 1.0)
-    return round(peak.needed_after * left)
+    """Return the bytes that the step still needs after the failed request with this change: pieces
+    of logits need one piece, half the batch half of them."""
+    remaining_share = {"smaller logits": 1 / LOSS_CHUNKS, "half the batch": 0.5}.get(way.name, 1.0)
+    return round(peak.needed_after * remaining_share)
 
 
-def _name_ways(ways: list[FreedMemory], peak: PeakMemory, needed: int) -> str:
-    """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
+def _describe_ways(ways: list[FreedMemory], peak: PeakMemory, needed: int) -> str:
+    """Describe what would have freed memory, one sentence each. ``needed`` bytes are enough."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:
-        place = line_name(way.file, way.line)
-        place = f" ({place})" if place else ""
-        freed = t.format_bytes(way.bytes)
+        place_text = line_name(way.file, way.line)
+        place_text = f" ({place_text})" if place_text else ""
+        freed_text = t.format_bytes(way.bytes)
         if peak.device_free and needed <= way.bytes < (peak.request or 0):
-            freed += f"; with the {t.format_bytes(peak.device_free)} that the driver had, "
-            after = _needed_after(way, peak)
-            short = needed + after - way.bytes
-            freed += (
+            freed_text += f"; with the {t.format_bytes(peak.device_free)} that the driver had, "
+            needed_next = _needed_after(way, peak)
+            missing = needed + needed_next - way.bytes
+            freed_text += (
                 "it fits"
-                if short <= 0
-                else f"this request fits, but of {t.format_bytes(after)} that the step needs next "
-                f"{t.format_bytes(short)} are missing"
+                if missing <= 0
+                else f"this request fits, but of {t.format_bytes(needed_next)} that the step needs "
+                f"next {t.format_bytes(missing)} are missing"
             )
         fix = advise_change(way.name, peak.trains)[0]
-        sentences.append(f"{fix}{place}: this frees {freed}.")
+        sentences.append(f"{fix}{place_text}: this frees {freed_text}.")
     if len(sentences) > 1:
         sentences.append("These savings overlap.")
     return " ".join(sentences)
 
 
 def _list_holders(peak: PeakMemory) -> str:
-    """List categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
+    """Return the categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
     largest = list(peak.by_category.items())[:3]
     return ", ".join(f"{name} {t.format_bytes(held)}" for name, held in largest)
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing although memory is free."""
+"""Activation checkpointing recomputes although memory is free."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.device_memory import GIB, run_product, skip_without_events
 from advisor.testing import Examples, TraceBuilder
 
-BACKWARD = r"^autograd::engine::evaluate_function|Backward"
+BACKWARD_NODES = r"^autograd::engine::evaluate_function|Backward"
 
 
 class RecomputeWithFreeMemory(Rule):
@@ -31,14 +31,14 @@ class RecomputeWithFreeMemory(Rule):
     third of the memory stays free, part of that exchange gains nothing.
 
     The rule recognizes recomputed kernels by what launched them. With ``use_reentrant=False`` and
-    stacks that is a Python frame ``recompute_fn`` of ``torch/utils/checkpoint.py``. Without stacks
-    it is forward operators inside a node of PyTorch's own derivatives, which asked for a saved
+    stacks that is a Python frame ``recompute_fn`` of ``torch/utils/checkpoint.py``. Without stacks,
+    forward operators inside a node of PyTorch's own derivatives show it. The node asked for a saved
     tensor. With ``use_reentrant=True`` it is the op ``CheckpointFunctionBackward`` outside the
-    autograd nodes inside it. The gain is that of a replay without these kernels, and without the
-    host time that they are launched in. The hooks that pack and unpack each saved tensor in Python
-    are not recorded; the high end has all idle time of Python in it. The rule shows how much memory
-    is free, not how much the activations need. Turn checkpointing off for some blocks, look at the
-    peak, and go on."""
+    autograd nodes inside it. The gain is that of a replay without these kernels and the host time
+    of their launches. The hooks that pack and unpack each saved tensor in Python are not recorded;
+    the high end includes all idle time of Python. The rule shows how much memory is free, not how
+    much the activations need. Turn checkpointing off for some blocks, look at the peak, and
+    continue."""
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
@@ -81,7 +81,7 @@ class RecomputeWithFreeMemory(Rule):
     confidence = 0.75
     cases = {
         "transformers' own blocks": {
-            "fix": "Turn checkpointing off, and check the peak of memory. Where it does not last, "
+            "fix": "Turn checkpointing off, and check the peak of memory. Where it does not fit, "
             "recompute less: a smaller batch, or checkpoint blocks of your own choice.",
             "code": "model.gradient_checkpointing_disable()\n"
             "# or leave gradient_checkpointing=True out of TrainingArguments",
@@ -91,7 +91,7 @@ class RecomputeWithFreeMemory(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None or not a.breakdown.compute.total:
             return
-        training = name_matches(a.trace.cpu["name"], BACKWARD).any()
+        training = name_matches(a.trace.cpu["name"], BACKWARD_NODES).any()
         if not training:
             return  # nothing to recompute for
         table = find_recompute(a)
@@ -108,56 +108,56 @@ class RecomputeWithFreeMemory(Rule):
         if share < self.min_share:
             return
         reserved, capacity = measure_held(a)
-        what = f"whether free memory could save recomputation ({share:.0%} of the step)"
+        subject = f"whether free memory could save recomputation ({share:.0%} of the step)"
         if reserved is None:
-            yield skip_without_events(a, what)
+            yield skip_without_events(a, subject)
             return
         if not capacity:
             why = "the trace does not record how much memory the GPU has"
-            yield SkippedCheck(what=what, why=why, record="profile_memory=True")
+            yield SkippedCheck(what=subject, why=why, record="profile_memory=True")
             return
-        full = reserved / capacity
-        if full >= self.max_reserved:
+        reserved_share = reserved / capacity
+        if reserved_share >= self.max_reserved:
             return
-        free = capacity - reserved
+        free_bytes = capacity - reserved
         yield Finding(
             summary=(
                 f"Recomputing activations takes {share:.0%} {of_each_step(a)}, while "
-                f"{free / GIB:.1f} "
-                f"GiB ({1 - full:.0%}) of GPU memory stay free."
+                f"{free_bytes / GIB:.1f} "
+                f"GiB ({1 - reserved_share:.0%}) of GPU memory stay free."
             ),
             evidence=[
                 self.compare("recomputation, share", share, "min_share", per=a.per),
                 amount_per_step(a, "recomputation", recomputed),
                 amount_per_step(a, "of it, the GPU idles while it is launched", launching),
                 Evidence("peak reserved", reserved, "bytes"),
-                self.compare("peak reserved, share of capacity", full, "max_reserved"),
+                self.compare("peak reserved, share of capacity", reserved_share, "max_reserved"),
             ],
-            where=self._where(a),
+            where=self._locate_checkpoint(a),
             edits=[
                 *remove_at("recompute", gaps=True),
-                # at best, what Python does between operators is packing and unpacking of tensors
+                # at best, all Python between operators packs and unpacks tensors
                 scale_edit(Select(on="gap", cause=("python", "unknown")), 1.0, 0.0, 1.0),
             ],
             **(self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
         )
 
-    def _where(self, a: Analysis) -> list[Location]:
+    def _locate_checkpoint(self, a: Analysis) -> list[Location]:
         """Find the user's line that calls ``checkpoint``."""
         cpu = a.trace.cpu
-        named = rows_under(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
-        rows = np.flatnonzero(named & (cpu["kind"] == "python").to_numpy())
+        is_checkpoint = rows_under(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
+        rows = np.flatnonzero(is_checkpoint & (cpu["kind"] == "python").to_numpy())
         if not len(rows):
             rows = np.flatnonzero(rows_under(a, REENTRANT)[:-1])
         if not len(rows):
             ts = cpu["ts"].to_numpy()
-            inside = covered_length(ts, ts + 1, a.recompute_time) > 0
-            rows = np.flatnonzero(inside & (cpu["kind"] == "op").to_numpy())
+            in_recompute = covered_length(ts, ts + 1, a.recompute_time) > 0
+            rows = np.flatnonzero(in_recompute & (cpu["kind"] == "op").to_numpy())
         if not len(rows):
             return []
-        first = int(rows[0])
-        ts, dur = cpu["ts"][first], cpu["dur"][first]
-        return [locate_row(a, first, op="torch.utils.checkpoint", ts_ns=ts, dur_ns=dur)]
+        first_row = int(rows[0])
+        ts, dur = cpu["ts"][first_row], cpu["dur"][first_row]
+        return [locate_row(a, first_row, op="torch.utils.checkpoint", ts_ns=ts, dur_ns=dur)]
 
     @staticmethod
     def examples() -> Examples:
@@ -207,10 +207,10 @@ def _without_stacks() -> TraceBuilder:
     b = TraceBuilder()
     gemm, shape = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", [[4096, 4096], [4096, 4096]]
 
-    def node(*, again: bool) -> None:
+    def node(*, recomputes: bool) -> None:
         name = "AddmmBackward0"
         with b.op(f"autograd::engine::evaluate_function: {name}"), b.op(name):
-            if again:
+            if recomputes:
                 for op in ("aten::layer_norm", "aten::addmm", "aten::gelu"):
                     b.run(op, gemm, 500, shape)
             b.run("aten::mm", gemm, 500, shape, times=2)
@@ -219,8 +219,8 @@ def _without_stacks() -> TraceBuilder:
         b.memory(1 << 20, 39_000_000_000, 40_000_000_000)
         run_product(b, 1000)
         for _ in range(4):
-            node(again=True)
+            node(recomputes=True)
             for _ in range(3):
-                node(again=False)
+                node(recomputes=False)
         b.sync()
     return b

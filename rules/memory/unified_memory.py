@@ -32,9 +32,9 @@ class UnifiedMemory(Rule):
     """Kernels wait while pages of unified (managed) memory move on demand. A kernel touches a page
     that is elsewhere, the GPU raises a fault, and the driver moves the page in small pieces.
 
-    Counted is the time in which a migration that nobody asked for runs beside a kernel. Migrations
-    that ``cudaMemPrefetchAsync`` asked for do not count. The gain is this time, less what the same
-    bytes take over the link to the host in one go.
+    The rule counts the time in which a migration on demand runs at the same time as a kernel.
+    Migrations that ``cudaMemPrefetchAsync`` requested do not count. The gain is this time, minus
+    the time that the same bytes take over the link to the host in one go.
 
     Where the driver evicts pages, the data is larger than the GPU's memory. Where as much goes back
     to the host on demand as came, both sides use the same pages in turn. Each has its own advice.
@@ -50,17 +50,17 @@ class UnifiedMemory(Rule):
     )
     validation_note = (
         "tables made by NVIDIA's published schema of Nsight Systems. No real file with migrations "
-        "was at hand"
+        "was available"
     )
 
-    min_share = Threshold(0.01, "of the step, migrations beside kernels", ENGINE_FLOOR)
+    min_share = Threshold(0.01, "of the step, migrations at the same time as kernels", ENGINE_FLOOR)
     min_returned = Threshold(
         0.5, "of the bytes that came on demand go back on demand: both sides use them", CHOSEN
     )
 
     fix = "Prefetch the pages before the kernel that uses them (cudaMemPrefetchAsync)."
     code = _PREFETCH_CODE
-    verify = "Profile again: migrations say 'prefetch', and none runs beside a kernel."
+    verify = "Profile again: migrations say 'prefetch', and none runs during a kernel."
     falsified_by = "a kernel that takes as long with all pages on the GPU"
     assumptions = (
         "prefetched bytes move at the rate of the link, at worst at half of it; at best kernels of "
@@ -99,16 +99,16 @@ class UnifiedMemory(Rule):
             return
         begin, end = demand["ts"].to_numpy(), (demand["ts"] + demand["dur"]).to_numpy()
         ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
-        beside = covered_length(ts, ts + dur, union(begin, end)) * kernels
-        waits = int(beside.sum())
-        if waits < self.min_share * a.span_ns:
+        migration_ns = covered_length(ts, ts + dur, union(begin, end)) * kernels
+        waited_ns = int(migration_ns.sum())
+        if waited_ns < self.min_share * a.span_ns:
             return
         size = {way: int(demand.filter(pl.col("copy") == way)["bytes"].sum() or 0)
                 for way in ("HtoD", "DtoH")}  # fmt: skip
         rate = None if a.hardware is None else host_rate(a.hardware)
-        link_ns = (size["HtoD"] / rate * 1e9) if rate else size["HtoD"] / _fastest(gpu, moved)
-        slowed = beside > 0
-        names = name.filter(pl.Series(slowed)).unique().sort().to_list()
+        link_ns = (size["HtoD"] / rate * 1e9) if rate else size["HtoD"] / _fastest_rate(gpu, moved)
+        is_slowed = migration_ns > 0
+        names = name.filter(pl.Series(is_slowed)).unique().sort().to_list()
         evicted = demand.filter(name.filter(moved & ~asked).str.contains("eviction", literal=True))
         case = (
             self.case("evictions") if evicted.height
@@ -119,13 +119,13 @@ class UnifiedMemory(Rule):
         faults = a.trace.counters.filter(pl.col("name").cast(pl.String) == "GPU page faults")
         yield Finding(
             summary=(
-                f"Kernels run beside migrations on demand for {of_step(a, waits)}: "
+                f"Kernels run during migrations on demand for {of_step(a, waited_ns)}: "
                 f"{t.format_bytes(size['HtoD'] / a.step_count)} to the GPU and "
                 f"{t.format_bytes(size['DtoH'] / a.step_count)} back."
             ),
             evidence=[
-                amount_per_step(a, "kernels beside migrations", waits),
-                self.compare("share", waits / a.span_ns, "min_share", per=a.per),
+                amount_per_step(a, "kernels during migrations", waited_ns),
+                self.compare("share", waited_ns / a.span_ns, "min_share", per=a.per),
                 amount_per_step(a, "bytes to the GPU on demand", size["HtoD"], "bytes"),
                 amount_per_step(a, "bytes back on demand", size["DtoH"], "bytes"),
                 amount_per_step(a, "the same bytes over the link", link_ns),
@@ -133,12 +133,12 @@ class UnifiedMemory(Rule):
                 Evidence("GPU page faults in the recording",
                          None if faults.is_empty() else float(faults["value"].sum()), "count"),
             ],
-            where=kernel_locations(a, slowed),
+            where=kernel_locations(a, is_slowed),
             edits=[
                 scale_kernels(
                     a,
                     kernels & name.is_in(names).to_numpy(),
-                    (max(0.0, waits - n * link_ns) for n in (1, 0, 2)),
+                    (max(0.0, waited_ns - n * link_ns) for n in (1, 0, 2)),
                     select_kernels(names),
                 )
             ],
@@ -147,8 +147,8 @@ class UnifiedMemory(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """A kernel that pulls its 16 MB page by page; the same with the host using them in turn;
-        more data than memory."""
+        """Build kernels that pull their 16 MB page by page, with the host using them in turn, or
+        with more data than memory."""
         examples: Examples = {}
         for name, back, cause in (
             ("pages on demand", 0, "page fault"),
@@ -180,8 +180,8 @@ class UnifiedMemory(Rule):
         }
 
 
-def _fastest(gpu: pl.DataFrame, moved: pl.Series) -> float:
-    """Return bytes per ns of the fastest migration: what the link does at least."""
-    known = gpu.filter(moved & (gpu["dur"] > 0))
-    rates = (known["bytes"].fill_null(0) / known["dur"]).to_numpy()
+def _fastest_rate(gpu: pl.DataFrame, is_migration: pl.Series) -> float:
+    """Return bytes per ns of the fastest migration, a lower bound of the link's rate."""
+    timed = gpu.filter(is_migration & (gpu["dur"] > 0))
+    rates = (timed["bytes"].fill_null(0) / timed["dur"]).to_numpy()
     return float(np.max(rates, initial=0.0)) or 1.0

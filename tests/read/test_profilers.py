@@ -658,7 +658,7 @@ def test_migrations_and_faults_of_unified_memory_are_read_and_judged(tmp_path: P
     (finding,) = [each for each in UnifiedMemory().check(a) if isinstance(each, Finding)]
     values = {each.label: each.value for each in finding.evidence}
     # what was asked for ahead of time does not count
-    assert values["kernels beside migrations"] == pytest.approx(
+    assert values["kernels during migrations"] == pytest.approx(
         200_000 * len(kernels) / a.step_count, rel=0.05
     )
     assert values["GPU page faults in the recording"] == 7 * len(kernels)

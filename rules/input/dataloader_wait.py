@@ -53,7 +53,7 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LoaderWaitRule(Rule):
-    """A rule about waits for one kind of loader, which its ranges in the trace name."""
+    """Base of the rules about waits for one kind of loader, which its ranges in the trace name."""
 
     min_share = Threshold(0.05, "of the step", TENSORBOARD, XPROF)
     min_batch_ms = Threshold(
@@ -63,32 +63,32 @@ class LoaderWaitRule(Rule):
     falsified_by = "the same step time when the loop reuses one batch"
     confidence = 0.9
     looks_at: ClassVar[Mapping[str, str]] = {
-        "loader": "workers are advised from {min_share:.0%} of the time and {min_batch_ms:g} ms "
-        "per batch on: taking over a ready one takes that long"
+        "loader": "workers are advised at {min_share:.0%} of the time and {min_batch_ms:g} ms "
+        "per batch: taking over a ready batch takes that long"
     }
 
     _ranges: ClassVar[str]
 
-    def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
+    def _report(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         raise NotImplementedError
 
-    def _passed(self, a: Analysis, share: float) -> Outcomes:
+    def _report_pass(self, a: Analysis, share: float) -> Outcomes:
         yield from ()
 
     def check(self, a: Analysis) -> Outcomes:
         waits = find_waits(a, self._ranges)
         if waits is None:
             return
-        moves = sample_loading(a, waits).moves
-        share = moves * waits.exposed / a.span_ns
-        batch = moves * waits.total / len(waits.host)
+        moved_share = sample_loading(a, waits).moves
+        share = moved_share * waits.exposed / a.span_ns
+        batch = moved_share * waits.total / len(waits.host)
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
-            yield from self._passed(a, share)
+            yield from self._report_pass(a, share)
             return
         if not is_recurring(waits, self.min_share * a.step_ns):
             yield skip_single_wait(waits, _loader_name(a))
             return
-        yield self._finding(a, waits, share, batch)
+        yield self._report(a, waits, share, batch)
 
 
 def _loader_name(a: Analysis) -> str:
@@ -99,22 +99,22 @@ class DataLoaderWait(LoaderWaitRule):
     """The GPU idles while the training loop waits for the loader's workers, so the step is as slow
     as the input pipeline.
 
-    PyTorch marks each fetch of a batch, ``enumerate(DataLoader)#….__next__``. What counts is the
-    part of that wait during which the GPU idles and its next work comes after the wait. A wait
-    while the GPU still works through its queue costs nothing. Without GPU work in the trace
-    (training on the CPU) the full wait counts. A loader without worker processes
-    (``num_workers=0``) is the subject of the rule single-process-loader.
+    PyTorch marks each fetch of a batch, ``enumerate(DataLoader)#….__next__``. Only the part of that
+    wait counts during which the GPU idles and its next work comes after the wait. A wait while the
+    GPU still works through its queue costs nothing. Without GPU work in the trace (training on the
+    CPU) the full wait counts. A loader without worker processes (``num_workers=0``) is the subject
+    of the rule single-process-loader.
 
     A ready batch is not free. Taking it over (queue, shared memory, wake-up) took 1.5 ms for 8 KiB
-    and 4 ms for 2 MiB. It did so with 2 workers and with 6 (torch 2.13, two busy cores). Waits that
-    short say nothing about the workers, and more workers would not help.
+    and 4 ms for 2 MiB. It did so with 2 workers and with 6 (torch 2.13, two busy cores). Such short
+    waits say nothing about the workers, and more workers would not help.
 
     Where workers and training share all cores of the process, the advice is a cheaper batch. The
     high end is then a training that has these cores for itself.
 
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
     others. When one step of three or more has nearly all the wait, the rule abstains. A custom
-    loader leaves no mark in the trace; its time shows as Python before the first kernel."""
+    loader leaves no mark in the trace. Its time shows as Python before the first kernel."""
 
     id = "dataloader-wait"
     title = "The step waits for the DataLoader"
@@ -199,13 +199,13 @@ class DataLoaderWait(LoaderWaitRule):
             return
         yield from super().check(a)
 
-    def _passed(self, a: Analysis, share: float) -> Outcomes:
+    def _report_pass(self, a: Analysis, share: float) -> Outcomes:
         if share < self.max_healthy_share and a.device_id is not None:
             yield PassedCheck(
                 text=f"{_loader_name(a)} keeps up: the GPU waits {share:.1%} {t.format_of(a.per)}"
             )
 
-    def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
+    def _report(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         calls = find_loading_calls(a, waits)
         source = _loader_name(a)
         source = source if source == "tf.data" else "the loader's workers"
@@ -225,18 +225,18 @@ class DataLoaderWait(LoaderWaitRule):
                 *calls.evidence,
             ],
             where=[*calls.where, *costliest_places(a, waits.host, waits.exposed_ns)],
-            **self._texts(a),
+            **self._build_advice(a),
         )
 
-    def _texts(self, a: Analysis) -> dict[str, Any]:
-        """Return the edits and, where each core of this process has a worker or the training, the
-        texts of that. Not recorded: there are more cores."""
+    def _build_advice(self, a: Analysis) -> dict[str, Any]:
+        """Return the edits. If each core of this process has a worker or the training, add the
+        advice for that case. Cores that were not recorded count as free."""
         edit = Edit(
             op="parallelize", select=Select(on="host", name=WORKERS), workers=self.worker_ratio
         )
-        feed = None if a.recorded is None else find_loader(a)
+        loader = None if a.recorded is None else find_loader(a)
         cpus = None if a.record is None else a.record.rank.cpus
-        workers = None if feed is None else workers_of(feed)
+        workers = None if loader is None else workers_of(loader)
         if cpus is None or workers is None:
             return {"edits": [edit]}
         cores = int(own_cores(a, cpus))
@@ -245,8 +245,8 @@ class DataLoaderWait(LoaderWaitRule):
         threads = recorded_steps(a).flag("num_threads")
         edits = [edit]
         if a.trains_on_host and isinstance(threads, int) and threads + workers > cores:
-            shared = cores / (min(threads, cores) + workers)  # what the training has of the cores
-            edits.append(scale_edit(Select(on="host", kind=("op",)), 1.0, min(1.0, shared), 1.0))
+            part = cores / (min(threads, cores) + workers)  # the training's share of the cores
+            edits.append(scale_edit(Select(on="host", kind=("op",)), 1.0, min(1.0, part), 1.0))
         return {
             **self.case("no core is left for another worker", cores=t.count_noun(cores, "core")),
             "edits": edits,
@@ -299,7 +299,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
 
     Half of the stacks sampled in the loading may be in one kind of library function. Examples are
     an .npz file read again for each sample, a parser, ``copy.deepcopy``. Its own cure comes first,
-    as it needs no free core, and the gain is of its share of the samples. Workers come second."""
+    as it needs no free core, and the gain covers its share of the samples. Workers come second."""
 
     id = "single-process-loader"
     title = "The DataLoader has no workers and the step waits for it"
@@ -324,7 +324,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     )
 
     max_workers = Threshold(
-        8, "workers, where the cores are not recorded: shared machines give a GPU that many", OURS
+        8, "workers, where the cores are not recorded: shared machines give a GPU as many", OURS
     )
     max_taken = Threshold(
         0.5, "of the loading would run on cores that the step needs for its own compute", CHOSEN
@@ -347,9 +347,9 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     assumptions = ("this many cores are free for workers", "the dataset can be pickled")
     cases = {
         "a batch that takes more workers than there are cores": {
-            "fix": "Set num_workers={workers}. {needed} workers would have to keep up, and there "
-            "are not as many cores. So make a batch cheaper too: it takes {batch}, the most that "
-            "this saves. Do work once that repeats for every sample: {prepare} ahead, cache, store "
+            "fix": "Set num_workers={workers}. To keep up, {needed} workers are needed, and there "
+            "are fewer cores. So make a batch cheaper too: it takes {batch}, the maximum "
+            "saving. Do work once that repeats for every sample: {prepare} ahead, cache, store "
             "in a few large files. Work on whole batches{to_gpu}."
         },
         "the training computes on the same cores": {
@@ -389,14 +389,14 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
 
     _ranges = SINGLE_PROCESS
 
-    def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
+    def _report(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         samples = sample_loading(a, waits)
-        moves = samples.moves
-        line = samples.other_line if moves < 1 else None
-        exposed = moves * waits.exposed
+        moved_share = samples.moves
+        hot_line = samples.other_line if moved_share < 1 else None
+        exposed = moved_share * waits.exposed
         calls = find_loading_calls(a, waits)
-        rest = a.step_ns - exposed / a.step_count
-        needed = workers_needed(moves * waits.total / a.step_count, rest)
+        other_ns = a.step_ns - exposed / a.step_count
+        needed = workers_needed(moved_share * waits.total / a.step_count, other_ns)
         cores = None if a.record is None else a.record.rank.cpus
         workers = min(needed + 1, self.max_workers if cores is None else max(1, cores))
         fix, code = self.fix, self.code
@@ -405,28 +405,28 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         if has_trainer(a):
             code = self.case("Hugging Face's Trainer")["code"]
         taken = estimate_contended_loading(a, share)
-        own = estimate_contended_loading(a, share, alone=True)
-        if own is not None and own > self.max_taken:
+        own_share = estimate_contended_loading(a, share, alone=True)
+        if own_share is not None and own_share > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
         loaders = [] if a.recorded is None else a.recorded.loaders
-        whole = bool(loaders) and all(each.get("batch_size", 0) is None for each in loaders)
-        if whole:
+        by_batch = bool(loaders) and all(x.get("batch_size", 0) is None for x in loaders)
+        if by_batch:
             code = self.case("batches made by the Dataset")["code"]
-        images, gpu = prepares_images(a), a.device_id is not None
+        is_image_data, has_gpu = prepares_images(a), a.device_id is not None
         texts: dict[str, Any] = {
             "fix": fix.format(
                 needed=needed,
                 workers=workers,
                 batch=t.format_duration(batch),
                 loading=f"{t.format_share(share)} {t.format_of(a.per)}",
-                prepare="decode and resize" if images else "prepare it",
-                images=" (decoded, resized)" * images,
-                cheaper="" if whole else "work on whole batches, and ",
-                on_gpu=", or keep them on the GPU" * gpu,
-                to_gpu=", or move transforms to the GPU" * gpu,
+                prepare="decode and resize" if is_image_data else "prepare it",
+                images=" (decoded, resized)" * is_image_data,
+                cheaper="" if by_batch else "work on whole batches, and ",
+                on_gpu=", or keep them on the GPU" * has_gpu,
+                to_gpu=", or move transforms to the GPU" * has_gpu,
             ),
             "code": code.format(workers=workers),
-            "edits": [move_loading(moves, workers, SINGLE_PROCESS, taken)],
+            "edits": [move_loading(moved_share, workers, SINGLE_PROCESS, taken)],
             "assumptions": [_assume_cores(a, workers, cores), self.assumptions[1]],
         }
         table = table_of_dataset(a)
@@ -434,17 +434,17 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             left = (self.table_left, self.best_table_left, self.worst_table_left)
             texts = self.case("a table in memory", function=table)
             select = Select(on="host", name=SINGLE_PROCESS)
-            texts["edits"] = [scale_edit(select, *(1 - moves * (1 - each) for each in left))]
+            texts["edits"] = [scale_edit(select, *(1 - moved_share * (1 - x) for x in left))]
         use = library_of_loading(a, waits)
         if use is not None and use.cure is not None and table is None:
-            texts |= self.advise_library(use, use.cure, texts["fix"], moves, workers)
+            texts |= self.advise_library(use, use.cure, texts["fix"], moved_share, workers)
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
             summary=(
                 f"The main process loads data itself (num_workers=0), and {idle} for "
                 f"{of_step(a, exposed)}."
                 + (calls.summary if use is None else use.sentence("the loading"))
-                + " Its sampler is not counted: it stays in this process." * (moves < 1)
+                + " Its sampler is not counted: it stays in this process." * (moved_share < 1)
             ),
             evidence=[
                 amount_per_step(a, "exposed loading", exposed),
@@ -459,7 +459,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
                 *calls.evidence,
             ],
             where=[
-                *(lines_of(use) or ([] if line is None else [line.location])),
+                *(lines_of(use) or ([] if hot_line is None else [hot_line.location])),
                 *calls.where,
                 *costliest_places(a, waits.host, waits.exposed_ns),
             ],
@@ -496,12 +496,12 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
 
 class SamplerTime(Rule):
     """The sampler of a DataLoader without workers takes much of each step. Workers do not change
-    that. They load what the sampler names, and it runs in the thread that drives the loop.
+    that. They load the samples that it names, and it runs in the thread that drives the loop.
 
     The rule takes the time in ``_next_index`` from the window's Python stacks, or its share of the
     stacks sampled while the run loads. Usual causes grow with the dataset: a list is filtered,
-    searched or shuffled for each batch, or ``list.remove`` moves all entries after one. A
-    loader with workers is not looked at: the trace does not separate its sampler from the wait."""
+    searched or shuffled for each batch, or ``list.remove`` moves all entries after one. The rule
+    skips a loader with workers: the trace does not separate its sampler from the wait."""
 
     id = "sampler-time"
     title = "The batch sampler takes much of each step in the loop's own process"
@@ -519,7 +519,7 @@ class SamplerTime(Rule):
 
     fix = (
         "Make the order of an epoch once: shuffle NumPy arrays of indices in __iter__, and take "
-        "each batch as a slice. Remove nothing from lists, and search none, for each batch. "
+        "each batch as a slice. Do not search lists or remove from them for each batch. "
         "num_workers does not move a sampler."
     )
     code = (
@@ -538,20 +538,20 @@ class SamplerTime(Rule):
         if waits is None:
             return
         share, line, _ = sample_loading(a, waits)
-        spent = share * waits.exposed
-        if spent < self.min_share * a.span_ns or spent < self.min_ms * 1e6 * a.step_count:
+        sampler_ns = share * waits.exposed
+        if sampler_ns < self.min_share * a.span_ns or sampler_ns < self.min_ms * 1e6 * a.step_count:
             return
         if not is_recurring(waits, self.min_share * a.step_ns):
             return
-        place = "" if line is None else f" Most of it is in {line.location.function}."
+        place_text = "" if line is None else f" Most of it is in {line.location.function}."
         yield Finding(
             summary=(
                 "The sampler makes the indices of each batch in the loop's own process, in "
-                f"{of_step(a, spent)}.{place}"
+                f"{of_step(a, sampler_ns)}.{place_text}"
             ),
             evidence=[
-                amount_per_step(a, "exposed time of the sampler", spent),
-                self.compare("share of the step", spent / a.span_ns, "min_share"),
+                amount_per_step(a, "exposed time of the sampler", sampler_ns),
+                self.compare("share of the step", sampler_ns / a.span_ns, "min_share"),
                 Evidence("share of the loading", share, "share"),
             ],
             where=[
@@ -572,27 +572,27 @@ class SamplerTime(Rule):
         for number in once.steps():
             once.loader_wait(14000 if number == 1 else 30, workers=0)
             once.on_host("aten::mm", 30000)
-        _sample(once)
+        _record_stacks(once)
         return {
-            "stacks sampled outside the window": _sampled(5000),
-            "a fast sampler": (_sampled(5000, 100_000), "min_share"),
-            "short steps": (_sampled(900, 900), "min_ms"),
-            "workers": (_sampled(5000, workers=2), "waits is None"),
+            "stacks sampled outside the window": _run_with_stacks(5000),
+            "a fast sampler": (_run_with_stacks(5000, 100_000), "min_share"),
+            "short steps": (_run_with_stacks(900, 900), "min_ms"),
+            "workers": (_run_with_stacks(5000, workers=2), "waits is None"),
             "one step": (once, "not is_recurring("),
         }
 
 
-def _sampled(us: int, compute_us: int = 5000, workers: int = 0) -> TraceBuilder:
+def _run_with_stacks(us: int, compute_us: int = 5000, workers: int = 0) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.loader_wait(us, workers=workers)
         b.on_host("aten::mm", compute_us)
-    _sample(b)
+    _record_stacks(b)
     return b
 
 
-def _sample(b: TraceBuilder) -> None:
-    """Record 60 samples of the loading, of which 40 are the sampler's."""
+def _record_stacks(b: TraceBuilder) -> None:
+    """Record 60 samples of the loading, 40 of which are in the sampler."""
     frames = [
         "train.py(70): main",
         "torch/utils/data/dataloader.py(784): _SingleProcessDataLoaderIter._next_data",
@@ -607,7 +607,7 @@ def _sample(b: TraceBuilder) -> None:
 
 
 def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:
-    """``2 cores are free for workers (the process may use 8 and keeps 1.1 busy)``."""
+    """Return ``2 cores are free for workers (the process may use 8 and keeps 1.1 busy)``."""
     text = f"{t.count_noun(workers, 'core')} {'is' if workers == 1 else 'are'} free for workers"
     if a.trains_on_host:
         text += " besides those that the step computes on"
@@ -615,6 +615,6 @@ def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:
         return text
     used = None if a.recorded is None else a.recorded.used_cores
     others = None if a.recorded is None else a.recorded.other_programs_cores
-    busy = "" if used is None else f" and keeps {used:.1f} busy"
-    busy += "" if used is None or others is None else f", other programs {others:.1f}"
-    return f"{text} (the process may use {cores}{busy})"
+    busy_text = "" if used is None else f" and keeps {used:.1f} busy"
+    busy_text += "" if used is None or others is None else f", other programs {others:.1f}"
+    return f"{text} (the process may use {cores}{busy_text})"

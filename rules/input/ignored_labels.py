@@ -27,7 +27,7 @@ from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"))
 OF_TABLES = ("embedding", "index", "optim", "adam", "foreach")
-"""Parts of the names of operators on a table as wide as the vocabulary: they make no logits."""
+"""Parts of names of operators on a table as wide as the vocabulary, which make no logits."""
 
 
 class LogitWork(NamedTuple):
@@ -36,24 +36,24 @@ class LogitWork(NamedTuple):
     rows: Rows
     vocabulary: int
     positions: int
-    """Positions that logits are made of in one pass."""
+    """Number of positions with logits in one pass."""
     ns: int
-    """Their time on the host."""
+    """Time of these operators on the host, ns."""
 
 
 class IgnoredLabels(Rule):
     """Logits are computed at every position, and the loss ignores many of them. In instruction
-    tuning the prompt has the label -100; in masked language models all tokens but the masked ones
-    have it. The last layer multiplies each position with the whole vocabulary, forward and
-    backward, for nothing.
+    tuning the prompt has the label -100; in masked language models all tokens have it except the
+    masked ones. The last layer multiplies each position with the whole vocabulary, forward and
+    backward, for no benefit.
 
-    The recorder looks at the labels among the inputs of one forward in five, and at those of the
-    losses that its stack samples meet. The work counted has a shape of positions x vocabulary, or
-    multiplies with the vocabulary. Logits of fewer positions than there are labels are selected
-    already, and nothing is reported.
+    The recorder looks at the labels among the inputs of one forward in five, and at the labels of
+    losses that its stack samples meet. The counted work has a shape of positions x vocabulary, or
+    multiplies with the vocabulary. Logits of fewer positions than labels are selected already, and
+    nothing is reported.
 
     The gain is the ignored share of that work. Selecting the positions costs little. On the CPU it
-    may be more: large tensors are also freed outside of operators."""
+    may be more: large tensors are also freed outside operators."""
 
     id = "ignored-labels"
     title = "Logits are computed for labels that the loss ignores"
@@ -85,22 +85,22 @@ class IgnoredLabels(Rule):
         "loss = F.cross_entropy(lm_head(hidden[keep]), labels[keep])"
     )
     verify = "Record again: the products with the vocabulary have fewer rows; the loss is the same."
-    falsified_by = "logits that something else reads, as a metric or a distillation"
+    falsified_by = "logits that something else reads, such as a metric or a distillation"
     assumptions = ("only the loss uses the logits",)
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        shares, size = _sampled(a, self.min_vocabulary)
+        shares, size = _read_samples(a, self.min_vocabulary)
         if len(shares) < self.min_samples:
             return
         ignored = float(np.mean(shares))
         if ignored < self.min_ignored:
             return
-        work = _logit_work(a, int(self.min_vocabulary))
+        work = _find_logit_work(a, int(self.min_vocabulary))
         if work is None or work.positions < self.min_positions * size:
             return
         edits, impact = self._effect(a, work, ignored)
-        ns = _device_ns(a, edits) if edits else work.ns
+        ns = _measure_device_ns(a, edits) if edits else work.ns
         if ns < self.min_share * a.span_ns:
             return
         line = line_of_function(recorded_steps(a).stacks, "cross_entropy")
@@ -122,14 +122,14 @@ class IgnoredLabels(Rule):
 
     @staticmethod
     def _effect(a: Analysis, work: LogitWork, ignored: float) -> tuple[list[Edit], Impact | None]:
-        """Scale the kernels of this work; without a device, its share of the run's step."""
+        """Scale the kernels of this work. Without a device, return its share of the run's step."""
         if a.device_id is not None:
             gpu = a.trace.gpu
-            own = gpu.filter(gpu["op"].is_in(work.rows) & pl.Series(a.in_window))["correlation"]
-            ids = tuple(own.drop_nulls().unique().sort()[:MAX_CORRELATIONS])
-            left = 1 - ignored
+            rows = gpu.filter(gpu["op"].is_in(work.rows) & pl.Series(a.in_window))["correlation"]
+            ids = tuple(rows.drop_nulls().unique().sort()[:MAX_CORRELATIONS])
+            used_share = 1 - ignored
             select = Select(on="gpu", kind=("kernel",), correlation=ids)
-            return [scale_edit(select, left, 0.9 * left, 1 - 0.7 * ignored)], None
+            return [scale_edit(select, used_share, 0.9 * used_share, 1 - 0.7 * ignored)], None
         share = work.ns / max(a.span_ns, 1)
         gain = ignored * share * (recorded_steps(a).median or a.step_ns)
         method = "ignored share x time of the logits"
@@ -151,23 +151,23 @@ class IgnoredLabels(Rule):
         }
 
 
-def _sampled(a: Analysis, classes: float) -> tuple[list[float], float]:
-    """Return the ignored share of each sample, without those of losses over fewer classes, and the
-    median number of labels."""
+def _read_samples(a: Analysis, classes: float) -> tuple[list[float], float]:
+    """Return the ignored share of each sample, without losses over fewer classes, and the median
+    number of labels."""
     valid = [
         (share, rows * columns)
         for event in recorded_steps(a).record.events_of("labels")
         if is_share(share := event.get("ignored"))
         if isinstance(rows := event.get("rows"), int)
         if isinstance(columns := event.get("columns"), int)
-        if (over := event.get("classes")) is None or (isinstance(over, int) and over >= classes)
+        if (count := event.get("classes")) is None or (isinstance(count, int) and count >= classes)
     ]
     return [share for share, _ in valid], float(np.median([n for _, n in valid] or [0]))
 
 
-def _logit_work(a: Analysis, least: int) -> LogitWork | None:
-    """Find the operators on logits by the largest log-softmax over ``least`` classes or more;
-    ``None``: there is none with a backward pass."""
+def _find_logit_work(a: Analysis, min_classes: int) -> LogitWork | None:
+    """Find the operators on logits by the largest log-softmax over ``min_classes`` or more, or
+    return ``None`` if none has a backward pass."""
     cpu, inputs = a.trace.cpu, a.trace.inputs
     if inputs.is_empty():
         return None
@@ -178,31 +178,31 @@ def _logit_work(a: Analysis, least: int) -> LogitWork | None:
     if not (table["name"] == "aten::_log_softmax_backward_data").any():
         return None
     shapes = {
-        at: [
-            tuple(each.shape) for each in OpInputs(inputs["dims"][at], inputs["types"][at]).tensors
+        index: [
+            tuple(x.shape) for x in OpInputs(inputs["dims"][index], inputs["types"][index]).tensors
         ]
-        for at in table["at"].unique().to_list()
+        for index in table["at"].unique().to_list()
     }
     softmax = table.filter(pl.col("name") == "aten::_log_softmax")["at"].unique().to_list()
-    logits = [shapes[at][0] for at in softmax if shapes[at] and shapes[at][0]]
+    logits = [shapes[index][0] for index in softmax if shapes[index] and shapes[index][0]]
     largest = max(logits, key=lambda shape: int(np.prod(shape)), default=())
-    if not largest or largest[-1] < least:
+    if not largest or largest[-1] < min_classes:
         return None
     vocabulary, size = largest[-1], int(np.prod(largest))
 
-    def makes_logits(op: str, at: int) -> bool:
-        of = [shape for shape in shapes[at] if vocabulary in shape]
-        if not of or any(part in op for part in OF_TABLES):
+    def makes_logits(op: str, index: int) -> bool:
+        wide_shapes = [shape for shape in shapes[index] if vocabulary in shape]
+        if not wide_shapes or any(part in op for part in OF_TABLES):
             return False
-        return op in PRODUCTS or any(2 * int(np.prod(shape)) >= size for shape in of)
+        return op in PRODUCTS or any(2 * int(np.prod(shape)) >= size for shape in wide_shapes)
 
-    own = [row for row, op, at in table.iter_rows() if makes_logits(op, at)]
-    ts, dur = (cpu[column].gather(own).to_numpy() for column in ("ts", "dur"))
+    logit_rows = [row for row, op, index in table.iter_rows() if makes_logits(op, index)]
+    ts, dur = (cpu[column].gather(logit_rows).to_numpy() for column in ("ts", "dur"))
     positions = size // vocabulary
-    return LogitWork(np.array(own), vocabulary, positions, int(union(ts, ts + dur).total))
+    return LogitWork(np.array(logit_rows), vocabulary, positions, int(union(ts, ts + dur).total))
 
 
-def _device_ns(a: Analysis, edits: list[Edit]) -> int:
+def _measure_device_ns(a: Analysis, edits: list[Edit]) -> int:
     ids = edits[0].select.correlation
     return int(a.trace.gpu.filter(a.trace.gpu["correlation"].is_in(ids))["dur"].sum())
 
@@ -216,7 +216,7 @@ def _tuning(
     us: float = 3000,
     gpu: str | None = None,
 ) -> TraceBuilder:
-    """Instruction tuning: 8 rows of 128 labels."""
+    """Build instruction tuning with 8 rows of 128 labels."""
     b = TraceBuilder(gpu=gpu)
 
     logits = [positions, vocabulary]

@@ -44,7 +44,7 @@ from advisor.rules.support.loader_waits import (
 from advisor.testing import Examples, TraceBuilder
 
 MIN_CPU_SAMPLES = 3
-"""Samples of CPU use, at least."""
+"""Minimum number of samples of CPU use."""
 
 
 class LoaderWorkers(LoadingRule):
@@ -59,11 +59,11 @@ class LoaderWorkers(LoadingRule):
 
     With a profiled window the gain is replayed. Without one it follows from the loader being the
     bottleneck: W workers deliver one batch per step, so W' deliver one every W/W' steps. The step
-    cannot get shorter than it is without the wait. A loader without workers (0) counts as one that
-    does nothing beside training: a worker takes over the full wait.
+    cannot get shorter than it is without the wait. Where a loader has no workers (0), a worker
+    takes over the full wait.
 
-    Traps: storage or memory bandwidth may limit the fetching instead of cores, and then more
-    workers do not help. The GPU may have work queued during the wait; then the gain is smaller."""
+    Traps: storage or memory bandwidth may limit the fetching instead of cores. Then more workers do
+    not help. The GPU may have work queued during the wait; then the gain is smaller."""
 
     id = "loader-workers"
     title = "The number of DataLoader workers does not match the cores"
@@ -123,11 +123,11 @@ class LoaderWorkers(LoadingRule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        feed = find_loader(a)
+        loader = find_loader(a)
         cpus = recorded.record.rank.cpus
-        if feed is None:
+        if loader is None:
             return
-        workers = workers_of(feed)
+        workers = workers_of(loader)
         wait = recorded.phase("data")
         if workers is None or cpus is None or wait is None:
             yield SkippedCheck(
@@ -137,23 +137,23 @@ class LoaderWorkers(LoadingRule):
             return
         cores = own_cores(a, cpus)
         share = recorded.share("data") or 0.0
-        moves = sample_loading(a).moves
-        share *= moves
-        mean = moves * float(wait.mean())
-        median = moves * float(np.median(wait))
+        moved_share = sample_loading(a).moves
+        share *= moved_share
+        mean_wait = moved_share * float(wait.mean())
+        median_wait = moved_share * float(np.median(wait))
         if (
             workers < self.min_workers_per_core * cores
             and share >= self.min_wait
-            and median >= self.min_wait_ms * 1e6
+            and median_wait >= self.min_wait_ms * 1e6
             and not a.is_device_bound
             and (workers > 0 or cores >= 2)
             and not self._needs_cores(a, workers, share)
         ):
-            yield self._too_few(a, workers, cores, mean, share)
+            yield self._report_too_few(a, workers, cores, mean_wait, share)
         elif workers > self.max_workers_per_core * cores:
             busy = recorded.used_cores
             if busy is not None and busy >= self.max_busy_cpus * cores:
-                yield self._too_many(a, workers, cores, busy)
+                yield self._report_too_many(a, workers, cores, busy)
 
     def _needs_cores(self, a: Analysis, workers: int, share: float) -> bool:
         """Return whether this process computes on the cores that more workers would need."""
@@ -162,21 +162,21 @@ class LoaderWorkers(LoadingRule):
         busy, cores = recorded_steps(a).used_cores, recorded_steps(a).record.rank.cpus
         return bool(a.trains_on_host and busy and cores and busy > self.max_busy_cpus * cores)
 
-    def _too_few(
+    def _report_too_few(
         self, a: Analysis, workers: int, cores: float, wait: float, share: float
     ) -> Finding:
         recorded = recorded_steps(a)
         samples = sample_loading(a)
         line = samples.other_line if samples.moves < 1 else None
         step = recorded.mean or 0.0
-        rest = step - wait
+        other_ns = step - wait
         best = max(1, int(cores) - (0 if cores < 2 else 1), workers + 1)
         if not workers:
-            best = min(int(cores), workers_needed(wait, rest) + 1)
-        # without workers a batch takes the wait; one worker makes a batch while the step runs
+            best = min(int(cores), workers_needed(wait, other_ns) + 1)
+        # without workers a batch takes the wait. One worker makes a batch while the step runs
         batch = wait if workers == 0 else workers * step
-        after = max(rest, batch / best)
-        gain = max(0.0, step - after)
+        new_step = max(other_ns, batch / best)
+        gain = max(0.0, step - new_step)
         texts: dict[str, Any] = {
             "title": "The main process loads data itself (num_workers=0)"
             if workers == 0
@@ -188,9 +188,9 @@ class LoaderWorkers(LoadingRule):
             "edits": [],
         }
         if not a.record_only:
-            times = best if workers == 0 else max(2, round(best / workers))
+            ratio = best if workers == 0 else max(2, round(best / workers))
             name = SINGLE_PROCESS if workers == 0 else WORKERS
-            texts["edits"] = [move_loading(samples.moves, times, name)]
+            texts["edits"] = [move_loading(samples.moves, ratio, name)]
         use = None if workers else library_of_loading(a)
         if use is not None and use.cure is not None:
             texts |= self.advise_library(use, use.cure, texts["fix"], samples.moves, best)
@@ -216,7 +216,7 @@ class LoaderWorkers(LoadingRule):
             **texts,
         )
 
-    def _too_many(self, a: Analysis, workers: int, cores: float, busy: float) -> Finding:
+    def _report_too_many(self, a: Analysis, workers: int, cores: float, busy: float) -> Finding:
         best = max(1, int(cores) - 1)
         return Finding(
             summary=(
@@ -275,17 +275,17 @@ class CpuBoundTransforms(Rule):
     """The loop waits for data while DataLoader workers keep all its cores busy. More workers cannot
     help: the work per sample has to shrink or to move to the GPU.
 
-    CPU use is that of the training process and its workers, not of the machine, so that other jobs
-    do not count. Disk reads are ruled out as the cause where the disks deliver less than 500 MB/s
-    (gpuprof). Network storage does not show there.
+    CPU use covers the training process and its workers, not the machine, so that other jobs do not
+    count. Disk reads are ruled out as the cause where the disks deliver less than 500 MB/s
+    (gpuprof). Network storage does not show in this figure.
 
     A loader without workers keeps one core busy at most; give it workers instead.
 
     Where the step computes on the CPU too, workers also take cores from it, whatever the wait. The
-    training then gets fewer cores than PyTorch has threads. The gain is of a training that gets the
-    workers' cores too, by the CPU time of each process. Waits for the workers are in it. With
-    several threads it is half of that, as they may not all have work. The low end leaves other
-    programs their part of these cores, and half of the work with the workers."""
+    training then gets fewer cores than PyTorch has threads. The gain is that of a training that
+    gets the workers' cores too, by the CPU time of each process. It includes waits for the workers.
+    With several threads it is half of that, as they may not all have work. The low end leaves other
+    programs their share of these cores, and half of the work to the workers."""
 
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
@@ -343,19 +343,19 @@ class CpuBoundTransforms(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        feed = find_loader(a)
+        loader = find_loader(a)
         share = recorded.share("data")
-        if feed is None or not workers_of(feed) or share is None:
+        if loader is None or not workers_of(loader) or share is None:
             return
-        taken = _taken_by_workers(a)
+        taken = _measure_taken_cores(a)
         if taken is not None and taken.gain >= self.min_wait and taken.busy >= self.min_cpu:
-            yield self._takes_cores(a, feed, taken)
+            yield self._report_taken(a, loader, taken)
             return
         if share < self.min_wait:
             return
-        usage = recorded.host("process_cpu")
+        cpu_percent = recorded.host("process_cpu")
         cpus = recorded.record.rank.cpus
-        if len(usage) < MIN_CPU_SAMPLES or cpus is None:
+        if len(cpu_percent) < MIN_CPU_SAMPLES or cpus is None:
             yield SkippedCheck(
                 what="whether the cores limit the DataLoader",
                 why="too few samples of CPU use were recorded",
@@ -363,9 +363,9 @@ class CpuBoundTransforms(Rule):
             )
             return
         cores = own_cores(a, cpus)
-        busy = float(usage.mean()) / 100 / cores
-        disk = _disk(recorded.hosts)
-        if busy < self.min_cpu or (disk or 0.0) >= self.max_disk or a.is_device_bound:
+        busy = float(cpu_percent.mean()) / 100 / cores
+        disk_rate = _measure_disk_rate(recorded.hosts)
+        if busy < self.min_cpu or (disk_rate or 0.0) >= self.max_disk or a.is_device_bound:
             return
         wait = share * (recorded.mean or 0.0)
         yield Finding(
@@ -379,16 +379,16 @@ class CpuBoundTransforms(Rule):
                 self.compare("share", share, "min_wait", per="step"),
                 self.compare("CPU use", busy, "min_cpu"),
                 Evidence("cores per main process", cores, "count"),
-                self.compare("disk reads", disk, "max_disk", "bytes/s"),
+                self.compare("disk reads", disk_rate, "max_disk", "bytes/s"),
                 steps_seen(recorded),
             ],
             impact=impact_per_step(a, wait),
         )
 
-    def _takes_cores(self, a: Analysis, feed: dict[str, Any], taken: TakenCores) -> Finding:
+    def _report_taken(self, a: Analysis, loader: dict[str, Any], taken: TakenCores) -> Finding:
         recorded = recorded_steps(a)
         step = recorded.mean or 0.0
-        frame = parse_frame(str(feed.get("item")))
+        frame = parse_frame(str(loader.get("item")))
         where = [] if frame is None else [frame.location]
         gain = taken.gain * step
         return Finding(
@@ -432,7 +432,7 @@ class CpuBoundTransforms(Rule):
             "idle cores": (_busy(200), "min_cpu"),
             "the disk delivers 2 GB/s": (_busy(760, disk=2e9), "max_disk"),
             "no wait": (_busy(760, data=0.1), "min_wait"),
-            "no workers": (_busy(760, workers=0), "not workers_of(feed)"),
+            "no workers": (_busy(760, workers=0), "not workers_of(loader)"),
         }
 
 
@@ -447,45 +447,45 @@ class TakenCores(NamedTuple):
     busy: float
     """Share of the cores that anything uses."""
     lost: float
-    """Share of the step that the training saves if it gets the workers' cores too …"""
+    """Share of the step that the training saves if it gets the workers' cores too."""
     shared: float
-    """… and if other programs get their part of them."""
+    """Share of the step that it saves if other programs get their part of these cores."""
 
     @property
     def gain(self) -> float:
-        """Share of the step, as estimated: with several threads, half of ``lost``."""
+        """Estimated share of the step: with several threads, half of ``lost``."""
         return self.lost if self.wanted == 1 else 0.5 * self.lost
 
 
-def _taken_by_workers(a: Analysis) -> TakenCores | None:
-    """Return what workers take from a training on the CPU; ``None``: a GPU trains, or CPU use was
-    not sampled by process."""
+def _measure_taken_cores(a: Analysis) -> TakenCores | None:
+    """Return the cores that workers take from a training on the CPU, or ``None`` if a GPU trains,
+    or CPU use was not sampled by process."""
     recorded = recorded_steps(a)
     workers, cpus = recorded.host("children_cpu"), recorded.record.rank.cpus
-    threads, used = recorded.flag("num_threads"), recorded.used_cores
-    if not a.trains_on_host or len(workers) < MIN_CPU_SAMPLES or cpus is None or used is None:
+    threads, used_cores = recorded.flag("num_threads"), recorded.used_cores
+    if not a.trains_on_host or len(workers) < MIN_CPU_SAMPLES or cpus is None or used_cores is None:
         return None
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         return None
     cores = own_cores(a, cpus)
-    by_workers = float(workers.mean()) / 100
-    others = recorded.other_programs_cores or 0.0
-    training, wanted = max(0.0, used - by_workers), min(float(threads), cores)
-    if not by_workers or not used:
+    worker_cores = float(workers.mean()) / 100
+    other_cores = recorded.other_programs_cores or 0.0
+    training, wanted = max(0.0, used_cores - worker_cores), min(float(threads), cores)
+    if not worker_cores or not used_cores:
         return None
-    lost = max(0.0, 1 - training / min(wanted, used))
-    sure = max(0.0, 1 - training / wanted) * by_workers / (by_workers + others)
-    busy = min(1.0, (used + others) / cores)
-    return TakenCores(cores, by_workers, training, wanted, busy, lost, min(sure, lost))
+    lost = max(0.0, 1 - training / min(wanted, used_cores))
+    certain = max(0.0, 1 - training / wanted) * worker_cores / (worker_cores + other_cores)
+    busy = min(1.0, (used_cores + other_cores) / cores)
+    return TakenCores(cores, worker_cores, training, wanted, busy, lost, min(certain, lost))
 
 
-def _disk(hosts: list[tuple[int, HostSample]]) -> float | None:
-    """Bytes per second read from disks between the first and the last sample with a count."""
+def _measure_disk_rate(hosts: list[tuple[int, HostSample]]) -> float | None:
+    """Return the bytes per second read from disks between the first and the last sample."""
     samples = [(ns, host.disk_read) for ns, host in hosts if host.disk_read is not None]
     if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
         return None
-    (begin, first), (end, last) = samples[0], samples[-1]
-    return max(0.0, (last - first) * 1e9 / (end - begin))
+    (begin, first_count), (end, last_count) = samples[0], samples[-1]
+    return max(0.0, (last_count - first_count) * 1e9 / (end - begin))
 
 
 def _busy(

@@ -23,30 +23,30 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class Padding(NamedTuple):
-    """Shares of padding, one of each sampled batch."""
+    """Shares of padding, one per sampled batch."""
 
     all: NDArray[Any]
     beyond: NDArray[Any] | None
-    """Share beyond the longest sequence of the batch; ``None``: not recorded."""
+    """Share beyond the longest sequence of the batch, or ``None`` if it was not recorded."""
     length: int | None
-    """Tokens of a padded sequence, median; ``None``: not recorded."""
+    """Median number of tokens of a padded sequence, or ``None`` if it was not recorded."""
 
 
 class PaddingWaste(Rule):
     """Sequences are padded to one length, and the model computes on the padding too. The share of
-    padding is the share of the work on tokens that nobody uses.
+    padding is the share of the work on unused tokens.
 
     The recorder samples one forward in five: a mask among its inputs, else the ids of a model with
     an embedding. There, padding is one id that ends, or begins, most rows. Ids on a GPU are not
-    read. Their copy on the CPU is, as the program uploads it. Reported from 20% on, from at least
-    three samples.
+    read. Their copy on the CPU is read as the program uploads it. The rule reports 20% and more,
+    from at least three samples.
 
     Padding beyond the longest sequence of the batch holds no token of any row. Padding to the
-    longest sequence removes it, and results stay the same. What is left needs batches of similar
-    lengths.
+    longest sequence removes it, and results stay the same. The remaining padding needs batches of
+    similar lengths.
 
     The gain counts all GPU work of the model, except the optimizer and communication, as linear in
-    the number of tokens. Attention is quadratic, so it gains more; work that does not fill the GPU
+    the number of tokens. Attention is quadratic, so it gains more. Work that does not fill the GPU
     gains less. Without a GPU in the trace the gain comes from the phases forward and backward.
     Operators with the padded length twice in a shape count as quadratic there.
 
@@ -110,18 +110,18 @@ class PaddingWaste(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        padding = _sampled(a)
+        padding = _read_samples(a)
         if len(padding.all) < self.min_samples:
             return
         mean = float(padding.all.mean())
         if mean < self.min_padding:
             return
-        if not a.trace.cpu.is_empty() and a.trace.cpu["name"].cast(str).str.contains(_DROPS).any():
+        if not a.trace.cpu.is_empty() and a.trace.cpu["name"].cast(str).str.contains(_PACKS).any():
             return
         beyond = None if padding.beyond is None else float(padding.beyond.mean())
         is_beyond = beyond is not None and beyond >= self.min_padding
         removed = beyond if beyond is not None and is_beyond else mean
-        edits, impact = self._effect(a, removed, padding.length)
+        edits, impact = self._estimate_effect(a, removed, padding.length)
         span = f"{t.format_share(padding.all.min())} to {t.format_share(padding.all.max())}"
         summary = (
             f"{mean:.0%} of the tokens are padding, {span} per batch. "
@@ -129,7 +129,7 @@ class PaddingWaste(Rule):
         )
         if is_beyond:
             summary += (
-                f" {beyond:.0%} of the tokens lie beyond the longest sequence of their batch."
+                f" {beyond:.0%} of the tokens are beyond the longest sequence of their batch."
             )
         evidence = [
             self.compare("padding", mean, "min_padding"),
@@ -149,15 +149,18 @@ class PaddingWaste(Rule):
         )
 
     @staticmethod
-    def _effect(
+    def _estimate_effect(
         a: Analysis, removed: float, length: int | None
     ) -> tuple[list[Edit], Impact | None]:
-        """Cut work of the kernels that the tokens pass through; without a device, time in the
-        model. ``removed``: share of the tokens that the fix removes."""
+        """Cut work of the kernels that the tokens pass through. Without a device, cut time in the
+        model. ``removed`` is the share of the tokens that the fix removes."""
         left = 1 - removed
         if a.device_id is not None:
             edit = scale_edit(
-                Select(on="gpu", kind=("kernel",), family=_TOKENS), left, left**2, 1 - 0.5 * removed
+                Select(on="gpu", kind=("kernel",), family=_FAMILIES),
+                left,
+                left**2,
+                1 - 0.5 * removed,
             )
             return [edit], None
         recorded = recorded_steps(a)
@@ -191,22 +194,22 @@ class PaddingWaste(Rule):
             "sampled twice": (_run(0.4, samples=2), "min_samples"),
             "nested tensors": (
                 _run(None, beyond=0.3, device=True, op="aten::_nested_tensor_from_mask"),
-                "contains(_DROPS)",
+                "contains(_PACKS)",
             ),
         }
 
 
-_TOKENS = (
+_FAMILIES = (
     "gemm", "convolution", "attention", "softmax", "normalisation", "elementwise", "reduction",
     "layout", "embedding", "indexing", "random", "loss",
 )  # fmt: skip
 """Kernel families whose work grows with the tokens of a batch."""
-_DROPS = r"_nested_tensor_from_mask|_pack_padded_sequence|_nested_from_padded"
+_PACKS = r"_nested_tensor_from_mask|_pack_padded_sequence|_nested_from_padded"
 """Operators that drop padding before the layers compute."""
 
 
-def _sampled(a: Analysis) -> Padding:
-    """Return what was sampled at forwards, or of the loader's batches if those are more."""
+def _read_samples(a: Analysis) -> Padding:
+    """Return the samples of forward passes, or of the loader's batches if those are more."""
     recorded = recorded_steps(a)
     column = recorded.column("padding")
     column = column[recorded.after_warmup & ~np.isnan(column)]
@@ -228,22 +231,22 @@ def _quadratic_share(a: Analysis, length: int | None) -> float:
     if length is None or a.trace.cpu.is_empty():
         return 0.0
     ops = outermost_in_steps(a)
-    total, found = 0, 0
+    total_ns, quadratic_ns = 0, 0
     table = a.trace.inputs
-    known: dict[int, bool] = {}
-    for name, ns, at in ops.select("name", "ns", "inputs").iter_rows():
-        total += ns
-        if at is not None and at not in known:
-            row = table.row(at, named=True)
-            known[at] = _has_twice(OpInputs(row["dims"], row["types"]), length)
-        if "attention" in name or (at is not None and known[at]):
-            found += ns
-    return found / total if total else 0.0
+    has_twice: dict[int, bool] = {}
+    for name, ns, index in ops.select("name", "ns", "inputs").iter_rows():
+        total_ns += ns
+        if index is not None and index not in has_twice:
+            row = table.row(index, named=True)
+            has_twice[index] = _has_twice(OpInputs(row["dims"], row["types"]), length)
+        if "attention" in name or (index is not None and has_twice[index]):
+            quadratic_ns += ns
+    return quadratic_ns / total_ns if total_ns else 0.0
 
 
 def _has_twice(inputs: OpInputs, length: int) -> bool:
-    tensors = (inputs.tensor(at) for at in range(len(inputs)))
-    return any(each is not None and each.shape.count(length) >= 2 for each in tensors)
+    tensors = (inputs.tensor(index) for index in range(len(inputs)))
+    return any(tensor is not None and tensor.shape.count(length) >= 2 for tensor in tensors)
 
 
 def _run(

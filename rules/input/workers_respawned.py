@@ -19,10 +19,10 @@ from advisor.rules.support.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-BEST_WAIT = 0.25
-"""Quantile of the waits that all batches come down to at best, while workers that have just started
-fill their queue. In short epochs most batches, and so the median, are from that time."""
-PREFETCH = 2
+BEST_WAIT_QUANTILE = 0.25
+"""Quantile of the waits that all batches reach at best, while workers that have just started fill
+their queue. In short epochs most batches, and so the median, are from that time."""
+DEFAULT_PREFETCH = 2
 """Batches that a worker makes ahead (``prefetch_factor``, PyTorch's default)."""
 
 
@@ -33,10 +33,10 @@ class WorkersRespawned(Rule):
 
     The cost of an epoch's start is the measured time to end the old workers and start the new ones.
     The wait for its first batch beyond the median wait comes on top. The first epoch has to start
-    workers in any case; at least one more is needed. Reported from 2% of the time of the epochs.
-    Ending and starting workers is saved for certain. The first batch still has to be fetched,
-    unless the workers can fetch it while the previous epoch ends. So the lower end of the range is
-    without it."""
+    workers in any case, so at least one more is needed. The rule reports 2% of the epochs' time and
+    more. The time to end and start workers is certainly saved. The first batch still has to be
+    fetched, unless the workers can fetch it while the previous epoch ends. So the lower end of the
+    range is without it."""
 
     id = "workers-respawned"
     title = "DataLoader workers restart for every epoch"
@@ -86,8 +86,8 @@ class WorkersRespawned(Rule):
         wait = recorded.phases.get("data")
         if len(starts) < self.min_epochs or wait is None or not recorded.count:
             return
-        usual = float(np.median(wait[recorded.used]))
-        best_wait = float(np.quantile(wait[recorded.used], BEST_WAIT))
+        median_wait = float(np.median(wait[recorded.used]))
+        best_wait = float(np.quantile(wait[recorded.used], BEST_WAIT_QUANTILE))
         workers = workers_of(feed) or 0
         filling = np.zeros(len(wait), dtype=bool)
         end = recorded.ts + recorded.dur
@@ -96,35 +96,35 @@ class WorkersRespawned(Rule):
             first = int(np.searchsorted(end, find_iterator_start(event), side="right"))
             if first >= len(wait):
                 continue
-            both = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
-            spawns.append(sum(map(_duration, both)))
+            values = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
+            spawns.append(sum(map(_read_duration, values)))
             # the batch may be fetched in the step in which the iterator starts, or in the next
-            near = wait[first : first + 2]
-            costs.append(max(0.0, float(near.max()) - usual))
-            filling[first : first + 2 + workers * PREFETCH] = True
+            waits = wait[first : first + 2]
+            costs.append(max(0.0, float(waits.max()) - median_wait))
+            filling[first : first + 2 + workers * DEFAULT_PREFETCH] = True
         if len(costs) < self.min_epochs:
             return
         begin = max(int(np.searchsorted(end, find_iterator_start(starts[0]))), 0)
-        time = float((recorded.dur + recorded.column("evaluation"))[begin:].sum())
+        total = float((recorded.dur + recorded.column("evaluation"))[begin:].sum())
         start_costs = np.array(costs) + np.array(spawns)
         lost = float(start_costs.sum())
         upper = float(np.sum(spawns)) + float(np.maximum(0.0, wait[filling] - best_wait).sum())
-        if lost < self.min_share * time or float(np.median(start_costs)) < self.min_factor * max(
-            usual, 1.0
+        if lost < self.min_share * total or float(np.median(start_costs)) < self.min_factor * max(
+            median_wait, 1.0
         ):
             return
         yield Finding(
             summary=(
                 f"Each of {t.count_noun(len(costs), 'epoch')} after the first spends "
                 f"{t.format_duration(float(np.median(start_costs)))} on restarting "
-                f"{workers_of(feed)} workers and waiting for their first batch: {lost / time:.1%} "
+                f"{workers_of(feed)} workers and waiting for their first batch: {lost / total:.1%} "
                 "of the time."
             ),
             evidence=[
                 Evidence("time lost", lost, "ns"),
-                self.compare("share of the epochs' time", lost / time, "min_share"),
+                self.compare("share of the epochs' time", lost / total, "min_share"),
                 Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
-                Evidence("wait for a batch, median", usual, "ns"),
+                Evidence("wait for a batch, median", median_wait, "ns"),
                 Evidence("ending and starting workers, median", float(np.median(spawns)), "ns"),
                 self.compare("epochs after the first", len(costs), "min_epochs", "count"),
             ],
@@ -133,7 +133,7 @@ class WorkersRespawned(Rule):
                 low=min(lost, float(np.sum(spawns))),
                 high=max(lost, upper),
                 method="time of the first batches of epochs beyond the others",
-                total=time,
+                total=total,
             ),
         )
 
@@ -141,7 +141,7 @@ class WorkersRespawned(Rule):
     def examples() -> Examples:
         return {
             "a second for each of three epochs": _run(),
-            "the start lies between two steps": _run(wait=30, between=700),
+            "the start is between two steps": _run(wait=30, between=700),
             "short epochs whose starts are recorded two steps later": _run(
                 epochs=20, steps=4, wait=15, usual=1, spawn=18, between=31, late=2
             ),
@@ -159,10 +159,10 @@ class WorkersRespawned(Rule):
         }
 
 
-def _duration(value: object) -> float:
-    """A measured duration, ns; 0 for anything else."""
-    known = isinstance(value, int | float) and 0 <= value < MAX_VALUE
-    return float(value) if known and isinstance(value, int | float) else 0.0
+def _read_duration(value: object) -> float:
+    """Return a measured duration, ns, or 0 for anything else."""
+    is_valid = isinstance(value, int | float) and 0 <= value < MAX_VALUE
+    return float(value) if is_valid and isinstance(value, int | float) else 0.0
 
 
 def _run(
@@ -178,7 +178,8 @@ def _run(
     spawn: float = 600,
     late: int = 0,
 ) -> TraceBuilder:
-    """``late``: steps after which the start of an epoch is recorded; all times ms."""
+    """Build a run. ``late`` is the number of steps before an epoch's start is recorded; times in
+    ms."""
     b = TraceBuilder()
     r = b.record_of_run(cpus=8)
     r.event("loader", id=1, workers=workers, persistent_workers=persistent)
@@ -206,12 +207,12 @@ class PrefetchStarved(Rule):
     times. A deeper queue bridges that.
 
     A step is starved when it waits for data for at least a tenth of the median step. The queue is
-    the cause, and not the workers' speed, when the run has stretches in which nothing waits. Of all
-    stretches as long as the queue (workers x prefetch_factor, at least eight steps), at least 30%
-    have no starved step. A loader that is too slow throughout waits in each of them.
+    the cause, and not the workers' speed, when the run has stretches in which no step waits. At
+    least 30% of all stretches as long as the queue (workers x prefetch_factor, at least eight
+    steps) have no starved step. A loader that is too slow throughout waits in each of them.
 
-    Needs worker processes. The first batch of an epoch, for which workers are started, is left out.
-    The steps that follow the start of an iterator do not count."""
+    The rule needs worker processes. The first batch of an epoch, for which workers are started, is
+    left out. The steps that follow the start of an iterator do not count."""
 
     id = "prefetch-starved"
     title = "The DataLoader's prefetch queue runs empty at times"
@@ -251,8 +252,8 @@ class PrefetchStarved(Rule):
         workers = workers_of(feed)
         if not workers or a.is_device_bound:
             return
-        keep = ~_steps_at_start(a)[recorded.used]
-        wait = wait[keep]
+        is_kept = ~_find_steps_at_start(a)[recorded.used]
+        wait = wait[is_kept]
         if len(wait) < self.min_steps:
             return
         factor = feed.get("prefetch_factor")
@@ -272,7 +273,7 @@ class PrefetchStarved(Rule):
             or share < self.min_share
         ):
             return
-        lost = float(wait[starved].sum()) / len(wait)
+        lost_ns = float(wait[starved].sum()) / len(wait)
         yield Finding(
             summary=(
                 f"{starved.mean():.0%} of the steps wait for data, up to "
@@ -290,7 +291,7 @@ class PrefetchStarved(Rule):
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],
-            impact=impact_per_step(a, lost),
+            impact=impact_per_step(a, lost_ns),
             code=self.code.format(workers=workers, twice=2 * factor),
         )
 
@@ -311,16 +312,16 @@ class PrefetchStarved(Rule):
         }
 
 
-def _steps_at_start(a: Analysis) -> np.ndarray:
-    """Steps in which, or right before which, an iterator of a loader begins."""
+def _find_steps_at_start(a: Analysis) -> np.ndarray:
+    """Return the steps in which, or right before which, an iterator of a loader begins."""
     recorded = recorded_steps(a)
     starts = np.array(
         sorted(find_iterator_start(e) for e in recorded.record.events if e.kind == "loader_iter"),
         dtype=np.int64,
     )
     end = recorded.ts + recorded.dur
-    before = np.concatenate([[0], recorded.ts[:-1]]) if len(recorded.ts) else recorded.ts
-    at_start: np.ndarray = np.searchsorted(starts, end) > np.searchsorted(starts, before)
+    previous_start = np.concatenate([[0], recorded.ts[:-1]]) if len(recorded.ts) else recorded.ts
+    at_start: np.ndarray = np.searchsorted(starts, end) > np.searchsorted(starts, previous_start)
     return at_start
 
 

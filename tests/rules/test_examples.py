@@ -101,8 +101,8 @@ def test_a_guard_that_is_not_what_holds_a_trap_is_noticed() -> None:
     disk = traps["the disk delivers 2 GB/s"][0].analysis()
     workers = traps["no workers"][0].analysis()
     assert lifted(rule, "max_disk", disk) and not lifted(rule, "min_cpu", disk)
-    assert guard_of(rule, workers) == "not workers_of(feed)"
-    assert guard_of(rule, disk) == "(disk or 0.0) >= self.max_disk"
+    assert guard_of(rule, workers) == "not workers_of(loader)"
+    assert guard_of(rule, disk) == "(disk_rate or 0.0) >= self.max_disk"
 
 
 def names_in(code: CodeType) -> set[str]:

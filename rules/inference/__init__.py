@@ -1,1 +1,1 @@
-"""Rules about models that an inference engine serves: one file a question."""
+"""Rules about models that an inference engine serves: one file per question."""

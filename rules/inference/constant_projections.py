@@ -1,4 +1,4 @@
-"""A loop that decodes tokens projects the same input again for each of them."""
+"""A loop that decodes tokens projects the same input again for each token."""
 
 import re
 from collections import Counter
@@ -33,26 +33,26 @@ from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING = "aten::embedding"
-CHOOSES = frozenset(
+CHOICE_OPS = frozenset(
     f"aten::{name}" for name in "argmax max topk sort multinomial softmax log_softmax".split()
 )
 """Operators that choose a token by the scores of the vocabulary."""
-LINEAR = frozenset(("aten::linear", "aten::matmul", "aten::addmm"))
-PRODUCTS = re.compile(r"^aten::(?:bmm|baddbmm|matmul)$|attention|attn")
-"""Products of activations: the first operand is what the pass computes on, or a query."""
-ENCODES = re.compile(r"^aten::(?:conv\w*|lstm|gru|rnn_\w+)$")
-KEEPS = re.compile(
+LINEAR_OPS = frozenset(("aten::linear", "aten::matmul", "aten::addmm"))
+PRODUCT_OPS = re.compile(r"^aten::(?:bmm|baddbmm|matmul)$|attention|attn")
+"""Products of activations. The first operand is what the pass computes on, or a query."""
+ENCODER_OPS = re.compile(r"^aten::(?:conv\w*|lstm|gru|rnn_\w+)$")
+CONSTANT_OPS = re.compile(
     r"^aten::_?(?:\w*view\w*|\w*reshape\w*|transpose|swap\w+|movedim|permute|numpy_T|mT|adjoint|t"
     r"|\w*squeeze|(?:un)?flatten|ravel|expand\w*|repeat\w*|slice|select|narrow|\w*split\w*|chunk"
     r"|unbind|unfold|alias|detach|lift\w*|contiguous|clone|copy_|to|to_copy|type_as|dropout"
     r"|layer_norm|rms_norm)_?$"
 )
-"""Names of views, copies and normalisations: what they return is as constant as their input."""
+"""Names of views, copies and normalisations, whose results are as constant as their input."""
 MAX_CALLS = 200_000
 
 
 Layers = list[tuple[int, tuple[int, ...]]]
-"""Linear layers: rows of ``trace.cpu``, and their sizes m, k, n."""
+"""Linear layers: rows of ``trace.cpu`` and sizes m, k, n."""
 
 
 @dataclass
@@ -60,34 +60,34 @@ class Pass:
     """Work from one choice of a token to the next."""
 
     tokens: list[int] = field(default_factory=list)
-    """Tokens that each embedding looks up."""
+    """Number of tokens that each embedding looks up."""
     made: set[int] = field(default_factory=set)
-    """Numbers of elements of the tensors that something computes on."""
+    """Numbers of elements of the tensors that the pass computes on."""
     encoded: int = 0
-    """Rows, at most, of a convolution, a recurrent layer, or a linear one on what it computes."""
+    """Maximum rows of a convolution, a recurrent layer, or a linear layer on what it computes."""
     layers: Layers = field(default_factory=list)
-    """Linear layers on what the pass does not compute."""
+    """Linear layers on tensors that the pass does not compute."""
 
 
-def _sizes(layers: Layers | None) -> Counter[tuple[int, ...]]:
+def _count_sizes(layers: Layers | None) -> Counter[tuple[int, ...]]:
     return Counter(size for _, size in layers or ())
 
 
 class ConstantProjections(Rule):
     """A loop that decodes one token at a time projects an input that stays the same again for each
-    of them. Most often it is the encoder's output: text, sound or image, from which cross-attention
+    token. Most often it is the encoder's output: text, sound or image, from which cross-attention
     makes keys and values. They do not change while a sequence is decoded. Made once for each
-    sequence, they can be kept beside the cache of the decoder's own keys and values.
+    sequence, they can be kept next to the cache of the decoder's own keys and values.
 
-    A pass lies between two choices of tokens: ``argmax``, ``topk`` or softmax over the vocabulary.
-    It embeds one token per sequence with a table of that vocabulary. Counted are linear layers
-    with at least 8 times as many rows, in passes one after the other that have the same ones.
-    Their input must come from outside of the pass: before them, nothing in it computes on a tensor
-    of that size. So an encoder that runs for each token is not meant, nor attention over data that
-    comes with each step, where no token is chosen.
+    A pass is the work between two choices of tokens: ``argmax``, ``topk`` or softmax over the
+    vocabulary. It embeds one token per sequence with a table of that vocabulary. The rule counts
+    linear layers with at least 8 times as many rows, in consecutive passes with the same layers.
+    Their input must come from outside the pass: before them, nothing in it computes on a tensor of
+    that size. So an encoder that runs for each token does not count. Nor does attention over data
+    that comes with each step, where no token is chosen.
 
-    The gain is their time but for the first of each sequence. Longer inputs than those of the
-    window gain more."""
+    The gain is their time except for the first of each sequence. Longer inputs than in the window
+    gain more."""
 
     id = "constant-projections"
     title = "Each token projects an input again that does not change"
@@ -113,7 +113,7 @@ class ConstantProjections(Rule):
     fix = (
         "Project the input once, before the loop, and keep the results for all tokens: in "
         "cross-attention, keys and values of each layer. Where beams or sequences change, select "
-        "them as the cache."
+        "them like the cache."
     )
     code = (
         "# before the loop, for each layer:\n"
@@ -122,7 +122,7 @@ class ConstantProjections(Rule):
         "x = x + layer.cross_attn(x, *cross)"
     )
     verify = "Record again: passes of one token have linear layers of few rows only."
-    falsified_by = "an input that changes from token to token, as a stream does"
+    falsified_by = "an input that changes from token to token, such as a stream"
     assumptions = (
         "the input stays the same while a sequence is decoded",
         "inputs are as long as in the window: longer ones gain more",
@@ -133,67 +133,67 @@ class ConstantProjections(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.forward_only or a.trace.inputs.is_empty():
             return
-        passes = _passes(a)
+        passes = _split_passes(a)
         if not passes:
             return
-        runs = self._runs(passes)
-        longest = max((len(run) for run in runs), default=0)
-        if longest < self.min_passes:
+        runs = self._find_runs(passes)
+        longest_run = max((len(run) for run in runs), default=0)
+        if longest_run < self.min_passes:
             return
-        layers = [layer for run in runs for one in run for layer in one]
+        layers = [layer for run in runs for pass_layers in run for layer in pass_layers]
         rows = np.array([row for row, _ in layers], dtype=np.int64)
         ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
         ns = int(dur.sum()) if a.device_id is None else work_launched_in(a, union(ts, ts + dur))
         if ns < self.min_share * a.span_ns:
             return
-        each = max((one for run in runs for one in run), key=len)
+        longest_pass = max((pass_layers for run in runs for pass_layers in run), key=len)
         yield Finding(
             summary=(
-                f"For each token, {t.count_noun(len(each), 'linear layer')} on up to "
+                f"For each token, {t.count_noun(len(longest_pass), 'linear layer')} on up to "
                 f"{max(size[0] for _, size in layers):,} rows that stay the same: "
                 f"{of_step(a, ns)}."
             ),
             evidence=[
-                self.compare("passes in a row", longest, "min_passes", "count"),
+                self.compare("passes in a row", longest_run, "min_passes", "count"),
                 amount_per_step(a, "layers on constant rows", len(rows), "count"),
                 amount_per_step(a, "time of these layers", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows, top=1),
-            edits=self._edits(a, rows, ns),
+            edits=self._build_edits(a, rows, ns),
         )
 
-    def _layers(self, one: Pass, tokens: int) -> Layers | None:
-        """Return a pass's layers on many rows; ``None``: it embeds or encodes something else."""
-        many = self.min_rows * tokens
-        if one.encoded >= many or one.tokens not in ([], [tokens]):
+    def _list_layers(self, item: Pass, tokens: int) -> Layers | None:
+        """Return a pass's layers on many rows, or ``None`` if it embeds or encodes more."""
+        min_rows = self.min_rows * tokens
+        if item.encoded >= min_rows or item.tokens not in ([], [tokens]):
             return None
-        return [layer for layer in one.layers if layer[1][0] >= many]
+        return [layer for layer in item.layers if layer[1][0] >= min_rows]
 
-    def _runs(self, passes: list[Pass]) -> list[list[Layers]]:
-        """Return the layers of passes in a row that embed as many tokens, and have the same layers
-        on many rows. At both ends of the window are parts of a pass: their layers are some of the
-        same."""
+    def _find_runs(self, passes: list[Pass]) -> list[list[Layers]]:
+        """Return the layers of passes in a row that embed equally many tokens, and have the same
+        layers on many rows. At both ends of the window are parts of a pass, with some of the same
+        layers."""
         runs: list[list[Layers]] = []
-        before: tuple[int, Counter[tuple[int, ...]]] | None = None
-        for one in passes[1:-1]:
-            layers = self._layers(one, sum(one.tokens))
-            own = (sum(one.tokens), _sizes(layers)) if layers and one.tokens else None
-            if own is not None:
-                runs += [[]] if own != before else []
+        previous: tuple[int, Counter[tuple[int, ...]]] | None = None
+        for item in passes[1:-1]:
+            layers = self._list_layers(item, sum(item.tokens))
+            signature = (sum(item.tokens), _count_sizes(layers)) if layers and item.tokens else None
+            if signature is not None:
+                runs += [[]] if signature != previous else []
                 runs[-1].append(layers or [])
-            before = own
+            previous = signature
         runs = [run for run in runs if len(run) >= self.min_passes]
-        for run, part in zip((runs[:1], runs[-1:]), (passes[0], passes[-1]), strict=True):
-            for whole in run:
-                tokens = next(one.tokens[0] for one in passes if whole[0][0] in one.layers)
-                layers = self._layers(part, tokens)
-                if layers and not _sizes(layers) - _sizes(whole[0]):
-                    whole.append(layers)
+        for run, partial in zip((runs[:1], runs[-1:]), (passes[0], passes[-1]), strict=True):
+            for pass_layers in run:
+                tokens = next(item.tokens[0] for item in passes if pass_layers[0][0] in item.layers)
+                layers = self._list_layers(partial, tokens)
+                if layers and not _count_sizes(layers) - _count_sizes(pass_layers[0]):
+                    pass_layers.append(layers)
         return runs
 
-    def _edits(self, a: Analysis, rows: Rows, ns: int) -> list[Edit]:
-        """Scale the operators of these names: the others among them keep their time."""
+    def _build_edits(self, a: Analysis, rows: Rows, ns: int) -> list[Edit]:
+        """Return edits that scale the operators of these names. Other rows keep their time."""
         cpu = a.trace.cpu
         pattern = exact_pattern(cpu["name"].gather(rows).cast(pl.String).unique())
         every = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], pattern).to_numpy()))
@@ -203,19 +203,19 @@ class ConstantProjections(Rule):
         if a.device_id is not None:
             shares["gpu"] = ns / max(1, work_launched_in(a, spans))
         edits = []
-        for on, share in shares.items():
+        for side, share in shares.items():
             select = (
                 Select(on="gpu", under=pattern)
-                if on == "gpu"
+                if side == "gpu"
                 else Select(on="host", kind=("op",), name=pattern)
             )
-            left = (self.remaining, 0.0, self.worst_remaining)
-            edits.append(scale_edit(select, *(1 - share * (1 - one) for one in left)))
+            factors = (self.remaining, 0.0, self.worst_remaining)
+            edits.append(scale_edit(select, *(1 - share * (1 - factor) for factor in factors)))
         return edits
 
     @staticmethod
     def examples() -> Examples:
-        few = "longest < self.min_passes"
+        few = "longest_run < self.min_passes"
         return {
             "cross-attention": _decode(),
             "on a GPU": _decode(gpu="A100"),
@@ -235,58 +235,58 @@ class ConstantProjections(Rule):
         }
 
 
-def _passes(a: Analysis) -> list[Pass]:
-    """Split the operators of the window into passes; none where no vocabulary is embedded and
-    chosen from. The first and the last may be parts of a pass."""
+def _split_passes(a: Analysis) -> list[Pass]:
+    """Split the operators of the window into passes. Empty if no vocabulary is embedded and chosen
+    from. The first and the last may be parts of a pass."""
     table = outermost_in_steps(a).drop_nulls("inputs").sort("ts").head(MAX_CALLS)
     if not table["name"].is_in([EMBEDDING]).any():
         return []
-    given = {index: inputs_at(a, index) for index in table["inputs"].unique().to_list()}
+    given = {at: inputs_at(a, at) for at in table["inputs"].unique().to_list()}
     calls = [(row, name, given[at]) for row, name, at in table["row", "name", "inputs"].iter_rows()]
-    embedded = {_first(x)[0] for _, name, x in calls if name == EMBEDDING and len(_first(x)) == 2}
-    scored = {_first(x)[-1] for _, name, x in calls if name in CHOOSES and _first(x)}
+    embedded = {_shape(x)[0] for _, op, x in calls if op == EMBEDDING and len(_shape(x)) == 2}
+    scored = {_shape(x)[-1] for _, name, x in calls if name in CHOICE_OPS and _shape(x)}
     vocabulary = max(embedded & scored, default=0)
     passes, current = list[Pass](), Pass()
     for row, name, x in calls if vocabulary else ():
-        if name not in CHOOSES or _first(x)[-1:] != (vocabulary,):
-            _add(current, row, name, x, vocabulary)
+        if name not in CHOICE_OPS or _shape(x)[-1:] != (vocabulary,):
+            _add_operator(current, row, name, x, vocabulary)
         elif current.tokens or not passes:
             passes.append(current)
             current = Pass()
     return [*passes, current] if passes else []
 
 
-def _first(x: OpInputs) -> tuple[int, ...]:
+def _shape(x: OpInputs) -> tuple[int, ...]:
     tensor = x.tensor(0)
     return () if tensor is None else tensor.shape
 
 
-def _projects(name: str, product: MatrixProduct) -> bool:
-    """Return whether a product is of data and weights: a table of weights times a vector, or two
-    matrices of weights (LoRA), are none."""
+def _is_projection(name: str, product: MatrixProduct) -> bool:
+    """Return whether a product is of data and weights. A table of weights times a vector, or two
+    matrices of weights (LoRA), are not."""
     if len(product.b.shape) != 2 or (name == "aten::matmul" and len(product.a.shape) < 3):
         return False
     return product.added is None or len(product.added.shape) == 1
 
 
-def _add(one: Pass, row: int, name: str, x: OpInputs, vocabulary: int) -> None:
-    tensors = x.tensors
-    product = parse_product(name, x) if name in LINEAR else None
+def _add_operator(part: Pass, row: int, name: str, inputs: OpInputs, vocabulary: int) -> None:
+    tensors = inputs.tensors
+    product = parse_product(name, inputs) if name in LINEAR_OPS else None
     if name == EMBEDDING and len(tensors) > 1:
         if tensors[0].shape[:1] == (vocabulary,):
-            one.tokens.append(tensors[1].elements)
-        one.made.add(tensors[1].elements * prod(tensors[0].shape[1:]))
-    elif product is not None and _projects(name, product):
+            part.tokens.append(tensors[1].elements)
+        part.made.add(tensors[1].elements * prod(tensors[0].shape[1:]))
+    elif product is not None and _is_projection(name, product):
         rows = product.m * product.batch
-        if product.a.elements not in one.made:
-            one.layers.append((row, (rows, product.k, product.n)))
+        if product.a.elements not in part.made:
+            part.layers.append((row, (rows, product.k, product.n)))
         elif product.n > 1:  # one output is a score for each row
-            one.encoded = max(one.encoded, rows)
-    elif ENCODES.match(name) and tensors:
-        one.encoded = max(one.encoded, tensors[0].elements // max(tensors[0].shape[-1:] or (1,)))
-    elif not KEEPS.match(name):
-        first = tensors[:1] if PRODUCTS.search(name) else tensors
-        one.made.update(tensor.elements for tensor in first)
+            part.encoded = max(part.encoded, rows)
+    elif ENCODER_OPS.match(name) and tensors:
+        part.encoded = max(part.encoded, tensors[0].elements // max(tensors[0].shape[-1:] or (1,)))
+    elif not CONSTANT_OPS.match(name):
+        operands = tensors[:1] if PRODUCT_OPS.search(name) else tensors
+        part.made.update(tensor.elements for tensor in operands)
 
 
 ATTENTION = "aten::scaled_dot_product_attention"
@@ -307,7 +307,7 @@ def _decode(
     scores: str = ATTENTION,
     grows: bool = False,
 ) -> TraceBuilder:
-    """Return steps that each decode tokens of 16 sequences, with layers on so many constant
+    """Build steps that each decode tokens of 16 sequences, with layers on this many constant
     rows."""
     b = TraceBuilder(gpu)
     tokens = 16

@@ -16,8 +16,8 @@ class EngineIdleBetweenSteps(Rule):
     chooses requests, turns tokens into text and prepares inputs. Engines can do that for the next
     step while the GPU still works on this one.
 
-    Counted is GPU idle time from the last work of a step to the first of the next. Pauses longer
-    than half a period are not: the engine then has no requests. Steps are the engine's own marks.
+    The rule counts GPU idle time from the last work of a step to the first of the next. Pauses
+    longer than half a period do not count: the engine has no requests then. It marks its steps.
     """
 
     id = "engine-idle-between-steps"
@@ -97,7 +97,7 @@ class EngineIdleBetweenSteps(Rule):
 
 
 def _engine(steps: int, *, host: float) -> TraceBuilder:
-    """Decode steps of one graph each, the host at work between them."""
+    """Build decode steps of one graph each, with the host at work between them."""
     b = TraceBuilder("H100")
     for _ in range(steps):
         with b.range("execute_context_0(0)_generation_8(8)"):

@@ -16,22 +16,22 @@ from advisor.rules.support.common import amount_per_step, of_step, scale_edit
 from advisor.rules.support.framework_advice import SGLANG_KV, VLLM_KV
 from advisor.testing import Examples, TraceBuilder
 
-BYTES = 2
-"""Bytes of a value of the cache, from which half of them can be saved."""
+MIN_BYTES = 2
+"""Minimum bytes of a cache value at which half of them can be saved."""
 
 
 class KvCache16Bits(Rule):
     """Each decoded token reads all keys and values of its sequence, so attention is as fast as the
-    memory. A cache in 8 bits is half as many bytes, and holds twice the tokens.
+    memory. A cache in 8 bits takes half as many bytes, and holds twice the tokens.
 
-    Looked at are attention kernels in decode steps that an engine marks with sums (``sk``), whose
-    heads and number format are known from recorded shapes. What a kernel reads must explain its
-    time: at least half at the memory's attainable rate."""
+    The rule looks at attention kernels in decode steps that an engine marks with sums (``sk``).
+    Their heads and number format must be known from recorded shapes. A kernel's reads must explain
+    its time: at least half at the memory's attainable rate."""
 
     id = "kv-cache-16-bits"
     title = "Attention reads a KV cache in 16 bits"
 
-    min_share = Threshold(0.10, "of the step, in such attention", TENSORBOARD)
+    min_share = Threshold(0.10, "of the step, in this attention", TENSORBOARD)
     min_rate = Threshold(0.5, "of the memory's bandwidth, reached while it reads", CHOSEN)
     factor = Factor(0.6, "of the kernel's time, with half the bytes of the cache", CHOSEN)
 
@@ -56,19 +56,19 @@ class KvCache16Bits(Rule):
         passes, hardware = a.passes, a.hardware
         if passes is None or hardware is None:
             return
-        decodes = np.array([mark.phase == DECODE for mark in passes.marks] + [False])
+        is_decode = np.array([mark.phase == DECODE for mark in passes.marks] + [False])
         kernels, gpu = a.kernels, a.trace.gpu
-        known = (kernels["family"] == "attention") & kernels["moved"].is_not_null()
-        rows = np.flatnonzero(known.fill_null(False).to_numpy() & decodes[passes.owner])
+        is_attention = (kernels["family"] == "attention") & kernels["moved"].is_not_null()
+        rows = np.flatnonzero(is_attention.fill_null(False).to_numpy() & is_decode[passes.owner])
         names = gpu["name"].gather(rows).cast(pl.String).to_list()
         ops = kernels["op_row"].gather(rows).to_list()
-        wide = [
+        is_wide = [
             (shape := None if op is None else read_heads(a.trace, op)) is not None
-            and shape.width >= BYTES
+            and shape.width >= MIN_BYTES
             and not re.search(NARROW, name)
             for op, name in zip(ops, names, strict=True)
         ]
-        rows = rows[wide]
+        rows = rows[is_wide]
         if not len(rows):
             return
         dur = int(gpu["dur"].gather(rows).sum())
@@ -76,7 +76,7 @@ class KvCache16Bits(Rule):
         share, rate = dur / max(a.span_ns, 1), moved / max(dur, 1) * 1e9 / hardware.bandwidth
         if share < self.min_share or rate < self.min_rate:
             return
-        own = sorted({name for name, fits in zip(names, wide, strict=True) if fits})
+        wide_names = sorted({name for name, fits in zip(names, is_wide, strict=True) if fits})
         yield Finding(
             summary=f"Attention reads {t.format_bytes(moved / a.step_count)} of keys and values in "
             f"16 bits and takes {of_step(a, dur)}.",
@@ -87,7 +87,7 @@ class KvCache16Bits(Rule):
             ],
             edits=[
                 scale_edit(
-                    Select(on="gpu", name=f"^(?:{'|'.join(map(re.escape, own))})$"),
+                    Select(on="gpu", name=f"^(?:{'|'.join(map(re.escape, wide_names))})$"),
                     self.factor,
                     0.5,
                     1.0,
@@ -97,8 +97,8 @@ class KvCache16Bits(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        """64 sequences of 4,000 tokens: 0.5 GB a layer in 200 µs. Short attention; slow
-        attention; a cache in FP8; no sums."""
+        """Build decode steps of 64 sequences of 4,000 tokens: 0.5 GB per layer in 200 µs. Others
+        have short attention, slow attention, a cache in FP8, or no sums."""
         return {
             "long sequences in bf16": _decode(200),
             "little attention": (_decode(200, other=20_000), "min_share"),

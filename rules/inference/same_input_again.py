@@ -1,4 +1,4 @@
-"""A module of an inference loop that gets inputs it already computed an output for."""
+"""A module of an inference loop gets inputs that it already computed an output for."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +13,7 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class _Repeats(NamedTuple):
-    """Forwards of one module in the recorder's samples; times in ns."""
+    """Forward passes of one module in the recorder's samples. Times are in ns."""
 
     module: str
     place: Location | None
@@ -25,14 +25,14 @@ class _Repeats(NamedTuple):
 
     @property
     def share_again(self) -> float:
-        """Share of the calls that repeat one: the first call of a sample is not known to."""
+        """Share of the calls that repeat an earlier one, without the first call of each sample."""
         return min(1.0, self.again / max(1, self.forwards - self.samples))
 
 
 class SameInputAgain(Rule):
-    """A loop of an inference calls a module again with the input of a call before. Examples are a
-    text encoder in each denoising step, and embeddings of class names for each batch of pictures.
-    The output is the same, and can be kept.
+    """An inference loop calls a module again with the input of an earlier call. Examples are a text
+    encoder in each denoising step, and embeddings of class names for each batch of pictures. The
+    output is the same, and can be kept.
 
     The recorder compares 12 outermost forwards in 60: module, version of its weights, and inputs.
     Inputs and outputs on the CPU are compared by a checksum of values, inputs on a device by their
@@ -40,9 +40,9 @@ class SameInputAgain(Rule):
     modules get the same inputs again and again, a benchmark runs on one input, and the rule is
     silent.
 
-    The gain is the module's share of the time in forward, for the part of its calls that repeat
-    one. The first call of a sample does not count: it is not known to repeat. All calls are the
-    most that is saved."""
+    The gain is the module's share of the time in forward, for the part of its calls that repeat an
+    earlier one. The first call of a sample does not count, as it is not known to repeat. The
+    maximum gain is all calls."""
 
     id = "same-input-again"
     title = "A module computes the same output again"
@@ -60,7 +60,7 @@ class SameInputAgain(Rule):
     min_again = Threshold(0.25, "of the module's forwards repeat an earlier one", CHOSEN)
     min_new = Threshold(0.25, "of all compared forwards get new inputs", CHOSEN)
     min_share = Threshold(0.05, "of the time in forward", XPROF)
-    worst_kept = Factor(0.7, "of the time is saved at least: outputs are kept and copied", CHOSEN)
+    worst_kept = Factor(0.7, "of the time is saved, at worst: outputs are kept and copied", CHOSEN)
 
     fix = (
         "Call the module once for each new input, before the loop, and keep its output. Where the "
@@ -73,7 +73,7 @@ class SameInputAgain(Rule):
     )
     verify = "Record again: the module is called once for each input."
     falsified_by = "inputs that differ in real use: a test that repeats one input"
-    assumptions = ("real inputs repeat as those of this run do",)
+    assumptions = ("real inputs repeat as in this run",)
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
@@ -86,46 +86,46 @@ class SameInputAgain(Rule):
             return
         if 1 - again / forwards < self.min_new:
             return
-        found = max(_modules(events), key=lambda each: each.again_ns, default=None)
-        if found is None:
+        module = max(_read_repeats(events), key=lambda repeats: repeats.again_ns, default=None)
+        if module is None:
             return
-        if found.again < self.min_again * found.forwards:
+        if module.again < self.min_again * module.forwards:
             return
-        share = found.again_ns / total
+        share = module.again_ns / total
         if share < self.min_share:
             return
         yield Finding(
             summary=(
-                f"{found.module} got the input of an earlier call in {found.again} of "
-                f"{found.forwards} calls that were compared. These calls take {share:.0%} of the "
+                f"{module.module} got the input of an earlier call in {module.again} of "
+                f"{module.forwards} calls that were compared. These calls take {share:.0%} of the "
                 "time in forward."
             ),
             evidence=[
                 self.compare("compared forwards", forwards, "min_forwards", "count"),
                 self.compare(
-                    f"calls of {found.module} with the input of an earlier one",
-                    found.again / found.forwards,
+                    f"calls of {module.module} with the input of an earlier one",
+                    module.again / module.forwards,
                     "min_again",
                 ),
                 self.compare("forwards with new inputs", 1 - again / forwards, "min_new"),
                 self.compare("share of the time in forward", share, "min_share"),
             ],
-            where=[] if found.place is None else [found.place],
-            impact=self._impact(a, found, total),
+            where=[] if module.place is None else [module.place],
+            impact=self._estimate_impact(a, module, total),
         )
 
-    def _impact(self, a: Analysis, found: _Repeats, total: int) -> Impact:
+    def _estimate_impact(self, a: Analysis, module: _Repeats, total: int) -> Impact:
         recorded = recorded_steps(a)
         forward = recorded.share("forward")
         step = recorded.median if not recorded.varies else recorded.mean
         if a.device_id is not None or forward is None or not step:
             return impact_without_gain("how long it takes on the device is not recorded")
-        each = step * forward / total
+        ns_scale = step * forward / total
         return impact_per_step(
             a,
-            each * found.share_again * found.ns,
-            low=each * self.worst_kept * found.again_ns,
-            high=each * found.ns,
+            ns_scale * module.share_again * module.ns,
+            low=ns_scale * self.worst_kept * module.again_ns,
+            high=ns_scale * module.ns,
             method="recorded time of forwards that repeat",
             of_median=not recorded.varies,
         )
@@ -136,33 +136,33 @@ class SameInputAgain(Rule):
             "a text encoder in each denoising step": _denoising(),
             "on a GPU": _denoising(gpu="A100"),
             "without the caller's frames": _denoising(frames=[]),
-            "each input is new": (_denoising(again=0), "found is None"),
+            "each input is new": (_denoising(again=0), "module is None"),
             "an input came back by chance": (_denoising(again=1), "min_again"),
             "one input for all modules": (_denoising(again=6, others=5), "min_new"),
-            "small beside the rest": (_denoising(ms=0.2), "min_share"),
+            "small next to the rest": (_denoising(ms=0.2), "min_share"),
             "few forwards": (_denoising(samples=1, compared=11), "min_forwards"),
             "a training": (_denoising(trained=True), "not recorded.inference"),
         }
 
 
-def _modules(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
-    """Yield the modules that the recorder saw repeat, each over all samples."""
+def _read_repeats(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
+    """Yield the modules that the recorder saw repeat, over all samples."""
     entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for event in events:
-        given = event.get("modules")
-        for entry in given if isinstance(given, list) else []:
+        modules = event.get("modules")
+        for entry in modules if isinstance(modules, list) else []:
             if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
                 key = str(entry.get("name")), str(entry["frames"][:1])
                 entries.setdefault(key, []).append(entry)
-    for (name, _), same in entries.items():
+    for (name, _), found in entries.items():
         forwards, again, ns, again_ns = (
-            sum_of_events(same, key) for key in ("forwards", "again", "ns", "again_ns")
+            sum_of_events(found, key) for key in ("forwards", "again", "ns", "again_ns")
         )
-        yield _Repeats(name, _place(same[0]["frames"]), forwards, again, ns, again_ns, len(same))
+        yield _Repeats(name, _locate(found[0]["frames"]), forwards, again, ns, again_ns, len(found))
 
 
-def _place(frames: list[Any]) -> Location | None:
-    """Return the innermost frame of the user's code; of a library's where there is none."""
+def _locate(frames: list[Any]) -> Location | None:
+    """Return the innermost frame of the user's code, or of a library if there is none."""
     names = [name for name in frames if isinstance(name, str)]
     frame = next((parse_frame(name) for name in names if frame_rank(name) == 2), None)
     frame = frame or next((parse_frame(name) for name in names if frame_rank(name) == 1), None)
@@ -183,7 +183,7 @@ def _denoising(
     frames: list[str] = FRAMES,
     trained: bool = False,
 ) -> TraceBuilder:
-    """Steps of a text encoder and a network, 8 ms; in each sample six forwards of both."""
+    """Build steps of a text encoder and a network, 8 ms; six forward passes of both per sample."""
     b = TraceBuilder(gpu=gpu)
     for _ in b.steps():
         b.on_host("aten::addmm", 1_000 * (8 + ms))
@@ -193,14 +193,14 @@ def _denoising(
     phases = {"backward": 1.0} if trained else {}
     run.steps(60, 8 + ms + 1, forward=8 + ms, **phases)
     for _ in range(samples):
-        each = round(ms * 1e6)
-        found = {"name": "TextEncoder", "frames": frames, "forwards": 6, "again": again}
-        found |= {"ns": 6 * each, "again_ns": again * each}
+        encoder_ns = round(ms * 1e6)
+        module = {"name": "TextEncoder", "frames": frames, "forwards": 6, "again": again}
+        module |= {"ns": 6 * encoder_ns, "again_ns": again * encoder_ns}
         run.event(
             "repeated_inputs",
             forwards=compared,
             again=again + others,
-            ns=6 * (each + 8_000_000),
-            modules=[found] if again else [],
+            ns=6 * (encoder_ns + 8_000_000),
+            modules=[module] if again else [],
         )
     return b

@@ -20,7 +20,7 @@ Occasions = Iterator[tuple[str, list[Evidence]]]
 
 
 class _Suggestion(Rule):
-    """Suggestion to change the engine's configuration, for which the trace shows an occasion."""
+    """Base of suggestions to change an engine's configuration, where the trace gives a reason."""
 
     confidence = 0.5
     references = (VLLM_TUNING.address, SGLANG_TUNING.address, SGLANG_ARGUMENTS.address)
@@ -46,8 +46,8 @@ class _Suggestion(Rule):
 
 class PrefillStallsDecode(_Suggestion):
     """Steps with prompts in them take several times as long as steps that only decode. All running
-    requests wait for their next token meanwhile: those are the longest gaps between tokens.
-    Smaller chunks of prompts shorten them, and the first token of a new request comes later."""
+    requests wait for their next token meanwhile. These are the longest gaps between tokens. Smaller
+    chunks of prompts shorten them, and the first token of a new request comes later."""
 
     id = "prefill-stalls-decode"
     title = "Steps with prompts hold up the decoding of others"
@@ -57,13 +57,13 @@ class PrefillStallsDecode(_Suggestion):
     )
     engine_advice = {
         "vllm": FrameworkAdvice(
-            "Lower --max-num-batched-tokens (2048, say): chunked prefill is on by default in V1. "
-            "Compare p99 between tokens with the time to the first token.",
+            "Lower --max-num-batched-tokens (to 2048, for example): chunked prefill is on by "
+            "default in V1. Compare p99 between tokens with the time to the first token.",
             "vllm serve MODEL --max-num-batched-tokens 2048",
         ),
         "sglang": FrameworkAdvice(
-            "Lower --chunked-prefill-size (2048, say) and try --enable-mixed-chunk. Compare p99 "
-            "between tokens with the time to the first token.",
+            "Lower --chunked-prefill-size (to 2048, for example) and try --enable-mixed-chunk. "
+            "Compare p99 between tokens with the time to the first token.",
             "python -m sglang.launch_server --model-path MODEL \\\n"
             "  --chunked-prefill-size 2048 --enable-mixed-chunk",
         ),
@@ -73,17 +73,17 @@ class PrefillStallsDecode(_Suggestion):
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         decode = phases.get(DECODE)
-        slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
-        if decode is None or slow is None:
+        long = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
+        if decode is None or long is None:
             return
-        ratio = slow.ns / decode.ns
+        ratio = long.ns / decode.ns
         if ratio < self.min_ratio:
             return
         yield (
-            f"A {slow.name} step takes {t.format_duration(slow.ns)}, {ratio:.1f} times a decode "
+            f"A {long.name} step takes {t.format_duration(long.ns)}, {ratio:.1f} times a decode "
             "step. Running requests wait for their next token.",
             [
-                Evidence(f"{slow.name} step", slow.ns, "ns"),
+                Evidence(f"{long.name} step", long.ns, "ns"),
                 Evidence("decode step", decode.ns, "ns"),
                 self.compare("ratio", ratio, "min_ratio", "ratio"),
             ],
@@ -91,18 +91,18 @@ class PrefillStallsDecode(_Suggestion):
 
     @staticmethod
     def examples() -> Examples:
-        """A prompt of 8,192 tokens between decode steps."""
+        """Build decode steps with a prompt of 8,192 tokens between them."""
         return {
             "a long prompt": _engine(prefill=20_000),
             "a short chunk": (_engine(prefill=3_000), "min_ratio"),
-            "decode alone": (_engine(), "slow is None"),
+            "decode alone": (_engine(), "long is None"),
         }
 
 
 class SmallDecodeBatch(_Suggestion):
-    """A decode step reads all weights once, for however many tokens. While memory limits it, twice
-    the tokens cost little more time: the same step, more tokens per second. With few requests,
-    speculative decoding puts drafts in the place of the missing tokens."""
+    """A decode step reads all weights once, whatever the number of tokens. While memory limits it,
+    twice the tokens cost little more time: the same step, more tokens per second. With few
+    requests, speculative decoding uses drafts in place of the missing tokens."""
 
     id = "small-decode-batch"
     title = "Decode is limited by memory with a small batch"
@@ -150,9 +150,9 @@ class SmallDecodeBatch(_Suggestion):
 
 
 class PrefixCacheUnused(_Suggestion):
-    """All prompts were computed from their first token: no request began with what another one had
-    computed before. Where prompts share a beginning (a system prompt, a conversation), a prefix
-    cache saves that part. Needs marks with sums (``sk``): they equal the new tokens."""
+    """All prompts were computed from their first token: no request began with a prefix of an
+    earlier one. Where prompts share a beginning (a system prompt, a conversation), a prefix cache
+    saves that part. The rule needs marks with sums (``sk``), which equal the new tokens."""
 
     id = "prefix-cache-unused"
     title = "No prompt reused a cached prefix"
@@ -178,21 +178,21 @@ class PrefixCacheUnused(_Suggestion):
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
-        prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
+        prompts = sum(m.requests or 0 for m in marks if m.phase == PREFILL)
         if prompts < self.min_prompts:
             return
-        if any(mark.prefill.k != mark.prefill.q for mark in marks if mark.prefill is not None):
+        if any(m.prefill.k != m.prefill.q for m in marks if m.prefill is not None):
             return
         total = sum(phase.ns * phase.steps for phase in inference.phases)
-        own = sum(p.ns * p.steps for n, p in phases.items() if n in (PREFILL, MIXED))
-        if own < self.min_share * total:
+        prompt_ns = sum(p.ns * p.steps for n, p in phases.items() if n in (PREFILL, MIXED))
+        if prompt_ns < self.min_share * total:
             return
         yield (
             f"All {prompts} prompts were computed from their first token, in "
-            f"{t.format_duration(own)} ({own / total:.0%} of the steps' time).",
+            f"{t.format_duration(prompt_ns)} ({prompt_ns / total:.0%} of the steps' time).",
             [
                 self.compare("prompts", prompts, "min_prompts", "count"),
-                self.compare("with prompts", own / total, "min_share"),
+                self.compare("with prompts", prompt_ns / total, "min_share"),
             ],
         )
 
@@ -207,9 +207,9 @@ class PrefixCacheUnused(_Suggestion):
 
 
 class CollectivesOfTensorParallel(_Suggestion):
-    """Tensor parallelism sums partial results over GPUs twice a layer, and in a decode step these
-    sums are small: latency. Fewer GPUs per copy of the model, more copies, or another all-reduce
-    may be faster."""
+    """Tensor parallelism sums partial results over GPUs twice per layer. In a decode step these
+    sums are small, so latency dominates. Fewer GPUs per copy of the model, more copies, or another
+    all-reduce may be faster."""
 
     id = "collectives-of-tensor-parallel"
     title = "Collectives take much of a decode step"
@@ -228,7 +228,7 @@ class CollectivesOfTensorParallel(_Suggestion):
         ),
     }
     verify = "Tokens per second per GPU rise under the same load."
-    falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
+    falsified_by = "fewer tokens per second per GPU with fewer GPUs per copy"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         decode = phases.get(DECODE)
@@ -262,7 +262,7 @@ class PiecewiseGraphs(_Suggestion):
     title = "A decode step is many graphs, and the GPU waits between them"
     silent_in = ("traces/serving/vllm_decode_full/replay",)
     min_graphs = Threshold(4, "graph launches per step", CHOSEN)
-    max_busy = Threshold(0.9, "of a decode step, the GPU works at most", CHOSEN)
+    max_busy = Threshold(0.9, "of a decode step, busy share of the GPU", CHOSEN)
     fix = "Capture the whole decode step in one graph."
     engine_advice = {
         "vllm": FrameworkAdvice(
@@ -307,7 +307,7 @@ class PiecewiseGraphs(_Suggestion):
 
 class SlowDecodeAttention(_Suggestion):
     """Attention in decode steps reads keys and values far below the memory's rate. Kernels differ
-    by backend: by how they split long contexts, by page size, by the heads that share keys.
+    by backend: how they split long contexts, page size, heads that share keys.
 
     Bytes are the engine's sums of context lengths (``sk``) times the size of a token's cache."""
 
@@ -338,9 +338,9 @@ class SlowDecodeAttention(_Suggestion):
         share = decode.roles.get("attention", 0.0) / sum(decode.roles.values())
         if share < self.min_share:
             return
-        decodes = np.array([*(mark.phase == DECODE for mark in a.passes.marks), False])
-        known = (a.kernels["family"] == "attention") & a.kernels["moved"].is_not_null()
-        rows = decodes[a.passes.owner] & known.fill_null(False).to_numpy()
+        is_decode = np.array([*(mark.phase == DECODE for mark in a.passes.marks), False])
+        is_attention = (a.kernels["family"] == "attention") & a.kernels["moved"].is_not_null()
+        rows = is_decode[a.passes.owner] & is_attention.fill_null(False).to_numpy()
         ns = float(a.trace.gpu["dur"].to_numpy()[rows].sum())
         if not ns:
             return
@@ -358,19 +358,19 @@ class SlowDecodeAttention(_Suggestion):
 
     @staticmethod
     def examples() -> Examples:
-        """64 MB of keys and values in 400 us."""
+        """Build decode steps that read 64 MB of keys and values in 400 µs."""
         return {
-            "a slow backend": _attending(400),
-            "near the rate": (_attending(60), "max_rate"),
-            "hardly any": (_attending(400, product=4_000), "min_share"),
-            "no shapes": (_attending(400, shapes=False), "not ns"),
+            "a slow backend": _attend(400),
+            "near the rate": (_attend(60), "max_rate"),
+            "hardly any": (_attend(400, product=4_000), "min_share"),
+            "no shapes": (_attend(400, shapes=False), "not ns"),
         }
 
 
 class UnevenExperts(_Suggestion):
     """Exchanges between experts on several GPUs take very different times from one layer or step to
     the next. All GPUs wait for the one whose experts got most tokens. One rank's trace shows the
-    waiting, not which experts are popular."""
+    wait, but not which experts are popular."""
 
     id = "uneven-experts"
     title = "Exchanges between experts take uneven times"
@@ -426,19 +426,20 @@ class UnevenExperts(_Suggestion):
     @staticmethod
     def examples() -> Examples:
         return {
-            "every fifth": _exchanging((40, 40, 40, 40, 200)),
-            "even": (_exchanging((40,) * 5), "min_ratio"),
-            "short": (_exchanging((2, 2, 2, 2, 10)), "min_share"),
+            "every fifth": _exchange((40, 40, 40, 40, 200)),
+            "even": (_exchange((40,) * 5), "min_ratio"),
+            "short": (_exchange((2, 2, 2, 2, 10)), "min_share"),
             "a dense model": (_engine(collective=15), "roles.get"),
         }
 
 
 EXCHANGES = r"(?i)deep_?ep|(?:^|[:_])(?:dispatch|combine)(?:_|<|\b)|all_?to_?all|SendRecv"
-"""Kernels that send tokens to their experts and back."""
+"""Pattern of kernels that send tokens to their experts and back."""
 
 
-def _attending(us: float, *, product: float = 20, shapes: bool = True) -> TraceBuilder:
-    """Decode steps of 32 requests with 1,000 tokens each; one attention of 8 heads of 128."""
+def _attend(us: float, *, product: float = 20, shapes: bool = True) -> TraceBuilder:
+    """Build decode steps of 32 requests of 1,000 tokens each, and one attention of 8 heads of
+    128."""
     b = TraceBuilder("H100")
     dims = [[32, 8, 128]] * 3 if shapes else []
     for _ in range(6):
@@ -450,8 +451,8 @@ def _attending(us: float, *, product: float = 20, shapes: bool = True) -> TraceB
     return b
 
 
-def _exchanging(lengths: tuple[float, ...]) -> TraceBuilder:
-    """Decode steps whose layers send tokens to experts on other GPUs."""
+def _exchange(lengths: tuple[float, ...]) -> TraceBuilder:
+    """Build decode steps whose layers send tokens to experts on other GPUs."""
     b = TraceBuilder("H100")
     for _ in range(6):
         kernels = []
@@ -479,7 +480,7 @@ def _engine(
     pieces: int = 1,
     kernel: float = 20,
 ) -> TraceBuilder:
-    """Decode steps of 2 ms and steps with prompts, as vLLM marks them."""
+    """Build decode steps of 2 ms and steps with prompts, as vLLM marks them."""
     b = TraceBuilder("H100")
     product = [("nvjet_hsh_64x8", kernel)] * (1 if collective else 2)
     reduced = [("void vllm::cross_device_reduce_1stage<half, 8>", collective)] * bool(collective)

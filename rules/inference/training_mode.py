@@ -1,4 +1,4 @@
-"""A model that does not train runs in training mode: its dropout layers are active."""
+"""A model that does not train runs in training mode, with active dropout layers."""
 
 from typing import ClassVar
 
@@ -16,22 +16,22 @@ from advisor.rules.support.common import Rows, amount_per_step, costliest_places
 from advisor.testing import Examples, TraceBuilder
 
 DROPOUT = r"^aten::(?:feature_|alpha_|feature_alpha_)?dropout_?$"
-"""The operator of a dropout layer. In evaluation mode it returns its input and calls nothing."""
-_DRAWS = r"^aten::(?:bernoulli_|native_dropout|_fused_dropout)$"
+"""Operator of a dropout layer. In evaluation mode it returns its input and calls nothing."""
+_DRAWING_OPS = r"^aten::(?:bernoulli_|native_dropout|_fused_dropout)$"
 """Operators that a dropout layer calls in training mode."""
 
 
 class TrainingMode(Rule):
-    """Dropout layers are active in a program that learns nothing: no backward pass and no
-    optimizer in the whole recording. ``model.eval()`` is missing. Results change from call to call,
-    and random numbers are drawn for each activation. Some modules also take a fused path in
-    evaluation mode only (``nn.TransformerEncoderLayer``).
+    """Dropout layers are active in a program that learns nothing: no backward pass and no optimizer
+    in the whole recording. ``model.eval()`` is missing. Results change from call to call, and
+    random numbers are drawn for each activation. Some modules also take a fused path in evaluation
+    mode only (``nn.TransformerEncoderLayer``).
 
-    In evaluation mode ``aten::dropout`` calls no other operator; in training mode it draws numbers
+    In evaluation mode ``aten::dropout`` calls no other operator. In training mode it draws numbers
     (``aten::native_dropout``, ``aten::bernoulli_``).
 
-    The gain is the time of these operators. What a fused path and a graph that is not built save
-    beside it is not recorded."""
+    The gain is the time of these operators. Further savings of a fused path, and of a graph that is
+    not built, are not recorded."""
 
     id = "training-mode"
     title = "The model runs in training mode, and nothing trains"
@@ -58,7 +58,7 @@ class TrainingMode(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.forward_only or a.steps.source == "whole trace":
             return
-        layers = _active(a)
+        layers = _find_active_layers(a)
         if not len(layers) or a.step_count < self.min_steps:
             return
         ns = int(a.trace.cpu["dur"].gather(layers).sum())
@@ -94,15 +94,15 @@ class TrainingMode(Rule):
         }
 
 
-def _active(a: Analysis) -> Rows:
+def _find_active_layers(a: Analysis) -> Rows:
     """Find dropout layers in the analysed window that draw numbers: rows of ``trace.cpu``."""
     cpu = a.trace.cpu
-    layer = name_matches(cpu["name"], DROPOUT).to_numpy()
-    if not layer.any():
+    is_layer = name_matches(cpu["name"], DROPOUT).to_numpy()
+    if not is_layer.any():
         return np.empty(0, dtype=np.int64)
-    draws = np.flatnonzero(name_matches(cpu["name"], _DRAWS).to_numpy())
-    above = np.append(stacks.innermost_ancestor(stacks.parent_rows(a.trace), layer), -1)
-    rows = np.unique(above[stacks.parent_rows(a.trace)[draws]])
+    drawing_rows = np.flatnonzero(name_matches(cpu["name"], _DRAWING_OPS).to_numpy())
+    layer_above = np.append(stacks.innermost_ancestor(stacks.parent_rows(a.trace), is_layer), -1)
+    rows = np.unique(layer_above[stacks.parent_rows(a.trace)[drawing_rows]])
     return rows_in_steps(a, rows[rows >= 0].astype(np.int64))
 
 

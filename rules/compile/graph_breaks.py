@@ -54,7 +54,7 @@ from advisor.rules.support.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMED = 5
-"""Lines, or functions, that a finding names."""
+"""Maximum number of lines, or functions, that a finding names."""
 
 
 class GraphBreaks(Rule):
@@ -63,16 +63,16 @@ class GraphBreaks(Rule):
     enters the next graph, while the device idles.
 
     The code after a break is compiled as a function of its own, which the first part calls. So its
-    ``Torch-Compiled Region`` lies inside that of the first (seen with torch 2.13). Regions one
-    after the other are no breaks: every block of a model is compiled by itself there. With Python
-    stacks the frame ``torch_dynamo_resume_in_…`` names the very line of the break.
+    ``Torch-Compiled Region`` is inside the region of the first (seen with torch 2.13). Consecutive
+    regions are not breaks: there, every block of a model is compiled by itself. With Python stacks
+    the frame ``torch_dynamo_resume_in_…`` names the exact line of the break.
 
-    The figure is the device's idle time between the end of one graph and the start of the next.
-    The gain also has the ways in and out of the graphs, forward and backward: one graph has them
-    once. Kernels that could have been fused across the break, and a CUDA graph that ends there,
-    cost extra and are not in it.
+    The figure is the device's idle time between the end of one graph and the start of the next. The
+    gain also includes the entries to and exits from the graphs, forward and backward: one graph has
+    them once. Kernels that could have been fused across the break, and a CUDA graph that ends
+    there, cost extra and are not included.
 
-    A log of torch.compile beside the trace (``TORCH_TRACE``) has the line and the reason of each
+    A log of torch.compile next to the trace (``TORCH_TRACE``) has the line and the reason of each
     break. The number of the compiled function that follows connects it with the trace. A log alone
     names the breaks, and their cost stays unknown."""
 
@@ -81,8 +81,8 @@ class GraphBreaks(Rule):
     found_in = ("traces/h100/compiled_breaks",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "fires on an H100 with eight breaks per step: 7 to 8 ms, 2.9 without them; the estimate "
-        "leaves out what is fused across them"
+        "fires on an H100 with eight breaks per step: 7 to 8 ms, 2.9 without them. The estimate "
+        "leaves out fusion across them"
     )
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks",
@@ -101,7 +101,7 @@ class GraphBreaks(Rule):
         "# shell, before starting: names each break and its reason\n"
         "export TORCH_LOGS=graph_breaks\n\n"
         "model = torch.compile(model, fullgraph=True)   # an error at the first break\n\n"
-        "# .item() stays in the graph, but no `if` that tests its value\n"
+        "# .item() stays in the graph, but not an `if` that tests its value\n"
         "torch._dynamo.config.capture_scalar_outputs = True"
     )
     verify = "Profile again: one Torch-Compiled Region per call, none inside another."
@@ -112,29 +112,29 @@ class GraphBreaks(Rule):
     def check(self, a: Analysis) -> Outcomes:
         names = a.trace.cpu["name"]
         regions = int(name_matches(names, r"^Torch-Compiled Region").sum())
-        broken = broken_regions(a)
+        broken_rows = broken_regions(a)
         log = a.trace.meta.compilation
         reasons = [] if log is None else log.breaks
         if not regions or a.device_id is None:
-            yield from (_not_measured(a, reasons) for _ in reasons[:1])
+            yield from (_report_unmeasured(a, reasons) for _ in reasons[:1])
             return
-        broken = rows_in_steps(a, broken)
-        if not len(broken):
+        broken_rows = rows_in_steps(a, broken_rows)
+        if not len(broken_rows):
             yield PassedCheck(text=f"no graph breaks in {count_noun(regions, 'compiled region')}")
             return
         gaps = a.gaps.filter(pl.col("cause").is_in(GRAPH_BREAK_CAUSES))
         start = int_column(gaps, "ts")
         end = start + int_column(gaps, "dur")
-        between = graph_breaks(a)
-        idle = intersect(union(start, end), between)
+        break_intervals = graph_breaks(a)
+        idle = intersect(union(start, end), break_intervals)
         share = idle.total / a.span_ns
         if share < self.min_share:
             return
-        costs = [(intersect(idle, graph_breaks(a, tuple(each.frames))).total, each)
-                 for each in reasons if each.frames]  # fmt: skip
+        costs = [(intersect(idle, graph_breaks(a, tuple(item.frames))).total, item)
+                 for item in reasons if item.frames]  # fmt: skip
         costs = sorted((cost for cost in costs if cost[0]), key=lambda cost: -cost[0])
-        known = [each for _, each in costs] or reasons
-        lines = [_location(each) for each in known[:MAX_NAMED]] or _lines(a)
+        known = [item for _, item in costs] or reasons
+        lines = [_locate(item) for item in known[:MAX_NAMED]] or _locate_breaks(a)
         if not lines:
             yield SkippedCheck(
                 what="the lines at which the graph breaks",
@@ -142,8 +142,8 @@ class GraphBreaks(Rule):
                 missing="no stacks",
                 record="with_stack=True, or TORCH_TRACE=FOLDER",
             )
-        first = f" First: {_reason(known[0])}." if known else _read_values(a)
-        count = len(broken) / a.step_count
+        first = f" First: {_describe_break(known[0])}." if known else _describe_reads(a)
+        count = len(broken_rows) / a.step_count
         yield Finding(
             summary=(
                 f"{count_noun(max(1, round(count)), 'graph break')}{per_step(a)} leave the device "
@@ -154,10 +154,10 @@ class GraphBreaks(Rule):
                 Evidence("graph breaks", count, "count", per=a.per),
                 amount_per_step(a, "idle at graph breaks", idle.total),
                 self.compare("share", share, "min_share", per=a.per),
-                Evidence("idle time per break", idle.total / len(broken), "ns"),
+                Evidence("idle time per break", idle.total / len(broken_rows), "ns"),
                 *(
-                    amount_per_step(a, f"idle at {_reason(each)}", ns)
-                    for ns, each in costs[:MAX_NAMED]
+                    amount_per_step(a, f"idle at {_describe_break(item)}", ns)
+                    for ns, item in costs[:MAX_NAMED]
                 ),
                 Evidence(
                     "where the graph breaks",
@@ -168,24 +168,24 @@ class GraphBreaks(Rule):
             or costliest_places(
                 a,
                 row_numbers(gaps["host"]),
-                covered_length(start, end, between),
+                covered_length(start, end, break_intervals),
                 ts=start,
                 dur=end - start,
                 gap=int_column(gaps, "gap"),
             ),
-            known_cost=True,  # what one graph fuses across the breaks is not in it
-            edits=[remove_breaks(), self._one_graph(a, broken)],
+            known_cost=True,  # fusion across the breaks is not included
+            edits=[remove_breaks(), self._merge_graphs(a, broken_rows)],
         )
 
     @staticmethod
-    def _one_graph(a: Analysis, broken: NDArray[np.int64]) -> Edit:
-        """Scale entry into graphs: one is entered in place of one per piece, both passes. At worst
-        that costs as much as before, and only the time at the breaks is saved."""
+    def _merge_graphs(a: Analysis, broken: NDArray[np.int64]) -> Edit:
+        """Scale entry into graphs: one entry replaces one per piece, in both passes. At worst this
+        costs as much as before, and only the time at the breaks is saved."""
         regions = np.flatnonzero(name_matches(a.trace.cpu["name"], REGION).to_numpy())
-        whole = len(rows_in_steps(a, np.setdiff1d(regions, broken_regions(a))))
-        left = max(1, whole) / (max(1, whole) + len(broken))
+        whole_count = len(rows_in_steps(a, np.setdiff1d(regions, broken_regions(a))))
+        entry_share = max(1, whole_count) / (max(1, whole_count) + len(broken))
         entries = Select(on="gap", cause=GRAPH_BREAK_CAUSES, at="graph_entry")
-        return scale_edit(entries, left, left, 1.0)
+        return scale_edit(entries, entry_share, entry_share, 1.0)
 
     @staticmethod
     def examples() -> Examples:
@@ -207,44 +207,44 @@ class GraphBreaks(Rule):
             "with stacks": _trace(stacks=True),
             "with a log": logged,
             "a log alone": alone,
-            "one graph": (example_steps(whole), "not len(broken)"),
-            "blocks compiled by themselves": (example_steps(blocks), "not len(broken)"),
+            "one graph": (example_steps(whole), "not len(broken_rows)"),
+            "blocks compiled by themselves": (example_steps(blocks), "not len(broken_rows)"),
             "a log without breaks": (_logged(), "not regions"),
             "behind a full queue": (_trace(stacks=False, us=300), "share < self.min_share"),
         }
 
 
-def _reason(item: GraphBreak) -> str:
+def _describe_break(item: GraphBreak) -> str:
     return f"{t.shorten_path(labels.clean(item.file), 40)}:{item.line}, {labels.clean(item.reason)}"
 
 
-def _location(item: GraphBreak | CompileCause) -> Location:
+def _locate(item: GraphBreak | CompileCause) -> Location:
     return Location(file=item.file, line=item.line, function=item.function, count=item.count)
 
 
-def _read_values(a: Analysis) -> str:
-    """Say how often a step reads a GPU value, which breaks the graph; empty: it does not."""
-    own = a.syncs.filter(~pl.col("profiler"), pl.col("cause") == "aten::item")
-    count = round(own.height / a.step_count)
+def _describe_reads(a: Analysis) -> str:
+    """Return how often a step reads a GPU value, which breaks the graph. Empty if it does not."""
+    reads = a.syncs.filter(~pl.col("profiler"), pl.col("cause") == "aten::item")
+    count = round(reads.height / a.step_count)
     return (
         f" {count_noun(count, 'call')} of .item(){per_step(a)} can be the reason." if count else ""
     )
 
 
-def _not_measured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
-    """Report breaks that a log names, where no trace shows what they cost."""
-    why = "there is no trace beside the log"
+def _report_unmeasured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
+    """Report breaks that a log names, if no trace shows their cost."""
+    why = "there is no trace with the log"
     if not a.record_only:
         no_device = a.device_id is None
         why = f"no {'GPU work' if no_device else 'compiled region'} is in the trace"
-    named = "; ".join(_reason(each) for each in breaks[:MAX_NAMED])
-    more = len(breaks) - MAX_NAMED
-    lines = t.count_noun(len(breaks), "line")
+    names = "; ".join(_describe_break(item) for item in breaks[:MAX_NAMED])
+    unnamed = len(breaks) - MAX_NAMED
+    lines_text = t.count_noun(len(breaks), "line")
     return Finding(
-        summary=f"{lines} {'breaks' if len(breaks) == 1 else 'break'} the graph: {named}"
-        f"{f'; and {more:,} more' if more > 0 else ''}. Their cost is not measured: {why}.",
+        summary=f"{lines_text} {'breaks' if len(breaks) == 1 else 'break'} the graph: {names}"
+        f"{f'; and {unnamed:,} more' if unnamed > 0 else ''}. Their cost is not measured: {why}.",
         evidence=[Evidence("lines that break the graph", len(breaks), "count")],
-        where=[_location(each) for each in breaks[:MAX_NAMED]],
+        where=[_locate(item) for item in breaks[:MAX_NAMED]],
         impact=impact_without_gain(why),
     )
 
@@ -255,18 +255,18 @@ def _logged(**causes: Any) -> TraceBuilder:
     return b
 
 
-def _lines(a: Analysis) -> list[Location]:
-    """Return the lines at which the graph breaks, those before the longest stretch first."""
+def _locate_breaks(a: Analysis) -> list[Location]:
+    """Return the lines at which the graph breaks, longest stretch after the break first."""
     cpu = a.trace.cpu
-    named = np.flatnonzero(
+    rows = np.flatnonzero(
         (name_matches(cpu["name"], RESUME) & (cpu["kind"] == "python")).to_numpy()
     )
-    named = rows_in_steps(a, named)
-    if not len(named):
+    rows = rows_in_steps(a, rows)
+    if not len(rows):
         return []
-    frames = pl.DataFrame({"row": named, "name": cpu["name"].gather(named).cast(pl.String)})
+    frames = pl.DataFrame({"row": rows, "name": cpu["name"].gather(rows).cast(pl.String)})
     frames = (
-        frames.with_columns(ts=cpu["ts"].gather(named), dur=cpu["dur"].gather(named))
+        frames.with_columns(ts=cpu["ts"].gather(rows), dur=cpu["dur"].gather(rows))
         .sort("dur", descending=True)
         .group_by("name", maintain_order=True)
         .agg(pl.col("ts", "dur").first(), pl.len())
@@ -293,13 +293,13 @@ def _trace(*, stacks: bool, us: float = 8) -> TraceBuilder:
             b.host(200)
             if stacks:
                 with b.python("model.py(17): torch_dynamo_resume_in_forward_at_17"):
-                    _rest(b, us)
+                    _build_resumed(b, us)
             else:
-                _rest(b, us)
+                _build_resumed(b, us)
     return b
 
 
-def _rest(b: TraceBuilder, us: float) -> None:
+def _build_resumed(b: TraceBuilder, us: float) -> None:
     b.on_host("TorchDynamo Cache Lookup", 15)
     with b.op("Torch-Compiled Region: 1/0"):
         _graph(b, 10, us)
@@ -308,14 +308,14 @@ def _rest(b: TraceBuilder, us: float) -> None:
             _graph(b, 10, us)
 
 
-COMPILING = (
+COMPILE_EVENTS = (
     r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
     r"|^(?:tf\.function-graph_building|backend_compile(?:_and_load)?|lower_sharding_computation)$"
 )
-"""Names of compiling a function in Dynamo, and of its backward pass in AOTAutograd; of tracing a
-function in TensorFlow; of lowering and compiling one in JAX."""
+"""Pattern of events that compile a function in Dynamo, and its backward pass in AOTAutograd. Also
+of events that trace a function in TensorFlow, and lower and compile one in JAX."""
 
-_AGAIN = {"again": "Functions are traced and compiled again"}
+_TERMS = {"again": "Functions are traced and compiled again"}
 
 
 class Recompilation(Rule):
@@ -332,7 +332,7 @@ class Recompilation(Rule):
     A GPU keeps working while the host compiles, as long as its queue lasts: milliseconds at most.
 
     A log of torch.compile (``TORCH_TRACE``) has the guard that failed and the time of each
-    compilation. Where the steps of the trace show none, or there is no trace, that time is counted
+    compilation. Where the steps of the trace show none, or there is no trace, this time is counted
     once for the run. Some of it remains: code for any shape has to be compiled too."""
 
     id = "recompilation"
@@ -351,7 +351,7 @@ class Recompilation(Rule):
 
     auxiliary_inputs = (COMPILE_LOG,)
     min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
-    min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
+    min_share = Threshold(0.02, "of the recorded steps, as for graph breaks", OURS)
 
     fix = (
         "Mark what changes as dynamic: dynamic=True, or torch._dynamo.mark_dynamic for one "
@@ -374,84 +374,85 @@ class Recompilation(Rule):
         TENSORFLOW: FrameworkAdvice(
             "Keep the kinds of a tf.function's arguments. Pass tensors in place of Python numbers, "
             "because each new number is a new graph. Put None in the signature for a dimension "
-            "that varies. Create functions once, outside of the loop.",
+            "that varies. Create functions once, outside the loop.",
             "@tf.function(reduce_retracing=True)\n"
             "def train_step(x, rate): ...\n\n"
             "train_step(x, tf.constant(rate))   # not train_step(x, rate)",
             verify="Profile again: tf.function-graph_building is in the first steps only.",
             title="A function is traced again in the loop",
             falsified_by="a profile of these steps without tf.function-graph_building",
-            terms=_AGAIN,
+            terms=_TERMS,
         ),
         JAX: FrameworkAdvice(
             "Keep the shapes and types of a compiled function's arguments. Pad batches to a few "
             "lengths, and leave out the last short one. Pass what changes as an array, not as a "
-            "static argument. Create compiled functions once, outside of the loop: a lambda that "
-            "is new in each step is compiled in each.",
+            "static argument. Create compiled functions once, outside the loop: a lambda that is "
+            "new in each step is compiled in each.",
             'jax.config.update("jax_log_compiles", True)          # names each\n'
             'jax.config.update("jax_explain_cache_misses", True)  # and says why',
             verify="Profile again: compilation is in the first steps only.",
             title="A function is compiled again in the loop",
             falsified_by="jax_log_compiles that prints nothing while these steps run",
-            terms=_AGAIN,
+            terms=_TERMS,
         ),
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the compilation time inside the steps; else what the log has of the run."""
-        found = None
-        for outcome in self._of_steps(a):
-            found = outcome if isinstance(outcome, Finding) else found
+        """Sum the compilation time inside the steps, else what the log has for the run."""
+        finding = None
+        for outcome in self._check_steps(a):
+            finding = outcome if isinstance(outcome, Finding) else finding
             yield outcome
         log = a.trace.meta.compilation
-        for each in [log] if found is None and log is not None else []:
-            yield from self._of_log(a, each)
+        for compile_log in [log] if finding is None and log is not None else []:
+            yield from self._check_log(a, compile_log)
 
-    def _of_log(self, a: Analysis, log: CompileLog) -> Outcomes:
+    def _check_log(self, a: Analysis, log: CompileLog) -> Outcomes:
         """Build the finding on compilations of the whole run."""
-        again, limit = log.recompilations, [c for c in log.not_compiled if LIMIT in c.reason]
-        if not again and not limit:
+        again, limited = log.recompilations, [c for c in log.not_compiled if LIMIT_TEXT in c.reason]
+        if not again and not limited:
             return
-        total = sum(each.ns or 0.0 for each in again)
-        run = None if a.recorded is None else sum(step.dur for step in a.recorded.steps)
-        if run and total / run < self.min_share and not limit:
+        total = sum(cause.ns or 0.0 for cause in again)
+        run_ns = None if a.recorded is None else sum(step.dur for step in a.recorded.steps)
+        if run_ns and total / run_ns < self.min_share and not limited:
             return
         summary = ""
         if again:
-            count = sum(each.count for each in again)
+            count = sum(cause.count for cause in again)
             summary = f"Functions were compiled again {count:,}×"
-            summary += f", {t.format_duration(total)} in all. The longest: {_guarded(again[0])}."
-        if limit:
-            summary += f" {labels.clean(limit[0].function or 'A function')} then runs without "
+            summary += f", {t.format_duration(total)} in all. The longest: {_name_guard(again[0])}."
+        if limited:
+            summary += f" {labels.clean(limited[0].function or 'A function')} then runs without "
             summary += "torch.compile: it was compiled too often."
         yield Finding(
             title="torch.compile compiles functions again",
             summary=summary.strip(),
-            fix=_fix_of(again),
-            code=self._code_of(again),
+            fix=_find_fix(again),
+            code=self._find_code(again),
             assumptions=["what changes can be kept from changing"],
             evidence=[
-                Evidence("recompilations", sum(c.count for c in again), "count"),
+                Evidence("recompilations", sum(cause.count for cause in again), "count"),
                 Evidence("time to recompile", total, "ns", per="run"),
-                *_guards(again),
-                Evidence("functions over the limit", len(limit), "count"),
+                *_list_guards(again),
+                Evidence("functions over the limit", len(limited), "count"),
             ],
-            where=_functions([*again, *limit]),
+            where=_locate_functions([*again, *limited]),
             impact=impact_over_run(total, method="time of the recompilations in the log"),
         )
 
-    def _code_of(self, causes: list[CompileCause]) -> str:
-        """Return code without dynamic shapes if something else changes; empty: the rule's own."""
-        fix = _fix_of(causes)
+    def _find_code(self, causes: list[CompileCause]) -> str:
+        """Return code without dynamic shapes if something else changes. Empty if the rule's own
+        fits."""
+        fix = _find_fix(causes)
         return self.code.partition("\n")[0] if fix and "dynamic" not in fix else ""
 
-    def _of_steps(self, a: Analysis) -> Outcomes:
+    def _check_steps(self, a: Analysis) -> Outcomes:
         cpu = a.trace.cpu
         log = a.trace.meta.compilation
-        again = [] if log is None else log.recompilations
+        recompilations = [] if log is None else log.recompilations
         compilations = np.flatnonzero(
             (
-                name_matches(cpu["name"], COMPILING) & cpu["kind"].is_in(["op", "annotation"])
+                name_matches(cpu["name"], COMPILE_EVENTS) & cpu["kind"].is_in(["op", "annotation"])
             ).to_numpy()
         )
         if not len(compilations):
@@ -459,15 +460,15 @@ class Recompilation(Rule):
         steps = a.steps.used
         begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
         ts = cpu["ts"].to_numpy()[compilations]
-        compiling = intersect(union(ts, ts + cpu["dur"].to_numpy()[compilations]), a.spans)
-        by_step = covered_length(begin, end, compiling)
-        share = compiling.total / max(a.span_ns, 1)
+        compile_intervals = intersect(union(ts, ts + cpu["dur"].to_numpy()[compilations]), a.spans)
+        by_step = covered_length(begin, end, compile_intervals)
+        share = compile_intervals.total / max(a.span_ns, 1)
         if share < self.min_share:
             return
         compiling_steps = int((by_step > 0).sum())
         if compiling_steps < self.min_steps:
             yield SkippedCheck(
-                what=f"whether {t.format_duration(compiling.total)} of compilation recurs",
+                what=f"whether {t.format_duration(compile_intervals.total)} of compilation recurs",
                 why="it is in one step only, and every function is compiled once",
                 record="more steps, after a longer warm-up",
             )
@@ -477,27 +478,27 @@ class Recompilation(Rule):
         yield Finding(
             summary=(
                 f"{self.terms['again']} in {t.count_noun(compiling_steps, 'step')} of "
-                f"{steps.height}, for {of_step(a, compiling.total)}."
-                f"{f' What changed: {_guarded(again[0])}.' if again else ''}"
+                f"{steps.height}, for {of_step(a, compile_intervals.total)}."
+                f"{f' What changed: {_name_guard(recompilations[0])}.' if recompilations else ''}"
             ),
-            fix=_fix_of(again),
-            code=self._code_of(again),
+            fix=_find_fix(recompilations),
+            code=self._find_code(recompilations),
             evidence=[
-                amount_per_step(a, "compilation", compiling.total),
+                amount_per_step(a, "compilation", compile_intervals.total),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("steps with compilation", compiling_steps, "min_steps", "count"),
                 Evidence("compilations", len(in_window), "count"),
                 Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),
-                *_guards(again),
+                *_list_guards(recompilations),
             ],
-            where=_functions(again) or costliest_places(a, in_window, cost),
-            edits=[Edit(op="remove", select=Select(on="host", name=COMPILING))],
+            where=_locate_functions(recompilations) or costliest_places(a, in_window, cost),
+            edits=[Edit(op="remove", select=Select(on="host", name=COMPILE_EVENTS))],
         )
 
     @staticmethod
     def examples() -> Examples:
         with_log = _recompiled(every=1)
-        with_log.compile_log(recompilations={GUARD: 2e9})
+        with_log.compile_log(recompilations={EXAMPLE_GUARD: 2e9})
         return {
             "every step": _recompiled(every=1),
             "every other step": _recompiled(every=2),
@@ -506,14 +507,14 @@ class Recompilation(Rule):
             "as torch 2.2 spells it": _recompiled(every=1, name="_compile.<locals>.compile_inner"),
             "TensorFlow": _recompiled(every=1, name="tf.function-graph_building"),
             "JAX": _recompiled(every=1, name="backend_compile_and_load"),
-            "a log beside the trace": with_log,
-            "a log alone": _logged(recompilations={GUARD: 2e9}),
+            "a log with the trace": with_log,
+            "a log alone": _logged(recompilations={EXAMPLE_GUARD: 2e9}),
             "a log with a function over the limit": _logged(
                 not_compiled={("model.py", 9, "Dynamo recompile limit exceeded"): 1e8}
             ),
             "once": (_recompiled(every=8, us=900), "min_steps"),
             "never": (_recompiled(every=0), "not len(compilations)"),
-            "never, by a log": (_logged(), "not limit"),
+            "never, by a log": (_logged(), "not limited"),
             "hardly any": (_recompiled(every=1, us=20), "min_share"),
             "only looked up": (
                 _recompiled(every=1, name="TorchDynamo Cache Lookup"),
@@ -522,10 +523,10 @@ class Recompilation(Rule):
         }
 
 
-LIMIT = "recompile limit"
+LIMIT_TEXT = "recompile limit"
 """Text in the reason of a function that was compiled too often."""
-GUARD = ("model.py", 9, "tensor 'x' size mismatch at index 0. expected 3, actual 4")
-FIXES: tuple[tuple[str, str], ...] = (
+EXAMPLE_GUARD = ("model.py", 9, "tensor 'x' size mismatch at index 0. expected 3, actual 4")
+GUARD_FIXES: tuple[tuple[str, str], ...] = (
     (
         r"(?:size|stride|rank) mismatch|\.size\(\)|^Ne\(|^Eq\(|\bs\d+\b",
         "Mark the dimension that varies as dynamic (torch._dynamo.mark_dynamic, or dynamic=True), "
@@ -546,56 +547,56 @@ FIXES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"___check_obj_id|___check_type_id|id\(",
-        "Create functions, modules and optimizers once, outside of the loop.",
+        "Create functions, modules and optimizers once, outside the loop.",
     ),
     (r"\blen\(", "Keep the number of items the same, or stack them in one tensor."),
     (
         r"[!=]= '|[!=]= \"",
-        "Select the branch outside of the compiled function, or compile one function for each.",
+        "Select the branch outside the compiled function, or compile one function for each.",
     ),
     (
         r"[!=]= -?\d",
         "Pass the number as a tensor, or set dynamic=True: it is part of the code otherwise.",
     ),
 )
-"""A guard, by what PyTorch writes of it, -> what keeps it from failing."""
+"""Patterns of guards as PyTorch writes them, each with what keeps the guard from failing."""
 
 
-def _fix_of(causes: list[CompileCause]) -> str:
-    """Return the fix for the costliest guard; empty: none is known, the rule's own stands."""
+def _find_fix(causes: list[CompileCause]) -> str:
+    """Return the fix for the costliest guard, or ``""`` if none is known but the rule's."""
     guard = causes[0].reason if causes else ""
-    return next((fix for pattern, fix in FIXES if guard and re.search(pattern, guard)), "")
+    return next((fix for pattern, fix in GUARD_FIXES if guard and re.search(pattern, guard)), "")
 
 
-def _guarded(cause: CompileCause) -> str:
-    """Write a function, its line, the guard and what it costs."""
+def _name_guard(cause: CompileCause) -> str:
+    """Return a function, its line and the guard, as text."""
     place = f"{labels.clean(cause.function or 'a function')}"
     if cause.file is not None:
         place += f" ({t.shorten_path(labels.clean(cause.file), 40)}:{cause.line})"
     return f"{place}, {labels.clean(cause.reason)}"
 
 
-def _functions(causes: list[CompileCause]) -> list[Location]:
+def _locate_functions(causes: list[CompileCause]) -> list[Location]:
     by_place: dict[tuple[str | None, int | None], Location] = {}
-    for each in causes:
-        old = by_place.get((each.file, each.line))
-        count = each.count + (0 if old is None else old.count or 0)
-        by_place[each.file, each.line] = replace(_location(each), count=count)
+    for cause in causes:
+        previous = by_place.get((cause.file, cause.line))
+        count = cause.count + (0 if previous is None else previous.count or 0)
+        by_place[cause.file, cause.line] = replace(_locate(cause), count=count)
     return list(by_place.values())[:MAX_NAMED]
 
 
-def _guards(causes: list[CompileCause]) -> Iterator[Evidence]:
-    for each in causes[:MAX_NAMED]:
-        yield Evidence(f"{each.count:,}× {_guarded(each)}", each.ns, "ns", per="run")
+def _list_guards(causes: list[CompileCause]) -> Iterator[Evidence]:
+    for cause in causes[:MAX_NAMED]:
+        yield Evidence(f"{cause.count:,}× {_name_guard(cause)}", cause.ns, "ns", per="run")
 
 
 class CudaGraphsSkipped(Rule):
-    """torch.compile was to use CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``) and did
-    not for some graphs. Its log (``TORCH_TRACE``) says why. Inputs are changed in place, some
-    tensors are on the CPU, shapes are dynamic, or an operator cannot be captured. The kernels of
-    these graphs are launched one by one.
+    """torch.compile was set to use CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``) and
+    did not for some graphs. Its log (``TORCH_TRACE``) gives the reason: inputs are changed in
+    place, some tensors are on the CPU, shapes are dynamic, or an operator cannot be captured. The
+    kernels of these graphs are launched one by one.
 
-    The figure is the device's idle time while kernels are launched, beside a trace; a log alone has
+    The figure is the device's idle time while kernels are launched, from the trace. A log alone has
     none. Graphs that do not wait for their launches gain nothing."""
 
     id = "cuda-graphs-skipped"
@@ -606,13 +607,13 @@ class CudaGraphsSkipped(Rule):
         "https://docs.pytorch.org/tutorials/intermediate/torch_compile_tutorial.html",
     )
     fix = (
-        "Remove what the log names: changes of inputs in place, tensors on the CPU, dynamic "
+        "Remove the causes in the log: changes of inputs in place, tensors on the CPU, dynamic "
         "shapes, operators that cannot be captured."
     )
     code = "# shell, before starting: names each reason\nexport TORCH_LOGS=perf_hints"
     verify = "Run with TORCH_LOGS=perf_hints: no line says 'skipping cudagraphs'."
     falsified_by = "a profile of these steps with one cudaGraphLaunch per compiled graph"
-    assumptions = ("all launches that the GPU waits for are of these graphs",)
+    assumptions = ("all launches that the GPU waits for belong to these graphs",)
     confidence = 0.7
     alternatives = "launches"
     kinds: ClassVar[Mapping[str, str]] = {
@@ -621,7 +622,7 @@ class CudaGraphsSkipped(Rule):
         "cpu device": "Move the tensors that are still on the CPU to the GPU before the call.",
         "dynamic shapes": "Keep shapes the same (pad, drop_last=True, dynamic=False), or set "
         "torch._inductor.config.triton.cudagraph_skip_dynamic_graphs for those that vary.",
-        "incompatible op": "Replace the operator that the log names, or call it outside of the "
+        "incompatible op": "Replace the operator that the log names, or call it outside the "
         "compiled function.",
         "multiple devices": "Keep all tensors of a compiled function on one GPU.",
     }
@@ -631,36 +632,36 @@ class CudaGraphsSkipped(Rule):
         causes = [] if log is None else log.without_cuda_graphs
         if not causes:
             return
-        first = causes[0]
-        kind = first.reason.lower().replace("-", " ")
-        named = "; ".join(_guarded(each) for each in causes[:MAX_NAMED])
-        measured = not a.record_only and a.device_id is not None
-        why = "" if measured else " What that costs is not measured: no GPU work was recorded."
+        costliest = causes[0]
+        reason = costliest.reason.lower().replace("-", " ")
+        causes_text = "; ".join(_name_guard(cause) for cause in causes[:MAX_NAMED])
+        is_measured = not a.record_only and a.device_id is not None
+        note = "" if is_measured else " Its cost is not measured: no GPU work was recorded."
         yield Finding(
             summary=f"The kernels of {t.count_noun(len(causes), 'graph')} are launched one by one: "
-            f"{named}.{why}",
-            fix=next((fix for name, fix in self.kinds.items() if name in kind), ""),
+            f"{causes_text}.{note}",
+            fix=next((fix for name, fix in self.kinds.items() if name in reason), ""),
             evidence=[Evidence("graphs without CUDA graphs", len(causes), "count")],
-            where=[_location(each) for each in causes[:MAX_NAMED]],
-            edits=[REMOVE_LAUNCH_COST] if measured else [],
-            impact=None if measured else impact_without_gain("no GPU work was recorded"),
+            where=[_locate(cause) for cause in causes[:MAX_NAMED]],
+            edits=[REMOVE_LAUNCH_COST] if is_measured else [],
+            impact=None if is_measured else impact_without_gain("no GPU work was recorded"),
         )
 
     @staticmethod
     def examples() -> Examples:
-        beside = TraceBuilder()
+        traced = TraceBuilder()
         for _ in range(4):
-            with beside.step(), beside.op("Torch-Compiled Region: 0/0"):
-                beside.run("aten::add", "elementwise_kernel", 4, times=60, host_us=20)
-        beside.compile_log(without_cuda_graphs={SKIPPED: 1e9})
+            with traced.step(), traced.op("Torch-Compiled Region: 0/0"):
+                traced.run("aten::add", "elementwise_kernel", 4, times=60, host_us=20)
+        traced.compile_log(without_cuda_graphs={EXAMPLE_SKIP: 1e9})
         return {
-            "beside a trace": beside,
-            "a log alone": _logged(without_cuda_graphs={SKIPPED: 1e9}),
-            "no reason": (_logged(recompilations={GUARD: 2e9}), "not causes"),
+            "with a trace": traced,
+            "a log alone": _logged(without_cuda_graphs={EXAMPLE_SKIP: 1e9}),
+            "no reason": (_logged(recompilations={EXAMPLE_GUARD: 2e9}), "not causes"),
         }
 
 
-SKIPPED = ("model.py", 9, "mutated inputs (1 instances). Found from")
+EXAMPLE_SKIP = ("model.py", 9, "mutated inputs (1 instances). Found from")
 
 
 def _recompiled(

@@ -1,1 +1,1 @@
-"""Rules about the GPU as a machine: clocks, links, errors, neighbours."""
+"""Rules about the GPU as a machine: clocks, links, errors, other processes."""

@@ -1,4 +1,4 @@
-"""GPU clocks held below their maximum: by temperature, by power, by a setting."""
+"""GPU clocks are held below their maximum: by temperature, by power, by a setting."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from advisor.rules.support.common import impact_per_step, record_example, record
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SAMPLES = 5
-"""Samples under load that are needed at least."""
+"""Minimum number of samples under load."""
 
 
 class HeldClocks(Rule):
@@ -28,11 +28,11 @@ class HeldClocks(Rule):
 
     min_share: ClassVar[Threshold[float]]
     _reasons: ClassVar[tuple[str, ...]]
-    """Keys of ``THROTTLE_BITS``: what the driver may give as the reason."""
+    """Keys of ``THROTTLE_BITS``: possible reasons that the driver gives."""
     _label: ClassVar[str]
     """Evidence label of the samples with the reason."""
     _summary: ClassVar[str]
-    """Summary text; ``{share}`` of the samples; ``{clock}``: empty where it is not recorded."""
+    """Summary text. ``{share}`` is of the samples, ``{clock}`` is empty if it is not recorded."""
     _informational: ClassVar[bool] = False
 
     def check(self, a: Analysis) -> Outcomes:
@@ -45,24 +45,24 @@ class HeldClocks(Rule):
         if max_clock is not None and (ratio is None or ratio >= max_clock):
             return
         label = "their clock, share of the maximum"
-        at_clock = Evidence(label, ratio, "share")
+        clock_evidence = Evidence(label, ratio, "share")
         if max_clock is not None:
-            at_clock = self.compare(label, ratio, "max_clock")
-        clock = "" if ratio is None else f" to {ratio:.0%} of the maximum"
+            clock_evidence = self.compare(label, ratio, "max_clock")
+        clock_text = "" if ratio is None else f" to {ratio:.0%} of the maximum"
         yield Finding(
-            summary=self._summary.format(share=f"{share:.0%}", clock=clock),
+            summary=self._summary.format(share=f"{share:.0%}", clock=clock_text),
             evidence=[
                 self.compare(self._label, share, "min_share"),
-                at_clock,
+                clock_evidence,
                 Evidence("samples under load", len(samples), "count"),
-                *self._details(a),
+                *self._list_details(a),
             ],
             impact=estimate_full_clock(a, share, ratio),
             informational=self._informational,
         )
 
-    def _details(self, a: Analysis) -> list[Evidence]:
-        """List sensors that explain the reason."""
+    def _list_details(self, a: Analysis) -> list[Evidence]:
+        """Return sensor values that explain the reason, as evidence."""
         return []
 
 
@@ -74,7 +74,7 @@ class ThermalThrottling(HeldClocks):
     hardware slowdown. Only samples under load count (50% utilisation or more). The rule fires when
     at least 5% of them have the reason.
 
-    A power cap is a different matter and normal under dense load: see power-throttling."""
+    A power cap is different, and normal under dense load: see power-throttling."""
 
     id = "thermal-throttling"
     title = "The GPU is thermal throttling"
@@ -98,7 +98,7 @@ class ThermalThrottling(HeldClocks):
     _label = "samples with a thermal reason"
     _summary = "Heat held the clock down{clock} in {share} of the samples under load."
 
-    def _details(self, a: Analysis) -> list[Evidence]:
+    def _list_details(self, a: Analysis) -> list[Evidence]:
         reached = recorded_steps(a).gpu("temperature")
         slowdown = recorded_steps(a).gpu("temperature_slowdown")
         return [
@@ -121,8 +121,7 @@ class ThermalThrottling(HeldClocks):
 class PowerThrottling(HeldClocks):
     """The GPU runs at its power limit, and the driver lowers the clocks. Under dense matrix work at
     the board's own limit that is normal. It deserves a look when clocks fall below 90% of the
-    maximum in half of the samples under load. It also does when the limit is set below the board's
-    default.
+    maximum in half of the samples under load, or when the limit is set below the board's default.
 
     A power brake is different. The machine's power supply or its controller slows the GPU down from
     outside, to a fraction of its speed. So the rule reports a single sample of it."""
@@ -136,7 +135,7 @@ class PowerThrottling(HeldClocks):
     fix = (
         "Raise the power limit if it is below the board's default (needs administrator rights). "
         "Otherwise accept it, or draw less power for the same work: fused kernels that move "
-        "less data, and a lower precision where it holds."
+        "less data, and a lower precision where it is enough."
     )
     code = "nvidia-smi -q -d POWER   # 'Default Power Limit' is the board's own"
     verify = "Record again: clocks under load are closer to the maximum."
@@ -167,8 +166,8 @@ class PowerThrottling(HeldClocks):
             return
         yield Finding(
             summary=(
-                f"A power brake slowed the GPU down in {brake:.0%} of the samples under load: a "
-                "fault of the power supply or its controller, or a rack over its budget."
+                f"A power brake slowed the GPU down in {brake:.0%} of the samples under load: "
+                "a fault of the power supply or its controller, or a rack over its budget."
             ),
             evidence=[
                 Evidence("samples with a power brake", brake, "share"),
@@ -180,7 +179,7 @@ class PowerThrottling(HeldClocks):
             **self.case("a power brake"),
         )
 
-    def _details(self, a: Analysis) -> list[Evidence]:
+    def _list_details(self, a: Analysis) -> list[Evidence]:
         power, limit = recorded_steps(a).gpu("power"), recorded_steps(a).gpu("power_limit")
         return [
             Evidence("power, W", float(power.mean()) / 1e3 if len(power) else None),
@@ -234,7 +233,7 @@ class ClocksLocked(HeldClocks):
 
 
 def share_of_samples(samples: list[GpuSample], *reasons: str) -> float | None:
-    """Return the share of samples with one of the driver's reasons; ``None``: not recorded."""
+    """Return the share of samples with one of the driver's reasons, or ``None`` if unknown."""
     recorded = [gpu.throttle for gpu in samples if gpu.throttle is not None]
     if len(recorded) < MIN_SAMPLES:
         return None
@@ -243,7 +242,7 @@ def share_of_samples(samples: list[GpuSample], *reasons: str) -> float | None:
 
 
 def mean_clock(samples: list[GpuSample], *reasons: str) -> float | None:
-    """Return the mean clock over the maximum in samples with a reason; ``None``: not recorded."""
+    """Return the mean clock over the maximum in samples with a reason, or ``None`` if unknown."""
     bits = sum(THROTTLE_BITS[reason] for reason in reasons)
     ratios = [
         gpu.sm_clock / gpu.sm_clock_max
@@ -254,26 +253,26 @@ def mean_clock(samples: list[GpuSample], *reasons: str) -> float | None:
 
 
 def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impact:
-    """Estimate what full clocks save at most: the step scales with the clock while it was low. Work
-    that waits for memory or for the host gains less, down to nothing."""
-    lost = share * (1 - ratio) if ratio is not None else 0.0
-    gain = max(0.0, lost) * (recorded_steps(a).mean or 0.0)
+    """Estimate the maximum saving of full clocks: the step scales with the clock while it was low.
+    Work that waits for memory or for the host gains less, down to nothing."""
+    lost_share = share * (1 - ratio) if ratio is not None else 0.0
+    gain = max(0.0, lost_share) * (recorded_steps(a).mean or 0.0)
     method = "upper bound (clock, share of the time it was low)"
     return impact_per_step(a, gain, low=0.0, method=method, kind="upper bound", of_host=False)
 
 
 def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9) -> TraceBuilder:
-    """A run whose last ``part`` has a lower clock, a higher temperature, and the reason."""
+    """Build a run whose last ``part`` has a lower clock, a higher temperature, and the reason."""
 
     def gpu(share: float) -> GpuSample:
-        low = share >= 1 - part
+        is_low = share >= 1 - part
         return GpuSample(
             uuid="GPU-x",
             utilisation=load,
-            sm_clock=clock if low else 1980,
+            sm_clock=clock if is_low else 1980,
             sm_clock_max=1980,
-            throttle=None if throttle is None else throttle if low else 0,
-            temperature=88 if low else 70,
+            throttle=None if throttle is None else throttle if is_low else 0,
+            temperature=88 if is_low else 70,
             temperature_slowdown=87,
             power=690_000,
             power_limit=700_000,

@@ -1,4 +1,4 @@
-"""Rules about what the driver reports of the GPU: errors, other processes, the PCIe link."""
+"""Rules about the driver's reports on the GPU: errors, other processes, the PCIe link."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from advisor.testing import Examples, TraceBuilder
 XID_ERRORS = {
     13: "graphics engine exception: usually the program's fault",
     31: "memory page fault: usually the program's fault",
-    43: "the program was stopped after an error of its own",
+    43: "the program was stopped after its own error",
     45: "the program was cleaned up, often after another error",
     48: "double-bit ECC error: reset the GPU",
     61: "internal microcontroller breakpoint: reset, then replace",
@@ -30,7 +30,7 @@ XID_ERRORS = {
     119: "the GPU's system processor does not answer: reset",
     120: "the GPU's system processor failed: reset",
 }
-"""Meanings of the XID errors of NVIDIA's list that programs meet, by number."""
+"""Meanings of the XID errors in NVIDIA's list that programs meet, by number."""
 PROGRAM_ERRORS = {13, 31, 43, 45}
 
 
@@ -39,9 +39,9 @@ class GpuErrors(Rule):
     logged an XID error. Results may be wrong, and the run may end at any time.
 
     Corrected errors cost nothing and are not reported. ECC counters start when the driver is
-    loaded, so an error may be older than the run; XID errors are those during the run. Some XID
-    errors are the program's own fault, such as an index out of range in a kernel. They have their
-    own advice."""
+    loaded, so an error may be older than the run. XID errors are from the run itself. Some XID
+    errors are the program's own fault, such as an index out of range in a kernel. They have
+    separate advice."""
 
     id = "gpu-errors"
     title = "The GPU reports errors"
@@ -76,7 +76,7 @@ class GpuErrors(Rule):
         samples = [
             gpu for s in recorded.record.samples for gpu in s.gpus if gpu.uuid == recorded.uuid
         ]
-        errors = [g.ecc_uncorrected for g in samples if g.ecc_uncorrected is not None]
+        errors = [gpu.ecc_uncorrected for gpu in samples if gpu.ecc_uncorrected is not None]
         pending = any(gpu.remap_pending for gpu in samples)
         xid = sorted({number for gpu in samples for number in gpu.xid})
         if not xid and not pending and not (errors and errors[-1] > 0):
@@ -90,7 +90,7 @@ class GpuErrors(Rule):
             )
         if pending:
             parts.append("a memory row waits to be remapped, or remapping failed")
-        by_program = bool(xid) and set(xid) <= PROGRAM_ERRORS and len(parts) == len(xid[:5])
+        is_program_error = bool(xid) and set(xid) <= PROGRAM_ERRORS and len(parts) == len(xid[:5])
         text = "; ".join(parts)
         yield Finding(
             summary=f"{text[0].upper()}{text[1:]}.",
@@ -101,7 +101,7 @@ class GpuErrors(Rule):
                 Evidence("GPU", recorded.uuid),
             ],
             impact=impact_risk("wrong results, or the end of the run"),
-            **(self.case("an error of the program") if by_program else {}),
+            **(self.case("an error of the program") if is_program_error else {}),
         )
 
     @staticmethod
@@ -122,7 +122,7 @@ class GpuShared(Rule):
     process waits, because kernels of different processes take turns.
 
     The recorder asks the driver for the processes on the GPU and leaves out its own and its
-    children. In a container process ids may belong to another namespace; nothing is known then. A
+    children. In a container process ids may belong to another namespace. Then nothing is known. A
     context with little memory, such as a display or a monitor, does not count. The other processes
     together must use 5% of the device memory."""
 
@@ -156,10 +156,10 @@ class GpuShared(Rule):
         if share < self.min_samples:
             return
         count = max(gpu.processes or 0 for gpu in samples)
-        who = "other process uses" if count == 1 else "other processes use"
+        subject = "other process uses" if count == 1 else "other processes use"
         yield Finding(
             summary=(
-                f"Up to {count} {who} {t.format_bytes(float(used.max()))} of the device's "
+                f"Up to {count} {subject} {t.format_bytes(float(used.max()))} of the device's "
                 f"{t.format_bytes(total)} during {share:.0%} of the run."
             ),
             evidence=[
@@ -198,7 +198,7 @@ class PcieDowngraded(Rule):
     a riser, or a BIOS setting.
 
     Only samples under load count, because an idle GPU lowers its link speed to save power. The link
-    must be slower in most of them. The driver reports what the slot allows."""
+    must be slower in most of them. The driver reports the maximum of the slot."""
 
     id = "pcie-downgraded"
     title = "The GPU's PCIe link is downgraded"
@@ -229,12 +229,12 @@ class PcieDowngraded(Rule):
             link_speed(gen, width) / link_speed(max_gen, max_width)
             for gen, width, max_gen, max_width in links
         ]
-        slower = [speed < 0.99 for speed in speeds]
-        share = float(np.mean(slower))
+        is_slower = [speed < 0.99 for speed in speeds]
+        share = float(np.mean(is_slower))
         if share < self.min_share:
             return
         ratio = float(np.median([speed for speed in speeds if speed < 0.99]))
-        gen, width, max_gen, max_width = links[slower.index(True)]
+        gen, width, max_gen, max_width = links[is_slower.index(True)]
         copies = Select(on="gpu", kind=("memcpy",), copy=("HtoD", "DtoH"))
         traced = a.device_id is not None
         yield Finding(

@@ -1,4 +1,4 @@
-"""Rules about the share of the GPU in use: multiprocessors behind the NVML figure, FLOPs of MFU."""
+"""Rules about the used share of the GPU: multiprocessors behind the NVML figure, and MFU."""
 
 import numpy as np
 import polars as pl
@@ -19,8 +19,8 @@ class UtilisationIllusion(Rule):
     multiprocessors are active, the GPU has room for more work. GPM counts the active ones, on
     Hopper and later.
 
-    Memory-bound work leaves arithmetic units idle and is no illusion. The rule stays silent where
-    GPM shows DRAM busy for 60% or more of the time."""
+    Memory-bound work leaves arithmetic units idle and is not an illusion. The rule stays silent
+    where GPM shows DRAM busy for 60% or more of the time."""
 
     id = "utilisation-illusion"
     title = "GPU utilisation reads high, but most SMs are idle"
@@ -37,7 +37,7 @@ class UtilisationIllusion(Rule):
 
     fix = (
         "Give the GPU more work at a time: a larger batch, fused kernels, fewer small launches "
-        "(torch.compile, CUDA graphs). The findings of a profiled window say which."
+        "(torch.compile, CUDA graphs). The findings of a profiled window name the right one."
     )
     verify = "Record again: more multiprocessors are active, and samples per second rise."
     falsified_by = "a profiled window whose kernels fill the device"
@@ -94,12 +94,12 @@ class UtilisationIllusion(Rule):
 
 class LowMfu(Rule):
     """Model FLOP utilisation (MFU): the step's FLOPs over what the GPU could do in that time at the
-    peak of the data types in use. Below 30% (gpuprof) there is room; well-tuned training of large
+    peak of the data types in use. Below 30% (gpuprof) there is room. Well-tuned training of large
     models reaches 40 to 55% (MegaScale: 55% on 12,288 GPUs).
 
     The FLOPs come from the shapes of the profiled window. The time is the recorder's unprofiled
     median where it exists, because the profiler lengthens steps. Memory-bound work and a GPU that
-    waits have a low MFU by nature, and findings of their own. So the rule leaves out steps in which
+    waits have a low MFU by nature, and separate findings. So the rule leaves out steps in which
     matrix products, convolutions and attention take less than half of the time."""
 
     id = "low-mfu"
@@ -114,7 +114,7 @@ class LowMfu(Rule):
     max_mfu = Threshold(0.30, "of the peak", GPUPROF)
     min_matrix = Threshold(0.50, "of the step in GEMM, convolution and attention", CHOSEN)
 
-    fix = "See what keeps the step from the peak: the findings, and advisor analyze --by operator."
+    fix = "See what limits the step: the findings, and advisor analyze --by operator."
     verify = "Record again: MFU rises."
     falsified_by = "a count of the model's FLOPs that is much higher"
     confidence = 0.7

@@ -1,4 +1,4 @@
-"""The gradient of an embedding is a whole table, of which a step uses few rows."""
+"""The gradient of an embedding is a whole table, although a step uses few rows."""
 
 from functools import partial
 from typing import Any, ClassVar
@@ -27,15 +27,15 @@ from advisor.rules.support.common import (
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::embedding_dense_backward$"
-NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$"
-"""Backward node; on a GPU it also sums several lookups' gradients, each as large as the table."""
-PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
+BACKWARD_NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$"
+"""Backward node. On a GPU it also sums several lookups' gradients, each as large as the table."""
+OTHER_PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
 """Patterns of the other parts with work on whole tables."""
 _OPTIMIZER = r"^Optimizer\.step#(\w+)\.step$"
-MOSTLY = 0.5
-"""Share of an operator's values from which its kernels are places of the finding."""
-TAKE_SPARSE = {"Adagrad", "SGD"}
-"""Optimizers of PyTorch for all parameters that take sparse gradients as well."""
+MIN_PLACE_SHARE = 0.5
+"""Minimum share of an operator's values at which its kernels are places of the finding."""
+SPARSE_OPTIMIZERS = {"Adagrad", "SGD"}
+"""Optimizers of PyTorch for all parameters that also take sparse gradients."""
 LIGHTNING = r"(?:^|/)(?:pytorch_)?lightning/"
 
 
@@ -45,16 +45,16 @@ class DenseEmbeddingGradient(Rule):
     its state. With ``sparse=True`` the gradient holds the looked-up rows alone, and SparseAdam,
     Adagrad and SGD touch no others.
 
-    Reported where a step looks up less than a tenth of the rows, and where this work takes a good
-    part of the step. Not reported for a table that is also multiplied (an output layer with tied
-    weights): its gradient is dense anyway.
+    The rule fires where a step looks up less than a tenth of the rows, and where this work takes a
+    good part of the step. It is silent for a table that is also multiplied (an output layer with
+    tied weights): its gradient is dense anyway.
 
     The gain is the time of the backward operator, and of operators of the optimizer and of gradient
-    accumulation whose input has the table's shape. The share of rows in use is taken off. Several
+    accumulation whose input has the table's shape. The share of rows in use is subtracted. Several
     lookups in one table make a gradient each, and their sum counts too.
 
     On a CPU a sparse gradient costs more than its rows: it is sorted, added up and scattered, by
-    one thread. That is taken off for each table. Small tables are faster with dense gradients."""
+    one thread. This cost is subtracted. Small tables are faster with dense gradients."""
 
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"
@@ -73,11 +73,11 @@ class DenseEmbeddingGradient(Rule):
     min_ratio = Threshold(10, "rows of the table for each row that a step looks up", CHOSEN)
     min_share = Threshold(0.05, "of the step in this work", XPROF)
     worst_factor = Factor(
-        0.5, "of the time remains at most: other sparse kernels take its place", CHOSEN
+        0.5, "of the time remains at most: other sparse kernels replace it", CHOSEN
     )
     table_us = Factor(250, "µs of a CPU for each table with a sparse gradient", SPARSE_UPDATE)
     value_ns = Factor(8, "ns of a CPU for each value looked up in it", SPARSE_UPDATE)
-    best_sparse = Factor(0.2, "times that, at best: SGD, rows that come again", SPARSE_UPDATE)
+    best_sparse = Factor(0.2, "times that, at best: SGD, repeated rows", SPARSE_UPDATE)
     worst_sparse = Factor(2, "times that, at worst: SparseAdam", SPARSE_UPDATE)
 
     fix = (
@@ -116,13 +116,13 @@ class DenseEmbeddingGradient(Rule):
             return
         if not name_matches(a.trace.cpu["name"], BACKWARD).any():
             return
-        tables = [one for one in find_tables(a) if one.rows >= self.min_ratio * one.used]
+        tables = [table for table in find_tables(a) if table.rows >= self.min_ratio * table.used]
         if not tables:
             return
         work = _TableWork(a, tables)
         if work.ns < self.min_share * a.span_ns:
             return
-        largest = max(tables, key=lambda one: one.rows * one.size)
+        largest = max(tables, key=lambda table: table.rows * table.size)
         yield Finding(
             summary=(
                 f"A step looks up at most {largest.used:,} of the {largest.rows:,} rows of an "
@@ -159,21 +159,21 @@ class DenseEmbeddingGradient(Rule):
         )
 
     def _remaining(self, a: Analysis, tables: list[Table], ns: float) -> tuple[float, float, float]:
-        """Return the share that remains of ``ns`` (per step) of work on these tables; the share at
-        best; at worst."""
-        largest = max(tables, key=lambda one: one.rows * one.size)
-        left, best = largest.used / largest.rows, 0.0
-        worst = left
+        """Return the share that remains of ``ns`` (per step) of work on these tables: expected, at
+        best, at worst."""
+        largest = max(tables, key=lambda table: table.rows * table.size)
+        expected, best = largest.used / largest.rows, 0.0
+        worst = expected
         if a.device_id is None:
-            values = sum(one.used * one.size for one in tables)
+            values = sum(table.used * table.size for table in tables)
             cost = (len(tables) * self.table_us * 1e3 + values * self.value_ns) / ns
-            left, best, worst = cost, self.best_sparse * cost, self.worst_sparse * cost
-        return min(left, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
+            expected, best, worst = cost, self.best_sparse * cost, self.worst_sparse * cost
+        return min(expected, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
 
     def _advise(self, a: Analysis) -> dict[str, Any]:
         """Return the texts that fit the program's optimizer, if the trace names it."""
         names = a.trace.cpu["name"].cast(pl.String).str.extract(_OPTIMIZER).drop_nulls().unique()
-        if names.len() and set(names) <= TAKE_SPARSE:
+        if names.len() and set(names) <= SPARSE_OPTIMIZERS:
             name = " and ".join(sorted(names))
             return self.case("the optimizer takes sparse gradients", optimizer=name)
         return self.case("Lightning") if runs_code_of(a, LIGHTNING) else {}
@@ -198,76 +198,76 @@ class _TableWork:
         cpu = a.trace.cpu
         self._on_gpu = a.device_id is not None
         ts = cpu["ts"].to_numpy()
-        window = covered_length(ts, ts + 1, a.steps.host_spans) > 0
-        shapes = {(one.rows, one.size) for one in tables}
-        share = self._shares(a, shapes)
+        in_window = covered_length(ts, ts + 1, a.steps.host_spans) > 0
+        shapes = {(table.rows, table.size) for table in tables}
+        share = self._measure_shares(a, shapes)
         backward = name_matches(cpu["name"], BACKWARD).to_numpy()
-        # the node around it adds up gradients of several look-ups, and frees them
-        node = name_matches(cpu["name"], NODE).to_numpy()
-        share[backward | node] = self._is_of(a, np.flatnonzero(backward | node), shapes)
-        self._gradient = NODE if self._on_gpu or node.any() else BACKWARD
-        self.backward = np.flatnonzero(backward & window & (share > 0)).astype(np.int64)
+        # the node around it sums gradients of several look-ups, and frees them
+        node = name_matches(cpu["name"], BACKWARD_NODE).to_numpy()
+        share[backward | node] = self._is_in_table(a, np.flatnonzero(backward | node), shapes)
+        self._gradient_pattern = BACKWARD_NODE if self._on_gpu or node.any() else BACKWARD
+        self.backward = np.flatnonzero(backward & in_window & (share > 0)).astype(np.int64)
         self.cost = np.ones(len(self.backward), dtype=np.int64)
-        """Cost of each row of ``backward``: its time on a CPU."""
+        """Cost of each row of ``backward``, its time on a CPU."""
         if not self._on_gpu:
             self.cost = cpu["dur"].to_numpy()[self.backward]
         self.kernels = np.zeros(a.trace.gpu.height, dtype=np.bool_)
-        """Kernels that are mostly of these tables, of all parts, aligned with ``trace.gpu``."""
+        """Kernels that mostly work on these tables, of all parts, aligned with ``trace.gpu``."""
         self._parts: list[tuple[Select, float]] = []
         self.ns = self.gradient_ns = 0.0
-        for pattern in (self._gradient, *PARTS):
-            inside = rows_under(a, pattern)[:-1] & window
-            own, whole = self._spent(a, inside, share)
-            self.ns += own
-            self.gradient_ns = own if pattern == self._gradient else self.gradient_ns
-            if own:
-                self._parts.append((self._select(pattern), own / whole))
+        for pattern in (self._gradient_pattern, *OTHER_PARTS):
+            in_part = rows_under(a, pattern)[:-1] & in_window
+            table_ns, total_ns = self._sum(a, in_part, share)
+            self.ns += table_ns
+            self.gradient_ns = table_ns if pattern == self._gradient_pattern else self.gradient_ns
+            if table_ns:
+                self._parts.append((self._build_select(pattern), table_ns / total_ns))
 
     @staticmethod
-    def _is_of(a: Analysis, rows: np.ndarray, shapes: set[tuple[int, int]]) -> list[bool]:
-        """Tell for each backward row whether its look-up is in one of the tables, or not known."""
+    def _is_in_table(a: Analysis, rows: np.ndarray, shapes: set[tuple[int, int]]) -> list[bool]:
+        """Return for each backward row whether its look-up is in one of the tables, or unknown."""
         forward = a.forward_op[rows]
         inputs = a.trace.cpu["inputs"].fill_null(-1).to_numpy()[forward]
         inputs = np.where(forward >= 0, inputs, -1)
         table = {index: inputs_at(a, index).tensor(0) for index in np.unique(inputs) if index >= 0}
-        of = {index: each is None or each.shape in shapes for index, each in table.items()}
-        return [of.get(index, True) for index in inputs]
+        is_in_table = {index: x is None or x.shape in shapes for index, x in table.items()}
+        return [is_in_table.get(index, True) for index in inputs]
 
     @staticmethod
-    def _shares(a: Analysis, shapes: set[tuple[int, int]]) -> np.ndarray:
+    def _measure_shares(a: Analysis, shapes: set[tuple[int, int]]) -> np.ndarray:
         """Return the tables' share of each operator's values, aligned with ``trace.cpu``."""
-        known = a.trace.cpu["inputs"].drop_nulls().unique().sort()[:MAX_DESCRIBED]
+        described = a.trace.cpu["inputs"].drop_nulls().unique().sort()[:MAX_DESCRIBED]
         share = np.zeros(len(a.trace.inputs) + 1)
-        for index in known:
+        for index in described:
             inputs = inputs_at(a, index)
             lists = [shape for at in range(len(inputs)) for shape in inputs.shapes(at)]
-            found = [tensor.shape for tensor in inputs.tensors] + lists
-            sizes = [float(np.prod(shape)) for shape in found]
-            own = sum(size for shape, size in zip(found, sizes, strict=True) if shape in shapes)
-            share[index] = own / max(sum(sizes), 1.0)
-        result: np.ndarray = share[a.trace.cpu["inputs"].fill_null(-1).to_numpy()]
-        return result
+            operands = [tensor.shape for tensor in inputs.tensors] + lists
+            sizes = [float(np.prod(shape)) for shape in operands]
+            of_tables = sum(s for shape, s in zip(operands, sizes, strict=True) if shape in shapes)
+            share[index] = of_tables / max(sum(sizes), 1.0)
+        share_of_row: np.ndarray = share[a.trace.cpu["inputs"].fill_null(-1).to_numpy()]
+        return share_of_row
 
-    def _spent(self, a: Analysis, inside: np.ndarray, share: np.ndarray) -> tuple[float, float]:
-        """Return time on the tables, and of all work there, ns."""
-        ops = stacks.is_operator(a.trace) & inside
+    def _sum(self, a: Analysis, in_part: np.ndarray, share: np.ndarray) -> tuple[float, float]:
+        """Return the time on the tables and the time of all work there, ns."""
+        ops = stacks.is_operator(a.trace) & in_part
         if self._on_gpu:
             launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
-            around = stacks.innermost_ancestor(stacks.parent_rows(a.trace), ops & (share > 0))
-            chosen = np.append(inside, False)[launch] & a.in_window
-            weight = np.append(share, 0.0)[np.append(around, -1)[launch]]
+            operator_row = stacks.innermost_ancestor(stacks.parent_rows(a.trace), ops & (share > 0))
+            is_chosen = np.append(in_part, False)[launch] & a.in_window
+            weight = np.append(share, 0.0)[np.append(operator_row, -1)[launch]]
             dur = a.trace.gpu["dur"].to_numpy()
-            self.kernels |= chosen & (weight >= MOSTLY)
+            self.kernels |= is_chosen & (weight >= MIN_PLACE_SHARE)
         else:
             parent = stacks.parent_rows(a.trace)
-            chosen = ops & (np.append(stacks.innermost_ancestor(parent, ops), -1)[parent] < 0)
+            is_chosen = ops & (np.append(stacks.innermost_ancestor(parent, ops), -1)[parent] < 0)
             weight, dur = share, a.trace.cpu["dur"].to_numpy()
-        return float((dur * weight)[chosen].sum()), float(dur[chosen].sum())
+        return float((dur * weight)[is_chosen].sum()), float(dur[is_chosen].sum())
 
-    def _select(self, pattern: str) -> Select:
+    def _build_select(self, pattern: str) -> Select:
         if self._on_gpu:
             return Select(on="gpu", under=pattern)
-        if pattern == self._gradient:
+        if pattern == self._gradient_pattern:
             return Select(on="host", kind=("op",), name=pattern)
         return Select(on="host", kind=("op",), under=pattern)
 

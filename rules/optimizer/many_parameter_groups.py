@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer, each of which is updated on its own."""
+"""Parameter groups of an optimizer are updated one by one."""
 
 import re
 from typing import Any, ClassVar
@@ -13,20 +13,20 @@ from advisor.rules.support.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import costliest_places, of_step, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
-HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of PyTorch with ``fused=True``."""
 
 
 class ManyParameterGroups(Rule):
     """PyTorch's optimizers work group by group. The foreach implementation updates a group in some
     ten operators, and the fused one in a single operator. With a group for each parameter there is
-    nothing left to combine. The host runs those operators hundreds of times, and the GPU waits for
-    it. Such groups come from code that gives each parameter its learning rate or weight decay by
+    nothing left to combine. The host runs these operators hundreds of times, and the GPU waits for
+    it. These groups come from code that gives each parameter its learning rate or weight decay by
     name.
 
-    Counted are calls of the rarest operator on lists of tensors inside one ``Optimizer.step#…``
+    The rule counts calls of the rarest operator on lists of tensors inside one ``Optimizer.step#…``
     that works on all parameters. Parameters of two types or devices count as two groups, because
-    PyTorch splits a group that way. Plain arguments of the operators tell how many groups differ in
+    PyTorch splits a group that way. Plain arguments of the operators show how many groups differ in
     their settings. The others can be merged. Where all of them differ, the fused implementation
     still replaces some ten operators of each group by one.
 
@@ -52,11 +52,11 @@ class ManyParameterGroups(Rule):
     min_groups = Threshold(30, "groups in a step of the optimizer", OURS)
     max_tensors = Threshold(10, "tensors in a group, on average", OURS)
     min_share = Threshold(0.05, "of the step in the optimizer, on the host", XPROF)
-    min_merged = Threshold(0.5, "of the groups have settings that another one has", CHOSEN)
-    host_factor = Factor(0.2, "of a merged group's host time stays", CHOSEN)
+    min_merged = Threshold(0.5, "of the groups share their settings with another one", CHOSEN)
+    host_factor = Factor(0.2, "of a merged group's host time remains", CHOSEN)
     best_host_factor = Factor(0.1, "of it, at best", CHOSEN)
     worst_host_factor = Factor(0.4, "of it, at worst", CHOSEN)
-    fused_factor = Factor(0.4, "of the host time stays with fused groups", CHOSEN)
+    fused_factor = Factor(0.4, "of the host time remains with fused groups", CHOSEN)
     best_fused_factor = Factor(0.25, "of it, at best", CHOSEN)
     worst_fused_factor = Factor(0.7, "of it, at worst", CHOSEN)
 
@@ -98,10 +98,10 @@ class ManyParameterGroups(Rule):
         steps = optimizer_steps(a)
         if not len(steps):
             return
-        counted = rounds_of_a_step(a, steps)
+        rounds_by_step = rounds_of_a_step(a, steps)
         split = {
             row: rounds
-            for row, rounds in counted.items()
+            for row, rounds in rounds_by_step.items()
             if rounds.groups >= self.min_groups and rounds.tensors <= self.max_tensors
         }
         if not split:
@@ -115,15 +115,15 @@ class ManyParameterGroups(Rule):
         name = str(a.trace.cpu["name"][largest])
         match = re.match(r"Optimizer\.step#(\w+)\.step", name)
         optimizer = match.group(1) if match else "AdamW"
-        mergeable = self._mergeable(rounds)
-        if not mergeable and (rounds.fused or optimizer not in HAVE_FUSED):
+        mergeable = self._is_mergeable(rounds)
+        if not mergeable and (rounds.fused or optimizer not in FUSED_OPTIMIZERS):
             return
-        looked_at = float(dur[list(counted)].sum())
-        keeps = [
+        counted_ns = float(dur[list(rounds_by_step)].sum())
+        kept = [
             1
-            - sum(float(dur[row]) * (1 - self._kept(of, each)) for row, of in split.items())
-            / looked_at
-            for each in range(3)
+            - sum(float(dur[row]) * (1 - self._kept_share(of, index)) for row, of in split.items())
+            / counted_ns
+            for index in range(3)
         ]
         yield Finding(
             summary=(
@@ -138,39 +138,37 @@ class ManyParameterGroups(Rule):
                 self.compare("optimizer, share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, steps, top=1),
-            edits=[
-                scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *keeps)
-            ],
+            edits=[scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *kept)],
             **self._advise(rounds, optimizer, mergeable),
         )
 
-    def _mergeable(self, rounds: GroupRounds) -> bool:
+    def _is_mergeable(self, rounds: GroupRounds) -> bool:
         """Return whether enough groups have the settings of another one."""
         settings = rounds.settings
         return settings is not None and settings <= self.min_merged * rounds.groups
 
-    def _kept(self, rounds: GroupRounds, which: int) -> float:
+    def _kept_share(self, rounds: GroupRounds, case: int) -> float:
         """Return the share of a step's host time that stays: expected, at best, at worst."""
-        fused = (self.fused_factor, self.best_fused_factor, self.worst_fused_factor)[which]
-        if not self._mergeable(rounds):
+        fused = (self.fused_factor, self.best_fused_factor, self.worst_fused_factor)[case]
+        if not self._is_mergeable(rounds):
             return fused
-        merged = (self.host_factor, self.best_host_factor, self.worst_host_factor)[which]
-        left = (rounds.settings or 0) / rounds.groups
-        return left + (1 - left) * merged
+        merged = (self.host_factor, self.best_host_factor, self.worst_host_factor)[case]
+        group_share = (rounds.settings or 0) / rounds.groups
+        return group_share + (1 - group_share) * merged
 
     def _advise(self, rounds: GroupRounds, optimizer: str, mergeable: bool) -> dict[str, Any]:
         if not mergeable:
             return self.case("the settings differ", groups=rounds.groups, optimizer=optimizer)
-        fused = optimizer in HAVE_FUSED and not rounds.fused
-        also = " fused=True saves more: one operator for each group, in place of some ten."
+        use_fused = optimizer in FUSED_OPTIMIZERS and not rounds.fused
+        fused_text = " fused=True saves more: one operator for each group, in place of some ten."
         return {
             "fix": self.fix.format(
                 groups=f"{rounds.groups:,}",
                 settings=f"{rounds.settings:,}",
-                fused=also if fused else "",
+                fused=fused_text if use_fused else "",
             ),
             "code": self.code.format(
-                optimizer=optimizer, arguments=", fused=True" if fused or rounds.fused else ""
+                optimizer=optimizer, arguments=", fused=True" if use_fused or rounds.fused else ""
             ),
         }
 
@@ -195,7 +193,8 @@ class ManyParameterGroups(Rule):
 def _training(
     groups: int, tensors: int = 1, *, settings: int, fused: bool = False, rest: float = 500
 ) -> TraceBuilder:
-    """AdamW with ``groups`` groups of some tensors; the learning rate takes ``settings`` values."""
+    """Build AdamW with ``groups`` groups of some tensors, and ``settings`` different learning
+    rates."""
     kernel = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Adam>"
     operators = ["aten::_foreach_lerp_", "aten::_foreach_sqrt", "aten::_foreach_addcdiv_"]
     b = TraceBuilder()

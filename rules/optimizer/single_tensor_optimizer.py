@@ -1,4 +1,4 @@
-"""An optimizer that updates one parameter at a time."""
+"""An optimizer updates one parameter at a time."""
 
 import re
 
@@ -26,14 +26,14 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import FUSED
 from advisor.testing import Examples, TraceBuilder
 
-FRAME = r"\b_single_tensor_\w+"
+SINGLE_TENSOR = r"\b_single_tensor_\w+"
 NO_STACKS = "no Python stacks"
 ON_HOST = "a CPU trains"
-WITH_TABLES = "beside embeddings"
-MIN_RATIO = 10
-"""Rows of a table for each that a step looks up, from which a sparse gradient is considered."""
+WITH_TABLES = "with embeddings"
+MIN_TABLE_RATIO = 10
+"""Minimum number of table rows per looked-up row to consider a sparse gradient."""
 FUSED_ON_HOST = ("Adam", "AdamW", "SGD", "Adagrad")
-"""Optimizers with an implementation of one operator on a CPU (PyTorch 2.13)."""
+"""Optimizers with a single-operator implementation on a CPU (PyTorch 2.13)."""
 
 
 class SingleTensorOptimizer(Rule):
@@ -41,18 +41,18 @@ class SingleTensorOptimizer(Rule):
     for each of hundreds of tensors. The foreach and fused implementations update all parameters in
     a few kernels.
 
-    The sign is kernels inside ``Optimizer.step#…`` that are many and short, with none that works on
-    many tensors (``multi_tensor_apply``, fused Adam, compiled). PyTorch picks foreach by itself for
-    parameters on the GPU. It does not with ``foreach=False`` or ``differentiable=True``, for tensor
+    The sign is many short kernels inside ``Optimizer.step#…``, none of which works on many tensors
+    (``multi_tensor_apply``, fused Adam, compiled). PyTorch picks foreach by itself for parameters
+    on the GPU. It does not with ``foreach=False`` or ``differentiable=True``, for tensor
     subclasses, before version 2.0, and in hand-written optimizers. With Python stacks the frame
     ``_single_tensor_…`` names the reason.
 
     Where a CPU trains, PyTorch picks neither by itself. There many short operators inside the step
-    are the sign. Of long ones, on large tensors, a fused step keeps more of the time.
+    are the sign. For long operators, on large tensors, a fused step keeps more of the time.
 
     The gain has two parts. The host spends its time in the loop over the parameters, in Python,
-    operators and launches, and the kernels move each tensor several times. A foreach step launches
-    a kernel for some tens of tensors, so the host needs about a tenth of the launches. While the
+    operators and launches. The kernels move each tensor several times. A foreach step launches a
+    kernel for some tens of tensors, so the host needs about a tenth of the launches. While the
     device is behind, host time costs nothing, and the replay says so."""
 
     id = "single-tensor-optimizer"
@@ -79,22 +79,22 @@ class SingleTensorOptimizer(Rule):
     min_share = Threshold(0.02, "of the step between first and last kernel of the optimizer", OURS)
     min_host_share = Threshold(0.10, "of the step in the optimizer, where a CPU trains", XPROF)
     min_praised_share = Threshold(
-        0.01, "of kernel time in the optimizer, from which the report says so", OURS
+        0.01, "of kernel time in the optimizer, at which the report says so", OURS
     )
     host_factor = Factor(
-        0.15, "host time that stays: foreach launches about a tenth as often", FOREACH
+        0.15, "host time that remains: foreach launches about a tenth as often", FOREACH
     )
-    best_host_factor = Factor(0.05, "host time that stays, at best", FOREACH)
-    worst_host_factor = Factor(0.4, "host time that stays, at worst", FOREACH)
+    best_host_factor = Factor(0.05, "host time that remains, at best", FOREACH)
+    worst_host_factor = Factor(0.4, "host time that remains, at worst", FOREACH)
     kernel_factor = Factor(
-        0.5, "device time that stays: fewer passes over parameters and state", FOREACH
+        0.5, "device time that remains: fewer passes over parameters and state", FOREACH
     )
-    best_kernel_factor = Factor(0.25, "device time that stays, at best", FOREACH)
-    worst_kernel_factor = Factor(1.0, "device time that stays, at worst", FOREACH)
+    best_kernel_factor = Factor(0.25, "device time that remains, at best", FOREACH)
+    worst_kernel_factor = Factor(1.0, "device time that remains, at worst", FOREACH)
 
     fix = (
         "Use the fused implementation: one kernel for tens of tensors, one pass over parameters "
-        "and state. Use foreach where there is none. For a hand-written optimizer, use "
+        "and state. Use foreach where no fused one exists. For a hand-written optimizer, use "
         "torch._foreach_… operators or compile its step."
     )
     code = (
@@ -105,8 +105,8 @@ class SingleTensorOptimizer(Rule):
     verify = "Profile again: multi_tensor_apply or fused kernels inside Optimizer.step."
     falsified_by = "parameters that are sparse, complex or on different devices"
     assumptions = (
-        "{host_factor:.0%} of the host time and {kernel_factor:.0%} of the kernel time stay with "
-        "a fused implementation",
+        "{host_factor:.0%} of the host time and {kernel_factor:.0%} of the kernel time remain "
+        "with a fused implementation",
     )
     confidence = 0.9
     cases = {
@@ -116,14 +116,14 @@ class SingleTensorOptimizer(Rule):
             "tables = {{m.weight for m in model.modules() if getattr(m, 'sparse', 0)}}\n"
             "others = [p for p in model.parameters() if p not in tables]\n"
             "optimizer = torch.optim.{optimizer}(others, lr=lr, fused=True)\n"
-            "# with sparse=True: torch.optim.{own}(list(tables), lr=lr)"
+            "# with sparse=True: torch.optim.{sparse}(list(tables), lr=lr)"
         },
         ON_HOST: {
             "fix": "Use the fused implementation: one operator updates all parameters. On a CPU "
             "PyTorch does not choose it by itself.",
             "verify": "Record again: one aten::_fused_ operator inside Optimizer.step.",
             "assumptions": (
-                "{host_factor:.0%} of the host time stays with a fused implementation, and "
+                "{host_factor:.0%} of the host time remains with a fused implementation, and "
                 "{kernel_factor:.0%} of operators on large tensors",
             ),
         },
@@ -131,10 +131,10 @@ class SingleTensorOptimizer(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
-            yield from self._on_host(a)
+            yield from self._check_host(a)
             return
         gpu = a.trace.gpu
-        under = rows_under(a, OPTIMIZER_STEP)
+        in_optimizer = rows_under(a, OPTIMIZER_STEP)
         rows = kernel_work.compute_rows(a) & rows_launched_under(a, OPTIMIZER_STEP)
         count = int(rows.sum())
         if not count:
@@ -142,12 +142,12 @@ class SingleTensorOptimizer(Rule):
         multi_tensor = rows & name_matches(gpu["name"], FUSED).to_numpy()
         count_per_step = count / a.step_count
         if multi_tensor.any():
-            of_optimizer = kernel_work.summed_duration(a, rows)
-            share = kernel_work.summed_duration(a, multi_tensor) / max(1, of_optimizer)
-            large = of_optimizer >= self.min_praised_share * kernel_work.summed_duration(
+            optimizer_ns = kernel_work.summed_duration(a, rows)
+            share = kernel_work.summed_duration(a, multi_tensor) / max(1, optimizer_ns)
+            is_large = optimizer_ns >= self.min_praised_share * kernel_work.summed_duration(
                 a, kernel_work.kernel_rows(a)
             )
-            if share >= 0.5 and large and not updates_few_tensors(a):
+            if share >= 0.5 and is_large and not updates_few_tensors(a):
                 yield PassedCheck(
                     text=f"the optimizer updates many parameters per kernel ("
                     f"{t.count_noun(round(count_per_step), 'kernel')}{per_step(a)})"
@@ -157,12 +157,12 @@ class SingleTensorOptimizer(Rule):
         if count_per_step < self.min_kernels or np.median(dur) > self.max_median_ns:
             return
         gaps = a.gaps
-        inside = under[gaps["host"].fill_null(-1).to_numpy()]
-        idle = int(gaps["dur"].to_numpy()[inside].sum())
+        is_inside = in_optimizer[gaps["host"].fill_null(-1).to_numpy()]
+        idle = int(gaps["dur"].to_numpy()[is_inside].sum())
         share = (int(dur.sum()) + idle) / a.span_ns
         if share < self.min_share:
             return
-        where, optimizer, in_stacks = self._where(a)
+        where, optimizer, in_stacks = self._locate_step(a)
         yield Finding(
             summary=(
                 f"{optimizer}.step launches {t.count_noun(round(count_per_step), 'kernel')}"
@@ -194,11 +194,11 @@ class SingleTensorOptimizer(Rule):
                 ),
             ],
             confidence_notes=[] if in_stacks else ["judged by kernels alone: no Python stacks"],
-            code=self._code(a, optimizer),
+            code=self._build_code(a, optimizer),
             **({} if in_stacks else self.case(NO_STACKS)),
         )
 
-    def _on_host(self, a: Analysis) -> Outcomes:
+    def _check_host(self, a: Analysis) -> Outcomes:
         """Count operators inside the optimizer's step, of a training on the CPU."""
         if not a.span_ns or not a.trains_on_host:
             return
@@ -214,11 +214,11 @@ class SingleTensorOptimizer(Rule):
         median = float(np.median(durations))
         if median > self.max_median_ns:
             return
-        where, optimizer, _ = self._where(a)
+        where, optimizer, _ = self._locate_step(a)
         steps = a.trace.cpu.filter(name_matches(a.trace.cpu["name"], OPTIMIZER_STEP))
         ts = steps["ts"].to_numpy()
         ns = intersect(union(ts, ts + steps["dur"].to_numpy()), a.spans).total
-        long = float(durations[durations > self.max_median_ns].sum()) / max(ns, 1)
+        long_share = float(durations[durations > self.max_median_ns].sum()) / max(ns, 1)
         if optimizer not in FUSED_ON_HOST or ns < self.min_host_share * a.span_ns:
             return
         yield Finding(
@@ -237,7 +237,7 @@ class SingleTensorOptimizer(Rule):
                 scale_edit(
                     Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP),
                     *(
-                        short + min(1.0, long) * (large - short)
+                        short + min(1.0, long_share) * (large - short)
                         for short, large in (
                             (self.host_factor, self.kernel_factor),
                             (self.best_host_factor, self.best_kernel_factor),
@@ -247,19 +247,19 @@ class SingleTensorOptimizer(Rule):
                 )
             ],
             **self.case(ON_HOST),
-            code=self._code(a, optimizer).partition("\n\n")[0],
+            code=self._build_code(a, optimizer).partition("\n\n")[0],
         )
 
-    def _code(self, a: Analysis, optimizer: str) -> str:
-        """Return the code; beside a large embedding such that it may have sparse gradients."""
+    def _build_code(self, a: Analysis, optimizer: str) -> str:
+        """Return the code. Next to a large embedding, it leaves room for sparse gradients."""
         code = self.code.format(optimizer=optimizer)
-        if not any(each.rows >= MIN_RATIO * each.used for each in find_tables(a)):
+        if not any(table.rows >= MIN_TABLE_RATIO * table.used for table in find_tables(a)):
             return code
-        own = optimizer if optimizer in ("Adagrad", "SGD") else "SparseAdam"
-        beside = self.case(WITH_TABLES, optimizer=optimizer, own=own)["code"]
-        return f"{beside}\n\n{code.partition(chr(10) * 2)[2]}"
+        sparse = optimizer if optimizer in ("Adagrad", "SGD") else "SparseAdam"
+        table_code = self.case(WITH_TABLES, optimizer=optimizer, sparse=sparse)["code"]
+        return f"{table_code}\n\n{code.partition(chr(10) * 2)[2]}"
 
-    def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
+    def _locate_step(self, a: Analysis) -> tuple[list[Location], str, bool]:
         """Find the longest optimizer step, its class, and whether stacks name the reason."""
         cpu = a.trace.cpu
         steps = np.flatnonzero(name_matches(cpu["name"], OPTIMIZER_STEP).to_numpy())
@@ -267,7 +267,7 @@ class SingleTensorOptimizer(Rule):
         name = str(cpu["name"][longest])
         match = re.match(r"Optimizer\.step#(\w+)\.step", name)
         is_frame = (cpu["kind"] == "python").to_numpy()
-        frames = np.flatnonzero(is_frame & name_matches(cpu["name"], FRAME).to_numpy())
+        frames = np.flatnonzero(is_frame & name_matches(cpu["name"], SINGLE_TENSOR).to_numpy())
         file, line, function = a.location(int(frames[0]) if len(frames) else longest)
         place = Location(
             file=file,
@@ -289,12 +289,12 @@ class SingleTensorOptimizer(Rule):
             "fused": (_step("fused"), "multi_tensor.any()"),
             "a few large parameters": (_step("large"), "count_per_step < self.min_kernels"),
             "small kernels elsewhere": (_step("elsewhere"), "multi_tensor.any()"),
-            "on a CPU": _on_host(360),
-            "on a CPU, fused": (_on_host(1, "aten::_fused_adamw_"), "count < self.min_kernels"),
-            "on a CPU, small beside the rest": (_on_host(360, rest=40_000), "min_host_share"),
-            "on a CPU, a few large parameters": (_on_host(360, us=100), "max_median_ns"),
-            "on a CPU, of one's own": (
-                _on_host(360, optimizer="Lion"),
+            "on a CPU": _train_cpu(360),
+            "on a CPU, fused": (_train_cpu(1, "aten::_fused_adamw_"), "count < self.min_kernels"),
+            "on a CPU, small next to the rest": (_train_cpu(360, rest=40_000), "min_host_share"),
+            "on a CPU, a few large parameters": (_train_cpu(360, us=100), "max_median_ns"),
+            "on a CPU, hand-written": (
+                _train_cpu(360, optimizer="Lion"),
                 "optimizer not in FUSED_ON_HOST",
             ),
         }
@@ -331,7 +331,7 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
     return example_steps(body)
 
 
-def _on_host(
+def _train_cpu(
     count: int,
     name: str = "aten::mul_",
     *,

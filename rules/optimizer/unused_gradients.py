@@ -1,4 +1,4 @@
-"""Gradients that no optimizer uses."""
+"""Gradients are computed that no optimizer uses."""
 
 import re
 from collections.abc import Sequence
@@ -13,34 +13,34 @@ from advisor.rules.support.common import measure_time_in, of_step, remove_at, sc
 from advisor.testing import Examples, TraceBuilder
 
 CONVOLUTION = "^aten::convolution_backward$"
-_DETACH = (
+_DETACH_FIX = (
     "Stop this backward pass where the other network begins: detach its output, or compute it "
-    "under no_grad(). It is computed anew for its own loss."
+    "under no_grad(). It is computed again for its own loss."
 )
-_DETACHED = (
+_DETACH_CODE = (
     "fake = generator(noise)\n"
     "loss = criterion(discriminator(fake.detach()), zeros)  # stops at the generator\n"
     "loss.backward()\n"
     "discriminator_optimizer.step()"
 )
-_NAMES_OF_REFERENCES = re.compile(
+_REFERENCE_NAMES = re.compile(
     r"(?:\w+_)?(?:teacher|target|ema|ref|reference|reward)(?:_(?:model|net|network))?"
 )
-"""Names of networks whose outputs are constants of the loss: nothing learns through them."""
-_REFERENCE = (
+"""Names of networks whose outputs are constants of the loss, so nothing learns through them."""
+_NO_GRAD_FIX = (
     "Call {name} under torch.no_grad(), if no gradient has to go through it. Freeze it with "
     "requires_grad_(False): nothing trains it."
 )
-_NO_GRAD = (
+_NO_GRAD_CODE = (
     "{name}.requires_grad_(False)\n"
     "with torch.no_grad():    # keeps nothing for the backward pass\n"
     "    targets = {name}(x)"
 )
-_FREEZE = (
+_FREEZE_FIX = (
     "Freeze the other network while this loss is computed: requires_grad_(False) on its "
-    "parameters. Gradients still pass through it to what is trained."
+    "parameters. Gradients still pass through it to the trained part."
 )
-_FROZEN = (
+_FREEZE_CODE = (
     "critic.requires_grad_(False)                 # no gradients of its weights\n"
     "loss = -critic(state, actor(state)).mean()\n"
     "loss.backward()\n"
@@ -49,28 +49,29 @@ _FROZEN = (
 )
 
 
-NAMED = 3
-"""Modules that a summary names."""
+MAX_NAMED = 3
+"""Maximum number of modules that a summary names."""
 
 
 class UnusedGradients(Rule):
     """The backward pass computes gradients of parameters that no optimizer holds. Examples are the
-    base of a model with adapters (LoRA) and a backbone under a new head. So is a network that only
-    judges, as for a perceptual loss. Each lacks ``requires_grad_(False)``. Or an optimizer holds
-    them, and ``zero_grad`` drops the gradients before it steps. A discriminator's loss does so that
-    goes backward through the generator, or an actor's that does through its critics' weights.
+    base of a model with adapters (LoRA) and a backbone under a new head. Another is a network that
+    only judges, as for a perceptual loss. Each lacks ``requires_grad_(False)``. Or an optimizer
+    holds them, and ``zero_grad`` drops the gradients before it steps: a discriminator's loss goes
+    backward through the generator, or an actor's through its critics' weights.
 
-    The recorder looks at the models' gradients before two early optimizer steps. It counts those
-    that are new each time and belong to no optimizer that has stepped so far. One that steps later
-    corrects that. Parameters that the program updates itself do not count. Where no optimizer holds
-    any parameter of the models, as with copies in another precision, nothing is reported. Where
-    several optimizers step in turn, it looks at gradients for two rounds. Some are new before the
-    step of one, and gone before the next step of the one that holds the parameter. Those that are
-    zeroed in place may as well add up, and are not counted.
+    The recorder looks at the models' gradients before two early optimizer steps. It counts
+    gradients that are new each time and belong to no optimizer that has stepped so far. An
+    optimizer that steps later corrects the count. Parameters that the program updates itself do not
+    count. Where no optimizer holds any parameter of the models, as with copies in another
+    precision, nothing is reported. Where several optimizers step in turn, it looks at gradients for
+    two rounds. It counts gradients that are new before the step of one optimizer, and gone before
+    the next step of the one that holds the parameter. Gradients zeroed in place may add up, and do
+    not count.
 
-    The gain is the time of what computes and accumulates these gradients, known by their shapes.
-    After the last gradient that is used, the rest of the backward pass goes too. A convolution
-    computes its weight's gradient with its input's: about half of its time goes."""
+    The gain is the time of operators that compute and accumulate these gradients, known by their
+    shapes. After the last gradient that is used, the rest of the backward pass goes too. A
+    convolution computes its weight's gradient with its input's: about half of its time goes."""
 
     id = "unused-gradients"
     title = "Gradients are computed that no optimizer uses"
@@ -104,7 +105,7 @@ class UnusedGradients(Rule):
         "        parameter.requires_grad_(False)"
     )
     verify = "Record again: the backward pass is shorter; the loss of a fixed seed is the same."
-    falsified_by = "code that reads these gradients, or an optimizer that is none of PyTorch's"
+    falsified_by = "code that reads these gradients, or an optimizer that is not one of PyTorch's"
     assumptions = ("nothing but an optimizer uses these gradients",)
     confidence = 0.9
 
@@ -116,41 +117,41 @@ class UnusedGradients(Rule):
         ns, times = measure_time_in(a, work.spans)
         if ns < self.min_share * a.span_ns and not work.convolutions:
             return
-        of = recorded or max(dropped, key=lambda each: each.bytes)
-        count = f"{of.unused:,} of {of.total:,} parameters with gradients"
-        size, names = t.format_bytes(of.bytes), ", ".join(of.modules[:NAMED])
-        among = "those of" if len(of.modules) <= NAMED else "among them those of"
-        if of.models:
-            among, names = "all of the class", " and ".join(of.models)
-        summary = f"{count} are in no optimizer ({size}), {among} {names}."
-        fix, code, kind = self.fix, self.code, "in no optimizer"
-        if reference := _reference_network(of.modules) or ("teacher" if of.models else ""):
-            named = "this whole model" if of.models else reference
-            fix, code = _REFERENCE.format(name=named), _NO_GRAD.format(name=reference)
+        report = recorded or max(dropped, key=lambda passes: passes.bytes)
+        count = f"{report.unused:,} of {report.total:,} parameters with gradients"
+        size, names = t.format_bytes(report.bytes), ", ".join(report.modules[:MAX_NAMED])
+        prefix = "those of" if len(report.modules) <= MAX_NAMED else "among them those of"
+        if report.models:
+            prefix, names = "all of the class", " and ".join(report.models)
+        summary = f"{count} are in no optimizer ({size}), {prefix} {names}."
+        fix, code, kind_text = self.fix, self.code, "in no optimizer"
+        if reference := _find_reference(report.modules) or ("teacher" if report.models else ""):
+            subject = "this whole model" if report.models else reference
+            fix, code = _NO_GRAD_FIX.format(name=subject), _NO_GRAD_CODE.format(name=reference)
         if recorded is None:
-            kind = "dropped before their optimizer steps"
+            kind_text = "dropped before their optimizer steps"
             summary = (
                 "The backward pass before one optimizer's step computes gradients of another's "
-                f"parameters, which are zeroed before that one steps: {count} ({size}), {among} "
+                f"parameters, which are zeroed before that one steps: {count} ({size}), {prefix} "
                 f"{names}."
             )
-            behind = work.rest.total > 0.5 * work.spans.total
-            fix, code = (_DETACH, _DETACHED) if behind else (_FREEZE, _FROZEN)
+            detaches = work.rest.total > 0.5 * work.spans.total
+            fix, code = (_DETACH_FIX, _DETACH_CODE) if detaches else (_FREEZE_FIX, _FREEZE_CODE)
         yield Finding(
             summary=f"{summary} They take {of_step(a, ns)}.",
             evidence=[
-                Evidence("parameters with a gradient", of.total, "count"),
-                Evidence(f"of them, {kind}", of.unused, "count"),
-                Evidence("size of their gradients", of.bytes, "bytes"),
+                Evidence("parameters with a gradient", report.total, "count"),
+                Evidence(f"of them, {kind_text}", report.unused, "count"),
+                Evidence("size of their gradients", report.bytes, "bytes"),
                 *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             fix=fix,
             code=code,
-            edits=[*remove_at("unused_gradient"), *self._convolutions(a, work.convolutions)],
+            edits=[*remove_at("unused_gradient"), *self._scale_convolutions(a, work.convolutions)],
         )
 
-    def _convolutions(self, a: Analysis, share: float) -> list[Edit]:
+    def _scale_convolutions(self, a: Analysis, share: float) -> list[Edit]:
         """Scale convolutions that compute an unused gradient with one that is used."""
         if not share:
             return []
@@ -173,12 +174,12 @@ class UnusedGradients(Rule):
         }
 
 
-def _reference_network(modules: Sequence[str]) -> str:
-    """Return the name of the teacher, target or reference network that holds all these modules; ""
-    for none."""
+def _find_reference(modules: Sequence[str]) -> str:
+    """Return the name of the teacher, target or reference network that holds all these modules, or
+    ``""`` if there is none."""
     roots = {name.partition(".")[0] for name in modules}
     root = roots.pop() if len(roots) == 1 else ""
-    return root if _NAMES_OF_REFERENCES.fullmatch(root) else ""
+    return root if _REFERENCE_NAMES.fullmatch(root) else ""
 
 
 def _training(
@@ -189,8 +190,8 @@ def _training(
     us: float = 600,
     models: Sequence[str] = (),
 ) -> TraceBuilder:
-    """Four layers [256, 512], of which an optimizer holds the last one's adapter [8, 512].
-    ``dropped``: another optimizer holds the layers, and drops these gradients."""
+    """Build four layers [256, 512]. An optimizer holds the last one's adapter [8, 512]. With
+    ``dropped`` another optimizer holds the layers, and drops these gradients."""
     b = TraceBuilder(gpu=gpu)
 
     for _ in b.steps():

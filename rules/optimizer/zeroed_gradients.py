@@ -1,4 +1,4 @@
-"""Gradients that are filled with zeros, and then added to."""
+"""Gradients are filled with zeros, and then added to."""
 
 import numpy as np
 
@@ -11,19 +11,19 @@ from advisor.rules.support.citations import OURS, public_traces
 from advisor.rules.support.common import amount_per_step, costliest_places, row_numbers, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
-ZEROING = r"^Optimizer\.zero_grad"
+ZERO_GRAD_RANGE = r"^Optimizer\.zero_grad"
 """Range of ``zero_grad()`` in a trace."""
-ACCUMULATING = r"^torch::autograd::AccumulateGrad$"
-"""Autograd's node that stores a gradient. It launches nothing where there is none yet."""
+ACCUMULATION_NODE = r"^torch::autograd::AccumulateGrad$"
+"""Autograd's node that stores a gradient. It launches nothing if there is no gradient yet."""
 
 
 class ZeroedGradients(Rule):
     """``zero_grad(set_to_none=False)`` fills each gradient with zeros, and the backward pass adds
     to it. With ``set_to_none=True``, the default since PyTorch 2.0, it frees the gradients. The
-    backward pass then keeps what it computed: neither is launched.
+    backward pass then keeps its result: neither is launched.
 
-    Counted are launches inside the range ``Optimizer.zero_grad``, and those of autograd's nodes
-    that accumulate gradients. Where gradients are summed over several batches, there are more
+    The rule counts launches inside the range ``Optimizer.zero_grad``, and launches of autograd's
+    nodes that accumulate gradients. Where gradients are summed over several batches, there are more
     additions than fills, and only the fills count."""
 
     id = "zeroed-gradients"
@@ -45,11 +45,11 @@ class ZeroedGradients(Rule):
     min_share = Threshold(0.05, "of the launches, or of device time", OURS)
     max_ratio = Threshold(1.1, "additions per fill: more are sums over several batches", OURS)
 
-    left = Factor(0.1, "of the host time of fills and additions stays", OURS)
+    left = Factor(0.1, "of the host time of fills and additions remains", OURS)
     best_left = Factor(0.0, "of it, at best", OURS)
     worst_left = Factor(0.5, "of it, at worst", OURS)
 
-    fix = "Free gradients instead of zeroing them. The backward pass then stores, and adds nothing."
+    fix = "Free gradients instead of zeroing them. The backward pass then stores instead of adding."
     code = "optimizer.zero_grad(set_to_none=True)"
     verify = "Profile again: no kernels inside Optimizer.zero_grad and AccumulateGrad."
     falsified_by = "code that needs a gradient of zero where a parameter got none"
@@ -58,22 +58,22 @@ class ZeroedGradients(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         names = a.trace.cpu["name"]
-        if a.device_id is None or not name_matches(names, ZEROING).any():
+        if a.device_id is None or not name_matches(names, ZERO_GRAD_RANGE).any():
             return
         launch = row_numbers(a.trace.gpu["launch"])
         dur = a.trace.gpu["dur"].to_numpy()
         parent, rows = parent_rows(a.trace), {}
-        for pattern in (ZEROING, ACCUMULATING):
-            around = climb_stack(parent, name_matches(names, pattern).to_numpy(), launch)
-            rows[pattern] = a.in_window & (launch >= 0) & (around >= 0)
+        for pattern in (ZERO_GRAD_RANGE, ACCUMULATION_NODE):
+            enclosing_row = climb_stack(parent, name_matches(names, pattern).to_numpy(), launch)
+            rows[pattern] = a.in_window & (launch >= 0) & (enclosing_row >= 0)
         fills, additions = (int(mask.sum()) for mask in rows.values())
-        selected = [ZEROING, ACCUMULATING]
+        selected = [ZERO_GRAD_RANGE, ACCUMULATION_NODE]
         if additions > self.max_ratio * fills:
-            selected.remove(ACCUMULATING)
+            selected.remove(ACCUMULATION_NODE)
         needless = np.logical_or.reduce([rows[pattern] for pattern in selected])
         total = int(a.in_window.sum())
-        of_time = dur[needless].sum() / max(dur[a.in_window].sum(), 1)
-        share = max(int(needless.sum()) / max(total, 1), float(of_time))
+        time_share = dur[needless].sum() / max(dur[a.in_window].sum(), 1)
+        share = max(int(needless.sum()) / max(total, 1), float(time_share))
         if not fills or share < self.min_share:
             return
         steps = a.step_count
@@ -89,7 +89,7 @@ class ZeroedGradients(Rule):
                 self.compare("share of launches or device time", share, "min_share"),
                 Evidence("additions per fill", additions / fills),
             ],
-            where=costliest_places(a, launch[rows[ZEROING]], dur[rows[ZEROING]]),
+            where=costliest_places(a, launch[rows[ZERO_GRAD_RANGE]], dur[rows[ZERO_GRAD_RANGE]]),
             edits=[
                 edit
                 for pattern in selected
@@ -112,7 +112,7 @@ class ZeroedGradients(Rule):
             "a fill and an addition for each": _training(),
             "several batches": _training(batches=4),
             "set to None": (_training(zeros=False), "not fills"),
-            "little beside the model": (_training(layers=1, other=60), few),
+            "little next to the model": (_training(layers=1, other=60), few),
         }
 
 

@@ -19,7 +19,7 @@ from advisor.core.report import Report
 from advisor.core.text import first_sentence
 from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
-from advisor.rules.optimizer.unused_gradients import _reference_network
+from advisor.rules.optimizer.unused_gradients import _find_reference
 from advisor.testing import TraceBuilder
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
@@ -393,4 +393,4 @@ def test_time_between_steps_is_a_share_of_the_time_after_the_first_step() -> Non
 def test_a_network_whose_outputs_are_constants_runs_without_gradients(
     modules: list[str], name: str
 ) -> None:
-    assert _reference_network(modules) == name
+    assert _find_reference(modules) == name

@@ -61,10 +61,10 @@ _KINDS = {
 
 
 class CollectivesInStep(Rule):
-    """In each step the ranks wait for collectives that training can do without: all-reduces of
-    single numbers, barriers, Python objects and whole tensors gathered on one rank. The buffers
-    that DistributedDataParallel sends in each forward pass belong to them. Each costs its latency,
-    and makes the ranks wait for the slowest one once more.
+    """Ranks wait in each step for collectives that training can do without: all-reduces of single
+    numbers, barriers, Python objects and whole tensors gathered on one rank. The buffers that
+    DistributedDataParallel sends in each forward pass belong to them. Each costs its latency, and
+    makes the ranks wait for the slowest one once more.
 
     The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
     them. With GPUs, reads of their results show it (implicit-sync). For buffers, the time is that

@@ -1,4 +1,4 @@
-"""One rank's device runs the same kernels more slowly than its peers'."""
+"""A rank's device runs the same kernels more slowly than its peers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank comes late to the collectives, so all others wait for it."""
+"""A rank comes late to the collectives, so all others wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives: which, how many bytes, how fast on the wire, and how much of them nothing hides."""
+"""Collectives: kinds, bytes, rates on the wire, and exposed time."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
 
     Without a device they are gloo's, in threads of the host (``comm/gloo.py``).
 
-    - ``dur``: the kernel's, ns, not clipped. It contains the wait for the last rank to arrive.
+    - ``dur``: duration of the kernel, ns, not clipped. It includes the wait for the last rank.
     - ``bytes``: the message S of nccl-tests (``messages.message_elements``), from the collective's
-      arguments, else from the shapes of the tensors it was called with. Null: neither recorded.
+      arguments, else from the shapes of its tensors. Null if neither is recorded.
     - ``dtype``: as the file spells it (``BFloat16``, ``c10::BFloat16``; ``shapes.width_of``).
-    - ``bus_gbps``: bytes x ``messages.bus_factor`` / dur, GB/s. Because dur contains waiting, it
-      is a lower bound of what the wire did. Null for an all-to-all with uneven splits.
+    - ``bus_gbps``: bytes x ``messages.bus_factor`` / dur, GB/s. Because dur includes waiting, it
+      is a lower bound of the wire's rate. Null for an all-to-all with uneven splits.
     - ``exposed``: ns inside ``spans`` with no compute kernel running; without a device, with no
-      operator. Two collectives that run at once both count it: the sum can exceed
+      operator. Two concurrent collectives both count it: the sum can exceed
       ``breakdown.communication``.
-    - ``hidden_by``: the kernel family that ran longest beside it; null: none did.
+    - ``hidden_by``: the kernel family that ran longest at the same time; null if none did.
     - ``annotation``: nearest annotation around the launch that is neither the backend's own
       (``nccl:all_reduce``) nor ``ProfilerStep``.
-    - ``ranks``: of the group, JSON text; null: not recorded. ``source``, ``target``: of a send or
+    - ``ranks``: of the group, JSON text; null if not recorded. ``source``, ``target``: of a send or
       receive. ``axis``, ``axis_named``: the part of
       the parallelism it belongs to, and whether the group's description says so (``mesh``).
     - ``step``: index of the used step in which it starts on the device.
-    - ``order``: 0, 1, … among those of its (group, collective) on this device, over the whole
-      trace, so that it does not depend on which steps are used.
+    - ``order``: 0, 1, … among collectives of its (group, collective) on this device, over the
+      whole trace, so that it does not depend on which steps are used.
     """
     on_host = has_host_collectives(a)
     if a.device_id is None and not on_host:
@@ -82,7 +82,7 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     work = host_work(a) if on_host else a.breakdown.compute
     table = table.with_columns(
         exposed=covered_length(ts, end, subtract(a.spans, work)),
-        hidden_by=_hidden_by(a, ts, end),
+        hidden_by=_find_hiding_families(a, ts, end),
         step=step_at(a, ts),
     )
     return table.select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
@@ -98,7 +98,7 @@ def in_window(a: Analysis, table: pl.DataFrame) -> pl.Series:
 
 def step_at(a: Analysis, ts: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the index of the used step around each instant. Between used steps it is the next one
-    (work that started earlier and reaches into it), after all of them the last."""
+    (for work that reaches into it), and after all steps the last one."""
     used = a.steps.used
     if used.is_empty():
         return np.zeros(len(ts), dtype=np.int32)
@@ -106,43 +106,47 @@ def step_at(a: Analysis, ts: NDArray[np.int64]) -> NDArray[np.int32]:
     return used["index"].to_numpy()[np.minimum(index, used.height - 1)].astype(np.int32)
 
 
-def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl.Series:
-    """Return the family of compute kernels that covers most of each interval; null: none does."""
+def _find_hiding_families(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl.Series:
+    """Return the family of compute kernels that covers most of each interval, or null."""
     names: list[str | None] = [None]
-    best = np.zeros(len(ts), dtype=np.int64)
-    which = np.zeros(len(ts), dtype=np.int64)
+    best_ns = np.zeros(len(ts), dtype=np.int64)
+    best_index = np.zeros(len(ts), dtype=np.int64)
     if "family" in a.kernels.columns:
-        kernel = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
-        kernel &= ~a.kernels["communication"].to_numpy()
+        is_compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
+        is_compute &= ~a.kernels["communication"].to_numpy()
         family = a.kernels["family"]
-        for name in sorted(family.filter(pl.Series(kernel)).drop_nulls().cast(pl.String).unique()):
-            rows = kernel & (family == name).fill_null(False).to_numpy()
+        for name in sorted(
+            family.filter(pl.Series(is_compute)).drop_nulls().cast(pl.String).unique()
+        ):
+            rows = is_compute & (family == name).fill_null(False).to_numpy()
             amount = covered_length(ts, end, a.device_busy(rows))
             names.append(name)
-            which = np.where(amount > best, len(names) - 1, which)
-            best = np.maximum(best, amount)
-    return pl.Series(names, dtype=pl.String).gather(which)
+            best_index = np.where(amount > best_ns, len(names) - 1, best_index)
+            best_ns = np.maximum(best_ns, amount)
+    return pl.Series(names, dtype=pl.String).gather(best_index)
 
 
 def list_collectives(a: Analysis) -> pl.DataFrame:
-    """List every collective of the whole trace on the analysed device, by device start; without a
-    device, gloo's.
+    """List every collective of the trace on the analysed device, by device start, or gloo's
+    collectives without a device.
 
-    Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
-    outside the trace), ``ranks`` (JSON text; null: not recorded), ``sequence`` (``Seq``; null),
+    Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null if launched
+    outside the trace), ``ranks`` (JSON text; null if not recorded), ``sequence`` (``Seq``; null),
     ``source`` and ``target`` (of a send or receive; null)."""
     trace = a.trace
     if a.device_id is None:
-        return _ordered(
+        return _add_rate_and_order(
             list_on_host(a).with_columns(
                 gpu=pl.lit(None, dtype=pl.Int32), stream=pl.lit(None, dtype=pl.Int64)
             )
         )
-    own = a.kernels["communication"].to_numpy() & (trace.gpu["device"] == a.device_id).to_numpy()
-    rows = np.flatnonzero(own)
+    is_collective = (
+        a.kernels["communication"].to_numpy() & (trace.gpu["device"] == a.device_id).to_numpy()
+    )
+    rows = np.flatnonzero(is_collective)
     gpu = trace.gpu[rows]
     result = collective_facts(trace, gpu, map_names(gpu["name"], kernel_kind, pl.String))
-    return _ordered(
+    return _add_rate_and_order(
         result.with_columns(
             gpu=pl.Series(rows, dtype=pl.Int32),
             host=pl.lit(None, dtype=pl.Int32),
@@ -155,7 +159,7 @@ def list_collectives(a: Analysis) -> pl.DataFrame:
     )
 
 
-def _ordered(table: pl.DataFrame) -> pl.DataFrame:
+def _add_rate_and_order(table: pl.DataFrame) -> pl.DataFrame:
     """Add ``bus_gbps`` and ``order`` to the table."""
     ns = table["dur"].cast(pl.Float64)
     algorithm = table["bytes"].cast(pl.Float64) / ns.set(ns == 0, None)
@@ -168,7 +172,7 @@ def _ordered(table: pl.DataFrame) -> pl.DataFrame:
 def sum_collectives(a: Analysis) -> pl.DataFrame:
     """Sum collectives inside ``spans`` by kind, message size, group size, dtype and annotation:
     ``collective``, ``bytes``, ``group_size``, ``dtype``, ``annotation``, ``count``, ``dur`` and
-    ``exposed`` (ns summed over the window), ``bus_gbps`` (median; null: not known); largest
+    ``exposed`` (ns summed over the window), ``bus_gbps`` (median; null if unknown); largest
     ``exposed``, then ``dur`` first."""
     return (
         a.collectives.with_columns(pl.col("collective", "dtype").cast(pl.String))
@@ -186,8 +190,8 @@ def sum_collectives(a: Analysis) -> pl.DataFrame:
 def sum_skew(skew: Skew) -> pl.DataFrame:
     """Sum arrivals at collectives by kind, message size and annotation: ``collective``, ``bytes``,
     ``annotation``, ``count``, ``skew_ns`` (mean of last - first arrival), ``worst_ns``, ``wait_ns``
-    (mean wait of the others, summed, per step), ``last`` (the rank that is last most often; null:
-    none is) and ``last_count``; largest ``wait_ns`` first."""
+    (mean wait of the others, summed, per step), ``last`` (the rank that is last most often, or
+    null) and ``last_count``; largest ``wait_ns`` first."""
     return (
         skew.collectives.with_columns(pl.col("collective").cast(pl.String))
         .group_by("collective", "bytes", "annotation")

@@ -23,49 +23,49 @@ GLOO_WORK = r"^gloo:"
 """Prefix of the ranges that PyTorch puts around gloo's work (ProcessGroupGloo.cpp)."""
 COLLECTIVE_WAITS = r"^(_?c10d|gloo:)"
 """Operators that start a collective or wait for one: a thread in them does not work."""
-_STARTS, _WAIT = r"^_?c10d\w*::", r"::wait_tensor$"
+_STARTING_OPS, _WAITING_OP = r"^_?c10d\w*::", r"::wait_tensor$"
 _PREFIX = re.compile(r"^(?:_?c10d\w*::|gloo:)")
 
 
 def has_host_collectives(a: Analysis) -> bool:
-    """Return whether there is no device, and gloo has run."""
-    return a.device_id is None and bool(_ranges(a).size)
+    """Return whether there is no device but gloo has run."""
+    return a.device_id is None and bool(_find_ranges(a).size)
 
 
 def list_on_host(a: Analysis) -> pl.DataFrame:
-    """List every collective of gloo in the whole trace, by start; of a trace without device work.
+    """List every collective of gloo in a trace without device work, by start.
 
     Columns: those of ``messages.collective_facts``, ``host`` (row of ``trace.cpu``: gloo's range),
-    ``op`` (row of the operator that started it; null: it is not in the trace), ``ts``, ``dur`` and
-    ``launch_ts`` (ns). A barrier is an all-reduce of one byte. ``group`` and ``ranks`` are null,
-    ``group_size`` is that of the job: gloo's ranges do not say whose they are.
+    ``op`` (row of the operator that started it; null if not in the trace), ``ts``, ``dur`` and
+    ``launch_ts`` (ns). A barrier counts as an all-reduce of one byte. ``group`` and ``ranks`` are
+    null and ``group_size`` is the size of the job, because gloo's ranges do not name their group.
 
-    A collective begins when it is called, because waking gloo's thread is part of what it costs.
-    Several threads work at a queue of collectives, and all of them may wait for the same process.
-    So that no wait counts twice, it begins no earlier than the one before it has ended, as it does
-    on a device's stream."""
+    A collective begins when it is called, because waking gloo's thread is part of its cost. Several
+    threads process a queue of collectives, and all of them may wait for the same process. So that
+    no wait counts twice, a collective begins no earlier than the previous one ends, as on a
+    device's stream."""
     trace = a.trace
-    rows = _ranges(a)
+    rows = _find_ranges(a)
     rows = rows[np.argsort(trace.cpu["ts"].to_numpy()[rows], kind="stable")]
     cpu = trace.cpu[rows]
     ts = cpu["ts"].to_numpy()
     end = np.maximum.accumulate(ts + cpu["dur"].to_numpy()) if len(ts) else ts
-    op = _started_by(a, rows)
-    called = np.where(op >= 0, np.append(trace.cpu["ts"].to_numpy(), 0)[op], ts)
-    start = called.copy()
-    start[1:] = np.maximum(called[1:], end[:-1])
-    none = pl.Series([None], dtype=pl.Int32).new_from_index(0, len(rows))
-    work = pl.DataFrame({"launch": pl.Series(rows, dtype=pl.Int32), "op": none, "comm": none})
+    op = _find_starting_ops(a, rows)
+    call_ts = np.where(op >= 0, np.append(trace.cpu["ts"].to_numpy(), 0)[op], ts)
+    start = call_ts.copy()
+    start[1:] = np.maximum(call_ts[1:], end[:-1])
+    nulls = pl.Series([None], dtype=pl.Int32).new_from_index(0, len(rows))
+    work = pl.DataFrame({"launch": pl.Series(rows, dtype=pl.Int32), "op": nulls, "comm": nulls})
     kinds = map_names(cpu["name"], kind_of, pl.String)
     facts = collective_facts(trace, work, kinds, trace.meta.world_size)
     return facts.with_columns(
-        bytes=pl.coalesce("bytes", _sent(a, rows)),
-        annotation=_annotation(a, op),
+        bytes=pl.coalesce("bytes", _count_sent_bytes(a, rows)),
+        annotation=_find_annotations(a, op),
         host=pl.Series(rows, dtype=pl.Int32),
         op=nullable_rows(op),
         ts=start,
         dur=np.maximum(end - start, 0),
-        launch_ts=called,
+        launch_ts=call_ts,
     )
 
 
@@ -86,84 +86,92 @@ def time_on_host(a: Analysis, table: pl.DataFrame | None = None) -> tuple[Interv
             return EMPTY, EMPTY
         table = list_on_host(a)
     ts = table["ts"].to_numpy()
-    every = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
-    return every, subtract(every, host_work(a))
+    all_time = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
+    return all_time, subtract(all_time, host_work(a))
 
 
-def _ranges(a: Analysis) -> Rows:
+def _find_ranges(a: Analysis) -> Rows:
     cpu = a.trace.cpu
     return np.flatnonzero(
         ((cpu["kind"] == "annotation") & name_matches(cpu["name"], GLOO_WORK)).to_numpy()
     )
 
 
-def _sent(a: Analysis, ranges: Rows) -> pl.Series:
-    """Return the bytes given to each range of a kind without a message of its own (a gather), and 1
-    for a barrier; null: not recorded."""
+def _count_sent_bytes(a: Analysis, ranges: Rows) -> pl.Series:
+    """Return the input bytes of each range, for kinds without their own message (a gather), and 1
+    for a barrier. Null if not recorded."""
     inputs = a.trace.cpu["inputs"].gather(ranges)
-    sent = {code: bytes_of(a.trace, code) for code in inputs.drop_nulls().unique().to_list()}
-    barrier = name_matches(a.trace.cpu["name"].gather(ranges), "barrier").to_list()
+    bytes_of_input = {
+        code: bytes_of(a.trace, code) for code in inputs.drop_nulls().unique().to_list()
+    }
+    is_barrier = name_matches(a.trace.cpu["name"].gather(ranges), "barrier").to_list()
     return pl.Series(
         [
-            1 if idle else sent.get(code)
-            for code, idle in zip(inputs.to_list(), barrier, strict=True)
+            1 if barrier else bytes_of_input.get(code)
+            for code, barrier in zip(inputs.to_list(), is_barrier, strict=True)
         ],
         dtype=pl.Int64,
     )
 
 
-def _word(name: str) -> str:
+def _collective_word(name: str) -> str:
     """Return the word that a range shares with its operator's name: ``all_reduce``, ``barrier``."""
     word = re.sub(r"[^a-z]", "", _PREFIX.sub("", name.lower()))
     return "barrier" if "barrier" in word else kind_of(word) or word
 
 
-def _started_by(a: Analysis, ranges: Rows) -> Rows:
-    """Find the row of the operator that started each range, -1: none. gloo starts work in call
-    order: the n-th range of a kind is of the n-th operator of that kind before it. The rest is
-    matched without the kind: gloo's reduce-scatter is an all-reduce."""
+def _find_starting_ops(a: Analysis, ranges: Rows) -> Rows:
+    """Find the row of the operator that started each range, or -1. gloo starts work in call order:
+    the n-th range of a kind belongs to the n-th earlier operator of that kind. The remaining ranges
+    are matched without the kind, since gloo's reduce-scatter is an all-reduce."""
     cpu = a.trace.cpu
     names = cpu["name"]
-    called = (cpu["kind"] == "op") & name_matches(names, _STARTS) & ~name_matches(names, _WAIT)
-    starts = called.to_numpy()
+    is_call = (
+        (cpu["kind"] == "op")
+        & name_matches(names, _STARTING_OPS)
+        & ~name_matches(names, _WAITING_OP)
+    )
+    is_start = is_call.to_numpy()
     parent = parent_rows(a.trace)
-    rows = np.flatnonzero(starts)
-    rows = rows[climb_stack(parent, starts, np.append(parent, -1)[rows]) < 0]
+    rows = np.flatnonzero(is_start)
+    rows = rows[climb_stack(parent, is_start, np.append(parent, -1)[rows]) < 0]
     rows = rows[np.argsort(cpu["ts"].to_numpy()[rows], kind="stable")]
     ts = cpu["ts"].to_numpy()
-    words = [map_names(names.gather(each), _word, pl.String) for each in (ranges, rows)]
+    words = [
+        map_names(names.gather(group), _collective_word, pl.String) for group in (ranges, rows)
+    ]
     result = np.full(len(ranges), -1, dtype=np.int64)
-    free = np.ones(len(rows), dtype=np.bool_)
+    is_free = np.ones(len(rows), dtype=np.bool_)
     for word in [*words[0].drop_nulls().unique().sort(), None]:
-        own, calls = result < 0, free
+        is_open, is_candidate = result < 0, is_free
         if word is not None:
-            own, calls = (
+            is_open, is_candidate = (
                 part & (texts == word).fill_null(False).to_numpy()
-                for part, texts in zip((own, calls), words, strict=True)
+                for part, texts in zip((is_open, is_candidate), words, strict=True)
             )
-        place, candidates = np.flatnonzero(own), np.flatnonzero(calls)
-        taken = _in_order(ts[rows[candidates]], ts[ranges[place]])
-        known = taken >= 0
-        result[place[known]] = rows[candidates[taken[known]]]
-        free[candidates[taken[known]]] = False
+        open_ranges, candidates = np.flatnonzero(is_open), np.flatnonzero(is_candidate)
+        call_index = _match_in_order(ts[rows[candidates]], ts[ranges[open_ranges]])
+        is_matched = call_index >= 0
+        result[open_ranges[is_matched]] = rows[candidates[call_index[is_matched]]]
+        is_free[candidates[call_index[is_matched]]] = False
     return result
 
 
-def _in_order(called: Rows, began: Rows) -> Rows:
-    """Match each range with its call, both in order of time, -1: none. Each call has one range, and
-    none that begins before it."""
-    if not len(began):
+def _match_in_order(call_ts: Rows, range_ts: Rows) -> Rows:
+    """Match each range with its call, both in order of time, or return -1. Each call has one range,
+    which begins after the call."""
+    if not len(range_ts):
         return np.zeros(0, dtype=np.int64)
-    before = np.searchsorted(called, began, side="right")
-    place = np.arange(len(began))
-    left = np.minimum.accumulate(np.append(1, before[:-1] - place[:-1]))
-    taken = place - 1 + left
-    return np.where(taken < before, taken, -1)
+    earlier_calls = np.searchsorted(call_ts, range_ts, side="right")
+    index = np.arange(len(range_ts))
+    offset = np.minimum.accumulate(np.append(1, earlier_calls[:-1] - index[:-1]))
+    call_index = index - 1 + offset
+    return np.where(call_index < earlier_calls, call_index, -1)
 
 
-def _annotation(a: Analysis, op: Rows) -> pl.Series:
-    """Return the user's nearest annotation around each operator, without the steps'."""
+def _find_annotations(a: Analysis, op: Rows) -> pl.Series:
+    """Return the user's nearest annotation around each operator, without step marks."""
     cpu = a.trace.cpu
-    user = (cpu["kind"] == "annotation") & ~name_matches(cpu["name"], a.trace.meta.step_names)
-    near = climb_stack(parent_rows(a.trace), user.to_numpy(), op)
-    return cpu["name"].gather(nullable_rows(near)).cast(pl.String)
+    is_user = (cpu["kind"] == "annotation") & ~name_matches(cpu["name"], a.trace.meta.step_names)
+    nearest = climb_stack(parent_rows(a.trace), is_user.to_numpy(), op)
+    return cpu["name"].gather(nullable_rows(nearest)).cast(pl.String)

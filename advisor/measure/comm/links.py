@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MIN_BYTES = 1 << 10
-"""Size from which messages count, bytes: smaller ones are counters and flags."""
+"""Minimum size of messages that count, bytes: smaller ones are counters and flags."""
 
 
 class NodeLinks(NamedTuple):
-    """Nodes and network of the job, as far as the trace does not show them. ``None``: unknown."""
+    """Nodes and network of the job that the trace does not show. ``None`` if unknown."""
 
     node_size: int | None = None
     """GPUs of a node."""
@@ -34,19 +34,20 @@ UNKNOWN_LINKS = NodeLinks()
 
 
 class AxisLink(NamedTuple):
-    """The link that the ranks of a group send over."""
+    """Link that connects the ranks of a group."""
 
     crosses: bool
-    """Whether the link is between nodes; otherwise it is inside of one."""
+    """Whether the link is between nodes and not inside a node."""
     name: str | None
-    """Name such as ``NVLink 4``; ``None``: a network, whose name is not recorded."""
+    """Name such as ``NVLink 4``, or ``None`` for a network, whose name is not recorded."""
     gb_per_s: float | None
-    """Rate in one direction, by the datasheet or as given, GB/s; ``None``: unknown."""
+    """Rate in one direction, from the datasheet or the user, GB/s, or ``None`` if unknown."""
 
 
 def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
-    """Return the GPUs of a node: as given, else ranks of the hosts, else the devices that the trace
-    lists, where they are several. ``None``: unknown, for a process may see one of many GPUs."""
+    """Return the GPUs of a node: as given, else the ranks per host, else the number of devices
+    in the trace if there are several. ``None`` if unknown, because a process may see one of many
+    GPUs."""
     if machine.node_size:
         return machine.node_size
     if machine.hosts and len(machine.hosts) >= (a.trace.meta.world_size or 2):
@@ -59,9 +60,9 @@ def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
 def find_link(
     a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
 ) -> AxisLink | None:
-    """Find the link of a group; ``None``: unknown which of its ranks share a node. Ranks are
-    numbered node by node, as torchrun does, where their hosts are not known."""
-    crosses = _crosses(a, ranks, size, machine)
+    """Find the link of a group, or return ``None`` if it is unknown which ranks share a node. If
+    hosts are unknown, ranks are assumed to be numbered node by node, as by torchrun."""
+    crosses = _crosses_nodes(a, ranks, size, machine)
     if crosses is None:
         return None
     if crosses:
@@ -72,7 +73,7 @@ def find_link(
     )
 
 
-def _crosses(
+def _crosses_nodes(
     a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
 ) -> bool | None:
     if len(ranks) > 1 and all(rank in machine.hosts for rank in ranks):
@@ -86,21 +87,21 @@ def _crosses(
 
 
 def count_slots(rows: pl.DataFrame) -> int | None:
-    """Count the passes of a pipeline step through this rank's stages: micro-batches times its
-    stages. They are the sends of the most frequent size to (or from) one rank in a step. ``None``:
-    the sends' ends are not recorded."""
-    known = rows.filter(pl.col("peer").is_not_null(), pl.col("bytes") >= MIN_BYTES)
-    if known.is_empty():
+    """Count the passes of a pipeline step through this rank's stages (micro-batches times stages),
+    by the sends of the most frequent size to (or from) one rank in a step. ``None`` if the ends of
+    the sends are not recorded."""
+    sends = rows.filter(pl.col("peer").is_not_null(), pl.col("bytes") >= MIN_BYTES)
+    if sends.is_empty():
         return None
-    counts = known.group_by("step", "sends", "peer", "bytes").len()
+    counts = sends.group_by("step", "sends", "peer", "bytes").len()
     by_step = counts.group_by("step").agg(pl.col("len").max())["len"]
     return int(np.median(by_step.to_numpy()))
 
 
 def bubble_share(stages: int, slots: int) -> float:
     """Return the share of the pipeline's time in which a stage is idle: (p - 1) / (m v + p - 1)
-    with p stages, m micro-batches and v stages of a rank (Narayanan et al. 2021, arXiv:2104.04473,
-    section 2.2). ``slots``: m v."""
+    with p stages, m micro-batches and v stages per rank (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2). ``slots`` is m v."""
     return (stages - 1) / (slots + stages - 1)
 
 
@@ -109,28 +110,28 @@ NODE_HOP_NS = (600.0, 1_900.0, 3_400.0)
 NETWORK_HOP_NS = (2_700.0, 4_000.0, 14_000.0)
 """Latency of a ring by protocol (LL, LL128, Simple): NCCL, src/graph/tuning.cc."""
 SIMPLE = 2
-"""Place of the protocol with the longest latency over a network."""
+"""Index of the protocol with the longest latency over a network."""
 
 
 def ring_latency(kind: str, size: int, local: int, protocol: int) -> float:
     """Estimate the latency of a collective of ``size`` ranks, ``local`` of them on a node, ns: a
-    base, and a hop for each step from rank to rank. ``protocol``: place in ``BASE_NS``."""
+    base plus a hop for each step from rank to rank. ``protocol`` is the index in ``BASE_NS``."""
     hops = 1 if kind == "send_recv" else (2 if kind == "all_reduce" else 1) * (size - 1)
     nodes = 0 if local >= size else max(1, hops // max(1, local))
-    near = (hops - nodes) * NODE_HOP_NS[protocol]
-    return BASE_NS[protocol] + near + nodes * NETWORK_HOP_NS[protocol]
+    node_ns = (hops - nodes) * NODE_HOP_NS[protocol]
+    return BASE_NS[protocol] + node_ns + nodes * NETWORK_HOP_NS[protocol]
 
 
 ATTAINED_SHARE = 0.8
 """Share of a link's rate that NCCL attains: 370 of 450 GB/s over NVLink 4, by a maintainer of NCCL
 (https://github.com/NVIDIA/nccl-tests/issues/212)."""
-MAX_IDS = 500
+MAX_SELECTED_IDS = 500
 LARGE_MESSAGE_BYTES = 16 << 20
-"""Bytes of messages that fill any link (nccl-tests)."""
+"""Minimum size of messages that fill any link, bytes (nccl-tests)."""
 
 
 def count_local(ranks: Sequence[int], machine: NodeLinks) -> int:
-    """Count a group's ranks on the node with most: their adapters carry its ring together."""
+    """Count a group's ranks on the node with the most, whose adapters carry its ring together."""
     if ranks and all(rank in machine.hosts for rank in ranks):
         return max(Counter(machine.hosts[rank] for rank in ranks).values())
     counts = Counter(rank // machine.node_size for rank in ranks) if machine.node_size else {}
@@ -139,14 +140,14 @@ def count_local(ranks: Sequence[int], machine: NodeLinks) -> int:
 
 def select_collectives(a: Analysis, rows: pl.DataFrame) -> tuple[Select, float]:
     """Return an edit's selection of these rows of ``Analysis.collectives``, and their share of the
-    time it covers. Rows are selected one by one, if too many by their streams."""
+    selected time. Rows are selected one by one, or by their streams if there are too many."""
     gpu = a.trace.gpu
     ids = gpu["correlation"].gather(rows["gpu"]).drop_nulls().unique().sort()
-    if len(ids) <= MAX_IDS:
+    if len(ids) <= MAX_SELECTED_IDS:
         return Select(on="gpu", family=("communication",), correlation=tuple(ids)), 1.0
     streams = rows["stream"].unique().sort()
-    beside = a.collectives.filter(pl.col("stream").is_in(streams.implode()))
-    share = float(rows["dur"].sum()) / max(1, int(beside["dur"].sum()))
+    covered = a.collectives.filter(pl.col("stream").is_in(streams.implode()))
+    share = float(rows["dur"].sum()) / max(1, int(covered["dur"].sum()))
     return Select(on="gpu", family=("communication",), stream=tuple(streams)), share
 
 
@@ -155,18 +156,19 @@ class ScaledCollectives(NamedTuple):
 
     select: Select
     measured: float
-    """Fastest bus bandwidth of these collectives, GB/s: waits lower the others'."""
+    """Maximum bus bandwidth of these collectives, GB/s: waits lower the others."""
     attainable: float
     """Bus bandwidth that NCCL attains on the link, GB/s."""
     factor: float
-    """Estimated over present time, if the transfers attain it and waits stay."""
+    """Estimated over present time, if the transfers attain that bandwidth and waits stay."""
     calls: int
     agreement: float
-    """Slowest tenth of the bandwidths over the fastest: near 1 the link decides, else waits do."""
+    """Tenth percentile over the maximum of the bandwidths: near 1 the link limits them, else
+    waits."""
 
 
 def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
-    """Return the machine as it was given; what is unknown, as NCCL's log and the topology say."""
+    """Return the machine as given, with unknown values from NCCL's log and the topology."""
     given = given or a.machine
     log = a.trace.meta.network
     if log is None:
@@ -177,7 +179,7 @@ def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
 
 
 def group_ranks(ranks: str | None) -> list[int]:
-    """Return the group's members; empty: not recorded, or cut short."""
+    """Return the group's members, empty if not recorded or cut off."""
     try:
         members = msgspec.json.decode(ranks or "[]", type=list[int])
     except (msgspec.DecodeError, RecursionError):
@@ -186,8 +188,8 @@ def group_ranks(ranks: str | None) -> list[int]:
 
 
 def scale_collectives(a: Analysis, *, across: bool) -> ScaledCollectives | None:
-    """Measure large collectives across nodes, or inside of one: measured and attainable bus
-    bandwidth. ``None``: there are none, no rate of their link is known, or they attain it."""
+    """Measure the present and attainable bus bandwidth of large collectives across nodes, or inside
+    a node. ``None`` if there are none, no rate of their link is known, or they attain it."""
     if a.device_id is None:
         return None
     table = a.collectives.filter(
@@ -195,21 +197,23 @@ def scale_collectives(a: Analysis, *, across: bool) -> ScaledCollectives | None:
     )
     machine = machine_of(a)
     rows, rate = [], 0.0
-    for (ranks, size), own in table.group_by("ranks", "group_size", maintain_order=True):
+    for (ranks, size), group_rows in table.group_by("ranks", "group_size", maintain_order=True):
         members = group_ranks(cast(str | None, ranks))
         link = find_link(a, members, cast(int | None, size), machine)
         if link is not None and link.crosses == across and link.gb_per_s:
-            rows.append(own)
+            rows.append(group_rows)
             rate = link.gb_per_s * (count_local(members, machine) if across else 1)
     if not rows:
         return None
-    own = pl.concat(rows)
-    best = cast(float, own["bus_gbps"].max())
-    if best >= ATTAINED_SHARE * rate:
+    group_rows = pl.concat(rows)
+    max_rate = cast(float, group_rows["bus_gbps"].max())
+    if max_rate >= ATTAINED_SHARE * rate:
         return None
-    select, part = select_collectives(a, own)
-    sent = float((own["bus_gbps"] * own["dur"]).sum())
-    saved = sent * (1 / best - 1 / (ATTAINED_SHARE * rate))
-    slow = cast(float, own["bus_gbps"].quantile(0.1))
-    factor = 1 - part * saved / float(own["dur"].sum())
-    return ScaledCollectives(select, best, ATTAINED_SHARE * rate, factor, own.height, slow / best)
+    select, selected_share = select_collectives(a, group_rows)
+    transferred = float((group_rows["bus_gbps"] * group_rows["dur"]).sum())
+    saved = transferred * (1 / max_rate - 1 / (ATTAINED_SHARE * rate))
+    slow_rate = cast(float, group_rows["bus_gbps"].quantile(0.1))
+    factor = 1 - selected_share * saved / float(group_rows["dur"].sum())
+    return ScaledCollectives(
+        select, max_rate, ATTAINED_SHARE * rate, factor, group_rows.height, slow_rate / max_rate
+    )

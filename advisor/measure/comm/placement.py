@@ -1,5 +1,5 @@
-"""Nodes that each axis of the mesh spans, and the time of collectives if the tensor-parallel ranks
-shared a node."""
+"""Nodes that each axis of the mesh spans, and the time of collectives with all tensor-parallel
+ranks on one node."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -20,8 +20,8 @@ from advisor.measure.comm.links import (
 from advisor.measure.comm.mesh import pipeline_wait
 from advisor.measure.comm.messages import bus_factor
 
-FILLS: int = 1 << 20
-"""Size from which messages show the rate of a link, bytes (nccl-tests)."""
+MIN_FILLING_BYTES: int = 1 << 20
+"""Minimum size of messages that show the rate of a link, bytes (nccl-tests)."""
 
 
 class AxisRanks(NamedTuple):
@@ -30,7 +30,7 @@ class AxisRanks(NamedTuple):
     axis: str
     members: list[int]
     local: int
-    """Ranks on the node with most."""
+    """Number of ranks on the node with the most ranks."""
     rows: pl.DataFrame
     """Rows of ``Analysis.collectives``."""
 
@@ -49,9 +49,9 @@ class PlacementChange(NamedTuple):
 
     rows: pl.DataFrame
     factor: float
-    """Time after the change over the time now; waits stay."""
+    """Time after the change over the present time, with unchanged waits."""
     factor_without_waits: float
-    """Time after the change, without waits, over the time now."""
+    """Time after the change, without waits, over the present time."""
 
 
 class TensorPlacement(NamedTuple):
@@ -61,32 +61,33 @@ class TensorPlacement(NamedTuple):
     node: int
     """GPUs of a node."""
     network: float | None
-    """Bus bandwidth of a GPU across nodes, GB/s; ``None``: unknown."""
+    """Bus bandwidth of a GPU across nodes, GB/s, or ``None`` if unknown."""
     inside_node: float | None
-    """Bus bandwidth of a GPU inside of a node, GB/s; ``None``: unknown."""
+    """Bus bandwidth of a GPU inside a node, GB/s, or ``None`` if unknown."""
     changes: tuple[PlacementChange, ...]
-    """Effects of giving tensor parallelism a node and others the network; empty: no known rate."""
+    """Effects of placing tensor parallelism on a node and other axes across the network. Empty if
+    no rate is known."""
 
 
 def find_placement(a: Analysis) -> TensorPlacement | None:
-    """Find a placement to improve. ``None``: tensor parallelism is in one node, or no node holds
-    it, or which ranks share a node is unknown."""
+    """Find a placement to improve. ``None`` if tensor parallelism is in one node, or does not fit
+    on a node, or it is unknown which ranks share a node."""
     machine = machine_of(a)
     node = find_node_size(a, machine)
     if node is None or a.device_id is None:
         return None
-    axes = _axes(a, machine._replace(node_size=node))
+    axes = _list_axes(a, machine._replace(node_size=node))
     tensor = next((axis for axis in axes if axis.axis == "tensor" and axis.crosses), None)
     if tensor is None or tensor.size > node or node % tensor.size:
         return None
-    network, inside = _rates(a, axes, machine)
+    network, inside = _find_rates(a, axes, machine)
     changes: tuple[PlacementChange, ...] = ()
     if network and inside:
-        changes = _with_bubble(a, axes, _changes(axes, tensor, network, inside))
+        changes = _add_bubble(a, axes, _find_changes(axes, tensor, network, inside))
     return TensorPlacement(tensor, node, network, inside, changes)
 
 
-def _axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:
+def _list_axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:
     """List the axes of groups whose members are recorded, with their ranks."""
     result = []
     for (axis, ranks), rows in a.collectives.group_by("axis", "ranks", maintain_order=True):
@@ -97,39 +98,46 @@ def _axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:
     return result
 
 
-def _rates(
+def _find_rates(
     a: Analysis, axes: Sequence[AxisRanks], machine: NodeLinks
 ) -> tuple[float | None, float | None]:
-    """Return the bus bandwidth of a GPU across nodes and inside of one, GB/s: the upper quartile of
-    the recorded ones, for waits lower the others; else the rate that NCCL attains on the link."""
-    across, near = [], []
+    """Return the bus bandwidth of a GPU across nodes and inside a node, GB/s: the upper quartile of
+    the recorded bandwidths, because waits lower the others, else the rate that NCCL attains on the
+    link."""
+    network_rates, node_rates = [], []
     for axis in axes:
-        large = axis.rows.filter(pl.col("bytes") >= FILLS, pl.col("bus_gbps").is_not_null())
+        large = axis.rows.filter(
+            pl.col("bytes") >= MIN_FILLING_BYTES, pl.col("bus_gbps").is_not_null()
+        )
         if large.is_empty():
             continue
-        best = float(np.quantile(large["bus_gbps"].to_numpy(), 0.75))
+        rate = float(np.quantile(large["bus_gbps"].to_numpy(), 0.75))
         if axis.crosses:
-            across.append(best / (1 if axis.axis == "pipeline" else axis.local))
+            network_rates.append(rate / (1 if axis.axis == "pipeline" else axis.local))
         elif (large["bytes"] >= LARGE_MESSAGE_BYTES).any():
-            near.append(best)
+            node_rates.append(rate)
     link = None if a.hardware is None else a.hardware.link
-    given = machine.network_gb_per_s
-    network = max(across, default=None if given is None else ATTAINED_SHARE * given)
-    return network, max(near, default=None if link is None else ATTAINED_SHARE * link.gb_per_s)
+    given_rate = machine.network_gb_per_s
+    network = max(
+        network_rates, default=None if given_rate is None else ATTAINED_SHARE * given_rate
+    )
+    return network, max(
+        node_rates, default=None if link is None else ATTAINED_SHARE * link.gb_per_s
+    )
 
 
-def _changes(
+def _find_changes(
     axes: Sequence[AxisRanks], tensor: AxisRanks, network: float, inside: float
 ) -> tuple[PlacementChange, ...]:
-    """Move ranks of the other axes off the node, those of the axes that send least first."""
-    leave = tensor.size / tensor.local
-    local: dict[int, int] = {}
-    for together in _dimensions([axis for axis in axes if axis.axis != "tensor"]):
-        most = max(axis.local for axis in together)
-        fewer = min(leave, most)
-        for axis in together:
-            local[id(axis)] = min(axis.local, max(1, round(most / fewer)))
-        leave /= fewer
+    """Move ranks of the other axes off the node, starting with the axes that send the least."""
+    remaining_factor = tensor.size / tensor.local
+    new_local: dict[int, int] = {}
+    for merged in _merge_axes([axis for axis in axes if axis.axis != "tensor"]):
+        max_local = max(axis.local for axis in merged)
+        reduction = min(remaining_factor, max_local)
+        for axis in merged:
+            new_local[id(axis)] = min(axis.local, max(1, round(max_local / reduction)))
+        remaining_factor /= reduction
 
     def rate(axis: AxisRanks, on_node: int) -> float:
         if on_node >= axis.size:
@@ -138,75 +146,85 @@ def _changes(
 
     result = []
     for axis in axes:
-        then = local.get(id(axis))
+        local_after = new_local.get(id(axis))
         if axis.axis == "tensor":
-            then = axis.size
-        if then is None or then == axis.local:
+            local_after = axis.size
+        if local_after is None or local_after == axis.local:
             continue
-        factors = _factors(axis.rows, rate(axis, axis.local), rate(axis, then))
+        factors = _time_factors(axis.rows, rate(axis, axis.local), rate(axis, local_after))
         if factors is not None:
             result.append(PlacementChange(axis.rows, *factors))
     return tuple(result)
 
 
-def _dimensions(axes: Sequence[AxisRanks]) -> list[list[AxisRanks]]:
-    """Merge axes with the same ranks: experts are spread over data-parallel ranks. Axes that send
-    least come first."""
+def _merge_axes(axes: Sequence[AxisRanks]) -> list[list[AxisRanks]]:
+    """Merge axes with the same ranks, since experts are spread over data-parallel ranks. Axes that
+    send the least come first."""
     result: list[tuple[set[int], list[AxisRanks]]] = []
     for axis in axes:
-        members, own = set(axis.members), [axis]
-        for known in [each for each in result if len(each[0] & members) > 1]:
-            result.remove(known)
-            members, own = members | known[0], known[1] + own
-        result.append((members, own))
+        members, merged = set(axis.members), [axis]
+        for other in [entry for entry in result if len(entry[0] & members) > 1]:
+            result.remove(other)
+            members, merged = members | other[0], other[1] + merged
+        result.append((members, merged))
 
-    def sent(together: list[AxisRanks]) -> int:
-        return sum(int(axis.rows["bytes"].fill_null(0).sum()) for axis in together)
+    def sent(merged_axes: list[AxisRanks]) -> int:
+        return sum(int(axis.rows["bytes"].fill_null(0).sum()) for axis in merged_axes)
 
-    return sorted((own for _, own in result), key=sent)
+    return sorted((merged for _, merged in result), key=sent)
 
 
-def _with_bubble(
+def _add_bubble(
     a: Analysis, axes: Sequence[AxisRanks], changes: tuple[PlacementChange, ...]
 ) -> tuple[PlacementChange, ...]:
-    """Add the pipeline's bubble: stages wait for each other's work, so it scales with it."""
+    """Add the pipeline's bubble, which scales with the work of the stages that wait for each
+    other."""
     result = list(changes)
     for axis in axes:
         if axis.axis != "pipeline":
             continue
         idle, time = pipeline_wait(axis.rows), float(axis.rows["dur"].sum())
-        rest = max(1.0, a.span_ns - idle)
+        busy_ns = max(1.0, a.span_ns - idle)
         shares = [
-            sum((1 - part) * float(each.rows["exposed"].sum()) for each, part in parts) / rest
+            sum((1 - factor) * float(change.rows["exposed"].sum()) for change, factor in parts)
+            / busy_ns
             for parts in (
-                [(each, each.factor) for each in changes],
-                [(each, each.factor_without_waits) for each in changes],
+                [(change, change.factor) for change in changes],
+                [(change, change.factor_without_waits) for change in changes],
             )
         ]
-        same = next((each for each in result if each.rows is axis.rows), None)
-        before = (1.0, 1.0) if same is None else (same.factor, same.factor_without_waits)
-        result = [each for each in result if each is not same]
+        existing = next((change for change in result if change.rows is axis.rows), None)
+        old_factors = (
+            (1.0, 1.0) if existing is None else (existing.factor, existing.factor_without_waits)
+        )
+        result = [change for change in result if change is not existing]
         factors = [
             max(0.0, old - idle * min(1.0, share) / max(time, 1.0))
-            for old, share in zip(before, shares, strict=True)
+            for old, share in zip(old_factors, shares, strict=True)
         ]
         result.append(PlacementChange(axis.rows, *factors))
     return tuple(result)
 
 
-def _factors(rows: pl.DataFrame, now: float, then: float) -> tuple[float, float] | None:
-    """Return time after over time now, by rates in GB/s, with the waits and without. Only the
-    transfer of the bytes changes; latency stays. ``None``: bytes are not recorded."""
-    saved = total = least = 0.0
-    for kind, size, group, dur in rows.select(
+def _time_factors(
+    rows: pl.DataFrame, present_rate: float, new_rate: float
+) -> tuple[float, float] | None:
+    """Return the new time over the present time, by rates in GB/s, with and without waits. Only the
+    transfer of the bytes changes; latency stays. ``None`` if bytes are not recorded."""
+    saved = total = shortest = 0.0
+    for collective, size, group, dur in rows.select(
         pl.col("collective").cast(pl.String), "bytes", "group_size", "dur"
     ).iter_rows():
-        factor = bus_factor(kind, group)
+        factor = bus_factor(collective, group)
         if size is None or factor is None:
             return None
         total += dur
-        saved += min(dur, size * factor / now) * (1 - now / then)
-        least += min(dur, size * factor / then) if then > now else size * factor / then
+        saved += min(dur, size * factor / present_rate) * (1 - present_rate / new_rate)
+        shortest += (
+            min(dur, size * factor / new_rate)
+            if new_rate > present_rate
+            else size * factor / new_rate
+        )
     if not total:
         return None
-    return 1 - saved / total, min(1 - saved / total, least / total)
+    return 1 - saved / total, min(1 - saved / total, shortest / total)

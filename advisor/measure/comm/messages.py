@@ -29,21 +29,21 @@ _KINDS = (  # the longer words first: "allreduce" contains "reduce"
     (re.compile(r"reduce"), "reduce"),
 )
 _BACKEND = r"^(nccl|rccl|gloo|mpi|ucc|xccl):"
-"""Annotations that PyTorch itself puts around a collective."""
-_LETTERS = re.compile(r"[^a-z0-9]+")
-# Before its own kernels for every collective, NCCL ran all that had none under this one name: a
-# real trace (NCCL 2.1x) has all-reduces, all-gathers and all-to-alls under it.
-_GENERIC = re.compile(r"^nccl\w*Kernel_(SendRecv_RING_SIMPLE_Sum_int8_t|Generic)")
-# Tokens sent to their experts and back, by DeepEP and what copies its names.
-_EXPERTS = re.compile(r"(?i)(\bep|node(_ll)?)::|\bep_?(dispatch|combine)")
+"""Pattern of annotations that PyTorch itself puts around a collective."""
+_NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
+# Older versions of NCCL ran all collectives without their own kernel under this one name: a real
+# trace (NCCL 2.1x) has all-reduces, all-gathers and all-to-alls under it.
+_GENERIC_KERNEL = re.compile(r"^nccl\w*Kernel_(SendRecv_RING_SIMPLE_Sum_int8_t|Generic)")
+# Tokens sent to their experts and back, by DeepEP and libraries that copy its names.
+_EXPERT_KERNEL = re.compile(r"(?i)(\bep|node(_ll)?)::|\bep_?(dispatch|combine)")
 
 
 def kind_of(text: str) -> str | None:
-    """Return the collective that an annotation, an op or an argument names; ``None``: none.
+    """Return the collective that an annotation, an op or an argument names, or ``None``.
 
     A barrier of PyTorch's NCCL backend is an all-reduce of one element, and is called one."""
     text = text.lower()
-    word = _LETTERS.sub("", re.sub(_BACKEND, "", text))
+    word = _NOT_ALPHANUMERIC.sub("", re.sub(_BACKEND, "", text))
     if word == "barrier":
         return "all_reduce"
     return next((kind for pattern, kind in _KINDS if pattern.search(word)), None)
@@ -51,13 +51,13 @@ def kind_of(text: str) -> str | None:
 
 def kernel_kind(name: str) -> str | None:
     """Apply :func:`kind_of` to a kernel's name without template arguments and parameters."""
-    if _GENERIC.search(name):
+    if _GENERIC_KERNEL.search(name):
         return None
     name = name.removeprefix("void ")
     for unnamed in ("(anonymous namespace)", "<unnamed>"):
         name = name.replace(unnamed, "")
     function = re.split(r"[<(]", name, maxsplit=1)[0]
-    if _EXPERTS.search(function):
+    if _EXPERT_KERNEL.search(function):
         return "all_to_all"
     return kind_of(function)
 
@@ -65,11 +65,11 @@ def kernel_kind(name: str) -> str | None:
 def message_elements(
     kind: str, given: int | None, out: int | None, group_size: int | None
 ) -> int | None:
-    """Count the elements of the message, S of nccl-tests, from what one rank gives and gets.
+    """Count the elements of the message, S of nccl-tests, from the input and output of one rank.
 
-    All-gather: the gathered array (what one rank gives, times the ranks). Reduce-scatter: the array
-    before it is scattered. All-to-all: all that one rank gives, its own part included. The others:
-    the array that each rank holds."""
+    All-gather: the gathered array (the input of one rank, times the ranks). Reduce-scatter: the
+    array before it is scattered. All-to-all: the input of one rank, including its own part. Other
+    kinds: the array that each rank holds."""
     if kind == "all_gather":
         if out is not None:
             return out
@@ -80,16 +80,16 @@ def message_elements(
         return None if out is None or group_size is None else out * group_size
     if kind in ("all_reduce", "all_to_all"):
         return given if given is not None else out
-    # broadcast, reduce, send and receive: only some ranks give, only some get
-    return max((n for n in (given, out) if n is not None), default=None)
+    # broadcast, reduce, send and receive: only some ranks have an input, only some an output
+    return max((count for count in (given, out) if count is not None), default=None)
 
 
 def bus_factor(kind: str, group_size: int | None) -> float | None:
     """Return bus bandwidth over algorithm bandwidth (S / t), as nccl-tests define it.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md: all-reduce 2(n-1)/n; reduce-scatter, all-gather
-    and all-to-all (n-1)/n; broadcast and reduce 1 (so is one transfer). ``None``: n not known, a
-    group of one, or no such figure."""
+    and all-to-all (n-1)/n; broadcast and reduce 1, as for one transfer. ``None`` if n is unknown or
+    1, or there is no factor for the kind."""
     if group_size is None or group_size < 2:
         return None
     share = (group_size - 1) / group_size
@@ -99,7 +99,7 @@ def bus_factor(kind: str, group_size: int | None) -> float | None:
     }.get(kind)  # fmt: skip
 
 
-_SOURCE: dict[str, Any] = {
+_SOURCE_SCHEMA: dict[str, Any] = {
     "collective": pl.String,
     "given": pl.Int64,
     "out": pl.Int64,
@@ -111,7 +111,7 @@ _SOURCE: dict[str, Any] = {
     "sequence": pl.Int64,
     "source": pl.Int64,
     "target": pl.Int64,
-    "even": pl.Boolean,  # false: an all-to-all with parts of different sizes
+    "even": pl.Boolean,  # false for an all-to-all with parts of different sizes
 }
 
 
@@ -120,10 +120,10 @@ def collective_facts(
 ) -> pl.DataFrame:
     """Collect kind, message and group of each collective kernel (rows ``gpu`` of ``trace.gpu``).
 
-    Arguments on the kernel win, then arguments of a host row around its launch
-    (``record_param_comms``), then the backend's annotation with the tensors it was given, then an
-    op that all-reduces by itself (``symm_mem::multimem_all_reduce_``), then the kernel's name
-    (``by_name``: its kind). ``group_size``: the default where none of these has one.
+    The first of these sources counts: arguments on the kernel, arguments of a host row around its
+    launch (``record_param_comms``), the backend's annotation with its tensors, an op that
+    all-reduces by itself (``symm_mem::multimem_all_reduce_``), the kernel's name (``by_name`` has
+    its kind). ``group_size`` is the default if none of them has one.
 
     Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
     :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``, ``dtype``,
@@ -133,48 +133,55 @@ def collective_facts(
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
     stacks = ancestor_chains(parent_rows(trace), start)
     hosts = np.unique(stacks[stacks >= 0])
-    place = np.where(stacks >= 0, np.searchsorted(hosts, stacks), -1)
-    around = _Around(trace, hosts)
-    comms = _arguments(trace)
+    host_index = np.where(stacks >= 0, np.searchsorted(hosts, stacks), -1)
+    host_rows = _HostRows(trace, hosts)
+    comms = _read_arguments(trace)
 
-    described = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1: not recorded
-    own = gpu["comm"].fill_null(-1).to_numpy()
-    near = _nearest(place, described[around.comm])
-    comm = np.where(described[own], own, np.append(around.comm, -1)[near])
-    call = _nearest(place, around.call)
-    reduces = _nearest(place, around.reduces)
-    reduces[(by_name != "all_reduce").fill_null(True).to_numpy()] = -1
+    has_kind = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1 if not recorded
+    kernel_comm = gpu["comm"].fill_null(-1).to_numpy()
+    nearest = _find_innermost(host_index, has_kind[host_rows.comm])
+    comm = np.where(has_kind[kernel_comm], kernel_comm, np.append(host_rows.comm, -1)[nearest])
+    backend_call = _find_innermost(host_index, host_rows.call)
+    reducing_op = _find_innermost(host_index, host_rows.reduces)
+    reducing_op[(by_name != "all_reduce").fill_null(True).to_numpy()] = -1
 
     count = comms.height
-    sources = pl.concat([comms, around.sources(), pl.DataFrame([{}], schema=_SOURCE)])
-    host = np.where(call >= 0, call, reduces)
-    chosen = np.where(comm >= 0, comm, np.where(host >= 0, count + host, sources.height - 1))
-    result = sources[chosen]
-    base = pl.Series(np.append(around.base_size, 0)[_nearest(place, around.base_size > 1)])
-    annotation = _nearest(place, around.user)
-    return _sized(
+    sources = pl.concat([comms, host_rows.sources(), pl.DataFrame([{}], schema=_SOURCE_SCHEMA)])
+    host = np.where(backend_call >= 0, backend_call, reducing_op)
+    source_row = np.where(comm >= 0, comm, np.where(host >= 0, count + host, sources.height - 1))
+    result = sources[source_row]
+    base_sizes = pl.Series(
+        np.append(host_rows.base_size, 0)[_find_innermost(host_index, host_rows.base_size > 1)]
+    )
+    annotation = _find_innermost(host_index, host_rows.user)
+    return _add_sizes(
         result.with_columns(
             collective=pl.coalesce("collective", by_name).fill_null("other"),
             group_size=pl.coalesce(
-                "group_size", base.set(base == 0, None), pl.lit(group_size, dtype=pl.Int64)
+                "group_size",
+                base_sizes.set(base_sizes == 0, None),
+                pl.lit(group_size, dtype=pl.Int64),
             ),
-            annotation=pl.Series([*around.names, None], dtype=pl.String).gather(
+            annotation=pl.Series([*host_rows.names, None], dtype=pl.String).gather(
                 np.where(annotation >= 0, annotation, len(hosts))
             ),
         )
     )
 
 
-def _sized(result: pl.DataFrame) -> pl.DataFrame:
+def _add_sizes(result: pl.DataFrame) -> pl.DataFrame:
     """Add message size and bus factor, computed once for each distinct description."""
     keys = ["collective", "given", "out", "group_size", "dtype", "even"]
     distinct = result.select(keys).unique(maintain_order=True)
     size: list[int | None] = []
     factor: list[float | None] = []
     for kind, given, out, ranks, dtype, even in distinct.iter_rows():
-        elements, element = message_elements(kind, given, out, ranks), element_bytes(dtype)
-        known = elements is not None and element is not None and elements < 1 << 56
-        size.append(elements * element if known else None)  # type: ignore[operator]
+        elements, bytes_per_element = (
+            message_elements(kind, given, out, ranks),
+            element_bytes(dtype),
+        )
+        is_known = elements is not None and bytes_per_element is not None and elements < 1 << 56
+        size.append(elements * bytes_per_element if is_known else None)  # type: ignore[operator]
         factor.append(None if even is False else bus_factor(kind, ranks))
     distinct = distinct.with_columns(
         bytes=pl.Series(size, dtype=pl.Int64), factor=pl.Series(factor, dtype=pl.Float64)
@@ -183,60 +190,70 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
 
 
 def element_bytes(dtype: str | None) -> int | None:
-    """Return the bytes of what is counted as an element: two of them for FP4."""
+    """Return the bytes of a counted element, which holds two numbers for FP4."""
     packed = dtype is not None and bare_type_name(dtype) == "float4_e2m1fn_x2"
     return 1 if packed else width_of(dtype or "")
 
 
-def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Find the innermost wanted host row of each chain (its place among the hosts), -1: none."""
-    hit = np.append(wanted, False)[place]
-    level = hit.argmax(axis=1)
-    each = np.arange(len(place))
-    return np.where(hit[each, level], place[each, level], -1)
+def _find_innermost(
+    host_index: NDArray[np.int64], is_wanted: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Find the innermost wanted host row of each chain (its index among the hosts), or -1."""
+    is_hit = np.append(is_wanted, False)[host_index]
+    level = is_hit.argmax(axis=1)
+    chains = np.arange(len(host_index))
+    return np.where(is_hit[chains, level], host_index[chains, level], -1)
 
 
-class _Around:
+class _HostRows:
     """Collective arguments found in host rows around collectives, as columns over those rows."""
 
     def __init__(self, trace: Trace, hosts: NDArray[np.int64]) -> None:
         rows = trace.cpu.select("kind", "name", "inputs", "comm")[hosts]
         name = rows["name"]
-        annotation = (rows["kind"] == "annotation").to_numpy()
-        op = (rows["kind"] == "op").to_numpy()
-        backend = annotation & name_matches(name, _BACKEND).to_numpy()
+        is_annotation = (rows["kind"] == "annotation").to_numpy()
+        is_op = (rows["kind"] == "op").to_numpy()
+        is_backend = is_annotation & name_matches(name, _BACKEND).to_numpy()
         self.kind = map_names(name, kind_of, pl.String)
         self.comm = rows["comm"].fill_null(-1).to_numpy()
-        self.call = backend & self.kind.is_not_null().to_numpy()
-        self.user = annotation & ~backend & ~name_matches(name, trace.meta.step_names).to_numpy()
-        self.reduces = op & name_matches(name, "(?i)all_?reduce").to_numpy()
+        self.call = is_backend & self.kind.is_not_null().to_numpy()
+        self.user = (
+            is_annotation & ~is_backend & ~name_matches(name, trace.meta.step_names).to_numpy()
+        )
+        self.reduces = is_op & name_matches(name, "(?i)all_?reduce").to_numpy()
         self.reduces &= ~name_matches(name, "^c10d::").to_numpy()
-        base = op & name_matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()
+        gathers_into_one = (
+            is_op & name_matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()
+        )
         self.names = [
-            text if user else None
-            for text, user in zip(name.cast(pl.String).to_list(), self.user, strict=True)
+            text if is_user else None
+            for text, is_user in zip(name.cast(pl.String).to_list(), self.user, strict=True)
         ]
         inputs = rows["inputs"].fill_null(-1).to_numpy()
-        codes = np.unique(inputs[(self.call | self.reduces | base) & (inputs >= 0)])
-        tensors = {int(code): _tensors(trace, int(code)) for code in codes}
+        codes = np.unique(inputs[(self.call | self.reduces | gathers_into_one) & (inputs >= 0)])
+        tensors = {int(code): _list_tensors(trace, int(code)) for code in codes}
         self._tensors = [tensors.get(int(code), []) for code in inputs]
         self.base_size = np.array(
-            [_ratio(t) if b else 0 for t, b in zip(self._tensors, base, strict=True)],
+            [
+                _size_ratio(operands) if is_base else 0
+                for operands, is_base in zip(self._tensors, gathers_into_one, strict=True)
+            ],
             dtype=np.int64,
         )
-        """Group size by an op that gathers into, or scatters from, one tensor: 0, none."""
+        """Group size by an op that gathers into, or scatters from, one tensor; 0 if there is
+        none."""
 
     def sources(self) -> pl.DataFrame:
-        """Return rows of _SOURCE, one a host row."""
+        """Return rows with the columns of _SOURCE_SCHEMA, one per host row."""
         given: list[int | None] = []
         dtype: list[str | None] = []
         for tensors, call in zip(self._tensors, self.call, strict=True):
-            # the annotation has all tensors that are sent, an op also has what it works with
+            # the annotation has all sent tensors, an op also has other tensors
             sent = tensors if call else tensors[:1]
-            types = {t for _, t in sent}
-            given.append(sum(n for n, _ in sent) if len(types) == 1 else None)
+            types = {name for _, name in sent}
+            given.append(sum(elements for elements, _ in sent) if len(types) == 1 else None)
             dtype.append(next(iter(types)) if len(types) == 1 else None)
-        none = {key: pl.lit(None, dtype=dtype) for key, dtype in _SOURCE.items()}
+        nulls = {key: pl.lit(None, dtype=dtype) for key, dtype in _SOURCE_SCHEMA.items()}
         return pl.DataFrame(
             {
                 "collective": self.kind,
@@ -244,36 +261,37 @@ class _Around:
                 "dtype": pl.Series(dtype, dtype=pl.String),
             }
         ).select(
-            pl.col(key) if key in ("collective", "given", "dtype") else none[key].alias(key)
-            for key in _SOURCE
+            pl.col(key) if key in ("collective", "given", "dtype") else nulls[key].alias(key)
+            for key in _SOURCE_SCHEMA
         )
 
 
-def _ratio(tensors: Sequence[tuple[int, str]]) -> int:
+def _size_ratio(tensors: Sequence[tuple[int, str]]) -> int:
     if len(tensors) < 2:
         return 0
     small, large = sorted((tensors[0][0], tensors[1][0]))
     return large // small if small and large % small == 0 else 0
 
 
-def _tensors(trace: Trace, code: int) -> list[tuple[int, str]]:
+def _list_tensors(trace: Trace, code: int) -> list[tuple[int, str]]:
     """List elements and dtype of each tensor of an input description, in order."""
     inputs = OpInputs(trace.inputs["dims"][code] or "", trace.inputs["types"][code] or "")
     return [(tensor.elements, tensor.dtype) for tensor in inputs.tensors]
 
 
 def bytes_of(trace: Trace, code: int) -> int | None:
-    """Sum the bytes of all tensors of an input description; ``None``: a dtype is not known, or none
-    is recorded."""
-    sizes = [(count, element_bytes(dtype)) for count, dtype in _tensors(trace, code)]
+    """Sum the bytes of all tensors of an input description. ``None`` if a dtype is unknown, or no
+    tensors are recorded."""
+    sizes = [(count, element_bytes(dtype)) for count, dtype in _list_tensors(trace, code)]
     if not sizes or any(width is None for _, width in sizes):
         return None
     total = sum(count * (width or 0) for count, width in sizes)
     return total if total < 1 << 56 else None
 
 
-def _arguments(trace: Trace) -> pl.DataFrame:
-    """Return one row of _SOURCE for each of ``trace.comms``; ``collective`` null: ``wait`` …"""
+def _read_arguments(trace: Trace) -> pl.DataFrame:
+    """Return one row of _SOURCE_SCHEMA for each of ``trace.comms``; ``collective`` is null for
+    ``wait`` …"""
     comms = trace.comms
     kinds = {name: kind_of(name) for name in comms["collective"].drop_nulls().unique()}
     rows = []
@@ -281,10 +299,10 @@ def _arguments(trace: Trace) -> pl.DataFrame:
         "collective", "in_elements", "out_elements", "group_size", "ranks", "in_split", "out_split"
     ).iter_rows():  # a loop over distinct descriptions, with texts inside
         kind = kinds.get(name)
-        members = _members(ranks)
+        members = _count_members(ranks)
         even = None
         if kind == "all_to_all":
-            even = given == out and all(_equal_parts(split) for split in splits)
+            even = given == out and all(_has_equal_parts(split) for split in splits)
         rows.append(
             (
                 kind,
@@ -296,25 +314,27 @@ def _arguments(trace: Trace) -> pl.DataFrame:
         )
     table = pl.DataFrame(
         rows,
-        schema={key: _SOURCE[key] for key in ("collective", "given", "out", "group_size", "even")},
+        schema={
+            key: _SOURCE_SCHEMA[key] for key in ("collective", "given", "out", "group_size", "even")
+        },
         orient="row",
     )
     described = comms.select(
         "dtype", "group", "ranks", "sequence", "source", "target", description="group_description"
     )
-    return table.hstack(described).select(*_SOURCE)
+    return table.hstack(described).select(*_SOURCE_SCHEMA)
 
 
-def _members(ranks: str | None) -> int | None:
-    """Count the ranks in a JSON list of them; ``None``: no list, or not complete."""
+def _count_members(ranks: str | None) -> int | None:
+    """Count the ranks in a JSON list, or return ``None`` if it is not a complete list."""
     try:
         members = msgspec.json.decode(ranks or "null")
     except (msgspec.DecodeError, RecursionError):
         return None
-    whole = isinstance(members, list) and all(isinstance(rank, int) for rank in members)
-    return len(members) if whole and members else None
+    is_complete = isinstance(members, list) and all(isinstance(rank, int) for rank in members)
+    return len(members) if is_complete and members else None
 
 
-def _equal_parts(split: str | None) -> bool:
+def _has_equal_parts(split: str | None) -> bool:
     """Return whether a split is absent or has parts of one size (long lists end in an ellipsis)."""
     return len(set(re.findall(r"\d+", split or ""))) <= 1

@@ -1,6 +1,7 @@
-"""Summary of one rank's trace for the job: the figures of an ordinary report, and its collectives.
+"""Summary of one rank's trace for the job: the figures of a report on one rank, and its
+collectives.
 
-Reads one trace and keeps nothing of it but the summary."""
+It reads one trace and keeps only the summary."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -29,9 +30,10 @@ from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
 from advisor.read.remote.urls import redact_url
 
 MAX_KERNELS = 40
-"""Number of kernels compared between ranks: those with most time, nearly all of a step's."""
+"""Maximum number of kernels compared between ranks: the longest ones, with nearly all time of a
+step."""
 MAX_STEPS = 2_000
-"""Number of steps whose own figures are kept."""
+"""Maximum number of steps with their own figures."""
 MAX_FINDINGS = 60
 
 
@@ -42,10 +44,10 @@ def summarise_rank(
     path: str = "",
     memory: MemorySample | None = None,
 ) -> RankSummary:
-    """Return the measurements of one rank, and its findings with their gains on it alone."""
+    """Return the measurements of one rank, and its findings with their gains on this rank alone."""
     meta = a.trace.meta
     on_device = a.device_id is not None and not a.record_only
-    whole = on_device and not a.lost_records.has_lost_replays
+    is_complete = on_device and not a.lost_records.has_lost_replays
     path = path or redact_url(meta.path)
     used = a.steps.used.head(MAX_STEPS)
     return shrink_to_limit(
@@ -62,20 +64,22 @@ def summarise_rank(
             step_source=a.steps.source,
             steps=step_summaries(a, used),
             step_ns=float(a.step_ns),
-            time=_per_step_ns(a, a.breakdown.totals().items() if whole else ()),
-            idle=_per_step_ns(a, _idle(a).iter_rows() if whole else ()),
-            host_time=_per_step_ns(a, () if a.record_only else _host(a).iter_rows()),
+            time=_per_step_ns(a, a.breakdown.totals().items() if is_complete else ()),
+            idle=_per_step_ns(a, _sum_idle(a).iter_rows() if is_complete else ()),
+            host_time=_per_step_ns(a, () if a.record_only else _sum_host_time(a).iter_rows()),
             families=_per_step_ns(
                 a, a.families.select("family", "dur").iter_rows() if on_device else ()
             ),
-            communication=a.breakdown.all_communication.total / a.step_count if whole else 0.0,
-            kernels=_kernels(a),
-            operators=_operators(a),
-            per_step=_per_step(a),
+            communication=a.breakdown.all_communication.total / a.step_count
+            if is_complete
+            else 0.0,
+            kernels=_summarise_kernels(a),
+            operators=_summarise_operators(a),
+            per_step=_pack_steps(a),
             collectives=pack_collectives(a, collective_table(a, used), used),
-            findings=[_advice(finding) for finding in findings[:MAX_FINDINGS]],
+            findings=[_shorten_finding(finding) for finding in findings[:MAX_FINDINGS]],
             details=pack_findings(findings[:MAX_FINDINGS]),
-            damage=_damage(a),
+            damage=_describe_damage(a),
             memory=memory,
         )
     )
@@ -85,39 +89,39 @@ def _per_step_ns(a: Analysis, total: Iterable[tuple[str, int]]) -> dict[str, flo
     return {str(name): ns / a.step_count for name, ns in total}
 
 
-def _idle(a: Analysis) -> pl.DataFrame:
+def _sum_idle(a: Analysis) -> pl.DataFrame:
     return a.gaps.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("dur").sum()).sort("cause")
 
 
-def _host(a: Analysis) -> pl.DataFrame:
+def _sum_host_time(a: Analysis) -> pl.DataFrame:
     main = -1 if a.trace.main_thread is None else a.trace.main_thread
     return a.host.filter(pl.col("thread") == main).select("class", "ns")
 
 
-def _kernels(a: Analysis) -> dict[str, KernelSummary]:
+def _summarise_kernels(a: Analysis) -> dict[str, KernelSummary]:
     if a.device_id is None:
         return {}
-    compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
-    compute &= ~a.kernels["communication"].to_numpy()
+    is_compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
+    is_compute &= ~a.kernels["communication"].to_numpy()
     table = (
-        a.trace.gpu.filter(pl.Series(compute))
+        a.trace.gpu.filter(pl.Series(is_compute))
         .group_by("name", "blocks", "threads")
         .agg(pl.len(), pl.col("dur").sum(), pl.col("dur").median().alias("median"))
         .sort("dur", "name", "blocks", "threads", descending=[True, False, False, False])
     )
-    return _by_digest(a, table)
+    return _key_by_digest(a, table)
 
 
-def _operators(a: Analysis) -> dict[str, KernelSummary]:
-    """Return the outermost ATen operators in the used steps, by name and shapes. Empty if a device
-    works, or no shapes were recorded."""
+def _summarise_operators(a: Analysis) -> dict[str, KernelSummary]:
+    """Return the outermost ATen operators in the used steps, by name and shapes. Empty with device
+    work, or if no shapes were recorded."""
     cpu = a.trace.cpu
     if a.device_id is not None:
         return {}
     ts = cpu["ts"].to_numpy()
-    own = a.outermost_aten == np.arange(len(ts))
-    own &= covered_length(ts, ts + 1, a.spans) > 0
-    rows = cpu.filter(pl.Series(own)).filter(pl.col("inputs").is_not_null())
+    is_outermost = a.outermost_aten == np.arange(len(ts))
+    is_outermost &= covered_length(ts, ts + 1, a.spans) > 0
+    rows = cpu.filter(pl.Series(is_outermost)).filter(pl.col("inputs").is_not_null())
     table = (
         rows.select("name", "dur", dims=a.trace.inputs["dims"].gather(rows["inputs"]))
         .group_by("name", "dims")
@@ -125,15 +129,15 @@ def _operators(a: Analysis) -> dict[str, KernelSummary]:
         .with_columns(pl.col("name").cast(pl.String))
         .sort("dur", "name", "dims", descending=[True, False, False])
     )
-    return _by_digest(a, table)
+    return _key_by_digest(a, table)
 
 
-def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]:
+def _key_by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]:
     """Return the first rows by name and a digest that separates rows of one name. A row has name,
     distinguishing columns, count, and summed and median duration (ns, in all steps)."""
     result = {}
-    for name, *more, count, total, median in table.head(MAX_KERNELS).iter_rows():
-        text = "|".join(map(str, [name, *more]))
+    for name, *columns, count, total, median in table.head(MAX_KERNELS).iter_rows():
+        text = "|".join(map(str, [name, *columns]))
         digest = hashlib.blake2s(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
         result[f"{str(name)[:40]}#{digest}"] = KernelSummary(
             count, total / a.step_count, float(median)
@@ -141,7 +145,7 @@ def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]:
     return result
 
 
-def _per_step(a: Analysis) -> dict[str, PackedColumns]:
+def _pack_steps(a: Analysis) -> dict[str, PackedColumns]:
     used = a.steps.used.head(MAX_STEPS)
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     columns: dict[str, Ints]
@@ -159,23 +163,25 @@ def _per_step(a: Analysis) -> dict[str, PackedColumns]:
     else:
         columns = {"communication": covered_length(start, end, a.breakdown.communication)}
         if a.trace.main_thread is not None:
-            line = a.timeline
-            own = line.thread == a.trace.main_thread
-            for code in np.unique(line.code[own]).tolist():
-                rows_of = own & (line.code == code)
-                inside = union(line.start[rows_of], line.end[rows_of])
-                columns[HOST_CLASSES[code]] = covered_length(start, end, inside)
+            timeline = a.timeline
+            is_main = timeline.thread == a.trace.main_thread
+            for code in np.unique(timeline.code[is_main]).tolist():
+                rows_of = is_main & (timeline.code == code)
+                activity = union(timeline.start[rows_of], timeline.end[rows_of])
+                columns[HOST_CLASSES[code]] = covered_length(start, end, activity)
     return {name: pack(values) for name, values in columns.items() if values.any()}
 
 
-def _advice(finding: Finding) -> Advice:
+def _shorten_finding(finding: Finding) -> Advice:
     impact = finding.impact
-    estimated = impact is not None and impact.currency == "step_time" and impact.gain_ns is not None
-    gain = float(impact.gain_ns or 0) if estimated and impact is not None else None
+    is_estimated = (
+        impact is not None and impact.currency == "step_time" and impact.gain_ns is not None
+    )
+    gain = float(impact.gain_ns or 0) if is_estimated and impact is not None else None
     return Advice(finding.rule, finding.category, gain)
 
 
-def _damage(a: Analysis) -> str:
+def _describe_damage(a: Analysis) -> str:
     meta = a.trace.meta
     if meta.damage:
         return meta.damage[:300]
@@ -183,28 +189,29 @@ def _damage(a: Analysis) -> str:
 
 
 def shrink_to_limit(summary: RankSummary) -> RankSummary:
-    """Shrink a summary to MAX_BYTES: drop the collectives of whole steps, the last first, then
+    """Shrink a summary to MAX_BYTES: drop the collectives of complete steps, the last first, then
     texts."""
     from msgspec.structs import replace as changed
 
-    data = len(encode(summary))
-    while data > MAX_BYTES and summary.collectives is not None:
-        kept = _fewer(summary.collectives, MAX_BYTES * 0.95 / data)
+    size = len(encode(summary))
+    while size > MAX_BYTES and summary.collectives is not None:
+        kept = _drop_steps(summary.collectives, MAX_BYTES * 0.95 / size)
         summary = changed(summary, collectives=kept)
-        data = len(encode(summary))
-    if data > MAX_BYTES:
+        size = len(encode(summary))
+    if size > MAX_BYTES:
         summary = changed(summary, details=b"")
-        data = len(encode(summary))
-    if data > MAX_BYTES:
+        size = len(encode(summary))
+    if size > MAX_BYTES:
         summary = changed(summary, findings=[], per_step={})
-        data = len(encode(summary))
-    if data > MAX_BYTES:
+        size = len(encode(summary))
+    if size > MAX_BYTES:
         summary = changed(summary, steps=summary.steps[:100], kernels={}, operators={}, families={})
     return summary
 
 
-def _fewer(result: Collectives, share: float) -> Collectives | None:
-    """Keep about this share of the collectives, in whole steps; ``None`` if no step is left."""
+def _drop_steps(result: Collectives, share: float) -> Collectives | None:
+    """Keep about this share of the collectives, in complete steps, or return ``None`` if no step is
+    left."""
     from msgspec.structs import replace as changed
 
     from advisor.measure.ranks.summary_schema import unpack
@@ -215,12 +222,12 @@ def _fewer(result: Collectives, share: float) -> Collectives | None:
         if getattr(result, name) is not None
     }
     step = columns["step"]
-    there = np.unique(step)
-    keep = min(int(len(there) * min(share, 0.9)), len(there) - 1)
-    if keep < 1:
+    steps = np.unique(step)
+    kept_steps = min(int(len(steps) * min(share, 0.9)), len(steps) - 1)
+    if kept_steps < 1:
         return None
-    rows = step <= there[keep - 1]
-    left = result.dropped + int((~rows).sum())
+    rows = step <= steps[kept_steps - 1]
+    dropped = result.dropped + int((~rows).sum())
     return changed(
-        result, dropped=left, **{name: pack(values[rows]) for name, values in columns.items()}
+        result, dropped=dropped, **{name: pack(values[rows]) for name, values in columns.items()}
     )

@@ -15,7 +15,7 @@ from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.align import group_medians
-from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation, JobMeasurements
+from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_EXCESS_SHARE, Deviation, JobMeasurements
 from advisor.measure.ranks.summary_schema import Collectives, StepSummary, pack
 from advisor.measure.ranks.topology import Members, find_members
 
@@ -253,7 +253,7 @@ def slow_links(job: JobMeasurements) -> list[Deviation]:
     another, each without the effects of those found before."""
     deviations: list[Deviation] = []
     explained: frozenset[int] = frozenset()
-    floor = MIN_SHARE * job.step_ns
+    floor = MIN_EXCESS_SHARE * job.step_ns
     if floor <= 0:
         return deviations
     while len(deviations) < 5:

@@ -1,6 +1,6 @@
-"""Collectives of many ranks, matched and put on one clock, and ranks' waits for each other.
+"""Collectives of many ranks, matched and put on one clock, and the waits of ranks for each other.
 
-All of it in whole columns: a cell is one collective on one rank, a row is one collective."""
+Data is in columns: a cell is one collective on one rank, a row is one collective."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,41 +23,41 @@ class CollectiveKey:
     kind: str
     group: str
     message: int
-    """Message size, bytes; 0: not known."""
+    """Message size, bytes, or 0 if unknown."""
     size: int
-    """Number of members of the group; 0: not known."""
+    """Number of members of the group, or 0 if unknown."""
     synchronising: bool
 
 
 @dataclass(frozen=True)
 class JoinedCollectives:
-    """Cells sorted by row. ``rank`` and others that say "place" index the list of summaries.
+    """Cells sorted by row. ``rank`` is an index in the list of summaries.
 
-    ``start``, ``end`` are ns on one clock (from the earliest start of all) where the rank is
-    aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``."""
+    ``start`` and ``end`` are ns on one clock (from the earliest start of all) if the rank is
+    aligned, else on its own clock. ``exposed`` and ``work`` are as in ``Collectives``."""
 
     keys: list[CollectiveKey]
     rank: Ints
     row: Ints
     step: Ints
-    """Step of each cell: row of that rank's ``RankSummary.steps``."""
+    """Step of each cell: row of the rank's ``RankSummary.steps``."""
     start: Floats
     end: Floats
     exposed: Floats
     work: Floats
     first_cell: Ints
-    """First cell of each row, and one past the last of all."""
+    """First cell of each row, and the number of cells."""
     key: Ints
-    """Key of each row: place in ``keys``."""
+    """Key of each row: index in ``keys``."""
     clocks: Clocks
     dropped: int
-    """Number of collectives that summaries left out."""
+    """Number of collectives that the summaries left out."""
     amount: Floats
     """Elements of each cell in an all-to-all, as in ``Collectives``."""
     index_on_rank: Ints
-    """Place of each cell among its rank's collectives."""
+    """Index of each cell among its rank's collectives."""
     origin: int = 0
-    """Time on the ranks' own clocks at which ``start`` and ``end`` are 0, ns."""
+    """Time on the ranks' own clocks that corresponds to 0 of ``start`` and ``end``, ns."""
 
     @property
     def rows(self) -> int:
@@ -80,25 +80,28 @@ class JoinedCollectives:
 
     @property
     def group_sizes(self) -> Ints:
-        """Number of members of each row's group; 0: not known."""
+        """Number of members of each row's group, or 0 if unknown."""
         return np.array([key.size for key in self.keys], dtype=np.int64)[self.key]
 
     @property
     def group_code(self) -> Ints:
         """Code of each row, equal for collectives of one kind, size of group and message."""
         numbers: dict[tuple[str, int, int], int] = {}
-        kinds = [numbers.setdefault((k.kind, k.size, k.message), len(numbers)) for k in self.keys]
+        kinds = [
+            numbers.setdefault((key_.kind, key_.size, key_.message), len(numbers))
+            for key_ in self.keys
+        ]
         return np.array(kinds, dtype=np.int64)[self.key]
 
     @property
     def matched(self) -> Bools:
-        """Whether each row is a synchronising collective of two or more ranks, all of them aligned,
-        that can be one collective."""
+        """Whether each row is a synchronising collective of two or more ranks, all aligned, and can
+        be one collective."""
         if not self.rows:
             return np.zeros(0, dtype=np.bool_)
-        aligned = np.isfinite(self.clocks.shift)[self.rank]
-        every = np.minimum.reduceat(aligned.astype(np.int8), self.first_cell[:-1]) > 0
-        return self.synchronising & every & (self.rank_count > 1) & ~self.clocks.mismatched
+        is_aligned = np.isfinite(self.clocks.shift)[self.rank]
+        all_aligned = np.minimum.reduceat(is_aligned.astype(np.int8), self.first_cell[:-1]) > 0
+        return self.synchronising & all_aligned & (self.rank_count > 1) & ~self.clocks.mismatched
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,12 @@ class CollectiveWaits:
     row: Ints
     """Row of ``JoinedCollectives``, by collective."""
     last_rank: Ints
-    """Place of the rank that arrives last; -1: all within twice the error of the clocks."""
+    """Index of the rank that arrives last, or -1 if all arrive within twice the error of the
+    clocks."""
     skew: Floats
-    """Last arrival less the first, ns."""
+    """Last arrival minus the first, ns."""
     mean_wait: Floats
-    """Mean wait of the other ranks, ns; 0 where nobody is last."""
+    """Mean wait of the other ranks, ns, or 0 if no rank is last."""
     transfer: Floats
     """Time from the last arrival to the (median) end, ns."""
     cells: Ints
@@ -120,13 +124,13 @@ class CollectiveWaits:
     wait: Floats
     """Wait of each of ``cells`` for the last arrival, ns."""
     exposed: Floats
-    """Upper bound of each wait's exposed part, with no compute, ns."""
+    """Upper bound of each wait's exposed part, without compute, ns."""
     collective_count: Ints
-    """Number of collectives that each rank takes part in, by place."""
+    """Number of collectives that each rank takes part in, by index."""
     last_count: Ints
-    """Number of collectives at which each rank is last, by place."""
+    """Number of collectives at which each rank is last, by index."""
     caused_ns: Floats
-    """Mean wait of the others that each rank causes by being last, summed, ns."""
+    """Sum of the mean waits that each rank causes for the others by being last, ns."""
     caused_exposed_ns: Floats
     """Exposed part of ``caused_ns``, ns."""
 
@@ -134,18 +138,18 @@ class CollectiveWaits:
 def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     """Match the collectives of all ranks and put them on one clock.
 
-    Raises AdvisorError: a summary's columns do not belong together."""
-    keys, parts = _cells(summaries)
+    Raises AdvisorError if a summary's columns do not fit together."""
+    keys, parts = _read_cells(summaries)
     cells = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     del parts
-    order = np.lexsort((cells["start"], cells["rank"], *_identity(cells)))
+    order = np.lexsort((cells["start"], cells["rank"], *_matching_columns(cells)))
     cells = {name: values[order] for name, values in cells.items()}
-    new = np.zeros(len(order), dtype=np.bool_)
+    is_first = np.zeros(len(order), dtype=np.bool_)
     if len(order):
-        new[0] = True
-        for column in _identity(cells):
-            new[1:] |= column[1:] != column[:-1]
-    row = _split(np.cumsum(new) - 1, cells, keys)
+        is_first[0] = True
+        for column in _matching_columns(cells):
+            is_first[1:] |= column[1:] != column[:-1]
+    row = _split_rows(np.cumsum(is_first) - 1, cells, keys)
     order = np.argsort(row, kind="stable")
     cells = {name: values[order] for name, values in cells.items()}
     row = row[order]
@@ -156,23 +160,23 @@ def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     row = np.cumsum(np.concatenate([[True], row[1:] != row[:-1]])) - 1 if len(row) else row
     key = cells["key"][first] if len(row) else row
     bounds = np.append(first, len(row)).astype(np.int64)
-    sync = np.array([each.synchronising for each in keys], dtype=np.bool_)
-    usable = sync[key] if len(key) else np.zeros(0, dtype=np.bool_)
-    sent = np.array([each.kind == "send_recv" for each in keys], dtype=np.bool_)
-    pairs = sent[key] if len(key) else usable
-    unix = all(summary.clock == "unix" for summary in summaries)
+    is_synchronising = np.array([item.synchronising for item in keys], dtype=np.bool_)
+    usable = is_synchronising[key] if len(key) else np.zeros(0, dtype=np.bool_)
+    is_send = np.array([item.kind == "send_recv" for item in keys], dtype=np.bool_)
+    pairs = is_send[key] if len(key) else usable
+    has_unix_clock = all(summary.clock == "unix" for summary in summaries)
     clocks = align_cells(
-        cells["rank"], bounds, start, end, usable, len(summaries), unix=unix, pairs=pairs
+        cells["rank"], bounds, start, end, usable, len(summaries), unix=has_unix_clock, pairs=pairs
     )
-    moved = np.where(np.isfinite(clocks.shift), clocks.shift, 0.0)[cells["rank"]]
+    shift = np.where(np.isfinite(clocks.shift), clocks.shift, 0.0)[cells["rank"]]
     drift = clocks.drift[cells["rank"]]
     return JoinedCollectives(
         keys=keys,
         rank=cells["rank"],
         row=row.astype(np.int64),
         step=cells["step"],
-        start=start + moved + drift * start,
-        end=end + moved + drift * end,
+        start=start + shift + drift * start,
+        end=end + shift + drift * end,
         exposed=cells["exposed"].astype(np.float64),
         work=cells["work"].astype(np.float64),
         first_cell=bounds,
@@ -185,19 +189,21 @@ def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     )
 
 
-def _identity(cells: dict[str, Ints]) -> tuple[Ints, ...]:
+def _matching_columns(cells: dict[str, Ints]) -> tuple[Ints, ...]:
     return cells["order"], cells["count"], cells["mark"], cells["key"]
 
 
-def _cells(summaries: Sequence[RankSummary]) -> tuple[list[CollectiveKey], list[dict[str, Ints]]]:
-    """Return the distinct keys of all ranks, and each rank's cells with rows of that list."""
+def _read_cells(
+    summaries: Sequence[RankSummary],
+) -> tuple[list[CollectiveKey], list[dict[str, Ints]]]:
+    """Return the distinct keys of all ranks, and each rank's cells with indices in that list."""
     numbers: dict[str, int] = {}
     marks: dict[str, int] = {}
     keys: list[CollectiveKey] = []
-    more = ("rank", "mark", "count", "amount", "source")
-    nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *more)}
-    parts = [nothing]
-    for place, summary in enumerate(summaries):
+    extra_names = ("rank", "mark", "count", "amount", "source")
+    empty = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *extra_names)}
+    parts = [empty]
+    for index_of_rank, summary in enumerate(summaries):
         result = summary.collectives
         if result is None or not result.key.count:
             continue
@@ -207,29 +213,29 @@ def _cells(summaries: Sequence[RankSummary]) -> tuple[list[CollectiveKey], list[
             if result.amount is None
             else unpack(result.amount)
         )
-        _check(columns, result, len(summary.steps))
-        own = np.empty(len(result.keys), dtype=np.int64)
+        _check_columns(columns, result, len(summary.steps))
+        key_rows = np.empty(len(result.keys), dtype=np.int64)
         for index, text in enumerate(result.keys):
             if text not in numbers:
                 numbers[text] = len(keys)
-                keys.append(_key(result, index))
-            own[index] = numbers[text]
-        recorded = np.array(result.sequenced or [False] * len(result.keys), dtype=np.bool_)
+                keys.append(_read_key(result, index))
+            key_rows[index] = numbers[text]
+        is_sequenced = np.array(result.sequenced or [False] * len(result.keys), dtype=np.bool_)
         names = [marks.setdefault(step.name, len(marks)) for step in summary.steps]
         mark = np.array([*names, -1], dtype=np.int64)[columns["step"]]
-        mark[recorded[columns["key"]]] = -1
-        count = _count(columns["key"], mark)
-        count[recorded[columns["key"]]] = 0
-        columns["key"] = own[columns["key"]]
-        more_columns = {"rank": np.full(len(mark), place), "source": np.arange(len(mark))}
+        mark[is_sequenced[columns["key"]]] = -1
+        count = _count_cells(columns["key"], mark)
+        count[is_sequenced[columns["key"]]] = 0
+        columns["key"] = key_rows[columns["key"]]
+        more_columns = {"rank": np.full(len(mark), index_of_rank), "source": np.arange(len(mark))}
         parts.append({**columns, **more_columns, "mark": mark, "count": count})
     return keys, parts
 
 
-def _check(columns: dict[str, Ints], result: Collectives, steps: int) -> None:
+def _check_columns(columns: dict[str, Ints], result: Collectives, steps: int) -> None:
     lengths = {len(values) for values in columns.values()}
     by_key = (result.synchronising, result.group, result.size, result.kind, result.message)
-    fits = (
+    is_valid = (
         len(lengths) == 1
         and all(len(keyed_rows) == len(result.keys) for keyed_rows in by_key)
         and (not result.sequenced or len(result.sequenced) == len(result.keys))
@@ -239,11 +245,11 @@ def _check(columns: dict[str, Ints], result: Collectives, steps: int) -> None:
         and columns["step"].max() < steps
         and bool((columns["end"] >= columns["start"]).all())
     )
-    if not fits:
+    if not is_valid:
         raise AdvisorError("a rank's summary is damaged")
 
 
-def _key(result: Collectives, index: int) -> CollectiveKey:
+def _read_key(result: Collectives, index: int) -> CollectiveKey:
     return CollectiveKey(
         result.kind[index],
         result.group[index],
@@ -253,69 +259,71 @@ def _key(result: Collectives, index: int) -> CollectiveKey:
     )
 
 
-def _count(key: Ints, mark: Ints) -> Ints:
-    """Count the cells of the same key and step: ranks with other counts do not match."""
+def _count_cells(key: Ints, mark: Ints) -> Ints:
+    """Count the cells with the same key and step: ranks with different counts do not match."""
     _, inverse, counts = np.unique(
         key * (int(mark.max(initial=0)) + 2) + mark + 1, return_inverse=True, return_counts=True
     )
     return np.asarray(counts[inverse], dtype=np.int64)
 
 
-def _split(row: Ints, cells: dict[str, Ints], keys: list[CollectiveKey]) -> Ints:
-    """Split rows that cannot be one collective: a rank is in it twice, there are more ranks than
-    members, or nothing says which of several sends belongs to which receive."""
+def _split_rows(row: Ints, cells: dict[str, Ints], keys: list[CollectiveKey]) -> Ints:
+    """Split rows that cannot be one collective: a rank occurs twice, there are more ranks than
+    members, or it is unknown which of several sends belongs to which receive."""
     if not len(row):
         return row
     rows = int(row[-1]) + 1
-    twice = np.zeros(rows, dtype=np.bool_)
-    same = (row[1:] == row[:-1]) & (cells["rank"][1:] == cells["rank"][:-1])
-    twice[row[1:][same]] = True
-    seen = np.bincount(row, minlength=rows)
+    is_twice = np.zeros(rows, dtype=np.bool_)
+    is_same = (row[1:] == row[:-1]) & (cells["rank"][1:] == cells["rank"][:-1])
+    is_twice[row[1:][is_same]] = True
+    rank_counts = np.bincount(row, minlength=rows)
     key = np.zeros(rows, dtype=np.int64)
     key[row] = cells["key"]
-    size = np.array([each.size for each in keys], dtype=np.int64)[key]
-    pair = np.array([each.kind == "send_recv" for each in keys], dtype=np.bool_)[key]
-    apart = twice | ((size > 0) & (seen > size)) | (pair & (seen != 2))
-    lone = apart[row]
+    size = np.array([item.size for item in keys], dtype=np.int64)[key]
+    is_send = np.array([item.kind == "send_recv" for item in keys], dtype=np.bool_)[key]
+    is_split = is_twice | ((size > 0) & (rank_counts > size)) | (is_send & (rank_counts != 2))
+    is_alone = is_split[row]
     split = row.copy()
-    split[lone] = rows + np.arange(int(lone.sum()))
+    split[is_alone] = rows + np.arange(int(is_alone.sum()))
     return split
 
 
 def measure_waits(joined: JoinedCollectives, rows_counted: Bools | None = None) -> CollectiveWaits:
     """Measure how late each rank arrives at the collectives, and the waits that it causes.
 
-    ``rows_counted``: which rows count; default: all."""
+    ``rows_counted`` marks the rows that count, by default all."""
     ranks = len(joined.clocks.shift)
     matched = joined.matched if rows_counted is None else joined.matched & rows_counted
     rows = np.flatnonzero(matched)
     cells = np.flatnonzero(matched[joined.row]) if len(rows) else rows
     size = joined.rank_count[rows]
-    at = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
-    which = np.repeat(np.arange(len(rows)), size)
-    none = np.zeros(0)
+    bounds = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
+    row_index = np.repeat(np.arange(len(rows)), size)
+    empty = np.zeros(0)
     if not len(rows):
         zeros = np.zeros(ranks)
         count = np.zeros(ranks, dtype=np.int64)
         return CollectiveWaits(
-            rows, rows, none, none, none, cells, none, none, count, count, zeros, zeros
+            rows, rows, empty, empty, empty, cells, empty, empty, count, count, zeros, zeros
         )
     arrival, end = joined.start[cells], joined.end[cells]
-    latest = np.maximum.reduceat(arrival, at[:-1])
-    wait = latest[which] - arrival
-    skew = np.maximum.reduceat(wait, at[:-1])
+    latest = np.maximum.reduceat(arrival, bounds[:-1])
+    wait = latest[row_index] - arrival
+    skew = np.maximum.reduceat(wait, bounds[:-1])
     exposed = np.minimum(wait, joined.exposed[cells])
     error = joined.clocks.error_ns or 0.0
     latest_cell = wait <= 0
-    decided = (skew > 2 * error) & (np.add.reduceat(latest_cell.astype(np.int64), at[:-1]) == 1)
+    is_decided = (skew > 2 * error) & (
+        np.add.reduceat(latest_cell.astype(np.int64), bounds[:-1]) == 1
+    )
     last = np.full(len(rows), -1, dtype=np.int64)
-    chosen = latest_cell & decided[which]
-    last[which[chosen]] = joined.rank[cells[chosen]]
-    others = np.maximum(size - 1, 1)
-    mean_wait = np.where(decided, np.add.reduceat(wait, at[:-1]) / others, 0.0)
-    mean_exposed = np.add.reduceat(np.where(chosen, 0.0, exposed), at[:-1]) / others
-    known = last >= 0
-    transfer = np.maximum(group_medians(end, at) - latest, 0.0)
+    is_last = latest_cell & is_decided[row_index]
+    last[row_index[is_last]] = joined.rank[cells[is_last]]
+    other_count = np.maximum(size - 1, 1)
+    mean_wait = np.where(is_decided, np.add.reduceat(wait, bounds[:-1]) / other_count, 0.0)
+    mean_exposed = np.add.reduceat(np.where(is_last, 0.0, exposed), bounds[:-1]) / other_count
+    has_last = last >= 0
+    transfer = np.maximum(group_medians(end, bounds) - latest, 0.0)
     return CollectiveWaits(
         row=rows,
         last_rank=last,
@@ -326,13 +334,13 @@ def measure_waits(joined: JoinedCollectives, rows_counted: Bools | None = None) 
         wait=wait,
         exposed=exposed,
         collective_count=np.bincount(joined.rank[cells], minlength=ranks),
-        last_count=np.bincount(last[known], minlength=ranks),
-        caused_ns=_summed(last[known], mean_wait[known], ranks),
-        caused_exposed_ns=_summed(last[known], mean_exposed[known], ranks),
+        last_count=np.bincount(last[has_last], minlength=ranks),
+        caused_ns=_sum_by_rank(last[has_last], mean_wait[has_last], ranks),
+        caused_exposed_ns=_sum_by_rank(last[has_last], mean_exposed[has_last], ranks),
     )
 
 
-def _summed(rank: Ints, values: Floats, ranks: int) -> Floats:
+def _sum_by_rank(rank: Ints, values: Floats, ranks: int) -> Floats:
     return np.bincount(rank, weights=values, minlength=ranks).astype(np.float64)
 
 
@@ -340,28 +348,31 @@ def _summed(rank: Ints, values: Floats, ranks: int) -> Floats:
 
 
 def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
-    """List the collectives in the steps of one rank (``place`` in the summaries): ``collective``,
-    ``group`` (its name; empty: none), ``bytes`` and ``size`` (0: unknown), ``step``, ``wait`` (ns
-    until the last member arrives), ``transfer`` (ns from there to its end) and ``complete`` (all
-    members are here and on one clock; otherwise one that is not may come later).
+    """List the collectives in the steps of one rank (``place`` is its index in the summaries):
+    ``collective``, ``group`` (its name, or empty), ``bytes`` and ``size`` (0 if unknown), ``step``,
+    ``wait`` (ns until the last member arrives), ``transfer`` (ns from then to its end) and
+    ``complete`` (whether all members have summaries and are on one clock; otherwise a missing
+    member may arrive later).
 
-    A send and its receive wait for each other too: a receiver for what its sender computes."""
+    A send and its receive wait for each other too: a receiver waits for the sender's compute."""
     schema = {
         "collective": pl.String, "group": pl.String, "bytes": pl.Int64, "size": pl.Int64,
         "step": pl.Int64, "wait": pl.Float64, "transfer": pl.Float64, "complete": pl.Boolean,
     }  # fmt: skip
     if not joined.rows:
         return pl.DataFrame(schema=schema)
-    aligned = np.isfinite(joined.clocks.shift)[joined.rank]
+    is_aligned = np.isfinite(joined.clocks.shift)[joined.rank]
     size = joined.group_sizes
-    every = np.minimum.reduceat(aligned.astype(np.int8), joined.first_cell[:-1]) > 0
-    complete = every & (joined.rank_count == size) & ~joined.clocks.mismatched
-    latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first_cell[:-1])
-    which = np.repeat(np.arange(joined.rows), joined.rank_count)
+    all_aligned = np.minimum.reduceat(is_aligned.astype(np.int8), joined.first_cell[:-1]) > 0
+    complete = all_aligned & (joined.rank_count == size) & ~joined.clocks.mismatched
+    latest = np.maximum.reduceat(
+        np.where(is_aligned, joined.start, -np.inf), joined.first_cell[:-1]
+    )
+    row_of_cell = np.repeat(np.arange(joined.rows), joined.rank_count)
     cells = np.flatnonzero((joined.rank == place) & (joined.step >= 0))
-    row = which[cells]
+    row = row_of_cell[cells]
     start, end = joined.start[cells], joined.end[cells]
-    arrived = np.clip(latest[row], start, end)
+    last_arrival = np.clip(latest[row], start, end)
     keys = [joined.keys[number] for number in joined.key[row].tolist()]
     return pl.DataFrame(
         {
@@ -370,8 +381,8 @@ def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
             "bytes": [key.message for key in keys],
             "size": size[row],
             "step": joined.step[cells],
-            "wait": arrived - start,
-            "transfer": end - arrived,
+            "wait": last_arrival - start,
+            "transfer": end - last_arrival,
             "complete": complete[row],
         },
         schema=schema,

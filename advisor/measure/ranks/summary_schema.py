@@ -1,7 +1,8 @@
-"""Summaries of single ranks: bounded, versioned, and enough to compare a thousand of them; and
-clusters of similar ranks.
+"""Summaries of single ranks, bounded and versioned, for comparing thousands of ranks; and clusters
+of similar ranks.
 
-A worker reads a trace, measures it and sends this; nobody holds two traces at once."""
+A worker reads a trace, measures it and sends the summary, so no process holds two traces at
+once."""
 
 import os
 import zlib
@@ -23,7 +24,7 @@ from advisor.core.report_memory import MemorySample
 
 SCHEMA = "advisor.rank/1"
 MAX_BYTES = 200_000
-"""Size limit of one encoded summary; a larger one keeps fewer steps' collectives."""
+"""Maximum size of an encoded summary, bytes; a larger one keeps the collectives of fewer steps."""
 MAX_DECODED = 16 << 20
 
 
@@ -63,20 +64,20 @@ class PackedColumns(Struct, frozen=True):
 
 
 def pack(values: NDArray[np.int64]) -> PackedColumns:
-    """Pack whole numbers; neighbours that are close take least."""
+    """Pack whole numbers. Similar neighbours take the least space."""
     column = np.ascontiguousarray(values, dtype="<i8")
     steps = np.diff(column, prepend=np.int64(0))
     return PackedColumns(len(column), zlib.compress(steps.astype("<i8").tobytes(), 6))
 
 
 def unpack(packed: PackedColumns) -> NDArray[np.int64]:
-    """Unpack the numbers. Raises AdvisorError: they were not packed like this."""
-    most = packed.count * 8
+    """Unpack numbers packed by :func:`pack`. Raises AdvisorError if the data is damaged."""
+    size = packed.count * 8
     try:
-        if not 0 <= most <= MAX_DECODED:
+        if not 0 <= size <= MAX_DECODED:
             raise ValueError
-        data = _inflate(packed.data, most)
-        if len(data) != most:
+        data = _inflate(packed.data, size)
+        if len(data) != size:
             raise ValueError
     except (zlib.error, ValueError):
         raise AdvisorError("a rank's summary is damaged") from None
@@ -87,38 +88,38 @@ class Collectives(Struct, frozen=True, kw_only=True):
     """Collectives of the used steps, in order of their start on this rank."""
 
     keys: list[str] = field(default_factory=list)
-    """Distinct keys that collectives are matched by: group, members, kind, bytes, type …"""
+    """Distinct keys for matching collectives: group, members, kind, bytes, type …"""
     key: PackedColumns
     """Key of each collective: row of ``keys``."""
     order: PackedColumns
-    """Sequence number where the trace has it (``sequenced``); else the place among those of this
-    key: in the step that launched it where steps are marked, in the whole trace where not."""
+    """Sequence number if the trace has it (``sequenced``), else the position among collectives of
+    this key: in the step that launched it if steps are marked, otherwise in the complete trace."""
     step: PackedColumns
-    """Step of each collective: row of ``RankSummary.steps``; -1: outside."""
+    """Step of each collective: row of ``RankSummary.steps``, or -1 outside of steps."""
     start: PackedColumns
-    """Arrival of the rank at each, ns on the trace's own clock."""
+    """Arrival of the rank at each collective, ns on the trace's own clock."""
     end: PackedColumns
     exposed: PackedColumns
-    """Part of each with no compute on this rank, ns."""
+    """Time of each collective without compute on this rank, ns."""
     work: PackedColumns
-    """Own time of the rank before each, ns: from the start of the collective before (or of the
-    step's start) to this one's start, without communication that nothing hid. Where collectives are
-    not overlapped that is from the end of the one before."""
+    """Own time of the rank before each collective, ns: from the start of the previous collective
+    (or of the step) to this one's start, without exposed communication. For collectives without
+    overlap, this is the time since the end of the previous one."""
     synchronising: list[bool] = field(default_factory=list)
-    """Whether no rank leaves it before all have arrived, by key."""
+    """Whether no rank leaves the collective before all have arrived, by key."""
     group: list[str] = field(default_factory=list)
     """Name of the process group, by key."""
     size: list[int] = field(default_factory=list)
-    """Number of members of the group, by key; 0: not known."""
+    """Number of members of the group, by key, or 0 if unknown."""
     kind: list[str] = field(default_factory=list)
     """Kind of collective, such as ``all_reduce``, by key."""
     message: list[int] = field(default_factory=list)
-    """Message size, bytes, by key; 0: not known."""
+    """Message size, bytes, by key, or 0 if unknown."""
     sequenced: list[bool] = field(default_factory=list)
-    """Whether ``order`` is a sequence number, by key; empty: none is."""
+    """Whether ``order`` is a sequence number, by key. Empty if there are no sequence numbers."""
     amount: PackedColumns | None = None
-    """Elements that this rank gives or gets in an all-to-all, whichever are more; 0: another kind,
-    or not known. ``None``: no all-to-all tells."""
+    """The larger of the elements that this rank sends and receives in an all-to-all, or 0 for other
+    kinds, or if unknown. ``None`` if unknown for all."""
     dropped: int = 0
     """Number of collectives that were left out to keep the summary small."""
 
@@ -128,18 +129,18 @@ class RankSummary(Struct, frozen=True, kw_only=True):
 
     schema: str = SCHEMA
     rank: int
-    """Number of the rank; -1: not recorded."""
+    """Number of the rank, or -1 if not recorded."""
     path: str
     """Path or URL of the trace, without credentials."""
     host: str = ""
-    """Host name from the trace; empty: not known."""
+    """Host name from the trace. Empty if unknown."""
     device: str = ""
     """Model of the GPU."""
     world: int = 0
-    """Number of ranks of the job; 0: not known."""
+    """Number of ranks of the job, or 0 if unknown."""
     framework: str = ""
     clock: str = "unix"
-    """Clock of the times; ``unix``: comparable between hosts as far as their clocks are."""
+    """Clock of the times. ``unix`` times are comparable between hosts if their clocks agree."""
     events: int = 0
     bytes_read: int = 0
     step_source: str = ""
@@ -154,28 +155,28 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     families: dict[str, float] = field(default_factory=dict)
     """Kernel time by family."""
     kernels: dict[str, KernelSummary] = field(default_factory=dict)
-    """Compute kernels with most time, by the start of their name and a digest of name and launch
-    size: the same on every rank that runs the same."""
+    """Compute kernels with the most time, by the start of their name and a digest of name and
+    launch size, which is equal on all ranks that run the same kernel."""
     operators: dict[str, KernelSummary] = field(default_factory=dict)
-    """Outermost operators of ATen with most time, where no device works, by name and a digest of
-    name and shapes."""
+    """Outermost ATen operators with the most time without device work, by name and a digest of name
+    and shapes."""
     per_step: dict[str, PackedColumns] = field(default_factory=dict)
-    """Columns of ``time`` (with ``idle: <cause>`` for idle) over ``steps``, ns; where no device
-    works, of ``host_time`` and ``communication``."""
+    """Columns of ``time`` (with ``idle: <cause>`` for idle) over ``steps``, ns, or without device
+    work columns of ``host_time`` and ``communication``."""
     communication: float = 0.0
     """Communication time, hidden or not."""
     collectives: Collectives | None = None
     findings: list[Advice] = field(default_factory=list)
     details: bytes = b""
-    """Findings in full, in the same order, as :func:`pack_findings` has them; empty: left out to
+    """Complete findings in the same order, packed by :func:`pack_findings`. Empty if left out to
     keep the summary small."""
     damage: str = ""
     memory: MemorySample | None = None
-    """Memory of the fullest device in its snapshot; ``null``: it has none."""
+    """Memory of the fullest device in its snapshot, or ``null`` without a snapshot."""
 
 
 class UnreadRank(Struct, frozen=True, kw_only=True):
-    """A rank that could not be read or measured, and is left out of the analysis."""
+    """A rank that could not be read or measured and is left out of the analysis."""
 
     schema: str = SCHEMA
     rank: int
@@ -188,7 +189,8 @@ def pack_findings(findings: Sequence[Finding]) -> bytes:
 
 
 def unpack_findings(details: bytes) -> list[Finding]:
-    """Decompress findings. Raises AdvisorError: they were not packed like this."""
+    """Unpack findings packed by :func:`pack_findings`. Raises AdvisorError if the data is
+    damaged."""
     if not details:
         return []
     try:
@@ -210,7 +212,7 @@ def encode(summary: RankSummary | UnreadRank) -> bytes:
 
 
 def decode(data: bytes) -> RankSummary | UnreadRank:
-    """Decode a worker's summary. Raises AdvisorError: damaged, or of another version."""
+    """Decode a worker's summary. Raises AdvisorError if it is damaged, or of another version."""
     try:
         if len(data) > MAX_DECODED:
             raise ValueError
@@ -225,17 +227,17 @@ def decode(data: bytes) -> RankSummary | UnreadRank:
         raise AdvisorError("a rank's summary is damaged") from None
 
 
-# -- which summaries are of one run, each rank once ------------------------------------------------
+# -- summaries of one run, each rank once ------------------------------------------------
 
 MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
-"""Largest difference of clocks in one job, ns. Hosts keep Unix time to well under a second (NTP);
-traces whose collectives match only after a shift of minutes are of different runs."""
-SHOWN = 3
-"""Files that are listed by name, at most."""
+"""Maximum difference of clocks in one job, ns. Hosts keep Unix time to well under a second (NTP),
+so traces whose collectives match only after a shift of minutes are from different runs."""
+MAX_SHOWN_FILES = 3
+"""Maximum number of files that are listed by name."""
 
 
 class MainRun(NamedTuple):
-    """Ranks of one run, and those left out because they are of another."""
+    """Ranks of one run, and ranks left out because they belong to another run."""
 
     summaries: list[RankSummary]
     """Summaries in order of rank, each rank once."""
@@ -246,108 +248,132 @@ class MainRun(NamedTuple):
 
 
 def select_main_run(summaries: Sequence[RankSummary]) -> MainRun:
-    """Select the run of which most ranks are here."""
-    kept, others = _at_one_time(summaries)
-    kept, apart = _of_one_size(kept)
+    """Select the run with the most ranks."""
+    selected, others = _select_concurrent(summaries)
+    selected, other_sizes = _select_world_size(selected)
     notes: dict[str, str] = {}
-    kept = _named(kept, notes)
-    best: dict[int, RankSummary] = {}
-    again: list[int] = []
-    for summary in sorted(kept, key=lambda s: (-len(s.steps), s.path)):
-        if summary.rank in best:
-            again.append(summary.rank)
+    selected = _number_unknown_ranks(selected, notes)
+    summary_of_rank: dict[int, RankSummary] = {}
+    repeated: list[int] = []
+    for summary in sorted(selected, key=lambda item: (-len(item.steps), item.path)):
+        if summary.rank in summary_of_rank:
+            repeated.append(summary.rank)
         else:
-            best[summary.rank] = summary
-    if again:
-        notes["further files of the same ranks"] = f"of ranks {format_ranks(again)}"
-    return MainRun([best[rank] for rank in sorted(best)], [*others, *apart], notes)
+            summary_of_rank[summary.rank] = summary
+    if repeated:
+        notes["further files of the same ranks"] = f"of ranks {format_ranks(repeated)}"
+    return MainRun(
+        [summary_of_rank[rank] for rank in sorted(summary_of_rank)], [*others, *other_sizes], notes
+    )
 
 
-def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Separate ranks whose steps lie where most ranks' do from the others: further apart than
-    clocks ever are, it is another run, or another part of it."""
-    timed = [s for s in summaries if s.steps and s.clock == "unix"]
+def _select_concurrent(
+    summaries: Sequence[RankSummary],
+) -> tuple[list[RankSummary], list[UnreadRank]]:
+    """Separate ranks whose steps are at the same time as most ranks' steps from the others. Steps
+    further apart than clocks ever are belong to another run, or to another part of it."""
+    timed = [item for item in summaries if item.steps and item.clock == "unix"]
     if len(timed) < 2:
         return list(summaries), []
-    timed.sort(key=lambda s: s.steps[0].start)
-    runs, until = [[timed[0]]], timed[0].steps[-1].end
+    timed.sort(key=lambda item: item.steps[0].start)
+    runs, latest_end = [[timed[0]]], timed[0].steps[-1].end
     for summary in timed[1:]:
-        if summary.steps[0].start > until + MAX_CLOCK_DIFFERENCE_NS:
+        if summary.steps[0].start > latest_end + MAX_CLOCK_DIFFERENCE_NS:
             runs.append([])
         runs[-1].append(summary)
-        until = max(until, summary.steps[-1].end)
-    most = max(runs, key=_size)
-    kept: list[RankSummary] = list(summaries)
+        latest_end = max(latest_end, summary.steps[-1].end)
+    main_run = max(runs, key=_count_ranks)
+    selected: list[RankSummary] = list(summaries)
     others: list[UnreadRank] = []
     for run in runs:
-        if run is not most:
-            kept, apart = _parted(kept, {id(s) for s in run}, _why_other_run(run, most))
-            others += apart
-    return kept, others
+        if run is not main_run:
+            selected, separated = _split_off(
+                selected, {id(item) for item in run}, _explain_other_run(run, main_run)
+            )
+            others += separated
+    return selected, others
 
 
-def _size(run: Sequence[RankSummary]) -> int:
-    return len({(s.rank, s.rank < 0 and s.path) for s in run})
+def _count_ranks(run: Sequence[RankSummary]) -> int:
+    return len({(item.rank, item.rank < 0 and item.path) for item in run})
 
 
-def _why_other_run(run: Sequence[RankSummary], most: Sequence[RankSummary]) -> str:
-    """Explain why a run is left out beside the one that is analysed, and how to analyse it."""
-    ns = run[0].steps[0].start - most[0].steps[0].start
-    size = "with as many ranks" if _size(run) == _size(most) else "with fewer ranks"
-    when = f"{t.format_duration(abs(ns))} {'after' if ns > 0 else 'before'} the one analysed"
-    folder = _folder(run)
-    alone = folder and not any(s.path.startswith(f"{folder}/") for s in most)
-    how = f"advisor analyze {folder}" if alone else "give its files to analyse it"
-    return f"another run {size}, recorded {when}: {how}"
+def _explain_other_run(run: Sequence[RankSummary], main_run: Sequence[RankSummary]) -> str:
+    """Explain why a run is left out, and how to analyse it."""
+    ns = run[0].steps[0].start - main_run[0].steps[0].start
+    size = (
+        "with as many ranks" if _count_ranks(run) == _count_ranks(main_run) else "with fewer ranks"
+    )
+    time_text = f"{t.format_duration(abs(ns))} {'after' if ns > 0 else 'before'} the one analysed"
+    folder = _find_common_folder(run)
+    is_separate = folder and not any(item.path.startswith(f"{folder}/") for item in main_run)
+    advice = f"advisor analyze {folder}" if is_separate else "give its files to analyse it"
+    return f"another run {size}, recorded {time_text}: {advice}"
 
 
-def _folder(run: Sequence[RankSummary]) -> str:
-    """Return the common folder of the run's files, without its last slash."""
-    folders = [f"{s.path.rpartition('/')[0]}/" for s in run]  # of URLs too, which are no paths
+def _find_common_folder(run: Sequence[RankSummary]) -> str:
+    """Return the common folder of the run's files, without a trailing slash."""
+    folders = [
+        f"{item.path.rpartition('/')[0]}/" for item in run
+    ]  # also for URLs, which are not paths
     return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 
-def _of_one_size(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Separate ranks with the most frequent world size, or none, from the others."""
-    sizes = Counter(s.world for s in summaries if s.world)
+def _select_world_size(
+    summaries: Sequence[RankSummary],
+) -> tuple[list[RankSummary], list[UnreadRank]]:
+    """Separate ranks with the most frequent world size, or without a world size, from the
+    others."""
+    sizes = Counter(item.world for item in summaries if item.world)
     if len(sizes) < 2:
         return list(summaries), []
     world = sizes.most_common(1)[0][0]
-    out = {id(s) for s in summaries if s.world not in (0, world)}
-    return _parted(summaries, out, f"of a job that has not {world} ranks, as most say")
+    excluded = {id(item) for item in summaries if item.world not in (0, world)}
+    return _split_off(
+        summaries, excluded, f"of a job that does not have {world} ranks, as most files do"
+    )
 
 
-def _parted(
-    summaries: Sequence[RankSummary], out: set[int], why: str
+def _split_off(
+    summaries: Sequence[RankSummary], excluded: set[int], why: str
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
-    kept = [s for s in summaries if id(s) not in out]
-    return kept, [UnreadRank(rank=s.rank, path=s.path, why=why) for s in summaries if id(s) in out]
+    selected = [item for item in summaries if id(item) not in excluded]
+    return selected, [
+        UnreadRank(rank=item.rank, path=item.path, why=why)
+        for item in summaries
+        if id(item) in excluded
+    ]
 
 
-def _named(summaries: Sequence[RankSummary], notes: dict[str, str]) -> list[RankSummary]:
-    """Number ranks that neither file nor name tells: the one that is missing where it is one, else
-    numbers that no rank of the job has."""
-    unknown = sorted((s for s in summaries if s.rank < 0), key=lambda s: s.path)
+def _number_unknown_ranks(
+    summaries: Sequence[RankSummary], notes: dict[str, str]
+) -> list[RankSummary]:
+    """Number ranks that neither the file nor its name identifies: the missing rank if there is only
+    one, else numbers that no rank of the job has."""
+    unknown = sorted((item for item in summaries if item.rank < 0), key=lambda item: item.path)
     if not unknown:
         return list(summaries)
-    known = {s.rank for s in summaries if s.rank >= 0}
-    world = max((s.world for s in summaries), default=0)
-    missing = sorted(set(range(world)) - known)
-    beyond = max([world, *(rank + 1 for rank in known)])
-    given = missing if len(unknown) == len(missing) == 1 else range(beyond, beyond + len(unknown))
-    numbers = dict(zip((id(s) for s in unknown), given, strict=True))
-    if list(given) != missing:
-        lines = [f"{rank} is {s.path}" for rank, s in zip(given, unknown, strict=True)]
+    used = {item.rank for item in summaries if item.rank >= 0}
+    world = max((item.world for item in summaries), default=0)
+    unused = sorted(set(range(world)) - used)
+    first_free = max([world, *(rank + 1 for rank in used)])
+    new_numbers = (
+        unused if len(unknown) == len(unused) == 1 else range(first_free, first_free + len(unknown))
+    )
+    numbers = dict(zip((id(item) for item in unknown), new_numbers, strict=True))
+    if list(new_numbers) != unused:
+        lines = [f"{rank} is {item.path}" for rank, item in zip(new_numbers, unknown, strict=True)]
         notes["which ranks some files are of"] = (
-            f"neither they nor their names say it; here {t.list_names(lines, SHOWN)}"
+            f"neither the files nor their names say it; here {t.list_names(lines, MAX_SHOWN_FILES)}"
         )
-    return [structs.replace(s, rank=numbers.get(id(s), s.rank)) for s in summaries]
+    return [structs.replace(item, rank=numbers.get(id(item), item.rank)) for item in summaries]
 
 
 MAX_CLUSTERS = 8
 MAX_DISTANCE = 0.1
-"""Share of the step by which times of similar ranks may differ, over all classes together."""
-FAMILIES = 6
+"""Maximum difference of times of similar ranks, over all classes together, as a share of the
+step."""
+MAX_FAMILIES = 6
 LABELS = {
     "compute": "compute", "copies": "copies", "input": "waiting for input", "host": "host time",
     "communication": "transfers", "waiting": "waiting for others",
@@ -357,96 +383,98 @@ LABELS = {
 def find_clusters(
     summaries: Sequence[RankSummary], values: Floats, classes: Sequence[str], stage: Ints
 ) -> list[RankCluster]:
-    """Group ranks into at most MAX_CLUSTERS clusters, the largest first. ``values``: ns per step,
-    ranks x ``classes``. Pipeline stages whose times differ at all are in different clusters."""
-    known = np.flatnonzero(np.isfinite(values).all(axis=1))
-    if not len(known):
+    """Group ranks into at most MAX_CLUSTERS clusters, the largest first. ``values`` has ns per
+    step, ranks x ``classes``. Pipeline stages whose times differ are in different clusters."""
+    known_rows = np.flatnonzero(np.isfinite(values).all(axis=1))
+    if not len(known_rows):
         return []
     step = np.array([summary.step_ns for summary in summaries])
-    scale = float(np.median(step[known])) or 1.0
-    features = np.hstack([values, _families(summaries)])[known] / scale
-    label = _clusters(features, MAX_DISTANCE)
-    groups = [known[label == number] for number in range(int(label.max()) + 1)]
-    groups.sort(key=lambda places: (-len(places), int(places[0])))
-    middle = np.median(values[known], axis=0)
-    several = len(np.unique(stage)) > 1
+    scale = float(np.median(step[known_rows])) or 1.0
+    features = np.hstack([values, _tabulate_families(summaries)])[known_rows] / scale
+    label = _cluster_rows(features, MAX_DISTANCE)
+    groups = [known_rows[label == number] for number in range(int(label.max()) + 1)]
+    groups.sort(key=lambda rows: (-len(rows), int(rows[0])))
+    medians = np.median(values[known_rows], axis=0)
+    has_stages = len(np.unique(stage)) > 1
     result = []
-    for places in groups:
-        own = np.median(values[places], axis=0)
+    for rows in groups:
+        cluster_medians = np.median(values[rows], axis=0)
         result.append(
             RankCluster(
-                name=_name(own - middle, classes, scale, len(groups), stage[places], several),
-                ranks=format_ranks([summaries[place].rank for place in places.tolist()]),
-                count=len(places),
-                step_ns=float(np.median(step[places])),
-                time=dict(zip(classes, own.tolist(), strict=True)),
+                name=_name_cluster(
+                    cluster_medians - medians, classes, scale, len(groups), stage[rows], has_stages
+                ),
+                ranks=format_ranks([summaries[row].rank for row in rows.tolist()]),
+                count=len(rows),
+                step_ns=float(np.median(step[rows])),
+                time=dict(zip(classes, cluster_medians.tolist(), strict=True)),
             )
         )
     return result
 
 
-def _families(summaries: Sequence[RankSummary]) -> Floats:
-    """Return ns per step of the families of kernels that take most time, ranks x families."""
+def _tabulate_families(summaries: Sequence[RankSummary]) -> Floats:
+    """Return ns per step of the kernel families with the most time, ranks x families."""
     total: dict[str, float] = {}
     for summary in summaries:
         for name, ns in summary.families.items():
             if name != "communication":
                 total[name] = total.get(name, 0.0) + ns
-    names = sorted(total, key=lambda name: -total[name])[:FAMILIES]
+    names = sorted(total, key=lambda name: -total[name])[:MAX_FAMILIES]
     table = [[summary.families.get(name, 0.0) for name in names] for summary in summaries]
     return np.array(table, dtype=np.float64).reshape(len(summaries), len(names))
 
 
-def _clusters(features: Floats, near: float) -> Ints:
-    """Number each row's group. Each joins the first leader that is near; the nearest two groups
-    become one until there are few."""
+def _cluster_rows(features: Floats, max_distance: float) -> Ints:
+    """Number each row's group. Each row joins the first near leader; the nearest two groups are
+    merged until there are few."""
     leaders: list[int] = []
     label = np.full(len(features), -1, dtype=np.int64)
-    # from the middle outwards, so that leaders are not outliers
+    # from the median outwards, so that leaders are not outliers
     order = np.argsort(np.abs(features - np.median(features, axis=0)).sum(axis=1), kind="stable")
-    left = order
-    while len(left):  # a leader a round, and as many as there are kinds of ranks
-        leader = int(left[0])
+    remaining = order
+    while len(remaining):  # one leader per round, as many as there are kinds of ranks
+        leader = int(remaining[0])
         if len(leaders) >= 64:
-            label[left] = _nearest(features[left], features[leaders])
+            label[remaining] = _find_nearest(features[remaining], features[leaders])
             break
-        close = np.abs(features[left] - features[leader]).sum(axis=1) <= near
-        label[left[close]] = len(leaders)
+        is_close = np.abs(features[remaining] - features[leader]).sum(axis=1) <= max_distance
+        label[remaining[is_close]] = len(leaders)
         leaders.append(leader)
-        left = left[~close]
-    middles = [np.median(features[label == n], axis=0) for n in range(len(leaders))]
-    sizes = [int((label == n).sum()) for n in range(len(leaders))]
-    alive = list(range(len(leaders)))
-    while len(alive) > MAX_CLUSTERS:
+        remaining = remaining[~is_close]
+    medians = [np.median(features[label == number], axis=0) for number in range(len(leaders))]
+    sizes = [int((label == number).sum()) for number in range(len(leaders))]
+    kept = list(range(len(leaders)))
+    while len(kept) > MAX_CLUSTERS:
         pairs = [
-            (float(np.abs(middles[a] - middles[b]).sum()) * min(sizes[a], sizes[b]), a, b)
-            for place, a in enumerate(alive)
-            for b in alive[place + 1 :]
+            (float(np.abs(medians[a] - medians[b]).sum()) * min(sizes[a], sizes[b]), a, b)
+            for index, a in enumerate(kept)
+            for b in kept[index + 1 :]
         ]
         _, a, b = min(pairs)
         label[label == b] = a
-        middles[a] = np.median(features[label == a], axis=0)
+        medians[a] = np.median(features[label == a], axis=0)
         sizes[a] += sizes[b]
-        alive.remove(b)
-    return np.searchsorted(np.array(alive), label).astype(np.int64)
+        kept.remove(b)
+    return np.searchsorted(np.array(kept), label).astype(np.int64)
 
 
-def _nearest(rows: Floats, leaders: Floats) -> Ints:
+def _find_nearest(rows: Floats, leaders: Floats) -> Ints:
     distance = np.stack([np.abs(rows - leader).sum(axis=1) for leader in leaders])
     return np.asarray(distance.argmin(axis=0), dtype=np.int64)
 
 
-def _name(
-    more: Floats, classes: Sequence[str], scale: float, groups: int, stage: Ints, several: bool
+def _name_cluster(
+    excess: Floats, classes: Sequence[str], scale: float, groups: int, stage: Ints, has_stages: bool
 ) -> str:
     parts = []
-    if several and len(np.unique(stage)) == 1:
+    if has_stages and len(np.unique(stage)) == 1:
         parts.append(f"stage {int(stage[0])}")
     if groups == 1:
         return parts[0] if parts else "all similar"
-    order = np.argsort(-np.abs(more), kind="stable")
-    for place in order[:2].tolist():
-        if abs(more[place]) >= 0.02 * scale:
-            word = LABELS.get(classes[place], classes[place])
-            parts.append(f"{'more' if more[place] > 0 else 'less'} {word}")
+    order = np.argsort(-np.abs(excess), kind="stable")
+    for index in order[:2].tolist():
+        if abs(excess[index]) >= 0.02 * scale:
+            class_label = LABELS.get(classes[index], classes[index])
+            parts.append(f"{'more' if excess[index] > 0 else 'less'} {class_label}")
     return ", ".join(parts) or "like the median rank"

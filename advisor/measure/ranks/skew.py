@@ -124,10 +124,10 @@ class Skew(NamedTuple):
     includes that wait. ``collectives.complete`` says whether all members have traces."""
 
     collectives: pl.DataFrame
-    """One row per collective inside the used steps of all its ranks: ``collective``, ``group``,
-    ``bytes``, ``annotation``, ``label``, ``step``, ``seen`` (number of ranks with traces),
-    ``complete`` (whether all members have traces; null if group size is unknown), ``last`` (rank
-    that arrives last; null if all arrive within twice the alignment error), ``skew_ns`` (last
+    """Table with one row per collective inside the used steps of all its ranks: ``collective``,
+    ``group``, ``bytes``, ``annotation``, ``label``, ``step``, ``seen`` (number of ranks with
+    traces), ``complete`` (whether all members have traces; null if group size is unknown), ``last``
+    (rank that arrives last; null if all arrive within twice the alignment error), ``skew_ns`` (last
     arrival - first), ``mean_wait_ns`` (of the others; null if no rank is last)."""
     steps: int
     """Number of steps for figures per step: used steps that all ranks have, by name."""

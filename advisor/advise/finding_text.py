@@ -24,7 +24,7 @@ def ranked_findings(report: Report) -> list[Finding]:
 
 
 def is_replayed(finding: Finding) -> bool:
-    """Tell whether a finding's gain was estimated in a replay of its edits."""
+    """Return whether a finding's gain was estimated in a replay of its edits."""
     return bool(finding.edits) or (finding.impact is not None and finding.impact.kind == "replay")
 
 
@@ -39,12 +39,12 @@ MIN_SURE: Final = 0.5
 
 
 def is_unsure(finding: Finding) -> bool:
-    """Tell whether a finding's cause is more likely to be another."""
+    """Return whether a finding's cause is more likely to be another."""
     return finding.confidence < MIN_SURE
 
 
 def is_small(finding: Finding) -> bool:
-    """Tell whether a finding gains too little to be fixed first."""
+    """Return whether a finding gains too little to be fixed first."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or finding.known_cost:
         return False
@@ -52,7 +52,7 @@ def is_small(finding: Finding) -> bool:
 
 
 def has_large_gain(report: Report) -> bool:
-    """Tell whether some finding explains a notable part of the step."""
+    """Return whether some finding explains a notable part of the step."""
     return any(not is_small(finding) for finding in ranked_findings(report))
 
 
@@ -203,7 +203,7 @@ def _with_stacks(finding: Finding, report: Report) -> list[str]:
 
 
 def may_gain_little(finding: Finding) -> bool:
-    """Tell whether the gain may be near zero, so that its condition belongs beside it."""
+    """Return whether the gain may be near zero, so that its condition belongs beside it."""
     impact = finding.impact
     if impact is None or impact.low_ns is None:
         return False
@@ -426,7 +426,7 @@ def _what_remains(finding: Finding, left: float) -> str:
 
 
 def _leaves_idle(report: Report, gain_ns: float, removed_ns: float) -> bool:
-    """Tell whether the device is busy for less than ``MIN_DEVICE_BOUND_SHARE`` of the step that a
+    """Return whether the device is busy for less than ``MIN_DEVICE_BOUND_SHARE`` of the step that a
     fix leaves, which removes ``removed_ns`` of its work."""
     work = (report.busy_share or 0.0) * report.scope.step_ns * min(1.0, report.gain_scale or 1.0)
     return work - removed_ns < MIN_DEVICE_BOUND_SHARE * (report.step_ns - gain_ns)
@@ -580,7 +580,7 @@ LARGE_NOTE: Final = 0.2
 
 
 def is_large_note(note: Finding, report: Report) -> bool:
-    """Tell whether a note is about much of the step, and its fix may gain: where a replay showed
+    """Return whether a note is about much of the step, and its fix may gain: where a replay showed
     that it gains little, it stays a detail."""
     impact = note.impact
     if report.step_ns <= 0 or (impact is not None and impact.gain_ns is None and note.edits):
@@ -597,8 +597,8 @@ def share_of_note(note: Finding, report: Report) -> float:
 
 
 def is_notable_note(note: Finding, report: Report) -> bool:
-    """Tell whether a note may gain as much as the smallest listed fix, and enough for a warning: it
-    has a line of its own."""
+    """Return whether a note may gain as much as the smallest listed fix, and enough for a warning:
+    it has a line of its own."""
     gain = 0 if note.impact is None or not note_gain(note) else note.impact.gain_ns or 0
     listed = [impact.gain_ns or 0 for impact in gains_of_findings(report) if impact.unit != "run"]
     return gain >= max(WARNING_SHARE * report.step_ns, min(listed, default=0))

@@ -232,7 +232,7 @@ def severity_of_share(share: float | None) -> Severity:
 
 
 def gain_may_be_zero(finding: Finding, floor: float) -> bool:
-    """Tell whether a finding is unproven and may gain nothing: no ground to call a run slow."""
+    """Return whether a finding is unproven and may gain nothing: no ground to call a run slow."""
     impact = finding.impact
     return (
         finding.validation == "synthetic"
@@ -243,7 +243,7 @@ def gain_may_be_zero(finding: Finding, floor: float) -> bool:
 
 
 def may_matter(finding: Finding, step_ns: float) -> bool:
-    """Tell whether an unproven finding could gain enough for a warning."""
+    """Return whether an unproven finding could gain enough for a warning."""
     impact = finding.impact
     return impact is None or (impact.high_ns or impact.gain_ns or 0) >= WARNING_SHARE * step_ns
 

@@ -209,7 +209,7 @@ def limit_of(view: KernelCounters) -> str:
 
 
 def is_runtime(name: str) -> bool:
-    """Tell whether a kernel is by its name the runtime's own: a copy, a fill, the heap."""
+    """Return whether a kernel is by its name the runtime's own: a copy, a fill, the heap."""
     return name.startswith("__amd_rocclr_")
 
 
@@ -352,7 +352,7 @@ SMALL_FIX = 0.05
 
 def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     """Say what the first note finds, in which kernel, and what its fix saves."""
-    title = note.title[0].lower() + note.title[1:]
+    title = t.lower_first(note.title)
     saved = sum(float(each.value or 0) for each in note.evidence if each.label == ONE_LAUNCH)
     count = sum(int(e.value or 0) for e in note.evidence if e.label == "kernels with it")
     short = label_kernels(view.short for view in views)

@@ -247,7 +247,7 @@ def memory_verdict(
             failed = by_role.get("out of memory")
             rest = "" if failed is None else failed.summary.partition("). ")[2]
             fix = "" if failed is None else t.split_sentences(failed.fix, 0)[0]
-            first = f"First: {fix[0].lower()}{fix[1:]}" if fix else ""
+            first = f"First: {t.lower_first(fix)}" if fix else ""
             return "bottlenecks", " ".join(part for part in (text, rest, first) if part)
         if leads is None:
             return "bottlenecks", f"{text} {_memory_action(view, report)}".rstrip()

@@ -132,7 +132,7 @@ def _names(trace: Trace) -> set[str]:
 
 
 def _strange(named: list[set[str]]) -> bool:
-    """Tell whether two sets, with enough names each, have almost none in common."""
+    """Return whether two sets, with enough names each, have almost none in common."""
     return any(
         len(item & other) < MIN_SHARED_NAMES * min(len(item), len(other))
         for item, other in combinations(named, 2)

@@ -134,7 +134,7 @@ def _distinct(notes: Sequence[Finding], ordered: Sequence[Finding]) -> list[Find
 
 
 def _is_covered(note: Finding, ranked: Sequence[Finding], estimator: GainEstimator) -> bool:
-    """Tell whether ranked fixes take nearly all that the note's fix would save: it is about the
+    """Return whether ranked fixes take nearly all that the note's fix would save: it is about the
     same time."""
     applied = [edit for other in ranked if estimator.overlaps(other) for edit in other.edits]
     if not applied or not estimator.overlaps(note):
@@ -148,7 +148,7 @@ SAME_WORK = 0.9
 
 
 def _is_part(finding: Finding, ranked: Sequence[Finding], a: Analysis) -> bool:
-    """Tell whether a ranked fix changes the same device work, in the same way. A note that this
+    """Return whether a ranked fix changes the same device work, in the same way. A note that this
     work gains nothing would contradict it."""
     own = [edit for edit in finding.edits if edit.select.on == "gpu"]
     if len(own) < len(finding.edits) or a.device_id is None or not own:
@@ -165,7 +165,7 @@ def _is_part(finding: Finding, ranked: Sequence[Finding], a: Analysis) -> bool:
 
 
 def _counts_in_run(finding: Finding) -> bool:
-    """Tell whether a finding surely saves much of the run, though not of each step."""
+    """Return whether a finding surely saves much of the run, though not of each step."""
     impact = finding.impact
     if impact is None or impact.currency != "run_time" or not impact.gain_ns:
         return False
@@ -237,7 +237,8 @@ def _order(
 
 
 def removes_whole_idle_kind(finding: Finding) -> bool:
-    """Tell whether a finding removes a kind of idle time (launching, allocation), with no cause."""
+    """Return whether a finding removes a kind of idle time (launching, allocation), with no
+    cause."""
     return bool(finding.edits) and all(
         edit.select.on == "gap"
         and not (edit.select.under or edit.select.name)
@@ -283,7 +284,7 @@ def _named_cause(
 
 
 def _is_of_all_code(finding: Finding) -> bool:
-    """Tell whether a finding is on all code of a place, whatever it does."""
+    """Return whether a finding is on all code of a place, whatever it does."""
     return finding.subject == HOST_CODE and not finding.edits
 
 
@@ -310,7 +311,7 @@ def _cause_inside(
 
 
 def _fills_queue(finding: Finding, a: Analysis) -> bool:
-    """Tell whether only this finding's waits keep the host from getting ahead of the GPU and
+    """Return whether only this finding's waits keep the host from getting ahead of the GPU and
     filling its queue."""
     gone = [selected_host(a, edit.select) for edit in finding.edits if edit.op == "make_async"]
     if not gone or a.syncs.is_empty():
@@ -328,12 +329,12 @@ def _own_gain(finding: Finding) -> float:
 
 
 def is_more_certain(finding: Finding, other: Finding) -> bool:
-    """Tell whether a finding's cause is so much more certain than another's that it counts."""
+    """Return whether a finding's cause is so much more certain than another's that it counts."""
     return finding.confidence - other.confidence > EQUAL_CONFIDENCE + 1e-9
 
 
 def is_vague(finding: Finding) -> bool:
-    """Tell whether a finding names no place and may gain nothing."""
+    """Return whether a finding names no place and may gain nothing."""
     impact = finding.impact
     timed = impact is not None and impact.currency == "step_time"
     return timed and not finding.where and impact is not None and not impact.low_ns

@@ -40,13 +40,13 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
 
 
 def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:
-    """Tell whether a rule's advice is useful for such a program."""
+    """Return whether a rule's advice is useful for such a program."""
     known = rule.advice_for(meta.framework) is not None
     return meta.is_pytorch or not rule.bundled or rule.reads_record or known
 
 
 def is_of_use(rule: Rule, a: Analysis) -> bool:
-    """Tell whether a rule has advice for such a program, and what it looks for can be there."""
+    """Return whether a rule has advice for such a program, and what it looks for can be there."""
     return has_advice_for(rule, a.trace.meta) and not (rule.training_only and a.forward_only)
 
 

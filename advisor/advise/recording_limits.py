@@ -556,7 +556,7 @@ def describe_unseen_end(recorded: StepRecords) -> str:
 
 
 def is_too_small(a: Analysis) -> bool:
-    """Tell whether a file is too small for any advice. Traces written as code are examples."""
+    """Return whether a file is too small for any advice. Traces written as code are examples."""
     meta = a.trace.meta
     return count_events(a) < MIN_EVENTS and not meta.example and not meta.layer_times
 

@@ -503,8 +503,8 @@ ABOUT_EVEN: Final = 0.8
 
 
 def _has_hidden_work(critical: Mapping[str, float], busy: float | None) -> bool:
-    """Tell whether the device works beside the host while the step depends on the host: the shares
-    of both say more than the whole step."""
+    """Return whether the device works beside the host while the step depends on the host: the
+    shares of both say more than the whole step."""
     total = sum(critical.values()) or 1.0
     return busy is not None and busy + critical.get("host", 0.0) / total >= BOTH_WORK
 
@@ -547,7 +547,7 @@ def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:
 
 
 def has_upper_bound(report: Report) -> bool:
-    """Tell whether some gain is an upper bound and not replayed."""
+    """Return whether some gain is an upper bound and not replayed."""
     return any(
         finding.impact is not None and t.is_upper_bound(finding.impact)
         for finding in report.findings
@@ -600,7 +600,7 @@ def describe_all_fixes(report: Report) -> str:
 
 
 def gains_overlap(report: Report) -> bool:
-    """Tell whether the sum or order of the list's gains lets one wonder what they are of."""
+    """Return whether the sum or order of the list's gains lets one wonder what they are of."""
     own = [each.gain_ns or 0 for each in gains_of_findings(report) if each.unit != "run"]
     ordered = all(after <= before for before, after in itertools.pairwise(own))
     together = report.step_ns - step_after_fixes(report)

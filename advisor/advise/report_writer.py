@@ -35,11 +35,12 @@ from advisor.advise.report_fields import (
 )
 from advisor.advise.report_text import step_after_fixes
 from advisor.advise.time_without_fix import find_time_without_fix
-from advisor.advise.verdict import MOSTLY_ONE_OFF_SHARE, write_verdict
+from advisor.advise.verdict import MIN_LEADING_ONE_OFF_SHARE, write_verdict
 from advisor.core.auxiliary_inputs import CompileLog
 from advisor.core.finding import Limit
 from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, Report, RuleText
+from advisor.core.text import lower_first
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def write_report(
     report = replace(report, replay=estimator.describe_replay(edits, left))
     sharing = {rule.id for rule in rules if rule.verdict_role == "shared GPU"}
     for note in (each for each in report.notes if each.rule in sharing):
-        others = note.summary[0].lower() + note.summary[1:].rstrip(".")
+        others = lower_first(note.summary).rstrip(".")
         report = replace(report, scope=replace(report.scope, device_shared=others))
     status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
@@ -145,7 +146,7 @@ def _with_next_steps(
 ) -> Report:
     """Return the report with what no finding covers: time without a fix, and the ``command`` that
     profiles slow kernels. Both are left out where they say nothing of the step."""
-    start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
+    start_up = not report.findings and one_off_costs(a)[0] >= MIN_LEADING_ONE_OFF_SHARE
     if not start_up and not part_of_step(a):
         report = replace(report, without_fix=find_time_without_fix(report, a, rules, findings))
     if start_up:

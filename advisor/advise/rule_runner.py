@@ -27,6 +27,7 @@ from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
+from advisor.core.text import lower_first
 from advisor.measure import Analysis
 from advisor.measure.host.module_lines import line_of_layer
 from advisor.measure.host.sampled_code import line_of_operator
@@ -165,7 +166,7 @@ def _without_idle(
     name = rule.title or rule.id
     return [
         SkippedCheck(
-            what=name[:1].lower() + name[1:],
+            what=lower_first(name),
             why=why,
             record="the window again, from a whole file"
             if cut
@@ -296,7 +297,7 @@ def _with_sampled_line(place: Location, a: Analysis) -> Location:
 
 
 def _is_beside_copies(place: Location, a: Analysis) -> bool:
-    """Tell whether an operator's kernel is one place, and its copies to or from the host another:
+    """Return whether an operator's kernel is one place, and its copies to or from the host another:
     samples are where the host waits, which is at the copies."""
     if place.kernel is None or place.kernel.startswith("Memcpy"):
         return False

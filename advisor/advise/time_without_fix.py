@@ -124,8 +124,8 @@ class _Reasons:
         return f"{result}; {how} shows it" if stacks and how else result
 
     def is_about(self, finding: Finding, part: str) -> bool:
-        """Tell whether a finding is about a part: its rule looks at it, or its fix touches most of
-        it; without edits, one on all code of a place is about the host's own time."""
+        """Return whether a finding is about a part: its rule looks at it, or its fix touches most
+        of it; without edits, one on all code of a place is about the host's own time."""
         if self._rule_looks(finding, part):
             return True
         if not finding.edits:

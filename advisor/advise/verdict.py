@@ -56,80 +56,86 @@ from advisor.measure.steps.step_differences import CAPTURE
 from advisor.replay.selection import selected_gpu
 
 HEALTHY_BUSY_SHARE = 0.80
-"""GPU-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
+"""Minimum GPU-busy share at which a step without findings may be called healthy (gpu-idle: 80%)."""
 
 MIN_EXPOSED_SHARE = 0.2
-"""Share of the step from which unhidden communication, or copies, are said first."""
-HIDDEN_SHARE = 0.05
-"""Share of the step that a note may gain, from which "healthy" would hide it."""
+"""Minimum share of the step at which exposed communication or copies lead the verdict."""
+MIN_NOTE_SHARE = 0.05
+"""Minimum share of the step that a note may gain, to keep the step from being called healthy."""
 MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
-"""Share of kernel time, and share of the attainable rate below which nothing is called healthy.
-FlashAttention reaches half and more, matrix products three quarters."""
+"""A kernel family with at least this share of kernel time, below this share of its attainable rate,
+is not healthy. FlashAttention reaches half or more, matrix products three quarters."""
 MIN_LEFT_SHARE = 0.05
-"""Share of the step lost to slow kernels from which a healthy verdict says where."""
-FAR_SHARE = 0.2
-"""Share of the step lost to slow kernels from which it is not called healthy."""
-MOSTLY_ONE_OFF_SHARE = 0.5
-"""Share of the analysed time from which a report without findings begins with one-off costs."""
+"""Minimum share of the step lost to slow kernels at which a healthy verdict names them."""
+MAX_HEALTHY_LEFT_SHARE = 0.2
+"""Share of the step lost to slow kernels below which it may be called healthy."""
+MIN_LEADING_ONE_OFF_SHARE = 0.5
+"""Minimum share of the analysed time at which one-off costs lead a verdict without findings."""
 MIN_IDLE_SHARE = 0.2
-"""Share of the step from which a second cause of idle time is named."""
+"""Minimum share of the step at which the verdict names a second cause of idle time."""
 MIN_OPERATOR_STEP_SHARE = 0.5
-"""Share of the step from which one operator's device work is named though no rule has a fix."""
-FAR_LARGER = 1.5
-"""Ratio of a later fix's gain to the first's from which the verdict says what all fixes gain."""
-SEVERAL_TIMES = 3.0
-"""Ratio of the share of the step that a note is about to the first gain's share from which the
-verdict points at it."""
+"""Minimum share of the step at which an operator's device work is named without a known fix."""
+MIN_LATER_GAIN_RATIO = 1.5
+"""Minimum ratio of a later gain to the first one at which the verdict gives the gain of all
+fixes."""
+MIN_NOTE_RATIO = 3.0
+"""Minimum ratio of a note's share of the step to the share of the first gain, at which the verdict
+names the note."""
 MIN_STEPS = 3
 MAX_HEALTHY_STEP_RATIO = 2.0
-"""Ratio of longest to shortest or median step above which a mean step is not called healthy."""
+"""Maximum ratio of the longest step to the shortest or median one in a healthy verdict."""
 
 
 def write_verdict(
     report: Report, a: Analysis, rules: Sequence[Rule]
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Return status and verdict, a sentence or two; a crash comes before anything else."""
+    """Return the status, and a verdict of a sentence or two. A crash comes first."""
     roles: dict[str, VerdictRole] = {rule.id: rule.verdict_role for rule in rules}
     if a.only_input is not None:
         return auxiliary_verdict(report, a.only_input, roles)
-    status, text = _verdict(report, a, rules)
-    if (short := _shortcoming(report, a)) is not None:
-        status, text = "limited", short
+    status, text = _write_main_verdict(report, a, rules)
+    if (shortcoming := _explain_shortcoming(report, a)) is not None:
+        status, text = "limited", shortcoming
     if report.flight is not None and report.flight.problems:
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
     elif status != "healthy":
-        text += _largest_operator(report, a)
+        text += _name_largest_operator(report, a)
     if status == "bottlenecks":
-        text += _larger_note(report, text)
-    if leak := _memory_runs_out(report, roles):
+        text += _name_larger_note(report, text)
+    if leak := _warn_of_memory_growth(report, roles):
         vague = bool(report.findings) and is_vague(report.findings[0])
-        after = status == "bottlenecks" and not vague
-        text = f"{text} {leak}" if after else f"{leak} {text}"
+        leak_is_last = status == "bottlenecks" and not vague
+        text = f"{text} {leak}" if leak_is_last else f"{leak} {text}"
         status = "limited" if status == "healthy" else status
-    text += _with_all_fixes(report, status)
-    if part := part_of_step(a):
-        status, text = "limited", f"{part} {text} {record_whole_steps(a.trace.meta)}"
-    if between := _time_between_steps(report, roles):
-        status, text = "limited" if status == "healthy" else status, f"{between} {text}"
+    text += _describe_all_fixes(report, status)
+    if part_of_step_text := part_of_step(a):
+        status, text = "limited", f"{part_of_step_text} {text} {record_whole_steps(a.trace.meta)}"
+    if between_steps := _describe_time_between_steps(report, roles):
+        status, text = "limited" if status == "healthy" else status, f"{between_steps} {text}"
     crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
 
 
-def _with_all_fixes(report: Report, status: str) -> str:
-    """Say how much faster all fixes make the step, where a later one gains far more than the first;
-    empty: none does."""
+def _describe_all_fixes(report: Report, status: str) -> str:
+    """Say how much faster all fixes make the step, if a later one gains far more than the first.
+    Return an empty string otherwise."""
     gains = [f.impact for f in fixes_of_step(report) if f.impact is not None]
     first, *later = [i.gain_ns or 0 for i in gains if i.currency == "step_time"] or [0]
     faster = format_speedup(report)
-    if status != "bottlenecks" or max(later, default=0) < FAR_LARGER * first or not faster:
+    if (
+        status != "bottlenecks"
+        or max(later, default=0) < MIN_LATER_GAIN_RATIO * first
+        or not faster
+    ):
         return ""
     return f" With all fixes: {faster}."
 
 
-def _memory_runs_out(report: Report, roles: Mapping[str, VerdictRole]) -> str:
-    """Say that memory grows, and when none is left; empty if it does not, or that is unknown."""
+def _warn_of_memory_growth(report: Report, roles: Mapping[str, VerdictRole]) -> str:
+    """Say that memory grows and when it runs out. Empty if it does not grow, or if this is
+    unknown."""
     for risk in report.risks:
         grows = roles.get(risk.rule) == "memory growth"
         if grows and risk.impact is not None and risk.impact.reason:
@@ -137,21 +143,22 @@ def _memory_runs_out(report: Report, roles: Mapping[str, VerdictRole]) -> str:
     return ""
 
 
-def _time_between_steps(report: Report, roles: Mapping[str, VerdictRole]) -> str:
-    """Say how much of the run lies between its steps, if it is more than the first fix gains."""
+def _describe_time_between_steps(report: Report, roles: Mapping[str, VerdictRole]) -> str:
+    """Say how much of the run is between its steps, if that is more than the first fix gains."""
     share = None if report.recorded is None else report.recorded.outside_share
-    said = (*report.risks, *report.findings)
-    if share is None or all(roles.get(each.rule) != "time between steps" for each in said):
+    shown = (*report.risks, *report.findings)
+    if share is None or all(roles.get(finding.rule) != "time between steps" for finding in shown):
         return ""
-    first = report.findings[0].impact if report.findings else None
-    if first is not None and (first.share or 0.0) * (1 - share) >= share:
+    impact = report.findings[0].impact if report.findings else None
+    if impact is not None and (impact.share or 0.0) * (1 - share) >= share:
         return ""
-    where = "evaluation, checkpoints and the like"
-    return f"{t.format_share(share)} of the time after the first step lies between steps: {where}."
+    where = "evaluation, checkpoints and similar work"
+    return f"{t.format_share(share)} of the time after the first step is between steps: {where}."
 
 
-def _shortcoming(report: Report, a: Analysis) -> str | None:
-    """Return the verdict for a recording that supports no other; ``None`` if it does."""
+def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
+    """Return the verdict on a recording that supports no advice, or ``None`` if it supports
+    some."""
     if a.record_only:
         return None
     if why := lost_replays(a):
@@ -172,7 +179,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if why := lost_records(a):
         return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
     if a.trace.meta.truncated:
-        lead = f". {_lead(report, part=True)}" if report.findings else ""
+        lead = f". {_name_first_finding(report, part=True)}" if report.findings else ""
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
     if is_too_small(a):
         return (
@@ -182,103 +189,106 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     return None
 
 
-def _verdict(
+def _write_main_verdict(
     report: Report, a: Analysis, rules: Sequence[Rule]
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     of_step = _name_step(report)
     if report.scope.step_source == LAYER_TIMES:
-        return _of_layers(report)
+        return _write_layers_verdict(report)
     if report.busy_share is None:
-        return _without_gpu(report, a, of_step, rules)
-    busy_share, own = report.busy_share, a.own_busy_share
-    busy_of = f"busy {_name_busy(report, own)}"
-    if own is not None and own >= busy_share + MIN_BUSY_APART and report.step is not None:
-        busy_share = own
+        return _write_host_verdict(report, a, of_step, rules)
+    busy_share, own_busy_share = report.busy_share, a.own_busy_share
+    busy_of = f"busy {_name_busy(report, own_busy_share)}"
+    if (
+        own_busy_share is not None
+        and own_busy_share >= busy_share + MIN_BUSY_DIFFERENCE
+        and report.step is not None
+    ):
+        busy_share = own_busy_share
     if report.scope.recorded_ns is not None:
         between = "between its first and its last work"
         span = t.format_duration(report.step_ns)
         busy_of = f"busy {t.format_share(report.busy_share)} of the {span} {between}"
-    text = f"GPU {busy_of}{_alone(report)}"
+    text = f"GPU {busy_of}{_describe_exposed_time(report)}"
     if has_large_gain(report):
-        lead = _lead(report, part=bool(part_of_step(a)))
-        return "bottlenecks", f"{text}. {lead}.{_unexplained(report, a)}"
-    small = _largest_of_small(report)
-    if busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
-        return "limited", f"{text}. No fix is sure to help, but {reason}.{small}"
+        lead = _name_first_finding(report, part=bool(part_of_step(a)))
+        return "bottlenecks", f"{text}. {lead}.{_explain_idle(report, a)}"
+    small = _name_largest_gain(report)
+    if busy_share >= HEALTHY_BUSY_SHARE and (reason := _explain_not_healthy(report, a)):
+        return "limited", f"{text}. No fix is certain to help. {reason}.{small}"
     if busy_share >= HEALTHY_BUSY_SHARE:
-        rates, near = _rates(report)
+        rates, near = _compare_with_rates(report)
         if not near:
             profile = " Profile kernels with hardware counters."
             profile *= bool(report.profile_kernels)
             left = "Its time is in kernels, not in waits."
             return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
-    once, longest = one_off_costs(a)
-    if once >= MOSTLY_ONE_OFF_SHARE:
-        again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
-        action = f"Record after a few steps{again}."
+    one_off_share, longest = one_off_costs(a)
+    if one_off_share >= MIN_LEADING_ONE_OFF_SHARE:
+        schedule = schedule_of(a.trace.meta, ": ", LATER_STEPS)
+        action = f"Record after a few steps{schedule}."
         if longest == CAPTURE:
             file = analyze_command(report).removeprefix("advisor analyze ")
             action = "Record replays of the graph, whose kernels this file names: advisor analyze "
             action += f"REPLAYS --capture {file}."
-        of = f"of the {report.per}"
+        of_time = f"of the {report.per}"
         if report.per == "recording":  # less than the file, which the report shows too
-            of = f"of the analysed {t.format_duration(a.span_ns)}"
+            of_time = f"of the analysed {t.format_duration(a.span_ns)}"
         call, took = call_before(a) if report.per == "recording" else ("", 0)
         if call and took >= MIN_IDLE_SHARE * a.span_ns:
             text = text.removesuffix(" between its first and its last work")
             text += f". CUDA's start took {t.format_duration(took)} before that"
         return "limited", (
-            f"One-off costs take at least {t.format_share(once)} {of}, mostly "
+            f"One-off costs take at least {t.format_share(one_off_share)} {of_time}, mostly "
             f"{longest}. {action} {text}.{small}"
         )
-    return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
+    return "limited", f"{text}{_explain_idle_without_fix(report, a)}{small}"
 
 
-def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
-    """Return status and verdict on the times of layers, which show neither idle time nor the
-    host."""
+def _write_layers_verdict(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Return the status and verdict on layer times. They show neither idle time nor the host."""
     text = f"The layers of one inference take {t.format_duration(report.step_ns)}"
     if has_large_gain(report):
-        return "bottlenecks", f"{text}. {_lead(report)}."
+        return "bottlenecks", f"{text}. {_name_first_finding(report)}."
     profile = " Profile its kernels with hardware counters." * bool(report.profile_kernels)
     return "limited", (
-        f"{text}; no fix is known for them.{profile}{_largest_of_small(report)} Idle time is not "
+        f"{text}; no fix is known for them.{profile}{_name_largest_gain(report)} Idle time is not "
         "in a layer profile."
     )
 
 
 def _name_step(report: Report) -> str:
     """Name the step that the report leads with: ``a 77.5 ms step``."""
-    step = f"{t.format_duration(report.step_ns)} {_unit(report)}"
+    step = f"{t.format_duration(report.step_ns)} {_name_unit(report)}"
     if report.step is not None and report.step.varies:
-        step = f"mean {_unit(report)} of {t.format_duration(report.step_ns)}"
+        step = f"mean {_name_unit(report)} of {t.format_duration(report.step_ns)}"
     return t.with_article(step) + _name_rank(report)
 
 
-def _name_busy(report: Report, own: float | None = None) -> str:
-    """Name the share of the step in which the GPU works: ``84% of a 77.5 ms step``. ``own``: that
-    of the run's median step, which no profiler makes longer. Where neither is the share of the step
-    that the report leads with, it is that of the profiled steps."""
+def _name_busy(report: Report, own_share: float | None = None) -> str:
+    """Name the share of the step in which the GPU works: ``84% of a 77.5 ms step``. ``own_share``:
+    the share in the run's median step, which no profiler slows down. If neither share belongs to
+    the step that the report leads with, the profiled steps' share is named."""
     share, step = t.format_share(report.busy_share), report.step
     if step is None or not step.window_differs:
         return f"{share} of {_name_step(report)}"
-    of_window = own is None or abs(own - (report.busy_share or 0.0)) < 1e-6
+    of_window = own_share is None or abs(own_share - (report.busy_share or 0.0)) < 1e-6
     if step.varies or of_window:
         takes = f"{t.format_duration(report.step_ns)}{' on average' * step.varies}"
         return f"{share} of a profiled step (the run's take {takes})"
-    profiled = f" ({share} while profiled)" * (t.format_share(own) != share)
-    return f"{t.format_share(own)} of {_name_step(report)}{profiled}"
+    profiled = f" ({share} while profiled)" * (t.format_share(own_share) != share)
+    return f"{t.format_share(own_share)} of {_name_step(report)}{profiled}"
 
 
-def _unit(report: Report) -> str:
-    """Name the unit of the report's times: a step, an inference step, or a recording."""
+def _name_unit(report: Report) -> str:
+    """Return the unit of the report's times: step, inference step, or recording."""
     inference = report.recorded is not None and report.recorded.inference
     return "inference step" if report.per == "step" and inference else str(report.per)
 
 
 def _name_rank(report: Report) -> str:
-    """Say whose step it is where those of the ranks differ."""
+    """Name the rank of the step if the steps of the ranks differ. Empty otherwise."""
     spread = None if report.ranks is None else report.ranks.step
     if spread is None or spread.max < (1 + MIN_APART_SHARE) * spread.min:
         return ""
@@ -286,20 +296,20 @@ def _name_rank(report: Report) -> str:
     return f" of rank {report.scope.rank} (ranks: {shortest} to {longest})"
 
 
-MIN_BUSY_APART = 0.05
-"""Difference of the busy shares of the run's own step and of a profiled one from which both are
-given."""
+MIN_BUSY_DIFFERENCE = 0.05
+"""Minimum difference between the busy shares of the run's own and of a profiled step at which the
+verdict goes by the run's own."""
 
 
-def _without_gpu(
+def _write_host_verdict(
     report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]
 ) -> tuple[Literal["bottlenecks", "limited"], str]:
-    """Return status and verdict without recorded GPU work: what to record, and what the host does
-    longest. ``of_step``: ``a 131 ms step``."""
+    """Return the status and verdict without recorded GPU work: what to record, and what the host
+    does longest. ``of_step``: for example ``a 131 ms step``."""
     top = report.host[0] if report.host else None
     if top is None:
-        what = "run" if report.scope.step_source == "record" else "trace"
-        return "limited", f"Nothing in this {what} can be measured."
+        source = "run" if report.scope.step_source == "record" else "trace"
+        return "limited", f"Nothing in this {source} can be measured."
     meta = a.trace.meta
     why = "No GPU work was recorded."
     action = record_gpu_work(meta)
@@ -314,54 +324,63 @@ def _without_gpu(
         action = f"Record again after a warm-up{warm}."
     on_host = a.record is not None and a.trains_on_host and not meta.truncated
     if on_host:
-        why = f"The program {_does(report)} on the CPU."
+        why = f"The program {_choose_verb(report)} on the CPU."
     elif report.scope.step_source == "record":
         why, action = "No window was profiled.", "GPU bottlenecks are unknown."
         unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
         if unseen:
             return "limited", f"{why} {unseen}"
-    host = f"The longest part on the host is {_longest_on_host(report, top)}."
+    longest_part = f"The longest part on the host is {_name_longest_on_host(report, top)}."
     if has_large_gain(report):
-        return "bottlenecks", f"{why} {host} {_lead(report)}."
-    small = _largest_of_small(report)
+        return "bottlenecks", f"{why} {longest_part} {_name_first_finding(report)}."
+    small = _name_largest_gain(report)
     if on_host:
-        return "limited", f"{_nothing_on_host(report, a, of_step, rules)}{small}"
-    return "limited", " ".join(part for part in (why, action, host) if part) + small
+        return "limited", f"{_describe_steps_on_host(report, a, of_step, rules)}{small}"
+    return "limited", " ".join(part for part in (why, action, longest_part) if part) + small
 
 
-NO_STEP = "No step was seen, and most checks are of steps: end each iteration with advisor.step()."
+NO_STEP = "No step was seen, and most checks need steps: end each iteration with advisor.step()."
 
 
-def _does(report: Report) -> str:
+def _choose_verb(report: Report) -> str:
+    """Return what the program does: ``trains`` or ``runs``."""
     recorded = report.recorded
     trains = recorded is None or (recorded.steps and not recorded.inference)
     return "trains" if trains else "runs"
 
 
-def _nothing_on_host(report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]) -> str:
-    """Write the verdict on steps that the host computes, without a large gain: what takes the time,
+def _describe_steps_on_host(
+    report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]
+) -> str:
+    """Write the verdict on steps computed by the host, without a large gain: what takes the time,
     and what was checked."""
     top = report.host[0]
     label = t.host_label(top.name, report.scope.framework)
-    its = of_step.split(" ", 1)[-1]
-    text = f"The program {_does(report)} on the CPU, and no finding explains its {its}."
+    step_name = of_step.split(" ", 1)[-1]
+    text = (
+        f"The program {_choose_verb(report)} on the CPU, and no finding explains its {step_name}."
+    )
     slow_steps = {rule.id for rule in rules if rule.host_check == "slow steps"}
-    lost = [risk for risk in report.risks if risk.rule in slow_steps]
-    if lost and report.step is not None and report.step.varies:
-        text = f"The program {_does(report)} on the CPU. {lost[0].title}."
-    computes = _only_computes(report)
+    slow_step_risks = [risk for risk in report.risks if risk.rule in slow_steps]
+    if slow_step_risks and report.step is not None and report.step.varies:
+        text = f"The program {_choose_verb(report)} on the CPU. {slow_step_risks[0].title}."
+    computes = _is_only_computation(report)
     if computes:
         text = (
-            f"The program {_does(report)} on the CPU. Its {its} is almost all the model's own "
-            "computation."
+            f"The program {_choose_verb(report)} on the CPU. Its {step_name} is almost all the "
+            "model's own computation."
         )
     if report.scope.step_source != "record" and top.name != "unknown":
         text += f" Most of it: {label} {t.format_share(top.share)}"
         first = report.operators[0] if report.operators and top.name == "dispatch" else None
-        at = None if first is None else line_of_operator(a, first.name)
-        where = "" if at is None else f" ({at.location.file}:{at.location.line})"
-        above = "" if first is None else f", above all {labels.clean(first.name)}{where}"
-        text += f"{above}."
+        sampled_line = None if first is None else line_of_operator(a, first.name)
+        location = (
+            ""
+            if sampled_line is None
+            else f" ({sampled_line.location.file}:{sampled_line.location.line})"
+        )
+        mostly = "" if first is None else f", mostly {labels.clean(first.name)}{location}"
+        text += f"{mostly}."
     if report.recorded is not None and report.recorded.phases:
         phases = report.recorded.phases[:2]
         shown = t.list_names(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
@@ -369,68 +388,77 @@ def _nothing_on_host(report: Report, a: Analysis, of_step: str, rules: Sequence[
         text += f" Longest phases{of_run}: {shown}."
     line = None if a.recorded is None else hottest_in_modules(a.recorded.stacks)
     if line is not None:
-        place = line.location
+        location_of_line = line.location
         text += (
-            f" Of forward, {t.format_share(line.share)} is in {place.function} "
-            f"({place.file}:{place.line}), by sampled stacks."
+            f" Of forward, {t.format_share(line.share)} is in {location_of_line.function} "
+            f"({location_of_line.file}:{location_of_line.line}), by sampled stacks."
         )
     if computes:
-        known = "Needless computation is found only where a rule knows it, such as padding."
-        return f"{text} {known}"
+        padding_note = "Rules find only some kinds of needless computation, such as padding."
+        return f"{text} {padding_note}"
     if report.recorded is not None and not report.recorded.steps:
         return f"{text} {NO_STEP}"
-    skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
-    done = {rule.host_check for rule in rules if rule.id not in skipped}
-    looked = [check for check in get_args(HostCheck) if check and check in done]
-    return f"{text} Looked at: {', '.join(looked)}." if looked else text
+    skipped = {
+        rule for skipped_check in report.not_checked for rule in skipped_check.rule.split(", ")
+    }
+    run_checks = {rule.host_check for rule in rules if rule.id not in skipped}
+    checks = [check for check in get_args(HostCheck) if check and check in run_checks]
+    return f"{text} Looked at: {', '.join(checks)}." if checks else text
 
 
-MIN_OPERATORS = 0.9
-"""Share of a step in operators from which only they can make it shorter …"""
-MAX_BESIDE = 0.05
-"""… if the recorded phases beside forward, backward and optimizer have no more than this."""
+MIN_OPERATORS_SHARE = 0.9
+"""Minimum share of operators in a step that counts as the model's own computation."""
+MAX_OTHER_PHASES_SHARE = 0.05
+"""Maximum share of phases other than forward, backward and optimizer in a step that only
+computes."""
 
 
-def _only_computes(report: Report) -> bool:
-    """Whether a step on the CPU is hardly anything but operators of the model."""
+def _is_only_computation(report: Report) -> bool:
+    """Return whether a step on the CPU consists almost only of the model's operators."""
     recorded, top = report.recorded, report.host[0]
     if recorded is None or not recorded.phases or top.name != "dispatch":
         return False
     computing = ("forward", "backward", "optimizer")
-    beside = sum(p.share for p in recorded.phases if p.name not in computing)
-    return top.share >= MIN_OPERATORS and beside <= MAX_BESIDE
+    other_share = sum(p.share for p in recorded.phases if p.name not in computing)
+    return top.share >= MIN_OPERATORS_SHARE and other_share <= MAX_OTHER_PHASES_SHARE
 
 
-def _largest_of_small(report: Report) -> str:
-    """Name the largest gain where all are small; empty if there is none."""
+def _name_largest_gain(report: Report) -> str:
+    """Name the largest gain if all are small. Empty if there is none."""
     gains = [(f.impact, f) for f in report.findings if f.impact is not None and f.impact.share]
     if not gains:
         return ""
-    impact, first = max(gains, key=lambda gain: gain[0].share or 0.0)
-    return f" The largest gain found is {t.format_saving(impact)}{_share_and_range(first)}."
+    impact, finding = max(gains, key=lambda gain: gain[0].share or 0.0)
+    return (
+        f" The largest gain found is {t.format_saving(impact)}{_format_share_and_range(finding)}."
+    )
 
 
-def _idle_without_fix(report: Report, a: Analysis) -> str:
-    """Say why the GPU idles without a known fix, and what recording would show more."""
+def _explain_idle_without_fix(report: Report, a: Analysis) -> str:
+    """Say why the GPU idles without a known fix, and how to record more about it."""
     causes = [part for part in report.idle if part.share >= MIN_IDLE_SHARE][:2]
     causes = causes or list(report.idle[:1])
     if not causes:
         return "."
     if [part.cause for part in causes] == ["unknown"]:
-        return f". {_not_shown(report, a, causes[0].share)}"
-    own, meta = report.scope.framework, a.trace.meta
+        return f". {_explain_unknown_idle(report, a, causes[0].share)}"
+    framework, meta = report.scope.framework, a.trace.meta
     named = [
-        f"{t.idle_label(part, own)}{_sampled(part)} ({t.format_share(part.share)}"
+        f"{t.idle_label(part, framework)}{_name_sampled(part)} ({t.format_share(part.share)}"
         for part in causes
     ]
     named[0] += f" of the {report.per}"
     shown = {part.cause for part in causes}
-    how = how_to_record_more("with_stack=True", a)
-    later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
-    what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
+    recording = how_to_record_more("with_stack=True", a)
+    record_later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * (
+        "compile" in shown
+    )
+    record_more = (
+        f" with {recording}, to see what the host does" if "unknown" in shown and recording else ""
+    )
     advice = "No fix with a significant gain is known."
-    if later or what:
-        advice = f"Record{later}{',' * bool(later and what)}{what}."
+    if record_later or record_more:
+        advice = f"Record{record_later}{',' * bool(record_later and record_more)}{record_more}."
     scope = report.scope
     if "compile" in shown and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0:
         shortest, steps = (
@@ -441,34 +469,36 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     return f". Most of its idle time: {') and '.join(named)}). {advice}"
 
 
-def _unexplained(report: Report, a: Analysis) -> str:
-    """Say why the GPU idles, or what to record where that is unknown, if such idle time takes more
-    than the fixes gain together and than any work. Say it too where like kernels vary."""
+def _explain_idle(report: Report, a: Analysis) -> str:
+    """Say why the GPU idles, or what to record if that is unknown. Only if this idle time is longer
+    than what all fixes gain, and than any work. Also report identical kernels that vary."""
     if a.varying_kernels.are_most:
         return (
-            f" But like kernels differ {a.varying_kernels.ratio:.0f}-fold in duration: something "
-            "else uses the GPU, or its clock falls. Record again."
+            f" Identical kernels differ {a.varying_kernels.ratio:.0f}-fold in duration: another "
+            "process may use the GPU, or its clock dropped. Record again."
         )
-    gain = sum(map(_marginal_share, report.findings))
-    most = max([gain, *(part.share for part in report.time if part.name != "idle")])
+    gain = sum(map(_compute_marginal_share, report.findings))
+    largest_share = max([gain, *(part.share for part in report.time if part.name != "idle")])
     share = sum(part.share for part in report.idle if part.cause == "unknown")
-    if share > most:
-        return f" {_not_shown(report, a, share)}"
+    if share > largest_share:
+        return f" {_explain_unknown_idle(report, a, share)}"
     on_cpu = [part for part in report.idle if part.cause in _ON_CPU]
-    if sum(part.share for part in on_cpu) <= most:
-        waits = sum(part.share for part in report.idle if part.cause == "dispatch")
-        long = _longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
-        return f" {long}" * bool(long)
+    if sum(part.share for part in on_cpu) <= largest_share:
+        dispatch_share = sum(part.share for part in report.idle if part.cause == "dispatch")
+        operators = (
+            _name_longest_operators(a) if dispatch_share >= max(gain, MIN_IDLE_SHARE) else ""
+        )
+        return f" {operators}" * bool(operators)
     causes = t.list_names(
-        f"{t.format_share(part.share)} for {_ON_CPU[part.cause]}{_sampled(part)}"
+        f"{t.format_share(part.share)} for {_ON_CPU[part.cause]}{_name_sampled(part)}"
         for part in on_cpu
         if part.share >= MIN_ON_CPU_SHARE
     )
     return f" Of the {report.per}, the GPU idles {causes}."
 
 
-def _marginal_share(finding: Finding) -> float:
-    """Return what a ranked fix saves after those before it, as a share of the step."""
+def _compute_marginal_share(finding: Finding) -> float:
+    """Return what a ranked fix saves after the fixes before it, as a share of the step."""
     impact = finding.impact
     if finding.priority is None or impact is None or not impact.gain_ns:
         return 0.0
@@ -477,42 +507,42 @@ def _marginal_share(finding: Finding) -> float:
 
 
 _ON_CPU = {"host_code": "the program's CPU code", "communication": "MPI calls"}
-"""Causes of idle time that no rule has a fix for."""
+"""Causes of idle time for which no rule has a fix."""
 MIN_ON_CPU_SHARE = 0.05
-"""Share of the step from which such a cause is named."""
+"""Minimum share of the step at which a cause of ``_ON_CPU`` is named."""
 
 
-def _sampled(part: IdleCause) -> str:
-    """Name the functions that samples show meanwhile; empty without samples."""
+def _name_sampled(part: IdleCause) -> str:
+    """Name the functions sampled during this idle time. Empty without samples."""
     names = [
         f"{labels.shorten(each.name, 40)} {t.format_share(each.share)}" for each in part.functions
     ]
     return f" ({', '.join(names)})" if names else ""
 
 
-def _not_shown(report: Report, a: Analysis, share: float) -> str:
+def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     """Say that the trace does not show why the GPU idles for this share, and what to record. Stacks
-    explain nothing of the time in which work is queued for the GPU."""
+    cannot explain idle time while work is queued for the GPU."""
     idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
     idle += f" of the {report.per}"
-    how = how_to_record_more("with_stack=True" if report.host else ACTIVITIES, a)
-    how = f"{ask_to_record(how)}." if how else ""
-    how = " ".join(filter(None, [_longest_operators(a), how]))
+    recording = how_to_record_more("with_stack=True" if report.host else ACTIVITIES, a)
+    recording = f"{ask_to_record(recording)}." if recording else ""
+    recording = " ".join(filter(None, [_name_longest_operators(a), recording]))
     queued = queued_idle_ns(a) / max(a.span_ns, 1)
     if queued < MIN_QUEUED_SHARE:
-        return " ".join(part for part in (f"{idle}.", how) if part)
+        return " ".join(part for part in (f"{idle}.", recording) if part)
     why = "events were filtered out, or another process uses the GPU"
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
         f"{idle}. For {t.format_share(queued)}, queued kernels do not run. "
-        f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
+        f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 
 
-def _longest_operators(a: Analysis) -> str:
-    """Name operators that hold the host for long in a call or two per step, with little recorded
-    inside, but for those that prepare for new shapes; empty: there are none."""
+def _name_longest_operators(a: Analysis) -> str:
+    """Name operators that block the host for long in a call or two per step, with little recorded
+    inside. Calls that prepare for new shapes do not count. Empty if there are none."""
     cpu = a.trace.cpu.with_row_index("row")
     inside = cpu.group_by("parent").agg(pl.col("dur").sum().alias("inside"))
     ts = cpu["ts"].to_numpy()
@@ -521,35 +551,37 @@ def _longest_operators(a: Analysis) -> str:
         pl.Series(covered_length(ts, ts + 1, a.steps.host_spans) > 0),
         ~pl.col("row").is_in(a.new_shape_calls["host"].implode()),
     ).join(inside, left_on="row", right_on="parent", how="left")
-    own = pl.col("dur") - pl.col("inside").fill_null(0)
-    few = ops.with_columns(own=own).filter(pl.col("own") >= MIN_QUEUED_SHARE * a.step_ns)
-    table = few.group_by(pl.col("name").cast(pl.String)).agg(pl.col("own").sum()).sort("own")
+    self_time = pl.col("dur") - pl.col("inside").fill_null(0)
+    long_calls = ops.with_columns(own=self_time).filter(
+        pl.col("own") >= MIN_QUEUED_SHARE * a.step_ns
+    )
+    table = long_calls.group_by(pl.col("name").cast(pl.String)).agg(pl.col("own").sum()).sort("own")
     named = [
         f"{labels.shorten(labels.clean(name), 40)} ({t.format_duration(ns / a.step_count)} per "
         f"{a.per})"
         for name, ns in table.reverse().head(2).iter_rows()
         if ns >= MIN_IDLE_SHARE / 2 * a.span_ns
     ]
-    return f"Single calls hold the host: {' and '.join(named)}." if named else ""
+    return f"A few calls block the host: {' and '.join(named)}." if named else ""
 
 
 MIN_QUEUED_SHARE = 0.05
-"""Share of the step from which unexplained idle time with queued work is named apart."""
+"""Minimum share of the step at which idle time with queued work is reported on its own."""
 UNFILTERED = "Record all activities on a GPU of your own."
 UNFILTERED_WITH_STACKS = "Record stacks on a GPU of your own."
 
 
-def _longest_on_host(report: Report, top: HostShare) -> str:
+def _name_longest_on_host(report: Report, top: HostShare) -> str:
     """Name what the host does longest, with its share of the step. If the trace does not show it,
-    name the longest recorded phase or range, or the second class beside it."""
-    own, rest, of_step = report.scope.framework, "", _name_step(report)
+    name the longest recorded phase or range, or add the second class."""
+    framework, addition, of_step = report.scope.framework, "", _name_step(report)
     if report.step is not None and abs(report.step.window_excess or 0.0) >= MIN_APART_SHARE:
-        of_step = f"a profiled {_unit(report)}"
-    label, share = t.host_label(top.name, own), top.share
+        of_step = f"a profiled {_name_unit(report)}"
+    label, share = t.host_label(top.name, framework), top.share
     recorded = report.recorded
     if report.scope.step_source == "record":
         label = _name_phase(top.name)
-    elif top.name != "unknown" and not _phase_says_more(report):
+    elif top.name != "unknown" and not _is_phase_clearer(report):
         pass
     elif recorded is not None and recorded.phases and report.step is not None:
         label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
@@ -561,15 +593,15 @@ def _longest_on_host(report: Report, top: HostShare) -> str:
         )
     else:
         stacks = "with_stack=True" if recorded is None else "advisor record --deep"
-        rest = f" ({stacks} shows what)"
+        addition = f" ({stacks} shows what)"
         for part in report.host[1:2]:
-            rest += f"; {t.host_label(part.name, own)} {t.format_share(part.share)}"
-    return f"{label}: {t.format_share(share)} of {of_step}{rest}"
+            addition += f"; {t.host_label(part.name, framework)} {t.format_share(part.share)}"
+    return f"{label}: {t.format_share(share)} of {of_step}{addition}"
 
 
-def _phase_says_more(report: Report) -> bool:
-    """Tell whether the recorded phases say more: the profiler slows the window's steps, and the
-    run's own are mostly in a part of training."""
+def _is_phase_clearer(report: Report) -> bool:
+    """Return whether the recorded phases say more than the trace: the profiler slows its steps, and
+    the run's own are mostly in one part of training."""
     step, recorded = report.step, report.recorded
     if step is None or recorded is None or not recorded.phases:
         return False
@@ -577,61 +609,65 @@ def _phase_says_more(report: Report) -> bool:
     return slowed and recorded.phases[0].name not in ("other", "between steps")
 
 
-_PHASES = {
+_PHASE_NAMES = {
     "other": "code outside loading, forward, backward and optimizer",
     "between steps": "code between the steps",
 }
 
 
 def _name_phase(name: str) -> str:
-    return _PHASES.get(name, t.host_label(name))
+    return _PHASE_NAMES.get(name, t.host_label(name))
 
 
-def _alone(report: Report) -> str:
-    """Say how much of the step is communication alone, or copies alone; empty if it is little."""
-    for name, word in (("communication", "communicates"), ("copies", "copies")):
+def _describe_exposed_time(report: Report) -> str:
+    """Say how much of the step is exposed communication or exposed copies. Empty if that is
+    little."""
+    for name, label in (("communication", "communication"), ("copies", "copy time")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= MIN_EXPOSED_SHARE:
-            return f"; for {t.format_share(share)} it only {word}"
+            return f"; {t.format_share(share)} is exposed {label}"
     return ""
 
 
-def _caveat(report: Report, a: Analysis) -> str:
-    """Say why a busy GPU is not called healthy; empty if nothing speaks against it."""
+def _explain_not_healthy(report: Report, a: Analysis) -> str:
+    """Say why a busy GPU is not called healthy. Empty if it may be called healthy."""
     scope = report.scope
-    if slow := _below_rate(report):
-        return slow
-    if behind := _phases_behind(report):
-        return behind
+    if slow_family := _name_slow_family(report):
+        return slow_family
+    if host_bound := _name_host_bound_phases(report):
+        return host_bound
     for note in report.notes:
         impact = note.impact
         if impact is not None and impact.currency == "step_time" and impact.share is not None:
             high = impact.share * (impact.high_ns or 0) / max(impact.gain_ns or 1, 1)
-            if max(impact.share, high) >= HIDDEN_SHARE:
-                title = note.title[0].lower() + note.title[1:]
-                return f"one may gain up to {t.format_share(max(impact.share, high))}: {title}"
+            if max(impact.share, high) >= MIN_NOTE_SHARE:
+                title = t.lower_first(note.title)
+                return f"One may gain up to {t.format_share(max(impact.share, high))}: {title}"
         if note.severity != "info":
-            return note.title[0].lower() + note.title[1:]
+            return note.title
     table = a.steps.table
     steps = table["dur"].filter(table["used"] | table["outlier"]).to_numpy()
     if len(steps) > MIN_STEPS and steps.max() > MAX_HEALTHY_STEP_RATIO * np.median(steps):
-        longest, usual = (t.format_duration(float(ns)) for ns in (steps.max(), np.median(steps)))
-        return f"one step takes {longest}, the median {usual}"
+        longest, median = (t.format_duration(float(ns)) for ns in (steps.max(), np.median(steps)))
+        return f"One step takes {longest}, the median {median}"
     if not scope.device_known:
         name = scope.device_name
-        which = (
-            "the GPU model is not recorded" if name is None else f"the rates of {name} are unknown"
+        unknown_rates = (
+            "The GPU model is not recorded" if name is None else f"The rates of {name} are unknown"
         )
-        return f"{which}, so slow kernels are not recognised: --recorded-gpu NAME gives the model"
+        return (
+            f"{unknown_rates}, so slow kernels are not recognised: --recorded-gpu NAME gives the "
+            "model"
+        )
     if scope.steps_used > 1 and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * max(
         scope.step_min_ns, 1
     ):
-        return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
+        return f"Steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""
 
 
-def _phases_behind(report: Report) -> str:
-    """Name a served model's phases in which the GPU mostly waits for the host; empty if they take a
+def _name_host_bound_phases(report: Report) -> str:
+    """Name a served model's phases in which the GPU mostly waits for the host. Empty if they take a
     small share of the step."""
     if report.inference is None:
         return ""
@@ -641,20 +677,20 @@ def _phases_behind(report: Report) -> str:
         if phase.limit == "host" and phase.busy_share is not None
     }
     total = sum(waits.values()) / report.scope.steps_used
-    if total < HIDDEN_SHARE * report.step_ns:
+    if total < MIN_NOTE_SHARE * report.step_ns:
         return ""
     names = t.list_names((labels.shorten(labels.clean(name), 30) for name in waits), 2)
     share = t.format_share(total / report.step_ns)
     return (
-        f"CUDA graphs or torch.compile may in {names}: there the GPU waits for the host, "
+        f"CUDA graphs or torch.compile may help in {names}, where the GPU waits for the host: "
         f"{t.format_duration(total)} {t.format_per(report.per)} ({share})"
     )
 
 
-def _largest_operator(report: Report, a: Analysis) -> str:
-    """Name the operator with more than half of the step in device work that is far below its rate,
-    or of unknown rate, where no finding changes that work; empty: there is none. Of nested scopes,
-    as XLA names operators, it is the innermost one with so much."""
+def _name_largest_operator(report: Report, a: Analysis) -> str:
+    """Name the operator whose device work takes more than half of the step, at a low or unknown
+    rate, if no finding changes that work. Empty if there is none. Of nested scopes, as in XLA's
+    operator names, take the innermost one with that much work."""
     if a.device_id is None or not a.span_ns:
         return ""
     work = select_device_rows(a).filter(pl.col("kind") == "kernel", pl.col("op_name").is_not_null())
@@ -676,127 +712,133 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     if table.is_empty():
         return ""
     name, ns, _, rows = table.row(-1)
-    known = a.rooflines.filter(
+    rated = a.rooflines.filter(
         pl.col("op").cast(pl.String) == name, pl.col("efficiency").is_not_null()
     )
-    rate = float((known["efficiency"] * known["dur"]).sum()) / max(float(known["dur"].sum()), 1.0)
+    rate = float((rated["efficiency"] * rated["dur"]).sum()) / max(float(rated["dur"].sum()), 1.0)
     if rate >= LOW_RATE:
         return ""
     dur = a.trace.gpu["dur"].to_numpy()
-    own_work = np.isin(np.arange(len(dur)), rows)
+    is_own_work = np.isin(np.arange(len(dur)), rows)
     edits = [edit for f in report.findings for edit in f.edits if edit.select.on == "gpu"]
-    if any(2 * dur[own_work & selected_gpu(a, edit.select)].sum() >= ns for edit in edits):
+    if any(2 * dur[is_own_work & selected_gpu(a, edit.select)].sum() >= ns for edit in edits):
         return ""
-    which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
-    at = f", at {t.format_share(rate)} of {which}" if rate else ""
+    which = "the memory's rate" if (rated["bound"] == "memory").all() else "its attainable rate"
+    reached = f", at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
-    noted = [n for n in report.notes if any(place.op == name for place in n.where)]
-    known_fix = _possible_fix(report, noted[0]) if noted else "No fix is known for it"
+    own_notes = [n for n in report.notes if any(place.op == name for place in n.where)]
+    fix = _name_possible_fix(report, own_notes[0]) if own_notes else "No fix is known for it"
     return (
         f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
-        f"{report.per}{at}. {known_fix}."
+        f"{report.per}{reached}. {fix}."
     )
 
 
-def _possible_fix(report: Report, note: Finding) -> str:
-    """Name the fix of a note, and the share of the step that it is about if that is large."""
+def _name_possible_fix(report: Report, note: Finding) -> str:
+    """Name the fix of a note, and the share of the step that the note is about if that is large."""
     about = ""
     if is_large_note(note, report):
         about = f", on {t.format_share(share_of_note(note, report))} of the {report.per}"
     return f"{t.first_clause(note.fix)} (unproven{about})"
 
 
-def _larger_note(report: Report, text: str) -> str:
-    """Point at a note about several times the share of the step that the first fix gains; empty:
-    there is none, or ``text`` names its fix."""
+def _name_larger_note(report: Report, text: str) -> str:
+    """Name a note about several times the share of the step that the first fix gains. Empty if
+    there is none, or if ``text`` already names its fix."""
     first = report.findings[0].share_of_step if report.findings else 0.0
     large = [n for n in report.notes if is_large_note(n, report)]
     note = max(large, key=lambda n: share_of_note(n, report), default=None)
-    if note is None or not first or share_of_note(note, report) < SEVERAL_TIMES * first:
+    if note is None or not first or share_of_note(note, report) < MIN_NOTE_RATIO * first:
         return ""
-    return "" if t.first_clause(note.fix) in text else f" {_possible_fix(report, note)}."
+    return "" if t.first_clause(note.fix) in text else f" {_name_possible_fix(report, note)}."
 
 
-def _rates(report: Report) -> tuple[str, bool]:
-    """Say how close a busy GPU's kernels come to its rates, and where the rest is. Also return
+def _compare_with_rates(report: Report) -> tuple[str, bool]:
+    """Say how close a busy GPU's kernels come to its rates, and where the lost time is. Also return
     whether they are known to be close."""
-    judged = [each for each in report.rooflines if each.efficiency is not None]
-    known = sum(each.share for each in judged)
-    if known < MOSTLY_ONE_OFF_SHARE:
+    rated = [operator for operator in report.rooflines if operator.efficiency is not None]
+    rated_share = sum(operator.share for operator in rated)
+    if rated_share < MIN_LEADING_ONE_OFF_SHARE:
         graphs = None if report.inference is None else report.inference.graphs
         shapes = (
             f" Their shapes are in the graph's capture: {analyze_command(report)} --capture FILE."
         )
         shapes *= graphs is not None and graphs.matched is None
         return f" How close most kernels come to the limits of this GPU is unknown.{shapes}", False
-    left: dict[str, float] = {}
-    time: dict[str, float] = {}
-    for each in judged:
-        time[each.family] = time.get(each.family, 0.0) + each.ns
-        rest = each.ns * (1 - (each.efficiency or 0.0))
-        left[each.family] = left.get(each.family, 0.0) + rest
-    total = sum(left.values())
-    if total < MIN_LEFT_SHARE * report.step_ns:
+    lost: dict[str, float] = {}
+    times: dict[str, float] = {}
+    for operator in rated:
+        times[operator.family] = times.get(operator.family, 0.0) + operator.ns
+        lost_ns = operator.ns * (1 - (operator.efficiency or 0.0))
+        lost[operator.family] = lost.get(operator.family, 0.0) + lost_ns
+    total_lost = sum(lost.values())
+    if total_lost < MIN_LEFT_SHARE * report.step_ns:
         return "", True
     parts = [
-        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / time[family])} of "
+        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / times[family])} of "
         "its rate)"
-        for family, ns in sorted(left.items(), key=lambda item: -item[1])[:2]
-        if ns >= MIN_FAMILY_SHARE * total
+        for family, ns in sorted(lost.items(), key=lambda item: -item[1])[:2]
+        if ns >= MIN_FAMILY_SHARE * total_lost
     ]
     return (
-        f" At the attainable rates of this GPU its kernels would take {t.format_duration(total)} "
-        f"({t.format_share(total / report.step_ns)}) less: {', '.join(parts)}."
-    ), total < FAR_SHARE * report.step_ns
+        " At the attainable rates of this GPU its kernels would take "
+        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}) less: "
+        f"{', '.join(parts)}."
+    ), total_lost < MAX_HEALTHY_LEFT_SHARE * report.step_ns
 
 
-def _below_rate(report: Report) -> str:
-    """Name the kernel family with much time far below its attainable rate; empty: none."""
-    time: dict[str, list[tuple[float, float]]] = {}
+def _name_slow_family(report: Report) -> str:
+    """Name a kernel family with much time far below its attainable rate. Empty if there is none."""
+    times: dict[str, list[tuple[float, float]]] = {}
     for operator in report.rooflines:
         if operator.family in MATRIX and operator.efficiency is not None:
-            time.setdefault(operator.family, []).append((operator.share, operator.efficiency))
-    for family, parts in time.items():
-        share = sum(part for part, _ in parts)
-        rate = sum(part * reached for part, reached in parts) / max(share, 1e-9)
+            times.setdefault(operator.family, []).append((operator.share, operator.efficiency))
+    for family, operators in times.items():
+        share = sum(part for part, _ in operators)
+        rate = sum(part * reached for part, reached in operators) / max(share, 1e-9)
         if share >= MIN_FAMILY_SHARE and rate < LOW_RATE:
             return (
-                f"{family} ({t.format_share(share)} of kernel time) reaches {t.format_share(rate)} "
-                "of its attainable rate, and the trace does not show why"
+                f"The {family} kernels ({t.format_share(share)} of kernel time) reach "
+                f"{t.format_share(rate)} of their attainable rate, and the trace does not show why"
             )
     return ""
 
 
-def _lead(report: Report, *, part: bool = False) -> str:
+def _name_first_finding(report: Report, *, part: bool = False) -> str:
     """Name the first finding and its gain, with the range if that is wide. ``part``: only a part of
-    a step is recorded, and says little of the whole."""
+    a step is recorded, which says little about the whole step."""
     first = report.findings[0]
     opening = "In this part" if part else "First"
     if is_unsure(first):
         opening += f", {POSSIBLE.format(t.format_share(first.confidence))}"
     impact = first.impact
-    word = first.title.split(" ", 1)[0]
-    named = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
-    title = first.title if named else first.title[0].lower() + first.title[1:]
+    first_word = first.title.split(" ", 1)[0]
+    is_proper_name = (
+        first_word[1:] != first_word[1:].lower()
+    )  # "NCCL …", "DataLoader …", not "The …"
+    title = first.title if is_proper_name else t.lower_first(first.title)
     if impact is None or impact.gain_ns is None:
-        unknown = ". It slows each step, by how much is not recorded"
+        unknown = ". It slows each step, but by how much is not recorded"
         return f"{opening}: {title}{unknown if first.known_cost else ''}"
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
     if not impact.low_ns and not first.where:
-        deep = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
+        deep_hint = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
         share = "" if impact.share is None else f" ({t.format_share(impact.share)})"
-        return f"{opening}: {title}, at most {saving.removeprefix('up to ')}{share}{deep}"
-    # what decides whether it does is beside the finding
-    unsure = part or is_unsure(first) or (about and impact.low_ns == 0)
-    saves = "may save" if unsure else "saves"
-    return f"{opening}: {title}. A fix {saves} {about}{saving}{_share_and_range(first)}"
+        return f"{opening}: {title}, at most {saving.removeprefix('up to ')}{share}{deep_hint}"
+    # the finding itself says what this depends on
+    is_uncertain = part or is_unsure(first) or (about and impact.low_ns == 0)
+    saves = "may save" if is_uncertain else "saves"
+    return f"{opening}: {title}. A fix {saves} {about}{saving}{_format_share_and_range(first)}"
 
 
-def _share_and_range(finding: Finding) -> str:
-    """Return what stands behind a gain: `` (24%; range 29.2 to 45.4 ms)``; empty: neither."""
+def _format_share_and_range(finding: Finding) -> str:
+    """Format a gain's share and range: `` (24%; range 29.2 to 45.4 ms)``. Empty if both are
+    missing."""
     share = None if finding.impact is None else finding.impact.share
-    spread = t.format_gain_range(finding)
-    parts = [t.format_share(share)] * (share is not None) + [f"range {spread}"] * bool(spread)
+    gain_range = t.format_gain_range(finding)
+    parts = [t.format_share(share)] * (share is not None) + [f"range {gain_range}"] * bool(
+        gain_range
+    )
     return f" ({'; '.join(parts)})" * bool(parts)

@@ -105,7 +105,7 @@ def write_verdict(comparison: Comparison) -> str:
             amount = t.format_share(abs(steps.share))
             text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({format_interval(steps)})"
         if comparison.other_shapes:
-            text = f"On other input shapes, such as another batch size: {text[0].lower()}{text[1:]}"
+            text = f"On other input shapes, such as another batch size: {t.lower_first(text)}"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     if counts["replaced"]:
@@ -149,7 +149,7 @@ def _write_without_steps(comparison: Comparison) -> str:
         before, after = spans
         text = f"From the first GPU work to the last: {' → '.join(map(t.format_duration, spans))}"
         if comparison.other_shapes:
-            text = f"{text[0].lower()}{text[1:]}"
+            text = t.lower_first(text)
             return f"Not comparable: other input shapes, such as another batch size; {text}"
         direction = "longer" if after > before else "shorter"
         if (share := t.format_share(abs(after / before - 1))) not in ("0%", "<1%"):
@@ -181,7 +181,7 @@ def _describe_crashes(comparison: Comparison) -> list[str]:
     """Return a sentence for each run that crashed and so is not comparable with a complete run."""
     sides = (("before", comparison.before), ("after", comparison.after))
     return [
-        f"The run {which} crashed: {side.crash[0].lower()}{side.crash[1:]}"
+        f"The run {which} crashed: {t.lower_first(side.crash)}"
         for which, side in sides
         if side.crash
     ]

@@ -11,6 +11,7 @@ from advisor.compare.statistics import MIN_DEPENDENT_STEPS
 from advisor.compare.steps import with_guessed_steps
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
+from advisor.core.text import lower_first
 
 TOO_FEW_STEPS = f"steps cannot tell slower from noise; record at least {MIN_DEPENDENT_STEPS}"
 
@@ -77,7 +78,7 @@ def refuse_incomparable(baseline: Report, run: Report) -> None:
     before, after = describe_side(baseline), describe_side(run)
     advice = "save the baseline again"
     if why := find_other_programs(baseline, run, strict=True):
-        raise AdvisorError(f"{why[0].lower()}{why[1:]}: these may be different programs; {advice}")
+        raise AdvisorError(f"{lower_first(why)}: these may be different programs; {advice}")
     devices = {before.device_name, after.device_name} - {None}
     if len(devices) > 1:
         raise AdvisorError(

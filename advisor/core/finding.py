@@ -409,7 +409,7 @@ class HotLine(Struct, frozen=True, kw_only=True):
 
 
 def are_alternatives(one: Finding, other: Finding) -> bool:
-    """Tell whether one fix replaces the other, or takes away what the other needs."""
+    """Return whether one fix replaces the other, or takes away what the other needs."""
     if one.alternatives and one.alternatives == other.alternatives:
         return True
     pairs = ((one, other), (other, one))

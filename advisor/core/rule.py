@@ -310,7 +310,7 @@ class Rule:
         return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
     def _is_of_vendor(self, link: str) -> bool:
-        """Tell whether a reference is not of the other vendor of GPUs."""
+        """Return whether a reference is not of the other vendor of GPUs."""
         vendor = self.program.vendor
         return not any(
             part in link for name, part in URL_PARTS_OF_VENDOR.items() if vendor and name != vendor

@@ -187,6 +187,11 @@ def count_noun(value: float, noun: str, plural: str = "") -> str:
     return f"{format_count(value)} {noun if value == 1 else plural or _plural(noun)}"
 
 
+def lower_first(sentence: str) -> str:
+    """Return a sentence with its first letter in lower case, to go on within another sentence."""
+    return sentence[:1].lower() + sentence[1:]
+
+
 def with_article(words: str) -> str:
     """Return words with the article of their first one: ``an 87.1 ms step``, ``a 90 ms step``."""
     return f"{'an' if _VOWEL.match(words) else 'a'} {words}"

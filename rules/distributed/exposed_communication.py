@@ -440,7 +440,7 @@ class ExposedCommunication(Rule):
         if self.program.trains and others:
             first, _, remaining = advice["fix"].partition(". ")
             text = ". ".join(CLAUSES[name] for name in others)
-            advice["fix"] = f"{first}; {text[0].lower()}{text[1:]}. {remaining}"
+            advice["fix"] = f"{first}; {t.lower_first(text)}. {remaining}"
         return advice
 
     def _has_gradient(self, table: pl.DataFrame) -> bool:

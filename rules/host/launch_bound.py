@@ -291,14 +291,14 @@ class LaunchBound(Rule):
         # in one sentence, as a short report shows the first alone
         if waits.own_per_step and not gaps.graph_launches and not waits.dense_only:
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
-            graphs = f"{graphs}; {remove[0].lower()}{remove[1:]}"
+            graphs = f"{graphs}; {t.lower_first(remove)}"
             code = f"{waits.cures}{code}"
         elif DDP_TIMERS in others:
             later = "first profile later steps: in its first ones DDP waits to time itself"
             graphs = f"{graphs.removesuffix('.')}; {later}"
         if self._may_grow(a, gaps):
             double, code = self.case("a larger batch fits", code=code).values()
-            graphs = f"{graphs.removesuffix('.')}. Or {double[0].lower()}{double[1:]}"
+            graphs = f"{graphs.removesuffix('.')}. Or {t.lower_first(double)}"
         otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
         fix = " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
         return {"fix": fix, "code": code}

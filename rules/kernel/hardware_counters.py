@@ -194,7 +194,7 @@ class CounterRule(Rule):
                 ": try a version of the library that is built for this GPU."
             )
         if any(library_of(k.profile.signature or k.profile.name) is None for k, _ in savings):
-            fix.append(f"In your own kernels: {self.fix[0].lower()}{self.fix[1:]}")
+            fix.append(f"In your own kernels: {t.lower_first(self.fix)}")
         return {"fix": " ".join(fix), "code": advice.code}
 
     def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:

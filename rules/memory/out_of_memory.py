@@ -284,7 +284,7 @@ class OutOfMemory(Rule):
 
 def _name_change(saving: FreedMemory, peak: PeakMemory) -> str:
     fix = advise_change(saving.name, peak.trains)[0]
-    return f"{fix[0].lower()}{fix[1:]}"
+    return t.lower_first(fix)
 
 
 def _needed_after(way: FreedMemory, peak: PeakMemory) -> int:

@@ -92,7 +92,7 @@ class HeatMap(NamedTuple):
     """Ranks that the others wait for."""
 
     def is_effect(self, place: int) -> bool:
-        """Tell whether a class is what other ranks cause: no rank is slow by it."""
+        """Return whether a class is what other ranks cause: no rank is slow by it."""
         return self.classes[place] == WAITING
 
     def columns(self) -> list[str]:

@@ -106,7 +106,7 @@ def run_task(order: bytes) -> bytes:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether an error may not happen again."""
+    """Return whether an error may not happen again."""
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return False
     return isinstance(error, OSError | MemoryError)

@@ -423,7 +423,7 @@ def _between(gpu: GpuSpec, rate: float, measured: Measured, unit: float) -> floa
 
 
 def is_at_least_as_fast(gpu: GpuSpec, other: GpuSpec) -> bool:
-    """Tell whether a GPU's datasheet has no lower rate than another's of its vendor: matrix
+    """Return whether a GPU's datasheet has no lower rate than another's of its vendor: matrix
     products in each of the other's formats, and memory."""
     peaks = zip(
         msgspec.structs.astuple(gpu.peak_tflops),

@@ -23,7 +23,7 @@ Verdict = tuple[Status, str]
 
 
 def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
-    """Return the scope of an auxiliary input: its devices, as far as it names them."""
+    """Return the scope of an auxiliary input: its devices, if it names them."""
     devices = [peak.device for peak in a.peak_memories]
     profiles = a.trace.meta.kernel_profiles
     kernels = () if profiles is None else profiles.kernels
@@ -44,20 +44,20 @@ def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
 def auxiliary_verdict(
     report: Report, kind: AuxiliaryInput, roles: Mapping[str, VerdictRole]
 ) -> Verdict:
-    """Return status and verdict of an auxiliary input; without an own one, the first finding."""
+    """Return the status and verdict of an auxiliary input, or else its first finding."""
     if kind.name == SNAPSHOT.name:
         return memory_verdict(report, roles)
     if kind.name in VERDICTS:
         return VERDICTS[kind.name](report)
-    found = [note.title for note in report.notes]
-    if not found:
+    titles = [note.title for note in report.notes]
+    if not titles:
         return "limited", kind.clear
-    more = f" {t.count_noun(len(found) - 1, 'more finding')}." if len(found) > 1 else ""
-    return "bottlenecks", f"{found[0]}.{more}"
+    others = f" {t.count_noun(len(titles) - 1, 'more finding')}." if len(titles) > 1 else ""
+    return "bottlenecks", f"{titles[0]}.{others}"
 
 
 def _compilation_verdict(report: Report) -> Verdict:
-    """Return status and verdict of torch.compile logs alone."""
+    """Return the status and verdict of torch.compile logs alone."""
     log = report.compilation
     if log is None:
         return "limited", ""
@@ -74,7 +74,7 @@ def _compilation_verdict(report: Report) -> Verdict:
 
 
 def flight_verdict(report: Report) -> Verdict:
-    """Return status and verdict of flight-recorder dumps."""
+    """Return the status and verdict of flight-recorder dumps."""
     flight = report.flight
     if flight is None or not flight.calls:
         return "limited", "The flight-recorder dumps hold no collective."
@@ -82,11 +82,11 @@ def flight_verdict(report: Report) -> Verdict:
         first = flight.problems[0]
         status: Status = "limited" if first.kind == UNENDED else "bottlenecks"
         return status, describe_problem(first)
-    of = f"{t.count_noun(flight.calls, 'call')} of {t.count_noun(flight.dumps, 'rank')}"
+    amount = f"{t.count_noun(flight.calls, 'call')} of {t.count_noun(flight.dumps, 'rank')}"
     if flight.absent or flight.dumps < 2:
-        who = of_ranks(flight.absent) if flight.absent else "The other ranks"
-        return "limited", f"No collective hangs in {of}. {who} left no dump."
-    return "healthy", f"No collective hangs: {of} match, and all have ended."
+        missing_ranks = of_ranks(flight.absent) if flight.absent else "The other ranks"
+        return "limited", f"No collective hangs in {amount}. {missing_ranks} left no dump."
+    return "healthy", f"No collective hangs: {amount} match, and all have ended."
 
 
 VERDICTS: Final[dict[str, Callable[[Report], Verdict]]] = {

@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """A report with the run, measurements and estimator behind it."""
+    """A report with its run, measurements and estimator."""
 
     run: Run
-    """Run with the traces held here; of ranks that were measured elsewhere, only the first."""
+    """Run with the traces in memory: only the first rank's if others were measured elsewhere."""
     report: Report
     analyses: dict[int, Analysis]
-    """Analyses by rank number; the report is of the first, which ``Options.rank`` chooses."""
+    """Analyses by rank number. The report is about the first, which ``Options.rank`` chooses."""
     estimator: GainEstimator
     """Estimator of the first rank's gains."""
 
@@ -90,18 +90,18 @@ def examine(
     on_read: Callable[[], object] | None = None,
 ) -> AnalysisResult:
     """Analyse as :func:`analyze` does, but also return the run, measurements and estimator.
-    ``on_read`` is called once all that is held here is read."""
+    ``on_read`` is called once all local files are read."""
     options = options or Options()
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
-    places = [] if isinstance(source, Run) else _places(source)
-    sources = files_summarised_apart(places, options) if places else []
+    paths = [] if isinstance(source, Run) else _list_paths(source)
+    sources = files_summarised_apart(paths, options) if paths else []
     summaries: list[RankSummary] = []
     unread: list[UnreadRank] = []
     if isinstance(source, Run):
         run = source
     elif sources:
-        summaries, unread = summarise_apart(sources, places, options, config)
+        summaries, unread = summarise_apart(sources, paths, options, config)
         run = first_rank(summaries, sources, options)
     else:
         run = open_ranks(source, options)
@@ -110,37 +110,37 @@ def examine(
     if options.capture is not None and sources:
         raise AdvisorError("--capture: analyze one rank at a time, with --rank")
     if options.capture is not None:
-        run = _with_capture(run, options)
+        run = _attach_given_capture(run, options)
     elif run.recording is None and options.window is None:
-        run = _with_own_capture(run)
+        run = _attach_own_capture(run)
     refuse_unrelated(run)
     analyses = choose_windows(run, options.window, options.steps)
     if options.rank in analyses:
         analyses = {options.rank: analyses[options.rank], **analyses}
-    _tell_machine(analyses, options)
+    _set_machine(analyses, options)
     main = next(iter(analyses))
     results = run_ranks(analyses, rules)
     summaries = summaries or [
         each for n in sorted(results) if (each := results[n].summary) is not None
     ]
-    compared = _compared(summaries, unread)
-    if compared is None and unread:
+    study = _study_job(summaries, unread)
+    if study is None and unread:
         left_out = [f"{each.path}: {each.why}" for each in unread]
         run = dataclasses.replace(run, problems=(*run.problems, *left_out))
-    report, estimator = _advise(run, analyses, results, rules, compared, summaries)
+    report, estimator = _advise(run, analyses, results, rules, study, summaries)
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(
         report,
         cost=cost_per_step(run, report, prices, options.paid_gpus),
-        mesh=_mesh(analyses[main], main, compared),
+        mesh=_build_mesh(analyses[main], main, study),
     )
     return AnalysisResult(run, report, analyses, estimator)
 
 
 def open_ranks(source: str | Path | Sequence[str | Path], options: Options) -> Run:
-    """Open a run with all its ranks: what ``options.rank`` waits for, the others show. Of a window
-    or a graph capture, only that rank is read. Raises AdvisorError, also for a rank that is not
-    there."""
+    """Open a run with all its ranks, because the others show what ``options.rank`` waits for. With
+    a window or a graph capture, read only that rank. Raises AdvisorError, also for a missing
+    rank."""
     window = options.window_to_read
     if options.rank is None or options.capture is not None or options.window is not None:
         return open_run(source, options.read, rank=options.rank, window=window)
@@ -148,7 +148,9 @@ def open_ranks(source: str | Path | Sequence[str | Path], options: Options) -> R
     recorded = run.ranks if run.recording is None else run.recording.ranks
     if options.rank in recorded:
         return run
-    return open_run(source, options.read, rank=options.rank, window=window)  # says which there are
+    return open_run(
+        source, options.read, rank=options.rank, window=window
+    )  # its error lists the ranks
 
 
 def _advise(
@@ -156,67 +158,68 @@ def _advise(
     analyses: dict[int, Analysis],
     results: dict[int, RankFindings],
     rules: list[Rule],
-    compared: Study | None,
+    study: Study | None,
     summaries: Sequence[RankSummary],
 ) -> tuple[Report, GainEstimator]:
-    """Return the report of the first rank, from what the rules found on each, and its estimator."""
+    """Return the report of the first rank, and its estimator."""
     main, a = next(iter(analyses.items()))
     estimator = results[main].estimator or estimator_for(a, main)
-    if compared is None:
+    if study is None:
         checked = merge_ranks(results, main)
     else:
-        alone = {n: each for n, each in results.items() if n == main or each.summary is None}
-        checked = merge_ranks(alone, main, counted=False)
-        of_rank = partial(_own_estimator, analyses, results, {})
-        checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules, of_rank)
-    hot, problems = read_hot_lines(a)
-    findings = add_hot_lines(checked.findings, hot, rules)
+        own_results = {n: each for n, each in results.items() if n == main or each.summary is None}
+        checked = merge_ranks(own_results, main, counted=False)
+        of_rank = partial(_get_rank_estimator, analyses, results, {})
+        checked, estimator = _add_other_ranks(checked, estimator, study, a, rules, of_rank)
+    hot_lines, problems = read_hot_lines(a)
+    findings = add_hot_lines(checked.findings, hot_lines, rules)
     ranked = prioritize(findings, a, estimator, rules)
     ranked = ranked.map_findings(
         lambda found: limit_together(scale_to_run(limit_to_cores(found, a), a, estimator), a)
     )
     report = write_report(
-        run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries
+        run, analyses, checked, ranked, estimator, rules, hot_lines, problems, study, summaries
     )
     return report, estimator
 
 
-def _own_estimator(
+def _get_rank_estimator(
     analyses: dict[int, Analysis],
     results: dict[int, RankFindings],
-    made: dict[int, GainEstimator],
+    cache: dict[int, GainEstimator],
     rank: int,
 ) -> GainEstimator | None:
-    """Return the estimator of a rank by itself; ``None``: its trace is not here. ``made``: cache of
-    estimators for ranks that were measured in other processes."""
+    """Return the estimator of a single rank, or ``None`` if its trace is not in memory. ``cache``:
+    cache of estimators for ranks that were measured in other processes."""
     if rank not in analyses or analyses[rank].record_only:
         return None
-    own = results[rank].estimator or made.get(rank)
-    if own is None:
-        own = made[rank] = estimator_for(analyses[rank], rank)
-    return own
+    estimator = results[rank].estimator or cache.get(rank)
+    if estimator is None:
+        estimator = cache[rank] = estimator_for(analyses[rank], rank)
+    return estimator
 
 
-def _of_all_ranks(
+def _add_other_ranks(
     checked: RankFindings,
-    own: GainEstimator,
+    own_estimator: GainEstimator,
     study: Study,
     a: Analysis,
     rules: list[Rule],
     of_rank: OfRank,
 ) -> tuple[RankFindings, GainEstimator]:
-    """Add the findings of other ranks and of their comparison to those of one rank. Findings of
-    single ranks get the job's gain, if the ranks can be replayed. Also returns the estimator."""
+    """Add the findings of other ranks and of their comparison to the findings of one rank. If the
+    ranks can be replayed, findings of single ranks get the job's gain. Also return the
+    estimator."""
     from advisor.replay.ranks.estimator import RanksEstimator
 
-    estimator = RanksEstimator(own, study, checked.rank, checked.findings, of_rank)
+    estimator = RanksEstimator(own_estimator, study, checked.rank, checked.findings, of_rank)
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
-    seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
-    findings = note_rank_counts(findings, seen, len(study.numbers))
+    rank_counts = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
+    findings = note_rank_counts(findings, rank_counts, len(study.numbers))
     by_id = {rule.id: rule for rule in rules}
     findings = [by_id[f.rule].cite_ranks(f, study) if f.rule in by_id else f for f in findings]
-    used: GainEstimator = own if study.replay.reason else estimator
-    if used is estimator:
+    used_estimator: GainEstimator = own_estimator if study.replay.reason else estimator
+    if used_estimator is estimator:
         findings = [
             with_gain(f, estimator.gain_range(f.edits), a, estimator.method, of_job=True)
             if estimator.is_estimated(f)
@@ -224,44 +227,46 @@ def _of_all_ranks(
             for f in findings
         ]
     checked = dataclasses.replace(checked, findings=findings)
-    return checked.with_findings_across_ranks(rank_rules(study, checked.rank, a, rules, used)), used
+    return checked.with_findings_across_ranks(
+        rank_rules(study, checked.rank, a, rules, used_estimator)
+    ), used_estimator
 
 
-def _tell_machine(analyses: dict[int, Analysis], options: Options) -> None:
-    """Set the nodes and network of each analysis, from the options and the names of the files."""
+def _set_machine(analyses: dict[int, Analysis], options: Options) -> None:
+    """Set the nodes and network of each analysis, from the options and the file names."""
     names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
     hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
     for a in analyses.values():
         a.machine = NodeLinks(options.node_size, options.node_bandwidth, hosts)
 
 
-def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
-    """Return the communication by mesh axis, with waits if other ranks are here."""
+def _build_mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
+    """Return the communication by mesh axis, with waits if other ranks are in memory."""
     if a.device_id is None or a.only_input:
         return []
     waits = None
     if study is not None:
-        place = study.summary_index(rank)
-        waits = None if place is None else collective_waits(study.job.joined, place)
+        index = study.summary_index(rank)
+        waits = None if index is None else collective_waits(study.job.joined, index)
         hosts = {each.rank: each.host for each in study.job.summaries if each.host}
         a.machine = a.machine._replace(hosts=hosts)
     return report_mesh(a, waits=waits)
 
 
-def _compared(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) -> Study | None:
-    """Study a job's ranks together; ``None``: one rank, or no steps. Raises AdvisorError."""
+def _study_job(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) -> Study | None:
+    """Study a job's ranks together. Return ``None`` for one rank. Raises AdvisorError."""
     if len(summaries) + len(unread) < 2 or not any(each.step_ns for each in summaries):
         return None
     from advisor.replay.ranks.study import study_ranks
 
     try:
         return study_ranks(summaries, unread)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # damaged summaries
         why = shorten_reason(f"{type(error).__name__}: {error}")
-        raise AdvisorError(f"the ranks cannot be compared, a fault of advisor ({why})") from error
+        raise AdvisorError(f"the ranks cannot be compared, a bug in advisor ({why})") from error
 
 
-def _with_capture(run: Run, options: Options) -> Run:
+def _attach_given_capture(run: Run, options: Options) -> Run:
     """Add the names of a graph capture to the run. Raises AdvisorError if nothing is captured."""
     recorded = open_run(str(options.capture), options.read).traces.values()
     capture = next((trace for trace in recorded if captured_launches(trace)), None)
@@ -271,20 +276,20 @@ def _with_capture(run: Run, options: Options) -> Run:
     return dataclasses.replace(run, traces=traces)
 
 
-def _with_own_capture(run: Run) -> Run:
-    """Add a capture's names to the replays recorded beside it, and analyse only those."""
+def _attach_own_capture(run: Run) -> Run:
+    """Add a capture's names to the replays recorded with it, and analyse only the replays."""
     traces = dict(run.traces)
     for number in run.ranks:
-        own = [key for key in sorted(traces) if key[0] == number]
-        if len(own) < 2:
+        keys = [key for key in sorted(traces) if key[0] == number]
+        if len(keys) < 2:
             continue
-        captures = [key for key in own if captured_launches(traces[key])]
-        replaying = [key for key in own if key not in captures and find_replays(traces[key])]
+        captures = [key for key in keys if captured_launches(traces[key])]
+        replaying = [key for key in keys if key not in captures and find_replays(traces[key])]
         if len(captures) == 1 and replaying:
             capture = traces.pop(captures[0])
             traces |= {key: attach_capture(traces[key], capture) for key in replaying}
     return dataclasses.replace(run, traces=traces)
 
 
-def _places(source: str | Path | Sequence[str | Path]) -> list[str]:
+def _list_paths(source: str | Path | Sequence[str | Path]) -> list[str]:
     return [str(source)] if isinstance(source, str | Path) else [str(each) for each in source]

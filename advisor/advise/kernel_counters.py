@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from advisor.replay.estimators import GainEstimator
 
 MAX_KERNELS = 200
-"""Number of kernels in a report, those with most time first."""
+"""Maximum number of kernels in a report. Those with most time come first."""
 MAX_REPLAYED = 40
-"""Number of kernels whose gain per step is replayed."""
+"""Maximum number of kernels whose gain per step is replayed."""
 MAX_STALLS = 5
 
 
 def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]:
-    """Return a view of each profiled kernel, by gain per step; without a trace, by duration, and
-    without durations by the bytes of all launches."""
+    """Return a view of each profiled kernel, sorted by gain per step. Without a trace they are
+    sorted by duration, and without durations by the bytes of all launches."""
     gpu = a.trace.gpu["dur"].to_numpy()
     per_step = {
         id(k): float(gpu[k.rows].sum()) / a.step_count if len(k.rows) else None
@@ -53,12 +53,12 @@ def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCou
     }
     kernels = sorted(a.profiled_kernels, key=lambda k: -(per_step[id(k)] or 0.0))
     views = []
-    for place, k in enumerate(kernels[:MAX_KERNELS]):
+    for index, k in enumerate(kernels[:MAX_KERNELS]):
         edit = None
-        if k.busiest is not None and place < MAX_REPLAYED:
+        if k.busiest is not None and index < MAX_REPLAYED:
             edit = shorten_kernel(a, k, max(0.0, 1 - k.busiest / 100))
         gain = None if edit is None else round(max(0.0, estimator.gain_range([edit]).gain))
-        views.append(_view(a, k, per_step[id(k)], gain))
+        views.append(_build_counter_view(a, k, per_step[id(k)], gain))
     return sorted(
         views,
         key=lambda v: (
@@ -70,7 +70,9 @@ def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCou
     )
 
 
-def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) -> KernelCounters:
+def _build_counter_view(
+    a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None
+) -> KernelCounters:
     profile = k.profile
     return KernelCounters(
         name=labels.clean(profile.name),
@@ -93,30 +95,30 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
         step_ns=ns,
         gain_ns=gain,
         advice=[
-            labels.clean(said.text)
-            + (f" (estimated: {said.saved:.0%} {said.scope})" if said.saved is not None else "")
-            for said in profile.advice
+            labels.clean(hint.text)
+            + (f" (estimated: {hint.saved:.0%} {hint.scope})" if hint.saved is not None else "")
+            for hint in profile.advice
         ],
         lines=[
             KernelLine(
-                file=labels.clean(each.file),
-                line=each.line,
-                share=each.samples / (profile.samples or 1),
-                stall=each.stall.replace("_", " "),
+                file=labels.clean(source_line.file),
+                line=source_line.line,
+                share=source_line.samples / (profile.samples or 1),
+                stall=source_line.stall.replace("_", " "),
             )
-            for each in profile.lines
+            for source_line in profile.lines
         ],
     )
 
 
 def build_triton_views(a: Analysis) -> list[TritonKernel]:
-    """Return a view of each compiled kernel: those that spill and take time first, then by time and
-    spilled bytes."""
+    """Return a view of each compiled kernel. Kernels that spill and take time come first, then the
+    order is by time and spilled bytes."""
     gpu = a.trace.gpu["dur"].to_numpy()
     views = [
-        _compiled(k, len(k.rows) / a.step_count, float(gpu[k.rows].sum()) / a.step_count)
+        _build_triton_view(k, len(k.rows) / a.step_count, float(gpu[k.rows].sum()) / a.step_count)
         if len(k.rows)
-        else _compiled(k, None, None)
+        else _build_triton_view(k, None, None)
         for k in a.compiled_kernels
     ]
 
@@ -127,47 +129,47 @@ def build_triton_views(a: Analysis) -> list[TritonKernel]:
     return sorted(views, key=order)[:MAX_KERNELS]
 
 
-def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> TritonKernel:
-    own = k.kernel
+def _build_triton_view(k: MatchedKernel, launches: float | None, ns: float | None) -> TritonKernel:
+    kernel = k.kernel
     return TritonKernel(
-        name=labels.clean(own.name),
-        file=None if own.place is None else labels.clean(own.place[0]),
-        line=None if own.place is None else own.place[1],
-        target=labels.clean(own.target),
-        num_warps=own.num_warps,
-        num_stages=list(own.num_stages),
-        registers=own.registers,
-        shared_bytes=own.shared,
-        local_bytes=own.local,
-        spilled_bytes=own.spilled,
+        name=labels.clean(kernel.name),
+        file=None if kernel.place is None else labels.clean(kernel.place[0]),
+        line=None if kernel.place is None else kernel.place[1],
+        target=labels.clean(kernel.target),
+        num_warps=kernel.num_warps,
+        num_stages=list(kernel.num_stages),
+        registers=kernel.registers,
+        shared_bytes=kernel.shared,
+        local_bytes=kernel.local,
+        spilled_bytes=kernel.spilled,
         occupancy=None if k.occupancy is None else k.occupancy / 100,
         occupancy_limiter=k.limiter,
-        variants=own.variants,
+        variants=kernel.variants,
         launches=launches,
         step_ns=ns,
     )
 
 
 def counters_verdict(report: Report) -> tuple[Status, str]:
-    """Return status and verdict on counters alone: what limits most kernels, which takes longest,
-    and which fix saves most or what to collect."""
+    """Return the status and verdict on counters alone: what limits most kernels, which kernel takes
+    longest, and which fix saves most or what to collect."""
     views = [each for each in report.kernel_counters if not is_runtime(each.name)]
     views = views or report.kernel_counters
     left_out = len(report.kernel_counters) - len(views)
-    own = without_references(views)
-    checks, views = [view for view in views if view not in own], own
+    own_views = without_references(views)
+    checks, views = [view for view in views if view not in own_views], own_views
     limits = Counter(name for view in views if (name := limit_of(view).replace(", ", " and ")))
-    whose = " of a PyTorch program" if report.scope.framework == PYTORCH else ""
-    text = f"{t.count_noun(len(views), 'kernel')}{whose}{_counters_of(views)}"
+    program_label = " of a PyTorch program" if report.scope.framework == PYTORCH else ""
+    text = f"{t.count_noun(len(views), 'kernel')}{program_label}{_describe_collection(views)}"
     if limits:
         parts = [f"{count} by {name}" for name, count in limits.most_common()]
         verb = "is" if parts[0].startswith("1 ") else "are"
         parts[0] = parts[0].replace(" by ", f" {verb} limited by ", 1)
-        left = len(views) - sum(limits.values())
-        parts += [f"the limit of {left} was not collected"] if left else []
-        if len(limits) == 1 and not left:
-            who = "all are" if len(views) > 1 else "it is"
-            parts = [f"{who} limited by {next(iter(limits))}"]
+        unlimited = len(views) - sum(limits.values())
+        parts += [f"the limit of {unlimited} was not collected"] if unlimited else []
+        if len(limits) == 1 and not unlimited:
+            subject = "all are" if len(views) > 1 else "it is"
+            parts = [f"{subject} limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
     if left_out:
         verb = "is" if left_out == 1 else "are"
@@ -176,65 +178,65 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         short = label_kernels(view.short for view in report.kernel_counters)
         names = t.list_names(dict.fromkeys(short[view.short] for view in checks))
         text += f". {names}, a reference for results, is left out"
-    text += f". {_longest(views)}"
+    text += f". {_describe_longest(views)}"
     keys = {labels.clean(kernel_key(view.name)) for view in views}
-    notes = [each for each in report.notes if _kernel_of(each) in keys]
+    notes = [each for each in report.notes if _find_kernel_key(each) in keys]
     if notes:
-        return "bottlenecks", f"{text}{_first_fix(notes[0], views)}"
+        return "bottlenecks", f"{text}{_describe_first_fix(notes[0], views)}"
     if limits:
-        text += _raise_occupancy(views) or _relieve(views)
+        text += _advise_on_occupancy(views) or _advise_on_unit(views)
     elif all(view.duration_ns is None for view in views):
         text += (
             "The bandwidth needs the file of their times too: "
             f"{analyze_command(report)} --kernel-profile TIMES"
         )
     else:
-        text += f"What limits it is not recorded: collect it with {_collector(report)}."
+        text += f"What limits it is not recorded: collect it with {_name_collector(report)}."
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
 
 
-PARTLY_BUSY = 0.4
-"""Use from which a unit limits a kernel too that waits."""
+MIN_PARTLY_BUSY_USE = 0.4
+"""Minimum use of a unit at which it limits a waiting kernel too."""
 
 
 def limit_of(view: KernelCounters) -> str:
-    """Name what limits a kernel: a unit, ``latency``, or both where a unit is busy for a good part
-    of the time and still waits; empty: not collected."""
+    """Name what limits a kernel: a unit, ``latency``, or both if a unit is busy for much of the
+    time but also waits. Empty if this was not collected."""
     if view.limit == "unknown":
         return ""
     unit = max(view.use, key=view.use.__getitem__, default="")
-    if view.limit == "latency" and unit and view.use[unit] >= PARTLY_BUSY:
+    if view.limit == "latency" and unit and view.use[unit] >= MIN_PARTLY_BUSY_USE:
         return f"latency, {unit}"
     return view.limit
 
 
 def is_runtime(name: str) -> bool:
-    """Return whether a kernel is by its name the runtime's own: a copy, a fill, the heap."""
+    """Return whether a kernel's name is one of the runtime's own: a copy, a fill, the heap."""
     return name.startswith("__amd_rocclr_")
 
 
 def without_references(views: list[KernelCounters]) -> list[KernelCounters]:
-    """Return the kernels without those that others are checked against; all, if there are no
-    others."""
+    """Return the kernels without references that others are checked against, or all kernels if only
+    references are left."""
     return [view for view in views if not is_reference(view.name)] or views
 
 
-def _kernel_of(note: Finding) -> str:
-    """Return the key of the kernel that a note is about first; empty: it names none."""
+def _find_kernel_key(note: Finding) -> str:
+    """Return the key of the first kernel that a note names. Empty if it names none."""
     return labels.clean(kernel_key(note.where[0].kernel or "")) if note.where else ""
 
 
-def _collector(report: Report) -> str:
+def _name_collector(report: Report) -> str:
     """Name the tool that collects what limits a kernel, by the format of the file."""
-    form = _format(report) or ""
+    form = _get_format(report) or ""
     amd, nvidia = "rocprof-compute profile", "ncu --set full"
     if any(view.name.startswith("__amd_") for view in report.kernel_counters) or "roc" in form:
         return amd
     return f"{amd} (AMD) or {nvidia} (NVIDIA)"
 
 
-AT_LIMIT, MIN_DOMINANT_SHARE = 0.8, 0.5
-"""Use of a unit at its limit; share of all launches' time of a kernel that dominates."""
+MIN_LIMIT_USE, MIN_DOMINANT_SHARE = 0.8, 0.5
+"""Minimum use of a unit at its limit, and share of all launches' time of a dominant kernel."""
 RELIEVE: Final = {
     "L1": "Let neighbouring threads read neighbouring addresses, and keep tiles in registers",
     "L2": "Make blocks that run together share data, or keep tiles in shared memory",
@@ -243,48 +245,49 @@ RELIEVE: Final = {
 }
 
 
-def _relieve(views: Sequence[KernelCounters]) -> str:
-    """Return advice for the unit that limits the dominant kernel; empty if none is at its limit."""
+def _advise_on_unit(views: Sequence[KernelCounters]) -> str:
+    """Return advice on the unit that limits the dominant kernel. Empty if none does."""
     longest = _find_longest(views)
-    if longest is None or _total(longest) < MIN_DOMINANT_SHARE * sum(map(_total, views)):
+    if longest is None or _sum_time(longest) < MIN_DOMINANT_SHARE * sum(map(_sum_time, views)):
         return ""
-    at_limit = len(views) > 1 and max(longest.use.values(), default=0.0) >= AT_LIMIT
+    at_limit = len(views) > 1 and max(longest.use.values(), default=0.0) >= MIN_LIMIT_USE
     if at_limit and (library := library_of(longest.name)) is not None:
         return f"It is a kernel of {library}: choose another algorithm, or move fewer bytes. "
     return f"{RELIEVE[longest.limit]}. " if at_limit and longest.limit in RELIEVE else ""
 
 
-FEW_BLOCKS = 0.5
-"""Waves of blocks below which a kernel has too few of them, whatever its occupancy."""
-LOW_OCCUPANCY = 0.25
-"""Achieved occupancy below which a kernel that waits is advised more resident warps."""
+MAX_FEW_WAVES = 0.5
+"""Waves of blocks below which a kernel has too few blocks, whatever its occupancy."""
+MAX_LOW_OCCUPANCY = 0.25
+"""Achieved occupancy below which a waiting kernel should get more resident warps."""
 
 
-def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
-    """Return advice for the longest kernel if it waits with few resident warps; empty if it does
-    not."""
+def _advise_on_occupancy(views: Sequence[KernelCounters]) -> str:
+    """Return advice on the longest kernel if it waits with few resident warps. Empty otherwise."""
     longest = _find_longest(views)
     if longest is None or longest.limit != "latency" or longest.occupancy is None:
         return ""
-    if longest.occupancy >= LOW_OCCUPANCY:
+    if longest.occupancy >= MAX_LOW_OCCUPANCY:
         return ""
-    if longest.waves is not None and longest.waves < FEW_BLOCKS:
+    if longest.waves is not None and longest.waves < MAX_FEW_WAVES:
         filled = t.format_share(longest.waves)
         return (
-            f"Its blocks are {filled} of those that the GPU holds at once: give it more work per "
+            f"Its blocks are {filled} of what the GPU holds at once: give it more work per "
             "launch, or let more blocks share each sum (split-K)."
         )
-    cure = "Give it more work per launch, or use fewer registers and less shared memory per block."
+    advice = (
+        "Give it more work per launch, or use fewer registers and less shared memory per block."
+    )
     if (library := library_of(longest.name)) is not None:
-        cure = f"It is a kernel of {library}: give it more work, or call another algorithm."
+        advice = f"It is a kernel of {library}: give it more work, or call another algorithm."
     return (
         f"Its occupancy is {t.format_share(longest.occupancy)}: too little runs at once to hide "
-        f"the waits. {cure}"
+        f"the waits. {advice}"
     )
 
 
-def _counters_of(views: Sequence[KernelCounters]) -> str:
-    """Say what was collected of the kernels, to follow their number; empty: only names."""
+def _describe_collection(views: Sequence[KernelCounters]) -> str:
+    """Say what was collected about the kernels, to follow their number. May be empty."""
     if any(view.use or view.occupancy is not None or view.stalls for view in views):
         return " with hardware counters"
     traffic = any(view.dram_bytes is not None for view in views)
@@ -294,23 +297,27 @@ def _counters_of(views: Sequence[KernelCounters]) -> str:
     return " with times, without counters" if timed else ""
 
 
-def _longest(views: Sequence[KernelCounters]) -> str:
-    """Write a sentence on the kernel with most time in all profiled launches, or without times on
-    the one that moves most bytes."""
+def _describe_longest(views: Sequence[KernelCounters]) -> str:
+    """Describe the kernel with most time in all profiled launches, or, without times, the kernel
+    that moves most bytes."""
     short = label_kernels(view.short for view in views)
     longest = _find_longest(views)
     if longest is None:
-        moved = max(views, key=lambda view: view.dram_bytes or 0.0)
-        if not moved.dram_bytes:
+        largest = max(views, key=lambda view: view.dram_bytes or 0.0)
+        if not largest.dram_bytes:
             return ""
-        return f"{short[moved.short]} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
-    took = t.format_duration(longest.duration_ns or 0.0)
+        return (
+            f"{short[largest.short]} moves most, {t.format_bytes(largest.dram_bytes)} per launch. "
+        )
+    duration = t.format_duration(longest.duration_ns or 0.0)
     name = short[longest.short] + f" of {longest.file}" * bool(longest.file)
-    text = f"The longest, {name}, takes {took}" if len(views) > 1 else f"{name} takes {took}"
+    text = (
+        f"The longest, {name}, takes {duration}" if len(views) > 1 else f"{name} takes {duration}"
+    )
     if longest.profiled > 1:
-        run = [view for view in views if view.file == longest.file]  # of several, each is a run
-        share = _total(longest) / (sum(map(_total, run)) or 1.0)
-        launches = f"{longest.profiled:,} launches of {took}"
+        same_file = [view for view in views if view.file == longest.file]  # each file is a run
+        share = _sum_time(longest) / (sum(map(_sum_time, same_file)) or 1.0)
+        launches = f"{longest.profiled:,} launches of {duration}"
         text = f"{name} takes most time ({t.format_share(share)}, {launches})"
     use = max(longest.use.values(), default=None)
     if longest.limit == "latency" and use is not None:
@@ -321,11 +328,11 @@ def _longest(views: Sequence[KernelCounters]) -> str:
         text += f", with {longest.limit} {t.format_share(use)} busy"
     elif longest.bandwidth is not None:
         text += f" at {t.format_rate(longest.bandwidth, 'B/s')} of DRAM"
-    return f"{text}. {_variants(longest, views)}"
+    return f"{text}. {_compare_variants(longest, views)}"
 
 
-def _variants(longest: KernelCounters, views: Sequence[KernelCounters]) -> str:
-    """Compare a kernel with the one of its name in each other file; empty: there is none."""
+def _compare_variants(longest: KernelCounters, views: Sequence[KernelCounters]) -> str:
+    """Compare a kernel with those of the same name in other files. Empty without any."""
     same = [
         f"{view.file} takes {t.format_duration(view.duration_ns or 0.0)} for it "
         f"({(view.duration_ns or 0.0) / longest.duration_ns - 1:+.0%})"
@@ -336,65 +343,65 @@ def _variants(longest: KernelCounters, views: Sequence[KernelCounters]) -> str:
 
 
 def _find_longest(views: Sequence[KernelCounters]) -> KernelCounters | None:
-    """Find the kernel that takes most time in all profiled launches; ``None`` if none was timed."""
+    """Find the kernel with most time in all launches, or ``None`` if none was timed."""
     timed = [view for view in views if view.duration_ns is not None]
-    return max(timed, key=_total, default=None)
+    return max(timed, key=_sum_time, default=None)
 
 
-def _total(view: KernelCounters) -> float:
+def _sum_time(view: KernelCounters) -> float:
     """Return the time of all profiled launches of a kernel, ns."""
     return (view.duration_ns or 0.0) * view.profiled
 
 
-SMALL_FIX = 0.05
-"""Share of the time of all launches below which a fix is not named first."""
+MIN_FIRST_FIX_SHARE = 0.05
+"""Minimum share of the time of all launches that a fix saves to be named first."""
 
 
-def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
-    """Say what the first note finds, in which kernel, and what its fix saves."""
+def _describe_first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
+    """Describe the first note: what it finds, in which kernel, and what its fix saves."""
     title = t.lower_first(note.title)
     saved = sum(float(each.value or 0) for each in note.evidence if each.label == ONE_LAUNCH)
     count = sum(int(e.value or 0) for e in note.evidence if e.label == "kernels with it")
     short = label_kernels(view.short for view in views)
     names = [short.get(labels.clean(kernel_key(place.kernel or ""))) for place in note.where[:1]]
-    more = f" and {count - 1} more" if count > 1 else ""
-    which = "".join(f" ({name}{more})" for name in names if name)
+    others = f" and {count - 1} more" if count > 1 else ""
+    kernel_names = "".join(f" ({name}{others})" for name in names if name)
     when = f"if each of the {count} is launched once" if count > 1 else "per launch"
     gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
-    if saved and saved < SMALL_FIX * sum(map(_total, views)):
-        small = f"The largest estimated gain, {t.format_duration(saved)} {when}"
-        return f"{_relieve(views)}{small}: {title}{which}."
-    return f"First: {title}{which}.{gain}"
+    if saved and saved < MIN_FIRST_FIX_SHARE * sum(map(_sum_time, views)):
+        lead = f"The largest estimated gain, {t.format_duration(saved)} {when}"
+        return f"{_advise_on_unit(views)}{lead}: {title}{kernel_names}."
+    return f"First: {title}{kernel_names}.{gain}"
 
 
 def compiled_verdict(report: Report) -> tuple[Status, str]:
     """Return status and verdict on a Triton cache without a trace."""
     views = report.triton_kernels
     text = f"{t.count_noun(len(views), 'kernel')} compiled by Triton"
-    known = [view for view in views if view.spilled_bytes is not None]
-    spills = [view for view in known if view.spilled_bytes]
-    if spills:
-        most = max(spills, key=lambda view: view.spilled_bytes or 0)
-        name, size = labels.shorten(most.name, 40), t.format_bytes(most.spilled_bytes or 0)
-        if len(spills) > 1:
-            text += f": {len(spills)} spill registers. {name} spills most, {size} per thread."
+    with_module = [view for view in views if view.spilled_bytes is not None]
+    spilling = [view for view in with_module if view.spilled_bytes]
+    if spilling:
+        worst = max(spilling, key=lambda view: view.spilled_bytes or 0)
+        name, size = labels.shorten(worst.name, 40), t.format_bytes(worst.spilled_bytes or 0)
+        if len(spilling) > 1:
+            text += f": {len(spilling)} spill registers. {name} spills most, {size} per thread."
         else:
             text += f". {name} spills {size} of registers per thread."
-    elif len(known) == len(views):
+    elif len(with_module) == len(views):
         text += ": none spills registers."
     else:
-        text += f": none of the {len(known)} whose module is there spills registers."
+        text += f": none of the {len(with_module)} whose module was found spills registers."
     return ("bottlenecks" if report.notes or report.findings else "limited"), text
 
 
 # -- what to profile -------------------------------------------------------------------------------
 
-MIN_SHARE = 0.05
-"""Share of kernel time from which a kernel is profiled."""
+MIN_PROFILED_SHARE = 0.05
+"""Minimum share of kernel time at which a kernel is profiled."""
 FAST_KERNEL_SHARE = 0.8
 """Share of the attainable rate above which a kernel is not profiled."""
 MAX_NAMES = 2
-"""Number of kernel names in the command, so that it fits a terminal line to paste."""
+"""Maximum number of kernel names in the command, so that it fits on a terminal line."""
 MAX_LAUNCHES = 20
 NCU_SECTIONS = (
     "SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "SchedulerStats",
@@ -407,30 +414,31 @@ ENGINE_BENCHMARKS = {
     "vllm": "vllm bench latency --model MODEL",
     "sglang": "python -m sglang.bench_one_batch \\\n     --model-path MODEL",
 }
-"""Benchmark commands of engines, which end and repeat the same work, by engine:
+"""Benchmark commands that repeat the same work and then end, by engine:
 https://docs.vllm.ai/en/stable/cli/bench/latency.html,
 https://docs.sglang.io/developer_guide/benchmark_and_profiling.html."""
 
 
-def _format(report: Report) -> str | None:
+def _get_format(report: Report) -> str | None:
+    """Return the format of the first input, or ``None`` without inputs."""
     return report.inputs[0].format if report.inputs else None
 
 
 ANY_PROGRAM = "python PROGRAM.py"
-"""Command of a program whose own is not recorded."""
+"""Command of a program whose own command is not recorded."""
 PLACEHOLDER = "PROGRAM.py stands for your program, whose command is not recorded."
-ONE_OF_SEVERAL = "Of a job, the launcher starts one rank so, and the others as before."
+ONE_OF_SEVERAL = "In a job, let the launcher start one rank this way and the others as before."
 
 
-def _program(report: Report) -> str:
+def _get_program_command(report: Report) -> str:
     """Return the command of the program, by the format and framework of its recording."""
-    form, framework = _format(report), report.scope.framework
-    tool = find_tool(form, framework)
+    file_format, framework = _get_format(report), report.scope.framework
+    tool = find_tool(file_format, framework)
     if tool is not None and tool.program:
         return tool.program
     if framework == CUDA:
         return "./program"
-    if form != KINETO and form is not None and report.inference is None:
+    if file_format != KINETO and file_format is not None and report.inference is None:
         return "PROGRAM" if framework is None else "python program.py"
     if report.inference is None:
         return ANY_PROGRAM
@@ -449,19 +457,24 @@ def profiling_command(
     report: Report, a: Analysis, line: str | None = None
 ) -> tuple[str, str] | None:
     """Return the command that collects counters of the longest kernels below their attainable rate,
-    and its cost. ``None`` if there is nothing to profile. ``line``: the run's own command."""
-    program = line or _program(report)
+    and its cost, or ``None`` if there is nothing to profile. ``line``: the run's own command."""
+    program = line or _get_program_command(report)
     hint = f" {PLACEHOLDER}" * (program == ANY_PROGRAM)
-    several = (a.trace.meta.world_size or 1) > 1 or (a.trace.meta.rank or 0) > 0
-    several = several or len(report.inputs) > 1 or not a.collectives.is_empty()
-    hint += f" {ONE_OF_SEVERAL}" * several
+    has_ranks = (a.trace.meta.world_size or 1) > 1 or (a.trace.meta.rank or 0) > 0
+    has_ranks = has_ranks or len(report.inputs) > 1 or not a.collectives.is_empty()
+    hint += f" {ONE_OF_SEVERAL}" * has_ranks
     chosen: dict[str, str] = {}
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
-        if slow and row.share >= MIN_SHARE and row.family != "communication" and row.kernel:
+        if (
+            slow
+            and row.share >= MIN_PROFILED_SHARE
+            and row.family != "communication"
+            and row.kernel
+        ):
             name = re.match(r"[\w$]{1,24}", base_name(row.kernel))
-            known = set(chosen.values())
-            if name is not None and (name[0] in known or len(known) < MAX_NAMES):
+            chosen_names = set(chosen.values())
+            if name is not None and (name[0] in chosen_names or len(chosen_names) < MAX_NAMES):
                 chosen[row.kernel] = name[0]
     if not chosen or report.kernel_counters:
         return None
@@ -477,18 +490,18 @@ def profiling_command(
         )
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
     pattern = f"^({'|'.join(names)})"
-    which = f"ncu -k 'regex:{pattern}'"
+    selection = f"ncu -k 'regex:{pattern}'"
     if report.scope.step_source == LAYER_TIMES:  # its names are of layers, not of kernels
         layers = round(sum(row.calls for row in report.rooflines))
-        which, skip, count, after = "ncu", layers, layers, " after one inference"
+        selection, skip, count, where = "ncu", layers, layers, " after one inference"
     else:
         skip, count = _launches_to_profile(a, pattern, chosen.keys())
-        after = "" if report.per == "recording" else f" of the third {report.per}"
+        where = "" if report.per == "recording" else f" of the third {report.per}"
     return (
-        f"{which} \\\n"
+        f"{selection} \\\n"
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
         f"  -o kernels {program}",
-        f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "
+        f"{t.count_noun(count, 'launch')}{where}, each repeated some ten times with "
         f"memory saved and restored. Then: {analyze_command(report)} --kernel-profile "
         f"kernels.ncu-rep{'.' * bool(hint)}{hint}",
     )
@@ -497,14 +510,14 @@ def profiling_command(
 def _launches_to_profile(a: Analysis, pattern: str, chosen: Set[str]) -> tuple[int, int]:
     """Return how many launches that match the pattern to skip, and how many to profile.
 
-    ``ncu`` counts every kernel whose base name matches, also siblings of the ``chosen`` kernels. So
-    both numbers are of all these: two steps are skipped, and of the third the
-    :data:`MAX_LAUNCHES` launches in a row that have most of the chosen kernels."""
+    ``ncu`` counts every kernel whose base name matches, including siblings of the ``chosen``
+    kernels, so both numbers count them too. Two steps are skipped. In the third, the run of
+    :data:`MAX_LAUNCHES` consecutive launches with most of the chosen kernels is profiled."""
     gpu = a.trace.gpu
     index = np.flatnonzero(a.in_window & (gpu["kind"] == "kernel").to_numpy())
     rows = gpu.select("name", "ts", "launch")[index]
-    every = rows["name"].unique().cast(pl.String)
-    matching = [name for name in every if re.match(pattern, base_name(name))]
+    kernel_names = rows["name"].unique().cast(pl.String)
+    matching = [name for name in kernel_names if re.match(pattern, base_name(name))]
     step = step_of(a.steps, rows["ts"].to_numpy())
     rows = rows.with_columns(
         pl.col("name").cast(pl.String),
@@ -516,22 +529,22 @@ def _launches_to_profile(a: Analysis, pattern: str, chosen: Set[str]) -> tuple[i
     steps = rows.sort("called").group_by("step").agg("name").sort(pl.col("name").list.len(), "step")
     typical = steps["name"][steps.height // 2].to_list()
     count = min(len(typical), MAX_LAUNCHES)
-    parts = [typical[start : start + count] for start in range(len(typical) - count + 1)]
-    seen = [(len(chosen & set(part)), sum(n in chosen for n in part)) for part in parts]
-    before = 0 if a.per == "recording" else round(2 * rows.height / a.step_count)
-    return before + seen.index(max(seen)), count
+    ranges = [typical[start : start + count] for start in range(len(typical) - count + 1)]
+    scores = [(len(chosen & set(part)), sum(n in chosen for n in part)) for part in ranges]
+    skipped = 0 if a.per == "recording" else round(2 * rows.height / a.step_count)
+    return skipped + scores.index(max(scores)), count
 
 
 def base_name(kernel: str) -> str:
-    """Return a kernel's name as ``ncu`` matches it: without return type, namespaces, templates and
-    arguments, and not mangled."""
+    """Return a kernel's name as ``ncu`` matches it: demangled, without return type, namespaces,
+    templates and arguments."""
     text = kernel[:4096]
     if text.startswith("_Z"):
-        parts, rest = list[str](), re.sub(r"^_ZN?", "", text)
-        while length := re.match(r"\d{1,4}", rest):
+        parts, remaining = list[str](), re.sub(r"^_ZN?", "", text)
+        while length := re.match(r"\d{1,4}", remaining):
             end = length.end() + int(length[0])
-            parts.append(rest[length.end() : end])
-            rest = rest[end:]
+            parts.append(remaining[length.end() : end])
+            remaining = remaining[end:]
         return parts[-1] if parts else text
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N__\w+::", "", text)
     text = labels.RETURN_TYPE.sub("", text)

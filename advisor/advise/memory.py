@@ -28,68 +28,71 @@ MAX_DEVICES = 16
 MAX_LINES = 40
 MAX_MODULES = 400
 MIN_NAMED_SHARE = 0.1
-"""Share of the bytes in tensors below which the verdict names no category or saving."""
+"""Minimum share of the bytes in tensors at which the verdict names a category or saving."""
 UNATTRIBUTED = CATEGORIES[NOT_ATTRIBUTED]
 RECORD_HISTORY = "torch.cuda.memory._record_memory_history(max_entries=100_000)"
 MIN_UNUSED_SHARE = 0.25
-"""Share of the reserved bytes from which the verdict mentions unused memory."""
+"""Minimum share of the reserved bytes at which the verdict mentions unused memory."""
 
-ROOMY_SHARE = 0.5
-"""Share of the GPU's memory below which nothing has to be freed at the cost of smaller batches."""
+MAX_ROOMY_SHARE = 0.5
+"""Share of the GPU's memory below which no advice halves the batch to free memory."""
 
 
 def select_histories(a: Analysis) -> list[PeakMemory]:
-    """Return the memory histories of the GPUs; the host's only if no GPU's is recorded."""
+    """Return the memory histories of the GPUs, or the host's if no GPU's is recorded."""
     return [peak for peak in a.gpu_and_host_peaks if peak.device >= 0] or a.gpu_and_host_peaks
 
 
 def build_memory_views(a: Analysis) -> list[MemoryView]:
-    """Return a view of each device, the fullest first; of a series, also what grows over it."""
-    views = [_view(peak) for peak in select_histories(a)[:MAX_DEVICES]]
+    """Return a view of each device, the fullest first. For a series, add what grows over it."""
+    views = [_build_view(peak) for peak in select_histories(a)[:MAX_DEVICES]]
     capacity = a.memory["capacity"].max()
     for view, peak in zip(views, select_histories(a), strict=False):
         view.trains = does_train(a, peak)
         view.savings = [each for each in view.savings if is_new(each.change, a)]
-        if isinstance(capacity, int) and view.reserved < ROOMY_SHARE * capacity:
+        if isinstance(capacity, int) and view.reserved < MAX_ROOMY_SHARE * capacity:
             view.savings = [each for each in view.savings if each.change != "half the batch"]
     if a.snapshot_series and views:
         peaks = fullest_devices(a.snapshot_series)
         table, per = growing_lines(peaks)
         views[0].series = [sample_memory(peak, PurePath(peak.snapshot.path).name) for peak in peaks]
         views[0].grows_per = per
-        views[0].grows = _holders(table, size="rate")
+        views[0].grows = _list_holders(table, size="rate")
     return views
 
 
 def does_train(a: Analysis | None, peak: PeakMemory) -> bool | None:
-    """Return whether the program of a history trains; ``None``: unknown."""
+    """Return whether the program of a history trains, or ``None`` if that is unknown."""
     if peak.trains is None and a is not None and a.forward_only:
         return False
     return peak.trains
 
 
 def is_new(change: str, a: Analysis | None) -> bool:
-    """Return whether the trace does not show that the program does already what a change says."""
+    """Return whether a change is new, as far as the trace shows what the program already does."""
     formats = [] if a is None or change != "BF16 autocast" else a.kernels["dtype"].to_list()
     return not {"bf16", "fp16"} & set(formats)
 
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
-    """Return the memory of a rank's fullest device; ``None`` if it has no snapshot."""
+    """Return the memory of a rank's fullest device, or ``None`` if it has no snapshot."""
     return None if a.snapshot is None else sample_memory(a.peak_memories[0], f"rank {rank}")
 
 
 def sample_memory(peak: PeakMemory, name: str) -> MemorySample:
     """Return what one device holds at the time of its snapshot or peak."""
     return MemorySample(
-        name=name, allocated=peak.allocated, reserved=peak.reserved, categories=_categories(peak)
+        name=name,
+        allocated=peak.allocated,
+        reserved=peak.reserved,
+        categories=_list_categories(peak),
     )
 
 
-def _holders(
+def _list_holders(
     table: pl.DataFrame, *, blocks: str = "blocks", size: str = "bytes"
 ) -> list[MemoryHolder]:
-    """Return the first lines of a table; ``blocks``, ``size``: its columns of these."""
+    """Return the first lines of a table. ``blocks``, ``size``: names of these columns."""
     return [
         MemoryHolder(category=row.get("category", ""), file=row["file"], line=row["line"],
                      function=row["function"], label=row.get("label"),
@@ -98,41 +101,47 @@ def _holders(
     ]  # fmt: skip
 
 
-def _sums(held: dict[str, int]) -> list[MemoryHolder]:
+def _list_category_sums(held: dict[str, int]) -> list[MemoryHolder]:
     return [
         MemoryHolder(category=name, file=None, line=None, function=None, blocks=0, bytes=size)
         for name, size in held.items()
     ]
 
 
-def _categories(peak: PeakMemory) -> list[MemoryHolder]:
+def _list_categories(peak: PeakMemory) -> list[MemoryHolder]:
     return [
         MemoryHolder(category=name, file=None, line=None, function=None,
-                     blocks=_blocks(peak, name), bytes=held)
+                     blocks=_count_blocks(peak, name), bytes=held)
         for name, held in peak.by_category.items()
     ]  # fmt: skip
 
 
-def _view(peak: PeakMemory) -> MemoryView:
-    h = peak.history
-    result = measure_fragments(peak)
-    at = "out of memory" if h.failed_event is not None else "snapshot" if h.is_too_short else "peak"
-    placed = explain_placement(peak)
+def _build_view(peak: PeakMemory) -> MemoryView:
+    history = peak.history
+    fragments = measure_fragments(peak)
+    moment = (
+        "out of memory"
+        if history.failed_event is not None
+        else "snapshot"
+        if history.is_too_short
+        else "peak"
+    )
+    placement = explain_placement(peak)
     return MemoryView(
         device=peak.device,
         source=peak.snapshot.source,
         file=PurePath(peak.snapshot.path).name if peak.snapshot.source == "allocator" else "",
-        at=at,
+        at=moment,
         allocated=peak.allocated,
         reserved=peak.reserved,
-        peak=int(h.allocated.max()),
+        peak=int(history.allocated.max()),
         request=peak.request,
         driver_free=peak.device_free,
-        events=h.count,
-        from_start=bool(h.count) and not h.began_before,
-        categories=_categories(peak),
-        bases=_sums(peak.bases),
-        lifetimes=_sums(peak.lifetimes),
+        events=history.count,
+        from_start=bool(history.count) and not history.began_before,
+        categories=_list_categories(peak),
+        bases=_list_category_sums(peak.bases),
+        lifetimes=_list_category_sums(peak.lifetimes),
         held=[
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], label=row["label"], blocks=row["blocks"],
@@ -140,24 +149,24 @@ def _view(peak: PeakMemory) -> MemoryView:
             for row in peak.by_line.head(MAX_LINES).iter_rows(named=True)
         ],
         modules=held_by_module(peak)[:MAX_MODULES],
-        pools=[] if result is None else [
+        pools=[] if fragments is None else [
             MemoryPool(
-                name=_pool_name(row), segments=row["segments"], reserved=row["reserved"],
+                name=_name_pool(row), segments=row["segments"], reserved=row["reserved"],
                 allocated=row["allocated"], free=row["free"], largest=row["largest"],
             )
-            for row in result.table.head(MAX_LINES).iter_rows(named=True)
+            for row in fragments.table.head(MAX_LINES).iter_rows(named=True)
         ],
-        end_allocated=None if result is None else int(h.allocated[-1]),
-        end_reserved=None if result is None else int(h.reserved[-1]),
-        end_free=None if result is None else result.free,
-        end_largest=None if result is None else result.largest,
-        returnable=None if result is None else result.returnable,
-        placement="" if placed is None else why_not_placed(placed),
+        end_allocated=None if fragments is None else int(history.allocated[-1]),
+        end_reserved=None if fragments is None else int(history.reserved[-1]),
+        end_free=None if fragments is None else fragments.free,
+        end_largest=None if fragments is None else fragments.largest,
+        returnable=None if fragments is None else fragments.returnable,
+        placement="" if placement is None else why_not_placed(placement),
         step_source=peak.step_source,
         steps=max(0, len(peak.whole_steps) - 1),
         churn_bytes=peak.churn_bytes,
-        churn=_holders(peak.churn, blocks="times"),
-        growth=_holders(peak.growth, blocks="steps", size="step_bytes"),
+        churn=_list_holders(peak.churn, blocks="times"),
+        growth=_list_holders(peak.growth, blocks="steps", size="step_bytes"),
         savings=[
             MemorySaving(change=each.name, bytes=each.bytes, assumes=each.assumes,
                          cost=COSTS.get(each.name, ("none", ""))[0], file=each.file, line=each.line)
@@ -166,11 +175,11 @@ def _view(peak: PeakMemory) -> MemoryView:
     )  # fmt: skip
 
 
-def _blocks(peak: PeakMemory, category: str) -> int:
+def _count_blocks(peak: PeakMemory, category: str) -> int:
     return int(peak.by_line.filter(peak.by_line["category"] == category)["blocks"].sum())
 
 
-def _pool_name(row: dict[str, object]) -> str:
+def _name_pool(row: dict[str, object]) -> str:
     kind = {True: "large", False: "small"}.get(row["large"], "all sizes")  # type: ignore[call-overload]
     parts = [str(kind)]
     if row["expandable"]:
@@ -182,51 +191,51 @@ def _pool_name(row: dict[str, object]) -> str:
     return ", ".join(parts)
 
 
-def why_not_placed(placed: Placement) -> str:
+def why_not_placed(placement: Placement) -> str:
     """Explain in one or two sentences why a request failed."""
     driver = ""
-    if placed.driver is not None:
-        short = placed.request - max(placed.driver, placed.largest)
-        driver = f", the driver {t.format_bytes(placed.driver)}"
-        driver += f": {t.format_bytes(short)} too little" * (short > 0)
-    if placed.scattered:
+    if placement.driver is not None:
+        missing = placement.request - max(placement.driver, placement.largest)
+        driver = f", the driver {t.format_bytes(placement.driver)}"
+        driver += f": {t.format_bytes(missing)} too little" * (missing > 0)
+    if placement.scattered:
         return (
-            f"The request needed {t.format_bytes(placed.request)}. Its pool and stream had "
-            f"{t.format_bytes(placed.usable)} free, but not in one piece: the largest had "
-            f"{t.format_bytes(placed.largest)}{driver}."
+            f"The request needed {t.format_bytes(placement.request)}. Its pool and stream had "
+            f"{t.format_bytes(placement.usable)} free, but not in one piece: the largest had "
+            f"{t.format_bytes(placement.largest)}{driver}."
         )
-    more = ""
-    if placed.free_elsewhere >= placed.request:
-        more = (
-            f" {t.format_bytes(placed.free_elsewhere)} more were free in other pools or of other "
-            "streams."
+    elsewhere = ""
+    if placement.free_elsewhere >= placement.request:
+        elsewhere = (
+            f" {t.format_bytes(placement.free_elsewhere)} more were free in other pools or of "
+            "other streams."
         )
     return (
-        f"The request needed {t.format_bytes(placed.request)}. Its pool and stream had "
-        f"{t.format_bytes(placed.usable)} free, in pieces of at most "
-        f"{t.format_bytes(placed.largest)}{driver}."
-        f"{more}"
+        f"The request needed {t.format_bytes(placement.request)}. Its pool and stream had "
+        f"{t.format_bytes(placement.usable)} free, in pieces of at most "
+        f"{t.format_bytes(placement.largest)}{driver}."
+        f"{elsewhere}"
     )
 
 
 def memory_verdict(
     report: Report, roles: Mapping[str, VerdictRole]
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Return status and verdict on a snapshot alone. ``roles``: ``Rule.verdict_role`` by rule."""
+    """Return the status and verdict on a snapshot. ``roles``: ``Rule.verdict_role`` by id."""
     view = report.memory[0]
-    known = [
-        f"{t.format_bytes(each.bytes)} of {each.category}"
-        for each in view.categories[:2]
-        if each.category != UNATTRIBUTED and each.bytes >= MIN_NAMED_SHARE * view.allocated
+    categories = [
+        f"{t.format_bytes(item.bytes)} of {item.category}"
+        for item in view.categories[:2]
+        if item.category != UNATTRIBUTED and item.bytes >= MIN_NAMED_SHARE * view.allocated
     ]
-    filled = f"{t.format_bytes(view.allocated)} in tensors"
+    usage = f"{t.format_bytes(view.allocated)} in tensors"
     if view.reserved:
-        filled += f" of {t.format_bytes(view.reserved)} reserved"
+        usage += f" of {t.format_bytes(view.reserved)} reserved"
     unused = view.reserved - view.allocated
     if view.reserved and unused >= MIN_UNUSED_SHARE * view.reserved:
-        filled += f" ({t.format_bytes(unused)} reserved and unused"
-        filled += f"; {_returned(view)})" if view.at == "snapshot" else ")"
-    most = f", mainly {' and '.join(known)}" if known else ""
+        usage += f" ({t.format_bytes(unused)} reserved and unused"
+        usage += f"; {_describe_returned_memory(view)})" if view.at == "snapshot" else ")"
+    mainly = f", mainly {' and '.join(categories)}" if categories else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
             f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "
@@ -239,36 +248,36 @@ def memory_verdict(
         )
     else:
         text = f"GPU {view.device} {'at its peak' if view.at == 'peak' else 'in the snapshot'}: "
-    text += f"{filled}{most}."
+    text += f"{usage}{mainly}."
     if report.risks:
-        by_role = {roles.get(each.rule, ""): each for each in reversed(report.risks)}
-        leads = by_role.get("memory growth") or by_role.get("memory state")
+        by_role = {roles.get(item.rule, ""): item for item in reversed(report.risks)}
+        leading_risk = by_role.get("memory growth") or by_role.get("memory state")
         if view.request is not None:
             failed = by_role.get("out of memory")
-            rest = "" if failed is None else failed.summary.partition("). ")[2]
+            explanation = "" if failed is None else failed.summary.partition("). ")[2]
             fix = "" if failed is None else t.split_sentences(failed.fix, 0)[0]
-            first = f"First: {t.lower_first(fix)}" if fix else ""
-            return "bottlenecks", " ".join(part for part in (text, rest, first) if part)
-        if leads is None:
-            return "bottlenecks", f"{text} {_memory_action(view, report)}".rstrip()
-        return "bottlenecks", f"{leads.summary} {text}"
-    return "limited", f"{text} {_end(view)} {_memory_action(view, report)}".replace(
+            action = f"First: {t.lower_first(fix)}" if fix else ""
+            return "bottlenecks", " ".join(part for part in (text, explanation, action) if part)
+        if leading_risk is None:
+            return "bottlenecks", f"{text} {_advise_on_memory(view, report)}".rstrip()
+        return "bottlenecks", f"{leading_risk.summary} {text}"
+    return "limited", f"{text} {_describe_end(view)} {_advise_on_memory(view, report)}".replace(
         "  ", " "
     ).rstrip()
 
 
-def _end(view: MemoryView) -> str:
-    """Say how much is free in which pieces when the snapshot was taken, where emptying the cache
-    would not return it."""
+def _describe_end(view: MemoryView) -> str:
+    """Say how much memory is free, in which pieces, when the snapshot was taken. Empty if emptying
+    the cache would return it."""
     if view.at != "peak" or view.end_free is None or not view.end_reserved:
         return ""
     stuck = view.end_free - (view.returnable or 0)
     if stuck < MIN_UNUSED_SHARE * view.end_reserved:
         return ""
-    return f"{_free_at_end(view)}; {_returned(view)}."
+    return f"{_describe_free_memory(view)}; {_describe_returned_memory(view)}."
 
 
-def _free_at_end(view: MemoryView) -> str:
+def _describe_free_memory(view: MemoryView) -> str:
     return (
         f"When the snapshot was taken, {t.format_bytes(view.end_free or 0)} of the "
         f"{t.format_bytes(view.end_reserved or 0)} reserved was free, in pieces of at most "
@@ -287,71 +296,79 @@ COSTS = {
     "BF16 autocast": ("lower precision", "check that accuracy holds"),
     "autocast without cache": ("more casts", "it casts weights more often"),
 }
-"""Costs per step of changes to memory, in up to 16 characters, and in a sentence; others add no
+"""Costs per step of changes to memory, in up to 16 characters and as a clause. Others add no
 work."""
 
 
-NEXT_TO_NONE = 0.05
-"""Share of the unused memory below which "almost none" of it is returned."""
+MAX_NEGLIGIBLE_SHARE = 0.05
+"""Maximum share of the unused memory that counts as "almost none"."""
 
 
-def _returned(view: MemoryView) -> str:
-    """Say whether the memory that is free when the snapshot was taken can be returned."""
+def _describe_returned_memory(view: MemoryView) -> str:
+    """Say whether memory that was free when the snapshot was taken can be returned."""
     unused = (view.end_reserved or 0) - (view.end_allocated or 0)
-    given = "torch.cuda.empty_cache()"
+    call = "torch.cuda.empty_cache()"
     if view.returnable is None:
-        return f"whether {given} returns it is unknown"
-    if view.returnable >= (1 - NEXT_TO_NONE) * unused:
-        return f"{given} returns it"
-    if view.returnable <= NEXT_TO_NONE * unused:
-        return f"{given} returns almost none of it: tensors lie in the same segments"
-    return f"{given} returns {t.format_bytes(view.returnable)} of it"
+        return f"whether {call} returns it is unknown"
+    if view.returnable >= (1 - MAX_NEGLIGIBLE_SHARE) * unused:
+        return f"{call} returns it"
+    if view.returnable <= MAX_NEGLIGIBLE_SHARE * unused:
+        return f"{call} returns almost none of it: tensors are in the same segments"
+    return f"{call} returns {t.format_bytes(view.returnable)} of it"
 
 
 MIN_CHEAPER_SHARE = 0.9
-"""Share of the most that a change frees, from which a cheaper one is named beside it."""
+"""Minimum share of the largest saving at which a cheaper change is named in addition."""
 
 
 def large_savings(view: MemoryView) -> tuple[MemorySaving, MemorySaving, MemorySaving] | None:
     """Return the cheapest change that frees much, the cheapest that frees nearly the most, and the
-    one that frees most; ``None``: none frees much."""
+    one that frees most. ``None`` if no change frees much."""
     large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
     if not large:
         return None
-    most = max(large, key=lambda each: each.bytes)
-    cheaper = next(each for each in large if each.bytes >= MIN_CHEAPER_SHARE * most.bytes)
-    return large[0], cheaper, most
+    largest = max(large, key=lambda each: each.bytes)
+    cheaper = next(each for each in large if each.bytes >= MIN_CHEAPER_SHARE * largest.bytes)
+    return large[0], cheaper, largest
 
 
-def _memory_action(view: MemoryView, report: Report) -> str:
-    """Name the cheapest change that frees much, and the one that frees most; without a history, say
+def _advise_on_memory(view: MemoryView, report: Report) -> str:
+    """Name the cheapest change that frees much, and the one that frees most. Without a history, say
     how to record one."""
-    more = ""
+    snapshot_hint = ""
     if view.source == "timeline":
-        held = max(view.categories, key=lambda each: each.bytes, default=None)
-        if held is not None and held.category == "activations" and view.trains is not False:
-            more = (
+        largest_category = max(view.categories, key=lambda each: each.bytes, default=None)
+        if (
+            largest_category is not None
+            and largest_category.category == "activations"
+            and view.trains is not False
+        ):
+            snapshot_hint = (
                 " A snapshot with a history shows what autocast and checkpointing free "
                 f"({RECORD_HISTORY}, then torch.cuda.memory._dump_snapshot)."
             )
-    if large := large_savings(view):
-        first, cheaper, most = large
+    if changes := large_savings(view):
+        first, cheaper, largest = changes
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
-        rest = "" if cheaper is first else f" Most is freed by: {_freed(most, view)}."
-        if cheaper not in (first, most):
-            rest = f"{rest[:-1]}, or in less time {_freed(cheaper, view)}."
-        short = view.request is None and report.memory_capacity_bytes is None
-        when = "If memory is short, first" if short else "First"
-        return f"{when}: {_freed(first, view)}; {cost}.{rest}{more}"
+        other_changes = (
+            "" if cheaper is first else f" Most is freed by: {_describe_saving(largest, view)}."
+        )
+        if cheaper not in (first, largest):
+            other_changes = (
+                f"{other_changes[:-1]}, or in less time {_describe_saving(cheaper, view)}."
+            )
+        is_limit_unknown = view.request is None and report.memory_capacity_bytes is None
+        opening = "If memory is short, first" if is_limit_unknown else "First"
+        return f"{opening}: {_describe_saving(first, view)}; {cost}.{other_changes}{snapshot_hint}"
     if view.at != "peak" and view.source != "timeline":
         return (
             f"Its peak is unknown: call {RECORD_HISTORY} at the program's start, and "
             "torch.cuda.memory._dump_snapshot() after the peak."
         )
-    return more.strip()
+    return snapshot_hint.strip()
 
 
-def _freed(saving: MemorySaving, view: MemoryView) -> str:
+def _describe_saving(saving: MemorySaving, view: MemoryView) -> str:
     share = t.format_share(saving.bytes / view.allocated)
     return f"{saving.change}, {t.format_bytes(saving.bytes)} ({share})"
 
@@ -381,7 +398,7 @@ def memory_limits(a: Analysis) -> list[Limit]:
     elif any(peak.history.began_before and peak.history.count for peak in a.peak_memories):
         result.append(
             Limit(
-                "The memory history starts in the middle: blocks that were there before have no "
+                "The memory history starts in the middle: blocks that existed before it have no "
                 "line unless they are held to the end. Switch it on earlier, or raise max_entries.",
                 "history starts late",
             )
@@ -407,7 +424,7 @@ def memory_limits(a: Analysis) -> list[Limit]:
         result.append(
             Limit(
                 f"Not in the memory history's state: {t.count_noun(unmatched, 'allocation')} "
-                "without an end: history was switched off, or frees were not recorded."
+                "without an end. History was switched off, or frees were not recorded."
             )
         )
     result += [

@@ -1,5 +1,5 @@
-"""Fit of a program in a GPU's memory: the cheapest changes that make it fit, in bytes by the
-snapshot's history, in time by the trace."""
+"""Fit of a program in a GPU's memory: the cheapest changes that make it fit. Bytes come from the
+snapshot's history, times from the trace."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -25,17 +25,17 @@ from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_r
 from advisor.replay.selection import rows_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
-"""GPU memory of the CUDA context and libraries, bytes; the snapshot does not show it. 200 to 700
+"""GPU memory of the CUDA context and libraries, bytes. The snapshot does not show it. 200 to 700
 MiB were measured (github.com/pytorch/pytorch/issues/28113, 107667); 1 GiB before CUDA 11.7."""
 DRIVER_SHARE = 0.022
-"""Share of the memory in an NVIDIA GPU's name that the driver keeps, at most: totalGlobalMem of the
-traces in tests/corpus is 97.8% (RTX 2080 Ti) to 99.2% (V100 32GB) of it."""
+"""Maximum share of the memory in an NVIDIA GPU's name that the driver keeps. totalGlobalMem in the
+traces of tests/corpus is 97.8% (RTX 2080 Ti) to 99.2% (V100 32GB) of it."""
 MARGIN_SHARE = 0.05
-"""Share of the reserved bytes by which they may differ from an estimate: the same training had 4.4%
-beside its tensors at the peak of one recording (tests/corpus/memory/h100_training), 9.3% in the
-other (h100_leak)."""
+"""Share of the reserved bytes by which they may differ from an estimate. At the peak, the same
+training reserved 4.4% in addition to its tensors in one recording
+(tests/corpus/memory/h100_training), and 9.3% in the other (h100_leak)."""
 MAX_CHANGES = 4
-"""Largest number of changes in a set."""
+"""Maximum number of changes in a set."""
 CHANGE_EFFORT = {
     "references": 0, "set_to_none": 0, "fused optimizer": 0, "share graph pools": 0,
     "16-bit weights": 1, "smaller logits": 1, "fused attention": 1, "autocast without cache": 1,
@@ -43,8 +43,8 @@ CHANGE_EFFORT = {
     "16-bit optimizer state": 2, "8-bit optimizer": 2, "checkpointing": 2, "ZeRO 3": 2,
     "half the batch": 3, "offload optimizer state": 4, "offload activations": 4,
 }  # fmt: skip
-"""Effort of a change, to order those of equal or unknown time: a line, a dependency, other numbers,
-another loop, the link."""
+"""Effort of a change, to order changes of equal or unknown time: 0 a line, 1 a dependency, 2 other
+numbers, 3 another loop, 4 traffic over the link."""
 CHANGE_EXPLANATIONS = {
     "8-bit optimizer": "less is read and written; other numbers, so compare the loss",
     "16-bit optimizer state": "less is read and written; other numbers, so compare the loss",
@@ -55,14 +55,14 @@ CHANGE_EXPLANATIONS = {
     "ZeRO 1": "as much traffic as the all-reduce that it replaces",
     "ZeRO 2": "as much traffic as the all-reduce that it replaces",
 }
-LARGEST_SCALE = 64.0
+MAX_BATCH_SCALE = 64.0
 MODULE_RANGE = r"^nn\.Module: "
 UNKNOWN_NS = 1e12
-"""Time that stands for an unknown one, ns: more than any known time."""
+"""Placeholder for an unknown time, ns: more than any known time."""
 
 
 class PhaseTimes(NamedTuple):
-    """Time per step by phase, ns: on the device without communication, and on the host."""
+    """Time per step by phase, ns: device time without communication, and host time."""
 
     forward: float
     backward: float
@@ -78,17 +78,17 @@ class RepeatedLayer(NamedTuple):
     bytes: int
     """Bytes that the call holds at the peak, without its output."""
     ns: float | None
-    """Device time of its forward pass, which is repeated, ns; ``None``: no trace shows it."""
+    """Device time of the repeated forward pass, ns, or ``None`` if no trace shows it."""
 
 
 class CostedChange(NamedTuple):
-    """A change, the bytes that it frees and the time that it costs."""
+    """A change with the bytes that it frees and the time that it costs."""
 
     change: MemoryChange
     bytes: int
     """Bytes by which this change alone lowers the peak."""
     ns: float | None
-    """Time added per step, ns; ``None``: unknown."""
+    """Time added per step, ns, or ``None`` if unknown."""
     cost_reason: str
     """Description of what the time consists of."""
     layers: tuple[RepeatedLayer, ...] = ()
@@ -96,28 +96,28 @@ class CostedChange(NamedTuple):
 
 
 class MemoryFit(NamedTuple):
-    """Memory needed on one device, bytes, and the changes that make it fit."""
+    """Memory needed on one device, bytes, and the changes that make the program fit."""
 
     peak: int
-    """Largest number of bytes in tensors, with the requested batch."""
+    """Peak of bytes in tensors, with the requested batch."""
     reserved: int
-    """Bytes that the allocator reserves for that."""
+    """Bytes that the allocator reserves for the peak."""
     capacity: int
     available: int
     """Bytes of the capacity that the allocator can use."""
     candidates: list[CostedChange]
-    """All changes that were found, the cheapest first."""
+    """All changes found, the cheapest first."""
     chosen: list[CostedChange]
-    """Cheapest set of changes that fits; empty: none is needed, or none fits."""
+    """Cheapest set of changes that fits. Empty if no change is needed, or if no set fits."""
     reserved_after: int
-    """Bytes reserved with the chosen changes; if no set fits, with the best one."""
+    """Bytes reserved with the chosen changes, or with the best set if none fits."""
     largest_batch: float
-    """Largest batch at once that fits with the chosen changes and a margin, over the recorded one.
-    Where the batch is halved, that is one of its halves. 0: none."""
+    """Ratio of the largest batch that fits with the chosen changes and a margin to the recorded
+    batch. If the batch is halved, one half counts. 0 if no batch fits."""
     phases: PhaseTimes | None
-    """Times by phase; ``None``: no trace."""
+    """Times by phase, or ``None`` without a trace."""
     trains: bool | None = None
-    """Whether the program trains; ``None``: unknown."""
+    """Whether the program trains, or ``None`` if unknown."""
 
     @property
     def fits(self) -> bool:
@@ -126,7 +126,7 @@ class MemoryFit(NamedTuple):
 
     @property
     def barely(self) -> bool:
-        """Whether it fits with less than the margin that fragmentation may take."""
+        """Whether the program fits with less than the margin that fragmentation may take."""
         return self.fits and self.reserved_after * (1 + MARGIN_SHARE) > self.available
 
 
@@ -143,111 +143,117 @@ def find_fit(
     """Find the cheapest changes with which a device's history fits.
 
     ``a``: trace of the same program, for the time of changes. ``gpu``: GPU to run on. ``ranks``:
-    number that can share the states. ``scale``: requested batch over the recorded one.
+    number of ranks that can share the states. ``scale``: requested batch over the recorded one.
     ``driver_share``: share of the capacity that the driver keeps. The reserved bytes beyond tensors
-    stay the same share as at the recorded peak (none, if that is not recorded). A set that leaves a
-    margin of MARGIN_SHARE is taken before one that does not."""
+    keep their share of the recorded peak, or are 0 if the peak is not recorded. A set that leaves a
+    margin of MARGIN_SHARE is preferred to one that does not."""
     phases = None if a is None else phase_times(a)
-    beside = max(1.0, peak.reserved / max(1, peak.allocated))
+    ratio = max(1.0, peak.reserved / max(1, peak.allocated))
     available = round(capacity * (1 - driver_share)) - CUDA_CONTEXT_BYTES
     safe = available / (1 + MARGIN_SHARE)
-    today = count_needed_bytes(peak, scale=scale)
-    options = [each for each in find_changes(peak) if is_new(each.name, a)]
-    options += shard_changes(peak, ranks) if ranks > 1 else []
-    ways = []
-    for each in options:
-        freed = today - count_needed_bytes(peak, [each], scale)
-        ns, why = _price(each, peak, phases, gpu, ranks, scale)
-        layers = _layers(each, peak, a)
+    needed_now = count_needed_bytes(peak, scale=scale)
+    changes = [change for change in find_changes(peak) if is_new(change.name, a)]
+    changes += shard_changes(peak, ranks) if ranks > 1 else []
+    options = []
+    for change in changes:
+        freed = needed_now - count_needed_bytes(peak, [change], scale)
+        ns, why = _estimate_cost(change, peak, phases, gpu, ranks, scale)
+        layers = _list_layers(change, peak, a)
         if layers and all(layer.ns is not None for layer in layers):
             ns = sum(layer.ns or 0.0 for layer in layers)
-        ways.append(CostedChange(each, freed, ns, why, layers))
-    ways.sort(key=lambda way: (_cost([way]), -way.bytes))
+        options.append(CostedChange(change, freed, ns, why, layers))
+    options.sort(key=lambda option: (_rank_cost([option]), -option.bytes))
 
-    def reserved(made: Sequence[CostedChange]) -> int:
-        return round(count_needed_bytes(peak, [way.change for way in made], scale) * beside)
+    def reserved(subset: Sequence[CostedChange]) -> int:
+        return round(count_needed_bytes(peak, [option.change for option in subset], scale) * ratio)
 
     chosen: list[CostedChange] = []
     after = reserved([])
     if after > safe:
-        sets = [(made, reserved(made)) for made in sorted(_sets(ways), key=_cost)]
+        sets = [
+            (subset, reserved(subset)) for subset in sorted(_list_sets(options), key=_rank_cost)
+        ]
         room = next(
             (
                 limit
                 for limit in (safe, available)
-                if any(left <= limit for _, left in sets) or after <= limit
+                if any(size <= limit for _, size in sets) or after <= limit
             ),
             None,
         )
         if room is None:
-            after = min([after, *(left for _, left in sets)])
+            after = min([after, *(size for _, size in sets)])
         elif after > room:
-            made = next(made for made, left in sets if left <= room)
-            chosen = [_checkpoint_fewest_calls(way, made, reserved, room) for way in made]
+            subset = next(subset for subset, size in sets if size <= room)
+            chosen = [_checkpoint_fewest_calls(option, subset, reserved, room) for option in subset]
             after = reserved(chosen)
     largest = 0.0
     if after <= available:
-        halved = any(way.change.name == "half the batch" for way in chosen)
-        largest = _largest(peak, chosen, min(safe, available) / beside) * (0.5 if halved else 1.0)
-    return MemoryFit(today, round(today * beside), capacity, available, ways, chosen, after,
-                     largest, phases, does_train(a, peak))  # fmt: skip
+        halved = any(option.change.name == "half the batch" for option in chosen)
+        largest = _find_max_batch(peak, chosen, min(safe, available) / ratio) * (
+            0.5 if halved else 1.0
+        )
+    return MemoryFit(
+        needed_now, round(needed_now * ratio), capacity, available, options, chosen,
+        after, largest, phases, does_train(a, peak),
+    )  # fmt: skip
 
 
-def _cost(made: Sequence[CostedChange]) -> tuple[float, int, int]:
-    known = [UNKNOWN_NS if way.ns is None else way.ns for way in made]
-    effort = sum(4 ** CHANGE_EFFORT[way.change.name] for way in made)
-    return (round(sum(known), -3), effort, len(made))
+def _rank_cost(changes: Sequence[CostedChange]) -> tuple[float, int, int]:
+    times = [UNKNOWN_NS if change.ns is None else change.ns for change in changes]
+    effort = sum(4 ** CHANGE_EFFORT[change.change.name] for change in changes)
+    return (round(sum(times), -3), effort, len(changes))
 
 
-def _sets(ways: list[CostedChange]) -> list[tuple[CostedChange, ...]]:
-    """Return the sets of changes that can be combined."""
-    made = []
+def _list_sets(changes: list[CostedChange]) -> list[tuple[CostedChange, ...]]:
+    """Return the sets of changes that can be made together."""
+    sets = []
     for count in range(1, MAX_CHANGES + 1):
-        for each in combinations(ways, count):
-            groups = [way.change.group for way in each if way.change.group]
+        for change_set in combinations(changes, count):
+            groups = [change.change.group for change in change_set if change.change.group]
             if len(set(groups)) == len(groups):
-                made.append(each)
-    return made
+                sets.append(change_set)
+    return sets
 
 
 def _checkpoint_fewest_calls(
-    way: CostedChange,
-    made: Sequence[CostedChange],
+    option: CostedChange,
+    changes: Sequence[CostedChange],
     reserved: Callable[[Sequence[CostedChange]], int],
     available: float,
 ) -> CostedChange:
-    """Return the change with as few checkpointed calls as fit; other changes stay as they are."""
-    if way.change.forward_call is None:
-        return way
-    low, high = 0, int(way.change.forward_call.max()) + 1
+    """Return the change with the fewest checkpointed calls that fit, or unchanged."""
+    if option.change.forward_call is None:
+        return option
+    low, high = 0, int(option.change.forward_call.max()) + 1
     calls = high
 
-    def partly(count: int) -> CostedChange:
+    def limit_calls(count: int) -> CostedChange:
         share = count / calls
         assumes = f"{count} of {calls} calls keep their output alone"
-        times = [layer.ns for layer in way.layers[:count] if layer.ns is not None]
-        again = None if way.ns is None else way.ns * share
-        return way._replace(
-            change=way.change.for_calls(count)._replace(assumes=assumes),
-            ns=sum(times) if len(times) == count else again,
-            bytes=round(way.bytes * share),
+        times = [layer.ns for layer in option.layers[:count] if layer.ns is not None]
+        scaled_ns = None if option.ns is None else option.ns * share
+        return option._replace(
+            change=option.change.for_calls(count)._replace(assumes=assumes),
+            ns=sum(times) if len(times) == count else scaled_ns,
+            bytes=round(option.bytes * share),
         )
 
     while high - low > 1:
         middle = (low + high) // 2
-        others = [partly(middle) if each is way else each for each in made]
-        low, high = (low, middle) if reserved(others) <= available else (middle, high)
-    return partly(high)
+        tried = [limit_calls(middle) if change is option else change for change in changes]
+        low, high = (low, middle) if reserved(tried) <= available else (middle, high)
+    return limit_calls(high)
 
 
-def _largest(peak: PeakMemory, chosen: Sequence[CostedChange], room: float) -> float:
-    """Return the largest batch that fits ``room`` bytes with the changes, over the recorded one."""
-    made = [way.change for way in chosen]
-    low, high = 0.0, LARGEST_SCALE
+def _find_max_batch(peak: PeakMemory, chosen: Sequence[CostedChange], room: float) -> float:
+    """Return the largest batch that fits in ``room`` bytes, over the recorded one."""
+    changes = [change.change for change in chosen]
+    low, high = 0.0, MAX_BATCH_SCALE
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (
-            (middle, high) if count_needed_bytes(peak, made, middle) <= room else (low, middle)
+            (middle, high) if count_needed_bytes(peak, changes, middle) <= room else (low, middle)
         )
     return low
 
@@ -256,30 +262,32 @@ def _largest(peak: PeakMemory, chosen: Sequence[CostedChange], room: float) -> f
 
 
 def phase_times(a: Analysis) -> PhaseTimes | None:
-    """Return the times by phase of the analysed steps; ``None`` if there is no device work."""
+    """Return the times by phase of the analysed steps, or ``None`` if there is no device work."""
     if a.trace.gpu.is_empty() or a.device_id is None:
         return None
     dur = a.trace.gpu["dur"].to_numpy()
     compute = a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy()
     optimizer = rows_launched_under(a, r"^Optimizer\.step") & compute
     backward = rows_launched_under(a, BACKWARD) & compute & ~optimizer
-    rest = compute & ~optimizer & ~backward
+    forward = compute & ~optimizer & ~backward
     waits = pl.col("class").cast(pl.String).is_in(["sync", "drain", "unrecorded", "loader"])
     threads = a.host.filter(~waits).group_by("thread").agg(pl.col("ns").sum())["ns"].to_list()
     busiest = max(threads, default=0)
-    per = [float(dur[rows].sum()) / a.step_count for rows in (rest, backward, optimizer)]
-    return PhaseTimes(per[0], per[1], per[2], busiest / a.step_count, a.step_ns)
+    phase_ns = [float(dur[rows].sum()) / a.step_count for rows in (forward, backward, optimizer)]
+    return PhaseTimes(phase_ns[0], phase_ns[1], phase_ns[2], busiest / a.step_count, a.step_ns)
 
 
-def _layers(each: MemoryChange, peak: PeakMemory, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
-    """Return what each call of a checkpointed line holds, and how long it runs."""
-    if each.forward_call is None:
+def _list_layers(
+    change: MemoryChange, peak: PeakMemory, a: Analysis | None
+) -> tuple[RepeatedLayer, ...]:
+    """Return the bytes that each call of a checkpointed line holds, and its duration."""
+    if change.forward_call is None:
         return ()
-    calls = int(each.forward_call.max()) + 1
-    here = peak.history.block_lifetimes.at(peak.event)[each.rows]
-    rows, first = np.unique(each.rows[here], return_index=True)
+    calls = int(change.forward_call.max()) + 1
+    is_held = peak.history.block_lifetimes.at(peak.event)[change.rows]
+    rows, first_index = np.unique(change.rows[is_held], return_index=True)
     held = np.bincount(
-        each.forward_call[here][first],
+        change.forward_call[is_held][first_index],
         weights=peak.history.block_lifetimes.size[rows],
         minlength=calls,
     )
@@ -291,31 +299,34 @@ def _layers(each: MemoryChange, peak: PeakMemory, a: Analysis | None) -> tuple[R
 
 def module_times(a: Analysis, calls: int) -> list[float] | None:
     """Return the device time per step, ns, of each of ``calls`` modules of one class, called in a
-    row in the forward pass. Of several such classes, the one with most time counts. One call more
-    is allowed: the last layer's backward pass begins at once. ``None`` if the trace has no modules,
-    or none is called so often."""
+    row in the forward pass. Of several matching classes, take the one with most time. One more call
+    is allowed, as the last layer's backward pass begins at once. ``None`` if the trace has no
+    modules, or if none is called so often."""
     cpu, parent = a.trace.cpu, parent_rows(a.trace)
-    module = (cpu["kind"] == "python").to_numpy() & name_matches(
+    is_module = (cpu["kind"] == "python").to_numpy() & name_matches(
         cpu["name"], MODULE_RANGE
     ).to_numpy()
-    if not module.any() or a.device_id is None:
+    if not is_module.any() or a.device_id is None:
         return None
-    rows = np.flatnonzero(module)
-    outer = np.append(innermost_ancestor(parent, module), -1)[parent[rows]]
-    table = pl.DataFrame({"row": rows, "outer": outer}).with_columns(
+    rows = np.flatnonzero(is_module)
+    parents = np.append(innermost_ancestor(parent, is_module), -1)[parent[rows]]
+    table = pl.DataFrame({"row": rows, "outer": parents}).with_columns(
         name=cpu["name"].gather(rows).cast(pl.String).str.replace(r"_\d+$", ""),
         ts=cpu["ts"].gather(rows),
     )
-    called = (pl.len().over("outer", "name") - calls).is_between(0, 1)
-    table = table.filter((pl.col("outer") >= 0) & called).sort("ts")
-    wanted = np.zeros(cpu.height, dtype=np.bool_)
-    wanted[table["row"].to_numpy()] = True
+    is_count_right = (pl.len().over("outer", "name") - calls).is_between(0, 1)
+    table = table.filter((pl.col("outer") >= 0) & is_count_right).sort("ts")
+    is_wanted = np.zeros(cpu.height, dtype=np.bool_)
+    is_wanted[table["row"].to_numpy()] = True
     compute = a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy()
     compute &= a.trace.gpu["launch"].is_not_null().to_numpy()
     launch = a.trace.gpu["launch"].to_numpy()[compute].astype(np.int64)
-    under = innermost_ancestor(parent, wanted)[launch]
-    ns = np.bincount(under[under >= 0], weights=a.trace.gpu["dur"].to_numpy()[compute][under >= 0],
-                     minlength=cpu.height)  # fmt: skip
+    module_rows = innermost_ancestor(parent, is_wanted)[launch]
+    ns = np.bincount(
+        module_rows[module_rows >= 0],
+        weights=a.trace.gpu["dur"].to_numpy()[compute][module_rows >= 0],
+        minlength=cpu.height,
+    )
     table = table.with_columns(
         ns=pl.Series(ns[table["row"].to_numpy()]),
         place=pl.int_range(pl.len()).over("outer", "name"),
@@ -323,31 +334,31 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
     by_name = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name", descending=True)
     if by_name.is_empty() or not by_name["ns"][0]:
         return None
-    own = table.filter((pl.col("name") == by_name["name"][0]) & (pl.col("place") < calls))
-    sums = own.group_by("place").agg(pl.col("ns").sum()).sort("place")["ns"]
+    class_rows = table.filter((pl.col("name") == by_name["name"][0]) & (pl.col("place") < calls))
+    sums = class_rows.group_by("place").agg(pl.col("ns").sum()).sort("place")["ns"]
     return [float(total) / a.step_count for total in sums]
 
 
-def _price(
-    each: MemoryChange, peak: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None,
+def _estimate_cost(
+    change: MemoryChange, peak: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None,
     ranks: int, scale: float,
 ) -> tuple[float | None, str]:  # fmt: skip
-    """Return the time added per step, ns (``None``: unknown), and what it consists of."""
+    """Return the time added per step, ns (``None`` if unknown), and what it consists of."""
     lives = peak.history.block_lifetimes
-    here = each.rows[lives.at(peak.event)[each.rows]]
-    held = int(lives.size[np.unique(here)].sum())
+    held_rows = change.rows[lives.at(peak.event)[change.rows]]
+    held = int(lives.size[np.unique(held_rows)].sum())
     link = None if gpu is None else host_rate(gpu)
-    if each.name == "checkpointing":
+    if change.name == "checkpointing":
         if phases is None:
             return None, "the forward pass of these calls again: needs a trace"
         return phases.forward, "the forward pass again"
-    if each.name == "offload activations":
+    if change.name == "offload activations":
         if link is None or phases is None:
             return None, "copies to the host and back: needs a trace and the GPU"
         moved = held * scale / link * 1e9
-        shown = max(0.0, moved - phases.forward) + max(0.0, moved - phases.backward)
-        return shown, f"{t.format_bytes(held * scale)} each way, less what compute hides"
-    if each.name == "offload optimizer state":
+        exposed = max(0.0, moved - phases.forward) + max(0.0, moved - phases.backward)
+        return exposed, f"{t.format_bytes(held * scale)} each way, minus what compute hides"
+    if change.name == "offload optimizer state":
         moved = peak.by_category.get("weights", 0) * 2
         if link is None:
             return None, "gradients to the host and weights back: needs the GPU"
@@ -355,22 +366,22 @@ def _price(
             moved / link * 1e9,
             f"{t.format_bytes(moved)} over the link; the host's update is more",
         )
-    if each.name == "half the batch":
+    if change.name == "half the batch":
         if phases is None:
             return None, "twice the launches: needs a trace"
-        more = max(0.0, 2 * phases.host - max(phases.step, phases.host))
+        extra_ns = max(0.0, 2 * phases.host - max(phases.step, phases.host))
         if gpu is not None:
-            more += 3 * peak.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
-        added = ", gradients added up" if phases.backward else ""
-        return more, f"two passes of half the batch: twice the launches{added}"
-    if each.name == "autocast without cache":
+            extra_ns += 3 * peak.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
+        gradient_note = ", gradients added up" if phases.backward else ""
+        return extra_ns, f"two passes of half the batch: twice the launches{gradient_note}"
+    if change.name == "autocast without cache":
         if gpu is None:
             return None, "each copy made once more in each pass: needs the GPU"
         return 2 * 3 * held / memory_rate(gpu) * 1e9, "each copy made once more in each pass"
-    if each.name == "ZeRO 3":
+    if change.name == "ZeRO 3":
         rate = None if gpu is None else peer_rate(gpu)
         if rate is None:
             return None, "weights gathered once more: needs the GPU"
         moved = peak.by_category.get("weights", 0) * (ranks - 1) / ranks
         return moved / rate * 1e9, "weights gathered once more, if nothing hides it"
-    return 0.0, CHANGE_EXPLANATIONS.get(each.name, "no work is added")
+    return 0.0, CHANGE_EXPLANATIONS.get(change.name, "no work is added")

@@ -1,4 +1,4 @@
-"""Whether opened traces and snapshots can be of one run; those that cannot are refused."""
+"""Check that opened traces and snapshots can belong to one run. Refuse them otherwise."""
 
 from itertools import combinations
 from pathlib import Path, PurePath
@@ -17,57 +17,63 @@ from advisor.read import open_run
 from advisor.read.reader import ReadOptions
 
 MAX_FILES = 6
-"""Number of file names in a message."""
+"""Maximum number of file names in a message."""
 MIN_SHARED_NAMES = 0.02
-"""Smallest share of operator and kernel names common to two windows of one program. The operators
-are the same, even if the kernels are chosen anew."""
+"""Minimum share of operator and kernel names common to two windows of one program. The operators
+stay the same, even if other kernels are chosen."""
 MIN_NAMES = 20
-"""Number of names below which a recording may be of anything."""
+"""Number of names below which a recording may belong to any program."""
 MAX_COMPARED = 16
 
 
 def explain_unrelated(run: Run) -> list[str]:
-    """Return the reasons why the traces cannot be of one run; empty if there is none.
+    """Return the reasons why the traces cannot be of one run. Empty if there are none.
 
-    They ran on GPUs of different models, ranks were not recorded at one time, or two of them have
-    next to no operator or kernel in common, or no file of the user's code."""
+    The traces ran on different GPU models, the ranks were not recorded at the same time, or two
+    traces share almost no operators and kernels, or no file of the user's code."""
     traces = list(run.traces.values())
     if run.recording is not None:
         return []
-    why = []
-    beside = [s for s in run.snapshots.values() if Path(s.path).parent == run.path]
-    own = [trace.meta.snapshot for trace in traces]
-    taken = [*beside, *(snapshot for snapshot in own if snapshot is not None)]
-    code = [_own_files(snapshot) for snapshot in taken[:MAX_COMPARED]]
-    if taken:
-        code += [_own_files(trace) for trace in traces if trace.meta.snapshot is None]
-    code = [files for files in code if files][:MAX_COMPARED]
-    if any(item.isdisjoint(other) for item, other in combinations(code, 2)):
-        why.append("they have no file of a program in common")
+    reasons = []
+    folder_snapshots = [s for s in run.snapshots.values() if Path(s.path).parent == run.path]
+    trace_snapshots = [trace.meta.snapshot for trace in traces]
+    snapshots = [
+        *folder_snapshots,
+        *(snapshot for snapshot in trace_snapshots if snapshot is not None),
+    ]
+    code_files = [_list_code_files(snapshot) for snapshot in snapshots[:MAX_COMPARED]]
+    if snapshots:
+        code_files += [_list_code_files(trace) for trace in traces if trace.meta.snapshot is None]
+    code_files = [files for files in code_files if files][:MAX_COMPARED]
+    if any(item.isdisjoint(other) for item, other in combinations(code_files, 2)):
+        reasons.append("they have no file of a program in common")
     if len(traces) < 2:
-        return why
+        return reasons
     files: dict[str, list[str]] = {}
     for trace in traces:
-        if name := _model(trace):
+        if name := _get_gpu_model(trace):
             files.setdefault(name, []).append(Path(trace.meta.path).name)
     if len(files) > 1:
         shown = [
             labels.clean(f"{labels.shorten(name, 40)} ({t.list_names(files[name], 2)})")
             for name in sorted(files)
         ]
-        why.append(f"they ran on {t.list_names(shown, 4)}")
-    firsts = [run.window(number).meta for number in run.ranks]
+        reasons.append(f"they ran on {t.list_names(shown, 4)}")
+    first_windows = [run.window(number).meta for number in run.ranks]
     if (
-        len(firsts) > 1
-        and all(m.clock == "unix" for m in firsts)
-        and max(m.start_ns for m in firsts) > min(m.start_ns + m.end_ns for m in firsts)
+        len(first_windows) > 1
+        and all(m.clock == "unix" for m in first_windows)
+        and max(m.start_ns for m in first_windows)
+        > min(m.start_ns + m.end_ns for m in first_windows)
     ):
-        why.append("they were not recorded at the same time")
-    if run.path is None and any(len(_processes(run, number)) > 1 for number in run.ranks):
-        why.append("different processes wrote them ('advisor compare' compares two)")
-    if not why and _strange([_names(trace) for trace in traces[:MAX_COMPARED]]):
-        why.append("they have no operators and kernels in common")
-    return why
+        reasons.append("they were not recorded at the same time")
+    if run.path is None and any(len(_list_processes(run, number)) > 1 for number in run.ranks):
+        reasons.append("different processes wrote them ('advisor compare' compares two)")
+    if not reasons and _have_unrelated_pair(
+        [_list_names(trace) for trace in traces[:MAX_COMPARED]]
+    ):
+        reasons.append("they have no operators and kernels in common")
+    return reasons
 
 
 def open_first_windows(path: str | Path, read: ReadOptions, rank: int | None = None) -> Run:
@@ -79,8 +85,8 @@ def open_first_windows(path: str | Path, read: ReadOptions, rank: int | None = N
 
 
 def refuse_unrelated(run: Run) -> None:
-    """Raise AdvisorError, with reasons and file names, if the files cannot be of one run."""
-    if not (why := explain_unrelated(run)):
+    """Raise AdvisorError with reasons and file names if the files cannot be of one run."""
+    if not (reasons := explain_unrelated(run)):
         return
     paths = [trace.meta.path for trace in run.traces.values()]
     paths += [snapshot.path for snapshot in run.snapshots.values()]
@@ -88,20 +94,20 @@ def refuse_unrelated(run: Run) -> None:
         t.shorten_path(PurePath(path.partition("::")[0]).name, 60) for path in dict.fromkeys(paths)
     ]
     shown = names[:MAX_FILES] + [f"{len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
-    where = "" if run.path is None else f"{run.path}: "
+    prefix = "" if run.path is None else f"{run.path}: "
     raise AdvisorError(
-        f"{where}these {len(names)} files do not look like ranks or windows of one run: "
-        f"{' and '.join(why)}; give those of one run ({', '.join(shown)})"
+        f"{prefix}these {len(names)} files do not look like ranks or windows of one run: "
+        f"{' and '.join(reasons)}; pass files of one run ({', '.join(shown)})"
     )
 
 
-def _model(trace: Trace) -> str | None:
+def _get_gpu_model(trace: Trace) -> str | None:
     number = analysed_device(trace)
     device = None if number is None else trace.working_device(number)
     return None if device is None else device.name
 
 
-def _processes(run: Run, rank: int) -> set[str]:
+def _list_processes(run: Run, rank: int) -> set[str]:
     """Return the processes that drove the steps in the windows of a rank."""
     traces = [trace for (number, _), trace in run.traces.items() if number == rank]
     return {
@@ -111,8 +117,8 @@ def _processes(run: Run, rank: int) -> set[str]:
     }
 
 
-def _own_files(source: Trace | MemorySnapshot) -> set[str]:
-    """Return the file names of the user's code in the stacks; empty if none was recorded."""
+def _list_code_files(source: Trace | MemorySnapshot) -> set[str]:
+    """Return the file names of the user's code in the stacks. Empty if no stacks were recorded."""
     if isinstance(source, MemorySnapshot):
         frames = {frame for stack in source.stacks for frame in stack}
         files = {frame.file for frame in frames if frame_owner(frame) == 2}
@@ -122,16 +128,16 @@ def _own_files(source: Trace | MemorySnapshot) -> set[str]:
     return {file.replace("\\", "/").rpartition("/")[2] for file in files}
 
 
-def _names(trace: Trace) -> set[str]:
+def _list_names(trace: Trace) -> set[str]:
     result: set[str] = set()
-    for frame, kind in ((trace.cpu, "op"), (trace.gpu, "kernel")):
+    for events, kind in ((trace.cpu, "op"), (trace.gpu, "kernel")):
         result |= set(
-            frame.filter(frame["kind"] == kind)["name"].cast(pl.String).unique().to_list()
+            events.filter(events["kind"] == kind)["name"].cast(pl.String).unique().to_list()
         )
     return result
 
 
-def _strange(named: list[set[str]]) -> bool:
+def _have_unrelated_pair(named: list[set[str]]) -> bool:
     """Return whether two sets, with enough names each, have almost none in common."""
     return any(
         len(item & other) < MIN_SHARED_NAMES * min(len(item), len(other))

@@ -11,8 +11,8 @@ from advisor.core.prices import Prices
 from advisor.read import ReadOptions
 
 RANK_TIMEOUT_SECONDS: Final = 1800.0
-"""Time limit for one file where ranks are measured one by one, s. A trace of 4 GB takes some 300 s
-on one core, without the network."""
+"""Time limit for one file if ranks are measured one by one, s. A trace of 4 GB takes about 300 s on
+one core, without the network."""
 
 
 class RanksDone(Struct):
@@ -22,11 +22,11 @@ class RanksDone(Struct):
     read: int = 0
     unread: int = 0
     dashboard: str = ""
-    """Address of Dask's dashboard; empty: there is none."""
+    """Address of Dask's dashboard. Empty if there is none."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that are done, read or not."""
+        """Number of finished ranks, read or not."""
         return self.read + self.unread
 
 
@@ -35,38 +35,39 @@ class Options:
     """Options of an analysis: what to analyse and how."""
 
     rank: int | None = None
-    """Rank that the report is of; ``None``: the first. All ranks are read and compared."""
+    """Rank that the report is about, or ``None`` for the first. All ranks are read and compared."""
     window: int | None = None
-    """Window of each rank; ``None``: the first."""
+    """Window of each rank, or ``None`` for the first."""
     steps: tuple[int | None, int | None] | None = None
-    """Steps from one index up to, not including, another; ``None``: all."""
+    """Range of step indices, without the end, or ``None`` for all steps."""
     rules_folder: Path | None = None
-    """Folder of more rules, every ``*.py`` in it."""
+    """Folder with additional rules, in every ``*.py`` file."""
     config: dict[str, dict[str, Any]] | None = None
-    """Options of rules by id; ``None``: from the nearest pyproject.toml."""
+    """Options of rules by id, or ``None`` to read the nearest pyproject.toml."""
     read: ReadOptions = field(default_factory=ReadOptions)
-    """Options of reading the files."""
+    """Options for reading the files."""
     workers: int | None = None
-    """Number of processes that measure a job rank by rank, one trace at a time each. ``None``: this
-    process up to MAX_RANKS_IN_MEMORY ranks, beyond that a process per core."""
+    """Number of processes that measure a job rank by rank, one trace at a time each. With ``None``,
+    this process measures up to MAX_RANKS_IN_MEMORY ranks, and one process per core measures
+    more."""
     cluster: str | None = None
     """Address of a Dask scheduler whose workers measure the ranks instead (``tcp://host:8786``)."""
     seconds: float = RANK_TIMEOUT_SECONDS
-    """Time limit for one rank there, s."""
+    """Time limit for one rank measured by a worker, s."""
     on_progress: Callable[[RanksDone], object] | None = None
-    """Callback at the start of that measurement and after each rank."""
+    """Callback when workers start to measure the ranks, and after each rank."""
     prices: Prices | None = None
-    """Prices of a GPU hour; ``None``: from the nearest pyproject.toml."""
+    """Prices of a GPU hour, or ``None`` to read the nearest pyproject.toml."""
     paid_gpus: int | None = None
-    """Number of GPUs that are paid for; ``None``: one per rank."""
+    """Number of GPUs that are paid for, or ``None`` for one per rank."""
 
     node_size: int | None = None
-    """Number of GPUs per node; ``None``: from the ranks' hosts, or a trace's list of devices."""
+    """Number of GPUs per node, or ``None`` to infer it from the hosts or a trace's devices."""
     node_bandwidth: float | None = None
-    """Bandwidth of a GPU across nodes in one direction, GB/s; ``None``: unknown."""
+    """Bandwidth of a GPU across nodes in one direction, GB/s, or ``None`` if unknown."""
 
     capture: str | None = None
-    """Path of a trace that captures the replayed CUDA or HIP graphs; ``None``: not given."""
+    """Path of a trace that captures the replayed CUDA or HIP graphs, or ``None``."""
 
     @property
     def window_to_read(self) -> int | Literal["first"]:

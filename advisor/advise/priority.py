@@ -1,5 +1,5 @@
 """Order of the findings: by marginal gain, with symptoms and alternatives folded under what
-explains them. Risks, whose effect is no step time, and notes stand apart."""
+explains them. Risks, which do not affect the step time, and notes are kept apart."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 from advisor.replay.estimators import GainEstimator
 from advisor.replay.selection import selected_gpu, selected_host
 
-FOLD_BELOW = 0.25
-"""Share of its own gain that a finding must keep after those before it, else it is a symptom."""
-LEADS_FROM = 1 / 3
-"""Share of a general idle-time finding's gain from which one that names the code behind it comes
-first. Its fix is the smaller change, and leaves less to the other."""
+MIN_KEPT_SHARE = 0.25
+"""Share of its own gain below which a finding, after the findings before it, is a symptom."""
+MIN_LEADING_SHARE = 1 / 3
+"""Minimum gain of a finding that names the code behind idle time, as a share of a general finding's
+gain, to come first. Its fix is the smaller change, and leaves less to the other."""
 MOSTLY_BUSY = 0.5
-"""GPU-busy share of the step from which slow GPU work of its own comes first likewise."""
-WAITS_LEAD_FROM = 0.10
-"""Share of the step from which frequent waits for the GPU come before launching less, since no
-graph can hold them, and work that need not be done before launching it faster. Launching itself is
+"""Minimum GPU-busy share of the step at which slow GPU work comes first in the same way."""
+MIN_LEADING_WAITS_SHARE = 0.10
+"""Minimum share of the step at which frequent waits for the GPU come before launching less, since
+no graph can contain them, and needless work before launching it faster. Launching itself is
 reported from the same share."""
 
 EQUAL_CONFIDENCE, EQUAL_GAIN = 0.1, 0.1
@@ -43,18 +43,18 @@ equal: both are estimates."""
 VAGUE_WEIGHT = 0.5
 """Weight of a finding that names no place and may gain nothing."""
 
-MAX_APART = 30
-"""Number of launches between two waits for the GPU that do not fill its queue."""
+MAX_LAUNCHES_APART = 30
+"""Maximum number of launches between two waits for the GPU that do not fill its queue."""
 
 
 @dataclass(frozen=True)
 class PrioritizedFindings:
-    """Findings of a report by where they are shown."""
+    """Findings of a report by the place where they are shown."""
 
     findings: list[Finding]
-    """Ranked findings, then those that are folded under them."""
+    """Ranked findings, then the findings folded under them."""
     risks: list[Finding]
-    """Findings on memory, time over the run, or risks; the most certain first."""
+    """Findings on memory, time over the run, or risks, the most certain first."""
     notes: list[Finding]
 
     def map_findings(self, change: Callable[[list[Finding]], list[Finding]]) -> PrioritizedFindings:
@@ -67,17 +67,17 @@ class PrioritizedFindings:
 
 
 def _gain_per_launch(note: Finding) -> float:
-    """Return the negative saving of one launch of a profiled kernel, ns, to sort by; 0: none."""
+    """Return the negative saving per launch of a profiled kernel, ns, as a sort key. 0 if none."""
     return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
 
 
 def prioritize(
     findings: Sequence[Finding], a: Analysis, estimator: GainEstimator, rules: Sequence[Rule] = ()
 ) -> PrioritizedFindings:
-    """Return the findings in the order to follow them. One without replayed gain, although the
-    device waits for it, becomes a note. One without gain by either estimate is left out.
+    """Return the findings in the order to follow them. A finding without replayed gain becomes a
+    note if the device waits for it. A finding without gain by either estimate is left out.
 
-    Gains stay those of the window; they are compared as they are in the run's own step."""
+    The gains stay those of the window, but are compared as they are in the run's own step."""
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
     candidates, unknown, notes, risks, unsure = [], [], [], [], []
     for finding in findings:
@@ -102,10 +102,10 @@ def prioritize(
         else:
             unknown.append(finding)
     scales = scales_to_run(candidates, a, estimator)
-    ordered, dropped = _order(candidates, scales, estimator, floor, a)
-    unknown += [finding for finding in dropped if finding.known_cost]
-    dropped = [finding for finding in dropped if not finding.known_cost]
-    ordered = _with_unknown(ordered, unknown)
+    ordered, left_out = _order_by_gain(candidates, scales, estimator, floor, a)
+    unknown += [finding for finding in left_out if finding.known_cost]
+    left_out = [finding for finding in left_out if not finding.known_cost]
+    ordered = _insert_unknown(ordered, unknown)
     for risk in [each for each in risks if each.alternatives]:
         rival = next((f for f in ordered if f.alternatives == risk.alternatives), None)
         if rival is not None:
@@ -113,51 +113,52 @@ def prioritize(
             ordered.append(replace(risk, folded_under=rival.rule))
     ranked = [finding for finding in ordered if finding.priority is not None]
     notes += [note for note in unsure if not _is_covered(note, ranked, estimator)]
-    alone = [finding for finding in dropped if not _is_part(finding, ranked, a)]
-    notes += without_gain(alone, estimator, a, floor, ranked)
+    unexplained = [finding for finding in left_out if not _is_part(finding, ranked, a)]
+    notes += without_gain(unexplained, estimator, a, floor, ranked)
     notes.sort(key=_gain_per_launch)
     if ranked:
         general = {rule.id for rule in rules if rule.only_without_findings}
         notes = [note for note in notes if note.rule not in general]
-    notes = _distinct(notes, ordered)
+    notes = _drop_repeated_notes(notes, ordered)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 
 
-def _distinct(notes: Sequence[Finding], ordered: Sequence[Finding]) -> list[Finding]:
-    """Leave out notes about the same time as a finding or a note before them: alternatives."""
+def _drop_repeated_notes(notes: Sequence[Finding], ordered: Sequence[Finding]) -> list[Finding]:
+    """Leave out notes that are alternatives to an earlier finding or note."""
     result: list[Finding] = []
     for note in notes:
-        said = {each.alternatives for each in (*ordered, *result)} - {""}
-        if note.alternatives not in said:
+        shown = {each.alternatives for each in (*ordered, *result)} - {""}
+        if note.alternatives not in shown:
             result.append(note)
     return result
 
 
 def _is_covered(note: Finding, ranked: Sequence[Finding], estimator: GainEstimator) -> bool:
-    """Return whether ranked fixes take nearly all that the note's fix would save: it is about the
-    same time."""
+    """Return whether ranked fixes save nearly all that the note's fix would save, so that both are
+    about the same time."""
     applied = [edit for other in ranked if estimator.overlaps(other) for edit in other.edits]
     if not applied or not estimator.overlaps(note):
         return False
     alone = estimator.marginal(note.edits, [])
-    return alone > 0 and estimator.marginal(note.edits, applied) < FOLD_BELOW * alone
+    return alone > 0 and estimator.marginal(note.edits, applied) < MIN_KEPT_SHARE * alone
 
 
-SAME_WORK = 0.9
-"""Share of a finding's device time that a ranked fix changes too, from which it has no note."""
+MIN_SAME_WORK_SHARE = 0.9
+"""A finding gets no note if a ranked fix changes this share of its device time."""
 
 
 def _is_part(finding: Finding, ranked: Sequence[Finding], a: Analysis) -> bool:
-    """Return whether a ranked fix changes the same device work, in the same way. A note that this
-    work gains nothing would contradict it."""
-    own = [edit for edit in finding.edits if edit.select.on == "gpu"]
-    if len(own) < len(finding.edits) or a.device_id is None or not own:
+    """Return whether a ranked fix changes the same device work in the same way. A note saying that
+    this work gains nothing would contradict it."""
+    gpu_edits = [edit for edit in finding.edits if edit.select.on == "gpu"]
+    if len(gpu_edits) < len(finding.edits) or a.device_id is None or not gpu_edits:
         return False
-    work = np.logical_or.reduce([selected_gpu(a, edit.select) for edit in own])
-    ops = {edit.op for edit in own}
+    work = np.logical_or.reduce([selected_gpu(a, edit.select) for edit in gpu_edits])
+    ops = {edit.op for edit in gpu_edits}
     dur = a.trace.gpu["dur"].to_numpy()
     return any(
-        float(dur[work & selected_gpu(a, edit.select)].sum()) >= SAME_WORK * float(dur[work].sum())
+        float(dur[work & selected_gpu(a, edit.select)].sum())
+        >= MIN_SAME_WORK_SHARE * float(dur[work].sum())
         for other in ranked
         for edit in other.edits
         if edit.op in ops and edit.select.on == "gpu"
@@ -165,80 +166,87 @@ def _is_part(finding: Finding, ranked: Sequence[Finding], a: Analysis) -> bool:
 
 
 def _counts_in_run(finding: Finding) -> bool:
-    """Return whether a finding surely saves much of the run, though not of each step."""
+    """Return whether a finding certainly saves much of the run, though not in each step."""
     impact = finding.impact
     if impact is None or impact.currency != "run_time" or not impact.gain_ns:
         return False
     return finding.share_of_step * (impact.low_ns or 0) / impact.gain_ns >= WARNING_SHARE
 
 
-def _with_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding]:
-    """Insert findings that no replay orders: gains over the run by their share, and unknown gains
-    ahead of the small ones, and of those that name no cause."""
+def _insert_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding]:
+    """Insert findings that a replay cannot order: gains over the run by their share, and unknown
+    gains before small ones and before findings that name no cause."""
     if not others:
         return ordered
-    placed = [f for f in ordered if f.priority is not None]
+    inserted = [f for f in ordered if f.priority is not None]
     for finding in sorted(others, key=lambda each: each.share_of_step):
         share = finding.share_of_step or WARNING_SHARE
         index = next(
-            (n for n, other in enumerate(placed) if other.share_of_step < share or is_vague(other)),
-            len(placed),
+            (
+                n
+                for n, other in enumerate(inserted)
+                if other.share_of_step < share or is_vague(other)
+            ),
+            len(inserted),
         )
-        placed.insert(index, finding)
-    ranked = [replace(finding, priority=place) for place, finding in enumerate(placed, 1)]
+        inserted.insert(index, finding)
+    ranked = [replace(finding, priority=position) for position, finding in enumerate(inserted, 1)]
     return ranked + [f for f in ordered if f.priority is None]
 
 
-def _order(
+def _order_by_gain(
     findings: list[Finding],
     scales: list[float],
     estimator: GainEstimator,
     floor: float,
     a: Analysis,
 ) -> tuple[list[Finding], list[Finding]]:
-    """Return the findings by marginal gain, weighed by confidence, the largest first; and those
-    left out.
-    ``scales``: ratios of the findings' gains in the run's step to those in the window's.
+    """Return the findings by marginal gain, weighed by confidence, the largest first, and the
+    findings left out. ``scales``: ratios of the findings' gains in the run's step to their gains in
+    the window's.
 
-    Each choice is made as if the findings chosen before were done. What then keeps almost nothing
-    is folded under the one that took most of it, and so are alternatives of a chosen finding.
-    What gains nothing alone but ``WARNING_SHARE`` of the step after others is shown with
-    ``pays_after``; what never pays is left out. Folded findings come last, without a rank."""
+    Each choice assumes that the fixes chosen before are made. A finding that then keeps almost no
+    gain is folded under the one that took most of it. So is an alternative of a chosen finding. A
+    finding that gains nothing alone, but ``WARNING_SHARE`` of the step after others, gets
+    ``pays_after``. One that never pays is left out. Folded findings come last, without priority."""
     waiting = list(range(len(findings)))
-    latest = [_own_gain(finding) for finding in findings]
+    latest = [_get_gain(finding) for finding in findings]
     chosen: list[Finding] = []
     folded: list[Finding] = []
     shown: set[int] = set()
     while waiting:
-        index, gain = _best(findings, scales, waiting, latest, chosen, estimator)
+        index, gain = _choose_next(findings, scales, waiting, latest, chosen, estimator)
         if removes_whole_idle_kind(findings[index]):
             general = index, gain
-            index, gain = _named_cause(findings, scales, waiting, general, chosen, estimator, a)
+            index, gain = _choose_named_cause(
+                findings, scales, waiting, general, chosen, estimator, a
+            )
         elif _is_of_all_code(findings[index]):
-            index, gain = _cause_inside(findings, scales, waiting, (index, gain), chosen, estimator)
+            index, gain = _choose_cause_inside(
+                findings, scales, waiting, (index, gain), chosen, estimator
+            )
         waiting.remove(index)
-        best, alone = findings[index], _own_gain(findings[index])
+        best, own_gain = findings[index], _get_gain(findings[index])
         rival = next((c for c in chosen if are_alternatives(c, best)), None)
-        if rival is None and chosen and gain < FOLD_BELOW * alone:
+        if rival is None and chosen and gain < MIN_KEPT_SHARE * own_gain:
             rival = min(chosen, key=lambda c: marginal_gain(best, [c], estimator))
         if rival is not None:
-            if alone >= floor:
+            if own_gain >= floor:
                 folded.append(replace(best, folded_under=rival.rule))
                 shown.add(index)
-        elif gain >= (floor if alone >= floor else WARNING_SHARE * a.step_ns):
-            after = None
-            if alone < floor and chosen:  # the one without which most of the gain stays out
-                after = max(chosen, key=lambda c: marginal_gain(best, [c], estimator)).rule
-            place = len(chosen) + 1
-            ranged = _with_range(best, gain, chosen, estimator)
-            chosen.append(replace(ranged, priority=place, pays_after=after))
+        elif gain >= (floor if own_gain >= floor else WARNING_SHARE * a.step_ns):
+            prerequisite = None
+            if own_gain < floor and chosen:  # without this fix, most of the gain is lost
+                prerequisite = max(chosen, key=lambda c: marginal_gain(best, [c], estimator)).rule
+            position = len(chosen) + 1
+            ranked = _set_marginal_range(best, gain, chosen, estimator)
+            chosen.append(replace(ranked, priority=position, pays_after=prerequisite))
             shown.add(index)
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
 
 
 def removes_whole_idle_kind(finding: Finding) -> bool:
-    """Return whether a finding removes a kind of idle time (launching, allocation), with no
-    cause."""
+    """Return whether a finding removes a kind of idle time, such as launching, as a whole."""
     return bool(finding.edits) and all(
         edit.select.on == "gap"
         and not (edit.select.under or edit.select.name)
@@ -247,7 +255,7 @@ def removes_whole_idle_kind(finding: Finding) -> bool:
     )
 
 
-def _named_cause(
+def _choose_named_cause(
     findings: list[Finding],
     scales: list[float],
     waiting: list[int],
@@ -256,80 +264,83 @@ def _named_cause(
     estimator: GainEstimator,
     a: Analysis,
 ) -> tuple[int, float]:
-    """Return the finding to choose before a general one that gains more, and its gain. It names
-    code whose fix saves much; if there is none, it is the general one."""
-    result, most = general, 0.0
-    idles = a.breakdown.busy.total < MOSTLY_BUSY * a.span_ns
-    captures = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
+    """Return the finding to choose before a general one that gains more, and its gain: a finding
+    that names code whose fix saves much, or else the general one."""
+    result, max_gain = general, 0.0
+    is_mostly_idle = a.breakdown.busy.total < MOSTLY_BUSY * a.span_ns
+    drops_launches = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
     for index in waiting:
         finding = findings[index]
         if finding.other_rank or not finding.edits or removes_whole_idle_kind(finding):
             continue
-        if idles and all(edit.select.on == "gpu" for edit in finding.edits):
+        if is_mostly_idle and all(edit.select.on == "gpu" for edit in finding.edits):
             continue
         scale = scales[index] / scales[general[0]] if scales[general[0]] else 1.0
-        least = LEADS_FROM * general[1]
-        if captures and WAITS_LEAD_FROM * a.step_ns < least:
-            needless = all(edit.op == "remove" for edit in finding.edits)
-            if needless or _fills_queue(finding, a):
-                least = WAITS_LEAD_FROM * a.step_ns
-        least = max(most, least)
-        if _own_gain(finding) * scale < least:
+        min_gain = MIN_LEADING_SHARE * general[1]
+        if drops_launches and MIN_LEADING_WAITS_SHARE * a.step_ns < min_gain:
+            removes_work = all(edit.op == "remove" for edit in finding.edits)
+            if removes_work or _fills_queue(finding, a):
+                min_gain = MIN_LEADING_WAITS_SHARE * a.step_ns
+        min_gain = max(max_gain, min_gain)
+        if _get_gain(finding) * scale < min_gain:
             continue
         gain = marginal_gain(finding, chosen, estimator)
-        if gain * scale >= least:
-            most = gain * scale
+        if gain * scale >= min_gain:
+            max_gain = gain * scale
             result = index, gain
     return result
 
 
 def _is_of_all_code(finding: Finding) -> bool:
-    """Return whether a finding is on all code of a place, whatever it does."""
+    """Return whether a finding is about all code of a place, whatever the code does."""
     return finding.subject == HOST_CODE and not finding.edits
 
 
-def _cause_inside(
+def _choose_cause_inside(
     findings: list[Finding],
     scales: list[float],
     waiting: list[int],
-    whole: tuple[int, float],
+    general: tuple[int, float],
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Return the finding to choose before one on all code of a function: one that says what takes
-    much of its time, in the same function; if there is none, it is that on all code."""
-    here = {place.function for place in findings[whole[0]].where} - {None}
-    least = LEADS_FROM * whole[1] * scales[whole[0]]
-    inside = [
+    """Return the finding to choose before one on all code of a function: a finding in the same
+    function that says what takes much of its time, or else the one on all code."""
+    functions = {place.function for place in findings[general[0]].where} - {None}
+    min_gain = MIN_LEADING_SHARE * general[1] * scales[general[0]]
+    causes = [
         (index, gain)
         for index in waiting
         if findings[index].edits
-        and any(place.function in here for place in findings[index].where[:1])
-        and (gain := marginal_gain(findings[index], chosen, estimator)) * scales[index] >= least
+        and any(place.function in functions for place in findings[index].where[:1])
+        and (gain := marginal_gain(findings[index], chosen, estimator)) * scales[index] >= min_gain
     ]
-    return max(inside, key=lambda each: each[1] * scales[each[0]], default=whole)
+    return max(causes, key=lambda each: each[1] * scales[each[0]], default=general)
 
 
 def _fills_queue(finding: Finding, a: Analysis) -> bool:
-    """Return whether only this finding's waits keep the host from getting ahead of the GPU and
-    filling its queue."""
-    gone = [selected_host(a, edit.select) for edit in finding.edits if edit.op == "make_async"]
-    if not gone or a.syncs.is_empty():
+    """Return whether only this finding's waits keep the host from filling the GPU's queue."""
+    removed_waits = [
+        selected_host(a, edit.select) for edit in finding.edits if edit.op == "make_async"
+    ]
+    if not removed_waits or a.syncs.is_empty():
         return False
     waits = a.syncs.filter(~pl.col("profiler")).with_columns(wait=pl.coalesce("op", "host"))
-    stays = waits.filter(pl.Series(~np.logical_or.reduce(gone)[waits["host"].to_numpy()]))
+    remaining_waits = waits.filter(
+        pl.Series(~np.logical_or.reduce(removed_waits)[waits["host"].to_numpy()])
+    )
     launches = int(a.in_window.sum())
-    before, after = waits["wait"].n_unique(), stays["wait"].n_unique()
-    return MAX_APART * after <= launches < MAX_APART * before
+    before, after = waits["wait"].n_unique(), remaining_waits["wait"].n_unique()
+    return MAX_LAUNCHES_APART * after <= launches < MAX_LAUNCHES_APART * before
 
 
-def _own_gain(finding: Finding) -> float:
+def _get_gain(finding: Finding) -> float:
     impact = finding.impact
     return float(impact.gain_ns or 0) if impact is not None else 0.0
 
 
 def is_more_certain(finding: Finding, other: Finding) -> bool:
-    """Return whether a finding's cause is so much more certain than another's that it counts."""
+    """Return whether a finding's cause is notably more certain than another's."""
     return finding.confidence - other.confidence > EQUAL_CONFIDENCE + 1e-9
 
 
@@ -340,7 +351,7 @@ def is_vague(finding: Finding) -> bool:
     return timed and not finding.where and impact is not None and not impact.low_ns
 
 
-def _best(
+def _choose_next(
     findings: list[Finding],
     scales: list[float],
     waiting: list[int],
@@ -348,13 +359,13 @@ def _best(
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Return the finding to choose next of those waiting, and its marginal gain in the window's
-    step: the one with the largest gain × weight in the run's step, unless one that is about as
+    """Return the index of the waiting finding to choose next, and its marginal gain in the window's
+    step. It has the largest gain × weight in the run's step, unless another that is about as
     certain gains clearly more.
 
-    Gains mostly shrink as others are done, so each is looked at again only when its last gain
-    could still win; what gained nothing is looked at again every time, because a fix may begin to
-    pay once another has moved the bottleneck. ``latest`` is brought up to date."""
+    Gains mostly shrink as other fixes are made, so a gain is computed again only if its last value
+    could still win. Gains near zero are computed again every time, because a fix may begin to pay
+    once another has moved the bottleneck. ``latest`` is updated."""
     largest = max(map(abs, latest), default=0.0)
     fresh: set[int] = set()
 
@@ -364,50 +375,50 @@ def _best(
 
     while True:
         heaviest = max(waiting, key=lambda i: (gain(i) * findings[i].confidence, findings[i].rule))
-        more = [
+        larger = [
             i
             for i in waiting
             if gain(i) > (1 + EQUAL_GAIN) * gain(heaviest)
             and not is_more_certain(findings[heaviest], findings[i])
         ]
-        best = max(more, key=gain, default=heaviest)
+        best = max(larger, key=gain, default=heaviest)
         hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
-        again = [*({heaviest, best} - fresh)] or (hopeless if chosen else [])
-        if not again:
+        outdated = [*({heaviest, best} - fresh)] or (hopeless if chosen else [])
+        if not outdated:
             return best, latest[best]
-        for index in again:
+        for index in outdated:
             latest[index] = marginal_gain(findings[index], chosen, estimator)
             fresh.add(index)
 
 
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
-    """Return what a finding's fix saves after those of the chosen ones, ns per step."""
+    """Return what a finding's fix saves after the chosen findings' fixes, ns per step."""
     if _is_of_all_code(finding):
-        return _own_gain(finding) * (1 - _share_seen(finding, chosen))
+        return _get_gain(finding) * (1 - _share_seen(finding, chosen))
     if not chosen or not estimator.overlaps(finding):
-        return _own_gain(finding)
+        return _get_gain(finding)
     applied = [edit for c in chosen if estimator.overlaps(c) for edit in c.edits]
     return estimator.marginal(finding.edits, applied)
 
 
 def _share_seen(finding: Finding, chosen: Sequence[Finding]) -> float:
-    """Return the share of a finding on all code of a place that chosen fixes may already save. Time
-    of the host that they save elsewhere is other time; where it is unknown, it is the same."""
-    here = {place.function for place in finding.where}
+    """Return the share of a finding on all code of a place that chosen fixes may already save. Host
+    time that they save elsewhere does not count. If the place is unknown, it does."""
+    functions = {place.function for place in finding.where}
     saved = sum(
-        other.share_of_step * (other.marginal_gain_ns or 0) / _own_gain(other)
+        other.share_of_step * (other.marginal_gain_ns or 0) / _get_gain(other)
         for other in chosen
-        if _own_gain(other)
+        if _get_gain(other)
         and not (other.edits and all(edit.select.on == "gpu" for edit in other.edits))
-        and not any(place.file and place.function not in here for place in other.where[:1])
+        and not any(place.file and place.function not in functions for place in other.where[:1])
     )
     return min(1.0, saved / finding.share_of_step) if finding.share_of_step else 0.0
 
 
-def _with_range(
+def _set_marginal_range(
     finding: Finding, gain: float, chosen: list[Finding], estimator: GainEstimator
 ) -> Finding:
-    """Return the finding with its gain after the chosen ones, and what decides its range."""
+    """Return the finding with its gain after the chosen findings, and the causes of its range."""
     finding = replace(finding, marginal_gain_ns=round(gain))
     applied = [edit for c in chosen if estimator.overlaps(c) for edit in c.edits]
     if not applied or not estimator.overlaps(finding):

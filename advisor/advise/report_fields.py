@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 MAX_OPERATORS = 10
 MAX_DURATIONS = 5000
-"""Number of steps whose durations a report holds: the last ones, so that neighbours stay so."""
+"""Maximum number of steps whose durations a report holds. The last steps are kept, without gaps."""
 
 
-OF_META = set(Input.__struct_fields__) - {"rank", "windows"}
-"""Fields of an input that are those of its trace's metadata."""
+_META_FIELDS = set(Input.__struct_fields__) - {"rank", "windows"}
+"""Fields of an input that are copied from its trace's metadata."""
 
 
 def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
@@ -62,19 +62,20 @@ def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
             Input(
                 rank=None if number < 0 else number,
                 windows=sum(1 for r, _ in (*run.traces, *run.unread) if r == number),
-                **{name: getattr(meta, name) for name in OF_META},
+                **{name: getattr(meta, name) for name in _META_FIELDS},
             )
         )
     return result
 
 
 def measure_fields(a: Analysis) -> dict[str, Any]:
+    """Return the measured fields of the report, by name."""
     if a.only_input is not None:
         return {"scope": source_scope(a, a.only_input)}
     if a.record_only:
-        return {"scope": _recorded_scope(a), "host": _phases(a)}
+        return {"scope": _build_recorded_scope(a), "host": _list_phases(a)}
     fields: dict[str, Any] = {
-        "scope": _scope(a),
+        "scope": _build_scope(a),
         "host": [] if lost_replays(a) else host_time(a),
         "host_step_ns": None
         if a.steps.launched is None
@@ -89,21 +90,21 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         if (utilisation := a.flop_utilisation) is not None:
             fields |= {"mfu": utilisation.share, "mfu_format": utilisation.format}
     else:
-        fields["operators"] = _operators(a)
+        fields["operators"] = _list_operators(a)
     if not (a.trace.cpu["kind"] == "op").any():
-        fields["ranges"] = _longest(a, range_table(a), a.span_ns)
+        fields["ranges"] = _select_longest(a, range_table(a), a.span_ns)
     memory = a.memory
     if not memory.is_empty():
         peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
         fields["memory_peak_bytes"] = peak
         fields["memory_capacity_bytes"] = capacity
-    else:  # what the recorder saw of it
+    else:  # what the recorder saw
         fields["memory_peak_bytes"], fields["memory_capacity_bytes"] = measure_held(a)
     return fields
 
 
 def device_time(a: Analysis) -> dict[str, Any]:
-    """Return device time by class, idle cause and kernel family; empty if there is no device."""
+    """Return device time by class, idle cause and kernel family. Empty if there is no device."""
     if a.device_id is None:
         return {}
     if lost_replays(a):
@@ -112,18 +113,18 @@ def device_time(a: Analysis) -> dict[str, Any]:
     totals = a.breakdown.totals()
     span = max(a.span_ns, 1)
     communication = a.breakdown.all_communication.total
-    layers = a.steps.source == LAYER_TIMES  # which have no starts
+    layers = a.steps.source == LAYER_TIMES  # layers have no start times
     return {
         "time": [TimeShare(n, ns / per_step, ns / span) for n, ns in totals.items()],
         "busy_share": None if layers else a.breakdown.busy.total / span,
         "communication_ns": communication / per_step if communication else None,
         "communication_overlap": a.breakdown.communication_overlap,
         "families": list_families(a),
-        **_idle(a, totals["idle"]),
+        **_measure_idle_time(a, totals["idle"]),
     }
 
 
-def _scope(a: Analysis) -> Scope:
+def _build_scope(a: Analysis) -> Scope:
     table, used = a.steps.table, a.steps.used
     return Scope(
         rank=a.trace.meta.rank,
@@ -133,11 +134,11 @@ def _scope(a: Analysis) -> Scope:
         outliers=table.filter("outlier")["name"].to_list(),
         span_ns=a.span_ns,
         step_ns=a.step_ns,
-        step_min_ns=_whole(used["dur"].min()),
-        step_max_ns=_whole(used["dur"].max()),
-        recorded_ns=_recorded(a),
+        step_min_ns=_to_int(used["dur"].min()),
+        step_max_ns=_to_int(used["dur"].max()),
+        recorded_ns=_measure_recorded_time(a),
         earlier_ns=int(a.trace.gpu["dur"].to_numpy()[a.launched_before].sum()),
-        behind_ns=_whole(a.steps.ahead_ns),
+        behind_ns=_to_int(a.steps.ahead_ns),
         step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
         device=a.device_id,
         device_name=a.device_name,
@@ -147,15 +148,15 @@ def _scope(a: Analysis) -> Scope:
     )
 
 
-def _recorded(a: Analysis) -> int | None:
-    """Return the recorded time, ns, if the figures are of a part of it; else ``None``."""
+def _measure_recorded_time(a: Analysis) -> int | None:
+    """Return the recorded time, ns, if the figures cover only a part of it, or ``None``."""
     if a.per != "recording" or a.device_id is None:
         return None
     start, end = recorded_extent(a.trace)
     return end - start
 
 
-def _recorded_scope(a: Analysis) -> Scope:
+def _build_recorded_scope(a: Analysis) -> Scope:
     """Return the scope of a run without a profiled window: the recorder's own steps."""
     recorded = a.recorded
     assert recorded is not None
@@ -180,12 +181,12 @@ def _recorded_scope(a: Analysis) -> Scope:
     )
 
 
-def _phases(a: Analysis) -> list[HostShare]:
+def _list_phases(a: Analysis) -> list[HostShare]:
     view = build_recorded_view(a)
     return [] if view is None else [HostShare(p.name, p.ns, p.share) for p in view.phases]
 
 
-def _whole(value: Any) -> int:
+def _to_int(value: Any) -> int:
     return int(value) if value is not None else 0
 
 
@@ -201,53 +202,53 @@ def host_time(a: Analysis) -> list[HostShare]:
     ]
 
 
-def _operators(a: Analysis) -> list[OperatorTime]:
+def _list_operators(a: Analysis) -> list[OperatorTime]:
     table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
-    return _longest(a, table.select("name", "host", "count"), int(table["host"].sum()))
+    return _select_longest(a, table.select("name", "host", "count"), int(table["host"].sum()))
 
 
-def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]:
-    """Return the first rows (name, ns, count) per step, with their shares of ``whole`` ns."""
+def _select_longest(a: Analysis, table: pl.DataFrame, total_ns: int) -> list[OperatorTime]:
+    """Return the first rows (name, ns, count) per step, with their shares of ``total_ns``."""
     return [
-        OperatorTime(name, ns / a.step_count, ns / max(whole, 1), count / a.step_count)
+        OperatorTime(name, ns / a.step_count, ns / max(total_ns, 1), count / a.step_count)
         for name, ns, count in table.head(MAX_OPERATORS).iter_rows()
     ]
 
 
 def list_families(a: Analysis) -> list[Family]:
-    """Return kernel families, with shares of all listed device work, which add up to 1."""
-    whole = int(a.families["dur"].sum())
+    """Return kernel families, with their shares of all listed device work. The shares sum to 1."""
+    total_ns = int(a.families["dur"].sum())
     return [
-        Family(name, ns / a.step_count, ns / whole, count / a.step_count)
+        Family(name, ns / a.step_count, ns / total_ns, count / a.step_count)
         for name, count, ns in a.families.select("family", "count", "dur").iter_rows()
-        if whole
+        if total_ns
     ]
 
 
-def _idle(a: Analysis, idle: int) -> dict[str, Any]:
+def _measure_idle_time(a: Analysis, idle: int) -> dict[str, Any]:
     if lost_records(a):
         return {"idle": [], "unknown_idle_share": None}
     table = a.gaps.group_by("cause").agg(pl.col("dur").sum()).sort("dur", descending=True)
     rows = list(zip(table["cause"].cast(pl.String), table["dur"], strict=True))
     unknown = sum(ns for cause, ns in rows if cause == "unknown")
-    outside = is_outside_operators(a)
+    is_outside = is_outside_operators(a)
     span = max(a.span_ns, 1)
     causes = [
-        IdleCause(cause, ns / a.step_count, ns / span, _sampled(a, cause))
+        IdleCause(cause, ns / a.step_count, ns / span, _list_sampled_functions(a, cause))
         for cause, ns in rows
         if ns
     ]
     return {
         "idle": [
-            _outside_operators(a, part) if outside and part.cause == "unknown" else part
+            _add_next_operators(a, part) if is_outside and part.cause == "unknown" else part
             for part in causes
         ],
         "unknown_idle_share": unknown / idle if idle else None,
     }
 
 
-def _outside_operators(a: Analysis, part: IdleCause) -> IdleCause:
-    """Return idle time of an unknown cause with the operators that ended it."""
+def _add_next_operators(a: Analysis, part: IdleCause) -> IdleCause:
+    """Return idle time of unknown cause with the operators that ended it."""
     table = operators_after_gaps(a)
     named = table.drop_nulls("name").head(MAX_SAMPLED).select("name", "dur").iter_rows()
     return replace(
@@ -259,24 +260,28 @@ def _outside_operators(a: Analysis, part: IdleCause) -> IdleCause:
 
 
 MAX_SAMPLED = 3
-"""Number of functions, or operators, that are named."""
+"""Maximum number of functions, or of operators, that are named."""
 MIN_SAMPLED_SHARE = 0.01
-"""Share of the step from which they are."""
+"""Minimum share of the step at which a sampled function is named."""
 
 
-def _sampled(a: Analysis, cause: str) -> list[SampledFunction]:
+def _list_sampled_functions(a: Analysis, cause: str) -> list[SampledFunction]:
     """Return the functions in which a thread was sampled while the device idled for this cause."""
     samples = a.trace.meta.cpu_samples
     if samples is None or cause != "host_code":
         return []
     gaps = a.gaps.filter(pl.col("cause") == cause)
     times: dict[str, int] = {}
-    for (thread,), own in gaps.group_by("thread"):
-        idle = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
-        ran = samples.filter(pl.col("thread") == thread)
-        inside = covered_length(ran["ts"].to_numpy(), ran["end"].to_numpy(), idle)
+    for (thread,), thread_gaps in gaps.group_by("thread"):
+        idle = union(
+            thread_gaps["ts"].to_numpy(), (thread_gaps["ts"] + thread_gaps["dur"]).to_numpy()
+        )
+        thread_samples = samples.filter(pl.col("thread") == thread)
+        inside = covered_length(
+            thread_samples["ts"].to_numpy(), thread_samples["end"].to_numpy(), idle
+        )
         for name, ns in (
-            ran.with_columns(ns=inside)
+            thread_samples.with_columns(ns=inside)
             .group_by("name")
             .agg(pl.sum("ns"))
             .select("name", "ns")
@@ -293,7 +298,7 @@ def _sampled(a: Analysis, cause: str) -> list[SampledFunction]:
 
 
 def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | None:
-    """Return what the recorder measured of every step of a program; ``None`` for a trace alone."""
+    """Return what the recorder measured of every step, or ``None`` for a trace alone."""
     recorded = a.recorded
     if recorded is None:
         return None
@@ -303,7 +308,7 @@ def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedStep
         if values[recorded.used].any()
     ]
     end = next(reversed(recorded.record.events_of("end")), None)
-    whole = recorded.after_first_ns
+    total_ns = recorded.after_first_ns
     return RecordedSteps(
         steps=len(recorded.steps),
         used=recorded.count,
@@ -319,8 +324,8 @@ def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedStep
         inference=recorded.inference,
         outside_ns=None if recorded.inference else recorded.outside_steps_ns,
         outside_share=None
-        if recorded.inference or not whole
-        else recorded.outside_steps_ns / whole,
+        if recorded.inference or not total_ns
+        else recorded.outside_steps_ns / total_ns,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
         windows=window_lines(recorded.record.events_of("window")),
         program=program,
@@ -328,21 +333,21 @@ def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedStep
 
 
 def step_durations(a: Analysis) -> list[StepDurations]:
-    """Return the durations of the steps that count, from the recorder and from the trace."""
+    """Return the durations of the used steps, from the recorder and from the trace."""
     result = []
     recorded = a.recorded
     if recorded is not None:
-        plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
-        rows = np.flatnonzero(recorded.timed & plain)
+        is_training = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
+        rows = np.flatnonzero(recorded.timed & is_training)
         numbers = [recorded.steps[row].n for row in rows]
         lengths = recorded.durations[rows].astype(np.int64).tolist()
-        result.append(_durations("recorder", numbers, lengths))
+        result.append(_build_durations("recorder", numbers, lengths))
     if a.steps.source != "whole trace":
-        result.append(_durations("trace", _numbers(a), a.steps.used["dur"].to_list()))
+        result.append(_build_durations("trace", _number_steps(a), a.steps.used["dur"].to_list()))
     return [each for each in result if each.durations_ns]
 
 
-def _durations(
+def _build_durations(
     source: Literal["recorder", "trace"], numbers: list[int], durations: list[int]
 ) -> StepDurations:
     ranges: list[tuple[int, int]] = []
@@ -354,21 +359,21 @@ def _durations(
     return StepDurations(source=source, numbers=ranges, durations_ns=durations[-MAX_DURATIONS:])
 
 
-def _numbers(a: Analysis) -> list[int]:
-    """Return the ascending numbers of the used steps; their places if they are not numbered."""
-    result = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
-    numbers = [int(match[1]) for match in result if match is not None]
+def _number_steps(a: Analysis) -> list[int]:
+    """Return the ascending numbers of the used steps, or their indices if they are not numbered."""
+    matches = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
+    numbers = [int(match[1]) for match in matches if match is not None]
     if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
         numbers = a.steps.used["index"].to_list()
     return numbers
 
 
 MAX_GPUS = 1_000_000
-"""Largest number of GPUs in a price, against damaged records."""
+"""Maximum number of GPUs in a price, as a guard against damaged records."""
 
 
 def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
-    """Return the energy per step, by rank and in total; ``None`` if it was sampled on none."""
+    """Return the energy per step, by rank and in total, or ``None`` if no rank sampled it."""
     rank_energies: list[RankEnergy] = []
     boards: dict[str, RankEnergy] = {}
     for number, a in analyses.items():
@@ -379,49 +384,49 @@ def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
         boards.setdefault(a.recorded.uuid or f"rank {number}", item)  # ranks may share a GPU
     if not rank_energies:
         return None
-    whole = len(rank_energies) == len(analyses)
+    is_complete = len(rank_energies) == len(analyses)
     return EnergyUse(
-        joules=sum(board.joules for board in boards.values()) if whole else None,
-        watts=sum(board.watts for board in boards.values()) if whole else None,
+        joules=sum(board.joules for board in boards.values()) if is_complete else None,
+        watts=sum(board.watts for board in boards.values()) if is_complete else None,
         ranks=rank_energies,
     )
 
 
 def cost_per_step(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> Cost | None:
-    """Return the cost of a step; ``None`` without a price for this GPU, or without steps. ``gpus``:
-    number that is paid for; ``None``: one per rank."""
+    """Return the cost of a step, or ``None`` without a price for this GPU or without steps.
+    ``gpus``: number of paid GPUs, or ``None`` for one per rank."""
     price = prices.price_of(report.scope.device_name)
     if price is None or report.step_ns <= 0 or report.scope.has_no_step_time:
         return None
-    count = gpus or _gpus(run, report)
-    a_ns = price.per_hour * count / HOUR_NS
+    count = gpus or _count_gpus(run, report)
+    price_per_ns = price.per_hour * count / HOUR_NS
     ranked = [f for f in report.findings if f.folded_under is None and f.priority is not None]
     saved = {id(f): max(0, f.marginal_gain_ns or 0) for f in ranked}
-    left = max(0.0, report.step_ns - sum(saved.values()))
-    took = _took(run, report)
+    remaining_ns = max(0.0, report.step_ns - sum(saved.values()))
+    run_ns = _measure_run_time(run, report)
     return Cost(
         currency=price.currency,
         per_hour=price.per_hour,
         gpus=count,
         source=price.source,
-        step=report.step_ns * a_ns,
-        run=None if took is None else took * a_ns,
-        step_after=left * a_ns if any(saved.values()) else None,
+        step=report.step_ns * price_per_ns,
+        run=None if run_ns is None else run_ns * price_per_ns,
+        step_after=remaining_ns * price_per_ns if any(saved.values()) else None,
         bound=report.replay is None,
         fixes=[
-            FixCost(rule=f.rule, priority=f.priority or 0, step=saved[id(f)] * a_ns)
+            FixCost(rule=f.rule, priority=f.priority or 0, step=saved[id(f)] * price_per_ns)
             for f in ranked
             if saved[id(f)]
         ],
     )
 
 
-def _gpus(run: Run, report: Report) -> int:
+def _count_gpus(run: Run, report: Report) -> int:
     world = run.recording.manifest.world_size if run.recording is not None else None
     return min(MAX_GPUS, max(1, world or len(run.ranks), report.scope.devices_seen))
 
 
-def _took(run: Run, report: Report) -> float | None:
+def _measure_run_time(run: Run, report: Report) -> float | None:
     """Return the time from the reported rank's first step to the end of its last, ns."""
     if run.recording is None:
         return None
@@ -435,7 +440,7 @@ def _took(run: Run, report: Report) -> float | None:
 
 
 def build_ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
-    """Return the ranks side by side, unprofiled ones too; ``None`` if there is one rank."""
+    """Return the ranks side by side, with unprofiled ones, or ``None`` if there is one rank."""
     if study is None:
         if len(analyses) < 2 or all(a.only_input for a in analyses.values()):
             return None
@@ -445,16 +450,18 @@ def build_ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> R
         result = study.ranks
         replayed = study.replayed
         if replayed:
-            some = len(replayed) <= FEW_RANKS
-            named = f"ranks {format_ranks(replayed)}"
-            who = named if some else t.count_noun(len(replayed), "rank")
-            result.note += f" Gains are estimated for {who} as one job."
-    known = {line.rank for line in result.lines}
-    result.lines += [_rank_line(number, a) for number, a in analyses.items() if number not in known]
+            is_short = len(replayed) <= FEW_RANKS
+            rank_names = f"ranks {format_ranks(replayed)}"
+            replayed_ranks = rank_names if is_short else t.count_noun(len(replayed), "rank")
+            result.note += f" Gains are estimated for {replayed_ranks} as one job."
+    listed = {line.rank for line in result.lines}
+    result.lines += [
+        _build_rank_line(number, a) for number, a in analyses.items() if number not in listed
+    ]
     return result
 
 
-def _rank_line(number: int, a: Analysis) -> RankLine:
+def _build_rank_line(number: int, a: Analysis) -> RankLine:
     totals = a.breakdown.totals() if a.device_id is not None else None
     return RankLine(
         rank=number,
@@ -466,37 +473,39 @@ def _rank_line(number: int, a: Analysis) -> RankLine:
 
 
 MIN_APART_SHARE = 0.10
-"""Relative difference of two step times beyond the profiler's usual cost: the bound of
-``rules/host/profiling_cost.py``."""
+"""Minimum relative difference of two step times that the profiler's usual cost does not explain:
+the bound of ``rules/host/profiling_cost.py``."""
 MAX_SIMILAR_SHARE = 0.25
-"""Share of the run's steps as far from its median as those around the window, below which these are
-not typical: the quarter at either end."""
+"""The steps around the window are not typical if a smaller share of the run's steps is as far from
+the run's median: the quarter at either end."""
 
 
 def step_time(a: Analysis) -> StepTime | None:
-    """Return the step time of the run; ``None`` for a trace alone, without steps, or too few."""
+    """Return the run's step time, or ``None`` for a trace alone, without steps, or with too few."""
     recorded = a.recorded
     if recorded is None or recorded.step_time is None:
         return None
     result = copy(recorded.step_time)
-    run = result.ns
+    run_ns = result.ns
     if a.record_only:
         return result
     if a.steps.source == "whole trace" or not a.step_ns:
         return None
     result.window_ns = a.step_ns
     result.busy_share = None if result.varies else a.own_busy_share
-    result.window_slowdown = a.step_ns / run - 1
-    kept = recorded.kept_by_window(a.trace.meta.window)
-    result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()
-    beside = recorded.median_around(kept)
-    if not beside:
+    result.window_slowdown = a.step_ns / run_ns - 1
+    in_window = recorded.kept_by_window(a.trace.meta.window)
+    result.in_warm_up = bool(in_window.any()) and not recorded.after_warmup[in_window].any()
+    nearby_ns = recorded.median_around(in_window)
+    if not nearby_ns:
         return result
-    result.nearby_ns = beside
-    result.profiler_overhead = recorded.profiler_overhead(kept)
-    used = recorded.timed_durations
-    result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
+    result.nearby_ns = nearby_ns
+    result.profiler_overhead = recorded.profiler_overhead(in_window)
+    durations = recorded.timed_durations
+    result.share_beyond = float(
+        (durations >= nearby_ns if nearby_ns > run_ns else durations <= nearby_ns).mean()
+    )
     result.atypical = (
-        abs(beside / run - 1) >= MIN_APART_SHARE and result.share_beyond < MAX_SIMILAR_SHARE
+        abs(nearby_ns / run_ns - 1) >= MIN_APART_SHARE and result.share_beyond < MAX_SIMILAR_SHARE
     )
     return result

@@ -1,4 +1,4 @@
-"""Report from findings and measurements."""
+"""Assembly of a report from findings and measurements."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def write_report(
     summaries: Sequence[RankSummary] = (),
 ) -> Report:
     """Write the report of the first rank, with findings on other ranks and across them. ``hot``:
-    hottest lines of Python. ``problems``: faults of files beside the traces. ``ranks``: comparison
+    hottest lines of Python. ``problems``: faults of files next to the traces. ``ranks``: comparison
     of all ranks. ``summaries``: ranks that were measured elsewhere."""
     a = next(iter(analyses.values()))
     samples = {number: memory_of_rank(each, number) for number, each in analyses.items()}
     samples |= {each.rank: each.memory for each in summaries}
     memory_ranks = [each for _, each in sorted(samples.items()) if each is not None]
-    limits = [*list_limits(a, run), *_why_bounds(estimator, ranked.findings)]
+    limits = [*list_limits(a, run), *_explain_bounds(estimator, ranked.findings)]
     report = Report(
         version=advisor.__version__,
         status="limited",
@@ -84,7 +84,7 @@ def write_report(
         notes=ranked.notes,
         risks=ranked.risks,
         passed=checked.passed,
-        not_checked=_merged(checked.skipped),
+        not_checked=_merge_skipped_checks(checked.skipped),
         limits=[*(limit.text for limit in limits), *problems],
         main_limit=next((limit.name for limit in limits if limit.name), ""),
         ranks=build_ranks_view(analyses, ranks),
@@ -96,7 +96,7 @@ def write_report(
         ),
         energy=energy_use(analyses),
         hot_lines=list(hot),
-        rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
+        rules=_list_rule_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
         memory=build_memory_views(a),
         memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
         kernel_counters=build_counter_views(a, estimator),
@@ -106,27 +106,29 @@ def write_report(
         network=a.trace.meta.network,
         **measure_fields(a),
     )
-    line = None if run.recording is None else run.recording.manifest.shell_command
-    if line is not None:
+    command_line = None if run.recording is None else run.recording.manifest.shell_command
+    if command_line is not None:
         lists = {"findings": report.findings, "notes": report.notes, "risks": report.risks}
-        report = replace(report, **{k: _with_command(line, found) for k, found in lists.items()})
+        report = replace(
+            report, **{name: _with_command(command_line, items) for name, items in lists.items()}
+        )
     report = _with_next_steps(
-        report, a, rules, checked.findings, profiling_command(report, a, line)
+        report, a, rules, checked.findings, profiling_command(report, a, command_line)
     )
-    left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
+    remaining_share = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
     edits = [edit for finding in ranked.advice for edit in finding.edits]
-    report = replace(report, replay=estimator.describe_replay(edits, left))
+    report = replace(report, replay=estimator.describe_replay(edits, remaining_share))
     sharing = {rule.id for rule in rules if rule.verdict_role == "shared GPU"}
     for note in (each for each in report.notes if each.rule in sharing):
-        others = lower_first(note.summary).rstrip(".")
-        report = replace(report, scope=replace(report.scope, device_shared=others))
+        sharing_note = lower_first(note.summary).rstrip(".")
+        report = replace(report, scope=replace(report.scope, device_shared=sharing_note))
     status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
     return replace(report, charts=build_charts(report))
 
 
 def _without_shares(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings on a part of the step: a share of the part says nothing of the step."""
+    """Return findings on a part of a step without shares of that part."""
     return [
         replace(
             f,
@@ -144,48 +146,48 @@ def _with_next_steps(
     findings: Sequence[Finding],
     command: Sequence[str] | None,
 ) -> Report:
-    """Return the report with what no finding covers: time without a fix, and the ``command`` that
-    profiles slow kernels. Both are left out where they say nothing of the step."""
-    start_up = not report.findings and one_off_costs(a)[0] >= MIN_LEADING_ONE_OFF_SHARE
-    if not start_up and not part_of_step(a):
+    """Return the report with time that no finding covers, and the ``command`` that profiles slow
+    kernels. Both are left out if they say nothing about the step."""
+    is_start_up = not report.findings and one_off_costs(a)[0] >= MIN_LEADING_ONE_OFF_SHARE
+    if not is_start_up and not part_of_step(a):
         report = replace(report, without_fix=find_time_without_fix(report, a, rules, findings))
-    if start_up:
-        report = replace(report, inference=None)  # its passes stand for no others
-    waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
-    if command is not None and not is_too_small(a) and not start_up and not waits:
+    if is_start_up:
+        report = replace(report, inference=None)  # its passes are not typical
+    is_waiting = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
+    if command is not None and not is_too_small(a) and not is_start_up and not is_waiting:
         report = replace(report, profile_kernels=list(command))
     return report
 
 
 def _with_command(line: str, findings: Sequence[Finding]) -> list[Finding]:
-    """Write the run's own command line into code that starts a program."""
+    """Insert the run's own command line into code that starts a program."""
     return [
         replace(f, code=f.code.replace(ANY_PROGRAM, line), fix=f.fix.replace(ANY_PROGRAM, line))
         for f in findings
     ]
 
 
-def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:
-    """Return what the rules of these findings say of themselves."""
-    spoke = {finding.rule for finding in findings}
+def _list_rule_texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:
+    """Return the descriptions of the rules of these findings."""
+    rule_ids = {finding.rule for finding in findings}
     return [
         RuleText(
             id=rule.id, title=rule.title, category=str(rule.category), paragraphs=rule.paragraphs()
         )
         for rule in rules
-        if rule.id in spoke
+        if rule.id in rule_ids
     ]
 
 
-def _why_bounds(estimator: GainEstimator, findings: Sequence[Finding]) -> list[Limit]:
-    """Say why gains are not replayed; empty if they are, or there are no findings."""
+def _explain_bounds(estimator: GainEstimator, findings: Sequence[Finding]) -> list[Limit]:
+    """Say why gains are not replayed. Empty if they are, or if there are no findings."""
     if not findings or not estimator.reason:
         return []
     text = f"Gains are exposed time, not replayed: {estimator.reason}."
     return [Limit(text, "gains not replayed")]
 
 
-def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
+def _merge_skipped_checks(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
     """Merge skipped checks that have the same reason."""
     merged: dict[tuple[str, str], SkippedCheck] = {}
     for item in items:
@@ -200,7 +202,7 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
 
 
 MAX_BREAKS = 20
-"""Number of graph breaks whose gain is replayed."""
+"""Maximum number of graph breaks whose gain is replayed."""
 
 
 def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | None:
@@ -222,11 +224,11 @@ def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | Non
     idle = union(gaps["ts"].to_numpy(), gaps["ts"].to_numpy() + gaps["dur"].to_numpy())
     breaks = []
     for index, each in enumerate(log.breaks):
-        during = graph_breaks(a, tuple(each.frames)) if each.frames else None
-        if index < MAX_BREAKS and during is not None and during.total:
+        break_spans = graph_breaks(a, tuple(each.frames)) if each.frames else None
+        if index < MAX_BREAKS and break_spans is not None and break_spans.total:
             each = replace(
                 each,
-                idle_ns=intersect(idle, during).total / a.step_count,
+                idle_ns=intersect(idle, break_spans).total / a.step_count,
                 gain_ns=estimator.gain_range([remove_breaks(tuple(each.frames))]).gain,
             )
         breaks.append(each)
@@ -234,23 +236,23 @@ def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | Non
 
 
 def find_crashes(run: Run) -> list[Crash]:
-    """Return the crashes of ranks in order of time, without interrupted ones."""
+    """Return the crashes of ranks in order of time, without interruptions by the user."""
     result = []
     for number, record in (run.recording.ranks if run.recording is not None else {}).items():
         ends = [event for event in record.events if event.kind == "end"]
         if not ends or ends[-1].data.get("reason") != "exception":
             continue
-        last = ends[-1]
-        message = last.data.get("message") or last.data.get("text")
-        steps = last.data.get("steps")
+        end = ends[-1]
+        message = end.data.get("message") or end.data.get("text")
+        steps = end.data.get("steps")
         crash = Crash(
             rank=number,
-            exception=str(last.data.get("exception") or "an exception")[:100],
+            exception=str(end.data.get("exception") or "an exception")[:100],
             message=str(message)[:300] if message else None,
             steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
         )
-        at, perf, unix = last.t, record.rank.anchor_perf_ns, record.rank.anchor_unix_ns
-        if perf is not None and unix is not None:
-            at += unix - perf
-        result.append((at, crash))
+        end_ns, perf_ns, unix_ns = end.t, record.rank.anchor_perf_ns, record.rank.anchor_unix_ns
+        if perf_ns is not None and unix_ns is not None:
+            end_ns += unix_ns - perf_ns
+        result.append((end_ns, crash))
     return [crash for _, crash in sorted(result, key=lambda item: item[0])]

@@ -1,4 +1,4 @@
-"""Loading of the rules: the bundled ones, and others' by entry point or folder; their options."""
+"""Loading of the rules, bundled or from entry points or a folder, with their options."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ from advisor.core.rule import Rule
 
 ENTRY_POINTS = "advisor.rules"
 MAX_RULE_BYTES = 4 << 20
-"""Largest size of a file of rules, bytes."""
+"""Maximum size of a file of rules, bytes."""
 
 
 def load_rules(
@@ -30,14 +30,14 @@ def load_rules(
 ) -> list[Rule]:
     """Return an instance of every enabled rule, by id, with the user's thresholds set.
 
-    ``folder``: more rules, every ``*.py`` in it. ``config``: rule id -> options, as in
-    ``[tool.advisor.rules.<id>]``; ``enabled = false`` switches a rule off. Raises AdvisorError
-    for a rule that cannot be imported, a repeated id, an unknown rule or option."""
+    ``folder``: additional rules, in every ``*.py`` file. ``config``: rule id -> options, as in
+    ``[tool.advisor.rules.<id>]``. ``enabled = false`` switches a rule off. Raises AdvisorError for
+    a rule that cannot be imported, a repeated id, or an unknown rule or option."""
     classes: dict[str, type[Rule]] = {}
-    for module in _modules(folder):
+    for module in _iterate_modules(folder):
         for cls in (each for each in classes_in(module, Rule) if each.id):
             if not cls.bundled:
-                _refuse_nonsense(cls)
+                _check_rule_class(cls)
             other = classes.get(cls.id)
             if other is not None and other is not cls:
                 raise AdvisorError(
@@ -52,22 +52,22 @@ def load_rules(
                 + suggest(rule_id, classes, "see 'advisor rules list'")
             )
     return [
-        _configured(classes[rule_id], config.get(rule_id, {}))
+        _configure(classes[rule_id], config.get(rule_id, {}))
         for rule_id in sorted(classes)
         if config.get(rule_id, {}).get("enabled", True)
     ]
 
 
 @cache
-def _own() -> tuple[ModuleType, ...]:
+def _import_bundled() -> tuple[ModuleType, ...]:
     import advisor.rules
 
     result = pkgutil.walk_packages(advisor.rules.__path__, "advisor.rules.")
     return tuple(importlib.import_module(item.name) for item in result if not item.ispkg)
 
 
-def _modules(folder: Path | None) -> Iterator[ModuleType]:
-    yield from _own()
+def _iterate_modules(folder: Path | None) -> Iterator[ModuleType]:
+    yield from _import_bundled()
     for point in entry_points(group=ENTRY_POINTS):
         with loading(point, "rule"):
             loaded = point.load()
@@ -75,10 +75,10 @@ def _modules(folder: Path | None) -> Iterator[ModuleType]:
         if module is not None:
             yield module
     if folder is not None:
-        yield from _from_folder(folder)
+        yield from _import_folder(folder)
 
 
-def _from_folder(folder: Path) -> Iterator[ModuleType]:
+def _import_folder(folder: Path) -> Iterator[ModuleType]:
     if not folder.is_dir():
         raise AdvisorError(f"{folder}: not a folder of rules")
     files = sorted(folder.glob("*.py"))
@@ -103,33 +103,33 @@ def _check_rule_file(file: Path) -> None:
     """Raise AdvisorError for a file that would block the import, or is too large for a rule."""
     try:
         with open_regular(file) as opened:
-            long = os.fstat(opened.fileno()).st_size > MAX_RULE_BYTES
+            is_too_long = os.fstat(opened.fileno()).st_size > MAX_RULE_BYTES
     except OSError as error:
         raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
-    if long:
+    if is_too_long:
         raise AdvisorError(f"{file}: larger than {MAX_RULE_BYTES >> 20} MiB, so not a rule")
 
 
-def _refuse_nonsense(cls: type[Rule]) -> None:
-    """Raise AdvisorError if a foreign rule's id, category or attribute types are wrong: they are
-    read long after it is loaded."""
-    where = f"{inspect.getfile(cls)}: rule {cls.__name__}"
+def _check_rule_class(cls: type[Rule]) -> None:
+    """Raise AdvisorError if the id, category or attribute types of a third-party rule are wrong.
+    They are read long after the rule is loaded."""
+    prefix = f"{inspect.getfile(cls)}: rule {cls.__name__}"
     if not re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", str(cls.id)) or str(cls.id).isdecimal():
-        raise AdvisorError(f"{where}: its id must be lower-case words, such as 'slow-loader'")
+        raise AdvisorError(f"{prefix}: its id must be lower-case words, such as 'slow-loader'")
     if getattr(cls, "category", None) not in get_args(Category):
-        raise AdvisorError(f"{where}: its category must be one of {', '.join(get_args(Category))}")
+        raise AdvisorError(f"{prefix}: its category must be one of {', '.join(get_args(Category))}")
     for name, example in vars(Rule).items():
         kind = next((k for k in (bool, str, float, tuple, dict) if isinstance(example, k)), None)
         if name.startswith("_") or kind is None:
             continue
         value = getattr(cls, name)
         if not isinstance(value, int | float if kind is float else kind):
-            raise AdvisorError(f"{where}: {name} is {type(value).__name__}, not {kind.__name__}")
+            raise AdvisorError(f"{prefix}: {name} is {type(value).__name__}, not {kind.__name__}")
 
 
-def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
+def _configure(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
     rule = cls()
-    known = cls.options()
+    allowed = cls.options()
     for name, value in options.items():
         if name == "enabled":
             continue
@@ -138,22 +138,22 @@ def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
                 f"pyproject.toml: [tool.advisor.rules.{cls.id}]: {name} belongs to the estimate of "
                 "the gain and cannot be set"
             )
-        if name not in known:
-            have = suggest(name, known, f"have: {', '.join(sorted(known)) or 'none'}")
+        if name not in allowed:
+            hint = suggest(name, allowed, f"have: {', '.join(sorted(allowed)) or 'none'}")
             raise AdvisorError(
-                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: no option {name!r} ({have})"
+                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: no option {name!r} ({hint})"
             )
-        default = known[name]
-        number = isinstance(default, int | float) and not isinstance(default, bool)
-        fits = (
+        default = allowed[name]
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        is_valid = (
             isinstance(value, int | float) and not isinstance(value, bool)
-            if number
+            if is_number
             else isinstance(value, type(default))
         )
-        if not fits:
+        if not is_valid:
             raise AdvisorError(
                 f"pyproject.toml: [tool.advisor.rules.{cls.id}]: {name} must be a "
-                f"{'number' if number else type(default).__name__}"
+                f"{'number' if is_number else type(default).__name__}"
             )
         setattr(rule, name, value)
     return rule

@@ -1,4 +1,4 @@
-"""Execution of the rules, on each rank's window and across ranks, and what they found."""
+"""Execution of the rules, on each rank's window and across ranks, and their outcomes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.study import Study
 
 RULE_FAILED = "the rule failed"
-MAIN_PLACE = 0.5
-"""Share of a finding's instances at its first place from which a sampled line is named."""
-MANY_ROWS = 2_000_000
-"""Number of events from which ranks are examined one after another. Threads share one interpreter,
-gain a fifth of this part's time, and need much memory beside the trace."""
+MIN_MAIN_PLACE_SHARE = 0.5
+"""Minimum share of a finding's instances at its first place at which a sampled line is named."""
+MAX_PARALLEL_EVENTS = 2_000_000
+"""Maximum number of events up to which ranks are examined in parallel. Threads share one
+interpreter, save a fifth of this part's time, and need much memory in addition to the trace."""
 Subject = TypeVar("Subject", "Analysis", "Study")
 
 
@@ -56,12 +56,12 @@ class RankFindings:
     passed: list[PassedCheck]
     skipped: list[SkippedCheck]
     estimator: GainEstimator | None = None
-    """Estimator of the gains; ``None``: in another process, or across ranks."""
+    """Estimator of the gains, or ``None`` in another process or for findings across ranks."""
     summary: RankSummary | None = None
-    """Figures of the rank for the comparison; ``None``: it is alone, or was not profiled."""
+    """Figures of the rank to compare, or ``None`` for a single rank or without a profile."""
 
     def with_findings_across_ranks(self, across: RankFindings) -> RankFindings:
-        """Return a copy that also has what the rules found across ranks."""
+        """Return a copy that also contains the outcomes across ranks."""
         return replace(
             self,
             findings=self.findings + across.findings,
@@ -75,12 +75,14 @@ def run_ranks(analyses: dict[int, Analysis], rules: list[Rule]) -> dict[int, Ran
     if len(analyses) == 1:
         return {number: run_rules(number, a, rules) for number, a in analyses.items()}
     rows = sum(a.trace.cpu.height + a.trace.gpu.height for a in analyses.values())
-    with ThreadPoolExecutor(1 if rows > MANY_ROWS else None) as threads:
-        done = threads.map(_summed_up, list(analyses), analyses.values(), [rules] * len(analyses))
+    with ThreadPoolExecutor(1 if rows > MAX_PARALLEL_EVENTS else None) as threads:
+        done = threads.map(
+            _run_and_summarise, list(analyses), analyses.values(), [rules] * len(analyses)
+        )
         return {result.rank: result for result in done}
 
 
-def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
+def _run_and_summarise(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
     from advisor.advise.memory import memory_of_rank
     from advisor.measure.ranks.rank_summary import summarise_rank
 
@@ -94,45 +96,47 @@ def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
 def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:
     """Run the per-rank rules on one window; estimate the gains if ``prices`` is set."""
     outcomes: list[Outcome] = []
-    unknown = lost_records(a)
-    cut = a.trace.meta.truncated
+    lost = lost_records(a)
+    is_cut_off = a.trace.meta.truncated
     for rule in rules:
         if rule.across_ranks or not _applies(rule, a) or not is_of_use(rule, a):
             continue
         rule = for_program(rule, a)
-        before = a.idle_reads
-        said = _contained(rule, rule.check, a)
-        if unknown and not rule.reads_record:
-            said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before, cut=cut)
-        outcomes += [_completed(outcome, rule, a, number) for outcome in said]
-    outcomes += _not_run(a, rules)
+        reads_before = a.idle_reads
+        rule_outcomes = _run_safely(rule, rule.check, a)
+        if lost and not rule.reads_record:
+            rule_outcomes = _without_idle(
+                rule, rule_outcomes, lost, of_idle=a.idle_reads > reads_before, cut=is_cut_off
+            )
+        outcomes += [_fill_outcome(outcome, rule, a, number) for outcome in rule_outcomes]
+    outcomes += _list_checks_not_run(a, rules)
     if a.only_input is None:
         outcomes += skip_foreign_rules(rules, a.trace.meta)
-    return _sorted(outcomes, number, a, estimator_for(a) if prices else None)
+    return _split_by_kind(outcomes, number, a, estimator_for(a) if prices else None)
 
 
 def rank_rules(
     study: Study, main: int, a: Analysis, rules: list[Rule], estimator: GainEstimator
 ) -> RankFindings:
-    """Run the rules that look across ranks; the report is of rank ``main``."""
+    """Run the rules that look across ranks. The report is of rank ``main``."""
     outcomes: list[Outcome] = []
     for rule in rules:
         if rule.across_ranks and is_of_use(rule, a):
             rule = for_program(rule, a)
-            said = _contained(rule, rule.check_run, study)
-            outcomes += [_completed(outcome, rule, a, main) for outcome in said]
-    return _sorted(outcomes, main, a, estimator)
+            rule_outcomes = _run_safely(rule, rule.check_run, study)
+            outcomes += [_fill_outcome(outcome, rule, a, main) for outcome in rule_outcomes]
+    return _split_by_kind(outcomes, main, a, estimator)
 
 
 def estimate_findings(checked: RankFindings, a: Analysis, estimator: GainEstimator) -> RankFindings:
-    """Return a copy with estimated gains; a finding whose estimate fails is also skipped."""
+    """Return a copy with estimated gains. A finding that fails becomes a skipped check."""
     findings, skipped = [], list(checked.skipped)
     for finding in checked.findings:
         try:
             findings.append(estimate_impact(finding, a, estimator))
         except AdvisorError:
             raise
-        except Exception as error:  # an edit that somebody else's rule made
+        except Exception as error:  # an edit from a third-party rule
             why = f"no gain could be estimated ({describe_failure(error)})"[:300]
             skipped.append(SkippedCheck(what=finding.title, why=why, rule=finding.rule))
     return replace(checked, findings=findings, skipped=skipped, estimator=estimator)
@@ -141,8 +145,8 @@ def estimate_findings(checked: RankFindings, a: Analysis, estimator: GainEstimat
 def merge_ranks(
     results: dict[int, RankFindings], main: int, *, counted: bool = True
 ) -> RankFindings:
-    """Return the main rank's findings, and those that only other ranks have. Each notes on how many
-    ranks its rule found it, if ``counted``."""
+    """Return the main rank's findings, and findings that only other ranks have. If ``counted``,
+    each notes how many ranks have it."""
     findings = list(results[main].findings)
     seen = {finding.rule: {main} for finding in findings}
     for number, other in results.items():
@@ -159,8 +163,8 @@ def merge_ranks(
 def _without_idle(
     rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: bool, cut: bool
 ) -> list[Outcome]:
-    """Replace what a rule says of idle or exposed time by a skipped check. ``why``: from
-    ``lost_records``; ``of_idle``: the rule looked at such time; ``cut``: the file is cut off."""
+    """Replace what a rule says about idle or exposed time by a skipped check. ``why``: from
+    ``lost_records``. ``of_idle``: the rule looked at such time. ``cut``: the file is cut off."""
     if not of_idle or not outcomes:
         return outcomes
     name = rule.title or rule.id
@@ -181,8 +185,8 @@ def _applies(rule: Rule, a: Analysis) -> bool:
     return a.record is not None if rule.reads_record else not a.record_only
 
 
-def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
-    """Return one skipped check for all rules for which an input is missing."""
+def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
+    """Return one skipped check for all rules that lack an input."""
     if a.only_input is not None:
         return [a.only_input.skipped]
     if a.record_only:
@@ -200,23 +204,23 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
         SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
-            why="a profiler's trace does not hold them",
+            why="a profiler's trace does not contain them",
             record="advisor record",
             rule=", ".join(missing),
         )
     ]
 
 
-def _contained(
+def _run_safely(
     rule: Rule, check: Callable[[Subject], Iterable[Outcome]], subject: Subject
 ) -> list[Outcome]:
-    """Return what a rule yields, or one skipped check if it fails. A rule may be anybody's code,
-    and a failure must not stop the others."""
+    """Return what a rule yields, or one skipped check if it fails. A rule may be third-party code,
+    and its failure must not stop the others."""
     try:
-        said = list(check(subject))
+        outcomes = list(check(subject))
         if not rule.bundled:
-            said = [_sound(outcome, rule) for outcome in said]
-        return said
+            outcomes = [_check_outcome(outcome, rule) for outcome in outcomes]
+        return outcomes
     except AdvisorError:
         raise
     except Exception as error:
@@ -224,34 +228,36 @@ def _contained(
         return [SkippedCheck(what=rule.title or rule.id, why=why)]
 
 
-def _sound(outcome: Outcome, rule: Rule) -> Outcome:
-    """Check the field types of what a foreign rule yields; nothing else does. Raises TypeError or
-    ValueError."""
+def _check_outcome(outcome: Outcome, rule: Rule) -> Outcome:
+    """Check the field types of what a third-party rule yields, as nothing else does. Raises
+    TypeError or ValueError."""
     if not isinstance(outcome, Finding | PassedCheck | SkippedCheck):
         raise TypeError(f"it yielded {type(outcome).__name__}, not a Finding")
-    given = msgspec.to_builtins(outcome)
-    if b"null" in msgspec.json.encode(list(_numbers(given))):  # how JSON writes NaN and infinity
+    plain = msgspec.to_builtins(outcome)
+    if b"null" in msgspec.json.encode(
+        list(_iterate_floats(plain))
+    ):  # how JSON writes NaN and infinity
         raise ValueError("it yielded a number that is not finite")
-    sound: Outcome = msgspec.convert(given, type(outcome))
-    if isinstance(sound, Finding):
-        for edit in sound.edits:
+    checked: Outcome = msgspec.convert(plain, type(outcome))
+    if isinstance(checked, Finding):
+        for edit in checked.edits:
             for pattern in (edit.select.name, edit.select.under):
                 re.compile(pattern or "")
-        rule.complete(sound)
-    return sound
+        rule.complete(checked)
+    return checked
 
 
-def _numbers(value: object) -> Iterator[float]:
+def _iterate_floats(value: object) -> Iterator[float]:
     """Yield all floats in plain data."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(item)
+            yield from _iterate_floats(item)
 
 
-def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcome:
-    """Complete an outcome with the fields of its rule, its rank, device and lines of code."""
+def _fill_outcome(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcome:
+    """Fill in an outcome's rule, rank, device and lines of code."""
     if isinstance(outcome, PassedCheck):
         return structs.replace(outcome, rule=rule.id)
     if isinstance(outcome, SkippedCheck):
@@ -265,7 +271,9 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
         where = where if line is None else [line.location, *where]
     elif where and a.recorded is not None and not any(place.file for place in where):
         counts = [place.count or 1 for place in where]
-        if counts[0] >= MAIN_PLACE * sum(counts):  # else its line is that of a bystander
+        if counts[0] >= MIN_MAIN_PLACE_SHARE * sum(
+            counts
+        ):  # else the line may belong to unrelated code
             where = [_with_layer_line(place, a) for place in where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
@@ -273,8 +281,8 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
 
 
 def _with_layer_line(place: Location, a: Analysis) -> Location:
-    """Add the line of the user's code to an operator's place, by the layer that has its weights;
-    else by stacks sampled outside windows."""
+    """Add the line of the user's code to an operator's place: from the layer with its weights, or
+    else from stacks sampled outside windows."""
     line = line_of_layer(a, place)
     if line is None:
         return _with_sampled_line(place, a)
@@ -285,20 +293,23 @@ def _with_layer_line(place: Location, a: Analysis) -> Location:
 
 
 def _with_sampled_line(place: Location, a: Analysis) -> Location:
-    """Add the line of the user's code to an operator's place, by the stacks sampled outside
-    windows."""
+    """Add the user's line of code to an operator's place, from samples outside windows."""
     line = None if place.op is None else line_of_operator(a, place.op)
-    if line is None or _is_beside_copies(place, a):
+    if line is None or _has_copies_too(place, a):
         return place
-    found = line.location
+    location = line.location
     return structs.replace(
-        place, file=found.file, line=found.line, function=found.function, sampled_share=line.share
+        place,
+        file=location.file,
+        line=location.line,
+        function=location.function,
+        sampled_share=line.share,
     )
 
 
-def _is_beside_copies(place: Location, a: Analysis) -> bool:
-    """Return whether an operator's kernel is one place, and its copies to or from the host another:
-    samples are where the host waits, which is at the copies."""
+def _has_copies_too(place: Location, a: Analysis) -> bool:
+    """Return whether an operator has copies to or from the host in addition to this kernel. Samples
+    then show the copies, where the host waits."""
     if place.kernel is None or place.kernel.startswith("Memcpy"):
         return False
     of_operator = (a.kernels["op_name"] == place.op).fill_null(value=False)
@@ -307,8 +318,7 @@ def _is_beside_copies(place: Location, a: Analysis) -> bool:
 
 
 def _with_line(place: Location, a: Analysis) -> Location:
-    """Add the line that a kernel was generated from to its place, if torch.compile's logs name
-    it."""
+    """Add to a kernel's place the line it was generated from, if torch.compile's logs name it."""
     name = place.kernel or place.op
     if place.file is not None or name not in a.fused_kernels:
         return place
@@ -319,10 +329,10 @@ def _with_line(place: Location, a: Analysis) -> Location:
     return structs.replace(place, file=first.file, line=first.line, function=first.function)
 
 
-def _sorted(
+def _split_by_kind(
     outcomes: Sequence[Outcome], number: int, a: Analysis, estimator: GainEstimator | None
 ) -> RankFindings:
-    """Sort outcomes by kind, and estimate the gains of findings if there is an ``estimator``."""
+    """Split outcomes by kind, and estimate the gains of findings if there is an ``estimator``."""
     checked = RankFindings(
         number,
         [outcome for outcome in outcomes if isinstance(outcome, Finding)],
@@ -335,16 +345,16 @@ def _sorted(
 # -- hot lines of Python, from Scalene -------------------------------------------------------------
 
 MAX_HOT_LINES = 3
-"""Number of hot lines added to a finding."""
-_DATA = re.compile(
+"""Maximum number of hot lines added to a finding."""
+_DATA_PATTERN = re.compile(
     r"__getitems?__|__iter__|__next__|collate|transform|augment|decode|load_|read_|preprocess"
     r"|tokeniz|\bforward_data\b|[Dd]ata[Ss]et|[Dd]ata[Ll]oader"
 )
-"""Pattern of functions that prepare data: their lines explain waits for it."""
+"""Pattern of functions that prepare data. Their lines explain waits for data."""
 
 
 def read_hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
-    """Read the rank's ``scalene.json``: its hot lines, and the problems found in it."""
+    """Read the rank's ``scalene.json``. Return its hot lines and its problems."""
     if a.record is None or not a.record.folder:
         return [], []
     file = Path(a.record.folder) / SCALENE
@@ -361,14 +371,14 @@ def read_hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
 def add_hot_lines(
     findings: Iterable[Finding], lines: Sequence[HotLine], rules: Iterable[Rule]
 ) -> list[Finding]:
-    """Add the hottest lines of Python to findings on loading data and Python in the loop
+    """Add the hottest lines of Python to findings on data loading and on Python in the loop
     (``Rule.is_python_time``). Lines of the user's code that a finding already names stay first."""
-    python = {rule.id for rule in rules if rule.is_python_time}
-    data = [line for line in lines if _DATA.search(line.function or "")]
-    rest = [line for line in lines if line not in data]
+    python_rules = {rule.id for rule in rules if rule.is_python_time}
+    data_lines = [line for line in lines if _DATA_PATTERN.search(line.function or "")]
+    other_lines = [line for line in lines if line not in data_lines]
     return [
-        _with_lines(finding, data if finding.category == "input" else rest)
-        if finding.category == "input" or finding.rule in python
+        _with_lines(finding, data_lines if finding.category == "input" else other_lines)
+        if finding.category == "input" or finding.rule in python_rules
         else finding
         for finding in findings
     ]
@@ -376,14 +386,14 @@ def add_hot_lines(
 
 def _with_lines(finding: Finding, lines: Sequence[HotLine]) -> Finding:
     chosen = lines[:MAX_HOT_LINES]
-    known = {(place.file, place.line) for place in finding.where}
+    named_lines = {(place.file, place.line) for place in finding.where}
     places = [
         Location(file=line.file, line=line.line, function=line.function)
         for line in chosen
-        if (line.file, line.line) not in known
+        if (line.file, line.line) not in named_lines
     ]
-    named = any(place.file is not None for place in finding.where)
-    measured = [
+    has_file = any(place.file is not None for place in finding.where)
+    line_evidence = [
         Evidence(
             f"hot line {Path(line.file).name}:{line.line} (Scalene)",
             line.share,
@@ -394,6 +404,6 @@ def _with_lines(finding: Finding, lines: Sequence[HotLine]) -> Finding:
     ]
     return structs.replace(
         finding,
-        where=[*finding.where, *places] if named else [*places, *finding.where],
-        evidence=[*finding.evidence, *measured],
+        where=[*finding.where, *places] if has_file else [*places, *finding.where],
+        evidence=[*finding.evidence, *line_evidence],
     )

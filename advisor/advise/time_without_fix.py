@@ -1,4 +1,4 @@
-"""Parts of the step's bar that no finding is about although they are as long as a listed gain, and
+"""Parts of the step's bar that no finding covers although they are as long as a listed gain, and
 why no fix is offered for each."""
 
 from collections.abc import Iterator, Sequence
@@ -24,59 +24,62 @@ from advisor.replay.exposed_time import LAUNCH_CAUSES
 from advisor.replay.selection import host_spans, selected_gaps, selected_gpu
 
 MIN_SHARE: Final = 2 * MIN_GAIN_SHARE
-"""Share of the step below which a part needs no word."""
-MIN_TOUCHED: Final = 0.5
-"""Share of a part that a finding's fix touches, from which the finding is about it."""
-MIN_DIRECTION: Final = 0.1
-"""Share of the exposed copies from which a direction of them has a reason of its own."""
+"""Minimum share of the step at which a part is mentioned."""
+MIN_TOUCHED_SHARE: Final = 0.5
+"""Minimum share of a part that a finding's fix changes, for the finding to cover the part."""
+MIN_DIRECTION_SHARE: Final = 0.1
+"""Minimum share of the exposed copies at which a direction has a reason of its own."""
 DIRECTIONS: Final = {
     "HtoD": "to the GPU", "DtoH": "to the CPU", "DtoD": "within the GPU", "PtoP": "between GPUs",
 }  # fmt: skip
 REASONS: Final = {
-    "unknown": "what the host does then is not recorded",
-    "compile": "first calls do it, and later steps do not",
+    "unknown": "the host's work in this time is not recorded",
+    "compile": "only first calls take this time, not later steps",
     "DtoH": "the host needs these values",
 }
-"""Reasons that hold for a part whatever the rules say."""
+"""Reasons for a part that do not depend on the rules."""
 NO_RULE: Final = "no fix is known for it"
 
 
 def find_time_without_fix(
     report: Report, a: Analysis, rules: Sequence[Rule], fired: Sequence[Finding]
 ) -> list[TimeWithoutFix]:
-    """Return the parts of the bar as long as the smallest listed gain, or as a warning's, that no
-    ranked or folded finding is about; those with one reason together. The end of the recording and
-    the profiler are no such part. Empty where records are lost, or the trace is too small for
-    advice. ``fired``: all that the rules found, also what the report leaves out."""
+    """Return the parts of the bar that no ranked or folded finding covers, although they are as
+    long as the smallest listed gain or a warning's gain. Parts with the same reason are merged. The
+    end of the recording and the profiler do not count. Empty if records are lost, or if the trace
+    is too small for advice. ``fired``: all findings of the rules, including those the report leaves
+    out."""
     if not report.time or lost_records(a) or is_too_small(a):
         return []
-    step_ns, own = report.scope.step_ns, report.scope.framework
+    step_ns, framework = report.scope.step_ns, report.scope.framework
     gains = [
         f.impact.gain_ns
         for f in report.findings
         if f.priority and f.impact and f.impact.currency == "step_time" and f.impact.gain_ns
     ]
-    least = max(MIN_SHARE * step_ns, min([WARNING_SHARE * step_ns, *gains]))
+    min_ns = max(MIN_SHARE * step_ns, min([WARNING_SHARE * step_ns, *gains]))
     parts = [
         (part.name, t.CLASS_LABELS.get(part.name, part.name), part.ns, part.share)
         for part in report.time
         if part.name not in ("compute", "idle")
     ]
     parts += [
-        (part.cause, t.idle_label(part, own), part.ns, part.share)
+        (part.cause, t.idle_label(part, framework), part.ns, part.share)
         for part in report.idle
         if part.cause not in ("end", "profiler")
     ]
-    why = _Reasons(report, a, rules, fired)
+    reasons = _Reasons(report, a, rules, fired)
     result: dict[str, TimeWithoutFix] = {}
     for name, label, ns, share in parts:
-        if ns < least or any(why.is_about(f, name) for f in report.findings):
+        if ns < min_ns or any(reasons.is_about(f, name) for f in report.findings):
             continue
-        if not (reason := why.of_copies() if name == "copies" else why.of_part(name, name)):
+        if not (reason := reasons.of_copies() if name == "copies" else reasons.of_part(name, name)):
             continue
         part = TimeWithoutFix([label], ns, share, reason)
-        if (same := result.get(reason)) is not None:
-            part = TimeWithoutFix([*same.labels, label], same.ns + ns, same.share + share, reason)
+        if (previous := result.get(reason)) is not None:
+            part = TimeWithoutFix(
+                [*previous.labels, label], previous.ns + ns, previous.share + share, reason
+            )
         result[reason] = part
     return list(result.values())
 
@@ -91,55 +94,55 @@ class _Reasons:
     fired: Sequence[Finding]
 
     def of_copies(self) -> str:
-        """Say it by direction; empty: findings are about all of the copies."""
+        """Say why copies have no fix, by direction. Empty if findings cover all copies."""
         table = self.a.copies.group_by(pl.col("copy").cast(pl.String)).agg(pl.col("exposed").sum())
-        whole = max(1, int(table["exposed"].to_numpy().sum()))
+        total_ns = max(1, int(table["exposed"].to_numpy().sum()))
         parts = []
         for direction, ns in table.sort("exposed", descending=True).iter_rows():
-            where = DIRECTIONS.get(direction)
-            if where is None or ns < MIN_DIRECTION * whole:
+            direction_text = DIRECTIONS.get(direction)
+            if direction_text is None or ns < MIN_DIRECTION_SHARE * total_ns:
                 continue
             why = f"({self.of_part('copies', direction)})"
             ranked = (f for f in self.report.findings if f.priority is not None)
             fix = next((f for f in ranked if self._rule_looks(f, direction)), None)
             if fix is not None:
                 why = f"belong to fix {fix.priority}"
-            parts.append(f"{t.format_duration(ns / self.a.step_count)} {where} {why}")
+            parts.append(f"{t.format_duration(ns / self.a.step_count)} {direction_text} {why}")
         return "; ".join(parts)
 
     def of_part(self, part: str, kind: str) -> str:
-        """Say why there is none for a part, or a kind of it: a note says so, the fix gains nothing,
-        or it is too little for the rules that look at it."""
+        """Say why a part, or a kind of it, has no fix: a note says so, the fix gains nothing, or
+        the part is too small for the rules that look at it."""
         for note in self.report.notes:
             if self.is_about(note, part) or self._rule_looks(note, kind):
                 return f"{explain_note(note)} (note '{note.title}')"
         for finding in self.fired:
             if self._rule_looks(finding, kind):
                 return f"in the replay a fix gains too little ('{finding.title}')"
-        looking = [rule for rule in self.rules if kind in rule.looks_at]
-        own = (rule.fill_thresholds((rule.looks_at[kind],))[0] for rule in looking)
-        result = "; ".join(dict.fromkeys(own)) or REASONS.get(kind, NO_RULE)
-        how = how_to_record_more("with_stack=True", self.a)
-        stacks = kind == "unknown" and self.report.host and not self.a.trace.meta.with_stack
-        return f"{result}; {how} shows it" if stacks and how else result
+        rules = [rule for rule in self.rules if kind in rule.looks_at]
+        texts = (rule.fill_thresholds((rule.looks_at[kind],))[0] for rule in rules)
+        result = "; ".join(dict.fromkeys(texts)) or REASONS.get(kind, NO_RULE)
+        recording = how_to_record_more("with_stack=True", self.a)
+        needs_stacks = kind == "unknown" and self.report.host and not self.a.trace.meta.with_stack
+        return f"{result}; {recording} shows it" if needs_stacks and recording else result
 
     def is_about(self, finding: Finding, part: str) -> bool:
-        """Return whether a finding is about a part: its rule looks at it, or its fix touches most
-        of it; without edits, one on all code of a place is about the host's own time."""
+        """Return whether a finding covers a part: its rule looks at the part, or its fix touches
+        most of it. A finding without edits on all code of a place covers the host's own time."""
         if self._rule_looks(finding, part):
             return True
         if not finding.edits:
             return finding.subject == HOST_CODE and part in LAUNCH_CAUSES
         if part in ("communication", "copies", "memset"):
-            return _touched_work(self.a, part, finding.edits) >= MIN_TOUCHED
-        return _touched_idle(self.a, part, finding.edits) >= MIN_TOUCHED
+            return _measure_touched_work(self.a, part, finding.edits) >= MIN_TOUCHED_SHARE
+        return _measure_touched_idle_time(self.a, part, finding.edits) >= MIN_TOUCHED_SHARE
 
     def _rule_looks(self, finding: Finding, kind: str) -> bool:
         return any(rule.id == finding.rule and kind in rule.looks_at for rule in self.rules)
 
 
-def _touched_work(a: Analysis, part: str, edits: Sequence[Edit]) -> float:
-    """Return the share of a class of exposed device time in which work runs that edits select."""
+def _measure_touched_work(a: Analysis, part: str, edits: Sequence[Edit]) -> float:
+    """Return the share of a class of exposed device time in which the edits' work runs."""
     exposed = getattr(a.breakdown, part)
     mask = np.zeros(a.trace.gpu.height, dtype=bool)
     for edit in edits:
@@ -151,18 +154,17 @@ def _touched_work(a: Analysis, part: str, edits: Sequence[Edit]) -> float:
     return float(touched / max(1, exposed.total))
 
 
-def _touched_idle(a: Analysis, cause: str, edits: Sequence[Edit]) -> float:
-    """Return the share of the idle time for a cause that edits select, or whose host work they
-    do."""
+def _measure_touched_idle_time(a: Analysis, cause: str, edits: Sequence[Edit]) -> float:
+    """Return the share of a cause's idle time whose gaps or host work the edits select."""
     of_cause = (a.gaps["cause"] == cause).to_numpy()
     ts, dur = a.gaps["ts"].to_numpy(), a.gaps["dur"].to_numpy()
     touched = np.zeros(len(ts))
-    for each in _idle_of(a, edits):
+    for each in _iterate_touched_gaps(a, edits):
         touched = np.maximum(touched, each)
     return float(touched[of_cause].sum()) / max(1, int(dur[of_cause].sum()))
 
 
-def _idle_of(a: Analysis, edits: Sequence[Edit]) -> Iterator[NDArray[Any]]:
+def _iterate_touched_gaps(a: Analysis, edits: Sequence[Edit]) -> Iterator[NDArray[Any]]:
     ts, dur = a.gaps["ts"].to_numpy(), a.gaps["dur"].to_numpy()
     for edit in edits:
         if edit.select.on == "gap":

@@ -75,9 +75,8 @@ MIN_IDLE_SHARE = 0.2
 """Minimum share of the step at which the verdict names a second cause of idle time."""
 MIN_OPERATOR_STEP_SHARE = 0.5
 """Minimum share of the step at which an operator's device work is named without a known fix."""
-MIN_LATER_GAIN_RATIO = 1.5
-"""Minimum ratio of a later gain to the first one at which the verdict gives the gain of all
-fixes."""
+MIN_LATER_RATIO = 1.5
+"""Minimum ratio of a later gain to the first at which the verdict gives the gain of all."""
 MIN_NOTE_RATIO = 3.0
 """Minimum ratio of a note's share of the step to the share of the first gain, at which the verdict
 names the note."""
@@ -124,18 +123,13 @@ def _describe_all_fixes(report: Report, status: str) -> str:
     gains = [f.impact for f in fixes_of_step(report) if f.impact is not None]
     first, *later = [i.gain_ns or 0 for i in gains if i.currency == "step_time"] or [0]
     faster = format_speedup(report)
-    if (
-        status != "bottlenecks"
-        or max(later, default=0) < MIN_LATER_GAIN_RATIO * first
-        or not faster
-    ):
+    if status != "bottlenecks" or max(later, default=0) < MIN_LATER_RATIO * first or not faster:
         return ""
     return f" With all fixes: {faster}."
 
 
 def _warn_of_memory_growth(report: Report, roles: Mapping[str, VerdictRole]) -> str:
-    """Say that memory grows and when it runs out. Empty if it does not grow, or if this is
-    unknown."""
+    """Say that memory grows, and when it runs out. Empty if it does not."""
     for risk in report.risks:
         grows = roles.get(risk.rule) == "memory growth"
         if grows and risk.impact is not None and risk.impact.reason:
@@ -157,8 +151,7 @@ def _describe_time_between_steps(report: Report, roles: Mapping[str, VerdictRole
 
 
 def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
-    """Return the verdict on a recording that supports no advice, or ``None`` if it supports
-    some."""
+    """Return the verdict on a recording that supports no advice, or else ``None``."""
     if a.record_only:
         return None
     if why := lost_replays(a):
@@ -197,14 +190,14 @@ def _write_main_verdict(
         return _write_layers_verdict(report)
     if report.busy_share is None:
         return _write_host_verdict(report, a, of_step, rules)
-    busy_share, own_busy_share = report.busy_share, a.own_busy_share
-    busy_of = f"busy {_name_busy(report, own_busy_share)}"
+    busy_share, run_share = report.busy_share, a.own_busy_share
+    busy_of = f"busy {_name_busy(report, run_share)}"
     if (
-        own_busy_share is not None
-        and own_busy_share >= busy_share + MIN_BUSY_DIFFERENCE
+        run_share is not None
+        and run_share >= busy_share + MIN_BUSY_DIFFERENCE
         and report.step is not None
     ):
-        busy_share = own_busy_share
+        busy_share = run_share
     if report.scope.recorded_ns is not None:
         between = "between its first and its last work"
         span = t.format_duration(report.step_ns)
@@ -335,7 +328,7 @@ def _write_host_verdict(
         return "bottlenecks", f"{why} {longest_part} {_name_first_finding(report)}."
     small = _name_largest_gain(report)
     if on_host:
-        return "limited", f"{_describe_steps_on_host(report, a, of_step, rules)}{small}"
+        return "limited", f"{_describe_host_steps(report, a, of_step, rules)}{small}"
     return "limited", " ".join(part for part in (why, action, longest_part) if part) + small
 
 
@@ -349,17 +342,13 @@ def _choose_verb(report: Report) -> str:
     return "trains" if trains else "runs"
 
 
-def _describe_steps_on_host(
-    report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]
-) -> str:
+def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]) -> str:
     """Write the verdict on steps computed by the host, without a large gain: what takes the time,
     and what was checked."""
     top = report.host[0]
     label = t.host_label(top.name, report.scope.framework)
-    step_name = of_step.split(" ", 1)[-1]
-    text = (
-        f"The program {_choose_verb(report)} on the CPU, and no finding explains its {step_name}."
-    )
+    step = of_step.split(" ", 1)[-1]
+    text = f"The program {_choose_verb(report)} on the CPU, and no finding explains its {step}."
     slow_steps = {rule.id for rule in rules if rule.host_check == "slow steps"}
     slow_step_risks = [risk for risk in report.risks if risk.rule in slow_steps]
     if slow_step_risks and report.step is not None and report.step.varies:
@@ -367,18 +356,14 @@ def _describe_steps_on_host(
     computes = _is_only_computation(report)
     if computes:
         text = (
-            f"The program {_choose_verb(report)} on the CPU. Its {step_name} is almost all the "
+            f"The program {_choose_verb(report)} on the CPU. Its {step} is almost all the "
             "model's own computation."
         )
     if report.scope.step_source != "record" and top.name != "unknown":
         text += f" Most of it: {label} {t.format_share(top.share)}"
         first = report.operators[0] if report.operators and top.name == "dispatch" else None
-        sampled_line = None if first is None else line_of_operator(a, first.name)
-        location = (
-            ""
-            if sampled_line is None
-            else f" ({sampled_line.location.file}:{sampled_line.location.line})"
-        )
+        sampled = None if first is None else line_of_operator(a, first.name)
+        location = "" if sampled is None else f" ({sampled.location.file}:{sampled.location.line})"
         mostly = "" if first is None else f", mostly {labels.clean(first.name)}{location}"
         text += f"{mostly}."
     if report.recorded is not None and report.recorded.phases:
@@ -401,16 +386,15 @@ def _describe_steps_on_host(
     skipped = {
         rule for skipped_check in report.not_checked for rule in skipped_check.rule.split(", ")
     }
-    run_checks = {rule.host_check for rule in rules if rule.id not in skipped}
-    checks = [check for check in get_args(HostCheck) if check and check in run_checks]
+    done = {rule.host_check for rule in rules if rule.id not in skipped}
+    checks = [check for check in get_args(HostCheck) if check and check in done]
     return f"{text} Looked at: {', '.join(checks)}." if checks else text
 
 
 MIN_OPERATORS_SHARE = 0.9
 """Minimum share of operators in a step that counts as the model's own computation."""
 MAX_OTHER_PHASES_SHARE = 0.05
-"""Maximum share of phases other than forward, backward and optimizer in a step that only
-computes."""
+"""Maximum share of loading and other phases in a step that only computes."""
 
 
 def _is_only_computation(report: Report) -> bool:
@@ -450,15 +434,13 @@ def _explain_idle_without_fix(report: Report, a: Analysis) -> str:
     named[0] += f" of the {report.per}"
     shown = {part.cause for part in causes}
     recording = how_to_record_more("with_stack=True", a)
-    record_later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * (
-        "compile" in shown
-    )
-    record_more = (
+    later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
+    more = (
         f" with {recording}, to see what the host does" if "unknown" in shown and recording else ""
     )
     advice = "No fix with a significant gain is known."
-    if record_later or record_more:
-        advice = f"Record{record_later}{',' * bool(record_later and record_more)}{record_more}."
+    if later or more:
+        advice = f"Record{later}{',' * bool(later and more)}{more}."
     scope = report.scope
     if "compile" in shown and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0:
         shortest, steps = (
@@ -478,16 +460,14 @@ def _explain_idle(report: Report, a: Analysis) -> str:
             "process may use the GPU, or its clock dropped. Record again."
         )
     gain = sum(map(_compute_marginal_share, report.findings))
-    largest_share = max([gain, *(part.share for part in report.time if part.name != "idle")])
+    largest = max([gain, *(part.share for part in report.time if part.name != "idle")])
     share = sum(part.share for part in report.idle if part.cause == "unknown")
-    if share > largest_share:
+    if share > largest:
         return f" {_explain_unknown_idle(report, a, share)}"
     on_cpu = [part for part in report.idle if part.cause in _ON_CPU]
-    if sum(part.share for part in on_cpu) <= largest_share:
-        dispatch_share = sum(part.share for part in report.idle if part.cause == "dispatch")
-        operators = (
-            _name_longest_operators(a) if dispatch_share >= max(gain, MIN_IDLE_SHARE) else ""
-        )
+    if sum(part.share for part in on_cpu) <= largest:
+        waits = sum(part.share for part in report.idle if part.cause == "dispatch")
+        operators = _name_longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
         return f" {operators}" * bool(operators)
     causes = t.list_names(
         f"{t.format_share(part.share)} for {_ON_CPU[part.cause]}{_name_sampled(part)}"
@@ -620,8 +600,7 @@ def _name_phase(name: str) -> str:
 
 
 def _describe_exposed_time(report: Report) -> str:
-    """Say how much of the step is exposed communication or exposed copies. Empty if that is
-    little."""
+    """Say how much of the step is exposed communication or copies. Empty if little."""
     for name, label in (("communication", "communication"), ("copies", "copy time")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= MIN_EXPOSED_SHARE:
@@ -812,11 +791,9 @@ def _name_first_finding(report: Report, *, part: bool = False) -> str:
     if is_unsure(first):
         opening += f", {POSSIBLE.format(t.format_share(first.confidence))}"
     impact = first.impact
-    first_word = first.title.split(" ", 1)[0]
-    is_proper_name = (
-        first_word[1:] != first_word[1:].lower()
-    )  # "NCCL …", "DataLoader …", not "The …"
-    title = first.title if is_proper_name else t.lower_first(first.title)
+    word = first.title.split(" ", 1)[0]
+    is_name = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
+    title = first.title if is_name else t.lower_first(first.title)
     if impact is None or impact.gain_ns is None:
         unknown = ". It slows each step, but by how much is not recorded"
         return f"{opening}: {title}{unknown if first.known_cost else ''}"
@@ -834,11 +811,8 @@ def _name_first_finding(report: Report, *, part: bool = False) -> str:
 
 
 def _format_share_and_range(finding: Finding) -> str:
-    """Format a gain's share and range: `` (24%; range 29.2 to 45.4 ms)``. Empty if both are
-    missing."""
+    """Format a gain's share and range: `` (24%; range 29.2 to 45.4 ms)``. May be empty."""
     share = None if finding.impact is None else finding.impact.share
-    gain_range = t.format_gain_range(finding)
-    parts = [t.format_share(share)] * (share is not None) + [f"range {gain_range}"] * bool(
-        gain_range
-    )
+    ends = t.format_gain_range(finding)
+    parts = [t.format_share(share)] * (share is not None) + [f"range {ends}"] * bool(ends)
     return f" ({'; '.join(parts)})" * bool(parts)

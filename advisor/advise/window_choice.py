@@ -1,4 +1,4 @@
-"""Choice of what is analysed: a window of each rank, or its record."""
+"""Choice of what to analyse: a window of each rank, or the rank's record."""
 
 from dataclasses import replace
 
@@ -14,23 +14,23 @@ from advisor.measure.steps.steps import require_used_steps, require_window
 def choose_windows(
     run: Run, window: int | None, steps: tuple[int | None, int | None] | None
 ) -> dict[int, Analysis]:
-    """Return the analysis of each rank, those with a trace first, for the given window (default:
+    """Return the analysis of each rank, ranks with a trace first, for the given window (default:
     each rank's first) and steps.
 
-    Raises AdvisorError: a window or steps that are not there."""
+    Raises AdvisorError for a missing window or missing steps."""
     analyses = {
         number: Analysis(
-            run.traces[number, chosen], steps, _record(run, number), run.snapshots.get(number)
+            run.traces[number, chosen], steps, _find_record(run, number), run.snapshots.get(number)
         )
-        for number, chosen in _windows(run, window).items()
+        for number, chosen in _choose_window_numbers(run, window).items()
     }
     for number, a in analyses.items():
         if a.only_input is SNAPSHOT:
-            taken = [
+            snapshots = [
                 run.traces[key].meta.snapshot for key in sorted(run.traces) if key[0] == number
             ]
-            a.snapshot_series = order_snapshots([each for each in taken if each is not None])
-    analyses |= _untraced(run, analyses)
+            a.snapshot_series = order_snapshots([each for each in snapshots if each is not None])
+    analyses |= _analyse_untraced(run, analyses)
     if steps is not None and all(a.record_only for a in analyses.values()):
         require_window(run, "there are no steps to choose from")
     for number, a in analyses.items():
@@ -39,46 +39,48 @@ def choose_windows(
     return analyses
 
 
-def _windows(run: Run, window: int | None) -> dict[int, int]:
-    """Return the window to analyse of each rank. Raises AdvisorError if it is not there."""
+def _choose_window_numbers(run: Run, window: int | None) -> dict[int, int]:
+    """Return the window of each rank to analyse. Raises AdvisorError if it is missing."""
     chosen = {}
     if not run.traces and run.unread and window is not None:
-        raise _no_window(run, window, run.unread[0][0])
+        raise _make_window_error(run, window, run.unread[0][0])
     for number in run.ranks:
-        have = sorted(w for r, w in run.traces if r == number)
-        if window is not None and window not in have:
-            raise _no_window(run, window, number)
-        chosen[number] = have[0] if window is None else window
+        present = sorted(w for r, w in run.traces if r == number)
+        if window is not None and window not in present:
+            raise _make_window_error(run, window, number)
+        chosen[number] = present[0] if window is None else window
     return chosen
 
 
-def _no_window(run: Run, window: int, rank: int) -> AdvisorError:
-    have = sorted(w for r, w in (*run.traces, *run.unread) if r == rank)
+def _make_window_error(run: Run, window: int, rank: int) -> AdvisorError:
+    present = sorted(w for r, w in (*run.traces, *run.unread) if r == rank)
     return AdvisorError(
         f"{run.path or 'run'}: no window {window} of rank {rank} "
-        f"(windows present: {have[0]} to {have[-1]})"
+        f"(windows present: {present[0]} to {present[-1]})"
     )
 
 
-def _record(run: Run, number: int) -> RankRecord | None:
-    """Return the recorder's record of a rank; ``None`` if there is none."""
+def _find_record(run: Run, number: int) -> RankRecord | None:
+    """Return the recorder's record of a rank, or ``None`` if there is none."""
     if run.recording is None:
         return None
     return run.recording.ranks.get(max(number, 0))
 
 
-def _untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
-    """Return the analyses of ranks with a record but no trace: they were not to be profiled, or
-    never reached the window."""
+def _analyse_untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
+    """Return the analyses of ranks with a record but no trace: they were not profiled on purpose,
+    or never reached the window."""
     if run.recording is None:
         return {}
     return {
-        number: Analysis(_blank(run, number, record), None, record, run.snapshots.get(number))
+        number: Analysis(
+            _make_blank_trace(run, number, record), None, record, run.snapshots.get(number)
+        )
         for number, record in run.recording.ranks.items()
         if number not in traced
     }
 
 
-def _blank(run: Run, number: int, record: RankRecord) -> Trace:
+def _make_blank_trace(run: Run, number: int, record: RankRecord) -> Trace:
     blank = blank_trace(record.folder, number)
     return replace(blank, meta=replace(blank.meta, **run.logs))

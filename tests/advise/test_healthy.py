@@ -50,7 +50,7 @@ def test_one_step_of_six_that_saves_a_checkpoint_is_named_with_its_length(tmp_pa
                 with b.python("torch/serialization.py(900): save"):
                     b.host(120_000)
     report = report_of(b, tmp_path)
-    assert report.status == "limited" and "one step takes 1" in report.verdict
+    assert report.status == "limited" and "One step takes 1" in report.verdict
     (finding,) = [f for f in (*report.risks, *report.notes) if f.rule == "long-step"]
     assert "#3 takes 8× as long" in finding.title
     assert "120 ms of it in torch/serialization.py(900): save" in finding.summary

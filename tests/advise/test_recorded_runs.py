@@ -244,8 +244,8 @@ def test_a_run_that_mostly_evaluates_says_so_first(tmp_path: Path) -> None:
         for name, record in (("often", r), ("never", seldom))
     )
     # 11 of 12 evaluations come after the first step: 1.1 s beside 0.6 s of steps
-    assert often.startswith("65% of the time after the first step lies between steps: evaluation")
-    assert "lies between steps" not in never
+    assert often.startswith("65% of the time after the first step is between steps: evaluation")
+    assert "is between steps" not in never
 
 
 def host_ahead(*, marks: bool, steps: int = 60) -> RankRecord:

@@ -333,7 +333,7 @@ def test_a_loop_that_does_not_wait_for_its_work_is_told_so(waits: bool, tmp_path
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(w.space(host))
     report = analyze(str(path), Options(config={}))
-    told = [line for line in report.limits if "behind the steps" in line]
+    told = [line for line in report.limits if "runs after the steps" in line]
     assert bool(told) is not waits
     assert waits or "block_until_ready" in told[0]
 

@@ -309,7 +309,7 @@ def test_a_host_that_is_ahead_for_most_of_the_window_is_not_all_that_limits(
     shown = REPORTS.render("terminal", report, details=True)
     assert "critical path: 100% on the host" in shown
     words = " ".join(shown.split())
-    assert "on the host, beside GPU work; a faster host saves 14% at most" in words
+    assert "on the host, overlapping GPU work; a faster host saves 14% at most" in words
     assert "GPU busy 86%" in words
 
 

@@ -1,4 +1,4 @@
-"""Task of a worker for one file: fetch and measure it, and return its summary or the reason."""
+"""Task of a worker: fetch and measure one file, and return its summary or an error."""
 
 import gc
 import time
@@ -18,16 +18,16 @@ from advisor.measure.ranks.summary_schema import MAX_DECODED, RankSummary, Unrea
 from advisor.read.remote.urls import RemoteFile, location_of_url
 
 RETRY_PAUSES_S: Final = (0.5, 2.0)
-"""Pauses before each retry of a perhaps transient failure, s: a file system that hung, memory that
-another task held."""
+"""Pauses before each retry of a possibly transient failure, s, such as a hanging file system, or
+memory in use by another task."""
 MAX_REASON_CHARS: Final = 300
-"""Length at which a reason is cut, characters."""
+"""Maximum length of a reason, characters."""
 
 
 def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
     """Return the options for a worker, which measures each rank alone. One process reads, since
-    there is a worker per core. ``config`` is the user's: a worker's folder has another
-    pyproject.toml, or none. Every worker must see the folder of rules."""
+    there is one worker per core. ``config`` comes from the user, because a worker's folder may have
+    another pyproject.toml. Every worker must see the folder of rules."""
     rules = options.rules_folder
     read = replace(
         options.read, processes=1, progress=None, peek=None, ranks="",
@@ -41,6 +41,8 @@ def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
 
 
 class MeasureTask(Struct, frozen=True, kw_only=True):
+    """Order to measure one file."""
+
     source: RemoteFile
     wanted: Options = field(default_factory=Options)
     version: str = __version__
@@ -48,24 +50,24 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """Rank in the file's name; -1: it has none."""
+        """Rank in the file's name, or -1 if there is none."""
         return -1 if self.source.rank is None else self.source.rank
 
     def encoded(self) -> bytes:
-        return msgspec.msgpack.encode(self, enc_hook=_plain)
+        return msgspec.msgpack.encode(self, enc_hook=_encode_path)
 
     def failure(self, why: str) -> UnreadRank:
-        """Return the answer that the file could not be measured, and why."""
+        """Return the answer for a file that could not be measured, with the reason."""
         return UnreadRank(rank=self.rank, path=self.source.url, why=shorten_reason(why))
 
 
-def _plain(value: object) -> str:
+def _encode_path(value: object) -> str:
     if not isinstance(value, PurePath):
         raise TypeError(f"{type(value).__name__} cannot be sent to a worker")
     return str(value)
 
 
-def _unplain(kind: type, value: object) -> Path:
+def _decode_path(kind: type, value: object) -> Path:
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"{kind} is not sent to workers")
     return Path(value)
@@ -76,11 +78,11 @@ def shorten_reason(why: object) -> str:
     return " ".join(str(why).split())[:MAX_REASON_CHARS]
 
 
-def run_task(order: bytes) -> bytes:
-    """Measure the file of an encoded MeasureTask; return an encoded RankSummary or UnreadRank.
-    Raises only what ends a process."""
+def run_task(encoded: bytes) -> bytes:
+    """Measure the file of an encoded MeasureTask. Return an encoded RankSummary or UnreadRank.
+    Raises only exceptions that end a process."""
     try:
-        wanted = msgspec.msgpack.decode(order, type=MeasureTask, dec_hook=_unplain)
+        task = msgspec.msgpack.decode(encoded, type=MeasureTask, dec_hook=_decode_path)
     except ValueError:
         return encode(
             UnreadRank(
@@ -89,17 +91,17 @@ def run_task(order: bytes) -> bytes:
                 why=f"advisor {__version__} does not know this task: install the same",
             )
         )
-    if wanted.version != __version__:
-        why = f"the worker has advisor {__version__}, this is {wanted.version}: install the same"
-        return encode(wanted.failure(why))
+    if task.version != __version__:
+        why = f"the worker has advisor {__version__}, this is {task.version}: install the same"
+        return encode(task.failure(why))
     for pause in (*RETRY_PAUSES_S, None):
         try:
-            return _measured(wanted)
+            return _measure_file(task)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # of native code too, whose panics are no Exception
+        except BaseException as error:  # native code raises panics that are not an Exception
             if pause is None or not is_transient(error):
-                return encode(wanted.failure(describe_error(error)))
+                return encode(task.failure(describe_error(error)))
         gc.collect()
         time.sleep(pause)
     raise AssertionError("the last try returns")
@@ -119,22 +121,22 @@ def describe_error(error: BaseException) -> str:
         return "out of memory on the worker"
     if isinstance(error, OSError):
         return f"cannot be read ({error.strerror or error})"
-    return f"not measured, a fault of advisor ({type(error).__name__}: {error})"
+    return f"not measured, a bug in advisor ({type(error).__name__}: {error})"
 
 
-def _measured(order: MeasureTask) -> bytes:
+def _measure_file(task: MeasureTask) -> bytes:
     from advisor.measure.ranks.topology import host_of
     from advisor.read.registry import refuse_unknown
     from advisor.read.remote.fetch import open_locally
 
-    source = order.source
+    source = task.source
     with open_locally(source, check=refuse_unknown) as path:
         try:
-            summary = summarise_file(str(path), source.rank, order.wanted)
+            summary = summarise_file(str(path), source.rank, task.wanted)
         except AdvisorError as error:
             why = str(error).removeprefix(f"{path}: ").replace(str(path), source.url)
-            raise AdvisorError(why) from None  # the same reason is one for many files
-    if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from
+            raise AdvisorError(why) from None  # the same reason then counts once for many files
+    if str(path) != source.url:  # a copy, whose folder does not show its origin
         summary = structs.replace(
             summary, path=source.url, host=host_of(location_of_url(source.url))
         )
@@ -147,10 +149,10 @@ def _measured(order: MeasureTask) -> bytes:
 def summarise_file(
     path: str, rank: int | None = None, options: Options | None = None
 ) -> RankSummary:
-    """Read and measure one rank. ``rank``: its number; ``None``: as in the trace or its name, else
-    -1. A file that several ranks were merged into needs it.
+    """Read and measure one rank. ``rank``: its number. With ``None``, it is taken from the trace or
+    its name, or else it is -1. A file with several merged ranks needs the number.
 
-    Raises AdvisorError: no trace, no such rank in it, or several and none is asked for."""
+    Raises AdvisorError if there is no trace, if the rank is missing, or if it has to be chosen."""
     from advisor.advise.memory import memory_of_rank
     from advisor.advise.options import Options
     from advisor.advise.rule_loading import load_rules, read_config
@@ -161,28 +163,30 @@ def summarise_file(
 
     options = options or Options()
     config = read_config() if options.config is None else options.config
-    whole = open_run(path, options.read, rank=_recorded(path, rank), window=options.window_to_read)
-    run = select_rank(whole, path, rank)
+    opened = open_run(
+        path, options.read, rank=_get_run_rank(path, rank), window=options.window_to_read
+    )
+    run = select_rank(opened, path, rank)
     number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
-    known = number if rank is None else rank
-    return summarise_rank(a, known, findings, path, memory_of_rank(a, known))
+    known_rank = number if rank is None else rank
+    return summarise_rank(a, known_rank, findings, path, memory_of_rank(a, known_rank))
 
 
-def _recorded(path: str, rank: int | None) -> int | None:
-    """Return the rank to read of a run directory, which holds all; ``None`` for a file."""
+def _get_run_rank(path: str, rank: int | None) -> int | None:
+    """Return the rank to read from a run directory, which contains all, or ``None`` for a file."""
     return rank if is_run(path) else None
 
 
 def select_rank(run: Run, path: str, rank: int | None) -> Run:
     """Return the run with one rank: the requested one if there are several.
 
-    Raises AdvisorError if there are several and the requested one is not among them."""
-    have = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
-    if len(have) <= 1:
+    Raises AdvisorError if there are several ranks without the requested one."""
+    present = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
+    if len(present) <= 1:
         return run
-    if rank not in have:
-        raise AdvisorError(f"{path}: {len(have)} ranks in one file; say which")
+    if rank not in present:
+        raise AdvisorError(f"{path}: {len(present)} ranks in one file; say which")
     recording = run.recording
     if recording is not None:
         recording.ranks = {rank: recording.ranks[rank]}

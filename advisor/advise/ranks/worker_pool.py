@@ -1,5 +1,5 @@
-"""Distribution of tasks to workers, here or on a Dask cluster: as many at once as there are
-workers, each tried a limited number of times."""
+"""Distribution of tasks to workers, local or on a Dask cluster. There are as many tasks at once as
+workers, and each task is tried a limited number of times."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from advisor.core.pool import ProcessPool, Work, WorkerDied
 from advisor.measure.ranks.summary_schema import MAX_DECODED, RankSummary, UnreadRank, decode
 
 RETRIES: Final = 2
-"""Number of retries of a file whose worker died, because of it or something else."""
+"""Number of retries of a file whose worker died, for whatever reason."""
 FILES_PER_PROCESS: Final = 32
-"""Number of files that one process measures."""
+"""Number of files that one process measures before it is replaced."""
 POLL_SECONDS: Final = 0.5
 """Interval between two checks for tasks that take too long, s."""
 
@@ -33,17 +33,17 @@ class WorkerPool(Protocol):
     """Workers that perform tasks: a ``ProcessPool``, or a ``Cluster``."""
 
     def slots(self) -> int:
-        """Return the number of tasks performed at once now; 0: no worker is left."""
+        """Return the current number of parallel tasks, or 0 if no worker is left."""
 
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
-        """Start a task. Its answer raises WorkerDied, or anything else that went wrong."""
+        """Start a task. Its answer raises WorkerDied, or any error of the task."""
 
     def cancel(self, answer: Future[bytes]) -> None:
-        """Stop waiting for an answer, and end what computes it if that is possible."""
+        """Stop waiting for an answer, and end its computation if possible."""
 
 
 def start_processes(count: int) -> ProcessPool:
-    """Start workers on this machine, which share its cores and are replaced now and then."""
+    """Start workers on this machine. They share its cores and are replaced after some files."""
     threads = max(1, (os.cpu_count() or 1) // max(1, count))
     return ProcessPool(
         count, recycle=FILES_PER_PROCESS, environ={"POLARS_MAX_THREADS": str(threads)}
@@ -51,82 +51,82 @@ def start_processes(count: int) -> ProcessPool:
 
 
 class _PendingTask:
-    """A task that is being performed."""
+    """A task in progress."""
 
-    def __init__(self, place: int, answer: Future[bytes]) -> None:
-        self.place = place
+    def __init__(self, index: int, answer: Future[bytes]) -> None:
+        self.index = index
         self.answer = answer
         self.since = time.monotonic()
 
 
 def iterate_results(
-    orders: Sequence[MeasureTask], workers: WorkerPool, *, seconds: float = RANK_TIMEOUT_SECONDS
+    tasks: Sequence[MeasureTask], workers: WorkerPool, *, seconds: float = RANK_TIMEOUT_SECONDS
 ) -> Iterator[RankSummary | UnreadRank]:
     """Yield the result of each task as it completes. ``seconds``: time limit for one file.
 
-    An order whose worker died is performed again ``RETRIES`` times, by itself when all others are
-    done: a file which kills workers takes none with it. Where the workers themselves have tried
-    again it is performed once more only if several orders are blamed, one of them perhaps for
-    having waited at the worker that another killed."""
-    packed = [order.encoded() for order in orders]
-    deaths, why = [0] * len(orders), [""] * len(orders)
-    waiting, alone = deque(range(len(orders))), deque[int]()
+    A task whose worker died is repeated up to ``RETRIES`` times, alone after all others, so that a
+    file that kills workers does not affect other files. If the workers themselves have retried it,
+    it is repeated only if several tasks are blamed, because one may only have waited at a worker
+    that another task killed."""
+    encoded = [task.encoded() for task in tasks]
+    deaths, reasons = [0] * len(tasks), [""] * len(tasks)
+    waiting, retried = deque(range(len(tasks))), deque[int]()
     blamed: set[int] = set()
-    flying: dict[int, _PendingTask] = {}
+    running: dict[int, _PendingTask] = {}
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     number = 0
 
-    def start(place: int) -> None:
+    def start(index: int) -> None:
         nonlocal number
         number += 1
-        own, answer = number, workers.submit(run_task, packed[place])
-        flying[own] = _PendingTask(place, answer)
-        answer.add_done_callback(lambda _: done.put(own))
+        key, answer = number, workers.submit(run_task, encoded[index])
+        running[key] = _PendingTask(index, answer)
+        answer.add_done_callback(lambda _: done.put(key))
 
-    while waiting or alone or flying:
+    while waiting or retried or running:
         slots = workers.slots()
         if slots == 0:
-            for place in (*(item.place for item in flying.values()), *waiting, *alone):
-                yield orders[place].failure("no worker is left")
-            for item in flying.values():
+            for index in (*(item.index for item in running.values()), *waiting, *retried):
+                yield tasks[index].failure("no worker is left")
+            for item in running.values():
                 workers.cancel(item.answer)
             return
-        while waiting and len(flying) < slots:
+        while waiting and len(running) < slots:
             start(waiting.popleft())
-        if alone and not waiting and not flying:
-            place = alone.popleft()
-            if blamed == {place}:  # nobody else can have been it
-                yield orders[place].failure(describe_death(why[place], deaths[place]))
+        if retried and not waiting and not running:
+            index = retried.popleft()
+            if blamed == {index}:  # only this task was running, so it killed the worker
+                yield tasks[index].failure(describe_death(reasons[index], deaths[index]))
                 continue
-            start(place)
+            start(index)
         try:
-            came = flying.pop(done.get(timeout=POLL_SECONDS), None)
+            completed = running.pop(done.get(timeout=POLL_SECONDS), None)
         except queue.Empty:
-            for own, item in list(flying.items()):
+            for key, item in list(running.items()):
                 if time.monotonic() - item.since > seconds:
-                    del flying[own]
+                    del running[key]
                     workers.cancel(item.answer)
-                    yield orders[item.place].failure(f"not done within {seconds:.0f} s")
+                    yield tasks[item.index].failure(f"not done within {seconds:.0f} s")
             continue
-        if came is None:
-            continue  # it came after it had been given up
-        order = orders[came.place]
+        if completed is None:
+            continue  # it completed after it was given up
+        task = tasks[completed.index]
         try:
-            data = came.answer.result()
+            data = completed.answer.result()
         except WorkerDied as death:
-            deaths[came.place] += death.count
-            why[came.place] = str(death)
+            deaths[completed.index] += death.count
+            reasons[completed.index] = str(death)
             if death.count > 1:
-                blamed.add(came.place)
-            if deaths[came.place] > RETRIES:
-                yield order.failure(describe_death(str(death), deaths[came.place]))
+                blamed.add(completed.index)
+            if deaths[completed.index] > RETRIES:
+                yield task.failure(describe_death(str(death), deaths[completed.index]))
             else:
-                alone.append(came.place)
+                retried.append(completed.index)
             continue
         except Exception as error:
-            yield order.failure(f"{type(error).__name__}: {error}")
+            yield task.failure(f"{type(error).__name__}: {error}")
             continue
-        yield _decoded(order, data)
+        yield _decode_answer(task, data)
 
 
 def describe_death(why: str, times: int) -> str:
@@ -134,20 +134,20 @@ def describe_death(why: str, times: int) -> str:
     return shorten_reason(f"{why}, {times} times: it may need more memory than a worker has")
 
 
-def _decoded(order: MeasureTask, data: bytes) -> RankSummary | UnreadRank:
+def _decode_answer(task: MeasureTask, data: bytes) -> RankSummary | UnreadRank:
     if len(data) > MAX_DECODED:
-        return order.failure("its summary is too large")
+        return task.failure("its summary is too large")
     try:
         return decode(data)
     except AdvisorError as error:
-        return order.failure(str(error))
+        return task.failure(str(error))
 
 
 SCHEDULER_TIMEOUT_S: Final = 60.0
-"""Time limit for a scheduler to answer, its first worker to join, and one to return after all have
-left, s. A job manager starts a new one within a minute or not at all."""
+"""Time limit for a scheduler to answer, for its first worker to join, and for a worker to return
+after all have left, s. A job manager starts a new worker within a minute or not at all."""
 SLOTS_REFRESH_S: Final = 1.0
-"""Age up to which the number of workers is not asked for again, s."""
+"""Minimum interval between two queries for the number of workers, s."""
 
 
 def _version() -> str:
@@ -157,7 +157,8 @@ def _version() -> str:
 class Cluster:
     """Workers of the Dask scheduler at an address (``tcp://host:8786``), a context manager.
 
-    Raises AdvisorError: no such address, no answer, no worker, or workers with another advisor."""
+    Raises AdvisorError for an invalid address, without an answer or a worker, or if a worker has
+    another version of advisor."""
 
     def __init__(self, address: str, *, patience: float = SCHEDULER_TIMEOUT_S) -> None:
         try:
@@ -168,9 +169,9 @@ class Cluster:
             ) from None
         self._patience = patience
         try:
-            make: Any = Client  # with its types or without, as the version has it
+            make: Any = Client  # typed or untyped, depending on the version
             self._client: Any = make(address, timeout=patience, set_as_default=False)
-        except Exception as error:  # each kind of address fails in its own way
+        except Exception as error:  # each kind of address raises its own error
             why = shorten_reason(error) or type(error).__name__
             raise AdvisorError(f"--cluster {address}: no scheduler answers there ({why})") from None
         try:
@@ -178,8 +179,8 @@ class Cluster:
         except BaseException:
             self._client.close()
             raise
-        self._slots, self._looked, self._gone = 0, -SLOTS_REFRESH_S, 0.0
-        self._theirs: WeakKeyDictionary[Future[bytes], Future[bytes]] = WeakKeyDictionary()
+        self._slots, self._checked_at, self._gone_since = 0, -SLOTS_REFRESH_S, 0.0
+        self._dask_answers: WeakKeyDictionary[Future[bytes], Future[bytes]] = WeakKeyDictionary()
 
     def __enter__(self) -> Cluster:
         return self
@@ -189,14 +190,14 @@ class Cluster:
 
     @property
     def link(self) -> str:
-        """Address of Dask's dashboard; empty: there is none."""
+        """Address of Dask's dashboard. Empty if there is none."""
         return str(self._client.dashboard_link or "")
 
     def _check(self, address: str) -> None:
         """Raise AdvisorError unless there are workers, all with this version of advisor."""
         try:
             self._client.wait_for_workers(1, timeout=self._patience)
-        except OSError:  # a time-out, which is one, or a connection that closed
+        except OSError:  # a time-out, or a closed connection
             raise AdvisorError(
                 f"--cluster {address}: no worker has joined it within {self._patience:.0f} s; "
                 f"start some: dask worker {address} --nthreads 1"
@@ -214,28 +215,28 @@ class Cluster:
             raise AdvisorError(f"--cluster {address}: {why}; install the same on all workers")
 
     def slots(self) -> int:
-        """Return the number of the workers' threads; 0 after ``patience`` seconds without any."""
+        """Return the number of worker threads, or 0 after ``patience`` seconds without any."""
         now = time.monotonic()
-        if now - self._looked >= SLOTS_REFRESH_S:
-            self._looked = now
+        if now - self._checked_at >= SLOTS_REFRESH_S:
+            self._checked_at = now
             result = sum(self._client.nthreads().values())
             if result:
-                self._slots, self._gone = result, 0.0
-            elif not self._gone:
-                self._gone = now
-        if self._gone and now - self._gone > self._patience:
+                self._slots, self._gone_since = result, 0.0
+            elif not self._gone_since:
+                self._gone_since = now
+        if self._gone_since and now - self._gone_since > self._patience:
             return 0
         return max(1, self._slots)
 
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
-        """Send a task to whichever worker is free. Dask itself retries where a worker dies."""
+        """Send a task to a free worker. Dask itself retries if a worker dies."""
         from distributed import KilledWorker
 
         answer: Future[bytes] = Future()
 
-        def done(theirs: Future[bytes]) -> None:
+        def done(dask_answer: Future[bytes]) -> None:
             try:
-                answer.set_result(theirs.result())
+                answer.set_result(dask_answer.result())
             except KilledWorker:
                 answer.set_exception(WorkerDied("the workers that read it died", count=RETRIES))
             except CancelledError:
@@ -243,17 +244,17 @@ class Cluster:
             except BaseException as error:
                 answer.set_exception(error)
 
-        theirs = self._executor.submit(fn, data)
-        self._theirs[answer] = theirs
-        theirs.add_done_callback(done)
+        dask_answer = self._executor.submit(fn, data)
+        self._dask_answers[answer] = dask_answer
+        dask_answer.add_done_callback(done)
         return answer
 
     @cached_property
     def _executor(self) -> Executor:
-        made: Executor = self._client.get_executor(pure=False, retries=RETRIES)
-        return made
+        executor: Executor = self._client.get_executor(pure=False, retries=RETRIES)
+        return executor
 
     def cancel(self, answer: Future[bytes]) -> None:
-        """Forget an answer. A thread that has begun cannot be ended from here."""
+        """Discard an answer. A thread that has started cannot be ended."""
         with suppress(Exception):
-            self._theirs[answer].cancel()
+            self._dask_answers[answer].cancel()

@@ -155,7 +155,7 @@ def test_the_reference_of_an_example_does_not_lead(name: str) -> None:
     assert "First" not in report.verdict
     # 16 blocks of 108 multiprocessors, or 12: the grid that the file has
     assert re.search(
-        r"left out. Kernel<Gemm<Mma[^ ]*…> takes .*blocks are \d+% of those that the GPU holds",
+        r"left out. Kernel<Gemm<Mma[^ ]*…> takes .*blocks are \d+% of what the GPU holds",
         report.verdict,
     )
     page = REPORTS.render("terminal", report, width=80)

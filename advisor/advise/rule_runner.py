@@ -266,15 +266,15 @@ def _fill_outcome(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Out
     finding = without_known_settings(without_compilation(rule.complete(outcome), a), a)
     finding = weigh_confidence(finding, rule, a)
     where = [_with_line(place, a) for place in finding.where]
-    if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
-        line = a.recorded.hottest_line(rule.sampled_part)
-        where = where if line is None else [line.location, *where]
-    elif where and a.recorded is not None and not any(place.file for place in where):
+    if where and a.recorded is not None and not any(place.file for place in where):
         counts = [place.count or 1 for place in where]
         if counts[0] >= MIN_MAIN_PLACE_SHARE * sum(
             counts
         ):  # else the line may belong to unrelated code
             where = [_with_layer_line(place, a) for place in where]
+    if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
+        line = a.recorded.hottest_line(rule.sampled_part)
+        where = where if line is None else [line.location, *where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)

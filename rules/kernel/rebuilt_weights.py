@@ -10,7 +10,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.rebuilt_weights import CAST, NORM, OPERAND
+from advisor.measure.host.rebuilt_weights import CAST, CONSTANT, NORM, OPERAND
 from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
 from advisor.rules.support.common import (
     amount_per_step,
@@ -49,12 +49,27 @@ _OPERAND_VERIFY = (
     "Record again: nothing comes before the product. Compare the outputs: they differ by rounding."
 )
 
+_CONSTANT_FIX = (
+    "Compute it once and keep it: a buffer of the module, or a cache by shape where the shape "
+    "varies. The results stay the same."
+)
+_CONSTANT_CODE = (
+    "# in __init__\n"
+    'self.register_buffer("kernel", make_kernel(), persistent=False)\n'
+    "\n"
+    "# where its shape depends on the input; call it with plain numbers\n"
+    "@functools.lru_cache(maxsize=16)\n"
+    "def make_mask(length, device): ..."
+)
+_CONSTANT_VERIFY = "Record again: these operators are gone, and the outputs are the same."
+
 
 class RebuiltWeights(Rule):
     """Each forward pass recomputes tensors that do not change. Under autocast these are casts of
     float32 weights to 16 bits, in a frozen or served model. Autocast caches casts only for
     parameters that need a gradient, and only until its block ends. Weight normalisation recomputes
-    direction times length. In a search, each query may normalise the whole index.
+    direction times length. In a search, each query may normalise the whole index. A table of
+    positions, a mask or a filter may be computed from plain numbers alone.
 
     A cast counts when it runs inside a layer and has the shape and type of its weight or bias. No
     backward pass may go through it, because trained weights need the cast. In inference, the large
@@ -69,6 +84,7 @@ class RebuiltWeights(Rule):
         "traces/h100/doc_finder",
         "traces/h100/latent_sampler",
         "traces/h100/voice_stream",
+        "recorded/constant_kernel.slow",
         *public_traces(
             "pairs/particle_batch2 pairs/particle_batch32 pairs/particle_batch64 "
             "pairs/particle_batch128"
@@ -77,16 +93,19 @@ class RebuiltWeights(Rule):
     silent_in: ClassVar[tuple[str, ...]] = (
         *SILENT_TRACES,
         *CURED_RECORDINGS,
+        "recorded/constant_kernel.cured",
         "traces/h100/python_norms",
     )
     validation_note = (
         "on an H100: a sampler's casts, 2.2 ms predicted, 2.5 measured; weight norm of a vocoder, "
-        "4.6 ms (up to 9.1) predicted, 8.3 measured"
+        "4.6 ms (up to 9.1) predicted, 8.3 measured; on a CPU: a resampling filter, 66 ms "
+        "predicted, 62 measured"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/amp.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.parametrize.remove_parametrizations.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.normalize.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer",
     )
 
     min_share = Threshold(0.05, "of the step in operators that recompute weights", XPROF)
@@ -140,18 +159,26 @@ class RebuiltWeights(Rule):
         else:
             action = "cast to another type" if kind == CAST else "normalised"
             subject = f"{t.count_noun(count, 'weight')} are {action} {where}, and none is trained."
+        summary = f"{subject} This takes {of_step(a, ns)}."
+        if kind == CONSTANT:
+            summary = (
+                f"{t.count_noun(count, 'operator')} compute it from plain numbers alone, "
+                f"{of_step(a, ns)}."
+            )
         title = {
             CAST: f"Autocast casts frozen weights again {where}",
             NORM: "weight_norm is computed again in each forward pass",
+            CONSTANT: f"A tensor that depends on no input is computed {where}",
         }
         fix, code, verify, link = {
             CAST: (self.fix, self.code.format(dtype=_autocast_type(a)), self.verify, "amp"),
             NORM: (_NORM_FIX, _NORM_CODE, _NORM_VERIFY, "parametrize"),
             OPERAND: (_OPERAND_FIX, _OPERAND_CODE, _OPERAND_VERIFY, "normalize"),
+            CONSTANT: (_CONSTANT_FIX, _CONSTANT_CODE, _CONSTANT_VERIFY, "register_buffer"),
         }[kind]
         yield Finding(
             title=title.get(kind, self.title),
-            summary=f"{subject} This takes {of_step(a, ns)}.",
+            summary=summary,
             evidence=[
                 amount_per_step(a, "operators that make them", len(rows), "count"),
                 *time_evidence,
@@ -172,6 +199,13 @@ class RebuiltWeights(Rule):
             "weight normalisation": _network("norm"),
             "on a CPU": _network("norm", gpu=None),
             "an index that each query normalises": _search(2_000_000),
+            "a table of positions": _positions(),
+            "positions on a CPU": _positions(gpu=None),
+            "an embedding of positions": (
+                _positions("aten::embedding"),
+                "ns < self.min_share * a.span_ns",
+            ),
+            "lengths that vary": (_positions(varying=True), "ns < self.min_share * a.span_ns"),
             "a small index": (_search(600), "ns < self.min_share * a.span_ns"),
             "weights of 16 bits": (_network("none"), "ns < self.min_share * a.span_ns"),
             "trained weights": (_network("cast", trained=True), "ns < self.min_share * a.span_ns"),
@@ -237,4 +271,26 @@ def _search(rows: int) -> TraceBuilder:
             b.run(op, "elementwise_kernel", us, [[rows, 768]], "c10::BFloat16")
         shapes = [[64, 768], [768, rows]]
         b.run("aten::matmul", "ampere_bf16_s16816gemm", 400, shapes, "c10::BFloat16")
+    return b
+
+
+def _positions(
+    made_by: str = "aten::mul", *, gpu: str | None = "A100", varying: bool = False
+) -> TraceBuilder:
+    """A table of sines for each position, or what an operator with a weight makes of positions."""
+    b = TraceBuilder(gpu=gpu)
+    for number in b.steps():
+        length = 2048 + 8 * number * varying
+        options = ["4", "", "", "False"]
+        b.compute("aten::linear", 3_000, [[64, 512], [2048, 512]])
+        with b.op("aten::arange", [[]] * 5, "Scalar", concrete=[str(length), *options]):
+            pass
+        with b.op("aten::unsqueeze", [[length], []], concrete=["", "1"]):
+            pass
+        with b.op("aten::linspace", [[]] * 7, "Scalar", concrete=["0", "1", "512", *options]):
+            pass
+        other = [512] if made_by == "aten::mul" else [9000, 512]
+        b.compute(made_by, 400, [[length, 1], other])
+        b.compute("aten::sin", 400, [[length, 512]])
+        b.compute("aten::add", 200, [[64, length, 512], [length, 512], []])
     return b

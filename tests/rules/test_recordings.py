@@ -57,6 +57,7 @@ CASES = {
     "quadrature": "slow-operator-arguments",
     "pairs": "pairwise-broadcast",
     "plates": "separable-filter",
+    "constant_kernel": "rebuilt-weights",
     "picture_answers": "constant-projections",
     "text_encoder": "same-input-again",
     "grouped_heads": "repeated-keys-values",
@@ -82,6 +83,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
     [
         *(
             "dense_embedding",
+            "constant_kernel",
             "embedded_prefix",
             "experts",
             "float64",

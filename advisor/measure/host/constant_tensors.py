@@ -41,6 +41,7 @@ _VIEWS = re.compile(
     r"^aten::(?:unsqueeze|squeeze|t|numpy_T|transpose|permute|view|_unsafe_view|reshape|expand)$"
 )
 _PRODUCTS = re.compile(r"^aten::(?:mm|matmul|outer)$")
+_COMPUTING = re.compile(f"{_ELEMENTWISE.pattern}|{_PRODUCTS.pattern}")
 _OF_LISTS = re.compile(r"^aten::(?:cat|stack)$")
 _OF_NUMBERS = re.compile(r"^aten::(?:empty|scalar_tensor)$")
 
@@ -52,8 +53,8 @@ def constant_tensors(a: Analysis) -> NDArray[np.int64]:
 
     The trace does not tell which tensor an operator was given, only its shape. So a chain begins
     with a tensor of known shape that has no input, such as ``aten::arange``. It goes on while each
-    input has the shape of a result before that no operator has used yet. Needs shapes and plain
-    arguments (``Concrete Inputs``)."""
+    input has the shape of an earlier result. One that an operator used already counts again only
+    for a view, or where it is broadcast. Needs shapes and plain arguments (``Concrete Inputs``)."""
     cpu, main = a.trace.cpu, a.trace.main_thread
     outer = outermost_rows(a.trace)
     outer = outer[cpu["thread"].gather(outer).to_numpy() == main] if main is not None else outer[:0]
@@ -69,7 +70,7 @@ def constant_tensors(a: Analysis) -> NDArray[np.int64]:
             place += 1
             continue
         chain = _follow_chain(names, inputs, place, calls)
-        computing = sum(bool(_ELEMENTWISE.match(names[n]) or _PRODUCTS.match(names[n])) for n in chain)
+        computing = sum(bool(_COMPUTING.match(names[n])) for n in chain)
         if computing >= MIN_COMPUTING:
             by_arguments[tuple((names[n], inputs[n]) for n in chain)].append(chain)
         place += max(1, len(chain))
@@ -95,11 +96,15 @@ def _call(a: Analysis, row: int) -> OpInputs:
 def _follow_chain(
     names: list[str], inputs: list[int], start: int, calls: Callable[[int], OpInputs]
 ) -> list[int]:
-    """Return the positions from ``start`` on of operators that use nothing but earlier results."""
+    """Return the positions from ``start`` on of operators that use nothing but earlier results,
+    until the first one is called again."""
     unused: Counter[Shape] = Counter()
-    chain = []
+    used: set[Shape] = set()
+    chain: list[int] = []
     for place in range(start, len(names)):
         name, call = names[place], calls(inputs[place])
+        if chain and (name, inputs[place]) == (names[start], inputs[start]):
+            break
         given = [tensor.shape for tensor in call.tensors if tensor.shape]
         if _OF_LISTS.match(name):
             given = call.shapes(0)
@@ -108,11 +113,13 @@ def _follow_chain(
             if shape is None or not (shape or _OF_NUMBERS.match(name) or _ELEMENTWISE.match(name)):
                 break
         else:
-            needed = Counter(given)
             shape = _result_shape(name, given, call)
-            if shape is None or needed - unused:
+            again = Counter(given) - unused
+            reusable = used if _VIEWS.match(name) else used - {shape}
+            if shape is None or not reusable.issuperset(again):
                 break
-            unused -= needed
+            unused -= Counter(given)
+            used.update(given)
         if shape:
             unused[shape] += 1
         chain.append(place)

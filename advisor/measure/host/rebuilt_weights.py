@@ -10,6 +10,7 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.device.shapes import OpInputs, Tensor, width_of
+from advisor.measure.host.constant_tensors import constant_tensors
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     climb_stack,
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
     from advisor.measure import Analysis
 
-CAST, NORM, OPERAND = "cast", "weight norm", "operand"
+CAST, NORM, OPERAND, CONSTANT = "cast", "weight norm", "operand", "constant"
 """Kinds: a cast to another type, as ``autocast`` needs it; direction times length
 (``weight_norm``); the large operand of a product, made by operators of its own shape directly
-before it."""
+before it; a tensor that depends on no input."""
 _LAYER_OPS = r"^aten::(?:linear|addmm|conv\dd|conv_transpose\dd|convolution)$"
 _NORM_OPS = r"^aten::_weight_norm$"
 _CAST_OPS, _COPY_OPS = r"^aten::to$", r"^aten::_to_copy$"
@@ -45,9 +46,9 @@ SCHEMA = {"row": pl.Int64, "kind": pl.String}
 
 
 def rebuilt_weights(a: Analysis) -> pl.DataFrame:
-    """List host operators that rebuild a layer's weight or bias: ``row`` of ``trace.cpu``,
-    ``kind``. Operators that the backward pass goes through train the stored weight and are
-    excluded.
+    """List host operators that rebuild a layer's weight or bias, or another tensor that stays the
+    same (:func:`constant_tensors`): ``row`` of ``trace.cpu``, ``kind``. Operators that the backward
+    pass goes through train the stored weight and are excluded.
 
     A cast is an ``aten::to`` that copies, inside a layer under autocast, with the shape and type of
     the layer's second or third input. Casts and operands of products need recorded shapes; operands
@@ -64,9 +65,11 @@ def rebuilt_weights(a: Analysis) -> pl.DataFrame:
     cast, layer = cast[is_cast_in_layer], layer[is_cast_in_layer]
     cast = cast[_have_weight_shape(a, cast, layer)]
     operand = _find_made_operands(a)
-    rows = np.concatenate([cast, norm, operand]).astype(np.int64)
-    kinds = [CAST] * len(cast) + [NORM] * len(norm) + [OPERAND] * len(operand)
-    table = pl.DataFrame({"row": rows, "kind": kinds}, schema=SCHEMA).unique(maintain_order=True)
+    parts = {CAST: cast, NORM: norm, OPERAND: operand, CONSTANT: constant_tensors(a)}
+    rows = np.concatenate(list(parts.values())).astype(np.int64)
+    kinds = [kind for kind, part in parts.items() for _ in part]
+    table = pl.DataFrame({"row": rows, "kind": kinds}, schema=SCHEMA)
+    table = table.unique("row", maintain_order=True)
     rebuilds = np.zeros(cpu.height, dtype=bool)
     rebuilds[rows] = True
     trained = climb_stack(parent, rebuilds, np.unique(a.forward_op[a.forward_op >= 0]))

@@ -39,7 +39,7 @@ class LowOccupancy(Rule):
     silent_in = SILENT_TRACES
     validation_note = (
         "silent on A100 and V100 training (25 and 21% of kernel time is below 40% in the "
-        "profiler's figures); has never fired on a real trace"
+        "profiler's figures). It has never fired on a real trace"
     )
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#occupancy",

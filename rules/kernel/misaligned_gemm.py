@@ -94,7 +94,7 @@ class MisalignedGemm(Rule):
     the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name. That
     is cuBLAS's column-major view: the first letter is B (``t``: contiguous along K), the second A
     (``n``: contiguous along K). On public A100 traces this predicts the alignment in the name of
-    1,942 of 1,946 products; the other four are slices with an odd row length.
+    1,942 of 1,946 products. The other four are slices with an odd row length.
 
     The gain comes from rates. At best, a padded product takes its FLOPs at the rate measured for
     products on such a GPU, or its bytes at the memory's rate. It is then slowed down as much as

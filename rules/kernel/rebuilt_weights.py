@@ -98,7 +98,7 @@ class RebuiltWeights(Rule):
     )
     validation_note = (
         "on an H100: a sampler's casts, 2.2 ms predicted, 2.5 measured; weight norm of a vocoder, "
-        "4.6 ms (up to 9.1) predicted, 8.3 measured; on a CPU: a resampling filter, 66 ms "
+        "4.6 ms (up to 9.1) predicted, 8.3 measured. On a CPU: a resampling filter, 66 ms "
         "predicted, 62 measured"
     )
     references = (

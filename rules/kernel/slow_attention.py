@@ -27,9 +27,9 @@ class SlowAttention(BelowRate):
     Fused attention cannot match a matrix product, because the exponentials and reductions between
     its two products take time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention
     3 up to 75% of an H100's. Below a third of the attainable rate there may be a problem. The rule
-    reports only known causes. A kernel for this GPU, in 16 bits and with heads that fill its tiles,
-    is slow on short sequences, in the backward pass and with a causal mask. No other kernel is
-    faster there."""
+    reports only known causes. Short sequences, the backward pass and causal masks are slow even
+    in a kernel for this GPU, in 16 bits, with heads that fill its tiles. No other kernel is faster
+    there."""
 
     id = "slow-attention"
     subject = "attention"

@@ -98,8 +98,8 @@ class SlowOperatorArguments(Rule):
 
     **FFTs.** A length with small prime factors is split into short FFTs. On a CPU (MKL), even
     lengths with a prime factor above 40 are slow, and other lengths with one above 13. For real
-    numbers, all lengths that are not even are slow, such as the ``2 L - 1`` of a linear
-    convolution. cuFFT uses another algorithm for factors above 127; its cost was not measured.
+    numbers, all lengths that are not even are slow. A linear convolution has such a length,
+    ``2 L - 1``. cuFFT uses another algorithm for factors above 127, of unmeasured cost.
 
     **A sort of which only the first or last elements are used.** ``topk`` sorts no others. The
     shape identifies the sort's result. The next operator that reads it must take a part with a

@@ -48,8 +48,8 @@ _FLOATS = ("half", "bfloat16", "float", "double")
 
 class DtypeInflation(Rule):
     """The host converts 8-bit data (images, masks) to floating point before it copies the data to
-    the GPU. So two or four times the bytes cross the bus. If the bytes are sent and converted on
-    the GPU, the copy takes a quarter of the time, and the host has no conversion to do.
+    the GPU. So two or four times the bytes cross the bus. If the GPU converts the bytes, the
+    copy takes a quarter of the time, and the host converts nothing.
 
     A conversion is an ``aten::copy_`` from ``unsigned char`` into a float type, or an ``aten::div``
     of such a tensor, that launches nothing on the GPU. It counts when a copy to the GPU in the same

@@ -28,7 +28,7 @@ class SlowAttention(BelowRate):
     its two products take time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention
     3 up to 75% of an H100's. Below a third of the attainable rate there may be a problem. The rule
     reports only known causes. Short sequences, the backward pass and causal masks are slow even
-    in the best kernel: one for this GPU, in 16 bits, with heads that fill its tiles."""
+    in the best kernel. That is one for this GPU, in 16 bits, with heads that fill its tiles."""
 
     id = "slow-attention"
     subject = "attention"

@@ -1,8 +1,8 @@
-"""Code in a trial's process: it applies the knobs, times the steps, records the losses, and ends.
+"""Code in a trial's process: apply the knobs, time the steps, record the losses, and end.
 
-Named to the start-up file by ``ADVISOR_BEGIN``. ``before_program`` runs ahead of the program's
-first line, ``begin`` when torch has been imported. What is measured goes to a file of its own; the
-program ends by SystemExit after its last step."""
+``ADVISOR_BEGIN`` names this module to the start-up file. ``before_program`` runs before the
+program's first line, ``begin`` after the import of torch. The measurements go to a separate file.
+The program ends by SystemExit after its last step."""
 
 import atexit
 import ctypes
@@ -25,21 +25,21 @@ from advisor.tune.knob import GROUP, SO_FAR, TURN, TrialResult, TrialSpec, read_
 from advisor.tune.overlay import Overlay
 
 Note = Callable[[str], None]
-MAX_BLOCK_OVERRUN = 4.0
-"""Multiple of its share of the seconds after which a block ends, however many steps it has."""
+MAX_BLOCK_RATIO = 4.0
+"""Multiple of its share of the time limit at which a block ends, regardless of its steps."""
 MIN_RECORDED_STEPS = 5
 """Minimum number of steps of a recording, however long they take."""
 MAX_LOSSES = 20_000
 NORM_STEPS = 6
-"""Number of first steps whose gradients are measured; none of them is timed."""
+"""Number of first steps whose gradients are measured. These steps are not timed."""
 
 _trial: list[tuple[TrialSpec, Overlay]] = []
 """Trial of this process: one entry, from ``before_program`` on."""
 
 
 def before_program() -> None:
-    """Redirect what the program writes. Raises what is wrong with the trial's own files: a program
-    that could write anywhere must not begin."""
+    """Redirect the program's writes. Raises any error in the trial's own files: a program that
+    could write anywhere must not begin."""
     spec = read_spec()
     if spec is None:
         return
@@ -48,13 +48,15 @@ def before_program() -> None:
     overlay.redirect_native()
     overlay.watch()
     _trial.append((spec, overlay))
-    # a program that never imports torch, or ends before
-    atexit.register(_refusals, spec, overlay, os.getpid())
+    # for a program that never imports torch, or ends before it does
+    atexit.register(_write_refusals, spec, overlay, os.getpid())
 
 
-def _refusals(spec: TrialSpec, overlay: Overlay, process: int) -> None:
+def _write_refusals(spec: TrialSpec, overlay: Overlay, process: int) -> None:
     if os.getpid() == process and overlay.refused and not _exists(spec.out):
-        _write(spec.out, TrialResult(refused=overlay.refused, problem=_last()[0], kind="error"))
+        _write(
+            spec.out, TrialResult(refused=overlay.refused, problem=_last_error()[0], kind="error")
+        )
 
 
 def begin(note: Note) -> None:
@@ -98,24 +100,24 @@ def _record(spec: TrialSpec, note: Note) -> None:
     from advisor.recorder import injection
 
     injection.begin(note)
-    count, begun = 0, time.monotonic()
+    count, started = 0, time.monotonic()
 
     def after(*_: Any) -> None:
         nonlocal count
         count += 1
-        shares = (time.monotonic() - begun) / spec.seconds
-        late = (
-            shares > (1 if count >= spec.warmup else MAX_BLOCK_OVERRUN / 2)
+        elapsed = (time.monotonic() - started) / spec.seconds
+        is_late = (
+            elapsed > (1 if count >= spec.warmup else MAX_BLOCK_RATIO / 2)
             and count >= MIN_RECORDED_STEPS
         )
-        if count >= spec.steps or late:
+        if count >= spec.steps or is_late:
             raise SystemExit(0)
 
     optim.register_optimizer_step_post_hook(after)
 
 
 class TrialRecorder:
-    """Timer of steps; it also keeps the losses and the first gradients' norms, as tensors."""
+    """Timer of steps that also keeps the losses and the first gradients' norms, as tensors."""
 
     def __init__(self, spec: TrialSpec, overlay: Overlay, applied: list[Any], note: Note) -> None:
         from advisor.recorder.tape_reader import CallCounter
@@ -132,7 +134,7 @@ class TrialRecorder:
         self.batches: list[int] = []
         self.step = 0
         self.written = False
-        self.counter = CallCounter(self._ended)
+        self.counter = CallCounter(self._end_step)
 
     def start(self) -> None:
         """Install the hooks that time steps and keep losses and norms."""
@@ -146,21 +148,21 @@ class TrialRecorder:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if len(self.losses) < MAX_LOSSES:
-                first = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
-                if isinstance(first, torch.Tensor) and first.numel() == 1:
-                    self.losses.append(first.detach().clone())
+                loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                    self.losses.append(loss.detach().clone())
             return original(tensors, *args, **kwargs)
 
         setattr(autograd, name, backward)
         if self.spec.samples:
             self._count_samples()
-        optim.register_optimizer_step_pre_hook(self._norm)
+        optim.register_optimizer_step_pre_hook(self._keep_norm)
         self.counter.start()
-        atexit.register(self._leave)
+        atexit.register(self._write_at_exit)
         if multiprocessing.parent_process() is not None:
             from multiprocessing.util import Finalize
 
-            Finalize(None, self._leave, exitpriority=0)
+            Finalize(None, self._write_at_exit, exitpriority=0)
 
     def _count_samples(self) -> None:
         from torch import is_grad_enabled
@@ -182,7 +184,7 @@ class TrialRecorder:
 
         _BaseDataLoaderIter.__next__ = __next__
 
-    def _norm(self, optimizer: Any, *_: Any) -> None:
+    def _keep_norm(self, optimizer: Any, *_: Any) -> None:
         if len(self.norms) >= NORM_STEPS:
             return
         import torch
@@ -192,50 +194,50 @@ class TrialRecorder:
         if result:
             self.norms.append(torch.stack([item.to(result[0].device) for item in result]).norm())
 
-    def _ended(self, count: int) -> None:
+    def _end_step(self, count: int) -> None:
         spec, now = self.spec, time.perf_counter_ns()
         self.step = count
         if count <= spec.warmup // 2:
             self.last = now
             return
-        took, self.last = now - self.last, now
+        duration_ns, self.last = now - self.last, now
         if count < spec.warmup:
-            self.warm.append(took)
+            self.warm.append(duration_ns)
             return
         if count == spec.warmup:
             self._begin_block()
             self.begun = self.last
             return
-        self.steps_ns.append(took)
-        ends = self._has_all()
-        if not ends and not (self.turns and self.turns.block_complete(self._in_block(), now)):
+        self.steps_ns.append(duration_ns)
+        is_last = self._is_last_step()
+        if not is_last and not (self.turns and self.turns.block_complete(self._block_steps(), now)):
             return
         _synchronize()
         self.steps_ns[-1] += time.perf_counter_ns() - now
         if self.turns:
-            self.blocks.append(self._in_block())
-        if ends:
+            self.blocks.append(self._block_steps())
+        if is_last:
             self.counter.stop()
             self.write("", "")
-            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+            raise SystemExit(0)  # not an Exception: hooks and most programs let it pass
         self._begin_block()
 
-    def _in_block(self) -> int:
+    def _block_steps(self) -> int:
         return len(self.steps_ns) - sum(self.blocks)
 
-    def _has_all(self) -> bool:
-        """Return whether the step that has just ended is the last one."""
+    def _is_last_step(self) -> bool:
+        """Return whether the step that has just ended is the last."""
         spec, timed = self.spec, len(self.steps_ns)
         if self.turns:
             return len(self.blocks) + 1 >= spec.turns and self.turns.block_complete(
-                self._in_block(), self.last
+                self._block_steps(), self.last
             )
         return timed >= spec.steps or (
             timed >= spec.least and self.last - self.begun > spec.seconds * 1e9
         )
 
     def _begin_block(self) -> None:
-        """Wait for a turn, where there are any, once the device has nothing left to do."""
+        """Wait for a turn, if there are turns, once the device is idle."""
         _synchronize()
         if self.turns:
             if self.turns.can_pause():
@@ -245,13 +247,13 @@ class TrialRecorder:
                 self.turns, self.blocks = None, []
         self.last = time.perf_counter_ns()
 
-    def _leave(self) -> None:
-        """Write the result as the interpreter ends, by itself or by an uncaught exception."""
+    def _write_at_exit(self) -> None:
+        """Write the result as the interpreter ends, normally or by an uncaught exception."""
         if os.getpid() != self.process or self.written:
             return
         if self.step == 0 and _exists(self.spec.out):
             return
-        self.write(*_last())
+        self.write(*_last_error())
 
     def write(self, problem: str, kind: Any) -> None:
         """Write the result, in the first rank only."""
@@ -260,18 +262,18 @@ class TrialRecorder:
             _write(self.spec.out, self.result(problem, kind))
 
     def result(self, problem: str, kind: Any) -> TrialResult:
-        """Return what has been measured so far."""
+        """Return the measurements so far."""
         import torch
 
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         dtype = str(self.losses[0].dtype).removeprefix("torch.") if self.losses else ""
-        device, free, name = None, None, ""
+        peak_bytes, free_bytes, device_name = None, None, ""
         try:
-            losses, norms = _numbers(self.losses), _numbers(self.norms)
-            if cuda:
-                device = int(torch.cuda.max_memory_allocated())
-                free = int(torch.cuda.mem_get_info()[0])
-                name = str(torch.cuda.get_device_name())
+            losses, norms = _to_numbers(self.losses), _to_numbers(self.norms)
+            if on_cuda:
+                peak_bytes = int(torch.cuda.max_memory_allocated())
+                free_bytes = int(torch.cuda.mem_get_info()[0])
+                device_name = str(torch.cuda.get_device_name())
         except RuntimeError as error:  # a device that has failed
             losses, norms, problem = [], [], problem or str(error)[:300]
             kind = kind or "error"
@@ -285,10 +287,10 @@ class TrialRecorder:
             loss_dtype=dtype,
             samples=sum(self.batches) / len(self.batches) if self.batches else None,
             batch=sorted(self.batches)[len(self.batches) // 2] if self.batches else None,
-            device_bytes=device,
-            device_free=free,
-            host_bytes=_resident(),
-            device=name,
+            device_bytes=peak_bytes,
+            device_free=free_bytes,
+            host_bytes=_read_peak_memory(),
+            device=device_name,
             torch=str(torch.__version__),
             problem=problem,
             kind=kind,
@@ -300,8 +302,8 @@ class TrialRecorder:
 
 
 class PauseControl:
-    """Stops the trial's process group before each block of steps, all threads and workers with it,
-    so that nobody works ahead. Its parent resumes it (``advisor/tune/trial_process.py``)."""
+    """Control that stops the trial's process group before each block of steps, with all threads and
+    workers, so that none works ahead. The parent resumes it (``advisor/tune/trial_process.py``)."""
 
     def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec
@@ -319,24 +321,24 @@ class PauseControl:
             return False
         import torch
 
-        spread = torch.distributed
-        if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
+        ranks = torch.distributed
+        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
             return False
-        return self._read(GROUP) == [os.getpgrp()]
+        return self._read_numbers(GROUP) == [os.getpgrp()]
 
     def wait(self) -> None:
         """Stop, and wait until the group is resumed."""
         self.count += 1
         os.killpg(os.getpgrp(), signal.SIGSTOP)
         # a thread other than the first may run for a moment before it stops
-        while (turn := self._read(TURN))[:1] < [self.count]:
+        while (turn := self._read_numbers(TURN))[:1] < [self.count]:
             time.sleep(0.001)
         if turn[1:] > [0]:
             self.block = turn[1]
         self.begun = time.perf_counter_ns()
 
-    def _read(self, name: str) -> list[int]:
-        """Return the numbers in a file of ours; empty: it does not exist yet."""
+    def _read_numbers(self, name: str) -> list[int]:
+        """Return the numbers in one of our files. Empty if it does not exist yet."""
         try:
             with open(os.path.join(self.home, name)) as file:  # noqa: PTH118, PTH123
                 return [int(word) for word in file.read(64).split()]
@@ -344,13 +346,14 @@ class PauseControl:
             return []
 
     def block_complete(self, steps: int, now: int) -> bool:
-        late = now - self.begun > MAX_BLOCK_OVERRUN * self.spec.seconds * 1e9 / self.spec.turns
-        return steps >= self.block or late
+        is_late = now - self.begun > MAX_BLOCK_RATIO * self.spec.seconds * 1e9 / self.spec.turns
+        return steps >= self.block or is_late
 
 
 def _die_with_parent() -> None:
-    """Kill this process when its parent ends (Linux), so that none stays stopped for ever. Only in
-    the main thread: children of others would end with the thread that forked them."""
+    """Kill this process when its parent ends (Linux), so that no process stays stopped for ever.
+    Only in the main thread: children of other threads would end with the thread that forked
+    them."""
     if threading.current_thread() is threading.main_thread():
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -363,32 +366,32 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _numbers(tensors: list[Any]) -> list[float | None]:
-    """Return tensors as numbers; ``None`` for what is not finite, since JSON lacks it."""
+def _to_numbers(tensors: list[Any]) -> list[float | None]:
+    """Return tensors as numbers, with ``None`` for non-finite values, which JSON lacks."""
     result = [float(tensor) for tensor in tensors]
     return [item if math.isfinite(item) else None for item in result]
 
 
-def _resident() -> int | None:
-    """Return the peak resident memory of this process or its largest ended child, bytes."""
+def _read_peak_memory() -> int | None:
+    """Return the peak resident memory of this process or its largest ended child, in bytes."""
     try:
         import resource
     except ImportError:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(item).ru_maxrss for item in who) * unit
+    targets = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(item).ru_maxrss for item in targets) * unit
 
 
-def _last() -> tuple[str, str]:
-    """Return the uncaught exception and its kind; empty: there was none."""
+def _last_error() -> tuple[str, str]:
+    """Return the uncaught exception and its kind. Both are empty if there was none."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or isinstance(error, SystemExit):
         return "", ""
     name = type(error).__name__
-    # one that the allocator of the host raises says so in its text alone
-    memory = isinstance(error, MemoryError) or name == "OutOfMemoryError"
-    kind = "memory" if memory or "memory" in str(error)[:300] else "error"
+    # the host allocator's error says so only in its text
+    is_memory = isinstance(error, MemoryError) or name == "OutOfMemoryError"
+    kind = "memory" if is_memory or "memory" in str(error)[:300] else "error"
     return f"{name}: {error}".replace("\n", " ")[:300], kind
 
 
@@ -398,7 +401,7 @@ def _exists(path: str) -> bool:
 
 def _write(path: str, result: TrialResult) -> None:
     """Write the result completely or not at all."""
-    beside = f"{path}.{os.getpid()}"
-    with open(beside, "wb") as file:  # noqa: PTH123
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "wb") as file:  # noqa: PTH123
         file.write(msgspec.json.encode(result))
-    os.replace(beside, path)  # noqa: PTH105
+    os.replace(temporary, path)  # noqa: PTH105

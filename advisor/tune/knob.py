@@ -1,5 +1,5 @@
-"""Knob: a change that can be made to a program while it starts, without editing its files. Wrappers
-around a few entry points of torch. And the two small JSON files of a trial's process: its
+"""Knobs: changes that can be made to a program while it starts, without editing its files. Also
+wrappers around a few entry points of torch, and the two small JSON files of a trial's process: its
 specification and its result. Imports no torch."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from advisor.core.discovery import classes_in
 from advisor.core.errors import AdvisorError, suggest
 
 Safety = Literal["exact", "reordered", "precision", "learning"]
-"""Effect of a knob on the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal within
-what another order of the same sums makes. ``precision``: the loss curve stays in a band.
-``learning``: it is another training, so losses are not compared; tried only where it is asked for,
-alone, and by the time per sample."""
+"""Effect of a knob on the numbers. ``exact``: losses are equal bit for bit. ``reordered``: equal
+within the effect of another order of the same sums. ``precision``: the loss curve stays in a band.
+``learning``: the training differs, so losses are not compared. Such a knob is tried only on
+request, alone, and by the time per sample."""
 
 
 class Machine(NamedTuple):
@@ -38,11 +38,11 @@ class Machine(NamedTuple):
 
 
 class Knob:
-    """A change to a program as it starts, found in ``advisor/tune/knobs/``. A rule names it.
+    """Change to a program as it starts. Knobs are in ``advisor/tune/knobs/``; rules name them.
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
     It replaces entry points of torch and calls ``self.took_effect()`` when one of them changed
-    something: a knob that took no effect is reported as such and not believed."""
+    something: a knob that took no effect is reported as such and dropped."""
 
     id: ClassVar[str] = ""
     title: ClassVar[str] = ""
@@ -50,12 +50,13 @@ class Knob:
     safety: ClassVar[Safety] = "exact"
     changes_random_numbers: ClassVar[bool] = False
     """Whether another generator may draw random numbers (loader workers have their own). Losses
-    that differ for that must stay in the band of ``precision``."""
+    that differ for this reason must stay in the band of ``precision``."""
     needs_cuda: ClassVar[bool] = False
     group: ClassVar[str] = ""
-    """Name of a group of knobs, of which a program takes one."""
+    """Name of a group of knobs that exclude each other."""
     settings: ClassVar[Sequence[Value]] = (None,)
-    """Settings to try, the predicted one first; those of the machine are in :meth:`values`."""
+    """Settings to try, the predicted one first. Settings that depend on the machine are in
+    :meth:`values`."""
     keep: ClassVar[str] = ""
     """Text to write into the program to keep it; ``{value}`` is the setting."""
 
@@ -63,24 +64,24 @@ class Knob:
         self.used = False
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """Return the settings to try, that of the prediction first. ``predicted``: the number that
-        the finding names (workers)."""
+        """Return the settings to try, the predicted one first. ``predicted`` is the number that the
+        finding names (workers)."""
         return self.settings
 
     def parse_setting(self, text: str, machine: Machine) -> Value:
         """Return the setting that the user wrote after ``KNOB=``: one of the values, or another
-        number where they are numbers. Raises AdvisorError: the knob has no such setting."""
-        known = [item for item in self.values(None, machine) if item is not None]
-        for item in known:
+        number where they are numbers. Raises AdvisorError if the knob has no such setting."""
+        choices = [item for item in self.values(None, machine) if item is not None]
+        for item in choices:
             if str(item) == text:
                 return item
-        if re.fullmatch(r"\d{1,6}", text) and any(isinstance(item, int) for item in known):
+        if re.fullmatch(r"\d{1,6}", text) and any(isinstance(item, int) for item in choices):
             return int(text)
-        there = f"there are {', '.join(map(str, known))}" if known else "it is on or off"
-        raise AdvisorError(f"{self.id}={text}: no setting of this knob; {there}")
+        hint = f"there are {', '.join(map(str, choices))}" if choices else "it is on or off"
+        raise AdvisorError(f"{self.id}={text}: no setting of this knob; {hint}")
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """Return environment variables to set for the process; ``None`` as value: unset it."""
+        """Return environment variables to set for the process. The value ``None`` unsets one."""
         return {}
 
     def apply(self, value: Value) -> None:
@@ -92,12 +93,12 @@ class Knob:
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
         """Return the full names of calls, and the keyword arguments that keep the change in one of
-        them; empty: the change is more than that."""
+        them. Empty if arguments alone do not make the change."""
         return frozenset(), {}
 
     def schedule(self, before: float, after: float) -> str:
-        """Describe the effect on a training schedule, by samples of a batch before and after;
-        empty: no effect."""
+        """Describe the effect on a training schedule, by samples per batch before and after. Empty
+        if there is no effect."""
         return ""
 
     def took_effect(self) -> None:
@@ -118,33 +119,33 @@ def all_knobs() -> dict[str, type[Knob]]:
 
 
 def find_knob(name: str) -> Knob:
-    """Return the knob of an id. Raises AdvisorError: there is none."""
-    known = all_knobs()
-    if name not in known:
-        near = suggest(name, known, f"there are {', '.join(sorted(known))}")
-        raise AdvisorError(f"no knob {name!r}; {near}")
-    return known[name]()
+    """Return the knob with an id. Raises AdvisorError if there is none."""
+    knobs = all_knobs()
+    if name not in knobs:
+        hint = suggest(name, knobs, f"there are {', '.join(sorted(knobs))}")
+        raise AdvisorError(f"no knob {name!r}; {hint}")
+    return knobs[name]()
 
 
 LOADERS = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})
 
 
 def wrap_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace ``owner.name`` by what ``make`` makes of it."""
+    """Replace ``owner.name`` by the result of ``make``."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
 def ignore_assignments(owner: Any, *names: str) -> None:
     """Make ``torch.backends`` ignore assignments to these attributes."""
-    kind: Any = type(owner)
-    original = kind.__setattr__
+    owner_type: Any = type(owner)
+    original = owner_type.__setattr__
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if self is not owner or name not in names:
             original(self, name, value)
 
-    kind.__setattr__ = __setattr__
+    owner_type.__setattr__ = __setattr__
 
 
 def loader_arguments(change: Callable[[dict[str, Any]], None]) -> None:
@@ -155,9 +156,9 @@ def loader_arguments(change: Callable[[dict[str, Any]], None]) -> None:
 
     def make(original: Any) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            change(given)
-            original(self, **given)
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            change(arguments)
+            original(self, **arguments)
 
         return __init__
 
@@ -173,25 +174,25 @@ def optimizer_arguments(option: str, change: Callable[[dict[str, Any]], None]) -
             continue
         names = list(inspect.signature(cls.__init__).parameters)[1:]
         if option in names and "__init__" in vars(cls):
-            wrap_attribute(cls, "__init__", functools.partial(_with_names, names, change))
+            wrap_attribute(cls, "__init__", functools.partial(_wrap_init, names, change))
 
 
-def _with_names(names: list[str], change: Callable[[dict[str, Any]], None], original: Any) -> Any:
+def _wrap_init(names: list[str], change: Callable[[dict[str, Any]], None], original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self).__init__ is not __init__:  # a class of the user's, derived: it knows better
+        if type(self).__init__ is not __init__:  # the user's own derived class decides itself
             original(self, *args, **kwargs)
             return
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        change(given)
-        original(self, **{name: value for name, value in given.items() if value is not None})
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        change(arguments)
+        original(self, **{name: value for name, value in arguments.items() if value is not None})
 
     return __init__
 
 
 def at_first_forward(begin: Callable[[Any], None]) -> None:
     """Call ``begin`` with each outermost module before its first forward, until the first optimizer
-    step. No hook stays: global ones slow every module down."""
+    step. No hook remains: global hooks slow down every module."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim import optimizer as optim
 
@@ -207,14 +208,14 @@ def at_first_forward(begin: Callable[[Any], None]) -> None:
     handle = register_module_forward_pre_hook(before)
 
     def after(*_: Any) -> None:
-        handle.remove()  # again after later steps, which does nothing
+        handle.remove()  # later steps call it again, without effect
 
     optim.register_optimizer_step_post_hook(after)
 
 
 def around_forwards(call: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Let ``call(module, go)`` run each forward of each outermost module. The first of all is left
-    out: it has begun when its module is found."""
+    """Let ``call(module, go)`` run each forward of each outermost module. The very first forward is
+    omitted: it has begun when its module is found."""
 
     def begin(module: Any) -> None:
         original = module.forward
@@ -233,13 +234,13 @@ MODULE: Final = "advisor.tune.in_child"
 """Module that runs in these processes once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
 SO_FAR = ".partial_result"
-"""Suffix of the result's file for what is known while the program waits for its turn."""
+"""Suffix of the file with the results so far, while the program waits for its turn."""
 GROUP, TURN = "group", "turn"
-"""Files beside the result's, of programs that take turns. One has the process group that is stopped
-and resumed, the other its turn, from 1, with the number of steps (0: as before)."""
+"""Files next to the result, for programs that take turns. The first has the process group that is
+stopped and resumed, the second its turn, from 1, and the number of steps (0: as before)."""
 
 Value = int | str | None
-"""Setting of a knob; ``None`` where it is on or off."""
+"""Setting of a knob, or ``None`` for a knob that is only on or off."""
 
 
 class KnobSetting(Struct, frozen=True):
@@ -251,34 +252,34 @@ class KnobSetting(Struct, frozen=True):
 
 
 KnobSettings = tuple[KnobSetting, ...]
-"""Settings that one process has, of several knobs; empty: the program as it is."""
+"""Settings of several knobs in one process. Empty for the unchanged program."""
 
 
 class TrialSpec(Struct, frozen=True, kw_only=True):
-    """Specification of one process: its changes, and when it ends."""
+    """Specification of one process: its changes and its limits."""
 
     out: str
     """File for the :class:`TrialResult`."""
     root: str
-    """Folder for all trials, in which the program may write …"""
+    """Folder for all trials, in which the program may write."""
     scratch: str
-    """… and the folder in it for all that this process writes."""
+    """Folder within ``root`` for everything that this process writes."""
     allowed: tuple[str, ...] = ()
-    """Other folders in which the user lets the program write."""
+    """Other folders in which the user allows the program to write."""
     knob_settings: KnobSettings = ()
     warmup: int = 10
     """Number of steps before timing starts."""
     steps: int = 60
-    """Maximum number of timed steps …"""
+    """Maximum number of timed steps."""
     seconds: float = 30.0
-    """… and their maximum time, s, once there are ``least`` of them."""
+    """Maximum time of the timed steps, s, once there are ``least`` of them."""
     least: int = 12
     seed: int = 0
     samples: bool = False
     """Whether to count the samples of each batch."""
     turns: int = 0
-    """Number of blocks in which the steps are timed, each after a stop (SIGSTOP) until the program
-    is resumed; 0: without stops."""
+    """Number of timed blocks of steps, each after a stop (SIGSTOP) until the program is resumed. 0
+    for no stops."""
     record: bool = False
     """Whether to record the run (``ADVISOR_RUN_DIR``) instead of timing it."""
 
@@ -293,42 +294,43 @@ class TrialResult(Struct, kw_only=True):
     warm_ns: int | None = None
     """Mean step of the second half of the warm-up."""
     losses: list[float | None] = field(default_factory=list)
-    """Losses given to backward, of every step from the first on; ``null``: not finite."""
+    """Losses passed to backward, from the first step on, or ``null`` where not finite."""
     norms: list[float | None] = field(default_factory=list)
-    """Norm of all gradients, of the first steps (``NORM_STEPS``)."""
+    """Norm of all gradients, for each of the first ``NORM_STEPS`` steps."""
     loss_dtype: str = ""
     samples: float | None = None
-    """Mean samples of a training batch; ``null``: not counted, or no DataLoader was seen."""
+    """Mean samples per training batch, or ``null`` if not counted, or without a DataLoader."""
     batch: int | None = None
-    """Median samples of a training batch."""
+    """Median samples per training batch."""
     device_bytes: int | None = None
-    """Peak of allocated device memory; ``null``: no device."""
+    """Peak of allocated device memory, or ``null`` without a device."""
     host_bytes: int | None = None
-    """Peak of resident memory, the largest of the process and its children."""
+    """Peak of resident memory of the process or its largest child."""
     device_free: int | None = None
-    """Free device memory when the program last waited for its turn; ``null``: no device."""
+    """Free device memory when the program last waited for its turn, or ``null`` without a
+    device."""
     device: str = ""
     """Name of the device."""
     torch: str = ""
     problem: str = ""
-    """Reason why the run ended before its steps; empty: it did not."""
+    """Reason why the run ended before its steps were complete. Empty if it did not."""
     kind: Literal["", "memory", "error", "knob", "late"] = ""
     """Kind of problem: out of memory, an error of the program, a knob that did not apply, too
     little time."""
     moved: int = 0
-    """Number of files written elsewhere than the program meant to."""
+    """Number of files that were redirected to the scratch folder."""
     refused: list[str] = field(default_factory=list)
     """Operations that were refused."""
     output: str = ""
-    """Last lines that the program printed, where it did not come to its end."""
+    """Last lines that the program printed, if it did not reach its end."""
     idle: list[str] = field(default_factory=list)
-    """Knobs that met nothing to change."""
+    """Knobs that found nothing to change."""
     ended: bool = False
     """Whether the limit was reached, or the program ended."""
 
 
 def read_spec() -> TrialSpec | None:
-    """Return this process's specification; ``None``: it belongs to no trial."""
+    """Return this process's specification, or ``None`` if it belongs to no trial."""
     path = os.environ.get(SPEC)
     if not path:
         return None

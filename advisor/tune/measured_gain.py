@@ -1,15 +1,15 @@
-"""The gain of a knob, from the steps of runs with and without it, with its interval; and whether it
-changed what the program computes.
+"""Gain of a knob with its interval, from the steps of runs with and without it, and whether the
+knob changed the results of the program.
 
 Steps of one run are not independent, and runs differ from each other. Mean steps of blocks give the
-spread within runs, means of whole runs that between them; the larger of the two is used (for means,
-since some knobs remove occasional pauses). The interval is that of the logarithm of the ratio, with
-Student's t for the runs or blocks there are.
+spread within runs, means of whole runs the spread between runs. The larger of the two is used (for
+means, since some knobs remove occasional pauses). The interval is for the logarithm of the ratio,
+with Student's t for the number of runs or blocks.
 
-Where runs took turns, or were made one after the other, pairs of them are compared: that takes out
-what changed for both. Few pairs say little about how pairs scatter. So pairs of other knobs, made
-on the same machine in the same minutes, are added (a pooled variance). Until there are enough, the
-ratios of blocks that ran in turn are used."""
+Runs that took turns, or ran one after the other, are compared in pairs: this removes what changed
+for both. A few pairs do not show how pairs scatter. So pairs of other knobs, from the same machine
+and the same minutes, are added (a pooled variance). Until there are enough pairs, the ratios of
+blocks that ran in turn are used."""
 
 import math
 from collections.abc import Iterable, Sequence, Sized
@@ -25,13 +25,13 @@ from advisor.tune.knob import Safety, TrialResult
 BLOCKS_PER_RUN = 6
 """Number of blocks in which the steps of a run are averaged."""
 MIN_OWN_PAIRS = 5
-"""Number of pairs from which a knob's own scatter is enough."""
+"""Minimum number of pairs for which a knob's own scatter is enough."""
 MIN_DEGREES_OF_FREEDOM = 3
-"""Degrees of freedom below which pairs say nothing."""
+"""Minimum degrees of freedom to use pairs."""
 
 
 class MeasuredGain(NamedTuple):
-    """Share of the step that is saved, with its interval; and the mean steps, ns."""
+    """Saved share of the step with its interval, and the mean steps, ns."""
 
     share: float
     low: float
@@ -47,8 +47,8 @@ def measure_gain(
     after: Sequence[Sequence[int]],
     turns: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
-    """Measure the gain from step times (ns) by run; ``None``: a side without steps. ``turns``:
-    logarithms of ratios, of the blocks of each pair of runs that took turns
+    """Measure the gain from step times (ns) by run, or ``None`` if a side has no steps. ``turns``:
+    logarithms of the ratios of blocks, for each pair of runs that took turns
     (:func:`block_log_ratios`)."""
     sides = [[np.asarray(run, dtype=float) for run in side if len(run)] for side in (before, after)]
     if not all(sides):
@@ -56,20 +56,20 @@ def measure_gain(
     means = [np.array([run.mean() for run in side]) for side in sides]
     a, b = (float(mean.mean()) for mean in means)
     pairs = log_ratios(before, after)
-    if turns:  # of those that were run side by side, not of all there are
+    if turns:  # from the runs side by side, not from all runs
         b = a * math.exp(float(np.mean(pairs)))
-    reach = max(_scatter(turns), _scatter([pairs])) if turns else 0.0
-    reach = reach or max(_within(sides), _between(means))
-    return _gain(a, b / a, reach, len(sides[1]))
+    half = max(_spread_of_groups(turns), _spread_of_groups([pairs])) if turns else 0.0
+    half = half or max(_spread_within_runs(sides), _spread_between_runs(means))
+    return _build_gain(a, b / a, half, len(sides[1]))
 
 
-def _gain(before_ns: float, ratio: float, reach: float, runs: int) -> MeasuredGain:
-    """Return the gain of a ratio of mean steps whose logarithm is known to within ``reach``."""
-    low, high = 1 - ratio * math.exp(min(reach, 50.0)), 1 - ratio * math.exp(-reach)
+def _build_gain(before_ns: float, ratio: float, half: float, runs: int) -> MeasuredGain:
+    """Return the gain of a ratio of mean steps whose logarithm is known to within ``half``."""
+    low, high = 1 - ratio * math.exp(min(half, 50.0)), 1 - ratio * math.exp(-half)
     return MeasuredGain(1 - ratio, low, high, before_ns, before_ns * ratio, runs)
 
 
-def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
+def _spread_within_runs(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
     """Return half the interval of the logarithm, from blocks of steps around their run's mean."""
     variance, freedom = 0.0, 0
     for runs in sides:
@@ -82,26 +82,26 @@ def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
             )
             for run in runs
         ]
-        count, free = sum(map(len, logs)), sum(len(item) - 1 for item in logs)
-        if free:
-            variance += sum(float(np.square(item).sum()) for item in logs) / free / count
-            freedom += free
-    return _reach(variance, freedom)
+        count, run_freedom = sum(map(len, logs)), sum(len(item) - 1 for item in logs)
+        if run_freedom:
+            variance += sum(float(np.square(item).sum()) for item in logs) / run_freedom / count
+            freedom += run_freedom
+    return _half_width(variance, freedom)
 
 
-def _between(means: Sequence[NDArray[np.float64]]) -> float:
+def _spread_between_runs(means: Sequence[NDArray[np.float64]]) -> float:
     """Return half the interval from the means of whole runs, with one scatter for both sides."""
-    variance, freedom = _pooled([np.log(item) for item in means])
-    return _reach(variance * sum(1 / len(item) for item in means), freedom)
+    variance, freedom = _pool_variance([np.log(item) for item in means])
+    return _half_width(variance * sum(1 / len(item) for item in means), freedom)
 
 
-def _scatter(groups: Sequence[Sequence[float]]) -> float:
+def _spread_of_groups(groups: Sequence[Sequence[float]]) -> float:
     """Return half the interval of the mean of all values, each around the mean of its group."""
-    variance, freedom = _pooled(groups)
-    return _reach(variance / max(1, sum(map(len, groups))), freedom)
+    variance, freedom = _pool_variance(groups)
+    return _half_width(variance / max(1, sum(map(len, groups))), freedom)
 
 
-def _pooled(groups: Iterable[ArrayLike]) -> tuple[float, int]:
+def _pool_variance(groups: Iterable[ArrayLike]) -> tuple[float, int]:
     """Return the variance of values around the mean of their group, and its degrees of freedom."""
     logs = [log for group in groups if len(log := np.asarray(group, dtype=float))]
     freedom = sum(len(log) - 1 for log in logs)
@@ -113,7 +113,7 @@ def block_log_ratios(
     before: Sequence[int], after: Sequence[int], first: Sequence[int], second: Sequence[int]
 ) -> list[float]:
     """Return logarithms of after over before, of the mean steps (ns) of blocks. ``first`` and
-    ``second``: steps of each block."""
+    ``second``: number of steps in each block."""
     sides = [
         np.split(np.asarray(steps, dtype=float), np.cumsum(blocks)[:-1])
         for steps, blocks in ((before, first), (after, second))
@@ -124,7 +124,7 @@ def block_log_ratios(
     return log_ratios(*sides)
 
 
-def _reach(variance: float, freedom: int) -> float:
+def _half_width(variance: float, freedom: int) -> float:
     if not freedom or variance <= 0:
         return 0.0
     return t_quantile(0.5 + CONFIDENCE_LEVEL / 2, freedom) * math.sqrt(variance)
@@ -145,34 +145,34 @@ def measure_paired_gain(
     others: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
     """Measure the gain of runs that were made in turn, the first of one side with the first of the
-    other. ``others``: ratios of other knobs. ``None``: all of them together are too few."""
-    own = log_ratios(before, after)
-    if not own:
+    other. ``others``: ratios of other knobs. ``None`` if all of them together are too few."""
+    ratios = log_ratios(before, after)
+    if not ratios:
         return None
-    asked = [own] if len(own) >= MIN_OWN_PAIRS else [own, *others]
-    variance, freedom = _pooled(asked)
+    groups = [ratios] if len(ratios) >= MIN_OWN_PAIRS else [ratios, *others]
+    variance, freedom = _pool_variance(groups)
     if freedom < MIN_DEGREES_OF_FREEDOM:
         return None
-    reach = _reach(variance / len(own), freedom)
-    first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
-    return _gain(first, math.exp(float(np.mean(own))), reach, len(own))
+    half = _half_width(variance / len(ratios), freedom)
+    before_ns = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
+    return _build_gain(before_ns, math.exp(float(np.mean(ratios))), half, len(ratios))
 
 
 Numbers = Sequence[float | None]
 
 FIRST_LOSSES = 3
-"""Number of losses before rounding errors have grown by training."""
-EPSILON = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""Number of first losses, in which training has not yet enlarged rounding errors."""
+EPSILONS = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 SUM_ORDER_ULPS = 256.0
 """Relative difference from another order of sums in the first losses, in ulps: errors of n terms in
 another order grow as √n, and 2¹⁶ terms are a row of the largest products."""
 GROWN_ULPS = 1000.0
-"""Factor on that for all of the losses: training enlarges small differences."""
-BAND, NORM_BAND = 0.05, 0.25
+"""Factor on ``SUM_ORDER_ULPS`` for all losses: training enlarges small differences."""
+LOSS_BAND, NORM_BAND = 0.05, 0.25
 """Change that ``precision`` allows, as a share of the mean loss and of gradient norms. Two runs of
 different seeds differ by more."""
 MAX_STANDARD_ERRORS = 4.0
-"""Standard errors of the mean difference on top, since losses of single steps scatter."""
+"""Number of standard errors added to the band, since losses of single steps scatter."""
 
 
 class LossCheck(NamedTuple):
@@ -184,7 +184,7 @@ class LossCheck(NamedTuple):
     needs_rerun: bool = False
     """Whether it failed by rounding alone; another run may show whether the knob is the cause."""
     failed: bool = False
-    """Whether it failed even if the program does not repeat its own losses."""
+    """Whether it fails even for a program that does not repeat its own losses."""
 
 
 def check_losses(
@@ -193,104 +193,104 @@ def check_losses(
     baseline: Sequence[TrialResult],
     tried: Sequence[TrialResult],
 ) -> LossCheck:
-    """Compare the losses of each trial with those of the unchanged program."""
+    """Compare the losses of each trial with the losses of the unchanged program."""
     if not baseline or not baseline[0].losses:
         return LossCheck(True, "no losses seen")
     before = baseline[0]
-    steady = all(_equal(before.losses, other.losses) for other in baseline[1:])
-    if safety == "exact" and steady and not changes_random_numbers and len(tried) > 1:
-        same = [_equal(before.losses, other.losses) and bool(other.losses) for other in tried]
-        others = [other for other, equal in zip(tried, same, strict=True) if not equal]
-        if any(same) and others and all(_rounded(before, other) for other in others):
-            apart = max(_apart(before.losses, other.losses) for other in others)
-            text = f"equal in {sum(same)} of {len(tried)} runs, else {apart:.1g} apart"
+    repeats = all(_is_equal(before.losses, other.losses) for other in baseline[1:])
+    if safety == "exact" and repeats and not changes_random_numbers and len(tried) > 1:
+        equals = [_is_equal(before.losses, other.losses) and bool(other.losses) for other in tried]
+        others = [other for other, equal in zip(tried, equals, strict=True) if not equal]
+        if any(equals) and others and all(_is_rounding(before, other) for other in others):
+            gap = max(_max_gap(before.losses, other.losses) for other in others)
+            text = f"equal in {sum(equals)} of {len(tried)} runs, else {gap:.1g} apart"
             return LossCheck(True, text)
     worst: LossCheck | None = None
     for result in tried:
-        results = _one(safety, changes_random_numbers, steady, before, result)
-        if worst is None or not results.passed:
-            worst = results
-        if not results.passed:
+        check = _check_run(safety, changes_random_numbers, repeats, before, result)
+        if worst is None or not check.passed:
+            worst = check
+        if not check.passed:
             break
     return worst or LossCheck(True, "not run")
 
 
-def _one(
+def _check_run(
     safety: Safety,
     changes_random_numbers: bool,
-    steady: bool,
+    repeats: bool,
     before: TrialResult,
     after: TrialResult,
 ) -> LossCheck:
     a, b = before.losses, after.losses
     if not b:
         return LossCheck(False, "no loss was seen", failed=True)
-    bad = next((i for i, value in enumerate(b) if value is None), None)
-    if bad is not None and (bad >= len(a) or a[bad] is not None):
-        return LossCheck(False, f"not finite from loss {bad + 1} on", failed=True)
+    bad_index = next((i for i, value in enumerate(b) if value is None), None)
+    if bad_index is not None and (bad_index >= len(a) or a[bad_index] is not None):
+        return LossCheck(False, f"not finite from loss {bad_index + 1} on", failed=True)
     if safety == "learning":
         return LossCheck(True, "not compared: another training")
-    if _equal(a, b):
+    if _is_equal(a, b):
         return LossCheck(True, "equal")
-    first = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1
-    if safety == "exact" and steady and not changes_random_numbers:
-        text = f"differs from loss {first} on, and must not"
-        return LossCheck(False, text, needs_rerun=_rounded(before, after))
-    if safety == "precision" or changes_random_numbers or (safety == "exact" and not steady):
-        result = _in_band(before, after)
+    position = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1
+    if safety == "exact" and repeats and not changes_random_numbers:
+        text = f"differs from loss {position} on, and must not"
+        return LossCheck(False, text, needs_rerun=_is_rounding(before, after))
+    if safety == "precision" or changes_random_numbers or (safety == "exact" and not repeats):
+        result = _check_band(before, after)
         if safety != "precision" and result.passed:
-            why = "other random numbers" if steady else "as its own runs"
-            return LossCheck(True, f"{result.text} ({why})")
+            reason = "other random numbers" if repeats else "as its own runs"
+            return LossCheck(True, f"{result.text} ({reason})")
         return result
-    unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
-    early = _apart(a[:FIRST_LOSSES], b[:FIRST_LOSSES])
-    if early > SUM_ORDER_ULPS * unit:
+    epsilon = EPSILONS.get(before.loss_dtype, EPSILONS["float32"])
+    early = _max_gap(a[:FIRST_LOSSES], b[:FIRST_LOSSES])
+    if early > SUM_ORDER_ULPS * epsilon:
         return LossCheck(
-            False, f"{early:.2g} apart in the first losses, above {SUM_ORDER_ULPS * unit:.2g}"
+            False, f"{early:.2g} apart in the first losses, above {SUM_ORDER_ULPS * epsilon:.2g}"
         )
-    whole = _apart(a, b)
-    if whole > SUM_ORDER_ULPS * GROWN_ULPS * unit:
-        result = _in_band(before, after)
+    gap = _max_gap(a, b)
+    if gap > SUM_ORDER_ULPS * GROWN_ULPS * epsilon:
+        result = _check_band(before, after)
         return (
             result
             if not result.passed
             else LossCheck(True, f"{early:.1g} apart, then {result.text}")
         )
-    return LossCheck(True, f"{whole:.1g} apart")
+    return LossCheck(True, f"{gap:.1g} apart")
 
 
-def _rounded(before: TrialResult, after: TrialResult) -> bool:
-    """Return whether another order of the same sums makes as large a difference."""
+def _is_rounding(before: TrialResult, after: TrialResult) -> bool:
+    """Return whether another order of the same sums explains the difference."""
     a, b = before.losses, after.losses
     if not b or any(value is None for value in b):
         return False
-    unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
+    epsilon = EPSILONS.get(before.loss_dtype, EPSILONS["float32"])
     return (
-        _apart(a[:FIRST_LOSSES], b[:FIRST_LOSSES]) <= SUM_ORDER_ULPS * unit
-        and _apart(a, b) <= SUM_ORDER_ULPS * GROWN_ULPS * unit
+        _max_gap(a[:FIRST_LOSSES], b[:FIRST_LOSSES]) <= SUM_ORDER_ULPS * epsilon
+        and _max_gap(a, b) <= SUM_ORDER_ULPS * GROWN_ULPS * epsilon
     )
 
 
-def _equal(a: Numbers, b: Numbers) -> bool:
-    """Return whether the losses are equal, as far as both go."""
+def _is_equal(a: Numbers, b: Numbers) -> bool:
+    """Return whether the losses are equal, up to the end of the shorter list."""
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
-def _pairs(a: Numbers, b: Numbers) -> list[tuple[float, float]]:
+def _pair_finite(a: Numbers, b: Numbers) -> list[tuple[float, float]]:
     return [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
 
 
-def _apart(a: Numbers, b: Numbers) -> float:
-    """Return the largest difference, relative to the larger of a loss and the mean of all."""
-    pairs = _pairs(a, b)
+def _max_gap(a: Numbers, b: Numbers) -> float:
+    """Return the largest difference, relative to the larger of the loss and the mean loss."""
+    pairs = _pair_finite(a, b)
     if not pairs:
         return math.inf
     mean = sum(abs(x) for x, _ in pairs) / len(pairs)
     return max(abs(x - y) / (max(abs(x), mean) or 1.0) for x, y in pairs)
 
 
-def _in_band(before: TrialResult, after: TrialResult) -> LossCheck:
-    pairs = _pairs(before.losses, after.losses)
+def _check_band(before: TrialResult, after: TrialResult) -> LossCheck:
+    pairs = _pair_finite(before.losses, after.losses)
     if not pairs:
         return LossCheck(False, "no loss to compare")
     count = len(pairs)
@@ -298,13 +298,13 @@ def _in_band(before: TrialResult, after: TrialResult) -> LossCheck:
     gaps = [y - x for x, y in pairs]
     mean = sum(gaps) / count
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, count - 1) / count)
-    allowed = BAND + MAX_STANDARD_ERRORS * spread / scale
+    allowed = LOSS_BAND + MAX_STANDARD_ERRORS * spread / scale
     share = abs(mean) / scale
     if share > allowed:
         return LossCheck(
             False, f"loss {t.format_share_change(mean / scale)} over {count}, above {allowed:.1%}"
         )
-    norms = [(x, y) for x, y in _pairs(before.norms, after.norms) if x > 0]
+    norms = [(x, y) for x, y in _pair_finite(before.norms, after.norms) if x > 0]
     if norms:
         factor = math.exp(sum(math.log(max(y, 1e-30) / x) for x, y in norms) / len(norms))
         if not 1 / (1 + NORM_BAND) <= factor <= 1 + NORM_BAND:

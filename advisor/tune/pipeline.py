@@ -1,5 +1,5 @@
-"""The steps from a program or a recorded run to a report of trials: the knobs that the findings'
-rules name, their predicted gains, the trials, and what is saved of them."""
+"""Steps from a program or a recorded run to a report of trials: the knobs that the findings' rules
+name, their predicted gains, the trials, and the saved results."""
 
 import ast
 import difflib
@@ -33,7 +33,7 @@ from advisor.tune.trial_process import TrialProgram
 from advisor.tune.trials import TrialSession, build_trial_error, explain_refusal
 
 RECORDED_STEPS, MIN_RECORDING_STEPS = 90, 40
-"""Steps of the recording, and the least: a profiled window and as many around it."""
+"""Maximum and minimum steps of the recording: a profiled window and as many around it."""
 RECORDED_SHARE = 0.2
 """Share of the budget that the recording may take, once there are enough steps."""
 
@@ -42,14 +42,14 @@ RECORDED_SHARE = 0.2
 class TrialRequest:
     limits: TrialLimits
     only: tuple[str, ...] = ()
-    """Knobs, by id or with a setting (``workers=2``); empty: all that the findings name."""
+    """Knobs, by id or with a setting (``workers=2``). Empty for all that the findings name."""
     dry: bool = False
     remember: bool = False
-    """Whether to write into the user's ledger too."""
+    """Whether to write into the user's ledger as well."""
     allowed: tuple[str, ...] = ()
-    """Folders in which the program may write, native code of it too."""
+    """Folders in which the program, including its native code, may write."""
     out: str = ""
-    """Run directory; empty: a new one below ``runs``."""
+    """Run directory. Empty for a new one below ``runs``."""
 
 
 Say = Callable[[str], None]
@@ -58,30 +58,30 @@ Say = Callable[[str], None]
 def try_program(
     words: Sequence[str], recorded: Path | None, request: TrialRequest, say: Say
 ) -> tuple[TrialReport, Path]:
-    """Try a command. ``recorded``: its run, where there is one already. Returns the report and the
-    run's folder, in which it is kept. Raises AdvisorError: it cannot be tried."""
-    begun = time.monotonic()
-    end = begun + request.limits.budget
+    """Try a command. ``recorded`` is its run, if one exists. Returns the report and the run's
+    folder, which contains it. Raises AdvisorError if the command cannot be tried."""
+    started = time.monotonic()
+    end = started + request.limits.budget
     report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
     with scratch_folder() as folder:
         root = folder.resolve()
         program = TrialProgram(words, root, allowed=request.allowed)
         run = recorded if recorded is not None else _record(program, root, request, say)
-        _plan(report, run, words, request)
+        _fill_plan(report, run, words, request)
         if report.trials and not request.dry:
             TrialSession(program, report, request.limits, end, say).run()
     report.dry = request.dry
-    report.seconds = time.monotonic() - begun
+    report.seconds = time.monotonic() - started
     if not request.dry:
         save_trials(report, run, remember=request.remember)
     return report, run
 
 
 def _record(program: TrialProgram, root: Path, request: TrialRequest, say: Say) -> Path:
-    """Record the program in the scratch folder; return its folder among the user's runs."""
+    """Record the program in the scratch folder, and return its new folder among the user's runs."""
     say("recording")
-    inside = root / "recorded"
-    inside.mkdir()
+    recording = root / "recorded"
+    recording.mkdir()
     limits = request.limits
     result = program.run(
         (),
@@ -89,20 +89,20 @@ def _record(program: TrialProgram, root: Path, request: TrialRequest, say: Say) 
         steps=RECORDED_STEPS,
         seconds=limits.budget * RECORDED_SHARE,
         timeout=limits.timeout + limits.budget * RECORDED_SHARE,
-        record=inside,
+        record=recording,
     )
-    if not (inside / rundir.MANIFEST).is_file():
+    if not (recording / rundir.MANIFEST).is_file():
         raise build_trial_error(f"nothing was recorded: {explain_refusal(result)}", result)
     try:
         run = new_run(request.out)
-        shutil.copytree(inside, run, dirs_exist_ok=True)
+        shutil.copytree(recording, run, dirs_exist_ok=True)
     except OSError as error:
         raise AdvisorError(f"no run directory can be made ({error.strerror or error})") from None
     return run
 
 
-def _plan(report: TrialReport, run: Path, words: Sequence[str], request: TrialRequest) -> None:
-    machine = Machine(count_cores(), _on_gpu(run))
+def _fill_plan(report: TrialReport, run: Path, words: Sequence[str], request: TrialRequest) -> None:
+    machine = Machine(count_cores(), _used_gpu(run))
     result = plan_trials(run, machine)
     report.verdict, report.without = result.verdict, result.by_hand
     report.trials = [
@@ -117,32 +117,34 @@ def _plan(report: TrialReport, run: Path, words: Sequence[str], request: TrialRe
                 trial.knob_setting.value
             )
             trial.diff = write_diff(script, callees, arguments) if callees else ""
-    known = predictions.records_by_rule(
+    records = predictions.records_by_rule(
         predictions.read_predictions(predictions.user_file()).predictions
     )
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
-    report.remembered = "; ".join(f"{rule}: {known[rule]}" for rule in rules if rule in known)
+    report.remembered = "; ".join(f"{rule}: {records[rule]}" for rule in rules if rule in records)
 
 
-def _on_gpu(run: Path) -> bool:
+def _used_gpu(run: Path) -> bool:
     record = rundir.read_recording(run)
     return any(rank.rank.devices for rank in record.ranks.values())
 
 
 def save_trials(report: TrialReport, run: Path, *, remember: bool) -> None:
-    """Save the report and the ledger's lines in the run's folder; ``remember``: the user's too."""
+    """Save the report and the ledger's lines in the run's folder; ``remember`` writes the user's
+    too."""
     try:
         (run / FILE).write_bytes(report.to_json())
     except OSError as error:
         raise AdvisorError(f"{run}: cannot be written to ({error.strerror or error})") from None
-    entries = list(filter(None, (_entry(report, trial) for trial in report.trials)))
+    entries = list(filter(None, (_build_entry(report, trial) for trial in report.trials)))
     predictions.append_predictions(run / predictions.FILE, entries)
     if remember:
         predictions.append_predictions(predictions.user_file(), entries)
 
 
-def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
-    """Return the ledger's line of a trial; ``None`` unless it was predicted and measured twice."""
+def _build_entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
+    """Return the ledger's line of a trial, or ``None`` unless it was predicted and measured
+    twice."""
     if (
         trial.predicted is None
         or trial.predicted_low is None
@@ -172,25 +174,25 @@ def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
 
 
 def command_of(run: Path) -> list[str]:
-    """Return the command of a recorded run. Raises AdvisorError: it cannot be started again."""
+    """Return the command of a recorded run. Raises AdvisorError if it cannot be started again."""
     words = list(rundir.read_recording(run).manifest.command)
     if not words:
         raise AdvisorError(f"{run}: does not say what was run; give the program itself")
     if any(HIDDEN in word for word in words):
-        raise AdvisorError(f"{run}: its command held a credential; give the program itself")
+        raise AdvisorError(f"{run}: its command contains a credential; give the program itself")
     if words[0].endswith((".py", ".pyw")):
         words = [sys.executable, *words]
     return words
 
 
-MAX_BYTES = 4 << 20
+MAX_SCRIPT_BYTES = 4 << 20
 
 
 def write_diff(file: Path, callees: frozenset[str], arguments: Mapping[str, object]) -> str:
-    """Return a diff that sets keyword arguments of the only call of one of these names. Empty:
-    there is none, several, or one whose arguments are not all written out."""
+    """Return a diff that sets keyword arguments of the only call of one of these names. Empty if
+    there are no or several calls, or the arguments are not all written out."""
     try:
-        if file.stat().st_size > MAX_BYTES:
+        if file.stat().st_size > MAX_SCRIPT_BYTES:
             return ""
         text = file.read_text("utf-8")
         script = parse(text, file.name)
@@ -199,8 +201,8 @@ def write_diff(file: Path, callees: frozenset[str], arguments: Mapping[str, obje
     calls = [call for call in script.calls if script.qualified_name(call.func) in callees]
     if len(calls) != 1:
         return ""
-    changed = _with(script, text, calls[0], arguments)
-    if changed is None or not _parses(changed):
+    changed = _set_args(script, text, calls[0], arguments)
+    if changed is None or not _is_python(changed):
         return ""
     lines = difflib.unified_diff(
         text.splitlines(keepends=True),
@@ -212,7 +214,7 @@ def write_diff(file: Path, callees: frozenset[str], arguments: Mapping[str, obje
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 
-def _parses(text: str) -> bool:
+def _is_python(text: str) -> bool:
     try:
         ast.parse(text)
     except (SyntaxError, ValueError):
@@ -220,26 +222,28 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _with(script: Script, text: str, call: ast.Call, arguments: Mapping[str, object]) -> str | None:
-    """Return the text with the call changed; ``None``: its arguments do not allow it."""
+def _set_args(
+    script: Script, text: str, call: ast.Call, arguments: Mapping[str, object]
+) -> str | None:
+    """Return the text with the call changed, or ``None`` if its arguments do not allow it."""
     if len(call.args) > 1 or any(item.arg is None for item in call.keywords):
         return None
     if any(isinstance(item, ast.Starred) for item in call.args):
         return None
     edits: list[tuple[int, int, str]] = []
-    more = []
+    additions = []
     for name, value in arguments.items():
-        there = find_keyword(call, name)
-        if there is None:
-            more.append(f"{name}={value!r}")
+        keyword = find_keyword(call, name)
+        if keyword is None:
+            additions.append(f"{name}={value!r}")
         else:
-            edits.append((*script.span(there), repr(value)))
-    if more:
-        given = [*call.args, *(item.value for item in call.keywords)]
-        if not given:
+            edits.append((*script.span(keyword), repr(value)))
+    if additions:
+        values = [*call.args, *(item.value for item in call.keywords)]
+        if not values:
             return None
-        last = max(script.span(node)[1] for node in given)
-        edits.append((last, last, f", {', '.join(more)}"))
+        insert_at = max(script.span(node)[1] for node in values)
+        edits.append((insert_at, insert_at, f", {', '.join(additions)}"))
     for begin, end, new in sorted(edits, reverse=True):
         text = text[:begin] + new + text[end:]
     return text
@@ -254,115 +258,118 @@ class TrialPlan(NamedTuple):
 
 
 def plan_trials(run: Path, machine: Machine) -> TrialPlan:
-    """Plan the trials of a recorded run. Raises AdvisorError: nothing in it can be analysed."""
-    seen = examine(run, Options())
-    named = {rule.id: rule.knobs for rule in load_rules()}
-    report = seen.report
+    """Plan the trials of a recorded run. Raises AdvisorError if nothing in it can be analysed."""
+    analysis = examine(run, Options())
+    names_of = {rule.id: rule.knobs for rule in load_rules()}
+    report = analysis.report
     trials: list[Trial] = []
-    without: list[str] = []
-    taken: set[KnobSetting] = set()
-    # a note is measured as well: what nothing is promised of may gain the most
+    by_hand: list[str] = []
+    planned: set[KnobSetting] = set()
+    # a note is tried as well: a knob without a predicted gain may gain the most
     for finding in (*report.findings, *report.risks, *report.notes):
         usable = [
-            one for name in named.get(finding.rule, ()) if _fits(one := find_knob(name), machine)
+            knob
+            for name in names_of.get(finding.rule, ())
+            if _is_usable(knob := find_knob(name), machine)
         ]
         if not usable and finding not in report.notes:
-            without.append(finding.rule)
-        for item in usable:
-            for number, value in enumerate(item.values(_number(finding), machine)):
-                knob_setting = KnobSetting(item.id, value)
-                if knob_setting in taken:
+            by_hand.append(finding.rule)
+        for knob in usable:
+            for index, value in enumerate(knob.values(_find_workers(finding), machine)):
+                knob_setting = KnobSetting(knob.id, value)
+                if knob_setting in planned:
                     continue
-                taken.add(knob_setting)
-                trial = _trial(finding.rule, item, knob_setting)
+                planned.add(knob_setting)
+                trial = _build_trial(finding.rule, knob, knob_setting)
                 trial.memory = finding.impact is not None and finding.impact.currency == "memory"
-                first = item is usable[0] and number == 0
-                _predict(trial, finding, seen, value, first=first)
+                is_first = knob is usable[0] and index == 0
+                _predict(trial, finding, analysis, value, is_first=is_first)
                 trials.append(trial)
-    return TrialPlan(trials, list(dict.fromkeys(without)), report.verdict)
+    return TrialPlan(trials, list(dict.fromkeys(by_hand)), report.verdict)
 
 
 def plan_requested_trials(
-    names: tuple[str, ...], machine: Machine, there: list[Trial]
+    names: tuple[str, ...], machine: Machine, trials: list[Trial]
 ) -> list[Trial]:
-    """Return trials of knobs that the user names and no finding does, without predictions."""
+    """Return trials, without predictions, of knobs that only the user names."""
     result = []
-    known = {trial.knob_setting for trial in there}
+    planned = {trial.knob_setting for trial in trials}
     for text in dict.fromkeys(names):
-        name, _, given = text.partition("=")
-        item = find_knob(name)
-        if not _fits(item, machine):
+        name, _, setting_text = text.partition("=")
+        knob = find_knob(name)
+        if not _is_usable(knob, machine):
             continue
-        if given:
-            values: Sequence[Value] = [item.parse_setting(given, machine)]
-        elif any(knob_setting.knob == name for knob_setting in known):
+        if setting_text:
+            values: Sequence[Value] = [knob.parse_setting(setting_text, machine)]
+        elif any(knob_setting.knob == name for knob_setting in planned):
             continue
         else:
-            values = item.values(None, machine)
+            values = knob.values(None, machine)
         for value in values:
             knob_setting = KnobSetting(name, value)
-            if knob_setting not in known:
-                known.add(knob_setting)
-                result.append(_trial("", item, knob_setting))
+            if knob_setting not in planned:
+                planned.add(knob_setting)
+                result.append(_build_trial("", knob, knob_setting))
     return result
 
 
-def _trial(rule: str, item: Knob, setting: KnobSetting) -> Trial:
+def _build_trial(rule: str, knob: Knob, setting: KnobSetting) -> Trial:
     return Trial(
         rule=rule,
         knob_setting=setting,
-        title=item.title,
-        safety=item.safety,
-        lines=item.lines(setting.value),
+        title=knob.title,
+        safety=knob.safety,
+        lines=knob.lines(setting.value),
     )
 
 
-def _fits(item: Knob, machine: Machine) -> bool:
-    return machine.cuda or not item.needs_cuda
+def _is_usable(knob: Knob, machine: Machine) -> bool:
+    return machine.cuda or not knob.needs_cuda
 
 
-def _number(finding: Finding) -> int | None:
+def _find_workers(finding: Finding) -> int | None:
     """Return the number of workers in the finding's edit."""
     return next((edit.workers for edit in finding.edits if edit.workers), None)
 
 
-def _recorded_ns(seen: AnalysisResult) -> float | None:
-    """Return the recorded time from the first step to the last, ns, what lay between them included.
-    Trials measure the mean step in the same way. ``None``: not recorded."""
-    recorded = seen.main.recorded
+def _recorded_ns(analysis: AnalysisResult) -> float | None:
+    """Return the recorded time from the first step to the last, ns, including time between steps.
+    Trials measure the mean step in the same way. ``None`` if not recorded."""
+    recorded = analysis.main.recorded
     if recorded is None or not len(recorded.dur):
         return None
     return float(recorded.dur.sum() + np.nansum(recorded.column("evaluation")[1:]))
 
 
 def _predict(
-    trial: Trial, finding: Finding, seen: AnalysisResult, value: Value, *, first: bool
+    trial: Trial, finding: Finding, analysis: AnalysisResult, value: Value, *, is_first: bool
 ) -> None:
-    """Set the finding's band; for another number of workers, that of the same edit with it."""
+    """Set the predicted band; for another number of workers, replay the same edit with that
+    number."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return
-    whole = {"step_time": seen.report.step_ns, "run_time": _recorded_ns(seen)}
-    step = whole.get(impact.currency)
+    base_ns = {"step_time": analysis.report.step_ns, "run_time": _recorded_ns(analysis)}
+    step = base_ns.get(impact.currency)
     if impact.currency == "step_time" and impact.share and impact.gain_ns:
-        step = impact.gain_ns / impact.share  # the mean, of steps with pauses well above the median
+        step = impact.gain_ns / impact.share  # the mean: with pauses well above the median
     if not step:
         return
-    wanted = _number(finding)
-    if wanted is not None and isinstance(value, int) and value != wanted:
-        if value < 1 or not seen.main.step_ns:
+    workers = _find_workers(finding)
+    if workers is not None and isinstance(value, int) and value != workers:
+        if value < 1 or not analysis.main.step_ns:
             return
         edits = [replace(e, workers=value) if e.workers else e for e in finding.edits]
-        result = seen.estimator.gain_range(edits)
-        traced = seen.main.step_ns
-        trial.predicted = result.gain / traced
+        result = analysis.estimator.gain_range(edits)
+        traced_ns = analysis.main.step_ns
+        trial.predicted = result.gain / traced_ns
         trial.predicted_low, trial.predicted_high = (
-            result.low / traced,
-            min(1, result.high / traced),
+            result.low / traced_ns,
+            min(1, result.high / traced_ns),
         )
-    elif first or wanted is not None:
+    elif is_first or workers is not None:
         low = impact.gain_ns if impact.low_ns is None else impact.low_ns
         high = impact.gain_ns if impact.high_ns is None else impact.high_ns
         trial.predicted = min(1.0, impact.gain_ns / step)
-        # nothing saves more than the step, though bands of rare pauses reach beyond
+        # no fix saves more than the step, although bands of rare pauses extend beyond it
         trial.predicted_low, trial.predicted_high = min(1.0, low / step), min(1.0, high / step)

@@ -18,24 +18,24 @@ MAX_BYTES = 16 << 20
 Outcome = Literal["gain", "no gain", "slower", "unclear", "dropped", "not run"]
 """Outcome of a trial. ``unclear``: the interval is too wide to say (``MAX_HALF_INTERVAL``)."""
 MAX_HALF_INTERVAL = 0.1
-"""Half the interval, as a share of the step, up to which a gain counts as measured."""
+"""Maximum half interval, as a share of the step, at which a gain counts as measured."""
 
 
 class Trial(Struct, kw_only=True):
     """A knob at one setting. Shares are of the mean step (0 to 1)."""
 
     rule: str
-    """Rule whose finding it is to fix."""
+    """Rule whose finding the knob should fix."""
     knob_setting: KnobSetting
     title: str
     safety: Safety
     memory: bool = False
-    """Whether the finding is about memory: freed memory is then a gain too."""
+    """Whether the finding is about memory, so that freed memory is a gain as well."""
     outcome: Outcome = "not run"
     why: str = ""
     """Reason for ``dropped`` and ``not run``."""
     predicted: float | None = None
-    """Gain that the report predicts; ``null``: this setting has no estimate in step time."""
+    """Gain that the report predicts, or ``null`` without an estimate in step time."""
     predicted_low: float | None = None
     predicted_high: float | None = None
     gain: float | None = None
@@ -43,15 +43,15 @@ class Trial(Struct, kw_only=True):
     gain_low: float | None = None
     gain_high: float | None = None
     inside: bool | None = None
-    """Whether the measured interval overlaps the predicted band; ``null``: no band, or the interval
-    is too wide to say."""
+    """Whether the measured interval overlaps the predicted band, or ``null`` without a band or if
+    the interval is too wide."""
     runs: int = 0
     """Number of runs with the knob."""
     step_ns: float | None = None
     losses: str = ""
     """Result of the check of the losses."""
     schedule: str = ""
-    """Effect on the training's schedule; not empty: shares are of the time per sample."""
+    """Effect on the training's schedule. If not empty, shares are of the time per sample."""
     device_bytes: int | None = None
     host_bytes: int | None = None
     lines: str = ""
@@ -61,7 +61,7 @@ class Trial(Struct, kw_only=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the gain is measured well enough to judge a prediction by."""
+        """Whether the gain is measured well enough to judge a prediction."""
         if self.gain_low is None or self.gain_high is None:
             return False
         return (self.gain_high - self.gain_low) / 2 <= MAX_HALF_INTERVAL
@@ -73,11 +73,11 @@ class Trial(Struct, kw_only=True):
 
 
 class CombinedTrial(Struct, kw_only=True):
-    """All winners applied together."""
+    """Trial of all winners together."""
 
     knob_settings: list[KnobSetting]
     left_out: list[KnobSetting] = field(default_factory=list)
-    """Winners that add nothing to those."""
+    """Winners that add no gain to these settings."""
     step_ns: float
     gain: float
     gain_low: float
@@ -93,11 +93,11 @@ class TrialReport(Struct, kw_only=True):
     program: list[str] = field(default_factory=list)
     """Command line, credentials replaced."""
     device: str = ""
-    """Name of the GPU; empty: none."""
+    """Name of the GPU. Empty without one."""
     torch: str = ""
     verdict: str = ""
     dry: bool = False
-    """Whether nothing was run but the recording."""
+    """Whether only the recording was run."""
     interrupted: bool = False
     out_of_budget: bool = False
     seconds: float = 0.0
@@ -105,7 +105,7 @@ class TrialReport(Struct, kw_only=True):
     processes: int = 0
     """Number of runs of the program."""
     step_ns: float | None = None
-    """Mean step of the unchanged program; ``null``: not measured."""
+    """Mean step of the unchanged program, or ``null`` if not measured."""
     steps: int = 0
     """Number of steps timed in each run."""
     turns: bool = False
@@ -113,17 +113,17 @@ class TrialReport(Struct, kw_only=True):
     device_bytes: int | None = None
     host_bytes: int | None = None
     repeats: bool | None = None
-    """Whether losses of the unchanged program are the same in each run; ``null``: unknown."""
+    """Whether losses of the unchanged program are the same in each run, or ``null`` if unknown."""
     confined: bool = False
     """Whether the kernel confined the program to its scratch folder."""
     moved: int = 0
-    """Number of files of a run that were written elsewhere than the program meant to."""
+    """Number of files of a run that were redirected to the scratch folder."""
     trials: list[Trial] = field(default_factory=list)
     together: CombinedTrial | None = None
     without: list[str] = field(default_factory=list)
-    """Findings that no knob fixes: to be done by hand."""
+    """Findings that no knob fixes and the user has to fix by hand."""
     remembered: str = ""
-    """Past accuracy of these rules' predictions; empty: none yet."""
+    """Past accuracy of these rules' predictions. Empty if there are none yet."""
 
     @property
     def winners(self) -> list[Trial]:
@@ -148,27 +148,27 @@ def write_headline(report: TrialReport) -> str:
         return f"Nothing to try. {report.verdict}"
     if report.dry:
         return f"Dry run: {t.count_noun(count, 'trial')} planned, none run."
-    how = (
+    note = (
         "Interrupted; results so far. "
         if report.interrupted
         else "The time budget ran out before every trial finished. "
         if report.out_of_budget
         else ""
     )
-    both = report.together
-    if both is None:
+    joint = report.together
+    if joint is None:
         if report.winners and report.winners[0].schedule:
             best = report.winners[0]
-            less = f"{format_interval(best.gain_low, best.gain_high)} less time"
+            saving = f"{format_interval(best.gain_low, best.gain_high)} less time"
             return (
-                f"{how}{best.name}: a sample takes {less}. "
+                f"{note}{best.name}: a sample takes {saving}. "
                 "This is another training: check what it does to the schedule."
             )
-        return f"{how}No gain is shown in {t.count_noun(count, 'trial')}."
-    names = t.list_names(map(str, both.knob_settings))
-    gain = f"-{t.format_share(both.gain)}, {format_interval(both.gain_low, both.gain_high)}"
+        return f"{note}No gain is shown in {t.count_noun(count, 'trial')}."
+    names = t.list_names(map(str, joint.knob_settings))
+    gain = f"-{t.format_share(joint.gain)}, {format_interval(joint.gain_low, joint.gain_high)}"
     return (
-        f"{how}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)} "
+        f"{note}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(joint.step_ns)} "
         f"per step ({gain})."
     )
 
@@ -194,13 +194,13 @@ def describe_runs(report: TrialReport) -> list[str]:
 
 
 def describe_losses(report: TrialReport) -> str:
-    """Describe whether the program repeats its losses; empty: unknown."""
+    """Describe whether the program repeats its losses. Empty if unknown."""
     if report.repeats is None:
         return ""
     return (
         "the unchanged program repeats its losses exactly"
         if report.repeats
-        else "losses of the unchanged program vary between runs: knobs are allowed as much"
+        else "losses of the unchanged program vary between runs: knobs may differ as much"
     )
 
 

@@ -1,8 +1,8 @@
 """Runs of the program, each confined to its scratch folder, and their measurements.
 
-The kernel confines it there (Landlock, where Linux has it): native code too (C++, Rust), and every
-process that is started, which nothing in Python does. Elsewhere only the audit hook in
-``overlay.py`` does."""
+The kernel confines them (Landlock, where Linux has it), with their native code (C++, Rust) and
+every process they start, which Python cannot do. Elsewhere only the audit hook in ``overlay.py``
+confines them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from advisor.tune.knob import (
 
 GRACE_SECONDS = 5.0
 """Seconds from the result until the program's remaining processes are ended."""
-MAX_OUTPUT = 4000
-"""Bytes of output that are searched for the error of a failed program …"""
-MAX_LINES = 12
-"""… and lines of it that are shown."""
+MAX_OUTPUT_BYTES = 4000
+"""Maximum bytes of output that are searched for the error of a failed program."""
+MAX_SHOWN_LINES = 12
+"""Maximum number of lines of output that are shown."""
 BEGIN = "ADVISOR_BEGIN"
 POLL_SECONDS = 0.01
 
 QUIET_ENVIRONMENT: Mapping[str, str] = {
-    # nobody hears of a run that is only tried
+    # trials report to no tracking service
     "WANDB_MODE": "disabled", "CLEARML_OFFLINE_MODE": "1", "NEPTUNE_MODE": "debug",
     "COMET_MODE": "disabled", "SWANLAB_MODE": "disabled", "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONHASHSEED": "0",
@@ -55,7 +55,7 @@ QUIET_ENVIRONMENT: Mapping[str, str] = {
 
 
 class TrialProgram:
-    """A command, and the folder that its trials may fill."""
+    """Command to try, and the folder for its trials."""
 
     def __init__(self, words: Sequence[str], root: Path, *, allowed: Sequence[str] = ()) -> None:
         self.words = list(words)
@@ -67,15 +67,15 @@ class TrialProgram:
         self.cache = root / "cache"
         self.cache.mkdir()
 
-    def run(self, knob_settings: KnobSettings, **wanted: Any) -> TrialResult:
-        """Run one process from its start to its end: see :meth:`start`. Raises AdvisorError: it
-        cannot be started."""
-        running = self.start(knob_settings, **wanted)
+    def run(self, knob_settings: KnobSettings, **limits: Any) -> TrialResult:
+        """Run one process from start to end, see :meth:`start`. Raises AdvisorError if it cannot be
+        started."""
+        trial = self.start(knob_settings, **limits)
         try:
-            running.run_turn()
+            trial.run_turn()
         finally:
-            running.end()
-        return running.result()
+            trial.end()
+        return trial.result()
 
     def start(
         self,
@@ -85,8 +85,8 @@ class TrialProgram:
         record: Path | None = None,
         **limits: Any,
     ) -> RunningTrial:
-        """Start one process. ``timeout``: seconds until it is ended, whatever it does, counted anew
-        for each of its ``turns``. ``limits``: fields of :class:`TrialSpec`. Raises AdvisorError: it
+        """Start one process. ``timeout``: seconds until it is ended in any case, counted anew for
+        each of its ``turns``. ``limits``: fields of :class:`TrialSpec`. Raises AdvisorError if it
         cannot be started."""
         self.count += 1
         home = self.root / f"run{self.count}"
@@ -126,24 +126,26 @@ class TrialProgram:
 
 
 @contextmanager
-def _signals_held(trial: RunningTrial) -> Iterator[None]:
-    """Interrupt after the program was started, and end it: within a fork, Python drops what a
-    signal raises."""
-    seen: list[int] = []
-    held: dict[signal.Signals, Any] = {}
+def _delay_signals(trial: RunningTrial) -> Iterator[None]:
+    """Delay signals until the program was started, and then end it: within a fork, Python drops
+    exceptions raised by signals."""
+    raised: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if callable(signal.getsignal(number)):
-                held[number] = signal.signal(number, lambda number, frame: seen.append(number))
+                handlers[number] = signal.signal(
+                    number, lambda number, frame: raised.append(number)
+                )
     try:
         yield
     finally:
-        for number, own in held.items():
-            signal.signal(number, own)
-        if seen:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if raised:
             if hasattr(trial, "process"):
-                _end(trial.process)
-            signal.raise_signal(seen[0])
+                _kill_processes(trial.process)
+            signal.raise_signal(raised[0])
 
 
 class RunningTrial:
@@ -157,8 +159,8 @@ class RunningTrial:
         self.turn = 0
         self.late = self.paused = False
         self.spent = 0.0
-        """Seconds that it ran, without those in which it stood still."""
-        with (home / "output").open("wb") as output, _signals_held(self):
+        """Seconds that it ran, without the time in which it was stopped."""
+        with (home / "output").open("wb") as output, _delay_signals(self):
             try:
                 self.process = subprocess.Popen(
                     words,
@@ -166,8 +168,8 @@ class RunningTrial:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # to end all of them together
-                    # no thread of ours holds a lock then: this command line has none
+                    start_new_session=True,  # to end all its processes together
+                    # no other thread holds a lock: this command line has none
                     preexec_fn=confinement(folders),  # noqa: PLW1509
                 )
             except (OSError, subprocess.SubprocessError) as error:
@@ -175,36 +177,36 @@ class RunningTrial:
             (home / GROUP).write_text(str(self.process.pid))
 
     def run_turn(self, steps: int = 0) -> bool:
-        """Run until the program stops for its next turn (True) or has ended. ``steps``: number of
-        the turn's steps; 0: as many as before."""
+        """Run until the program stops for its next turn (True) or has ended. ``steps`` is the
+        number of steps in the turn, 0 for as many as before."""
         if self.paused:
             self.turn += 1
-            beside = self.home / f"{TURN}.new"
-            beside.write_text(f"{self.turn} {steps}")
-            beside.replace(self.home / TURN)
+            temporary = self.home / f"{TURN}.new"
+            temporary.write_text(f"{self.turn} {steps}")
+            temporary.replace(self.home / TURN)
             self.paused = False
             os.killpg(self.process.pid, signal.SIGCONT)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
-            return self._wait(begun + self.timeout)
+            return self._wait_for_stop(started + self.timeout)
         finally:
-            self.spent += time.monotonic() - begun
+            self.spent += time.monotonic() - started
 
-    def _wait(self, end: float) -> bool:
-        result = False
+    def _wait_for_stop(self, end: float) -> bool:
+        has_result = False
         while self.process.poll() is None:
-            if self._stopped():
+            if self._is_stopped():
                 self.paused = True
                 return True
-            if not result and self.out.exists():
-                result, end = True, min(end, time.monotonic() + GRACE_SECONDS)
+            if not has_result and self.out.exists():
+                has_result, end = True, min(end, time.monotonic() + GRACE_SECONDS)
             if time.monotonic() > end:
-                self.late = not result
+                self.late = not has_result
                 break
             time.sleep(POLL_SECONDS)
         return False
 
-    def _stopped(self) -> bool:
+    def _is_stopped(self) -> bool:
         if not hasattr(os, "waitid") or not hasattr(os, "WSTOPPED"):
             return False
         with suppress(ChildProcessError):
@@ -212,45 +214,45 @@ class RunningTrial:
         return False
 
     def end(self) -> None:
-        """End all of its processes, and remove what they wrote but the results."""
-        _end(self.process)
+        """End all of its processes, and remove what they wrote except the results."""
+        _kill_processes(self.process)
         shutil.rmtree(self.home / "scratch", ignore_errors=True)
 
     def partial_result(self) -> TrialResult:
-        """Return what it measured before it stopped."""
-        return self._read(Path(f"{self.out}{SO_FAR}")) or TrialResult()
+        """Return the measurements before it stopped."""
+        return self._load(Path(f"{self.out}{SO_FAR}")) or TrialResult()
 
-    def _read(self, path: Path) -> TrialResult | None:
+    def _load(self, path: Path) -> TrialResult | None:
         try:
             return msgspec.json.decode(path.read_bytes()[:MAX_RESULT_BYTES], type=TrialResult)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def result(self) -> TrialResult:
-        """Return what it measured, once it has been ended."""
+        """Return the measurements after it has been ended."""
         process = self.process
-        result = self._read(self.out) or (self.partial_result() if self.paused else TrialResult())
-        lines = _output(self.home / "output")
-        said = _error(lines)
+        result = self._load(self.out) or (self.partial_result() if self.paused else TrialResult())
+        lines = _read_output(self.home / "output")
+        error = _find_error(lines)
         if not result.ended and not result.problem:
             killed = process.returncode == -signal.SIGKILL and not self.late
             result.problem = (
-                f"no end after {self.timeout:.0f} s"
+                f"did not end within {self.timeout:.0f} s"
                 if self.late
-                else "killed, most likely for want of memory"
+                else "killed, most likely because memory ran out"
                 if killed
-                else said or f"it left with exit code {process.returncode}"
+                else error or f"it ended with exit code {process.returncode}"
             )
             result.kind = "memory" if killed else "late" if self.late else "error"
-            if process.returncode == 0 and not self.late and not said:
+            if process.returncode == 0 and not self.late and not error:
                 result.problem = ""
         if result.problem or not result.steps_ns:
-            result.output = "\n".join(clean(line)[:200] for line in lines[-MAX_LINES:])
+            result.output = "\n".join(clean(line)[:200] for line in lines[-MAX_SHOWN_LINES:])
         return result
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of the trial, those that outlive the first one too."""
+def _kill_processes(process: subprocess.Popen[bytes]) -> None:
+    """End all processes of the trial, even if they outlive the first one."""
     if sys.platform == "win32":
         process.kill()
     else:
@@ -260,19 +262,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
 
 
-def _output(path: Path) -> list[str]:
+def _read_output(path: Path) -> list[str]:
     """Return the last lines that the program printed, without blank ones."""
     try:
-        text = path.read_bytes()[-MAX_OUTPUT:].decode("utf-8", "replace")
+        text = path.read_bytes()[-MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
     except OSError:
         return []
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _error(lines: list[str]) -> str:
-    """Return the last line of an error that the program printed; empty: it printed none."""
-    traced = any("Traceback (most recent call last)" in line for line in lines)
-    return lines[-1].strip()[:300] if traced else ""
+def _find_error(lines: list[str]) -> str:
+    """Return the last line of an error that the program printed. Empty if it printed none."""
+    has_traceback = any("Traceback (most recent call last)" in line for line in lines)
+    return lines[-1].strip()[:300] if has_traceback else ""
 
 
 # -- Landlock -------------------------------------------------------------------------------------
@@ -280,12 +282,12 @@ def _error(lines: list[str]) -> str:
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same on every architecture
 _NO_NEW_PRIVILEGES = 38
 _VERSION = 1
-# linux/landlock.h: all that changes a file system; truncating came with the third version
+# linux/landlock.h: rights that change a file system; the third version added truncating
 _WRITE = 1 << 1 | sum(1 << bit for bit in range(4, 13))
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _TRUNCATES_FROM = 3
-DEVICES = ("/dev", "/proc")
-"""Folders that stay writable: terminals, GPUs, workers' shared memory; processes' own state."""
+WRITABLE_FOLDERS = ("/dev", "/proc")
+"""Folders that stay writable: terminals, GPUs, workers' shared memory and processes' own state."""
 
 
 class _Ruleset(ctypes.Structure):
@@ -299,25 +301,25 @@ class _PathBeneathAttr(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock in the running kernel; 0: there is none."""
+    """Return the version of Landlock in the running kernel, or 0 without it."""
     if not sys.platform.startswith("linux"):
         return 0
-    nothing = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+    arguments = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     try:
-        return max(0, int(ctypes.CDLL(None).syscall(_CREATE, *nothing)))
+        return max(0, int(ctypes.CDLL(None).syscall(_CREATE, *arguments)))
     except (OSError, AttributeError):
         return 0
 
 
 def confinement(folders: Iterable[Path]) -> Callable[[], None] | None:
     """Return what a child must run before its program, so that it and its children write only below
-    ``folders`` and to devices; ``None``: this system has no Landlock."""
-    result = landlock_version()
-    if result < _TRUNCATES_FROM:
+    ``folders`` and to devices, or ``None`` if this system has no Landlock."""
+    version = landlock_version()
+    if version < _TRUNCATES_FROM:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     access = _WRITE | _REFER | _TRUNCATE
-    paths = [os.fsencode(path) for path in (*map(str, folders), *DEVICES)]
+    paths = [os.fsencode(path) for path in (*map(str, folders), *WRITABLE_FOLDERS)]
 
     def confine() -> None:
         rules = _Ruleset(access)

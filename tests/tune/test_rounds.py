@@ -156,7 +156,7 @@ def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_without_room_for_two_they_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_, "_held", lambda pid: (1 << 20, 1 << 30))
+    monkeypatch.setattr(round_, "_measure_memory", lambda pid: (1 << 20, 1 << 30))
     run = rounds(program(tmp_path))
     found = run.run([(), OTHER])
     assert run.one_at_a_time

@@ -151,7 +151,7 @@ def test_knobs_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_drop
     told = {trial.name: (trial.outcome, trial.why) for trial in report.trials}
     assert told["set-to-none"] == ("dropped", "losses: differs from loss 3 on, and must not")
     assert told["gc-freeze"] == ("dropped", "out of memory: RuntimeError: no more")
-    assert told["loader-persistent"] == ("dropped", "it met nothing to change")
+    assert told["loader-persistent"] == ("dropped", "it found nothing to change")
     assert told["channels-last"] == ("gain", "")
     assert report.together is not None and report.together.knob_settings == [
         KnobSetting("channels-last")

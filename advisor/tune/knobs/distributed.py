@@ -32,7 +32,7 @@ class _Ddp(Knob):
 
 
 class DdpBuckets(_Ddp):
-    """``bucket_cap_mb``, larger and smaller: PyTorch's own is 25."""
+    """``bucket_cap_mb``, larger and smaller than PyTorch's 25."""
 
     id = "ddp-bucket-size"
     title = "size of DDP's buckets"
@@ -44,7 +44,7 @@ class DdpStaticGraph(_Ddp):
     """``static_graph=True``."""
 
     id = "ddp-static-graph"
-    title = "DDP with a graph that stays"
+    title = "DDP with a static graph"
     argument = "static_graph"
 
 
@@ -52,22 +52,22 @@ class DdpBucketView(_Ddp):
     """``gradient_as_bucket_view=True``."""
 
     id = "ddp-bucket-view"
-    title = "gradients that live in DDP's buckets"
+    title = "gradients stored in DDP's buckets"
     safety = "exact"
     argument = "gradient_as_bucket_view"
 
 
-LEARNT_FROM = 2
+MIN_EQUAL_STEPS = 2
 """Number of optimizer steps with the same number of passes before that number is used."""
 
 
 class DdpNoSync(Knob):
-    """``no_sync`` around all passes of an optimizer step but the last. Their number is learnt from
-    the first steps. A later step with another number would use gradients that were never reduced:
-    then the run is ended and the knob dropped."""
+    """``no_sync`` around all passes of an optimizer step but the last. Their number comes from the
+    first steps. A later step with another number would use gradients that were never reduced: this
+    ends the run and drops the knob."""
 
     id = "ddp-no-sync"
-    title = "gradients sent once an optimizer step"
+    title = "gradients sent once per optimizer step"
     safety = "reordered"
     keep = (
         "with nullcontext() if last_micro_batch else model.no_sync():\n"
@@ -79,42 +79,42 @@ class DdpNoSync(Knob):
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim import optimizer as optim
 
-        known: dict[int, list[int]] = {}
-        """Passes of each model in the first optimizer steps …"""
-        done: Counter[int] = Counter()
-        """… and since the last one."""
-        held: set[int] = set()
+        first_counts: dict[int, list[int]] = {}
+        """Passes of each model in the first optimizer steps."""
+        counts: Counter[int] = Counter()
+        """Passes of each model since the last optimizer step."""
+        unsent: set[int] = set()
         """Models whose last pass was not sent."""
 
         def make(original: Any) -> Any:
             def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
                 if not (torch.is_grad_enabled() and model.training):
                     return original(model, *args, **kwargs)
-                which = id(model)
-                done[which] += 1
-                seen = known.get(which, [])
-                sure = len(seen) == LEARNT_FROM and len(set(seen)) == 1
-                if not sure or done[which] >= seen[0] or not model.require_backward_grad_sync:
-                    held.discard(which)
+                key = id(model)
+                counts[key] += 1
+                earlier = first_counts.get(key, [])
+                stable = len(earlier) == MIN_EQUAL_STEPS and len(set(earlier)) == 1
+                if not stable or counts[key] >= earlier[0] or not model.require_backward_grad_sync:
+                    unsent.discard(key)
                     return original(model, *args, **kwargs)
                 self.took_effect()
-                held.add(which)
-                with model.no_sync():  # what counts is the forward, by PyTorch's documentation
+                unsent.add(key)
+                with model.no_sync():  # only the forward matters, by PyTorch's documentation
                     return original(model, *args, **kwargs)
 
             return forward
 
         def before(*_: Any) -> None:
-            for which in held:
+            for key in unsent:
                 raise RuntimeError(
-                    f"an optimizer step has {done[which]} passes where others have "
-                    f"{known[which][0]}: its gradients would not be reduced"
+                    f"an optimizer step has {counts[key]} passes where others have "
+                    f"{first_counts[key][0]}: its gradients would not be reduced"
                 )
-            for which, count in done.items():
-                seen = known.setdefault(which, [])
-                if len(seen) < LEARNT_FROM:
-                    seen.append(count)
-            done.clear()
+            for key, count in counts.items():
+                earlier = first_counts.setdefault(key, [])
+                if len(earlier) < MIN_EQUAL_STEPS:
+                    earlier.append(count)
+            counts.clear()
 
         wrap_attribute(DistributedDataParallel, "forward", make)
         optim.register_optimizer_step_pre_hook(before)

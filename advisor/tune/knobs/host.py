@@ -8,9 +8,9 @@ from typing import Any
 from advisor.recorder.environment import NODES, cpu_list
 from advisor.tune.knob import Knob, Machine, Value, wrap_attribute
 
-SETTING = "expandable_segments:True"
-BEFORE, EVERY = 3, 500
-"""Number of steps before existing objects are frozen, and between manual collections."""
+ALLOC_SETTING = "expandable_segments:True"
+FREEZE_AFTER, COLLECT_EVERY = 3, 500
+"""Numbers of steps until existing objects are frozen, and between manual collections."""
 
 
 class Affinity(Knob):
@@ -21,11 +21,11 @@ class Affinity(Knob):
     keep = "numactl --cpunodebind=0 --membind=0 python train.py"
 
     def apply(self, value: Value) -> None:
-        here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         for node in sorted(NODES.glob("node[0-9]*/cpulist")):
-            own = here & cpu_list(node.read_text())
-            if own and own != here:
-                os.sched_setaffinity(0, own)
+            node_cores = allowed & cpu_list(node.read_text())
+            if node_cores and node_cores != allowed:
+                os.sched_setaffinity(0, node_cores)
                 self.took_effect()
                 return
 
@@ -39,7 +39,7 @@ class Threads(Knob):
     keep = "torch.set_num_threads({value})"
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """Return as many threads as cores, half of them, one."""
+        """Return one thread per core, half as many, and one."""
         return list(dict.fromkeys([machine.cores, max(1, machine.cores // 2), 1]))
 
     def environment(self, value: Value) -> dict[str, str | None]:
@@ -54,7 +54,7 @@ class Threads(Knob):
 
 
 class DebugSwitchesKnob(Knob):
-    """Anomaly detection and blocking launches switched off."""
+    """Knob that switches off anomaly detection and blocking launches."""
 
     id = "debug-switches-off"
     title = "debug switches off"
@@ -66,15 +66,15 @@ class DebugSwitchesKnob(Knob):
     def apply(self, value: Value) -> None:
         import torch
 
-        if os.environ.pop("CUDA_LAUNCH_BLOCKING", None):  # the program's own
+        if os.environ.pop("CUDA_LAUNCH_BLOCKING", None):  # set by the program
             self.took_effect()
         torch.autograd.set_detect_anomaly(False)
         original = torch.set_anomaly_enabled
 
-        def keep(on: bool, *rest: Any) -> None:
+        def keep(on: bool, *args: Any) -> None:
             if on:
                 self.took_effect()
-            original(False, *rest)
+            original(False, *args)
 
         torch.set_anomaly_enabled = keep
 
@@ -85,17 +85,17 @@ class AllocatorKnob(Knob):
     id = "expandable-segments"
     title = "memory segments that grow"
     needs_cuda = True
-    keep = f"PYTORCH_CUDA_ALLOC_CONF={SETTING} python train.py"
+    keep = f"PYTORCH_CUDA_ALLOC_CONF={ALLOC_SETTING} python train.py"
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        return {"PYTORCH_CUDA_ALLOC_CONF": SETTING, "PYTORCH_ALLOC_CONF": SETTING}
+        return {"PYTORCH_CUDA_ALLOC_CONF": ALLOC_SETTING, "PYTORCH_ALLOC_CONF": ALLOC_SETTING}
 
     def apply(self, value: Value) -> None:
         self.took_effect()
 
 
 class EmptyCache(Knob):
-    """``torch.cuda.empty_cache`` without effect."""
+    """Knob that removes the effect of ``torch.cuda.empty_cache``."""
 
     id = "keep-cache"
     title = "no empty_cache"
@@ -115,14 +115,14 @@ class EmptyCache(Knob):
 
 
 class GcFreeze(Knob):
-    """Garbage collection by hand: after some steps existing objects are frozen and automatic
-    collection ends. Cyclic garbage stays until the next one, which the memory column shows."""
+    """Manual garbage collection: after some steps, existing objects are frozen and automatic
+    collection ends. Cyclic garbage stays until the next collection, as the memory column shows."""
 
     id = "gc-freeze"
     title = "no garbage collection within steps"
     keep = (
         "gc.collect(); gc.freeze(); gc.disable()   # before the loop\n"
-        f"if step % {EVERY} == 0: gc.collect()        # in it"
+        f"if step % {COLLECT_EVERY} == 0: gc.collect()        # in it"
     )
 
     def apply(self, value: Value) -> None:
@@ -133,12 +133,12 @@ class GcFreeze(Knob):
         def after(*_: Any) -> None:
             nonlocal count
             count += 1
-            if count == BEFORE:
+            if count == FREEZE_AFTER:
                 gc.collect()
                 gc.freeze()
                 gc.disable()
                 self.took_effect()
-            elif count % EVERY == 0:
+            elif count % COLLECT_EVERY == 0:
                 gc.collect()
 
         optim.register_optimizer_step_post_hook(after)

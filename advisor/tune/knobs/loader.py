@@ -6,7 +6,7 @@ from typing import Any
 from advisor.tune.knob import LOADERS, Knob, Machine, Value, loader_arguments, wrap_attribute
 
 
-class _Loaders(Knob):
+class _LoaderKnob(Knob):
     """Base of knobs that set arguments of every DataLoader made from now on."""
 
     def kept_arguments(self, value: Value) -> dict[str, object]:
@@ -37,16 +37,16 @@ class _Loaders(Knob):
         return LOADERS, self.kept_arguments(value)
 
 
-class LoaderWorkersKnob(_Loaders):
-    """``num_workers`` of each map-style data set, and of an iterable one that has workers."""
+class LoaderWorkersKnob(_LoaderKnob):
+    """``num_workers`` of each map-style data set, and of iterable data sets with workers."""
 
     id = "workers"
     title = "DataLoader workers"
     changes_random_numbers = True
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """Return the finding's number, then powers of two up to the cores. None (``workers=0``)
-        undoes the program's own, and is tried only where it is asked for."""
+        """Return the finding's number, then powers of two up to the cores. No workers
+        (``workers=0``) undoes the program's own setting, and is tried only on request."""
         result = [predicted] if predicted else []
         count = 1
         while count <= machine.cores:
@@ -61,9 +61,9 @@ class LoaderWorkersKnob(_Loaders):
         from torch.utils.data import IterableDataset
 
         before, workers = arguments.get("num_workers", 0), int(value or 0)
-        # one that never had workers may not divide its items among them: each would give all
-        alone = not before and isinstance(arguments.get("dataset"), IterableDataset)
-        if before == workers or alone:
+        # an iterable data set may not divide its items: each worker would return all of them
+        is_indivisible = not before and isinstance(arguments.get("dataset"), IterableDataset)
+        if before == workers or is_indivisible:
             return False
         arguments["num_workers"] = workers
         if workers:
@@ -75,8 +75,9 @@ class LoaderWorkersKnob(_Loaders):
         return True
 
 
-class LoaderPrefetch(_Loaders):
-    """``prefetch_factor`` of every DataLoader that has workers: twice and four times PyTorch's."""
+class LoaderPrefetch(_LoaderKnob):
+    """``prefetch_factor`` of every DataLoader that has workers: two and four times PyTorch's
+    default."""
 
     id = "loader-prefetch"
     title = "batches prepared ahead"
@@ -86,7 +87,7 @@ class LoaderPrefetch(_Loaders):
         return {"prefetch_factor": value}
 
 
-class LoaderPersistent(_Loaders):
+class LoaderPersistent(_LoaderKnob):
     """``persistent_workers`` of every DataLoader that has workers."""
 
     id = "loader-persistent"
@@ -118,10 +119,10 @@ class LoaderPinning(Knob):
 
         def make(original: Any) -> Any:
             def copy(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                # to a device only: a copy to the host that is not waited for may be read too early
+                # only to a device: an unfinished copy to the host may be read too early
                 if "non_blocking" not in kwargs and self_.is_cpu and self_.is_pinned():
-                    first = args[0] if args else kwargs.get("device")
-                    if original is cuda or str(first).startswith("cuda"):
+                    device = args[0] if args else kwargs.get("device")
+                    if original is cuda or str(device).startswith("cuda"):
                         kwargs["non_blocking"] = True
                         self.took_effect()
                 return original(self_, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Knobs of the model's computation: its arithmetic, its order of memory, torch.compile."""
+"""Knobs of the model's computation: its arithmetic, memory format and torch.compile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +28,11 @@ class Autocast(Knob):
             parameter = next(module.parameters(), None)
             if parameter is None or parameter.dtype is not torch.float32:
                 return
-            kind = parameter.device.type
+            device_type = parameter.device.type
             original = module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                with torch.autocast(kind, dtype=torch.bfloat16):
+                with torch.autocast(device_type, dtype=torch.bfloat16):
                     return original(*args, **kwargs)
 
             module.forward = forward
@@ -68,7 +68,7 @@ class MatmulPrecision(Knob):
 
 
 class ChannelsLast(Knob):
-    """Channels-last weights before the first forward; each 4-d input before its forward."""
+    """Channels-last weights before the first forward, and 4-d inputs before each forward."""
 
     id = "channels-last"
     title = "channels-last order"
@@ -82,7 +82,7 @@ class ChannelsLast(Knob):
         import torch
         from torch import nn
 
-        def ordered(module: Any, args: Any) -> Any:
+        def to_channels_last(module: Any, args: Any) -> Any:
             return tuple(
                 arg.contiguous(memory_format=torch.channels_last)
                 if isinstance(arg, torch.Tensor) and arg.dim() == 4
@@ -93,7 +93,7 @@ class ChannelsLast(Knob):
         def begin(module: Any) -> None:
             if any(isinstance(item, nn.Conv2d) for item in module.modules()):
                 module.to(memory_format=torch.channels_last)
-                module.register_forward_pre_hook(ordered)
+                module.register_forward_pre_hook(to_channels_last)
                 self.took_effect()
 
         at_first_forward(begin)
@@ -125,7 +125,7 @@ class CompileModel(Knob):
     safety = "reordered"
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """Return the modes; those with CUDA graphs where there is a GPU."""
+        """Return the modes. The mode with CUDA graphs needs a GPU."""
         return ("default", "reduce-overhead") if machine.cuda else ("default",)
 
     def apply(self, value: Value) -> None:
@@ -161,7 +161,7 @@ class CompileDynamic(Knob):
 
             return change
 
-        # ``nn.Module.compile`` calls a name of its own module, found anew at each call
+        # ``nn.Module.compile`` looks up its own module's name at each call
         wrap_attribute(torch, "compile", make)
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:

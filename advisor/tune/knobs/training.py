@@ -16,12 +16,13 @@ from advisor.tune.knob import (
 )
 
 MAX_BATCH = 1 << 20
-"""Maximum number of samples of a batch, and multiple of the program's own."""
+"""Maximum number of samples per batch, and maximum multiple of the program's own."""
 
 
 class BatchSize(Knob):
-    """``batch_size`` of every DataLoader: so many samples (``batch=64``), or so many times the
-    program's own (``batch=x2``). The learning rate and all that counts steps stay as they are."""
+    """``batch_size`` of every DataLoader: a number of samples (``batch=64``) or a multiple of the
+    program's own (``batch=x2``). The learning rate and everything that counts steps stay
+    unchanged."""
 
     id = "batch"
     title = "batch size"
@@ -40,32 +41,32 @@ class BatchSize(Knob):
     def apply(self, value: Value) -> None:
         from torch.utils.data import BatchSampler, DataLoader
 
-        inside = 0
+        depth = 0
 
         def change(arguments: dict[str, Any]) -> None:
             size = arguments.get("batch_size", 1)
             if arguments.get("batch_sampler") is None and isinstance(size, int):
                 arguments["batch_size"] = self._size(size, value)
 
-        def around(original: Any) -> Any:
+        def track_depth(original: Any) -> Any:
             def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-                nonlocal inside
-                inside += 1  # the loader's own sampler has its size already
+                nonlocal depth
+                depth += 1  # the loader's own sampler has its size already
                 try:
                     original(self_, *args, **kwargs)
                 finally:
-                    inside -= 1
+                    depth -= 1
 
             return __init__
 
         def sampler(original: Any) -> Any:
             def __init__(self_: Any, sampler: Any, batch_size: int, drop_last: bool) -> None:
-                size = batch_size if inside else self._size(batch_size, value)
+                size = batch_size if depth else self._size(batch_size, value)
                 original(self_, sampler, size, drop_last)
 
             return __init__
 
-        wrap_attribute(DataLoader, "__init__", around)
+        wrap_attribute(DataLoader, "__init__", track_depth)
         loader_arguments(change)
         wrap_attribute(BatchSampler, "__init__", sampler)
 
@@ -76,25 +77,25 @@ class BatchSize(Knob):
         return after
 
     def schedule(self, before: float, after: float) -> str:
-        times = after / before
+        ratio = after / before
         return (
-            f"{before:,.4g} → {after:,.4g} samples per batch: an epoch has {1 / times:.3g} times "
+            f"{before:,.4g} → {after:,.4g} samples per batch: an epoch has {1 / ratio:.3g} times "
             f"the steps, so a learning-rate schedule, warm-up or checkpoint that counts steps "
-            f"comes {times:.3g} times later by sample. The learning rate stayed as it is; to start "
-            f"from: ×{times:.3g} for SGD (linear, Goyal et al. 2017), ×{math.sqrt(times):.3g} for "
-            "Adam (square root, Malladi et al. 2022). Hold the final accuracy against the old one."
+            f"comes {ratio:.3g} times later by sample. The learning rate stayed as it is; to start "
+            f"from: ×{ratio:.3g} for SGD (linear, Goyal et al. 2017), ×{math.sqrt(ratio):.3g} for "
+            "Adam (square root, Malladi et al. 2022). Compare the final accuracy with before."
         )
 
     def lines(self, value: Value) -> str:
         size = value if isinstance(value, int) else f"{str(value)[1:]} * batch_size"
-        return f"DataLoader(..., batch_size={size})   # and see to the schedule"
+        return f"DataLoader(..., batch_size={size})   # and adapt the schedule"
 
 
 KNOWN_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class FusedOptimizer(Knob):
-    """``fused=True``, or ``foreach=True``, of every optimizer of torch that knows it."""
+    """``fused=True``, or ``foreach=True``, of every optimizer of torch that supports it."""
 
     id = "fused-optimizer"
     title = "fused optimizer"
@@ -119,7 +120,7 @@ class FusedOptimizer(Knob):
 
 
 class SetToNone(Knob):
-    """``zero_grad(set_to_none=True)`` where the program says otherwise."""
+    """``zero_grad(set_to_none=True)`` where the program sets it to False."""
 
     id = "set-to-none"
     title = "gradients dropped, not zeroed"
@@ -142,7 +143,7 @@ class SetToNone(Knob):
 
 class NoGradEvaluation(Knob):
     """``torch.no_grad()`` around forwards of models in evaluation mode. A program that learns
-    through such a model (frozen normalisation) raises then, or its losses change, which is seen."""
+    through such a model (frozen normalisation) then fails, or the check of its losses does."""
 
     id = "no-grad-evaluation"
     title = "evaluation without gradients"

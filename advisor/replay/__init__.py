@@ -1,1 +1,2 @@
-"""The dependency graph of the steps, its replay, and the Edits applied to it: what a fix gains."""
+"""Dependency graph of the steps, its replay, and the Edits applied to it, to estimate gains of
+fixes."""

@@ -1,4 +1,4 @@
-"""Device work and what lets it start: its launch, its stream, other streams' events."""
+"""Device work and the causes of its start: its launch, its stream, other streams' events."""
 
 from typing import NamedTuple
 
@@ -18,11 +18,11 @@ from advisor.replay.graph import (
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 TOLERANCE_NS = 5_000
-"""A start within this of what its edges allow is explained."""
+"""Maximum difference between a start and what its edges allow for the start to be explained, ns."""
 SLACK_NS = 1_500
 """Difference between timestamps of one trace that rounding to whole µs explains, ns."""
-LONG_CALL = 1.5
-"""Factor over the median of their name beyond which launch calls form a group of their own."""
+LONG_CALL_RATIO = 1.5
+"""Minimum ratio to the median of its name at which a launch call belongs to a separate group."""
 
 
 class DeviceWork(NamedTuple):
@@ -34,43 +34,43 @@ class DeviceWork(NamedTuple):
     lane: Array
     lanes: list[tuple[int, int]]
     launch: Array
-    """Row of ``trace.cpu`` of the launch call; -1: launched outside the window."""
+    """Row of ``trace.cpu`` of the launch call, or -1 if launched outside the window."""
     launch_ts: Array
-    """Start of the launch call; the smallest integer where it is unknown."""
+    """Start of the launch call, or the smallest integer where unknown."""
     group: Array
     """Index into ``groups``; latencies are measured per group."""
     groups: list[str]
-    """Names of the groups: the launching call, and for copies the direction and host memory."""
+    """Names of the groups: the launching call and, for copies, the direction and host memory."""
     kind: Array
     """0 kernel, 1 copy, 2 memset."""
     launch_overhead: Array
-    """Host time inside the launch call before the device can know of the work, ns."""
+    """Host time inside the launch call before the work reaches the device, ns."""
     previous: Array
-    """Index of the work before it on its stream, -1: none."""
+    """Index of the previous work on its stream, or -1."""
     on_step_threads: Array
-    """Whether the work was launched by the main thread or one that takes turns with it. Where the
-    launch lies outside the window: as the stream's other work; true where nothing is known."""
+    """Whether the main thread, or one that takes turns with it, launched the work. A launch outside
+    the window counts like the stream's other work, or as true if nothing is known."""
     step_threads: list[int]
-    """Main thread and those that take turns with it."""
+    """Main thread and the threads that take turns with it."""
 
 
 def device_work(
     trace: Trace, start: int, end: int, threads: list[int], blocking: Array
 ) -> DeviceWork:
     """Return the device rows launched in [start, end), or running in it if launched before or
-    unknown. Those launched before may end after it, if work launched in it follows on their stream:
-    the host runs far ahead. ``threads``: see ``DeviceWork.step_threads``. ``blocking``: rows of
-    ``trace.cpu`` that may block the host."""
+    unknown. Rows launched before may end after it, if work launched in it follows on their stream:
+    then the host runs far ahead. ``threads``: see ``DeviceWork.step_threads``. ``blocking``: rows
+    of ``trace.cpu`` that may block the host."""
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
     launch_ts = np.full(len(ts), np.iinfo(np.int64).min)
-    known = launch >= 0
-    launch_ts[known] = trace.cpu["ts"].to_numpy()[launch[known]]
-    own = (launch_ts >= start) & (launch_ts < end)
-    last = gpu.with_columns(last=pl.Series(np.where(own, ts, end)))
-    until = last.select(pl.col("last").max().over("device", "stream")).to_series().to_numpy()
-    inside = own | ((launch_ts < start) & (ts + dur > start) & (ts < until))
+    has_launch = launch >= 0
+    launch_ts[has_launch] = trace.cpu["ts"].to_numpy()[launch[has_launch]]
+    launched_inside = (launch_ts >= start) & (launch_ts < end)
+    frame = gpu.with_columns(last=pl.Series(np.where(launched_inside, ts, end)))
+    until = frame.select(pl.col("last").max().over("device", "stream")).to_series().to_numpy()
+    inside = launched_inside | ((launch_ts < start) & (ts + dur > start) & (ts < until))
     gpu = gpu.filter(pl.Series(inside))
     row = gpu["row"].to_numpy()
     launch, launch_ts = launch[row], launch_ts[row]
@@ -78,7 +78,7 @@ def device_work(
     pairs = gpu.select("device", "stream").unique(maintain_order=True)
     numbered = pairs.with_columns(lane=pl.int_range(pl.len()))
     lane = gpu.join(numbered, on=["device", "stream"], how="left", maintain_order="left")["lane"]
-    group, groups = _groups(trace, gpu, launch)
+    group, groups = _group_launches(trace, gpu, launch)
     work = DeviceWork(
         row=row,
         ts=ts[row],
@@ -95,26 +95,28 @@ def device_work(
         on_step_threads=np.ones(len(launch), dtype=bool),
         step_threads=threads,
     )
-    return work._replace(previous=_previous(work), on_step_threads=_on_step_threads(trace, work))
+    return work._replace(
+        previous=_find_previous(work), on_step_threads=_find_step_work(trace, work)
+    )
 
 
-def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list[str]]:
-    """Return each work's group and the groups' names, for launch latencies. Groups go by launching
-    call and whether it was unusually long; copies by direction and memory too."""
+def _group_launches(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list[str]]:
+    """Return each work's group and the groups' names, for launch latencies. A group has one
+    launching call, unusually long or not, and for copies one direction and memory."""
     if trace.cpu.is_empty():
         call = pl.Series("call", [None] * gpu.height, dtype=pl.String)
         length = pl.Series("length", [None] * gpu.height, dtype=pl.Int64)
     else:
-        known = pl.Series(np.where(launch >= 0, launch, 0))
-        call = trace.cpu["name"].gather(known).alias("call").cast(pl.String)
+        rows = pl.Series(np.where(launch >= 0, launch, 0))
+        call = trace.cpu["name"].gather(rows).alias("call").cast(pl.String)
         call = call.set(pl.Series(launch < 0), None)
-        length = trace.cpu["dur"].gather(known).alias("length")
+        length = trace.cpu["dur"].gather(rows).alias("length")
     labels = gpu.with_columns(call, length).select(
         "call",
-        long=pl.when(pl.col("length") > LONG_CALL * pl.col("length").median().over("call"))
+        long=pl.when(pl.col("length") > LONG_CALL_RATIO * pl.col("length").median().over("call"))
         .then(pl.lit("long"))
         .otherwise(pl.lit("")),
-        # copies of up to 64 KB from pageable memory are handed over with the call
+        # the call itself takes over copies of up to 64 KB from pageable memory
         small=pl.when(pl.col("bytes").fill_null(0) <= 1 << 16)
         .then(pl.lit("small"))
         .otherwise(pl.lit("large")),
@@ -130,56 +132,56 @@ def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list
     return codes, [str(n) for n in names]
 
 
-def _on_step_threads(trace: Trace, work: DeviceWork) -> Array:
-    known = work.launch >= 0
-    own_threads = np.ones(len(known), dtype=bool)
-    if not known.any():
+def _find_step_work(trace: Trace, work: DeviceWork) -> Array:
+    has_launch = work.launch >= 0
+    own_threads = np.ones(len(has_launch), dtype=bool)
+    if not has_launch.any():
         return own_threads
-    own_threads[known] = np.isin(
-        trace.cpu["thread"].to_numpy()[work.launch[known]], work.step_threads
+    own_threads[has_launch] = np.isin(
+        trace.cpu["thread"].to_numpy()[work.launch[has_launch]], work.step_threads
     )
-    if not own_threads[known].any():
-        return np.ones(len(known), dtype=bool)
+    if not own_threads[has_launch].any():
+        return np.ones(len(has_launch), dtype=bool)
     size = len(work.lanes)
-    background = np.bincount(work.lane[known], minlength=size) > 0
-    background &= np.bincount(work.lane[known & own_threads], minlength=size) == 0
-    own_threads[~known] = ~background[work.lane[~known]]
+    background = np.bincount(work.lane[has_launch], minlength=size) > 0
+    background &= np.bincount(work.lane[has_launch & own_threads], minlength=size) == 0
+    own_threads[~has_launch] = ~background[work.lane[~has_launch]]
     return own_threads
 
 
 def _launch_overhead(trace: Trace, gpu: pl.DataFrame, launch: Array, blocking: Array) -> Array:
-    """Return how long each launch call holds its work back, ns: to its return, or to the work's
-    start if that comes first in a long call. 0 for unknown calls and for those that last until
+    """Return how long each launch call delays its work, ns: until its return, or until the work's
+    start if that comes first in a long call. 0 for unknown calls and for calls that last until
     their work is done: ``blocking`` rows, and all pageable copies."""
-    own = np.zeros(len(launch))
-    known = launch >= 0
-    if known.any():
-        length = trace.cpu["dur"].to_numpy()[launch[known]]
-        passed = (gpu["ts"].to_numpy()[known] - trace.cpu["ts"].to_numpy()[launch[known]]).clip(0)
-        own[known] = np.where(length > SLOW_LAUNCH_NS, np.minimum(length, passed), length)
+    overhead = np.zeros(len(launch))
+    called = launch >= 0
+    if called.any():
+        length = trace.cpu["dur"].to_numpy()[launch[called]]
+        passed = (gpu["ts"].to_numpy()[called] - trace.cpu["ts"].to_numpy()[launch[called]]).clip(0)
+        overhead[called] = np.where(length > SLOW_LAUNCH_NS, np.minimum(length, passed), length)
     pageable = gpu["src"].eq_missing("Pageable") | gpu["dst"].eq_missing("Pageable")
     copy = (gpu["kind"] == "memcpy").to_numpy()
-    return np.where((copy & pageable.to_numpy()) | np.isin(launch, blocking), 0.0, own)
+    return np.where((copy & pageable.to_numpy()) | np.isin(launch, blocking), 0.0, overhead)
 
 
-def _previous(work: DeviceWork) -> Array:
-    """Return the work before each on its stream, -1: none. It is the last that had ended at its
+def _find_previous(work: DeviceWork) -> Array:
+    """Return the previous work on the stream of each, or -1. It is the last that had ended at its
     start: work of one stream overlaps in CUDA graphs and with programmatic dependent launch."""
     result = np.full(len(work.row), -1, dtype=np.int64)
     for lane in range(len(work.lanes)):
-        own = np.flatnonzero(work.lane == lane)
-        ends = (work.ts + work.dur)[own]
+        members = np.flatnonzero(work.lane == lane)
+        ends = (work.ts + work.dur)[members]
         by_end = np.argsort(ends, kind="stable")
-        place = np.searchsorted(ends[by_end], work.ts[own] + SLACK_NS, side="right") - 1
+        index = np.searchsorted(ends[by_end], work.ts[members] + SLACK_NS, side="right") - 1
         # not itself (very short work), nor anything that starts later
-        candidate = own[by_end[np.maximum(place, 0)]]
-        in_order = np.append(-1, own[:-1])
-        good = (place >= 0) & (candidate < own)
-        result[own] = np.where(good, candidate, -1)
+        candidate = members[by_end[np.maximum(index, 0)]]
+        in_order = np.append(-1, members[:-1])
+        is_valid = (index >= 0) & (candidate < members)
+        result[members] = np.where(is_valid, candidate, -1)
         # the usual case: the one that started just before, if it had ended
         before_end = np.where(in_order >= 0, (work.ts + work.dur)[in_order], 0)
-        usual = (in_order >= 0) & (before_end <= work.ts[own] + SLACK_NS)
-        result[own] = np.where(usual, in_order, result[own])
+        usual = (in_order >= 0) & (before_end <= work.ts[members] + SLACK_NS)
+        result[members] = np.where(usual, in_order, result[members])
     return result
 
 
@@ -189,11 +191,11 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
         return
     node = device_nodes(graph, work)
     latency = graph.latencies.launch[work.group] + work.launch_overhead
-    # work begins before the end of that before it only where it did so in the recording: what began
-    # on an idle stream has none of the wait in its duration
-    apart = (work.previous >= 0) & (work.ts >= (work.ts + work.dur)[work.previous])
+    # work begins before the end of the previous work only where it did so in the recording: work
+    # that began on an idle stream has no wait in its duration
+    in_turn = (work.previous >= 0) & (work.ts >= (work.ts + work.dur)[work.previous])
     gap = graph.latencies.gap[work.group]
-    gap = np.where(apart, np.maximum(gap, 0.0), gap)
+    gap = np.where(in_turn, np.maximum(gap, 0.0), gap)
     launched = np.flatnonzero(work.launch >= 0)
     call = np.full(max(trace.cpu.height, 1), 0, dtype=np.int64)
     points = np.flatnonzero(graph.kind == NodeKind.LAUNCH)
@@ -202,19 +204,19 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
     edges.add(src, node[launched], np.maximum(latency[launched], 0.0), EdgeKind.LAUNCH)
     chained = np.flatnonzero(work.previous >= 0)
     edges.add(node[work.previous[chained]], node[chained], gap[chained], EdgeKind.STREAM)
-    # first on its stream and launched before the window: it starts when it was seen to
-    adrift = np.flatnonzero((work.launch < 0) & (work.previous < 0))
+    # first on its stream and launched before the window: it starts at its recorded time
+    unanchored = np.flatnonzero((work.launch < 0) & (work.previous < 0))
     edges.add(
-        np.zeros(len(adrift), dtype=np.int64),
-        node[adrift],
-        np.maximum(0.0, (work.ts[adrift] - graph.origin).astype(float)),
+        np.zeros(len(unanchored), dtype=np.int64),
+        node[unanchored],
+        np.maximum(0.0, (work.ts[unanchored] - graph.origin).astype(float)),
         EdgeKind.LAUNCH,
     )
     allowed = np.maximum(
         np.where(work.launch >= 0, work.launch_ts + np.maximum(latency, 0.0), -np.inf),
         np.where(work.previous >= 0, (work.ts + work.dur)[work.previous] + gap, -np.inf),
     )
-    _cross(trace, graph, edges, work, node, allowed)
+    _add_cross_edges(trace, graph, edges, work, node, allowed)
 
 
 def device_nodes(graph: Graph, work: DeviceWork) -> Array:
@@ -224,20 +226,20 @@ def device_nodes(graph: Graph, work: DeviceWork) -> Array:
     return by_row[work.row]
 
 
-def _cross(
+def _add_cross_edges(
     trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork, node: Array, allowed: Array
 ) -> None:
-    """Add the waits of one stream for another: recorded ones, those inferred from late starts, else
-    those that the calls suggest and the times do not contradict."""
+    """Add the waits of one stream for another: recorded waits and waits inferred from late starts,
+    else waits that the calls suggest and the times do not contradict."""
     recorded = _recorded_waits(trace, work)
     late = (work.ts - allowed > TOLERANCE_NS) & np.isfinite(allowed)
-    seen = _seen_waits(trace, work, np.flatnonzero(late))
-    late_still = late.copy()
-    late_still[seen[1]] = False
-    _contention(trace, edges, work, node, np.flatnonzero(late_still), allowed)
+    inferred = _infer_waits(trace, work, np.flatnonzero(late))
+    unexplained = late.copy()
+    unexplained[inferred[1]] = False
+    _add_contention(trace, edges, work, node, np.flatnonzero(unexplained), allowed)
     implied = _implied_waits(trace, work) if not len(recorded[0]) else (recorded[0][:0],) * 2
-    dst = np.concatenate([recorded[1], seen[1], implied[1]])
-    src = np.concatenate([recorded[0], seen[0], implied[0]])
+    dst = np.concatenate([recorded[1], inferred[1], implied[1]])
+    src = np.concatenate([recorded[0], inferred[0], implied[0]])
     delay = work.ts[dst] - (work.ts + work.dur)[src]
     consistent = delay >= -SLACK_NS
     src, dst = src[consistent], dst[consistent]
@@ -246,34 +248,34 @@ def _cross(
     binding = late[dst] & (delay[consistent] <= REACH_NS)
     sample = delay[consistent][binding]
     graph.latencies.cross_stream = median_with_default(sample, graph.latencies.cross_stream)
-    # the stream waits, not the copy: what if that goes elsewhere?
-    after = _next_kernel(work)[dst]
-    behind = (work.kind[dst] != 0) & (after >= 0)
+    # the stream waits, not the copy: a copy may move to another stream
+    following = _find_next_kernel(work)[dst]
+    is_copy = (work.kind[dst] != 0) & (following >= 0)
     pairs = np.unique(
-        np.stack([np.append(src, src[behind]), np.append(dst, after[behind])]), axis=1
+        np.stack([np.append(src, src[is_copy]), np.append(dst, following[is_copy])]), axis=1
     )
     edges.add(node[pairs[0]], node[pairs[1]], graph.latencies.cross_stream, EdgeKind.CROSS_STREAM)
     waited = np.unique(dst[binding])
     graph.hard["cross-stream starts"] = node[waited], (work.ts - allowed)[waited]
 
 
-def _next_kernel(work: DeviceWork) -> Array:
-    """Return the index of the next kernel on the stream of each piece of work, -1: none."""
+def _find_next_kernel(work: DeviceWork) -> Array:
+    """Return the index of the next kernel on the stream of each piece of work, or -1."""
     result = np.full(len(work.row), -1, dtype=np.int64)
     for lane in range(len(work.lanes)):
-        own = np.flatnonzero(work.lane == lane)
-        kernel = np.where(work.kind[own] == 0, np.arange(len(own)), len(own))
+        members = np.flatnonzero(work.lane == lane)
+        kernel = np.where(work.kind[members] == 0, np.arange(len(members)), len(members))
         nearest = np.minimum.accumulate(kernel[::-1])[::-1]
-        nearest = np.append(nearest[1:], len(own))
-        result[own] = np.append(own, -1)[nearest]
+        nearest = np.append(nearest[1:], len(members))
+        result[members] = np.append(members, -1)[nearest]
     return result
 
 
-def _contention(
+def _add_contention(
     trace: Trace, edges: EdgeList, work: DeviceWork, node: Array, late: Array, allowed: Array
 ) -> None:
     """Add edges into work that was ready while a kernel of another stream filled the device. It
-    starts when that kernel's last blocks are handed out: one wave before its end."""
+    starts when that kernel's last blocks are scheduled: one wave before its end."""
     gpu = trace.gpu
     device = trace.working_device(work.lanes[0][0]) if work.lanes else None
     if not len(late) or device is None or device.sms is None:
@@ -295,9 +297,9 @@ def _contention(
     ends = end[full]
     src, dst, weight = [], [], []
     kernels = late[work.kind[late] == 0]
-    for target in kernels.tolist():  # only kernels that start late for no other reason
-        place = int(np.searchsorted(ends, work.ts[target] - REACH_NS))
-        for source in full[place : place + 64].tolist():
+    for target in kernels.tolist():  # only kernels whose late start has no other reason
+        index = int(np.searchsorted(ends, work.ts[target] - REACH_NS))
+        for source in full[index : index + 64].tolist():
             early = end[source] - work.ts[target]
             if (
                 work.lane[source] != work.lane[target]
@@ -339,7 +341,7 @@ def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     lane_of = {stream: lane for lane, (_, stream) in enumerate(work.lanes)}
     for stream, other, called, recorded in rows.select(
         "stream", "wait_stream", "called", "recorded"
-    ).iter_rows():  # a loop over events that people record a few hundred of
+    ).iter_rows():  # a loop over at most a few hundred events
         if stream not in lane_of or other not in lane_of:
             continue
         before = np.flatnonzero((work.lane == lane_of[other]) & (work.launch_ts < recorded))
@@ -350,10 +352,10 @@ def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     return np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64)
 
 
-def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Array]:
+def _infer_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Array]:
     """Return (source, target) work of waits that explain ``late`` starts. The source is the work of
-    another stream that ended just before and was launched earlier. Where the trace has such calls,
-    the host must have let a stream wait in the meantime."""
+    another stream that ended just before and was launched earlier. If the trace has calls that let
+    a stream wait, one of them must be in between."""
     none = np.zeros(0, dtype=np.int64)
     if not len(late):
         return none, none
@@ -361,37 +363,39 @@ def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Arr
     by_end = np.argsort(ends, kind="stable")
     sorted_ends = ends[by_end]
     calls = trace.cpu.filter(pl.col("call") == "stream_wait")["ts"].sort().to_numpy()
-    found_src, found_dst = [], []
+    sources, targets = [], []
     upto = np.searchsorted(sorted_ends, work.ts[late] + SLACK_NS, side="right")
     since = np.searchsorted(sorted_ends, work.ts[late] - REACH_NS, side="left")
     launched_before = np.where(
         work.previous >= 0, work.launch_ts[work.previous], np.iinfo(np.int64).min
     )
     for target, low, high in zip(late.tolist(), since.tolist(), upto.tolist(), strict=True):
-        # a loop over late starts only: each has a handful of candidates
-        known = launched_before[target] > np.iinfo(np.int64).min  # else it may lie before the trace
-        if len(calls) and work.launch[target] >= 0 and known:
+        # a loop over late starts only: each has a few candidates
+        in_trace = (
+            launched_before[target] > np.iinfo(np.int64).min
+        )  # else it may be before the trace
+        if len(calls) and work.launch[target] >= 0 and in_trace:
             first, last = np.searchsorted(calls, [launched_before[target], work.launch_ts[target]])
             if first == last:
                 continue
-        for place in range(high - 1, max(low, high - 64) - 1, -1):
-            source = int(by_end[place])
+        for index in range(high - 1, max(low, high - 64) - 1, -1):
+            source = int(by_end[index])
             if (
                 work.lane[source] != work.lane[target]
                 and source < target
                 and (work.on_step_threads[source] or not work.on_step_threads[target])
                 and (work.launch[target] < 0 or work.launch_ts[source] < work.launch_ts[target])
             ):
-                found_src.append(source)
-                found_dst.append(target)
+                sources.append(source)
+                targets.append(target)
                 break
-    return np.array(found_src, dtype=np.int64), np.array(found_dst, dtype=np.int64)
+    return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
 
 
 def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     """Return (source, target) work of waits that delayed nothing, from the calls. After
     ``cudaStreamWaitEvent`` the thread's next launch waits: on a side stream for the stream used
-    before, on that stream for the side stream used last."""
+    before, and back on that stream for the last used side stream."""
     none = np.zeros(0, dtype=np.int64)
     calls = trace.cpu.filter(pl.col("call") == "stream_wait").select("thread", "ts")
     launched = np.flatnonzero(work.launch >= 0)
@@ -403,22 +407,22 @@ def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     span = int(max(work.launch_ts[order].max(), int(calls["ts"].to_numpy().max()))) + 2
     key = owner * span + work.launch_ts[order]
     wanted = calls["thread"].to_numpy().astype(np.int64) * span + calls["ts"].to_numpy()
-    place = np.unique(np.searchsorted(key, wanted))
-    place = place[(place > 0) & (place < len(order))]
-    place = place[owner[place] == owner[place - 1]]
-    target, before = order[place], order[place - 1]
+    index = np.unique(np.searchsorted(key, wanted))
+    index = index[(index > 0) & (index < len(order))]
+    index = index[owner[index] == owner[index - 1]]
+    target, before = order[index], order[index - 1]
     side = work.lane[target] != work.lane[before]
     src, dst = [before[side]], [target[side]]
-    # back on the same stream: the latest side-stream work launched before, if it had ended
+    # back on the same stream: the last side-stream work launched before, if it had ended
     busiest = np.argmax(np.bincount(work.lane)) if len(work.lane) else 0
     others = np.flatnonzero((work.lane != busiest) & (work.launch >= 0) & work.on_step_threads)
     others = others[np.argsort(work.launch_ts[others], kind="stable")]
     back = target[~side]
     if len(others) and len(back):
-        at = np.searchsorted(work.launch_ts[others], work.launch_ts[back]) - 1
-        good = at >= 0
-        src.append(others[at[good]])
-        dst.append(back[good])
+        latest = np.searchsorted(work.launch_ts[others], work.launch_ts[back]) - 1
+        is_valid = latest >= 0
+        src.append(others[latest[is_valid]])
+        dst.append(back[is_valid])
     source, goal = np.concatenate(src), np.concatenate(dst)
     different = work.lane[source] != work.lane[goal]
     forward = (

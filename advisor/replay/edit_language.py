@@ -1,21 +1,21 @@
-"""The edit language: one line an edit, compiled to the same objects that rules yield.
+"""Edit language: one line per edit, compiled to the same objects that rules yield.
 
     VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]
 
 ``advisor whatif --help`` has an example of each verb; docs/whatif.md has what verbs, targets and
 numbers mean. ``spread`` and ``punctual`` still mean ``parallelize`` and ``remove_skew``.
 
-``under:PATTERN`` keeps what an operator, range or Python frame of that name encloses. Patterns
-with spaces are quoted: ``remove "python:train.py.* loss"``. ``rank:N`` changes that rank only, in
-a run with the traces of several; without it a change is made on all ranks.
+``under:PATTERN`` keeps only events inside an operator, range or Python frame of that name. Patterns
+with spaces are quoted: ``remove "python:train.py.* loss"``. ``rank:N`` changes that rank only, in a
+run with traces of several ranks; without it, all ranks change.
 
-More words narrow the target down, as the findings' own edits do: ``kind:``, ``family:``, ``copy:``,
+More words narrow the target, as in the edits of findings: ``kind:``, ``family:``, ``copy:``,
 ``memory:``, ``call:``, ``cause:``, ``stream:``, ``id:`` (correlation) take one or more values with
 commas between them, ``max:`` a duration in ns, ``bytes:`` the largest message of collectives,
-``at:`` a moment (``at:loop``, of host events: with the time between them), ``region:`` the
-compiled functions that follow a graph break, ``name:`` the event that a gap is blamed on;
-``ahead`` is for ``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the
-central one, the pessimistic one. :func:`write_edit` writes any Edit as such a line."""
+``at:`` a moment (``at:loop`` for host events: with the time between them), ``region:`` the compiled
+functions that follow a graph break, ``name:`` the event that explains a gap; ``ahead`` is for
+``overlap``. A factor may have a band, ``0.25..0.4..0.67``: optimistic, central, pessimistic.
+:func:`write_edit` writes any Edit as a line."""
 
 import math
 import re
@@ -38,20 +38,20 @@ FORMER_VERBS = {"make_async": "async", "spread": "parallelize", "punctual": "rem
 """Former verbs that are still accepted, with their present names."""
 
 
-def _copy(pattern: str) -> Select:
+def _select_copies(pattern: str) -> Select:
     if not pattern:
         return Select(on="gpu", kind=("memcpy",))
-    wanted = tuple(d for d in COPIES if d.lower() == pattern.lower())
-    if not wanted:
+    directions = tuple(d for d in COPIES if d.lower() == pattern.lower())
+    if not directions:
         raise AdvisorError(f"copy:{pattern}: a direction is one of {', '.join(COPIES)}")
-    return Select(on="gpu", kind=("memcpy",), copy=wanted)
+    return Select(on="gpu", kind=("memcpy",), copy=directions)
 
 
 TARGETS: dict[str, Callable[[str], Select]] = {
     "kernel": lambda p: Select(on="gpu", kind=("kernel",), name=p),
     "family": lambda p: Select(on="gpu", family=(p,)),
     "comm": lambda p: Select(on="gpu", family=("communication",), name=p),
-    "copy": _copy,
+    "copy": _select_copies,
     "memset": lambda p: Select(on="gpu", kind=("memset",), name=p),
     "work": lambda p: Select(on="gpu", name=p),
     "layer": lambda p: Select(on="gpu", layer=p),
@@ -63,25 +63,25 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "loader": lambda p: Select(on="host", name=p or LOADER),
     "gap": lambda p: Select(on="gap", cause=tuple(p.split(",")) if p else ()),
 }
-WORDS = ("layer", "kind", "family", "copy", "memory", "call", "cause", "at", "region")
-NUMBERS = ("stream", "id")
-LIMITS = ("max", "bytes")
-QUALIFIERS = ("under", "name", "rank", *LIMITS, *WORDS, *NUMBERS)
-_FIELD = {"id": "correlation", "max": "max_ns", "bytes": "max_bytes"}
-_SINGLE = ("memory", "at", "layer", *LIMITS)
+TEXT_QUALIFIERS = ("layer", "kind", "family", "copy", "memory", "call", "cause", "at", "region")
+NUMBER_QUALIFIERS = ("stream", "id")
+LIMIT_QUALIFIERS = ("max", "bytes")
+QUALIFIERS = ("under", "name", "rank", *LIMIT_QUALIFIERS, *TEXT_QUALIFIERS, *NUMBER_QUALIFIERS)
+_FIELDS = {"id": "correlation", "max": "max_ns", "bytes": "max_bytes"}
+_SINGLE_VALUE_QUALIFIERS = ("memory", "at", "layer", *LIMIT_QUALIFIERS)
 HOST_ONLY = {
     "async": ("sync", "loader", "host", "op", "python", "range"),
     "parallelize": ("loader",),
 }
 DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
 NO_LAUNCHES = ("sync", "loader")
-"""Targets without launches, which cannot become part of a CUDA graph."""
+"""Targets without launches, so they cannot become part of a CUDA graph."""
 NEEDS_PATTERN = ("family", "layer", "op", "python", "range")
 NEEDS_SOMETHING = ("host",)
 
 
 def parse_edit(line: str) -> Edit:
-    """Parse one line of the language into an Edit. Raises AdvisorError that says what is wrong."""
+    """Parse one line of the language into an Edit. Raises AdvisorError with the reason."""
 
     def wrong(why: str) -> AdvisorError:
         return AdvisorError(f"edit {line.strip()!r}: {why}")
@@ -90,28 +90,28 @@ def parse_edit(line: str) -> Edit:
         words = shlex.split(line)
     except ValueError as error:
         raise wrong(f"{error}".lower()) from None
-    verb, rest = "", words[1:]
+    verb, arguments = "", words[1:]
     if words:
         verb = FORMER_VERBS.get(words[0].lower(), words[0].lower())
         if verb not in VERBS:
             raise wrong(f"no verb {words[0]!r}; {_suggest(words[0], VERBS)}")
-    if not rest:
+    if not arguments:
         raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
-    low, number, high = _take_number(rest, wrong)
-    ahead = "ahead" in rest[1:]
-    rest = [rest[0], *(w for w in rest[1:] if w != "ahead")]
-    # the target is the first word: comes a qualifier of the same name, it is one
-    qualifiers = [w for w in rest[1:] if w.partition(":")[0] in QUALIFIERS and ":" in w]
+    low, number, high = _take_number(arguments, wrong)
+    ahead = "ahead" in arguments[1:]
+    arguments = [arguments[0], *(w for w in arguments[1:] if w != "ahead")]
+    # the first word is the target: later words of the same name are qualifiers
+    qualifiers = [w for w in arguments[1:] if w.partition(":")[0] in QUALIFIERS and ":" in w]
     under = [w[len("under:") :] for w in qualifiers if w.startswith("under:")]
     ranks = [w[len("rank:") :] for w in qualifiers if w.startswith("rank:")]
-    named = [w for w in rest if w not in qualifiers or w is rest[0]]
-    if len(named) != 1 or len(under) > 1 or len(ranks) > 1:
+    targets = [w for w in arguments if w not in qualifiers or w is arguments[0]]
+    if len(targets) != 1 or len(under) > 1 or len(ranks) > 1:
         raise wrong("give one target, at most one under:PATTERN, rank:N and number")
     if ranks and not re.fullmatch(r"\d{1,9}", ranks[0]):
         raise wrong(f"rank:{ranks[0]}: a rank is a whole number")
     if verb == "remove_skew" and not ranks:
         raise wrong("remove_skew needs the late rank, rank:N")
-    target, _, pattern = named[0].partition(":")
+    target, _, pattern = targets[0].partition(":")
     select = _select_target(verb, target, pattern, wrong)
     named_by = [w[len("name:") :] for w in qualifiers if w.startswith("name:")]
     for text in (select.name, select.under, *under, *named_by):
@@ -122,16 +122,16 @@ def parse_edit(line: str) -> Edit:
     if under:
         if target == "sync" and pattern:
             raise wrong("sync:PATTERN already says what the call is under")
-        select = _under(select, under[0])
-    select = _narrowed(select, qualifiers, wrong)
+        select = _limit_under(select, under[0])
+    select = _narrow(select, qualifiers, wrong)
     if select.at == "loop" and select.on != "host":
         raise wrong("at:loop is for host events")
     if target in NEEDS_SOMETHING and select == Select(on="host"):
         raise wrong(f"{target} needs a pattern, {target}:REGEX")
-    kept = verb == "overlap" and low is None and high is not None and not number
-    edit = _edit(verb, select, None if kept else number, wrong)
+    only_high = verb == "overlap" and low is None and high is not None and not number
+    edit = _build_edit(verb, select, None if only_high else number, wrong)
     if low is not None or high is not None:
-        if verb not in ("scale", "merge", "remove_skew") and not kept:
+        if verb not in ("scale", "merge", "remove_skew") and not only_high:
             raise wrong(f"{verb} takes no band of factors")
         edit = replace(edit, factor_low=low, factor_high=high)
     if ahead and verb != "overlap":
@@ -140,22 +140,22 @@ def parse_edit(line: str) -> Edit:
     return replace(edit, rank=int(ranks[0])) if ranks else edit
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
-    return suggest(name, known, f"there are {', '.join(known)}")
+def _suggest(name: str, choices: Iterable[str]) -> str:
+    return suggest(name, choices, f"there are {', '.join(choices)}")
 
 
 def _take_number(
-    rest: list[str], wrong: Callable[[str], AdvisorError]
+    arguments: list[str], wrong: Callable[[str], AdvisorError]
 ) -> tuple[float | None, float | None, float | None]:
-    """Take the number, ``LOW..NUMBER..HIGH``, from the words behind the verb; its parts, ``None``
-    where there is none. Raises what ``wrong`` makes of a number that is not finite."""
-    numbers = [w for w in rest[1:] if _NUMBER.fullmatch(w)]
+    """Take the number, ``LOW..NUMBER..HIGH``, from the words after the verb, and return its parts,
+    ``None`` where missing. Raises ``wrong`` for a number that is not finite."""
+    numbers = [w for w in arguments[1:] if _NUMBER.fullmatch(w)]
     low = middle = high = None
-    if len(numbers) == 1 and (found := _NUMBER.fullmatch(numbers[0])):
-        parts = found.group("low", "middle", "high")
+    if len(numbers) == 1 and (match := _NUMBER.fullmatch(numbers[0])):
+        parts = match.group("low", "middle", "high")
         low, middle, high = (float(part) if part else None for part in parts)
-        rest.remove(numbers[0])
-    for word in (low, middle, high, *(w for w in rest[1:] if _NOT_FINITE.fullmatch(w))):
+        arguments.remove(numbers[0])
+    for word in (low, middle, high, *(w for w in arguments[1:] if _NOT_FINITE.fullmatch(w))):
         if word is not None and not math.isfinite(float(word)):
             raise wrong(f"{numbers[0] if numbers else word} is not a finite number")
     return low, middle, high
@@ -164,8 +164,8 @@ def _take_number(
 def _select_target(
     verb: str, target: str, pattern: str, wrong: Callable[[str], AdvisorError]
 ) -> Select:
-    """Return the selector of ``target:pattern``. Raises what ``wrong`` makes of a target that does
-    not exist, or that the verb does not take."""
+    """Return the selector of ``target:pattern``. Raises ``wrong`` for a target that does not exist,
+    or that the verb does not take."""
     if target not in TARGETS:
         raise wrong(f"no target {target!r}; {_suggest(target, TARGETS)}")
     if target in NEEDS_PATTERN and not pattern:
@@ -177,8 +177,8 @@ def _select_target(
     if verb in HOST_ONLY and target not in HOST_ONLY[verb]:
         raise wrong(f"{verb} takes {' or '.join(HOST_ONLY[verb])}, not {target}")
     if verb == "graph" and target in NO_LAUNCHES:
-        can = ", ".join(name for name in TARGETS if name not in NO_LAUNCHES)
-        raise wrong(f"graph takes what is launched, or launches: {can}; not {target}")
+        allowed = ", ".join(name for name in TARGETS if name not in NO_LAUNCHES)
+        raise wrong(f"graph takes what is launched, or launches: {allowed}; not {target}")
     if verb == "remove_skew" and target != "comm":
         raise wrong(f"{verb} takes comm, not {target}")
     if verb in DEVICE_ONLY and select.on != "gpu":
@@ -186,49 +186,47 @@ def _select_target(
     return select
 
 
-def _narrowed(
-    select: Select, qualifiers: list[str], wrong: Callable[[str], AdvisorError]
-) -> Select:
-    """Return the selector narrowed by its qualifiers. Raises what ``wrong`` makes of a bad one."""
-    given: dict[str, object] = {}
+def _narrow(select: Select, qualifiers: list[str], wrong: Callable[[str], AdvisorError]) -> Select:
+    """Return the selector narrowed by its qualifiers. Raises ``wrong`` for an invalid qualifier."""
+    fields: dict[str, object] = {}
     for word in qualifiers:
         key, _, text = word.partition(":")
         if key in ("under", "rank"):
             continue
-        field = _FIELD.get(key, key)
-        if field in given:
+        field = _FIELDS.get(key, key)
+        if field in fields:
             raise wrong(f"{key}: is given twice")
         if key == "name":
             if select.name:
                 raise wrong("name: the target says it already")
-            given[field] = text
+            fields[field] = text
             continue
         if key == "layer" and select.layer:
             raise wrong("layer: the target says it already")
         values = text.split(",")
-        if key in NUMBERS or key in LIMITS:
+        if key in NUMBER_QUALIFIERS or key in LIMIT_QUALIFIERS:
             if not all(re.fullmatch(r"-?\d{1,18}", value) for value in values):
                 raise wrong(f"{word}: whole numbers, please")
-            given[field] = tuple(int(value) for value in values)
+            fields[field] = tuple(int(value) for value in values)
         else:
-            given[field] = tuple(values)
-        if key in _SINGLE:
+            fields[field] = tuple(values)
+        if key in _SINGLE_VALUE_QUALIFIERS:
             if len(values) != 1:
                 raise wrong(f"{word}: one value, please")
-            given[field] = int(text) if key in LIMITS else text
-    for name, known in _VALUES.items():
-        value = given.get(name, ())
+            fields[field] = int(text) if key in LIMIT_QUALIFIERS else text
+    for name, allowed in _ALLOWED_VALUES.items():
+        value = fields.get(name, ())
         for item in (value,) if isinstance(value, str) else value:  # type: ignore[attr-defined]
-            if item not in known:
-                raise wrong(f"{name}:{item}: {_suggest(item, known)}")
+            if item not in allowed:
+                raise wrong(f"{name}:{item}: {_suggest(item, allowed)}")
     try:
-        return replace(select, **given)
+        return replace(select, **fields)
     except TypeError as error:
         raise wrong(str(error)) from None
 
 
 def write_edit(edit: Edit) -> str:
-    """Write an Edit as a line of the language: :func:`parse_edit` gives the same Edit back."""
+    """Write an Edit as a line of the language that :func:`parse_edit` turns into the same Edit."""
     s = edit.select
     verb = next(v for v, op in VERBS.items() if op == edit.op)
     covered = {"on", "name", "under"}
@@ -241,16 +239,16 @@ def write_edit(edit: Edit) -> str:
     elif edit.op == "parallelize":
         target, pattern = "loader", "" if s.name == LOADER else s.name
     else:
-        named = _TARGET.get(s.kind)
-        if named in NEEDS_PATTERN and not s.name:
-            named = None
-        target, pattern = named or ("work" if s.on == "gpu" else "host"), s.name
-        covered |= {"kind"} if named else set()
+        target_name = _TARGETS_BY_KIND.get(s.kind)
+        if target_name in NEEDS_PATTERN and not s.name:
+            target_name = None
+        target, pattern = target_name or ("work" if s.on == "gpu" else "host"), s.name
+        covered |= {"kind"} if target_name else set()
     words = [verb, f"{target}:{pattern}" if pattern else target]
     words += [f"under:{s.under}"] if s.under else []
     words += [f"name:{s.name}"] if s.on == "gap" and s.name else []
-    for key in (*WORDS, *NUMBERS, *LIMITS):
-        field = _FIELD.get(key, key)
+    for key in (*TEXT_QUALIFIERS, *NUMBER_QUALIFIERS, *LIMIT_QUALIFIERS):
+        field = _FIELDS.get(key, key)
         value = getattr(s, field)
         if field not in covered and value not in ((), "", None):
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -271,17 +269,19 @@ def write_edit(edit: Edit) -> str:
     return shlex.join(words)
 
 
-_TARGET: dict[tuple[str, ...], str] = {
+_TARGETS_BY_KIND: dict[tuple[str, ...], str] = {
     ("kernel",): "kernel",
     ("memset",): "memset",
     ("op",): "op",
     ("python",): "python",
     ("annotation",): "range",
 }
-_F = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_DEC = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _NOT_FINITE = re.compile(r"(?i)[+-]?(?:nan|inf(?:inity)?)")
-_NUMBER = re.compile(rf"(?:(?P<low>(?:{_F})?)\.\.)?(?P<middle>{_F})(?:\.\.(?P<high>(?:{_F})?))?")
-_VALUES: dict[str, tuple[str, ...]] = {
+_NUMBER = re.compile(
+    rf"(?:(?P<low>(?:{_DEC})?)\.\.)?(?P<middle>{_DEC})(?:\.\.(?P<high>(?:{_DEC})?))?"
+)
+_ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
     "kind": (*GPU_KINDS, *CPU_KINDS),
     "copy": COPIES,
     "memory": ("pageable", "pinned"),
@@ -290,11 +290,11 @@ _VALUES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _under(select: Select, pattern: str) -> Select:
+def _limit_under(select: Select, pattern: str) -> Select:
     return replace(select, under=pattern)
 
 
-def _edit(
+def _build_edit(
     verb: str, select: Select, number: float | None, wrong: Callable[[str], AdvisorError]
 ) -> Edit:
     op = VERBS[verb]

@@ -1,8 +1,8 @@
-"""A graph with edits in it: each edit says what it removes, and all are applied at once.
+"""Graph with edits: each edit says what it removes, and all are applied at once.
 
-So the order of edits does not matter, and the same edit twice counts once. Where edits overlap,
-device work and each instant of host time keep the product of their factors. A launch or wait is
-removed if any edit removes it."""
+So the order of edits does not matter, and a repeated edit counts once. Where edits overlap, device
+work and each instant of host time keep the product of the factors. A launch or wait is removed if
+any edit removes it."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,16 +32,16 @@ class HostTime:
     """Host time of one thread that remains after the edits."""
 
     parts: list[tuple[Intervals, float]] = field(default_factory=list)
-    """Instants, and the share of them that remains."""
+    """Instants, and their remaining share."""
     captured: list[tuple[Intervals, float]] = field(default_factory=list)
     """Instants removed from edges, each down to a minimum, ns: the cost of a CUDA graph's node."""
 
 
 class GraphEdits:
-    """Collector of what edits remove from a graph; :meth:`build` applies it to a copy."""
+    """Collector of the changes that edits make to a graph; :meth:`build` applies them to a copy."""
 
     def __init__(self, selected: Selection, assumption: str = "") -> None:
-        """``assumption``: ``low`` or ``high`` takes the factors that make the gain small or
+        """Set ``assumption`` to ``low`` or ``high`` to take the factors that make the gain small or
         large."""
         graph = selected.graph
         self.selected = selected
@@ -58,7 +58,7 @@ class GraphEdits:
         self.merged = np.zeros(len(graph), dtype=bool)
         """Whether each node is merged into the kernel before it."""
         self.moved = np.zeros(len(graph), dtype=bool)
-        """Whether each node runs on a stream of its own."""
+        """Whether each node runs on a separate stream."""
         self.issued_earlier = np.zeros(len(graph), dtype=bool)
         """Whether each moved node is also issued earlier."""
         self.unblocked = np.zeros(len(graph), dtype=bool)
@@ -66,7 +66,8 @@ class GraphEdits:
         self.host: dict[int, HostTime] = {}
         """Remaining host time by thread."""
         self.workers: list[tuple[int, Array]] = []
-        """Number of loader workers, and the ends of the waits for the loader that it applies to."""
+        """Number of loader workers, and the ends of the waits for the loader to which it
+        applies."""
         self.batch = 1.0
         """New batch size over old."""
 
@@ -93,7 +94,7 @@ class GraphEdits:
             self.host.setdefault(thread, HostTime()).parts.append((time, factor))
 
     def capture(self, intervals: dict[int, Intervals], cost: float) -> None:
-        """Remove host time around launches, but ``cost`` ns each, and the launches' latency."""
+        """Remove host time around launches, except ``cost`` ns each, and the launches' latency."""
         for thread, time in intervals.items():
             self.host.setdefault(thread, HostTime()).captured.append((time, cost))
 
@@ -108,20 +109,20 @@ class GraphEdits:
         gone = self.dropped | self.merged
         into = gone[graph.dst]
         stream = graph.edge == EdgeKind.STREAM
-        # its stream still waits for the events that it waits for
+        # its stream still waits for the same events
         weight[into & ~stream & (graph.edge != EdgeKind.CROSS_STREAM)] = NEVER
         weight[into & stream] = np.minimum(weight[into & stream], 0.0)
         # work that starts before its stream's last work ends (programmatic dependent launch) still
-        # does, by as much less as it is shorter: it ends no earlier for that
+        # does, but by less if it is shorter, so that it does not end earlier
         early = np.flatnonzero(stream & (weight < 0) & (weight > NEVER))
-        own = graph.dst[early]
-        beyond = np.maximum(-weight[early] - self.dur[own], 0.0)
-        left = np.minimum(dur[own] / np.maximum(self.dur[own], 1.0), 1.0)
-        weight[early] = (weight[early] + beyond) * left - beyond
+        targets = graph.dst[early]
+        excess = np.maximum(-weight[early] - self.dur[targets], 0.0)
+        kept = np.minimum(dur[targets] / np.maximum(self.dur[targets], 1.0), 1.0)
+        weight[early] = (weight[early] + excess) * kept - excess
         self._shrink_host_edges(weight)
         if self.batch != 1.0:
             loaded = graph.kind[graph.dst] == NodeKind.LOADER_END
-            weight[loaded & np.isin(graph.edge, _LOADING) & (weight > 0)] *= self.batch
+            weight[loaded & np.isin(graph.edge, _LOADING_EDGES) & (weight > 0)] *= self.batch
         more_workers(self, weight)
         into = self.unblocked[graph.dst]
         weight[into & np.isin(graph.edge, [EdgeKind.SYNC, EdgeKind.LOADER])] = NEVER
@@ -136,47 +137,49 @@ class GraphEdits:
     def _shrink_host_edges(self, weight: Array) -> None:
         graph = self.graph
         host = {thread: HostTime(list(h.parts), h.captured) for thread, h in self.host.items()}
-        for thread, calls in self._calls_gone().items():
+        for thread, calls in self._find_removed_calls().items():
             host.setdefault(thread, HostTime()).parts.append((calls, 0.0))
         program = np.flatnonzero((graph.edge == EdgeKind.PROGRAM) & (graph.src > 0))
-        # a wait's own call is what remains of it; its released end is computed
+        # of a wait, the call itself remains; its released end is computed
         program = program[graph.kind[graph.dst[program]] != NodeKind.SYNC_END]
         lane = graph.lane[graph.dst[program]]
         launch = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & (graph.src > 0))
         for thread, time in host.items():
-            own = program[lane == thread]
-            begin, end = graph.time[graph.src[own]], graph.time[graph.dst[own]]
+            edges = program[lane == thread]
+            begin, end = graph.time[graph.src[edges]], graph.time[graph.dst[edges]]
             hidden = graph.queue_waits.get(thread, EMPTY)
-            left = np.maximum(weight[own] - saved_between(begin, end, time.parts, hidden), 0.0)
+            remaining = np.maximum(
+                weight[edges] - saved_between(begin, end, time.parts, hidden), 0.0
+            )
             if time.captured:
-                floor = np.full(len(own), np.inf)
+                floor = np.full(len(edges), np.inf)
                 for part, cost in time.captured:
                     inside = _covered(begin, end, part) > 0
                     floor[inside] = np.minimum(floor[inside], cost)
                 parts = [*time.parts, *((part, 0.0) for part, _ in time.captured)]
-                less = np.maximum(weight[own] - saved_between(begin, end, parts, hidden), 0.0)
-                less = np.maximum(less, np.minimum(floor, weight[own]))
-                left = np.minimum(left, less)
+                shortest = np.maximum(weight[edges] - saved_between(begin, end, parts, hidden), 0.0)
+                shortest = np.maximum(shortest, np.minimum(floor, weight[edges]))
+                remaining = np.minimum(remaining, shortest)
                 self._shorten_launches(
                     weight,
                     launch,
                     thread,
                     subtract(union_of(*(part for part, _ in time.captured)), hidden),
                 )
-            weight[own] = left
+            weight[edges] = remaining
 
     def _shorten_launches(self, weight: Array, launch: Array, thread: int, time: Intervals) -> None:
-        """Take the intervals out of the time by which launch calls hold their work back."""
+        """Remove the intervals from the time by which launch calls delay their work."""
         graph = self.graph
-        own = launch[graph.lane[graph.src[launch]] == thread]
-        begin = graph.time[graph.src[own]]
-        end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[graph.src[own]]]
-        real = weight[own] > NEVER
-        shorter = np.maximum(weight[own] - _covered(begin, end, time), 0.0)
-        weight[own] = np.where(real, shorter, weight[own])
+        edges = launch[graph.lane[graph.src[launch]] == thread]
+        begin = graph.time[graph.src[edges]]
+        end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[graph.src[edges]]]
+        is_active = weight[edges] > NEVER
+        shorter = np.maximum(weight[edges] - _covered(begin, end, time), 0.0)
+        weight[edges] = np.where(is_active, shorter, weight[edges])
 
-    def _calls_gone(self) -> dict[int, Intervals]:
-        """Return, by thread, the host time of calls that launch nothing any more, and of the
+    def _find_removed_calls(self) -> dict[int, Intervals]:
+        """Return, by thread, the host time of calls that no longer launch anything, and of the
         operators of merged kernels that launch nothing else."""
         gpu, cpu, device = self.a.trace.gpu, self.a.trace.cpu, self.graph.device
         row = self.graph.row
@@ -185,8 +188,8 @@ class GraphEdits:
             return {}
 
         def calls(column: str, nodes: Array) -> Array:
-            found: Array = gpu[column].gather(pl.Series(row[nodes])).fill_null(-1).to_numpy()
-            return found
+            result: Array = gpu[column].gather(pl.Series(row[nodes])).fill_null(-1).to_numpy()
+            return result
 
         stays = device[~gone[device]]
         launch = np.setdiff1d(calls("launch", np.flatnonzero(gone)), calls("launch", stays))
@@ -198,7 +201,7 @@ class GraphEdits:
         )
 
 
-_LOADING = (EdgeKind.PROGRAM, EdgeKind.LOADER)
+_LOADING_EDGES = (EdgeKind.PROGRAM, EdgeKind.LOADER)
 
 
 def _covered(begin: Array, end: Array, covering: Intervals) -> Array:
@@ -209,44 +212,45 @@ def _covered(begin: Array, end: Array, covering: Intervals) -> Array:
 def saved_between(
     begin: Array, end: Array, parts: list[tuple[Intervals, float]], hidden: Intervals
 ) -> Array:
-    """Return the time removed from ``begin`` to ``end``, ns. Of each instant remains the product of
-    the shares of all parts that cover it; ``hidden`` instants remain whole."""
+    """Return the time removed from ``begin`` to ``end``, ns. Each instant keeps the product of the
+    shares of all parts that cover it; ``hidden`` instants remain complete."""
     if not parts:
         return np.zeros(len(begin))
     bounds = np.unique(np.concatenate([c for p in [*parts, (hidden, 1.0)] for c in p[0]]))
-    left = np.ones(len(bounds))
+    kept = np.ones(len(bounds))
     for time, share in [*parts, (hidden, np.nan)]:
         change = np.zeros(len(bounds), dtype=np.int64)
         change[np.searchsorted(bounds, time.start)] += 1
         change[np.searchsorted(bounds, time.end)] -= 1
         inside = np.cumsum(change) > 0
-        left[inside] = 1.0 if np.isnan(share) else left[inside] * share
-    gone = np.append(0.0, np.cumsum((1.0 - left[:-1]) * np.diff(bounds)))
+        kept[inside] = 1.0 if np.isnan(share) else kept[inside] * share
+    removed = np.append(0.0, np.cumsum((1.0 - kept[:-1]) * np.diff(bounds)))
     if not len(bounds):
         return np.zeros(len(begin))
-    result: Array = np.interp(end, bounds, gone) - np.interp(begin, bounds, gone)
+    result: Array = np.interp(end, bounds, removed) - np.interp(begin, bounds, removed)
     return result
 
 
 # -- loader work that moves to worker processes ----------------------------------------------------
 
-SLOWED_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
+LOST_LOADING_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
 """Share of the computed loading that the step loses to workers on the same memory and caches, by
-assumption. Measured gains of workers were 80 to 100% of a replay without it
+assumption. Measured gains of workers were 80 to 100% of a replay without this loss
 (``predictions.jsonl``)."""
 
 
 def more_workers(patch: GraphEdits, weight: Array) -> None:
-    """Apply loader edits to the weights; of edits of the same batches the most workers count."""
-    left = np.ones(len(patch.graph), dtype=bool)
+    """Apply loader edits to the weights; for the same batches, the edit with most workers
+    counts."""
+    is_open = np.ones(len(patch.graph), dtype=bool)
     for workers, loaded in sorted(patch.workers, key=lambda edit: -edit[0]):
-        _parallelize(patch, weight, workers, loaded[left[loaded]])
-        left[loaded] = False
+        _add_workers(patch, weight, workers, loaded[is_open[loaded]])
+        is_open[loaded] = False
 
 
-def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) -> None:
-    """Let ``workers`` processes load, or that many times the present ones. Batches come at their
-    mean rate, since the queue evens them out. The mean is known from the window's batches, to twice
+def _add_workers(patch: GraphEdits, weight: Array, workers: int, loaded: Array) -> None:
+    """Let ``workers`` processes load, or this multiple of the present workers. Batches come at
+    their mean rate, since the queue evens them out. The window's batches give the mean, to twice
     its standard error."""
     graph = patch.graph
     into = np.isin(graph.dst, loaded)
@@ -265,27 +269,27 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
         )
     single = rate[weight[rate] <= NEVER]
     if len(single):
-        own = program[np.isin(graph.dst[program], graph.dst[single])]
+        edges = program[np.isin(graph.dst[program], graph.dst[single])]
         batches = cost[graph.dst[single]]
-        off = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
-        mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(patch.assumption, 0)
+        deviation = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
+        mean = float(batches.mean()) + deviation * {"low": 1, "high": -1}.get(patch.assumption, 0)
         length = max(float(graph.time[graph.step_boundaries[-1]]), 1.0)
         share = min(batches.sum() / length, 1.0)
         computed = _computed_share(patch, loaded, share)
         weight[single] = (max(mean, 0.0) + hand) * _batch_share_with_workers(
             patch, computed, share, workers
         )
-        slowed = SLOWED_SHARE[patch.assumption] * _max_computed_share(patch, share)
-        left = max(slowed, _loading_share_left(patch, computed, share))
-        batch = cost[graph.dst[own]]
-        weight[own] = np.minimum(batch, hand) + left * batch
+        slowed = LOST_LOADING_SHARE[patch.assumption] * _max_computed_share(patch, share)
+        delay_share = max(slowed, _loading_share_left(patch, computed, share))
+        batch = cost[graph.dst[edges]]
+        weight[edges] = np.minimum(batch, hand) + delay_share * batch
 
 
 def _computed_share(patch: GraphEdits, loaded: Array, share: float) -> float:
-    """Return the share of the loading that is computed and so needs a core wherever it is done.
-    Waits (storage, a sleep) need none. The operators recorded during loading tell which is which.
-    Under the pessimistic assumption all is computed, as far as the process's CPU time allows.
-    ``share``: loading as a share of the step."""
+    """Return the computed share of the loading, which needs a core in any process. Waits (storage,
+    a sleep) need none. The operators recorded during loading distinguish the two. Under the
+    pessimistic assumption all is computed, up to the process's CPU time. ``share``: loading as a
+    share of the step."""
     if patch.assumption == "low":
         return _max_computed_share(patch, share)
     graph, cpu = patch.graph, patch.a.trace.cpu
@@ -294,28 +298,29 @@ def _computed_share(patch: GraphEdits, loaded: Array, share: float) -> float:
     end = begin + cpu["dur"].to_numpy()[rows]
     at_work = 0
     for owner in np.unique(thread):
-        own = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
-        busy = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
+        operators = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
+        busy = union(operators["ts"].to_numpy(), (operators["ts"] + operators["dur"]).to_numpy())
         at_work += int(covered_length(begin, end, busy)[thread == owner].sum())
     return at_work / max(1, int((end - begin).sum()))
 
 
 def _max_computed_share(patch: GraphEdits, share: float) -> float:
-    """Return the largest computed share that the process's CPU time allows; 1 if not recorded."""
+    """Return the largest computed share that the process's CPU time allows, or 1 if not
+    recorded."""
     recorded = patch.a.recorded
-    known = (
+    share_limit = (
         None
         if recorded is None
         else recorded.computing_share(share, on_host=patch.a.trains_on_host)
     )
-    return 1.0 if known is None else known
+    return 1.0 if share_limit is None else share_limit
 
 
 def _batch_share_with_workers(
     patch: GraphEdits, computed: float, share: float, workers: int
 ) -> float:
     """Return a batch's time with ``workers`` over its time before. Computing uses the free cores,
-    and the main thread's once that no longer loads."""
+    and the main thread's core once it no longer loads."""
     recorded = patch.a.recorded
     free = None if recorded is None else recorded.free_cores
     if free is None:
@@ -326,22 +331,22 @@ def _batch_share_with_workers(
 
 def _batch_share_with_more_workers(patch: GraphEdits, times: int) -> float:
     """Return a batch's time with ``times`` the workers over its time before. Computing uses the
-    workers' own cores and the free ones. The main thread keeps one core, or PyTorch's threads where
-    the step computes on the host; under the pessimistic assumption none. Workers that wait for
-    storage need no core."""
+    workers' own cores and the free cores. The main thread keeps one core, or one per PyTorch thread
+    where the step computes on the host, or none under the pessimistic assumption. Workers that wait
+    for storage need no core."""
     recorded = patch.a.recorded
     if recorded is None or recorded.free_cores is None or recorded.used_cores is None:
         return 1 / times
     threads = recorded.flag("num_threads") if patch.a.trains_on_host else None
     main = float(threads) if isinstance(threads, int) else 1.0
-    own = max(0.0, recorded.used_cores - (0.0 if patch.assumption == "low" else main))
-    return max(1 / times, own / max(own + recorded.free_cores, 1e-9))
+    worker_cores = max(0.0, recorded.used_cores - (0.0 if patch.assumption == "low" else main))
+    return max(1 / times, worker_cores / max(worker_cores + recorded.free_cores, 1e-9))
 
 
 def _loading_share_left(patch: GraphEdits, computed: float, share: float) -> float:
-    """Return the share of the loading that still delays a step computed on the host, on cores that
-    workers need. Under the optimistic assumption all cores share the loss. Without recorded cores:
-    ``computed`` if pessimistic, else 0."""
+    """Return the share of the loading that still delays a step computed on the host, because
+    workers need its cores. Under the optimistic assumption all cores share the loss. Without
+    recorded cores: ``computed`` if pessimistic, else 0."""
     if not patch.a.trains_on_host:
         return 0.0
     recorded = patch.a.recorded

@@ -1,4 +1,4 @@
-"""Estimators of what edits save in one window: replayed, or bounded by exposed time where the
+"""Estimators of what edits save in one window: by replay, or by bounds from exposed time where the
 replay does not reproduce the measured steps."""
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class GainEstimator:
     method: str
     """Method of the estimates: REPLAY or BOUND."""
     reason: str = ""
-    """Reason why the steps are not replayed; empty: they are, or bounds were asked for."""
+    """Reason why the steps are not replayed. Empty if they are, or bounds were requested."""
     ranks: tuple[int, ...] = ()
-    """Numbers of the ranks that are replayed together; empty: this rank alone."""
+    """Numbers of the ranks that are replayed together. Empty for this rank alone."""
 
     @cached_property
     def error(self) -> float:
@@ -37,37 +37,37 @@ class GainEstimator:
         return 0.0
 
     def reference_ns(self, edits: Sequence[Edit] = ()) -> float | None:
-        """Return the step that the gain of edits is a saving of, ns; ``None``: the measured one."""
+        """Return the step time from which edits save, ns, or ``None`` for the measured step."""
         return None
 
     @cached_property
     def unseen_loader(self) -> bool:
-        """Whether the pace of the loader's workers is unknown, and gains do not allow for it."""
+        """Whether the speed of the loader's workers is unknown, and gains ignore it."""
         return False
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """Estimate what edits save, alone or after the ``applied`` ones, with the range."""
+        """Estimate what edits save, alone or after the ``applied`` edits, with the range."""
         raise NotImplementedError
 
     def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
-        """Estimate what edits save after the ``applied`` ones, ns per step."""
+        """Estimate what edits save after the ``applied`` edits, ns per step."""
         return self.gain_range(edits, applied).gain
 
     def overlaps(self, finding: Finding) -> bool:
-        """Tell whether it is known what a finding's edits leave to others', or others' to them."""
+        """Return whether the overlap of a finding's edits with other findings' edits is known."""
         return bool(finding.edits) and not finding.other_rank
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
-        """Tell whether the range already is the measured error of predictions of this kind."""
+        """Return whether the range already is the measured error of predictions of this kind."""
         return False
 
     def critical_path(self) -> dict[str, float]:
-        """Return what limits the step, ns per step by part, largest first; empty: unknown."""
+        """Return what limits the step, ns per step by part, largest first. Empty if unknown."""
         return {}
 
     def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
         """Describe the replay behind the gains, with and without the edits of all fixes, which
-        leave the share ``left`` of the step; ``None``: no replay."""
+        leave the share ``left`` of the step. ``None`` without a replay."""
         return None
 
 
@@ -76,10 +76,10 @@ def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
     if a.lost_records.reported:
         return BoundEstimator(a, "records of device work are lost")
     if a.steps.source == LAYER_TIMES:
-        return BoundEstimator(a)  # layers follow one another: there is nothing to replay
+        return BoundEstimator(a)  # layers run one after another: there is nothing to replay
     replay = ReplayEstimator(a, rank)
-    why = replay.replayer.unusable_reason
-    return BoundEstimator(a, why) if why else replay
+    reason = replay.replayer.unusable_reason
+    return BoundEstimator(a, reason) if reason else replay
 
 
 class ReplayEstimator(GainEstimator):
@@ -135,38 +135,38 @@ class BoundEstimator(GainEstimator):
         self._exposed = ExposedTime(a)
 
     @cached_property
-    def _most_on_device(self) -> tuple[float, float]:
-        """Most that fixes of device work save, ns per step: what the step takes beyond the host's
-        own work; at best, without the most that the profiler may add to that."""
+    def _max_device_gains(self) -> tuple[float, float]:
+        """Maximum gains of fixes of device work, ns per step: the step beyond the host's own work;
+        and at best, without the maximum that the profiler may add to this work."""
         a = self._exposed.a
         work = host_work(a)
         if work is None:
             return inf, inf
         added = event_cost(a) * launching_events(a)
-        usual, least = (max(0.0, work - times * added) for times in (1.0, MAX_COST))
+        work_ns, least_work = (max(0.0, work - times * added) for times in (1.0, MAX_COST))
         steps = max(a.step_count, 1)
-        return max(0.0, a.step_ns - usual / steps), max(0.0, a.step_ns - least / steps)
+        return max(0.0, a.step_ns - work_ns / steps), max(0.0, a.step_ns - least_work / steps)
 
     def _saved(self, edits: Sequence[Edit]) -> tuple[float, float, float]:
-        """Return the exposed time that edits save, (central, low, high) in ns per step. Where they
-        leave the host's work, a step takes no less than that."""
+        """Return the exposed time that edits save, (central, low, high) in ns per step. If they
+        keep the host's work, a step takes at least as long as this work."""
         gain, low, high = self._exposed.saved(edits)
         if leaves_host_work(edits):
-            usual, best = self._most_on_device
-            gain, low, high = min(gain, usual), min(low, usual), min(high, best)
+            limit, best = self._max_device_gains
+            gain, low, high = min(gain, limit), min(low, limit), min(high, best)
         return gain, low, high
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """Estimate what edits save, without the time that ``applied`` edits take. The range is as
-        wide as predictions of such edits have been wrong."""
-        both = [*applied, *edits]
-        saved, before = self._saved(both), self._saved(applied)[0]
+        """Estimate what edits save in addition to the ``applied`` edits. The range is as wide as
+        past errors of predictions of such edits."""
+        all_edits = [*applied, *edits]
+        saved, before = self._saved(all_edits), self._saved(applied)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
         max_gain = high
-        if any(edit.op != "overlap" for edit in edits):  # hidden work saves what is exposed of it
-            max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
-        if leaves_host_work(both):
-            max_gain = max(high, min(max_gain, self._most_on_device[1] - before))
+        if any(edit.op != "overlap" for edit in edits):  # hidden work saves its exposed part
+            max_gain = max(high, self._exposed.max_saved(all_edits, optimistic=True) - before)
+        if leaves_host_work(all_edits):
+            max_gain = max(high, min(max_gain, self._max_device_gains[1] - before))
         wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
         ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
         low_by: RangeCause = "past" if ends[0] < low else "assumption"

@@ -1,9 +1,9 @@
-"""Upper bounds on what edits can save per step, however the steps are arranged.
+"""Upper bounds on what edits can save per step, for any arrangement of the steps.
 
-:meth:`ExposedTime.max_saved` bounds every gain: no edit saves more than the time of what it
-selects, and on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate
-where the steps cannot be replayed. It counts the instants at which only the selected events delay
-the step: device work that nothing else covers, host time during which the device is idle."""
+:meth:`ExposedTime.max_saved` bounds every gain: no edit saves more than the selected time, and on
+the host no more than the device's idle time. :meth:`ExposedTime.saved` is the estimate where the
+steps cannot be replayed. It counts the instants at which only the selected events delay the step:
+device work that nothing else covers, and host time during which the device is idle."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ MAX_LATENCY_NS = 10_000
 LAUNCH_CAUSES = (
     "dispatch", "python", "host_code", "launch", "profiler", "other_thread", "unknown",
 )  # fmt: skip
-"""Causes of idle time that fewer launches can end: waits for something else are left out."""
+"""Causes of idle time that fewer launches can remove: waits for something else are not among
+them."""
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -59,14 +60,14 @@ class SelectedWork(NamedTuple):
     device: float
     host: float
     gaps: Array | None = None
-    """Share of each row of ``Analysis.gaps``; ``None``: of none."""
+    """Share of each row of ``Analysis.gaps``, or ``None`` if it removes none."""
     latency: float = 0.0
-    """Latency before the work on its streams; where nothing else runs then, the device idles."""
+    """Latency before the work on its streams, in which the device is idle if nothing else runs."""
 
 
 def _launching_gaps(a: Analysis) -> Bools:
-    """Return which gaps fewer launches can end. Batches that the process loads itself count too: it
-    then loads them earlier."""
+    """Return which gaps fewer launches can remove. Batches that the process loads itself also
+    count, because it then loads them earlier."""
     names = a.trace.cpu["name"].gather(a.gaps["host"])
     loads = (a.gaps["cause"] == "loader") & ~name_matches(names, WORKERS)
     return (a.gaps["cause"].is_in(LAUNCH_CAUSES) | loads).fill_null(False).to_numpy()
@@ -74,7 +75,7 @@ def _launching_gaps(a: Analysis) -> Bools:
 
 def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     select = edit.select
-    factor = _least_factor(edit) if optimistic else edit.factor
+    factor = _min_factor(edit) if optimistic else edit.factor
     share = 1.0
     if edit.op in ("scale", "merge") and factor is not None:
         share = max(0.0, 1.0 - factor)
@@ -89,31 +90,31 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
             return SelectedWork(0.0, float(a.spans.total))
         return SelectedWork(0.0, 0.0, _launching_gaps(a).astype(float))
     mask = selected_gpu(a, select)
-    own = selected_gpu(a, select, anywhere=True) & _launched_inside(a)
-    ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
+    is_own = selected_gpu(a, select, anywhere=True) & _find_work_of_steps(a)
+    ts, dur = (a.trace.gpu[name].to_numpy()[is_own] for name in ("ts", "dur"))
     # a device that is behind runs the work of these steps after them
     work = float(max(a.device_busy(mask).total, union(ts, ts + dur).total))
-    mask = own if own.sum() > mask.sum() else mask
+    mask = is_own if is_own.sum() > mask.sum() else mask
     layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
-    around = float(_selected_time(a, layer).total) if layer is not None else 0.0
+    layer_ns = float(_selected_time(a, layer).total) if layer is not None else 0.0
     if edit.op in ("scale", "roofline"):
-        return SelectedWork(share * work, share * around)
+        return SelectedWork(share * work, share * layer_ns)
     if edit.op == "overlap":
-        return SelectedWork(min(work, _hideable_time(a, mask)), 0.0, None, _latency(a, mask))
+        return SelectedWork(min(work, _hideable_time(a, mask)), 0.0, None, _sum_latency(a, mask))
     gpu = a.trace.gpu.filter(pl.Series(mask))
     names = ("launch",) if edit.op == "remove" else ("launch", "op")
     rows = pl.concat([gpu[name] for name in names]).drop_nulls().unique().to_numpy()
-    called = np.zeros(a.trace.cpu.height, dtype=bool)
-    called[rows] = True
-    host = float(_host_time(a, called).total)
-    return SelectedWork(share * work, max(host, around), None, _latency(a, mask))
+    is_called = np.zeros(a.trace.cpu.height, dtype=bool)
+    is_called[rows] = True
+    host = float(_host_time(a, is_called).total)
+    return SelectedWork(share * work, max(host, layer_ns), None, _sum_latency(a, mask))
 
 
-def _least_factor(edit: Edit) -> float | None:
-    """Return the least share of the selected time that an edit can leave. Kernels keep what its
-    best case leaves them. Where the best case is the expected one, they keep as much less than that
-    as past gains were larger than expected; merged ones keep their traffic with the rest of the
-    step. Of host time all may go."""
+def _min_factor(edit: Edit) -> float | None:
+    """Return the smallest share of the selected time that an edit can leave. Kernels keep what the
+    edit's best case leaves. If the best case is the expected case, they keep less, as past gains
+    were larger than expected; merged kernels keep their traffic with the rest of the step. All host
+    time may be removed."""
     if edit.factor is None or edit.factor_low is None:
         return edit.factor
     if edit.select.on != "gpu":
@@ -123,19 +124,19 @@ def _least_factor(edit: Edit) -> float | None:
     return edit.factor * math.exp(-error_of([edit_kind(edit)], shipped_experiments()))
 
 
-def _launched_inside(a: Analysis) -> Bools:
+def _find_work_of_steps(a: Analysis) -> Bools:
     """Return which rows of ``trace.gpu`` are work of the used steps: launched in them while the
     host is in them, or running in them where the launch or the steps are unknown."""
     launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
-    own: Bools = a.in_window.copy()
+    is_own: Bools = a.in_window.copy()
     if a.trace.cpu.is_empty() or a.steps.used.is_empty() or a.steps.source == "whole trace":
-        return own
-    own &= launch < 0
+        return is_own
+    is_own &= launch < 0
     ts = a.trace.cpu["ts"].to_numpy()[launch]
-    own |= (
+    is_own |= (
         (launch >= 0) & (covered_length(ts, ts + 1, a.spans) > 0) & (ts < host_end(a, a.steps.used))
     )
-    return own
+    return is_own
 
 
 def _host_time(a: Analysis, mask: Bools) -> Intervals:
@@ -149,7 +150,7 @@ def _selected_time(a: Analysis, select: Select) -> Intervals:
     return intersect(union(ts, ts + dur), a.spans)
 
 
-def _latency(a: Analysis, mask: Bools) -> float:
+def _sum_latency(a: Analysis, mask: Bools) -> float:
     """Return the start latency in the gaps before this work on its streams, ns in all steps."""
     gpu = a.trace.gpu.with_columns(chosen=pl.Series(mask)).sort("device", "stream", "ts")
     ended = (pl.col("ts") + pl.col("dur")).cum_max().shift(1).over("device", "stream")
@@ -161,16 +162,16 @@ def _latency(a: Analysis, mask: Bools) -> float:
 
 def _hideable_time(a: Analysis, mask: Bools) -> float:
     """Return the time of this work that the rest of the steps can hide, ns. Work of one name stays
-    in order, so it hides behind all else, not behind itself. Without host events only the device's
-    own work is known."""
-    rest = a.spans.total if not a.trace.cpu.is_empty() else a.breakdown.busy.total
+    in order, so it hides behind all other work, not behind itself. Without host events only the
+    device's own work is known."""
+    other_ns = a.spans.total if not a.trace.cpu.is_empty() else a.breakdown.busy.total
     gpu = a.trace.gpu.filter(pl.Series(mask))
-    own = gpu.group_by("stream", "name").agg(pl.col("dur").sum())["dur"].to_numpy()
-    return float(np.minimum(own, np.maximum(rest - own, 0)).sum())
+    name_ns = gpu.group_by("stream", "name").agg(pl.col("dur").sum())["dur"].to_numpy()
+    return float(np.minimum(name_ns, np.maximum(other_ns - name_ns, 0)).sum())
 
 
 def leaves_device_work(edits: Sequence[Edit]) -> bool:
-    """Tell whether edits change host time alone: all device work stays as it is."""
+    """Return whether edits change host time alone and leave all device work unchanged."""
     return all(
         edit.op in ("drop_launch", "make_async")
         or (edit.op in ("remove", "scale", "parallelize") and edit.select.on in ("host", "gap"))
@@ -179,7 +180,8 @@ def leaves_device_work(edits: Sequence[Edit]) -> bool:
 
 
 def leaves_host_work(edits: Sequence[Edit]) -> bool:
-    """Tell whether edits change device work alone: the host launches as much as before."""
+    """Return whether edits change device work alone, so that the host launches as much as
+    before."""
     kinds = ("scale", "roofline", "overlap")
     return bool(edits) and all(e.op in kinds and e.select.on == "gpu" for e in edits)
 
@@ -188,50 +190,50 @@ HOST_WORK = (
     "loader", "allocation", "launch", "dispatch", "python", "host_code", "communication",
     "autograd", "unknown",
 )  # fmt: skip
-"""Classes of host time that pass whatever the device does."""
-LONG_LAUNCH = 10
-"""Ratio of a launch call to the median one from which the rest of it waits for a full queue."""
+"""Classes of host time that do not depend on the device."""
+LONG_LAUNCH_RATIO = 10
+"""Ratio to the median launch call beyond which the rest of a call is a wait for a full queue."""
 
 
 def host_work(a: Analysis) -> float | None:
     """Return the time that the thread of the steps works where it runs ahead of the device, ns in
-    all steps, without what launch calls wait in a full queue. ``None``: it does not run ahead, so
-    that any of its time may be a wait, or its launches are not in the trace."""
+    all steps, without the waits of launch calls for a full queue. ``None`` if it does not run
+    ahead, so that any of its time may be a wait, or if its launches are not in the trace."""
     cpu, main = a.trace.cpu, a.trace.main_thread
     calls = cpu.filter(cpu["call"].is_in(["launch", "graph_launch"]).fill_null(False))
     if main is None or calls.is_empty() or a.steps.launched is None:
         return None
-    own = a.host.filter(pl.col("thread") == main, pl.col("class").is_in(HOST_WORK))
+    main_classes = a.host.filter(pl.col("thread") == main, pl.col("class").is_in(HOST_WORK))
     ts, dur = calls["ts"].to_numpy(), calls["dur"].to_numpy()
     inside = covered_length(ts, ts + 1, a.steps.host_spans) > 0
-    waits = np.maximum(dur - LONG_LAUNCH * float(np.median(dur)), 0)[inside].sum()
-    return max(0.0, float(own["ns"].sum()) - float(waits))
+    waits = np.maximum(dur - LONG_LAUNCH_RATIO * float(np.median(dur)), 0)[inside].sum()
+    return max(0.0, float(main_classes["ns"].sum()) - float(waits))
 
 
 def remaining_device_time(
     a: Analysis, edits: Sequence[Edit], *, communication: bool = True
 ) -> float:
-    """Return the time of device work that no edit selects, ns per step: whatever else they change,
-    a step takes as long. ``communication``: count collectives, which also wait for other ranks."""
+    """Return the time of device work that no edit selects, ns per step. A step always takes at
+    least this long. ``communication``: count collectives, which also wait for other ranks."""
     if a.device_id is None or not a.step_count:
         return 0.0
     if any(edit.op in ("resize", "remove_skew") for edit in edits):
         return 0.0
-    rest = a.in_window.copy()
+    is_kept = a.in_window.copy()
     if not communication:
-        rest &= ~a.kernels["communication"].to_numpy()
+        is_kept &= ~a.kernels["communication"].to_numpy()
     for edit in edits:
         if edit.select.on == "gpu" and edit.op != "drop_launch":
-            rest &= ~selected_gpu(a, edit.select)
-    return a.device_busy(rest).total / a.step_count
+            is_kept &= ~selected_gpu(a, edit.select)
+    return a.device_busy(is_kept).total / a.step_count
 
 
 # -- the estimate where there is no replay ---------------------------------------------------------
 
 
 class GainClaim(NamedTuple):
-    """Instants of the window that a fix would save, and the share of them that it saves. Of work
-    that is to overlap, it is no more than other device work can hide; at best, idle time too."""
+    """Instants of the window that a fix would save, and the saved share of them. Overlapped work
+    saves at most what other device work can hide and, at best, idle time too."""
 
     time: Intervals
     shares: tuple[float, float, float]
@@ -251,24 +253,24 @@ def _claim_selected(a: Analysis, edit: Edit) -> GainClaim:
         share = min(1.0, _hidden_by_others(a, selected_gpu(a, edit.select), time) / time.total)
         return GainClaim(time, (share, share * (1 - (edit.factor_high or 0.0)), 1.0))
     if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
-        middle = 1 - edit.factor
+        central = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
         high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)
-        return GainClaim(time, (max(0.0, middle), max(0.0, low), max(0.0, high)))
+        return GainClaim(time, (max(0.0, central), max(0.0, low), max(0.0, high)))
     return GainClaim(time, (1.0, 1.0, 1.0))
 
 
 def _hidden_by_others(a: Analysis, mask: Bools, exposed: Intervals) -> float:
     """Return how much of the exposed time of this work the device's other work can hide, ns.
-    Collectives, copies and kernels hide behind the others' kinds, not behind their own."""
-    talks = a.kernels["communication"].to_numpy()
-    copies = (a.trace.gpu["kind"] != "kernel").to_numpy() & ~talks
+    Collectives, copies and kernels hide behind other kinds of work, not behind their own."""
+    comm = a.kernels["communication"].to_numpy()
+    copying = (a.trace.gpu["kind"] != "kernel").to_numpy() & ~comm
     total = 0.0
-    for kind in (talks, copies, ~talks & ~copies):
-        own = intersect(exposed, a.device_busy(mask & kind)).total
-        if own:
-            work, others = (a.device_busy(a.in_window & each) for each in (kind, ~kind))
-            total += min(own, subtract(others, work).total)
+    for of_kind in (comm, copying, ~comm & ~copying):
+        exposed_ns = intersect(exposed, a.device_busy(mask & of_kind)).total
+        if exposed_ns:
+            work, others = (a.device_busy(a.in_window & each) for each in (of_kind, ~of_kind))
+            total += min(exposed_ns, subtract(others, work).total)
     return total
 
 
@@ -279,8 +281,8 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         return waits
     if select.on == "gpu":
         mask = selected_gpu(a, select)
-        rest = a.device_busy(a.in_window & ~mask)
-        result = subtract(a.device_busy(mask), rest)
+        other_work = a.device_busy(a.in_window & ~mask)
+        result = subtract(a.device_busy(mask), other_work)
         layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if layer is None:
             return result
@@ -291,30 +293,30 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
         return intersect(result, select_instants(a, select)) if select.at else result
     if edit.op == "make_async":
-        return _bubbles(a, selected_host(a, select))
+        return _find_bubbles(a, selected_host(a, select))
     idle = a.breakdown.idle if a.device_id is not None else a.spans
-    held = intersect(_selected_time(a, select), idle)
+    time = intersect(_selected_time(a, select), idle)
     if edit.op != "remove":
-        return held
-    return union_of(held, _bubbles(a, selected_host(a, select)))
+        return time
+    return union_of(time, _find_bubbles(a, selected_host(a, select)))
 
 
-def _bubbles(a: Analysis, mask: Bools) -> Intervals:
-    """Return the idle time that the selected synchronising calls leave behind them."""
+def _find_bubbles(a: Analysis, mask: Bools) -> Intervals:
+    """Return the idle time after the selected synchronising calls."""
     syncs = a.syncs
     if syncs.is_empty():
         return EMPTY
     rows = mask[syncs["host"].to_numpy()]
     start = syncs["bubble_ts"].fill_null(0).to_numpy()[rows]
     end = syncs["bubble_end"].fill_null(0).to_numpy()[rows]
-    # without the call the host would be ahead by what it waited in it, and by no more
+    # without the call the host would be ahead by its wait in the call, and no more
     ahead = syncs["waited"].to_numpy()[rows]
     return intersect(union(np.maximum(start, end - ahead), end), a.breakdown.idle)
 
 
 def _gaps_in_merged(a: Analysis, select: Select) -> Intervals:
-    """Return the idle time before kernels that merge with the one before them on their stream: it
-    ends with their launches. Idle time of other causes than launching stays."""
+    """Return the idle time before kernels that merge with the previous kernel on their stream,
+    which ends with their launches. Idle time with causes other than launching stays."""
     gpu = a.trace.gpu.select("device", "stream", "ts", end=pl.col("ts") + pl.col("dur"))
     begins = pl.Series(
         np.searchsorted(a.steps.used["ts"].to_numpy(), gpu["ts"].to_numpy(), "right")
@@ -347,9 +349,9 @@ class ExposedTime:
         return span if self.a.device_id is None else span - float(self.a.breakdown.busy.total)
 
     def max_saved(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:
-        """Return the most that edits save together, ns per step: the device time that they select,
-        and host time up to the device's idle time. ``optimistic``: by the factors that make the
-        gain large. Idle time that several edits select counts once."""
+        """Return the maximum that edits save together, ns per step: the device time that they
+        select, and host time up to the device's idle time. ``optimistic``: use the factors that
+        make the gain large. Idle time that several edits select counts once."""
         if not self.a.step_count or any(e.op in ("resize", "remove_skew") for e in edits):
             return self.a.step_ns
         device = host = latency = 0.0
@@ -358,19 +360,19 @@ class ExposedTime:
             key = edit, optimistic
             if key not in self._selected_work:
                 self._selected_work[key] = _selected_work(self.a, edit, optimistic=optimistic)
-            own = self._selected_work[key]
-            device += own.device
-            host += own.host
-            latency += own.latency
-            if own.gaps is not None:
-                gaps = np.maximum(gaps, own.gaps)
+            work = self._selected_work[key]
+            device += work.device
+            host += work.host
+            latency += work.latency
+            if work.gaps is not None:
+                gaps = np.maximum(gaps, work.gaps)
         host += float((gaps * self.a.gaps["dur"].to_numpy()).sum())
         total = device + max(latency, min(self._idle, host + latency))
         return min(total, float(self.a.spans.total)) / self.a.step_count
 
     def beside_compute(self, edits: Sequence[Edit]) -> float:
         """Return the hidden time of host collectives that edits remove, ns per step. Operators then
-        have the cores to themselves on which the library computes."""
+        no longer share their cores with the library."""
         hidden = 0.0
         for edit in dict.fromkeys(edits):
             table = collectives_on_host(self.a, edit.select)
@@ -388,13 +390,13 @@ class ExposedTime:
                 self._claims[edit] = claim_time(self.a, edit)
         parts = [claim for edit in edits for claim in self._claims[edit]]
         steps = max(1, self.a.step_count)
-        middle, low, high = (
-            _sum_claims([(part.shares[number], part.time) for part in parts]) / steps
-            for number in range(3)
+        central, low, high = (
+            _sum_claims([(part.shares[index], part.time) for part in parts]) / steps
+            for index in range(3)
         )
-        middle = min(middle, self.max_saved(edits))
-        high = max(middle, min(high, self.max_saved(edits, optimistic=True)))
-        return middle, min(low, middle), high
+        central = min(central, self.max_saved(edits))
+        high = max(central, min(high, self.max_saved(edits, optimistic=True)))
+        return central, min(low, central), high
 
 
 def _sum_claims(parts: list[tuple[float, Intervals]]) -> float:

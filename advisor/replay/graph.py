@@ -1,8 +1,8 @@
-"""The dependency graph of a run of steps: nodes, edges and what each stands for.
+"""Dependency graph of consecutive steps: nodes, edges and their meaning.
 
-A node is a moment: a point on a host thread, or the end of a piece of device work. An edge says
-"not before": the node comes no earlier than the edge's source plus its weight. Replaying is then
-one pass in order of time, taking the maximum over the edges that lead into each node."""
+A node is a moment: a point on a host thread, or the end of a piece of device work. An edge is a
+lower limit: its target comes no earlier than its source plus its weight. Replaying is one pass in
+order of time that takes the maximum over the edges into each node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ NEVER = -1e18
 # -- latencies, measured from the trace ------------------------------------------------------------
 
 LAUNCH_NS, GAP_NS = 2_000.0, 1_500.0
-"""Default launch latency and gap between kernels of one stream, ns, where the trace has too few."""
+"""Default launch latency and gap between kernels of one stream, ns, if the trace has too few
+cases."""
 CROSS_STREAM_NS = 2_000.0
 CALL_NS = 5_000.0
 SYNC_RETURN_NS = 8_000.0
@@ -37,23 +38,25 @@ MAX_LATENCY_NS, MAX_STAGING_NS = 50_000, 2_000_000
 BUSY_NS = 2_000
 """Minimum idle time of a device before a launch call for it to count as idle, ns."""
 QUEUED_NS = 20_000
-"""Work launched this long before its stream had room did not wait for its launch, ns."""
+"""Minimum time from launch to room on the stream, ns, for work not to have waited for its
+launch."""
 FEW, ENOUGH = 3, 5
 """Minimum number of cases for a median: of all device work, and of one group or kind."""
 
 
 @dataclass
 class Latencies:
-    """Median latencies, ns; a usual value stands in for what the trace shows too seldom."""
+    """Median latencies, ns, with defaults for cases that are too rare in the trace."""
 
     launch: Array = field(default_factory=lambda: np.zeros(0))
     """Launch latency by group of device work (``DeviceWork.groups``): from the end of the launch
-    call to the start on an idle stream; may be negative."""
+    call to the start on an idle stream. It may be negative."""
     gap: Array = field(default_factory=lambda: np.zeros(0))
-    """Gap by group: from the end of one piece of work to the start of the next on its stream, when
-    that had long been launched."""
+    """Gap by group: from the end of one piece of work to the start of the next on its stream, if
+    the next had been launched long before."""
     cross_stream: float = CROSS_STREAM_NS
-    """Latency from the end of one stream's work to the start of another's that waited for it."""
+    """Latency from the end of one stream's work to the start of another stream's work that
+    waited."""
     sync_call: float = CALL_NS
     """Cost of a call that may block the host but did not."""
     sync_return: float = SYNC_RETURN_NS
@@ -61,7 +64,7 @@ class Latencies:
 
 
 def median_with_default(sample: Array, default: float) -> float:
-    """Return the median of a sample; ``default`` if it has fewer than ``FEW`` values."""
+    """Return the median of a sample, or ``default`` if it has fewer than ``FEW`` values."""
     return float(np.median(sample)) if len(sample) >= FEW else default
 
 
@@ -69,43 +72,43 @@ def measure_latencies(work: DeviceWork) -> Latencies:
     """Measure start latencies from starts that had nothing else to wait for."""
     before = work.previous
     ended = np.where(before >= 0, (work.ts + work.dur)[before], np.iinfo(np.int64).min // 2)
-    known = work.launch >= 0
+    has_launch = work.launch >= 0
     ready = work.launch_ts + work.launch_overhead
-    # nothing on any stream: otherwise an event of another one may be what it waits for
+    # nothing on any stream: otherwise it may wait for an event of another stream
     latest = np.maximum.accumulate(np.append(np.iinfo(np.int64).min // 2, work.ts + work.dur))[:-1]
-    idle = known & (latest < work.launch_ts - BUSY_NS)
+    idle = has_launch & (latest < work.launch_ts - BUSY_NS)
     delay = work.ts - ready
-    # longer is no latency but a wait, for another stream's event say; copies from pageable memory
-    # are staged first, and their call is not counted
+    # a longer delay is not a latency but a wait, such as for another stream's event; copies from
+    # pageable memory are staged first, and their call is not counted
     staged = (work.kind == 1) & (work.launch_overhead == 0)
     idle &= (work.ts > work.launch_ts) & (delay < np.where(staged, MAX_STAGING_NS, MAX_LATENCY_NS))
-    queued = known & (ready + QUEUED_NS < ended)
+    queued = has_launch & (ready + QUEUED_NS < ended)
     gap = work.ts - ended
     queued &= np.abs(gap) < REACH_NS
-    # the length of a call has no say in the gap
-    bare = [name.replace(" long ", "  ") for name in work.groups]
-    similar = np.array([bare.index(name) for name in bare], dtype=np.int64)
+    # the length of a call does not affect the gap
+    base_names = [name.replace(" long ", "  ") for name in work.groups]
+    similar = np.array([base_names.index(name) for name in base_names], dtype=np.int64)
     return Latencies(
-        launch=_by_group(delay, idle, work, np.arange(len(work.groups)), LAUNCH_NS),
-        gap=_by_group(gap, queued, work, similar, GAP_NS),
+        launch=_measure_by_group(delay, idle, work, np.arange(len(work.groups)), LAUNCH_NS),
+        gap=_measure_by_group(gap, queued, work, similar, GAP_NS),
     )
 
 
-def _by_group(
+def _measure_by_group(
     values: Array, chosen: Array, work: DeviceWork, similar: Array, default: float
 ) -> Array:
-    """Return the median of each group, with those similar to it; else that of its kind (kernel,
-    copy or memset), else that of all device work."""
-    every = median_with_default(values[chosen], default)
-    of_kind = {}
+    """Return the median of each group and its similar groups, else of its kind (kernel, copy or
+    memset), else of all device work."""
+    overall = median_with_default(values[chosen], default)
+    kind_medians = {}
     for kind in np.unique(work.kind).tolist():
         sample = values[chosen & (work.kind == kind)]
-        of_kind[kind] = float(np.median(sample)) if len(sample) >= ENOUGH else every
+        kind_medians[kind] = float(np.median(sample)) if len(sample) >= ENOUGH else overall
     result = np.zeros(len(work.groups))
-    for number in range(len(work.groups)):
-        sample = values[chosen & (similar[work.group] == similar[number])]
-        kind = int(work.kind[work.group == number][0])
-        result[number] = float(np.median(sample)) if len(sample) >= ENOUGH else of_kind[kind]
+    for index in range(len(work.groups)):
+        sample = values[chosen & (similar[work.group] == similar[index])]
+        kind = int(work.kind[work.group == index][0])
+        result[index] = float(np.median(sample)) if len(sample) >= ENOUGH else kind_medians[kind]
     return result
 
 
@@ -113,7 +116,7 @@ def _by_group(
 
 
 class NodeKind(IntEnum):
-    """Kind of moment that a node stands for."""
+    """Kind of moment of a node."""
 
     SOURCE = 0  # the start of the window
     LAUNCH = 1  # start of a call that puts work on the device
@@ -127,34 +130,35 @@ class NodeKind(IntEnum):
 
 
 class EdgeKind(IntEnum):
-    """Kind of dependency that an edge stands for."""
+    """Kind of dependency of an edge."""
 
     PROGRAM = 0  # host time on a thread
     LAUNCH = 1  # launch call -> device work
     STREAM = 2  # order of one stream
-    CROSS_STREAM = 3  # a stream waits for another one's event
+    CROSS_STREAM = 3  # a stream waits for another stream's event
     SYNC = 4  # device work -> host call that waited for it
     QUEUE = 5  # start of device work -> launch that found the queue full
     HANDOFF = 6  # one host thread wakes another
     LOADER = 7  # the loader's workers produce at their own rate
     CONTENTION = 8  # a kernel that fills the device -> work that waits for room
-    COLLECTIVE = 9  # ranks that come to a collective -> all of them go on
+    COLLECTIVE = 9  # ranks that enter a collective -> all of them continue
 
 
 @dataclass
 class Graph:
-    """Nodes in an order in which every edge leads forward. Times in ns from the window's start."""
+    """Graph whose nodes are in an order in which every edge leads forward. Times are in ns from the
+    window's start."""
 
     kind: Array
     """Kind of each node, uint8."""
     row: Array
-    """Row of ``trace.gpu`` (device nodes) or ``trace.cpu`` (host nodes), -1: none."""
+    """Row of ``trace.gpu`` (device nodes) or ``trace.cpu`` (host nodes), or -1."""
     lane: Array
     """Host thread, or number of the (device, stream) pair of device nodes."""
     time: Array
-    """Measured time of each node; of device work its end."""
+    """Measured time of each node; for device work, its end."""
     dur: Array
-    """Device work: duration; host points: 0."""
+    """Duration of device work; 0 for host points."""
     src: Array
     dst: Array
     weight: Array
@@ -165,24 +169,25 @@ class Graph:
     lanes: list[tuple[int, int]]
     """(device, stream) of each lane of device nodes."""
     step_boundaries: Array
-    """Node of each step boundary: one more than there are steps."""
+    """Node of each step boundary; there is one more boundary than steps."""
     last_nodes: list[Array]
-    """Device nodes that must be done for each step to be complete: the last of each lane."""
+    """Device nodes that complete each step: the last of each lane."""
     origin: int
     """Trace time of the window's start, ns."""
     steps: tuple[int, int]
     """First step and one after the last, indices into the steps table."""
     cycle_steps: int = 1
-    """Number of steps after which the loop repeats itself, where every n-th step is long."""
+    """Number of steps after which the loop repeats itself, if every n-th step is long."""
     launched_before_window: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Device nodes launched before the window: by these the host was ahead when it began."""
+    """Device nodes launched before the window: the host was ahead by these when it began."""
     background_lanes: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Lanes with only work that other threads launch, which the step does not wait for."""
+    """Lanes with only work of other threads, for which the step does not wait."""
     queue_waits: dict[int, Intervals] = field(default_factory=dict)
-    """Time in launch calls that was a wait for room in the queue, by host thread."""
+    """Time in launch calls spent waiting for room in the queue, by host thread."""
     latencies: Latencies = field(default_factory=Latencies)
     hard: dict[str, tuple[Array, Array]] = field(default_factory=dict)
-    """Nodes at which waits end, and how long each waited, ns; by name of the model's hard part."""
+    """Nodes at which waits end, and the length of each wait, ns, by name of the model's hard
+    part."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -192,8 +197,8 @@ class Graph:
         return np.flatnonzero(self.kind == NodeKind.DEVICE)
 
     def steps_of_launch(self) -> Array:
-        """Return the window's step (from 0) of each node; of device work that of its launch. -1:
-        launched before the window, or unknown."""
+        """Return the window's step (from 0) of each node; for device work, the step of its launch.
+        -1 if launched before the window, or unknown."""
         step = np.searchsorted(self.step_boundaries, np.arange(len(self)), side="right") - 1
         launch = np.flatnonzero((self.edge == EdgeKind.LAUNCH) & (self.src > 0))
         step[self.device] = -1
@@ -201,18 +206,19 @@ class Graph:
         return step
 
     def earliest_time(self) -> Array:
-        """Return the earliest time that each node's edges allow, all others as measured, ns."""
+        """Return the earliest time that each node's edges allow, with other nodes as measured,
+        ns."""
         base = self.time[self.src] - np.where(self.from_start, self.dur[self.src], 0)
         allowed = np.full(len(self), NEVER)
         np.maximum.at(allowed, self.dst, base + self.weight)
         return allowed
 
 
-# -- the edges of a graph that is being built ------------------------------------------------------
+# -- edges while a graph is built ------------------------------------------------------
 
 
 class EdgeList:
-    """Edges in columns; a later edge may replace the program edge into a node."""
+    """List of edges in columns. A later edge may replace the program edge into a node."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -227,30 +233,30 @@ class EdgeList:
         *,
         from_start: bool = False,
     ) -> None:
-        """Append edges; those that do not lead forward in the node order are left out."""
+        """Append edges, except edges that do not lead forward in the node order."""
         src, dst = np.asarray(src, dtype=np.int64), np.asarray(dst, dtype=np.int64)
         weight = np.broadcast_to(np.asarray(weight, dtype=float), src.shape)
-        good = src < dst
-        count = int(good.sum())
+        is_forward = src < dst
+        count = int(is_forward.sum())
         self._parts.append(
             (
-                src[good],
-                dst[good],
-                weight[good],
+                src[is_forward],
+                dst[is_forward],
+                weight[is_forward],
                 np.full(count, kind, dtype=np.uint8),
                 np.full(count, from_start),
             )
         )
 
     def drop_program(self, nodes: Array) -> None:
-        """Remove the program edges into these nodes: something else decides when they come."""
+        """Remove the program edges into these nodes, whose times other edges decide."""
         self._parts = [
             tuple(c[~((p[3] == EdgeKind.PROGRAM) & np.isin(p[1], nodes))] for c in p)
             for p in self._parts
         ]
 
     def shorten(self, src: Array, dst: Array, weight: Array) -> None:
-        """Cut the program edges between pairs of points down to ``weight``."""
+        """Shorten the program edges between pairs of points to ``weight``."""
         limit = np.full(len(self.graph), np.inf)
         limit[dst] = weight
         source = np.full(len(self.graph), -1, dtype=np.int64)

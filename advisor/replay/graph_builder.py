@@ -36,14 +36,14 @@ by consecutive steps in their middle."""
 
 def representative_steps(a: Analysis) -> tuple[int, int]:
     """Return the run of steps to replay: its first row of the steps table and one after its last.
-    It is the longest run of used steps, or the middle of it beyond ``MAX_NODES`` nodes, at least
-    three where there are three. Where every n-th step is long it is whole cycles. Long steps that
-    leave no three others in a row are the loop's own pace, and replayed with them."""
+    It is the longest run of used steps, or its middle beyond ``MAX_NODES`` nodes, at least three if
+    there are three. If every n-th step is long, it has whole cycles. If long steps leave no three
+    others in a row, they belong to the loop, and are replayed as well."""
     used = a.steps.table["used"].to_numpy()
     group = _longest_run(used)
     if 0 < len(group) < 3:
-        every = _longest_run((a.steps.table["dur"] > 0).to_numpy())
-        group = every if len(every) >= 3 else group
+        all_steps = _longest_run((a.steps.table["dur"] > 0).to_numpy())
+        group = all_steps if len(all_steps) >= 3 else group
     if not len(group):
         return 0, 0
     first, last = int(group[0]), int(group[-1]) + 1
@@ -61,13 +61,13 @@ def _longest_run(wanted: Array) -> Array:
 
 
 def _cycle_steps(a: Analysis, first: int, last: int) -> int:
-    """Return n where every n-th of these steps is long; 1 if they are similar, or the long ones
-    come irregularly."""
+    """Return n if every n-th of these steps is long, or 1 if they are similar, or the long steps
+    are irregular."""
     dur = a.steps.table["dur"].to_numpy()[first:last]
     if not len(dur) or dur.max() <= OUTLIER_FACTOR * dur.min():
         return 1
-    every = find_rhythm(np.flatnonzero(dur > (dur.min() + dur.max()) / 2), dur)
-    return every if every is not None and every <= len(dur) else 1
+    cycle = find_rhythm(np.flatnonzero(dur > (dur.min() + dur.max()) / 2), dur)
+    return cycle if cycle is not None and cycle <= len(dur) else 1
 
 
 def build_graph(a: Analysis) -> Graph:
@@ -84,12 +84,12 @@ def build_graph(a: Analysis) -> Graph:
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
-    for rows, what in (
+    for rows, node_kind in (
         (launching, NodeKind.LAUNCH),
         (waiting, NodeKind.SYNC),
         (loading, NodeKind.LOADER),
     ):
-        points.add(cpu_thread[rows], cpu_ts[rows], what, rows)
+        points.add(cpu_thread[rows], cpu_ts[rows], node_kind, rows)
     points.add(cpu_thread[waiting], cpu_end[waiting], NodeKind.SYNC_END, waiting)
     points.add(cpu_thread[loading], cpu_end[loading], NodeKind.LOADER_END, loading)
     main = trace.main_thread
@@ -99,42 +99,42 @@ def build_graph(a: Analysis) -> Graph:
     if main is not None and main not in threads:
         threads = np.append(threads, main)
     handoffs = find_handoffs(trace, threads, start, end, loading)
-    for owner, time in (
+    for thread_id, times in (
         (handoffs.waiter, handoffs.wait_start),
         (handoffs.worker, handoffs.work_start),
         (handoffs.worker, handoffs.work_end),
         (handoffs.waiter, handoffs.wait_end),
     ):
-        points.add(owner, time, NodeKind.HANDOFF)
-    thread, time, kind, row = points.columns()
-    inside = (time >= start) & (time <= end)
-    thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
-    place = _behind_awaited_work(trace, thread, time, kind, row)
+        points.add(thread_id, times, NodeKind.HANDOFF)
+    thread, times, kind, row = points.columns()
+    inside = (times >= start) & (times <= end)
+    thread, times, kind, row = (c[inside] for c in (thread, times, kind, row))
+    order_time = _move_behind_awaited(trace, thread, times, kind, row)
 
-    step_threads = _step_threads(main, handoffs)
+    step_threads = _find_step_threads(main, handoffs)
     work = device_work(trace, start, end, step_threads, waiting)
-    graph = _join(thread, time, kind, row, place, work, start)
+    graph = _merge_nodes(thread, times, kind, row, order_time, work, start)
     graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
-    _program(edges, graph)
+    _add_program_edges(edges, graph)
     add_sync_edges(trace, graph, edges, work)
-    _loader(edges, graph, trace)
+    _add_loader_edges(edges, graph, trace)
     _add_handoff_edges(edges, graph, handoffs, start)
     add_stream_edges(trace, graph, edges, work)
     edges.write_to_graph()
     graph.steps = steps
     graph.cycle_steps = _cycle_steps(a, *steps)
-    graph.step_boundaries = _boundaries(graph, bounds - start)
-    graph.last_nodes = _last_work(trace, graph, work, bounds)
+    graph.step_boundaries = _find_boundaries(graph, bounds - start)
+    graph.last_nodes = _find_last_work(trace, graph, work, bounds)
     graph.background_lanes = np.setdiff1d(work.lane, work.lane[work.on_step_threads])
-    graph.launched_before_window = _launched_before_window(graph, work)
+    graph.launched_before_window = _find_launched_before(graph, work)
     return graph
 
 
 def host_end(a: Analysis, table: pl.DataFrame) -> int:
-    """Return when the main thread was done with the last step, ns. The steps table may end with its
-    device work, which is to be replayed, not copied. A recording without steps ends when a wait for
-    that work returns."""
+    """Return when the main thread finished the last step, ns. The steps table may end with the
+    step's device work, which is replayed, not copied. A recording without steps ends when a wait
+    for this work returns."""
     trace = a.trace
     end, begin = int(table["end"][-1]), int(table["ts"][-1])
     if trace.main_thread is None:
@@ -153,36 +153,36 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
         & (pl.col("kind") == "annotation")
         & (pl.col("name").cast(pl.String) == table["name"][-1])
     )
-    known = mark if mark.height else cpu.filter(pl.col("until") <= end)
-    ends: list[int] = known["until"].sort().to_list()
+    candidates = mark if mark.height else cpu.filter(pl.col("until") <= end)
+    ends: list[int] = candidates["until"].sort().to_list()
     return min([end, *ends[-1:]])
 
 
-def _behind_awaited_work(
+def _move_behind_awaited(
     trace: Trace, thread: Array, time: Array, kind: Array, row: Array
 ) -> Array:
-    """Return the times of the points, moved behind the end of work that their thread has waited
-    for. Where the trace's clocks disagree, a wait may seem to end sooner. In the new order every
+    """Return the times of the points, moved behind the end of the work for which their thread has
+    waited. If the trace's clocks disagree, a wait may seem to end earlier. In the new order every
     edge leads forward."""
     result = time.copy()
     back = np.flatnonzero(kind == NodeKind.SYNC_END)
     result[back] += work_past_return_ns(trace, row[back])
     for owner in np.unique(thread[back]):
-        own = thread == owner
-        result[own] = np.maximum.accumulate(result[own])
+        on_thread = thread == owner
+        result[on_thread] = np.maximum.accumulate(result[on_thread])
     return result
 
 
-def _join(
-    thread: Array, time: Array, kind: Array, row: Array, place: Array, work: DeviceWork, start: int
+def _merge_nodes(
+    thread: Array, time: Array, kind: Array, row: Array, key: Array, work: DeviceWork, start: int
 ) -> Graph:
-    """Merge all nodes in order of time: host points by ``place``, device work by its start."""
+    """Merge all nodes in order of time: host points by ``key``, device work by its start."""
     hosts, devices = len(time), len(work.row)
-    # work that runs when the window begins counts from there
+    # work that runs when the window begins counts from the beginning
     begin = np.maximum(work.ts, start)
-    when = np.concatenate([[start - 1], place, begin])
+    when = np.concatenate([[start - 1], key, begin])
     tie = np.concatenate([[0], np.ones(hosts), np.full(devices, 2)])
-    # host points keep their order on a thread when several share an instant
+    # host points of a thread at one instant keep their order
     inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])
     order = np.lexsort((inner, tie, when))
     kinds = np.concatenate([[NodeKind.SOURCE], kind, np.full(devices, NodeKind.DEVICE)]).astype(
@@ -213,13 +213,13 @@ def _join(
 
 
 def _same_as_before(values: Array) -> Array:
-    """Return which values equal the one before them; the first never does."""
+    """Return which values equal the previous value; the first never does."""
     same = np.zeros(len(values), dtype=bool)
     same[1:] = values[1:] == values[:-1]
     return same
 
 
-def _program(edges: EdgeList, graph: Graph) -> None:
+def _add_program_edges(edges: EdgeList, graph: Graph) -> None:
     """Add host time between a thread's consecutive points; the first of each follows the source."""
     host = np.flatnonzero((graph.kind != NodeKind.DEVICE) & (graph.kind != NodeKind.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
@@ -230,22 +230,22 @@ def _program(edges: EdgeList, graph: Graph) -> None:
     edges.add(src, dst, graph.time[dst] - graph.time[src], EdgeKind.PROGRAM)
 
 
-def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
-    """Add the edges of the loader: a starved one delivers at the rate of its workers, whenever
-    asked. Without workers the call is host time. Its rate edge is switched off, for edits that move
-    the work to workers."""
-    asked = np.flatnonzero(graph.kind == NodeKind.LOADER)
+def _add_loader_edges(edges: EdgeList, graph: Graph, trace: Trace) -> None:
+    """Add the edges of the loader: a starved loader delivers at the rate of its workers, whenever
+    it is asked. Without workers the call is host time. Its rate edge is switched off, for edits
+    that move the work to workers."""
+    requests = np.flatnonzero(graph.kind == NodeKind.LOADER)
     loaded = np.flatnonzero(graph.kind == NodeKind.LOADER_END)
     if not len(loaded):
         return
-    by_row = {int(r): int(n) for r, n in zip(graph.row[asked], asked, strict=True)}
+    by_row = {int(r): int(n) for r, n in zip(graph.row[requests], requests, strict=True)}
     start = np.array([by_row.get(int(r), 0) for r in graph.row[loaded]])
     names = trace.cpu["name"].gather(pl.Series(graph.row[loaded]))
     workers = name_matches(names, WORKERS).to_numpy()
-    fed = loaded[workers]
-    edges.drop_program(fed)
-    wait = graph.time[fed] - graph.time[start[workers]]
-    edges.add(start[workers], fed, np.minimum(wait, READY_BATCH_NS[""]), EdgeKind.PROGRAM)
+    served = loaded[workers]
+    edges.drop_program(served)
+    wait = graph.time[served] - graph.time[start[workers]]
+    edges.add(start[workers], served, np.minimum(wait, READY_BATCH_NS[""]), EdgeKind.PROGRAM)
     before = np.append(0, loaded[:-1])
     rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
     edges.add(before, loaded, rate, EdgeKind.LOADER)
@@ -253,14 +253,14 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
 
 def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> None:
     marks = np.flatnonzero(graph.kind == NodeKind.HANDOFF)
-    at = {
+    node_at = {
         (int(lane), round(time)): int(node)
         for lane, time, node in zip(graph.lane[marks], graph.time[marks], marks, strict=True)
     }
 
     def nodes(owner: Array, time: Array) -> Array:
         return np.array(
-            [at.get((int(o), int(t) - start), 0) for o, t in zip(owner, time, strict=True)],
+            [node_at.get((int(o), int(t) - start), 0) for o, t in zip(owner, time, strict=True)],
             dtype=np.int64,
         )
 
@@ -279,41 +279,41 @@ def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: in
     graph.hard["waits between threads"] = woken, silent[woken]
 
 
-def _boundaries(graph: Graph, bounds: Array) -> Array:
+def _find_boundaries(graph: Graph, bounds: Array) -> Array:
     steps = np.flatnonzero(graph.kind == NodeKind.STEP)
     if len(steps) >= len(bounds):
         return steps[np.searchsorted(graph.time[steps], bounds)]
-    # no host thread: a boundary is the source for all, and device work alone decides
+    # without a host thread, the source is each boundary, and device work alone decides
     return np.zeros(len(bounds), dtype=np.int64)
 
 
-def _launched_before_window(graph: Graph, work: DeviceWork) -> Array:
+def _find_launched_before(graph: Graph, work: DeviceWork) -> Array:
     """Return device nodes launched before the window, ahead of their stream's first launch."""
     if not len(work.row):
         return np.zeros(0, dtype=np.int64)
     launched = work.launch >= 0
     first = np.full(len(work.lanes), -1, dtype=np.int64)
-    lanes, place = np.unique(work.lane[launched], return_index=True)
-    first[lanes] = np.flatnonzero(launched)[place]
+    lanes, index = np.unique(work.lane[launched], return_index=True)
+    first[lanes] = np.flatnonzero(launched)[index]
     before_window = ~launched & (np.arange(len(launched)) < first[work.lane])
     return device_nodes(graph, work)[before_window]
 
 
-def _step_threads(main: int | None, handoffs: Handoff) -> list[int]:
-    """Return the main thread and those that take turns with it; empty if it is unknown."""
+def _find_step_threads(main: int | None, handoffs: Handoff) -> list[int]:
+    """Return the main thread and the threads that take turns with it. Empty if it is unknown."""
     if main is None:
         return []
     pairs = np.stack([handoffs.waiter, handoffs.worker])
     result = np.array([main])
     while True:  # as many rounds as threads hand over to each other in a row
-        more = pairs[:, np.isin(pairs, result).any(axis=0)]
-        wider = np.union1d(result, more)
-        if len(wider) == len(result):
+        partners = pairs[:, np.isin(pairs, result).any(axis=0)]
+        extended = np.union1d(result, partners)
+        if len(extended) == len(result):
             return [int(t) for t in result]
-        result = wider
+        result = extended
 
 
-def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
+def _find_last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
     """Return the last device node of each lane launched in each step (or started, if unknown). Work
     that background threads launch is not part of the step."""
     nodes = device_nodes(graph, work)[work.on_step_threads] if len(work.row) else graph.device
@@ -324,8 +324,8 @@ def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> l
         ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], ts)
     step = np.searchsorted(bounds, ts, side="right") - 1
     result = []
-    for number in range(len(bounds) - 1):
-        own = nodes[step == number]
-        _, last = np.unique(graph.lane[own][::-1], return_index=True)
-        result.append(own[::-1][last])
+    for index in range(len(bounds) - 1):
+        members = nodes[step == index]
+        _, last = np.unique(graph.lane[members][::-1], return_index=True)
+        result.append(members[::-1][last])
     return result

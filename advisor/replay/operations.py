@@ -1,4 +1,4 @@
-"""The operations of edits: what each removes from the graph."""
+"""Operations of edits: what each of them removes from the graph."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,16 +11,17 @@ from advisor.replay.graph import NEVER, EdgeKind, NodeKind
 from advisor.replay.selection import Selection, collectives_on_host, host_of_layer
 
 GRAPH_LAUNCH_NS = 1_000.0
-"""Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
-a graph's launch costs a few µs plus well under 1 µs a node)."""
+"""Approximate host time of a kernel inside a CUDA graph (NVIDIA, "Constant time launch", 2024: a
+graph's launch costs a few µs plus well under 1 µs per node)."""
 ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75% is the low target)."""
 
 
 def collect(selected: Selection, edits: Sequence[Edit], assumption: str = "") -> GraphEdits:
-    """Collect what edits remove together, each once. ``assumption``: see :class:`GraphEdits`."""
+    """Collect what edits remove together, counting each edit once. ``assumption``: see
+    :class:`GraphEdits`."""
     result = GraphEdits(selected, assumption)
-    # merging looks at which waits are left
+    # merging depends on the remaining waits
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.op == "merge"):
         factor = edit.factor
         if assumption == "low" and edit.factor_high is not None:
@@ -32,7 +33,7 @@ def collect(selected: Selection, edits: Sequence[Edit], assumption: str = "") ->
 
 
 def of_device(patch: GraphEdits, select: Select) -> bool:
-    """Return False for collectives that run on the host because there is no device, else True."""
+    """Return whether the work runs on a device; collectives may run on the host without one."""
     return collectives_on_host(patch.a, select) is None
 
 
@@ -72,17 +73,17 @@ def roofline(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Change the batch size. Work that fills the device grows with it. Work that leaves part of it
-    empty grows once it is full, or once its FLOPs and bytes take as long. Copies grow; collectives
-    of gradients and the optimizer stay, and host time but for the loader's. Judge the step by time
-    per sample."""
+    empty grows once the device is full, or once its FLOPs and bytes take as long. Copies grow, and
+    so does the loader's host time. Collectives of gradients, the optimizer and other host time
+    stay. Judge the step by time per sample."""
     factor = 1.0 if factor is None else max(factor, 1e-3)
     nodes = patch.selected.device_work(edit.select)
     fill = np.nan_to_num(patch.selected.waves[nodes], nan=1.0)
     grown = np.maximum(1.0, fill * factor) / np.maximum(1.0, fill)
     kinds = patch.a.trace.gpu["kind"].gather(pl.Series(patch.graph.row[nodes]))
     grown = np.where((kinds == "kernel").to_numpy(), grown, factor)
-    least = patch.selected.roofline_ns[nodes] * factor / ROOFLINE_SHARE
-    grown = np.fmax(grown, np.where(factor > 1, least / np.maximum(patch.dur[nodes], 1.0), 0.0))
+    min_ns = patch.selected.roofline_ns[nodes] * factor / ROOFLINE_SHARE
+    grown = np.fmax(grown, np.where(factor > 1, min_ns / np.maximum(patch.dur[nodes], 1.0), 0.0))
     grown = np.where(patch.selected.batch_independent[nodes], 1.0, grown)
     patch.kept_share[nodes] *= grown
     patch.max_dur[nodes] *= grown
@@ -90,16 +91,16 @@ def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def remove_skew(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Let a rank keep no other one waiting, which is a matter of the ranks' replay. In that of one
-    rank ``factor`` of the collectives' time remains, if given."""
+    """Let a rank keep no other rank waiting, which only the replay of all ranks shows. In the
+    replay of one rank ``factor`` of the collectives' time remains, if given."""
     if factor is not None:
         patch.kept_share[patch.selected.device_work(edit.select)] *= factor
 
 
 def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Move the work to a stream of its own: see ``overlap.py``. Collectives on the host hide behind
-    the steps' other work, as far as it lasts and cores are free for both; under the pessimistic
-    assumption not at all."""
+    """Move the work to a separate stream: see ``overlap.py``. Collectives on the host hide behind
+    the steps' other work, if there is enough and cores are free for both; under the pessimistic
+    assumption they do not hide at all."""
     if not of_device(patch, edit.select):
         hidden = patch.selected.hidden_on_host(edit.select)
         share = {"low": 0.0, "high": 1.0}.get(patch.assumption, 0.5) if edit.ahead else 1.0
@@ -112,14 +113,15 @@ def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def make_async(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Let blocking calls no longer wait: each costs what a call costs that does not block."""
+    """Make blocking calls stop waiting: each then costs as much as a call that does not block."""
     patch.unblocked[patch.selected.wait_ends(edit.select)] = True
 
 
 def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Merge neighbours on a stream into one kernel that takes ``factor`` of their time. The
-    launches and operators of all but the first are removed. Kernels are not merged across a step's
-    end or a moment that the host or another stream waits for: the next may depend on it."""
+    launches and operators of all kernels but the first are removed. Kernels are not merged across a
+    step's end or work that the host or another stream waits for: the next kernel may depend on
+    it."""
     if not of_device(patch, edit.select):
         patch.shrink_host(patch.selected.host_time(edit.select), 1.0 if factor is None else factor)
         return
@@ -128,19 +130,19 @@ def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     chosen[patch.selected.device_work(edit.select)] = True
     device = graph.device
     order = device[np.argsort(graph.lane[device], kind="stable")]
-    own = chosen[order]
+    is_chosen = chosen[order]
     awaited = np.zeros(len(graph), dtype=bool)
     outward = np.isin(graph.edge, [EdgeKind.SYNC, EdgeKind.CROSS_STREAM]) & (graph.weight > NEVER)
     awaited[graph.src[outward & ~patch.unblocked[graph.dst]]] = True
     step = graph.steps_of_launch()[order]
-    joined = own[1:] & own[:-1] & ~awaited[order][:-1] & (step[1:] == step[:-1])
+    joined = is_chosen[1:] & is_chosen[:-1] & ~awaited[order][:-1] & (step[1:] == step[:-1])
     joined &= graph.lane[order][1:] == graph.lane[order][:-1]
     patch.merged[order[1:][joined]] = True
     patch.kept_share[chosen] *= 1.0 if factor is None else factor
 
 
 def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Remove host time around launches, but for the cost of a CUDA graph's node."""
+    """Remove host time around launches, except the cost of a CUDA graph's node."""
     cost = GRAPH_LAUNCH_NS if edit.host_ns is None else float(edit.host_ns)
     if edit.select.on != "gpu":
         patch.capture(patch.selected.host_time(edit.select), cost)

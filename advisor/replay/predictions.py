@@ -1,15 +1,16 @@
-"""The table of past predictions: what was predicted of a change, and what was measured. Their
-errors say how wide an interval has to be.
+"""Table of past predictions: the predicted and the measured gains of changes. Their errors show how
+wide an interval has to be.
 
-``predictions.jsonl`` beside this file is ours, written by the benchmarks; a run keeps its own lines
-in ``ledger.jsonl``, and the user's own file is written only where they agreed. JSON lines, appended
-under a lock: lines of another schema, torn or damaged ones are skipped and counted. Holds no source
-code and no names of programs, files or hosts of the user. Imports neither torch nor polars.
+``predictions.jsonl`` next to this file is ours, written by the benchmarks. A run keeps its own
+lines in ``ledger.jsonl``, and the user's own file is written only with their consent. The files
+have JSON lines, appended under a lock; lines of another schema and incomplete or damaged lines are
+skipped and counted. They contain no source code and no names of programs, files or hosts of the
+user. This module imports neither torch nor polars.
 
-Errors are ratios of measured to predicted gains; where the batch grows, of the step, for the gain
-is then near zero. An interval is such that four of five past errors would have been inside it, the
-one to come counted in (split conformal: of n errors the one in place ⌈0.8 (n + 1)⌉ by size). Kinds
-with too few of their own take all of them."""
+Errors are ratios of measured to predicted gains or, if the batch grows, of steps, because the gain
+is then near zero. An interval would have contained four of five errors, including the next one
+(split conformal: the ⌈0.8 (n + 1)⌉-th of n errors by size). Kinds with too few errors use all
+errors."""
 
 import math
 import os
@@ -31,18 +32,18 @@ SCHEMA = "advisor.ledger/1"
 FILE = "ledger.jsonl"
 SHIPPED = Path(__file__).with_name("predictions.jsonl")
 VARIABLE = "ADVISOR_LEDGER"
-"""Environment variable: the user's file, else ``~/.local/share/advisor/ledger.jsonl``."""
+"""Environment variable with the user's file, by default ``~/.local/share/advisor/ledger.jsonl``."""
 MAX_BYTES = 8 << 20
 MIN_RATIO = 0.05
-"""Least ratio of measured to predicted: it stands for fixes that gained nothing, or less."""
+"""Minimum ratio of measured to predicted, also for fixes that gained nothing, or less."""
 MAX_RATIO = 1e6
-"""Largest ratio of a measurement; a line with a larger one is damaged."""
-_RENAMED = {"of": "program", "knob": "knob"}
+"""Maximum ratio of a measurement; a line with a larger ratio is damaged."""
+_FIELD_NAMES = {"of": "program", "knob": "knob"}
 """Names of fields in earlier versions, with their present names."""
 
 
 class Prediction(Struct, kw_only=True, omit_defaults=True):
-    """A predicted and a measured gain, in one unit."""
+    """Predicted and measured gain, in one unit."""
 
     schema: str = SCHEMA
     unix: int = 0
@@ -50,28 +51,28 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
     source: Literal[
         "try", "compare", "workload", "pair", "experiment", "program", "job", "gpus", "mesh"
     ] = "try"
-    """Source of the measurement. The user's: a trial, a comparison of two runs. Ours: a trial of a
-    bundled workload, a public pair of traces, an experiment of docs/accuracy.md, a program of
+    """Source of the measurement. From the user: a trial, a comparison of two runs. From us: a trial
+    of a bundled workload, a public pair of traces, an experiment of docs/accuracy.md, a program of
     tests/corpus with and without its fault, a simulated job, the same work on two GPUs (or in
     traces of two), the same model on two meshes."""
     program: str = ""
-    """Name of our workload, pair, experiment or program; empty: the user's."""
+    """Name of our workload, pair, experiment or program. Empty for the user's."""
     group: str = ""
-    """Program that several of our lines are of; empty: of no other line."""
+    """Program that several of our lines share. Empty if no other line shares it."""
     kind: str = ""
-    """Kind of change, as in ``edit_kind`` or ``fault_kind``; empty: unknown."""
+    """Kind of change, as in ``edit_kind`` or ``fault_kind``. Empty if unknown."""
     change: str = ""
     rule: str = ""
-    """Rule whose fix was tried; empty: the change was no finding's."""
+    """Rule whose fix was tried. Empty if the change belongs to no finding."""
     knob: str = ""
-    """Knob with its setting; empty: changed by hand."""
+    """Knob with its setting. Empty for a change by hand."""
     device: str = ""
-    """Name of the GPU (or of the trace it is known by); empty: none."""
+    """Name of the GPU, or of its trace. Empty without a GPU."""
     target: str = ""
-    """Name of the other GPU, where the same work was measured on two."""
+    """Name of the other GPU, if the same work was measured on two."""
     torch: str = ""
     unit: str = ""
-    """Unit of the figures; empty: shares of the mean step (0 to 1)."""
+    """Unit of the figures. Empty for shares of the mean step (0 to 1)."""
     predicted: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -81,7 +82,7 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted gain, at least ``MIN_RATIO``; 1 where no gain was predicted."""
+        """Measured over predicted gain, at least ``MIN_RATIO``; 1 if no gain was predicted."""
         return max(self.measured / self.predicted, MIN_RATIO) if self.predicted > 0 else 1.0
 
     @property
@@ -110,7 +111,7 @@ class RuleTrackRecord(NamedTuple):
     inside: int
     low: float
     high: float
-    """Largest ratio of measured to predicted; ``low`` is the smallest."""
+    """Largest ratio of measured to predicted gain; ``low`` is the smallest."""
 
     def __str__(self) -> str:
         cases = "case" if self.trials == 1 else "cases"
@@ -124,15 +125,15 @@ class RuleTrackRecord(NamedTuple):
 
 def user_file() -> Path:
     """Return the path of the user's own file, whether it exists or not."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
+    path = os.environ.get(VARIABLE)
+    if path:
+        return Path(path)
     base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111
     return Path(base) / "advisor" / FILE
 
 
 def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
-    """Append lines, all or none of them, under a lock. Raises AdvisorError."""
+    """Append lines, all or none of them, under a lock. Raises AdvisorError if it cannot."""
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in predictions)
     if not lines:
         return
@@ -140,7 +141,7 @@ def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            with _locked(descriptor):
+            with _lock(descriptor):
                 os.write(descriptor, lines)
         finally:
             os.close(descriptor)
@@ -149,8 +150,8 @@ def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    """Hold the append lock. Where there is no such lock, an append of this size is whole."""
+def _lock(descriptor: int) -> Iterator[None]:
+    """Hold the append lock. Without lock support, an append of this size is atomic."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -164,7 +165,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def read_predictions(path: Path) -> PredictionTable:
-    """Read a file; empty where it does not exist. Raises AdvisorError if it cannot be read."""
+    """Read a file; empty if it does not exist. Raises AdvisorError if it cannot be read."""
     if not path.is_file():
         return PredictionTable([], 0)
     try:
@@ -175,14 +176,14 @@ def read_predictions(path: Path) -> PredictionTable:
 
 
 def decode_predictions(data: bytes) -> PredictionTable:
-    """Decode the lines of a file, and count those that cannot be read."""
+    """Decode the lines of a file, and count lines that cannot be read."""
     rows, skipped = [], 0
     for line in data.splitlines():
         if not line.strip():
             continue
         try:
             fields = msgspec.json.decode(line, type=dict[str, Any])
-            fields = {_RENAMED.get(name, name): value for name, value in fields.items()}
+            fields = {_FIELD_NAMES.get(name, name): value for name, value in fields.items()}
             row = msgspec.convert(fields, Prediction)
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             skipped += 1
@@ -199,13 +200,13 @@ def decode_predictions(data: bytes) -> PredictionTable:
 # -- what is known ------------------------------------------------------------------------------
 
 excluded_program: ContextVar[str] = ContextVar("excluded_program", default="")
-"""Program whose own measurements the intervals leave out at present."""
+"""Program whose own measurements the intervals exclude at present."""
 
 
 @contextmanager
 def without_program(program: str) -> Iterator[None]:
-    """Leave a program's measurements, and those of its group (``Prediction.group``), out of the
-    intervals. A prediction of it is then not compared with an interval that it widened itself."""
+    """Exclude a program's and its group's (``Prediction.group``) measurements from the intervals.
+    Then no prediction of it is compared with an interval that it widened itself."""
     group = next((row.group for row in shipped_predictions() if row.program == program), "")
     token = excluded_program.set(group or program)
     try:
@@ -227,22 +228,23 @@ def shipped_trials() -> tuple[Prediction, ...]:
 
 def all_trials() -> tuple[Prediction, ...]:
     """Return all trials of rules' fixes: ours and the user's."""
-    return tuple(row for row in (*shipped_trials(), *_users()) if _counts(row))
+    return tuple(row for row in (*shipped_trials(), *_read_user_trials()) if _is_kept(row))
 
 
 def shipped_experiments() -> tuple[Prediction, ...]:
-    """Return ours whose kind of change is known: public pairs, experiments and programs."""
+    """Return our predictions with a known kind of change: public pairs, experiments and
+    programs."""
     wanted = ("pair", "experiment", "program")
     return tuple(
-        row for row in shipped_predictions() if row.source in wanted and row.kind and _counts(row)
+        row for row in shipped_predictions() if row.source in wanted and row.kind and _is_kept(row)
     )
 
 
-def _counts(row: Prediction) -> bool:
+def _is_kept(row: Prediction) -> bool:
     return not excluded_program.get() or excluded_program.get() not in (row.program, row.group)
 
 
-def _users() -> tuple[Prediction, ...]:
+def _read_user_trials() -> tuple[Prediction, ...]:
     path = user_file()
     try:
         state = path.stat()
@@ -255,7 +257,7 @@ def _users() -> tuple[Prediction, ...]:
 def _read_once(path: Path, _changed: int, _size: int) -> tuple[Prediction, ...]:
     try:
         return tuple(read_predictions(path).predictions)
-    except AdvisorError:  # too large, or not to be read: as if there were none
+    except AdvisorError:  # too large or unreadable: treated as absent
         return ()
 
 
@@ -277,31 +279,31 @@ def records_by_rule(predictions: Iterable[Prediction]) -> dict[str, RuleTrackRec
 
 
 COVERAGE = 0.8
-"""Share of the measured gains that an interval is to hold."""
+"""Share of the measured gains that an interval should contain."""
 JOB_COVERAGE = 0.85
 """Coverage for simulated jobs: above ``COVERAGE``, since real jobs differ."""
 MIN_ERRORS = round(COVERAGE / (1 - COVERAGE))
-"""Minimum number of errors for that coverage: with fewer even the largest may be too small."""
+"""Minimum number of errors for ``COVERAGE``: with fewer, even the largest may be too small."""
 OF_THE_STEP = ("batch",)
 """Kinds whose errors are of the step, not of the gain."""
 MIN_SHARE = 0.01
-"""Share of the step, each way, by which two runs of one program differ."""
+"""Share of the step, in both directions, by which two runs of one program differ."""
 OTHERS = "others"
 """Name for all kinds of fault together, used for those without a band."""
 
 
 class GainInterval(NamedTuple):
-    """Range of a gain, ns per step; of a job, measured over predicted."""
+    """Range of a gain, ns per step or, for a job, measured over predicted."""
 
     low: float
     high: float
 
 
 def error_bound(errors: Sequence[float]) -> float:
-    """Return the error that the next one stays below with ``COVERAGE``, given past errors."""
+    """Return the bound of the next error with ``COVERAGE``, given past errors."""
     ordered = sorted(errors)
-    place = math.ceil(COVERAGE * (len(ordered) + 1))
-    return ordered[min(place, len(ordered)) - 1]
+    rank_of_bound = math.ceil(COVERAGE * (len(ordered) + 1))
+    return ordered[min(rank_of_bound, len(ordered)) - 1]
 
 
 # -- by kind of edit ----------------------------------------------------------------------------
@@ -322,15 +324,16 @@ def edit_kind(edit: Edit) -> str:
     return "device" if edit.select.on == "gpu" and edit.op != "drop_launch" else "host"
 
 
-def error_of(kinds: Iterable[str], known: Sequence[Prediction]) -> float:
-    """Return the error of predictions of these kinds, as a logarithm; the largest of them."""
-    general = [row.error for row in known if row.kind not in OF_THE_STEP]
+def error_of(kinds: Iterable[str], past: Sequence[Prediction]) -> float:
+    """Return the largest error of predictions of these kinds, as a logarithm."""
+    general = [row.error for row in past if row.kind not in OF_THE_STEP]
     bounds = []
     for name in set(kinds):
-        own = [row.error for row in known if row.kind == name]
-        # an error of a gain says little of one of the step: where only those are known, the worst
-        few = max(general) if name in OF_THE_STEP else error_bound(general)
-        bounds.append(error_bound(own) if len(own) >= MIN_ERRORS else few)
+        errors = [row.error for row in past if row.kind == name]
+        # errors of gains say little about errors of the step: if only they are known, take the
+        # worst
+        fallback = max(general) if name in OF_THE_STEP else error_bound(general)
+        bounds.append(error_bound(errors) if len(errors) >= MIN_ERRORS else fallback)
     return max(bounds, default=error_bound(general))
 
 
@@ -339,19 +342,19 @@ def widened_by_kind(
 ) -> GainInterval:
     """Return a band (``low`` to ``high``, from the edits' assumptions) widened by past errors of
     these kinds. All ns per step."""
-    kinds, known = {edit_kind(edit) for edit in edits}, shipped_experiments()
+    kinds, past = {edit_kind(edit) for edit in edits}, shipped_experiments()
     floor = MIN_SHARE * step_ns
     of_step = kinds & set(OF_THE_STEP)
     if of_step:
-        left = step_ns - gain
-        floor += left * (math.exp(error_of(of_step, known)) - 1)
-    factor = math.exp(error_of(kinds - of_step, known)) if kinds - of_step else 1.0
+        remaining_ns = step_ns - gain
+        floor += remaining_ns * (math.exp(error_of(of_step, past)) - 1)
+    factor = math.exp(error_of(kinds - of_step, past)) if kinds - of_step else 1.0
     ends = (gain * factor, gain / factor, gain - floor, gain + floor)
     return GainInterval(min(low, *ends), min(max(high, *ends), step_ns))
 
 
 def worst_case(low: float, high: float, limit_ns: float) -> GainInterval:
-    """Return a band widened by the largest past error, ns per step, up to ``limit_ns``, the most
+    """Return a band widened by the largest past error, ns per step, up to ``limit_ns``, the maximum
     that the fix can save."""
     factor = math.exp(max(row.error for row in shipped_experiments()))
     return GainInterval(low / factor, max(high, min(high * factor, limit_ns)))
@@ -361,7 +364,7 @@ def worst_case(low: float, high: float, limit_ns: float) -> GainInterval:
 
 
 class WidenedRange(NamedTuple):
-    """A band, and the record that it was widened by; empty: too little is known of the rule."""
+    """Band, and the record that widened it. Empty if too little is known of the rule."""
 
     band: GainInterval
     note: str
@@ -371,11 +374,11 @@ def widened_by_rule(
     rule: str, device: str, gain: float, band: GainInterval, limit_ns: float
 ) -> WidenedRange:
     """Return a band, ns per step, widened by past errors of this rule's fixes: on the same hardware
-    where there are enough, else on any. It never becomes narrower, and ends at ``limit_ns``, the
-    most that the fix can save."""
-    own = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
-    here = [row for row in own if row.device == device]
-    used = here if len(here) >= MIN_ERRORS else own
+    if there are enough, else on any. It never becomes narrower, and ends at ``limit_ns``, the
+    maximum that the fix can save."""
+    of_rule = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
+    on_device = [row for row in of_rule if row.device == device]
+    used = on_device if len(on_device) >= MIN_ERRORS else of_rule
     if len(used) < MIN_ERRORS:
         return WidenedRange(band, "")
     factor = math.exp(error_bound([row.error for row in used]))
@@ -392,9 +395,9 @@ def fault_kind(kind: str, *, moves: bool) -> str:
 
 
 def job_band(kind: str) -> GainInterval:
-    """Return measured over predicted gains of faults of a kind; of all, where too few are known.
-    They are of simulated jobs that ran again without the fault. The band covers what the replay
-    cannot know, such as what overlap hides and hosts that run ahead."""
+    """Return measured over predicted gains of faults of a kind, or of all kinds if there are too
+    few. They come from simulated jobs that ran again without the fault. The band covers what the
+    replay cannot know, such as hiding by overlap and hosts that run ahead."""
     bands = job_bands()
     return bands.get(kind) or bands[OTHERS]
 
@@ -422,9 +425,9 @@ def job_bands() -> dict[str, GainInterval]:
 
 @cache
 def mesh_error(*, assumed: bool) -> float:
-    """Return the error of the step on another device mesh, as a logarithm: that of simulated jobs.
-    Where links or collectives there are ``assumed``, also that of published steps of one model on
-    two unrecorded meshes."""
+    """Return the error of the step on another device mesh, as a logarithm: the error of simulated
+    jobs. If links or collectives there are ``assumed``, also the error of published steps of one
+    model on two unrecorded meshes."""
     kinds = ("simulated", "published") if assumed else ("simulated",)
     rows = [row for row in shipped_predictions() if row.source == "mesh"]
     return max(
@@ -437,14 +440,14 @@ def mesh_error(*, assumed: bool) -> float:
 
 @cache
 def device_error(kind: str, *, other_vendor: bool) -> float:
-    """Return the error of device work's time on another GPU, as a logarithm. It is the largest of
-    the kind (``compute``, ``memory``), or of any for kinds that nobody measured.
+    """Return the error of device work's time on another GPU, as a logarithm. It is the largest
+    error of the kind (``compute``, ``memory``), or of any kind if none was measured.
 
-    Many layers on one pair of GPUs are one pair of GPUs, and so few of these allow nothing finer.
-    They are of one vendor. For another vendor's kernels the spread is added of the efficiencies
-    that kernels of one family reach on GPUs of both, in public traces."""
+    Many layers on one pair of GPUs count as one pair, and there are too few pairs for anything
+    finer. The pairs have one vendor. For another vendor's kernels, the spread of the efficiencies
+    is added that kernels of one family reach on GPUs of both vendors, in public traces."""
     of_work = {name: _gpu_errors(name) for name in ("compute", "memory")}
-    within = max(of_work.get(kind) or [error for own in of_work.values() for error in own])
+    within = max(of_work.get(kind) or [error for errors in of_work.values() for error in errors])
     return math.hypot(within, error_bound(_gpu_errors("vendor"))) if other_vendor else within
 
 

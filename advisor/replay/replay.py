@@ -1,7 +1,7 @@
-"""Replay of a graph: one pass of maxima, in plain Python over lists.
+"""Replay of a graph: one pass of maxima, in Python over lists.
 
-A loop and not whole columns, because each node needs the replayed times of those before it; on
-lists it costs about 0.2 µs a node."""
+It is a loop, not an operation on columns, because each node needs the replayed times of earlier
+nodes. On lists it costs about 0.2 µs per node."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 
 MIN_STEADY = 3
-"""Minimum number of steps of a window that is replayed from the state in which it ended."""
+"""Minimum number of steps of a window that is replayed again from its final state."""
 MAX_PASSES = 6
-STEADY = 0.003
-"""Change of the period between passes, as a share, below which it is steady."""
+MAX_STEADY_CHANGE = 0.003
+"""Maximum change of the period between passes, as a share, at which it is steady."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,22 @@ class ReplayedSteps:
 
     time: Array
     step_ends: Array
-    """Completion times of the steps, device work included; the first is the window's start."""
+    """Completion times of the steps, including device work; the first is the window's start."""
     cycle_steps: int = 1
-    """Number of steps after which the loop repeats itself, where every n-th one is long."""
+    """Number of steps after which the loop repeats itself, if every n-th step is long."""
 
     @property
     def period(self) -> float:
         """Steady-state time of one step, ns: mean distance between completions, without the first
-        step (or cycle) where there are enough."""
+        step (or cycle) if there are enough."""
         enough = len(self.step_ends) > 3 and len(self.step_ends) > 2 * self.cycle_steps
         skip = self.cycle_steps if enough else 0
         return float(self.step_ends[-1] - self.step_ends[skip]) / (len(self.step_ends) - 1 - skip)
 
 
 class ReplayPlan:
-    """A graph laid out for replaying: two edges a node in columns, the few others aside."""
+    """Layout of a graph for replaying: two edges per node in columns, and the few further edges
+    separately."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -51,11 +52,11 @@ class ReplayPlan:
         first = np.searchsorted(dst, np.arange(len(graph)))
         self._slot = np.empty(len(order), dtype=np.int64)
         self._slot[order] = np.arange(len(order)) - first[dst]
-        self._slot[crowded] += 2  # aside, and after the others
-        self._more = order[self._slot[order] >= 2]
+        self._slot[crowded] += 2  # separately, and after the others
+        self._further_edges = order[self._slot[order] >= 2]
 
     @cached_property
-    def _carry(self) -> CarriedState:
+    def _carried_state(self) -> CarriedState:
         return CarriedState(self.graph)
 
     def run(self, weight: Array | None = None, dur: Array | None = None) -> Array:
@@ -65,9 +66,9 @@ class ReplayPlan:
     def steady_step(self, weight: Array | None = None, dur: Array | None = None) -> float:
         """Return the steady-state time of one step, ns.
 
-        The window begins with the host as far ahead of the device as it was when measured, which an
-        edit changes. So it is replayed again from the state in which it ended, until the time it
-        takes no longer changes. Windows of fewer than three steps are too short for that."""
+        The window begins with the measured distance of the host ahead of the device, which an edit
+        changes. So it is replayed again from its final state, until its duration no longer changes.
+        Windows of fewer than three steps are too short for this."""
         steps = len(self.graph.step_boundaries) - 1
         layout = self.lay_out(weight, dur)
         time = replay_layout(layout)
@@ -76,22 +77,22 @@ class ReplayPlan:
             return ReplayedSteps(time, complete, self.graph.cycle_steps).period
         weights = self.graph.weight if weight is None else weight
 
-        def ended() -> tuple[float, float]:
+        def measure_end() -> tuple[float, float]:
             return float(completion_times(self.graph, time)[-1]), float(
                 time[self.graph.step_boundaries[-1]]
             )
 
-        def again(idle: bool) -> tuple[float, float]:
+        def replay_again(idle: bool) -> tuple[float, float]:
             nonlocal time
             host = float(time[self.graph.step_boundaries[-1]])
-            state = self._carry.next_state(time, host, weights, idle=idle)
+            state = self._carried_state.next_state(time, host, weights, idle=idle)
             time = replay_layout(layout.starting_from([state]))
-            return ended()
+            return measure_end()
 
-        return steady_period(steps, ended(), again)
+        return steady_period(steps, measure_end(), replay_again)
 
     def lay_out(self, weight: Array | None, dur: Array | None) -> GraphArrays:
-        """Return the lists that :func:`replay_layout` goes through, with other numbers if given."""
+        """Return the lists for :func:`replay_layout`, with other weights or durations if given."""
         g = self.graph
         weight = g.weight if weight is None else weight
         dur = g.dur if dur is None else dur
@@ -106,32 +107,32 @@ class ReplayPlan:
             value[g.dst[edges]] = weight[edges]
             sources.append(source.tolist())
             values.append(value.tolist())
-        more: dict[int, list[tuple[int, float, bool]]] = {}
+        further: dict[int, list[tuple[int, float, bool]]] = {}
         for node, source_, value_, crowded in zip(
-            g.dst[self._more].tolist(),
-            g.src[self._more].tolist(),
-            weight[self._more].tolist(),
-            (g.edge[self._more] == EdgeKind.CONTENTION).tolist(),
+            g.dst[self._further_edges].tolist(),
+            g.src[self._further_edges].tolist(),
+            weight[self._further_edges].tolist(),
+            (g.edge[self._further_edges] == EdgeKind.CONTENTION).tolist(),
             strict=True,
         ):
-            more.setdefault(node, []).append((source_, value_, crowded))
-        return GraphArrays(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
+            further.setdefault(node, []).append((source_, value_, crowded))
+        return GraphArrays(sources[0], values[0], sources[1], values[1], dur.tolist(), further)
 
 
 class CarriedClocks(NamedTuple):
-    """State that a replayed window takes over from the one before."""
+    """State that a replayed window takes over from the previous window."""
 
     fixed_times: dict[int, float]
     """Times of nodes that are known, ns from the window's start."""
     earliest_starts: dict[int, float]
-    """Earliest starts of nodes, ns; they replace what was measured from the start."""
+    """Earliest starts of nodes, ns; they replace edges measured from the window's start."""
     source: int = 0
-    """Node that stands for the window's start."""
+    """Node at the window's start."""
 
 
 class GraphArrays(NamedTuple):
-    """Two edges a node (source, weight) in columns, durations, and the further edges: source,
-    weight, and whether it holds only while the source runs (contention; last of all)."""
+    """Two edges per node (source, weight) in columns, durations, and further edges: source, weight,
+    and whether the edge applies only while the source runs (contention, which comes last)."""
 
     first: list[int]
     first_weight: list[float]
@@ -147,67 +148,67 @@ class GraphArrays(NamedTuple):
             list(self.first_weight),
             list(self.second_weight),
         )
-        second, dur, more = self.second, list(self.dur), dict(self.further_edges)
+        second, dur, further = self.second, list(self.dur), dict(self.further_edges)
         for fixed_times, earliest_starts, source in states:
-            for node, at in fixed_times.items():
-                first[node], first_weight[node] = source, at
+            for node, begin in fixed_times.items():
+                first[node], first_weight[node] = source, begin
                 second_weight[node], dur[node] = NEVER, 0.0
-                more.pop(node, None)
-            for node, at in earliest_starts.items():
+                further.pop(node, None)
+            for node, begin in earliest_starts.items():
                 first_weight[node] = NEVER if first[node] == source else first_weight[node]
                 second_weight[node] = NEVER if second[node] == source else second_weight[node]
-                others = [edge for edge in more.get(node, []) if edge[0] != source]
-                more[node] = [(source, at, False), *others]
-        return GraphArrays(first, first_weight, second, second_weight, dur, more)
+                others = [edge for edge in further.get(node, []) if edge[0] != source]
+                further[node] = [(source, begin, False), *others]
+        return GraphArrays(first, first_weight, second, second_weight, dur, further)
 
 
 def steady_period(
     steps: int, ended: tuple[float, float], replay_again: Callable[[bool], tuple[float, float]]
 ) -> float:
-    """Return the time of one step once repeated replays of a window take equally long, ns.
+    """Return the time of one step, ns, once repeated replays of a window take equally long.
 
-    ``ended``: when all was complete and when the host was done with the last step, ns from the
-    window's start. ``replay_again(idle)`` replays from the state of that moment, as if the device
-    had nothing left to do if ``idle``, and returns the same of its end."""
+    ``ended``: when all was complete and when the host finished the last step, ns from the window's
+    start. ``replay_again(idle)`` replays from this state, with an idle device if ``idle``, and
+    returns the same two times."""
     end, host = ended
     period, ahead = np.inf, end - host
-    for number in range(MAX_PASSES):
-        # falling behind for long: begin with an idle device and see how far ahead it gets
-        idle = number == MAX_PASSES // 2
+    for index in range(MAX_PASSES):
+        # the host keeps falling behind: begin with an idle device and see how far ahead it gets
+        idle = index == MAX_PASSES // 2
         last_end, last_host, last_period, last_ahead = end, host, period, ahead
         end, host = replay_again(idle)
         period = (last_host + end - last_end) / steps
         ahead = end - host
-        falling = last_ahead - ahead > STEADY * steps * period and ahead > 0
-        if not falling and not idle and abs(period - last_period) <= STEADY * period:
+        is_falling = last_ahead - ahead > MAX_STEADY_CHANGE * steps * period and ahead > 0
+        if not is_falling and not idle and abs(period - last_period) <= MAX_STEADY_CHANGE * period:
             break
     return period
 
 
 def replay_layout(layout: GraphArrays) -> Array:
     """Replay a layout in one pass and return the time of each node, ns."""
-    first, first_weight, second, second_weight, dur, more = layout
+    first, first_weight, second, second_weight, dur, further = layout
     time = [0.0] * len(first)
     for node, (a, wa, b, wb, d) in enumerate(
         zip(first, first_weight, second, second_weight, dur, strict=True)
     ):
-        at = time[a] + wa
+        latest = time[a] + wa
         other = time[b] + wb
-        if other > at:
-            at = other
-        if node in more:
-            for c, wc, crowded in more[node]:
+        if other > latest:
+            latest = other
+        if node in further:
+            for c, wc, crowded in further[node]:
                 other = time[c] + wc
-                # work that is ready waits for a kernel that fills the device if that runs then
-                if other > at and (not crowded or time[c] - dur[c] < at):
-                    at = other
-        time[node] = at + d if at > 0.0 else d
+                # ready work waits for a kernel that fills the device at this time
+                if other > latest and (not crowded or time[c] - dur[c] < latest):
+                    latest = other
+        time[node] = latest + d if latest > 0.0 else d
     return np.array(time)
 
 
 class CarriedState:
-    """Converter of the state at the end of a window into that at its start: the last launches stand
-    for those before the window."""
+    """Converter of the state at the end of a window into the state at its start: the last launches
+    replace the launches before the window."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -219,13 +220,13 @@ class CarriedState:
         self.first: list[int] = []
         self.final: list[int] = []
         for lane in np.setdiff1d(graph.lane[device], graph.background_lanes):
-            own = device[graph.lane[device] == lane]
-            before, inside = own[before_window[own]], own[~before_window[own]]
+            nodes = device[graph.lane[device] == lane]
+            before, inside = nodes[before_window[nodes]], nodes[~before_window[nodes]]
             if not len(inside):
                 continue
-            place = len(inside) - len(before) + np.arange(len(before))
+            index = len(inside) - len(before) + np.arange(len(before))
             self.launched_before_window += before.tolist()
-            self.stands_for += np.where(place >= 0, inside[np.maximum(place, 0)], -1).tolist()
+            self.stands_for += np.where(index >= 0, inside[np.maximum(index, 0)], -1).tolist()
             self.first.append(int(inside[0]))
             self.final.append(int(inside[-1]))
         self._measure_loader()
@@ -233,7 +234,8 @@ class CarriedState:
 
     def _find_crossing_edges(self) -> None:
         """Find the edges from the first step into the second, and the nodes that they would join if
-        the last step came before the first: those at the same place of their thread or stream."""
+        the last step came before the first: nodes at the same position of their thread or
+        stream."""
         graph = self.graph
         step = graph.steps_of_launch()
         crossing = np.isin(graph.edge, [EdgeKind.CROSS_STREAM, EdgeKind.SYNC, EdgeKind.HANDOFF])
@@ -250,13 +252,13 @@ class CarriedState:
         self.out_of: dict[int, int] = {}
         for edge in self.between.tolist():
             target = int(graph.dst[edge])
-            now, first = members[int(key[target]), 1], members[int(key[target]), 0]
-            same = len(now) == len(first)
-            self.into.append(int(first[np.searchsorted(now, target)]) if same else -1)
+            targets, first = members[int(key[target]), 1], members[int(key[target]), 0]
+            is_same_count = len(targets) == len(first)
+            self.into.append(int(first[np.searchsorted(targets, target)]) if is_same_count else -1)
         for k in {int(key[n]) for n in graph.src[self.between]}:
-            zero, last = members[k, 0], members[k, steps - 1]
-            if len(zero) == len(last):
-                self.out_of |= dict(zip(zero.tolist(), last.tolist(), strict=True))
+            first_members, last = members[k, 0], members[k, steps - 1]
+            if len(first_members) == len(last):
+                self.out_of |= dict(zip(first_members.tolist(), last.tolist(), strict=True))
 
     def _measure_loader(self) -> None:
         """Measure the time from the window's last awaited batch to the next window's first, ns."""
@@ -276,9 +278,9 @@ class CarriedState:
         return self.batch_gap * float(rate.sum()) / max(float(before.sum()), 1.0)
 
     def next_state(self, time: Array, host: float, weight: Array, *, idle: bool) -> CarriedClocks:
-        """Return the state after a replay in which the host was done with the last step at
-        ``host``: times of nodes launched before the window, and earliest starts. ``idle``: as if
-        the device had nothing left to do."""
+        """Return the state after a replay in which the host finished the last step at ``host``:
+        times of nodes launched before the window, and earliest starts. ``idle``: assume an idle
+        device."""
         fixed_times = dict.fromkeys(self.launched_before_window, 0.0)
         earliest_starts: dict[int, float] = {}
         if not idle:
@@ -306,5 +308,5 @@ def completion_times(graph: Graph, time: Array) -> Array:
     for step, nodes in enumerate(graph.last_nodes):
         if len(nodes):
             done[step + 1] = max(done[step + 1], float(time[nodes].max()))
-    # work left over from before the window is done when the first step begins or later
+    # work from before the window ends when the first step begins, or later
     return np.maximum.accumulate(done)

@@ -1,11 +1,10 @@
-"""Quality of a replay: how much of the measured waiting its own edges explain. And the critical
-path.
+"""Quality of a replay: how much of the measured waiting its edges explain. Also the critical path.
 
-A replayed step as long as the measured one proves little: a replay that copies every host time from
-the trace gets that right and explains nothing. A fix changes who waits for whom. So two sums are
-compared with the trace: the time that the host waited for the device, and the time that the device
-idled. A wait is explained up to the error with which the graph's edges give its end, all else as
-measured. A wait carried over from the trace, without a known cause, is not explained."""
+A replayed step as long as the measured step proves little: a replay that copies every host time
+from the trace achieves this and explains nothing. A fix changes the waits. So two sums are compared
+with the trace: the time that the host waited for the device, and the time that the device was idle.
+A wait is explained, except for the error with which the graph's edges give its end, with all else
+as measured. A wait copied from the trace, without a known cause, is not explained."""
 
 from typing import NamedTuple
 
@@ -17,18 +16,18 @@ from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 
 EXPLAINED_NS = 5_000
 MAX_STEP_ERROR = 0.10
-"""Largest step error of a replay that is used for estimates, as a share. Lumos, a replay of the
-same kind of traces, reports 3% on average."""
+"""Maximum step error of a replay for estimates, as a share. Lumos, a replay of the same kind of
+traces, reports 3% on average."""
 MIN_EXPLAINED = 0.70
-"""Least share that the edges must explain: of the starts of device work, of the time that the host
-waits, and of the device's idle time. Public traces: 0.75 to 1.0; 0.4 where synchronising calls and
-part of the kernels were filtered out."""
+"""Minimum share that the edges must explain of the starts of device work, of the host's waiting
+time, and of the device's idle time. Public traces: 0.75 to 1.0; 0.4 if synchronising calls and part
+of the kernels were filtered out."""
 MIN_RELEVANT_SHARE = 0.05
-"""Share of the steps below which waiting or idling decides nothing."""
+"""Minimum share of the steps at which waiting or idle time is relevant."""
 
 
 class ReplayQuality(NamedTuple):
-    """Measures of how far the replay can be trusted."""
+    """Measures of the quality of a replay."""
 
     step_error: float
     """Mean absolute error of the replayed against the measured steps, as a share of the step."""
@@ -45,15 +44,16 @@ class ReplayQuality(NamedTuple):
     waits: float
     """Share of the steps that the host waits for the device."""
     waits_explained: float | None
-    """Share of that time that is explained; ``None``: it never waits."""
+    """Explained share of the host's waiting time, or ``None`` if it never waits."""
     idle: float
-    """Share of the steps that the device idles."""
+    """Share of the steps in which the device is idle."""
     idle_explained: float | None
-    """Share of that time that is explained; ``None``: it never idles."""
+    """Explained share of the device's idle time, or ``None`` if it is never idle."""
 
     @property
     def unusable_reason(self) -> str:
-        """Reason why the replay gives no estimates; empty: it reproduces and explains the steps."""
+        """Reason why the replay gives no estimates. Empty if it reproduces and explains the
+        steps."""
         if not self.step_error <= MAX_STEP_ERROR:
             return (
                 f"a replay misses the measured steps by {self.step_error:.0%} (at most "
@@ -64,13 +64,13 @@ class ReplayQuality(NamedTuple):
                 f"what {1 - self.explained:.0%} of the {self.starts:,} pieces of device "
                 f"work waited for is not in the trace (at most {1 - MIN_EXPLAINED:.0%} is accepted)"
             )
-        for what, share, explained in (
+        for subject, share, explained in (
             ("the host waits for the device", self.waits, self.waits_explained),
             ("the device idles", self.idle, self.idle_explained),
         ):
             if share > MIN_RELEVANT_SHARE and explained is not None and explained < MIN_EXPLAINED:
                 return (
-                    f"{what} {share:.0%} of the time, and a replay explains "
+                    f"{subject} {share:.0%} of the time, and a replay explains "
                     f"{explained:.0%} of that (at least {MIN_EXPLAINED:.0%} is asked)"
                 )
         return ""
@@ -82,11 +82,11 @@ class WaitTimes(NamedTuple):
     time: Array
     explained: Array
     error: Array
-    """Error of the wait's end as the edges give it."""
+    """Error of the wait's end according to the edges."""
 
     @property
     def share(self) -> float | None:
-        """Share of the time that is explained; ``None``: nobody waited."""
+        """Explained share of the time, or ``None`` without waits."""
         total = float(self.time.sum())
         return float(self.explained.sum()) / total if total > 0 else None
 
@@ -94,12 +94,12 @@ class WaitTimes(NamedTuple):
 def explain_waits(
     graph: Graph, nodes: Array, time: Array, kinds: tuple[EdgeKind, ...]
 ) -> WaitTimes:
-    """Return how edges of these kinds explain waits that took ``time`` and ended at ``nodes``;
-    device work ends a wait by its start."""
+    """Return how edges of these kinds explain waits that took ``time`` and ended at ``nodes``; the
+    start of device work ends a wait."""
     base = graph.time[graph.src] - np.where(graph.from_start, graph.dur[graph.src], 0)
-    own = np.isin(graph.edge, [kind.value for kind in kinds]) & (graph.src > 0)
+    is_of_kind = np.isin(graph.edge, [kind.value for kind in kinds]) & (graph.src > 0)
     allowed = np.full(len(graph), NEVER)
-    np.maximum.at(allowed, graph.dst[own], (base + graph.weight)[own])
+    np.maximum.at(allowed, graph.dst[is_of_kind], (base + graph.weight)[is_of_kind])
     error = allowed[nodes] - (graph.time - graph.dur)[nodes]
     explained = np.clip(time - np.abs(error), 0.0, None)
     return WaitTimes(time.astype(float), explained, error)
@@ -107,30 +107,30 @@ def explain_waits(
 
 def host_waits(graph: Graph) -> WaitTimes:
     """Return the host's waits for the device: blocking calls, and launches into a full queue."""
-    begun = np.flatnonzero(graph.kind == NodeKind.SYNC)
-    done = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
-    begin = dict(zip(graph.row[begun].tolist(), graph.time[begun].tolist(), strict=True))
-    since = np.array([begin.get(row, np.inf) for row in graph.row[done].tolist()])
-    took = graph.time[done] - since - graph.latencies.sync_call
-    real = took > 0
-    calls = explain_waits(graph, done[real], took[real], (EdgeKind.SYNC,))
-    full, time = graph.hard.get("queue-blocked launches", _NOTHING)
+    starts = np.flatnonzero(graph.kind == NodeKind.SYNC)
+    ends = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
+    begin = dict(zip(graph.row[starts].tolist(), graph.time[starts].tolist(), strict=True))
+    since = np.array([begin.get(row, np.inf) for row in graph.row[ends].tolist()])
+    duration = graph.time[ends] - since - graph.latencies.sync_call
+    is_wait = duration > 0
+    calls = explain_waits(graph, ends[is_wait], duration[is_wait], (EdgeKind.SYNC,))
+    full, time = graph.hard.get("queue-blocked launches", _NO_WAITS)
     queue = explain_waits(graph, full, time, (EdgeKind.QUEUE,))
     return WaitTimes(*(np.concatenate(pair) for pair in zip(calls, queue, strict=True)))
 
 
 def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
-    """Return the idle times of these lanes, each ended by the start of work. Before work launched
-    before the window the device may have run unrecorded work: that is left out."""
+    """Return the idle times of these lanes, each ended by the start of work. Idle time before work
+    launched before the window is excluded, because unrecorded work may have run."""
     device = graph.device[np.isin(graph.lane[graph.device], lanes)]
     start = (graph.time - graph.dur)[device]
     order = np.argsort(start, kind="stable")
     device, start = device[order], start[order]
     before = np.maximum.accumulate(np.append(0.0, graph.time[device]))[:-1]
     gap = start - before
-    adrift = graph.dst[(graph.edge == EdgeKind.LAUNCH) & (graph.src == 0)]
-    idle = (gap > 0) & ~np.isin(device, adrift)
-    return explain_waits(graph, device[idle], gap[idle], _STARTS)
+    unanchored = graph.dst[(graph.edge == EdgeKind.LAUNCH) & (graph.src == 0)]
+    idle = (gap > 0) & ~np.isin(device, unanchored)
+    return explain_waits(graph, device[idle], gap[idle], _START_EDGES)
 
 
 def measure_hard_parts(graph: Graph) -> list[HardPart]:
@@ -138,7 +138,7 @@ def measure_hard_parts(graph: Graph) -> list[HardPart]:
     result = []
     for name, (nodes, time) in graph.hard.items():
         if len(nodes):
-            part = explain_waits(graph, nodes, time, _EDGES.get(name, _STARTS))
+            part = explain_waits(graph, nodes, time, _EDGES_BY_PART.get(name, _START_EDGES))
             share, error = part.share, float(np.median(np.abs(part.error)))
             result.append(
                 HardPart(
@@ -148,9 +148,9 @@ def measure_hard_parts(graph: Graph) -> list[HardPart]:
     return result
 
 
-_NOTHING = (np.zeros(0, dtype=np.int64), np.zeros(0))
-_STARTS = (EdgeKind.LAUNCH, EdgeKind.STREAM, EdgeKind.CROSS_STREAM, EdgeKind.CONTENTION)
-_EDGES = {
+_NO_WAITS = (np.zeros(0, dtype=np.int64), np.zeros(0))
+_START_EDGES = (EdgeKind.LAUNCH, EdgeKind.STREAM, EdgeKind.CROSS_STREAM, EdgeKind.CONTENTION)
+_EDGES_BY_PART = {
     "syncs that waited": (EdgeKind.SYNC,),
     "queue-blocked launches": (EdgeKind.QUEUE,),
     "waits between threads": (EdgeKind.HANDOFF,),
@@ -159,15 +159,15 @@ _EDGES = {
 
 # -- the critical path -----------------------------------------------------------------------------
 
-NEAR = 0.02
-"""Share of the path back over a busy device that may be gaps. Where a device hardly idles, a host
-that launches just in time is critical too, yet nothing gets shorter with it."""
+MAX_GAP_SHARE = 0.02
+"""Maximum share of gaps in a path back over a busy device. If a device is hardly ever idle, a host
+that launches just in time is critical too, but shortening it gains nothing."""
 
 
 class CriticalPath(NamedTuple):
-    """The chain of binding edges back from the last completion, latest first, in columns.
+    """Chain of binding edges back from the last completion, latest first, in columns.
 
-    ``edge`` is the edge that decided when ``node`` came, -1 for device work itself; ``ns`` is its
+    ``edge`` is the edge that decided the time of ``node``, -1 for device work itself; ``ns`` is its
     length on the path. The lengths add up to the end of the last step."""
 
     edge: Array
@@ -177,7 +177,7 @@ class CriticalPath(NamedTuple):
 
 def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> CriticalPath:
     """Follow from each node the edge that arrived last, from the last completion to the source. Of
-    two that arrive almost together (see ``NEAR``) take the one over the device."""
+    two edges that arrive almost together (see ``MAX_GAP_SHARE``) take the edge over the device."""
     if not len(graph.dst):  # nothing happened in these steps
         nothing = np.zeros(0, dtype=np.int64)
         return CriticalPath(edge=nothing, node=nothing, ns=np.zeros(0))
@@ -185,23 +185,23 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Criti
         int(graph.step_boundaries[-1]),
         graph.last_nodes[-1].tolist() if graph.last_nodes else [],
     )
-    binding, stream = _binding(graph, time, weight, dur)
+    binding, stream = _find_binding(graph, time, weight, dur)
     node = max([host, *work], key=lambda n: time[n])
-    end, left = float(time[node]), 0.0
+    end, gap_sum = float(time[node]), 0.0
     device = max(work, key=lambda n: time[n], default=host)
-    if time[device] >= (1 - NEAR) * end:
-        node, left = device, end - float(time[device])
+    if time[device] >= (1 - MAX_GAP_SHARE) * end:
+        node, gap_sum = device, end - float(time[device])
     start = (time - dur).tolist()
     arrived = np.where(stream >= 0, time[graph.src[stream]] + weight[stream], NEVER).tolist()
-    source, last, over = graph.src.tolist(), binding.tolist(), stream.tolist()
+    source, binding_edges, stream_edges = graph.src.tolist(), binding.tolist(), stream.tolist()
     launched = (graph.edge[np.maximum(binding, 0)] == EdgeKind.LAUNCH).tolist()
     chain, chosen = [], []
-    while node > 0:  # a walk: each node is known only from the one after it
-        edge = last[node]
+    while node > 0:  # a walk: each node is known only from its successor
+        edge = binding_edges[node]
         if launched[node] and edge >= 0:
             gap = start[node] - arrived[node]
-            if left + gap <= NEAR * (end - start[node]):
-                edge, left = over[node], left + gap
+            if gap_sum + gap <= MAX_GAP_SHARE * (end - start[node]):
+                edge, gap_sum = stream_edges[node], gap_sum + gap
         if edge < 0:
             break
         chain.append(node)
@@ -209,33 +209,33 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Criti
         node = source[edge]
     nodes, edges = np.array(chain, dtype=np.int64), np.array(chosen, dtype=np.int64)
     begin = time[nodes] - dur[nodes]
-    worked = dur[nodes] > 0
-    # what the host still did when the device was done is its own
-    rest = binding[[host]] if chain and chain[0] != host else binding[:0]
-    tail = np.full(len(rest), end - time[nodes[0]] if chain else 0.0)
+    has_work = dur[nodes] > 0
+    # the host's work after the end of device work is on the path
+    host_edge = binding[[host]] if chain and chain[0] != host else binding[:0]
+    tail = np.full(len(host_edge), end - time[nodes[0]] if chain else 0.0)
     return CriticalPath(
-        edge=np.concatenate([np.full(int(worked.sum()), -1), edges, rest]),
-        node=np.concatenate([nodes[worked], nodes, np.full(len(rest), host)]),
-        ns=np.concatenate([dur[nodes[worked]], begin - time[graph.src[edges]], tail]),
+        edge=np.concatenate([np.full(int(has_work.sum()), -1), edges, host_edge]),
+        node=np.concatenate([nodes[has_work], nodes, np.full(len(host_edge), host)]),
+        ns=np.concatenate([dur[nodes[has_work]], begin - time[graph.src[edges]], tail]),
     )
 
 
-def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Array, Array]:
-    """Return each node's edge that arrives last, and that of its stream; -1: none."""
+def _find_binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Array, Array]:
+    """Return each node's edge that arrives last, and its stream's edge, or -1."""
     binding = np.full(len(graph), -1, dtype=np.int64)
     stream = binding.copy()
-    own = np.flatnonzero((graph.edge == EdgeKind.STREAM) & (weight > NEVER))
-    stream[graph.dst[own]] = own
+    stream_edges = np.flatnonzero((graph.edge == EdgeKind.STREAM) & (weight > NEVER))
+    stream[graph.dst[stream_edges]] = stream_edges
     value = np.where(graph.from_start, weight - dur[graph.src], weight)
     arrive = time[graph.src] + value
-    # contention that did not come about
+    # contention that did not happen
     idle = (graph.edge == EdgeKind.CONTENTION) & (arrive > (time - dur)[graph.dst] + 1.0)
     arrive[idle] = NEVER
     starts = np.flatnonzero(np.append(True, graph.dst[1:] != graph.dst[:-1]))
     latest = np.maximum.reduceat(arrive, starts)
     count = np.diff(np.append(starts, len(arrive)))
-    last = np.flatnonzero(arrive >= np.repeat(latest, count))
-    binding[graph.dst[last[::-1]]] = last[::-1]
+    latest_edges = np.flatnonzero(arrive >= np.repeat(latest, count))
+    binding[graph.dst[latest_edges[::-1]]] = latest_edges[::-1]
     return binding, stream
 
 
@@ -247,9 +247,9 @@ def path_composition(
     communication: pl.Series,
     copies: pl.Series,
 ) -> dict[str, float]:
-    """Return the critical path's time by what it consists of, ns: ``host``, ``compute``,
-    ``copying``, ``communication``, ``loader``, ``latency``. Work launched before the window is an
-    earlier step's. ``communication``, ``copies``: aligned with ``trace.gpu``."""
+    """Return the critical path's time by component, ns: ``host``, ``compute``, ``copying``,
+    ``communication``, ``loader``, ``latency``. Work launched before the window belongs to an
+    earlier step. ``communication``, ``copies``: aligned with ``trace.gpu``."""
     path = critical_path(graph, time, weight, dur)
     device, done = np.isin(path.node, graph.device), time[path.node]
     before = device & (graph.steps_of_launch()[path.node] < 0)
@@ -257,20 +257,20 @@ def path_composition(
     since = np.max(done[before & (done < first)], initial=NEVER)
     if first < np.inf:  # else no launch is recorded
         path = CriticalPath(*(column[done > since] for column in path))
-    own = path.edge < 0
-    kind = np.where(own, EdgeKind.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
-    row = np.where(own, graph.row[path.node], 0)
-    talks, copied = (
-        column.to_numpy()[row] & own if len(column) else np.zeros_like(own)
+    is_work = path.edge < 0
+    kind = np.where(is_work, EdgeKind.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
+    row = np.where(is_work, graph.row[path.node], 0)
+    comm, copying = (
+        column.to_numpy()[row] & is_work if len(column) else np.zeros_like(is_work)
         for column in (communication, copies)
     )
-    host = ~own & np.isin(kind, [EdgeKind.PROGRAM.value, EdgeKind.HANDOFF.value])
-    fed = (~own & (kind == EdgeKind.LOADER.value)) | (
+    host = ~is_work & np.isin(kind, [EdgeKind.PROGRAM.value, EdgeKind.HANDOFF.value])
+    loading = (~is_work & (kind == EdgeKind.LOADER.value)) | (
         host & (graph.kind[path.node] == NodeKind.LOADER_END.value)
     )
     parts = {
-        "communication": talks, "copying": copied, "compute": own & ~talks & ~copied,
-        "loader": fed, "host": host & ~fed, "latency": ~own & ~host & ~fed,
+        "communication": comm, "copying": copying, "compute": is_work & ~comm & ~copying,
+        "loader": loading, "host": host & ~loading, "latency": ~is_work & ~host & ~loading,
     }  # fmt: skip
     return {
         name: float(path.ns[own_part].sum()) for name, own_part in parts.items() if own_part.any()

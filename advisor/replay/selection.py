@@ -1,5 +1,5 @@
-"""Selectors applied to the tables and the graph: the rows and nodes that an Edit selects. For one
-that selects nothing, the nearest names that it could have selected."""
+"""Selectors applied to the tables and the graph: the rows and nodes that an Edit selects. If it
+selects nothing, the most similar names that it could have selected."""
 
 import re
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from advisor.replay.graph import Array, EdgeKind, Graph, NodeKind
 
 
 def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bools:
-    """Return the mask over ``trace.gpu`` of selected rows of the analysed device in the used steps;
-    ``anywhere``: at whatever time they run."""
+    """Return the mask over ``trace.gpu`` of selected rows of the analysed device in the used steps
+    or, if ``anywhere``, at any time."""
     gpu = a.trace.gpu
     mask: Bools = a.in_window.copy()
     if anywhere and a.device_id is not None:
@@ -40,14 +40,14 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bool
     if select.kind:
         mask &= gpu["kind"].is_in(list(select.kind)).to_numpy()
     if select.name:
-        mask &= name_matches(gpu["name"], _checked(select.name)).to_numpy()
+        mask &= name_matches(gpu["name"], _check_pattern(select.name)).to_numpy()
     if select.family:
         mask &= a.kernels["family"].is_in(list(select.family)).fill_null(False).to_numpy()
     if select.copy:
         mask &= gpu["copy"].is_in(list(select.copy)).fill_null(False).to_numpy()
     if select.memory:
-        wanted = [select.memory.capitalize()]
-        host_side = gpu["src"].is_in(wanted) | gpu["dst"].is_in(wanted)
+        memory_names = [select.memory.capitalize()]
+        host_side = gpu["src"].is_in(memory_names) | gpu["dst"].is_in(memory_names)
         mask &= host_side.fill_null(False).to_numpy()
     if select.stream:
         mask &= gpu["stream"].is_in(list(select.stream)).to_numpy()
@@ -70,11 +70,11 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bool
         )
     if select.at:
         launch = gpu["launch"].fill_null(-1).to_numpy()
-        mask &= np.append(_begin_in(a, select), False)[launch]
+        mask &= np.append(_find_rows_at(a, select), False)[launch]
     return mask
 
 
-def _begin_in(a: Analysis, select: Select) -> Bools:
+def _find_rows_at(a: Analysis, select: Select) -> Bools:
     """Return the mask over ``trace.cpu`` of rows that begin in the instants of ``Select.at``."""
     ts = a.trace.cpu["ts"].to_numpy()
     result: Bools = covered_length(ts, ts + 1, select_instants(a, select)) > 0
@@ -82,15 +82,15 @@ def _begin_in(a: Analysis, select: Select) -> Bools:
 
 
 def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
-    """Return the selected rows of ``comm.gloo.list_on_host``, for a selector of communication where
-    there is no device; else ``None``. ``under``: around the operator that started them."""
+    """Return the selected rows of ``comm.gloo.list_on_host``, for a selector of communication
+    without a device; else ``None``. ``under`` is matched around the operator that started them."""
     if a.device_id is not None or select.on != "gpu" or "communication" not in select.family:
         return None
     table = list_on_host(a)
     mask = np.ones(table.height, dtype=bool)
     if select.name:
         names = a.trace.cpu["name"].gather(table["host"])
-        mask &= name_matches(names, _checked(select.name)).to_numpy()
+        mask &= name_matches(names, _check_pattern(select.name)).to_numpy()
     if select.under:
         mask &= rows_under(a, select.under)[table["op"].fill_null(-1).to_numpy()]
     if select.max_ns is not None:
@@ -101,7 +101,7 @@ def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
 
 
 def is_communication(a: Analysis, select: Select) -> bool:
-    """Tell whether a selector selects communication and nothing else."""
+    """Return whether a selector selects communication and nothing else."""
     if select.on != "gpu":
         return False
     if a.device_id is None:
@@ -112,7 +112,7 @@ def is_communication(a: Analysis, select: Select) -> bool:
 
 def waits_on_host(a: Analysis, select: Select) -> Intervals | None:
     """Return when a process waits for selected host collectives and computes nothing, inside the
-    used steps; ``None``: the selector is not about them."""
+    used steps, or ``None`` for other selectors."""
     table = collectives_on_host(a, select)
     return None if table is None else time_on_host(a, table)[1]
 
@@ -124,11 +124,11 @@ def selected_host(a: Analysis, select: Select) -> Bools:
     if select.kind:
         mask &= cpu["kind"].is_in(list(select.kind)).to_numpy()
     if select.name:
-        mask &= name_matches(cpu["name"], _checked(select.name)).to_numpy()
+        mask &= name_matches(cpu["name"], _check_pattern(select.name)).to_numpy()
     if select.call:
         mask &= cpu["call"].is_in(list(select.call)).fill_null(False).to_numpy()
     if select.copy:
-        mask &= _for_copies(a, select.copy)
+        mask &= _find_copy_calls(a, select.copy)
     if select.under:
         mask &= rows_under(a, select.under)[:-1]
     if select.layer:
@@ -138,43 +138,43 @@ def selected_host(a: Analysis, select: Select) -> Bools:
     if select.correlation:
         mask &= cpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
     if select.at and select.at != "loop":
-        mask &= _begin_in(a, select)
+        mask &= _find_rows_at(a, select)
     return mask
 
 
 def host_spans(a: Analysis, select: Select) -> tuple[Ints, ...]:
     """Return ``(thread, ts, dur)`` of the selected host events, ns; with ``at="loop"`` also of the
     time between two of them on one thread in one step with no other operator or call in between.
-    Of work that is done twice (``WHOLE``) it is all time of the thread from its begin to its end:
-    the Python between its events goes with them."""
+    For repeated work (``EXCLUSIVE_INSTANTS``) it is all time of the thread from begin to end,
+    including the Python between its events."""
     cpu, mask = a.trace.cpu, selected_host(a, select)
-    if select.at in WHOLE and select == Select(on="host", at=select.at):
-        return _whole_stretches(a, mask, select_instants(a, select))
+    if select.at in EXCLUSIVE_INSTANTS and select == Select(on="host", at=select.at):
+        return _find_exclusive_spans(a, mask, select_instants(a, select))
     table = cpu.select("thread", "ts", "dur").filter(pl.Series(mask))
     if select.at == "loop":
-        table = pl.concat([table, _between(a, mask).cast(table.schema)])
+        table = pl.concat([table, _find_time_between(a, mask).cast(table.schema)])
     return tuple(table[name].to_numpy() for name in ("thread", "ts", "dur"))
 
 
-WHOLE = (
+EXCLUSIVE_INSTANTS = (
     "recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient",
     "without_gradient",
 )  # fmt: skip
-"""Instants of ``Select.at`` in which a thread does nothing but the work that they name."""
+"""Instants of ``Select.at`` in which a thread does only the named work."""
 
 
-def _whole_stretches(a: Analysis, mask: Bools, stretches: Intervals) -> tuple[Ints, ...]:
+def _find_exclusive_spans(a: Analysis, mask: Bools, stretches: Intervals) -> tuple[Ints, ...]:
     """Return ``(thread, ts, dur)`` of intervals, each on the thread with most of its events."""
     rows = a.trace.cpu.select("thread", "ts").filter(pl.Series(mask))
-    place = np.searchsorted(stretches.start, rows["ts"].to_numpy(), side="right") - 1
-    counts = rows.select("thread", place=pl.Series(place)).group_by("place", "thread").len()
+    index = np.searchsorted(stretches.start, rows["ts"].to_numpy(), side="right") - 1
+    counts = rows.select("thread", place=pl.Series(index)).group_by("place", "thread").len()
     owner = counts.sort("len", "thread").unique("place", keep="last").sort("place")
-    at = owner["place"].to_numpy()
-    start = stretches.start[at]
-    return owner["thread"].to_numpy(), start, stretches.end[at] - start
+    position = owner["place"].to_numpy()
+    start = stretches.start[position]
+    return owner["thread"].to_numpy(), start, stretches.end[position] - start
 
 
-def _between(a: Analysis, mask: Bools) -> pl.DataFrame:
+def _find_time_between(a: Analysis, mask: Bools) -> pl.DataFrame:
     cpu = a.trace.cpu
     called = cpu["kind"].is_in(["op", "runtime"]).to_numpy()
     outer = outermost_ancestor(parent_rows(a.trace), called) == np.arange(cpu.height)
@@ -206,14 +206,15 @@ def _in_layer(a: Analysis, pattern: str, nodes: Rows) -> Bools:
 
 
 def host_of_layer(select: Select) -> Select | None:
-    """Return the selector of a layer's host events where its device work is selected without more,
-    else ``None``."""
-    own = Select(on="host", layer=select.layer)
-    return own if select.layer and select == replace(own, on="gpu") else None
+    """Return the selector of a layer's host events if its device work is selected without further
+    conditions, else ``None``."""
+    host_select = Select(on="host", layer=select.layer)
+    return host_select if select.layer and select == replace(host_select, on="gpu") else None
 
 
-def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Bools:
-    """Return the mask over ``trace.cpu`` of calls that copy in these directions or wait for it."""
+def _find_copy_calls(a: Analysis, directions: tuple[str, ...]) -> Bools:
+    """Return the mask over ``trace.cpu`` of calls that copy in these directions or wait for
+    copies."""
     copies = a.trace.gpu["copy"].is_in(list(directions)).fill_null(False).to_numpy()
     rows = a.trace.gpu["launch"].filter(pl.Series(copies)).drop_nulls().to_numpy()
     awaited = a.syncs.filter(pl.col("copy").is_not_null()).select("host", "copy")
@@ -233,7 +234,7 @@ def selected_gaps(a: Analysis, select: Select) -> Bools:
         host = gaps["host"].fill_null(-1).to_numpy()
         mask &= rows_under(a, select.under)[host]
     if select.name:
-        named = name_matches(a.trace.cpu["name"], _checked(select.name)).to_numpy()
+        named = name_matches(a.trace.cpu["name"], _check_pattern(select.name)).to_numpy()
         host = gaps["host"].fill_null(-1).to_numpy()
         mask &= np.append(named, False)[host]
     if select.max_ns is not None:
@@ -245,9 +246,10 @@ def selected_gaps(a: Analysis, select: Select) -> Bools:
 
 
 def rows_under(a: Analysis, pattern: str) -> Bools:
-    """Return which rows of ``trace.cpu`` have the name, or lie in one that has; a last False."""
+    """Return which rows of ``trace.cpu`` match the name or are inside such a row, and a last
+    False."""
     cpu = a.trace.cpu
-    named = name_matches(cpu["name"], _checked(pattern)).to_numpy()
+    named = name_matches(cpu["name"], _check_pattern(pattern)).to_numpy()
     result = np.append(named, False)
     if named.any():
         # a named row covers all rows of its thread that start inside it
@@ -257,22 +259,22 @@ def rows_under(a: Analysis, pattern: str) -> Bools:
         end = ts + cpu["dur"].to_numpy()
         span = int(end.max()) + 1
         key = thread.astype(np.int64) * span + ts
-        reach = np.maximum.accumulate(thread[rows].astype(np.int64) * span + end[rows])
+        last_end = np.maximum.accumulate(thread[rows].astype(np.int64) * span + end[rows])
         last = np.searchsorted(rows, np.arange(len(key)), side="right") - 1
-        result[:-1] = (last >= 0) & (key < reach[np.maximum(last, 0)])
+        result[:-1] = (last >= 0) & (key < last_end[np.maximum(last, 0)])
     return result
 
 
 def rows_launched_under(a: Analysis, pattern: str) -> Bools:
-    """Aligned with ``trace.gpu``: launched inside a host event whose name matches the pattern."""
-    under: Bools = rows_under(a, pattern)  # its last entry stands for "no launch in the window"
+    """Return which rows of ``trace.gpu`` were launched inside a host event with a matching name."""
+    under: Bools = rows_under(a, pattern)  # its last entry means "no launch in the window"
     rows: Bools = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
     return rows
 
 
 @lru_cache(maxsize=512)
-def _checked(pattern: str) -> str:
-    """Return the pattern; raises AdvisorError if it is not a regular expression."""
+def _check_pattern(pattern: str) -> str:
+    """Return the pattern. Raises AdvisorError if it is not a regular expression."""
     try:
         re.compile(pattern)
         pl.Series(["x"]).str.contains(pattern)
@@ -281,25 +283,25 @@ def _checked(pattern: str) -> str:
     return pattern
 
 
-# -- what selectors pick out of a graph ------------------------------------------------------------
+# -- what selectors select in a graph ------------------------------------------------------------
 
 
 class Selection:
-    """Nodes, rows and times that selectors pick out of a graph, each looked up once."""
+    """Nodes, rows and times that selectors select in a graph, each looked up once."""
 
     def __init__(self, a: Analysis, graph: Graph) -> None:
         self.a = a
         self.graph = graph
         self._cache: dict[tuple[str, Select], Any] = {}
 
-    def _cached(self, what: str, select: Select, find: Callable[[Select], Any]) -> Any:
-        key = (what, select)
+    def _look_up(self, kind: str, select: Select, find: Callable[[Select], Any]) -> Any:
+        key = (kind, select)
         if key not in self._cache:
             self._cache[key] = find(select)
         return self._cache[key]
 
     def device_work(self, select: Select) -> Array:
-        result: Array = self._cached("work", select, self._find_work)
+        result: Array = self._look_up("work", select, self._find_work)
         return result
 
     def _find_work(self, select: Select) -> Array:
@@ -309,7 +311,7 @@ class Selection:
 
     def host_rows(self, select: Select) -> Array:
         """Return the mask over ``trace.cpu`` of selected host events, with a last False."""
-        result: Array = self._cached(
+        result: Array = self._look_up(
             "rows", select, lambda s: np.append(selected_host(self.a, s), False)
         )
         return result
@@ -321,9 +323,9 @@ class Selection:
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
         """Return selected host time by thread, ns from the window's start: of host events, of idle
-        gaps (the launching thread's time), or, where there is no device, of the main thread's waits
-        for collectives."""
-        result: dict[int, Intervals] = self._cached("host", select, self._find_host_time)
+        gaps (the launching thread's time) or, without a device, of the main thread's waits for
+        collectives."""
+        result: dict[int, Intervals] = self._look_up("host", select, self._find_host_time)
         return result
 
     def _find_host_time(self, select: Select) -> dict[int, Intervals]:
@@ -331,7 +333,7 @@ class Selection:
             main = np.full(len(waits), self.a.trace.main_thread or 0)
             return self.thread_intervals(main, waits.start, waits.end - waits.start)
         if select.on == "gap" and select.at == "round_trip":
-            # threads that launch wait for the one that works on the data, which no event shows
+            # launching threads wait for the thread that works on the data, which no event shows
             away = select_instants(self.a, select)
             launch = self.a.trace.gpu["launch"].drop_nulls().unique()
             thread = self.a.trace.cpu["thread"].gather(launch).unique().to_numpy()
@@ -362,8 +364,8 @@ class Selection:
 
     @cached_property
     def roofline_ns(self) -> Array:
-        """Shortest time of each node's kernel on this device by FLOPs and bytes, ns; NaN where one
-        of shapes, dtype and device is unknown."""
+        """Shortest time of each node's kernel on this device by FLOPs and bytes, ns, or NaN if
+        shapes, dtype or device are unknown."""
         result = np.full(len(self.graph), np.nan)
         gpu, kernels = self.a.hardware, self.a.kernels
         if gpu is None:
@@ -381,7 +383,7 @@ class Selection:
 
     @cached_property
     def waves(self) -> Array:
-        """Number of times that each node's kernel fills the device (waves; else blocks per SM)."""
+        """Number of times that each node's kernel fills the device (waves, else blocks per SM)."""
         result = np.full(len(self.graph), np.nan)
         device = self.graph.device
         rows = pl.Series(self.graph.row[device])
@@ -407,13 +409,13 @@ class Selection:
         waits = waits_on_host(self.a, select)
         if waits is None or not waits.total:
             return 0.0
-        beside = intersect(host_work(self.a), self.a.breakdown.all_communication).total
-        return min(1.0, (host_work(self.a).total - beside) / waits.total)
+        overlap = intersect(host_work(self.a), self.a.breakdown.all_communication).total
+        return min(1.0, (host_work(self.a).total - overlap) / waits.total)
 
     def launch_time(self, nodes: Array) -> dict[int, Intervals]:
         """Return host time saved when the launches of this work become part of a CUDA graph, by
-        thread. It lasts from each launch to the next in its step if nothing lies between them.
-        Before the first and after the last it is their outermost operator only."""
+        thread. It lasts from each launch to the next in its step if nothing is between them. Before
+        the first and after the last launch, it is only their outermost operator."""
         graph = self.graph
         launch = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & np.isin(graph.dst, nodes))
         chosen = np.zeros(len(graph), dtype=bool)
@@ -425,18 +427,18 @@ class Selection:
         begin, end = self._outermost_ops(graph.row[points])
         host = np.flatnonzero((graph.kind != NodeKind.DEVICE) & (graph.kind != NodeKind.SOURCE))
         order = host[np.argsort(graph.lane[host], kind="stable")]
-        place = np.empty(len(graph), dtype=np.int64)
-        place[order] = np.arange(len(order))
+        position = np.empty(len(graph), dtype=np.int64)
+        position[order] = np.arange(len(order))
         step = np.searchsorted(graph.time[graph.step_boundaries], graph.time, side="right")
         low, high = begin.astype(float), end.astype(float)
         for bound, shift in ((low, -1), (high, 1)):
-            index = place[points] + shift
+            index = position[points] + shift
             other = order[np.clip(index, 0, len(order) - 1)]
-            real = (index >= 0) & (index < len(order)) & (graph.lane[other] == graph.lane[points])
-            joined = real & chosen[other] & (step[other] == step[points])
+            valid = (index >= 0) & (index < len(order)) & (graph.lane[other] == graph.lane[points])
+            is_joined = valid & chosen[other] & (step[other] == step[points])
             nearest = np.maximum if shift < 0 else np.minimum
-            cut = np.where(real, nearest(bound, graph.time[other]), bound)
-            bound[:] = np.where(joined, graph.time[other], cut)
+            limit = np.where(valid, nearest(bound, graph.time[other]), bound)
+            bound[:] = np.where(is_joined, graph.time[other], limit)
         lane = graph.lane[points]
         return {int(t): union(low[lane == t], high[lane == t]) for t in np.unique(lane)}
 
@@ -452,12 +454,12 @@ class Selection:
 
 
 MAX_COMPARED = 3_000
-"""Maximum number of names compared with the pattern, those with most time first."""
+"""Maximum number of names compared with the pattern, most time first."""
 MAX_WORDS = 8
-LONGEST = 60
-"""Maximum number of characters of a word that are compared."""
+MAX_WORD = 60
+"""Maximum number of compared characters of a word."""
 
-_KINDS = {
+_KIND_NAMES = {
     "kernel": "kernels", "memcpy": "copies", "memset": "memsets", "op": "operators",
     "python": "Python frames", "annotation": "ranges", "runtime": "runtime calls",
 }  # fmt: skip
@@ -467,55 +469,61 @@ class NearMatches(NamedTuple):
     """Names of one kind that a selector could have selected."""
 
     kind: str
-    """``kernels``, ``operators``, ``idle causes`` …"""
+    """Kind of the names: ``kernels``, ``operators``, ``idle causes`` …"""
     names: tuple[str, ...]
-    """Distinct names, the nearest to the pattern first, among equals the most time first."""
+    """Distinct names, the most similar to the pattern first, then by time."""
     unmatched: str
-    """Part of the selector that nothing fits; empty: there is nothing of the kind."""
+    """Part of the selector that nothing matches. Empty if there is nothing of the kind."""
 
 
 def find_near_matches(a: Analysis, select: Select) -> NearMatches:
-    """Find the names in the steps of the kind that a selector is about.
+    """Find names in the steps, of the kind that a selector selects.
 
-    One part of the selector at a time is left out, from ``under`` on. If that selects something,
-    nothing fits the part, and the names are of what could stand in its place."""
+    One part of the selector at a time is omitted, beginning with ``under``. If the others select
+    something, nothing matches the part, and the names are possible replacements."""
     if select.under and _time_by_name(a, wide := replace(select, under="")):
-        around = _names_around(a, wide)
-        what = "operators, ranges and Python frames around it"
-        return NearMatches(what, _nearest(around, select.under), f"under:{select.under}")
+        surrounding = _sum_surrounding_names(a, wide)
+        kind = "operators, ranges and Python frames around it"
+        return NearMatches(kind, _sort_names(surrounding, select.under), f"under:{select.under}")
     select = replace(select, under="")
     if select.layer:
         layers = a.layers
         times = (
             {}
             if layers is None
-            else {**dict(layers.nodes.select("name", "ns").iter_rows()), **_kinds(layers)}
+            else {**dict(layers.nodes.select("name", "ns").iter_rows()), **_module_times(layers)}
         )
-        return NearMatches("modules", _nearest(times, select.layer), f"layer:{select.layer}")
-    what = _kind_of_events(select)
+        return NearMatches("modules", _sort_names(times, select.layer), f"layer:{select.layer}")
+    kind = _kind_of_events(select)
     if select.on == "gap":
         return NearMatches(
-            what, _nearest(_causes(a), " ".join(select.cause)), " ".join(select.cause)
+            kind, _sort_names(_sum_causes(a), " ".join(select.cause)), " ".join(select.cause)
         )
     if select.copy:
-        return NearMatches("copy directions", _nearest(_copies(a), select.copy[0]), select.copy[0])
+        return NearMatches(
+            "copy directions", _sort_names(_sum_copies(a), select.copy[0]), select.copy[0]
+        )
     if select.family and not select.name:
         name = " ".join(select.family)
-        return NearMatches("kernel families", _nearest(_families(a), name), name)
+        return NearMatches("kernel families", _sort_names(_sum_families(a), name), name)
     return NearMatches(
-        what, _nearest(_time_by_name(a, replace(select, name="")), select.name), select.name
+        kind, _sort_names(_time_by_name(a, replace(select, name="")), select.name), select.name
     )
 
 
 def largest_targets(a: Analysis, most: int) -> list[tuple[str, float]]:
-    """Return targets of edits with their time in all steps, ns, the longest first: families of
-    kernels, copies, and causes of idle time."""
-    found = {"family": _families(a), "copy": _copies(a), "gap": _causes(a)}
-    every = [(f"{kind}:{name}", float(ns)) for kind, of in found.items() for name, ns in of.items()]
-    return sorted(every, key=lambda pair: -pair[1])[:most]
+    """Return targets of edits with their time in all steps, ns, longest first: families of kernels,
+    copies, and causes of idle time."""
+    groups = {"family": _sum_families(a), "copy": _sum_copies(a), "gap": _sum_causes(a)}
+    targets = [
+        (f"{kind}:{name}", float(ns))
+        for kind, times in groups.items()
+        for name, ns in times.items()
+    ]
+    return sorted(targets, key=lambda pair: -pair[1])[:most]
 
 
-def _kinds(layers: LayerTable) -> dict[str, float]:
+def _module_times(layers: LayerTable) -> dict[str, float]:
     return dict(layers.nodes.group_by("kind").agg(pl.col("ns").sum().cast(pl.Float64)).iter_rows())
 
 
@@ -526,14 +534,14 @@ def _kind_of_events(select: Select) -> str:
         return "blocking calls"
     if select.family:
         return "collectives" if select.family == ("communication",) else "kernels"
-    kinds = [_KINDS.get(kind, kind) for kind in select.kind]
+    kinds = [_KIND_NAMES.get(kind, kind) for kind in select.kind]
     return " and ".join(kinds) or ("device work" if select.on == "gpu" else "host events")
 
 
 def _time_by_name(a: Analysis, select: Select) -> dict[str, float]:
     """Return the total time of selected events by name, ns."""
     if select.on == "gap":
-        return _causes(a) if selected_gaps(a, select).any() else {}
+        return _sum_causes(a) if selected_gaps(a, select).any() else {}
     if select.on == "gpu":
         rows, table = selected_gpu(a, select, anywhere=True), a.trace.gpu
     else:
@@ -550,8 +558,8 @@ def _sum_by_name(names: pl.Series, dur: pl.Series, rows: np.ndarray) -> dict[str
     return dict(zip(result["name"], result["dur"], strict=True))
 
 
-def _names_around(a: Analysis, select: Select) -> dict[str, float]:
-    """Return names and times of the host events on the threads on which the selected ones begin."""
+def _sum_surrounding_names(a: Analysis, select: Select) -> dict[str, float]:
+    """Return names and times of the host events on the threads of the selected events."""
     kinds = pl.Series(["op", "annotation", "python"])
     cpu = a.trace.cpu
     rows = cpu["kind"].cast(pl.String).is_in(kinds.implode()).to_numpy()
@@ -561,37 +569,39 @@ def _names_around(a: Analysis, select: Select) -> dict[str, float]:
     return _sum_by_name(cpu["name"], cpu["dur"], rows)
 
 
-def _causes(a: Analysis) -> dict[str, float]:
+def _sum_causes(a: Analysis) -> dict[str, float]:
     gaps = a.gaps
     return _sum_by_name(
         gaps["cause"].cast(pl.String), gaps["dur"], np.ones(gaps.height, dtype=bool)
     )
 
 
-def _copies(a: Analysis) -> dict[str, float]:
+def _sum_copies(a: Analysis) -> dict[str, float]:
     gpu = a.trace.gpu
     return _sum_by_name(gpu["copy"].cast(pl.String), gpu["dur"], a.in_window)
 
 
-def _families(a: Analysis) -> dict[str, float]:
+def _sum_families(a: Analysis) -> dict[str, float]:
     if a.device_id is None:
         return {}
     return dict(zip(a.families["family"].cast(pl.String), a.families["dur"], strict=True))
 
 
-def _nearest(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
-    """Return the names, the most similar to the pattern's words on average first."""
-    wanted = [word.lower()[:LONGEST] for word in re.findall(r"\w+", pattern)][:MAX_WORDS]
+def _sort_names(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
+    """Return the names sorted by their mean similarity to the pattern's words."""
+    wanted = [word.lower()[:MAX_WORD] for word in re.findall(r"\w+", pattern)][:MAX_WORDS]
     names = sorted(weights, key=lambda name: (-weights[name], name))
 
     @cache
-    def like(one: str, word: str) -> float:
-        return SequenceMatcher(None, one, word).ratio()
+    def ratio(candidate: str, word: str) -> float:
+        return SequenceMatcher(None, candidate, word).ratio()
 
     def score(name: str) -> float:
-        words = re.findall(r"[A-Za-z]+\d*|\w+", name[: 10 * LONGEST].lower())
-        best = [max((like(item, word[:LONGEST]) for word in words), default=0.0) for item in wanted]
-        return sum(best) / len(best)
+        words = re.findall(r"[A-Za-z]+\d*|\w+", name[: 10 * MAX_WORD].lower())
+        scores = [
+            max((ratio(item, word[:MAX_WORD]) for word in words), default=0.0) for item in wanted
+        ]
+        return sum(scores) / len(scores)
 
     if not wanted:
         return tuple(names)

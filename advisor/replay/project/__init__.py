@@ -1,1 +1,1 @@
-"""The measured step on another GPU: each piece of device work moved by what bounds it, replayed."""
+"""Projection of the measured step to another GPU: device work scaled by its limit, and replayed."""

@@ -1,15 +1,15 @@
 """Times of device work on another GPU, and of matrix products in a narrower number format, with the
 quantising of their inputs.
 
-A kernel keeps its efficiency: what it takes beyond the shortest a kernel takes changes as its
-roofline does. ``max(FLOPs / matmul rate, bytes / memory rate)`` of the one over that of the other,
-at the rates that are attained. Kernels without shapes go by their family: those that are no matrix
-products by the memory; matrix products by the geometric mean of both rates, and anywhere between.
+A kernel keeps its efficiency: its time beyond the shortest kernel's changes like its roofline,
+``max(FLOPs / matmul rate, bytes / memory rate)`` on one GPU over the same on the other, at attained
+rates. Kernels without shapes follow their family: matrix products the geometric mean of both rates,
+with both as the range, and other kernels the memory rate.
 
-Kernels in narrower formats reach a part of the ideal reduction; ``FORMATS`` has that part and its
+Kernels in narrower formats reach a part of the ideal reduction. ``FORMATS`` has this part and its
 range from published tables (``benchmarks/precision.json``, compared by
-``benchmarks/bench_precision.py``). Quantising is bytes at the memory rate, and at least the
-shortest kernel each, as torchao counts them (``torchao/testing/training/roofline_utils.py``)."""
+``benchmarks/bench_precision.py``). Quantising takes its bytes at the memory rate, at least the
+shortest kernel each, as torchao counts (``torchao/testing/training/roofline_utils.py``)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,14 +31,15 @@ SHORTEST_NS = {"nvidia": 1_800.0, "amd": 3_600.0}
 """Time of the shortest kernels by vendor, ns: the median over public traces of their shortest
 hundredth (ten of NVIDIA GPUs: 1.0 to 5.7 µs; two of AMD's: 2.4 and 4.9)."""
 MAX_SHORTEST_NS = 6_000.0
-"""Largest shortest hundredth of a trace that is used, ns: above it all its kernels are long."""
-NODE = 8
-"""Most GPUs that one machine's links join: larger groups cross a network, which stays."""
+"""Maximum used length of a trace's shortest hundredth, ns: above it all its kernels are long."""
+MAX_NODE_GPUS = 8
+"""Maximum number of GPUs that one machine's links join: larger groups cross a network, which
+stays."""
 
 KINDS = ("compute", "memory", "mixture", "unknown", "launch", "copy", "link", "unchanged")
 """Kinds of device work. ``compute``, ``memory``: by FLOPs and bytes, or a family that only moves
-data. ``mixture``: matrix products of unknown shapes. ``unknown``: of no known family. ``launch``:
-no longer than the shortest. ``copy``: between host and device. ``link``: between GPUs."""
+data. ``mixture``: matrix products of unknown shapes. ``unknown``: unknown family. ``launch``: as
+short as the shortest kernels. ``copy``: between host and device. ``link``: between GPUs."""
 CODE = {name: code for code, name in enumerate(KINDS)}
 
 
@@ -49,17 +50,17 @@ class ScaledDeviceWork(NamedTuple):
     """New duration over the old one."""
     low: Array
     high: Array
-    """Upper end of the factor; it and ``low`` cover bounds that the recording leaves open."""
+    """Upper end of the factor; ``low`` and ``high`` cover limits that the recording leaves open."""
     kind: Array
     """Codes of ``KINDS``."""
     missing: tuple[str, ...]
-    """Formats that the GPU has no unit for and does not replace by another."""
+    """Formats without a unit on the GPU that it does not replace by another format."""
     instead: tuple[tuple[str, str], ...]
-    """Formats with the one in which the GPU computes them instead."""
+    """Formats with the format in which the GPU computes them instead."""
 
 
 def shortest_kernel(durations: Array, vendor: str) -> float:
-    """Return the time of this trace's shortest kernels, ns; a usual one where it has none."""
+    """Return the time of this trace's shortest kernels, ns, or a usual time if it has none."""
     if not len(durations):
         return SHORTEST_NS[vendor]
     result = float(np.percentile(durations, 1))
@@ -72,7 +73,7 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
     size = gpu.height
     dur = np.maximum(gpu["dur"].to_numpy().astype(float), 1.0)
     is_kernel = (gpu["kind"] == "kernel").to_numpy()
-    rows = _Ratios(a, source, target)
+    rows = _TimeRatios(a, source, target)
     kind = np.full(size, CODE["unchanged"], dtype=np.int64)
     work, low, high = np.ones(size), np.ones(size), np.ones(size)
 
@@ -93,8 +94,9 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
         low[chosen], high[chosen] = ends.min(axis=0), ends.max(axis=0)
         kind[chosen] = CODE[name]
 
-    # A kernel with fewer blocks than processors leaves the others empty, on each GPU its share.
-    # Libraries cut matrix products otherwise for another GPU: half of that, and all in the band.
+    # A kernel with fewer blocks than processors leaves some empty, a different share on each GPU.
+    # Libraries split matrix products differently for another GPU: half of the effect, and all of it
+    # in the band.
     fill = rows.fill(recorded, by_memory)
     computing = is_kernel & ~link
     low[computing] = np.minimum(low, low * fill)[computing]
@@ -102,24 +104,25 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
     work[computing] = (work * np.where(matrix, np.sqrt(fill), fill))[computing]
 
     base = shortest_kernel(dur[computing], source.vendor)
-    other = base + SHORTEST_NS[target.vendor] - SHORTEST_NS[source.vendor]
+    target_base = base + SHORTEST_NS[target.vendor] - SHORTEST_NS[source.vendor]
     fixed = np.minimum(dur, base)
-    then = np.maximum(other, 0.0) * fixed / base
-    factors = [(then + (dur - fixed) * part) / dur for part in (work, low, high)]
+    fixed_after = np.maximum(target_base, 0.0) * fixed / base
+    factors = [(fixed_after + (dur - fixed) * part) / dur for part in (work, low, high)]
     for values, changed in zip((work, low, high), factors, strict=True):
         values[computing] = changed[computing]
     kind[computing & (dur <= 1.5 * base)] = CODE["launch"]
 
-    _copies(gpu, source, target, rows.memory, (work, low, high, kind))
-    _collectives(a, link, source, target, (work, low, high, kind))
-    missing, instead = _formats(kernels.filter(pl.Series(matrix)), source, target)
+    _scale_copies(gpu, source, target, rows.memory, (work, low, high, kind))
+    _scale_collectives(a, link, source, target, (work, low, high, kind))
+    missing, instead = _find_replaced_formats(kernels.filter(pl.Series(matrix)), source, target)
     return ScaledDeviceWork(work, low, high, kind, missing, instead)
 
 
-def _formats(
+def _find_replaced_formats(
     matrices: pl.DataFrame, source: GpuSpec, target: GpuSpec
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Return formats that the target has no unit for, and those that it computes in another."""
+    """Return formats without a unit on the target, and formats that it computes in another
+    format."""
     missing, instead = set(), set()
     used = matrices.select(
         pl.col("dtype").cast(pl.String), convolves=pl.col("family") == "convolution"
@@ -133,7 +136,7 @@ def _formats(
     return tuple(sorted(missing)), tuple(sorted(instead))
 
 
-class _Ratios:
+class _TimeRatios:
     """Ratios of a kernel's times, target over source."""
 
     def __init__(self, a: Analysis, source: GpuSpec, target: GpuSpec) -> None:
@@ -146,31 +149,34 @@ class _Ratios:
         works = list(zip(formats, half, convolves.fill_null(value=False), strict=True))
         rates = {
             (d, h, c): (
-                _rate(source, d, h),
-                _rate(target, format_on_target(d, c, source, target), h),
+                _matmul_rate(source, d, h),
+                _matmul_rate(target, format_on_target(d, c, source, target), h),
             )
             for d, h, c in set(works)
         }
-        of = [rates[work] for work in works]
-        here, there = (np.array([pair[i] for pair in of], dtype=float) for i in (0, 1))
+        pairs = [rates[work] for work in works]
+        old_rates, new_rates = (np.array([pair[i] for pair in pairs], dtype=float) for i in (0, 1))
 
         def products_on(gpu: GpuSpec, dtype: str, half: bool, convolves: bool) -> float:
-            return _rate(gpu, format_on_target(dtype, convolves, source, gpu), half)
+            return _matmul_rate(gpu, format_on_target(dtype, convolves, source, gpu), half)
 
         per_sm = a.trace.gpu["blocks_per_sm"].cast(pl.Float64).fill_null(np.nan).to_numpy()
         blocks = np.maximum(np.round(per_sm * source.sms), 1.0)
-        # of products, and of moving bytes: time with so many blocks over that with enough
+        # of products, and of moving bytes: time with this number of blocks over time with enough
+        # blocks
         fills = []
         for gpu in (source, target):
             processors = {
-                (d, h, c): _processors(gpu, partial(products_on, dtype=d, half=h, convolves=c))
+                (d, h, c): _find_processors(gpu, partial(products_on, dtype=d, half=h, convolves=c))
                 for d, h, c in rates
             }
             counts = np.array([processors[work] for work in works], dtype=float)
-            both = counts, _processors(gpu, memory_rate)
+            both = counts, _find_processors(gpu, memory_rate)
             fills.append([np.nan_to_num(np.maximum(n / blocks, 1.0), nan=1.0) for n in both])
-        self._fills = [there / here for here, there in zip(*fills, strict=True)]
-        self.compute = np.where(np.isfinite(here / there), here / there, self.memory)
+        self._fills = [new_rates / old_rates for old_rates, new_rates in zip(*fills, strict=True)]
+        self.compute = np.where(
+            np.isfinite(old_rates / new_rates), old_rates / new_rates, self.memory
+        )
         flops, moved = (
             kernels[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
             for name in ("flops", "moved")
@@ -178,15 +184,15 @@ class _Ratios:
         with np.errstate(invalid="ignore", divide="ignore"):
             ideal = [
                 np.maximum(flops / rate, moved / band)
-                for rate, band in zip((here, there), memory, strict=True)
+                for rate, band in zip((old_rates, new_rates), memory, strict=True)
             ]
             self.roofline = ideal[1] / ideal[0]
             filled = [
                 np.maximum(flops / rate * fill[0], moved / band * fill[1])
-                for rate, band, fill in zip((here, there), memory, fills, strict=True)
+                for rate, band, fill in zip((old_rates, new_rates), memory, fills, strict=True)
             ]
-            self._known_fill = filled[1] / filled[0] / self.roofline
-            self.computes = flops / here >= moved / memory[0]
+            self._recorded_fill = filled[1] / filled[0] / self.roofline
+            self.computes = flops / old_rates >= moved / memory[0]
         self.known = np.isfinite(self.roofline) & (self.roofline > 0)
 
     def fill(self, recorded: Array, by_memory: Array) -> Array:
@@ -194,14 +200,14 @@ class _Ratios:
         ``recorded`` FLOPs and bytes, memory, or either."""
         products, memory = self._fills
         either = np.sqrt(products * memory)
-        result: Array = np.where(recorded, self._known_fill, np.where(by_memory, memory, either))
+        result: Array = np.where(recorded, self._recorded_fill, np.where(by_memory, memory, either))
         return result
 
 
 def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
     """Return the format of the same work on the target. PyTorch computes fp32 convolutions in TF32
-    where there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default; matrix
-    products' is not)."""
+    if there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default, but not the
+    switch for matrix products)."""
     new = (
         find_compute_format(source, "tf32") != "tf32"
         and find_compute_format(target, "tf32") == "tf32"
@@ -209,45 +215,46 @@ def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSp
     return "tf32" if convolves and dtype == "fp32" and new else dtype
 
 
-def _rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
-    """Return FLOP/s, NaN if unknown. Where no format is recorded, fp32 stands for the chip's."""
+def _matmul_rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
+    """Return FLOP/s, NaN if unknown. If no format is recorded, fp32 represents the chip."""
     result = matmul_rate(gpu, dtype or "fp32", half_sums=bool(half))
     return np.nan if result is None else result
 
 
-def _processors(target: GpuSpec, rate: Callable[[GpuSpec], float]) -> float:
-    """Return the processors that a kernel of few blocks has to fill: the target's, or so many that
-    one has the rate of one of a lesser GPU. Larger GPUs do not get slower by more of them."""
-    own = rate(target)
+def _find_processors(target: GpuSpec, rate: Callable[[GpuSpec], float]) -> float:
+    """Return the processors that a kernel of few blocks has to fill: the target's, or fewer, so
+    that one has the rate of a lesser GPU's processor. Larger GPUs are not slower for having more of
+    them."""
+    target_rate = rate(target)
     lesser = [
         gpu
         for gpu in gpus.known_gpus()
-        if gpus.is_at_least_as_fast(target, gpu) and rate(gpu) <= own
+        if gpus.is_at_least_as_fast(target, gpu) and rate(gpu) <= target_rate
     ]
-    return min([float(target.sms), *(gpu.sms * own / rate(gpu) for gpu in lesser)])
+    return min([float(target.sms), *(gpu.sms * target_rate / rate(gpu) for gpu in lesser)])
 
 
-def _copies(
+def _scale_copies(
     gpu: pl.DataFrame,
     source: GpuSpec,
     target: GpuSpec,
     memory: float,
     into: tuple[Array, Array, Array, Array],
 ) -> None:
-    """Scale copies by the interface they cross; the host stages pageable memory, so that stays."""
+    """Scale copies by their interface, except pageable memory, which the host stages."""
     work, low, high, kind = into
     copying = (gpu["kind"] == "memcpy").to_numpy()
-    way = gpu["copy"].cast(pl.String).fill_null("")
-    host = copying & way.is_in(["HtoD", "DtoH"]).to_numpy()
-    inside = copying & (way == "DtoD").to_numpy()
-    peers = copying & (way == "PtoP").to_numpy()
-    work[inside] = low[inside] = high[inside] = memory
-    kind[inside] = CODE["memory"]
-    for chosen, here, there, name in (
+    direction = gpu["copy"].cast(pl.String).fill_null("")
+    host = copying & direction.is_in(["HtoD", "DtoH"]).to_numpy()
+    on_device = copying & (direction == "DtoD").to_numpy()
+    peers = copying & (direction == "PtoP").to_numpy()
+    work[on_device] = low[on_device] = high[on_device] = memory
+    kind[on_device] = CODE["memory"]
+    for chosen, old_rate, new_rate, name in (
         (host, host_rate(source), host_rate(target), "copy"),
         (peers, peer_rate(source), peer_rate(target), "link"),
     ):
-        ratio = 1.0 if here is None or there is None else here / there
+        ratio = 1.0 if old_rate is None or new_rate is None else old_rate / new_rate
         work[chosen] = ratio
         low[chosen], high[chosen] = min(ratio, 1.0), max(ratio, 1.0)
         kind[chosen] = CODE[name]
@@ -261,7 +268,7 @@ def _copies(
     work[host & pageable] = 1.0
 
 
-def _collectives(
+def _scale_collectives(
     a: Analysis,
     link: Array,
     source: GpuSpec,
@@ -269,33 +276,36 @@ def _collectives(
     into: tuple[Array, Array, Array, Array],
 ) -> None:
     """Scale collectives by the links for their bytes, and by the rank's own device work for their
-    waits. The shares are estimated from bytes and group where these are recorded. Groups of more
-    than ``NODE`` cross a network, which stays."""
+    waits. The shares are estimated from bytes and group if these are recorded. Groups of more than
+    ``MAX_NODE_GPUS`` cross a network, which stays."""
     if not link.any():
         return
     work, low, high, kind = into
-    here, there = peer_rate(source), peer_rate(target)
-    ratio = 1.0 if here is None or there is None else here / there
+    old_rate, new_rate = peer_rate(source), peer_rate(target)
+    ratio = 1.0 if old_rate is None or new_rate is None else old_rate / new_rate
     dur = a.trace.gpu["dur"].to_numpy().astype(float)
-    rest = (a.trace.gpu["kind"] == "kernel").to_numpy() & ~link
-    waits = float((work * dur)[rest].sum() / dur[rest].sum()) if dur[rest].sum() else 1.0
+    others = (a.trace.gpu["kind"] == "kernel").to_numpy() & ~link
+    waits = float((work * dur)[others].sum() / dur[others].sum()) if dur[others].sum() else 1.0
     ends = sorted((ratio, waits, 1.0))
     work[link] = np.sqrt(ratio * waits)
     low[link], high[link] = ends[0], ends[-1]
     kind[link] = CODE["link"]
     table = a.collectives.filter(pl.col("bytes").is_not_null() & pl.col("group_size").is_not_null())
     for row, size, group in table.select("gpu", "bytes", "group_size").iter_rows():
-        if not link[row] or not here:
+        if not link[row] or not old_rate:
             continue
-        # a ring moves 2 (n - 1) / n of an all-reduce's bytes through each link, others half of it
-        share = min(2.0 * (group - 1) / max(group, 1) * size / here * 1e9 / max(dur[row], 1.0), 1.0)
-        work[row] = share * (1.0 if group > NODE else ratio) + (1 - share) * waits
+        # a ring moves 2 (n - 1) / n of an all-reduce's bytes through each link, other collectives
+        # half
+        share = min(
+            2.0 * (group - 1) / max(group, 1) * size / old_rate * 1e9 / max(dur[row], 1.0), 1.0
+        )
+        work[row] = share * (1.0 if group > MAX_NODE_GPUS else ratio) + (1 - share) * waits
 
 
 # -- what a GPU attains ----------------------------------------------------------------------------
 
-INSTEAD = {"tf32": "fp32", "bf16": "fp32"}
-"""Formats that PyTorch computes in another one where a GPU has no unit for them."""
+REPLACEMENT_FORMATS = {"tf32": "fp32", "bf16": "fp32"}
+"""Formats that PyTorch computes in another format if a GPU has no unit for them."""
 C2C_BYTES = 450e9
 """Rate of NVLink-C2C between Grace and its GPU, bytes/s in one direction: 900 GB/s in both (NVIDIA,
 "GH200 Grace Hopper Superchip" datasheet)."""
@@ -303,26 +313,26 @@ _C2C = ("GH200", "GB200", "GB300")
 
 
 def find_compute_format(gpu: GpuSpec, dtype: str) -> str | None:
-    """Return the format in which a GPU computes work of one format; ``None``: it cannot.
+    """Return the format in which a GPU computes work of one format, or ``None`` if it cannot.
 
-    TF32 on AMD counts as fp32: PyTorch uses it there only where an environment variable allows."""
+    TF32 on AMD counts as fp32: PyTorch uses it there only if an environment variable allows it."""
     if dtype == "tf32" and gpu.vendor == "amd":
         return "fp32"
     if gpu.peak(dtype) is not None:
         return dtype
-    other = INSTEAD.get(dtype)
+    other = REPLACEMENT_FORMATS.get(dtype)
     return other if other is not None and gpu.peak(other) is not None else None
 
 
 def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float | None:
-    """Return the FLOP/s that matrix products attain; ``None``: the GPU cannot. ``half_sums``:
-    summed in fp16 too, at which GeForce cards are twice as fast."""
+    """Return the FLOP/s that matrix products attain, or ``None`` if the GPU cannot compute them.
+    ``half_sums``: sums in fp16 too, in which GeForce cards are twice as fast."""
     used = find_compute_format(gpu, dtype)
     result = gpus.attainable_matmul(gpu, used) if used is not None else None
     if result is None:
         return None
-    twice = half_sums and used == "fp16" and "GeForce" in gpu.name
-    return result.rate * (2.0 if twice else 1.0)
+    is_doubled = half_sums and used == "fp16" and "GeForce" in gpu.name
+    return result.rate * (2.0 if is_doubled else 1.0)
 
 
 def memory_rate(gpu: GpuSpec) -> float:
@@ -332,14 +342,15 @@ def memory_rate(gpu: GpuSpec) -> float:
 
 
 def host_rate(gpu: GpuSpec) -> float | None:
-    """Return bytes/s between host and GPU in one direction; ``None``: unknown."""
+    """Return bytes/s between host and GPU in one direction, or ``None`` if unknown."""
     if any(word in gpu.name for word in _C2C):
         return C2C_BYTES
     return gpu.pcie_bandwidth
 
 
 def peer_rate(gpu: GpuSpec) -> float | None:
-    """Return bytes/s to the machine's other GPUs, one way: links, else host; ``None``: unknown."""
+    """Return bytes/s to the machine's other GPUs in one direction: links, else host, else
+    ``None``."""
     return gpu.link_bandwidth or host_rate(gpu)
 
 
@@ -349,15 +360,15 @@ Three = tuple[float, float, float]
 
 
 class MatmulFormat(NamedTuple):
-    """A number format, or a sparsity, of the weights and perhaps of their other factor."""
+    """Number format or sparsity of the weights, and perhaps of the other factor."""
 
     unit: str | None
-    """Format of the GPU table at whose rate it is multiplied; ``None``: that of the recorded
-    format."""
+    """Format of the GPU table at whose rate it is multiplied, or ``None`` for the recorded format's
+    rate."""
     weight: float
-    """Bytes of a weight, its scales included; of ``2:4``: as a share of the recorded width."""
+    """Bytes per weight, including scales; for ``2:4``, a share of the recorded width."""
     inputs: float | None
-    """Bytes of an activation or gradient, its scales included; ``None``: unchanged."""
+    """Bytes per activation or gradient, including scales, or ``None`` if unchanged."""
     blocks: bool
     """Whether it is scaled by blocks, so that no maximum of the whole tensor is needed."""
     training: bool
@@ -373,7 +384,7 @@ class MatmulFormat(NamedTuple):
 
 
 MEAN_RATES: Final = {("NVIDIA B300", "fp4"): 5_093e12}
-"""FLOP/s of twelve products of a 5B model together, quantised before (Transformer Engine, "GEMM
+"""FLOP/s of twelve products of a 5B model together, quantised in advance (Transformer Engine, "GEMM
 profiling"): 38% of the datasheet. Not the fastest of a search, so not in the GPU table."""
 SPARSE: Final = "2:4"
 MULTIPLE: Final = 16
@@ -412,7 +423,7 @@ FORMATS: Final[dict[str, MatmulFormat]] = {
 
 
 class Gemm(NamedTuple):
-    """A matrix product, [m, k] x [k, n], of ``width`` bytes an element."""
+    """Matrix product, [m, k] x [k, n], of ``width`` bytes per element."""
 
     m: int
     n: int
@@ -427,9 +438,10 @@ class ProductEstimate(NamedTuple):
 
     kernel: Three
     quantise: Three
-    """Time of the kernels that quantise its inputs, beyond those of the recorded format."""
+    """Time of the kernels that quantise its inputs, in addition to the recorded format's
+    kernels."""
     launches: Three
-    """Number of these kernels."""
+    """Number of kernels that quantise its inputs."""
 
     @property
     def total(self) -> Three:
@@ -439,10 +451,10 @@ class ProductEstimate(NamedTuple):
 
 
 def missing_unit(name: str, gpu: GpuSpec, *, training: bool) -> str:
-    """Return why a GPU gains nothing from a format, or lacks a known rate; empty: it gains."""
+    """Return why a GPU gains nothing from a format, or lacks a known rate. Empty if it gains."""
     narrow = FORMATS[name]
-    least = narrow.least.get(gpu.vendor)
-    if least is None or tuple(gpu.compute) < least:
+    min_capability = narrow.least.get(gpu.vendor)
+    if min_capability is None or tuple(gpu.compute) < min_capability:
         return f"{gpu.name} has no unit for {narrow.saves}"
     if narrow.unit is not None and gpu.peak(narrow.unit) is None:
         return f"no source for the rate of {narrow.saves} on {gpu.name} is known"
@@ -452,8 +464,8 @@ def missing_unit(name: str, gpu: GpuSpec, *, training: bool) -> str:
 
 
 def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> ProductEstimate | None:
-    """Estimate a product that took ``old_ns`` in a narrower format. ``None``: the rate of the
-    recorded format is unknown, or it is narrow already."""
+    """Estimate a product that took ``old_ns`` in a narrower format. ``None`` if the rate of the
+    recorded format is unknown, or it is already narrow."""
     narrow = FORMATS[name]
     used = find_compute_format(gpu, gemm.dtype)
     rate = gpus.attainable_matmul(gpu, used) if used is not None else None
@@ -480,30 +492,31 @@ def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Prod
         return fixed + (old_ns - fixed) * ratio
 
     best, middle, worst = map(kernel, narrow.compute, narrow.memory)
-    quantise, launches = _quantise(gemm, narrow, gpu, first, second)
+    quantise, launches = _estimate_quantising(gemm, narrow, gpu, first, second)
     return ProductEstimate((best, middle, worst), quantise, launches)
 
 
-def _quantise(
+def _estimate_quantising(
     gemm: Gemm, narrow: MatmulFormat, gpu: GpuSpec, first: float, second: float
 ) -> tuple[Three, Three]:
     """Return time and number of the kernels that quantise one call's inputs. Weights of a model
-    that is not trained were quantised before. ``first`` and ``second``: elements of its inputs."""
+    that is not trained were quantised in advance. ``first`` and ``second``: elements of its
+    inputs."""
     if narrow.inputs is None or gemm.role == "weight gradient":
         return (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)
     read, cast = gemm.width, gemm.width + narrow.inputs  # to find the maximum; to convert
-    look = 0 if narrow.blocks else read
+    scan = 0 if narrow.blocks else read
     plans: tuple[tuple[tuple[float, int], ...], ...]
-    if gemm.role == "inference":  # at best the operator before it writes the narrow format
+    if gemm.role == "inference":  # at best, the previous operator writes the narrow format
         plans = ((), ((first * cast, 1),), ((first * (read + cast), 3),))
     else:  # both layouts are written, for the forward pass and for the gradients
-        again = look if gemm.role == "forward" else 0
+        rescan = scan if gemm.role == "forward" else 0
         plans = (
             ((first * (cast + narrow.inputs), 1), (second * cast, 1)),
-            ((first * (look + cast + narrow.inputs), 2), (second * (again + cast), 2)),
+            ((first * (scan + cast + narrow.inputs), 2), (second * (rescan + cast), 2)),
             ((first * 2 * (read + cast), 3), (second * (read + cast), 3)),
         )
-    band, least = memory_rate(gpu), float(KERNEL_NS)
-    times = [sum(max(size / band * 1e9, count * least) for size, count in plan) for plan in plans]
+    band, min_ns = memory_rate(gpu), float(KERNEL_NS)
+    times = [sum(max(size / band * 1e9, count * min_ns) for size, count in plan) for plan in plans]
     counts = [float(sum(count for _, count in plan)) for plan in plans]
     return (times[0], times[1], times[2]), (counts[0], counts[1], counts[2])

@@ -1,8 +1,8 @@
-"""A measured step on another device mesh: other sizes of data, tensor, pipeline, context and expert
-parallelism, on the same GPUs.
+"""Projection of a measured step to another device mesh: other sizes of data, tensor, pipeline,
+context and expert parallelism, on the same GPUs.
 
-Kernels and collectives that were recorded are replayed with other lengths. What was not recorded
-(collectives of an axis of one rank, the bubble of another pipeline) is added by formula:
+Recorded kernels and collectives are replayed with other lengths. Unrecorded work (collectives of an
+axis of one rank, the bubble of another pipeline) is added by formula:
 
 - Bytes and steps of rings: nccl-tests, doc/PERFORMANCE.md; latency: NCCL, src/graph/tuning.cc.
 - Tensor parallelism adds two all-reduces of the activations for each layer and pass
@@ -34,21 +34,22 @@ from advisor.replay.project.device_scaling import shortest_kernel
 from advisor.replay.project.project import find_recorded_gpu, scaled_step
 from advisor.replay.window_replayer import WindowReplayer
 
-OF_AXIS = {
+SHORT_NAMES = {
     "data": "dp", "sharded data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp",
     "expert": "ep", "all-to-all": "ep",
 }  # fmt: skip
-ATTAINED = (0.67, 0.82, 1.07)
-"""Attained bus bandwidth over the links' datasheet, where none was recorded. 0.82: by NCCL's
-protocol (maintainer, NVIDIA/nccl-tests issue 212: 370 of 450 GB/s). From 0.67 (200 of 300 GB/s on
-A100, issue 149) to 1.07 (480 of 450 with NVLink SHARP, issue 212)."""
+ATTAINED_SHARES = (0.67, 0.82, 1.07)
+"""Attained bus bandwidth over the links' datasheet, if none was recorded. 0.82: by NCCL's protocol
+(maintainer, NVIDIA/nccl-tests issue 212: 370 of 450 GB/s). From 0.67 (200 of 300 GB/s on A100,
+issue 149) to 1.07 (480 of 450 with NVLink SHARP, issue 212)."""
 LOW, MIDDLE, HIGH = 0, 1, 2
-"""Places in a range. A ring's latency is that of the protocol in this place (``links.BASE_NS``)."""
+"""Indices into a range. They also choose the protocol of a ring's latency (``links.BASE_NS``)."""
 
 
 class Mesh(NamedTuple):
-    """Ranks along each axis. Experts are spread over the data-parallel ranks (``ep`` divides
-    ``dp``), as in Megatron-LM and torchtitan; ranks are numbered tensor first, pipeline last."""
+    """Numbers of ranks along each axis. Experts are spread over the data-parallel ranks (``ep``
+    divides ``dp``), as in Megatron-LM and torchtitan; ranks are numbered tensor first, pipeline
+    last."""
 
     dp: int = 1
     tp: int = 1
@@ -62,8 +63,8 @@ class Mesh(NamedTuple):
         return self.dp * self.tp * self.pp * self.cp
 
     def extent(self, axis: str) -> tuple[int, int]:
-        """Return the size of a group of an axis, and the distance of its neighbours in rank
-        numbers. Gradients are summed over context-parallel ranks too."""
+        """Return the size of an axis's group, and the distance of neighbours in rank numbers.
+        Gradients are also summed over context-parallel ranks."""
         if axis == "dp":
             return self.dp * self.cp, self.tp
         stride = {"tp": 1, "cp": self.tp, "pp": self.world // self.pp}
@@ -76,7 +77,7 @@ class Mesh(NamedTuple):
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse ``dp=8,tp=4``; an axis that is not named is 1. Raises AdvisorError."""
+    """Parse ``dp=8,tp=4``; an axis without a value is 1. Raises AdvisorError for other text."""
     sizes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         name, _, size = part.partition("=")
@@ -90,13 +91,13 @@ def parse_mesh(text: str) -> Mesh:
 
 
 class MeshAxisChange(NamedTuple):
-    """Communication of one axis, here and there, ns per step: transfers without waits."""
+    """Communication of one axis on both meshes, ns per step: transfers without waits."""
 
     axis: str
     ns: float
     then_ns: float
     exposed_ns: float
-    """Exposed communication as recorded, waits included: nothing computes meanwhile."""
+    """Recorded exposed communication, including waits, during which nothing computes."""
     then_exposed_ns: float
 
 
@@ -120,41 +121,42 @@ class MeshResult(NamedTuple):
     low_ns: float
     high_ns: float
     throughput: float
-    """Samples per second and GPU there over here."""
+    """Samples per second and GPU on the other mesh over the recorded one."""
     batch: float
-    """Batch of the job there over here."""
+    """Batch of the job on the other mesh over the recorded one."""
     micro_batches: int
     compute_ns: float
     """Kernels without communication, as recorded."""
     then_compute_ns: float
     bubble_ns: float
-    """Bubble of the pipeline: here as measured, there by formula."""
+    """Bubble of the recorded pipeline, as measured; ``then_bubble_ns`` is by formula."""
     then_bubble_ns: float
     axes: tuple[MeshAxisChange, ...]
     memory: tuple[int, int] | None
-    """Peak memory of a GPU, from the least to the most, bytes; ``None``: not recorded."""
+    """Lowest and highest peak memory of a GPU, bytes, or ``None`` if not recorded."""
     replayed: bool
     notes: tuple[str, ...]
     rank: int | None = None
-    """Rank of these figures: the one with most work of its own; ``None``: the only one."""
+    """Rank of these figures: the rank with most own work, or ``None`` for the only rank."""
     median: MedianRank | None = None
-    """Step of the rank with the median work; ``None``: one rank was projected."""
+    """Step of the rank with the median work, or ``None`` if one rank was projected."""
 
 
 def recover_mesh(axes: list[MeshAxis], world: int | None) -> Mesh:
-    """Return the mesh that a rank communicates along. Raises AdvisorError: it is not the job's."""
+    """Return the mesh along which a rank communicates. Raises AdvisorError if the job has
+    another."""
     sizes = dict.fromkeys(Mesh._fields, 1)
     for axis in axes:
-        name = OF_AXIS.get(axis.axis)
+        name = SHORT_NAMES.get(axis.axis)
         if name is None or axis.size is None:
             continue
-        # sharded within a node and replicated across: both are data
-        both = name == "dp" and {"data", "sharded data"} <= {each.axis for each in axes}
-        sizes[name] = sizes[name] * axis.size if both else max(sizes[name], axis.size)
+        # sharded within a node and replicated across nodes: both are data-parallel
+        is_split = name == "dp" and {"data", "sharded data"} <= {each.axis for each in axes}
+        sizes[name] = sizes[name] * axis.size if is_split else max(sizes[name], axis.size)
     if sizes["ep"] > 1:
         sizes["dp"] = math.lcm(sizes["dp"], sizes["ep"])
-    apart = math.prod(sizes[name] for name in ("dp", "tp", "pp"))
-    if sizes["dp"] > 1 and sizes["dp"] % sizes["cp"] == 0 and apart == world:
+    product = math.prod(sizes[name] for name in ("dp", "tp", "pp"))
+    if sizes["dp"] > 1 and sizes["dp"] % sizes["cp"] == 0 and product == world:
         sizes["dp"] //= sizes["cp"]  # gradients are summed over both
     mesh = Mesh(**sizes)
     if world and mesh.world != world:
@@ -166,7 +168,7 @@ def recover_mesh(axes: list[MeshAxis], world: int | None) -> Mesh:
 
 
 class MeshProjector:
-    """Projections of one rank's steps. Raises AdvisorError: there is no device work or step."""
+    """Projector of one rank's steps. Raises AdvisorError if there is no device work or step."""
 
     def __init__(
         self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks | None = None
@@ -180,7 +182,7 @@ class MeshProjector:
         self.axes = report_mesh(a, self.machine)
         self.measured = measured or recover_mesh(self.axes, a.trace.meta.world_size)
         self.node = find_node_size(a, self.machine)
-        """GPUs of a recorded node; ``None``: unknown."""
+        """Number of GPUs in a recorded node, or ``None`` if unknown."""
         self.node_there = self.node
 
     def with_node_size(self, gpus: int) -> MeshProjector:
@@ -204,24 +206,25 @@ class MeshProjector:
 
     @cached_property
     def slots(self) -> int:
-        """Micro-batches of a recorded step: a pipeline's by its sends, else forward passes."""
-        found = [axis.micro_batches for axis in self.axes if axis.axis == "pipeline"]
-        return max((each for each in found if each), default=0) or count_passes(self.a)
+        """Number of micro-batches in a recorded step, by a pipeline's sends, else by forward
+        passes."""
+        counts = [axis.micro_batches for axis in self.axes if axis.axis == "pipeline"]
+        return max((count for count in counts if count), default=0) or count_passes(self.a)
 
     @cached_property
     def table(self) -> pl.DataFrame:
-        """Collectives, each with ``short``: its axis's name in a mesh (``None``: another), and
-        ``transfer``: ns without waits, the shortest of its kind and size."""
-        same = ["axis", "collective", "bytes", "group_size"]
+        """Collectives, each with ``short``, its axis's name in a mesh (``None`` if it has none),
+        and ``transfer``, ns without waits: the shortest of its kind and size."""
+        keys = ["axis", "collective", "bytes", "group_size"]
         return self.a.collectives.with_columns(
-            short=pl.col("axis").cast(pl.String).replace_strict(OF_AXIS, default=None),
-            transfer=pl.min_horizontal("dur", pl.col("dur").quantile(0.1).over(same)),
+            short=pl.col("axis").cast(pl.String).replace_strict(SHORT_NAMES, default=None),
+            transfer=pl.min_horizontal("dur", pl.col("dur").quantile(0.1).over(keys)),
         )
 
     # -- links ------------------------------------------------------------------------------
 
-    def _local(self, mesh: Mesh, axis: str) -> int:
-        """Return the ranks of an axis's group in one node; AdvisorError: node size unknown."""
+    def _local_ranks(self, mesh: Mesh, axis: str) -> int:
+        """Return the ranks of an axis's group in one node. AdvisorError if its size is unknown."""
         size, stride = mesh.extent(axis)
         node = self._node(mesh)
         if node is None:
@@ -231,30 +234,34 @@ class MeshProjector:
         return max(1, min(size, node // stride))
 
     def crosses(self, mesh: Mesh, axis: str) -> bool:
-        """Return whether an axis's groups span nodes. Raises AdvisorError: it is unknown."""
+        """Return whether an axis's groups span nodes. Raises AdvisorError if unknown."""
         size, stride = mesh.extent(axis)
         node = self._node(mesh)
         if mesh == self.measured and node is None:
             return False
-        return self._local(mesh, axis) < size and stride * size > (node or 0)
+        return self._local_ranks(mesh, axis) < size and stride * size > (node or 0)
 
     @cached_property
     def _node_rates(self) -> tuple[float, float, float]:
         """Bus bandwidth inside a node, bytes per ns, slowest first: recorded, else attained shares
-        of the datasheet. Raises AdvisorError: neither is known."""
-        recorded = self._recorded(crossing=False)
+        of the datasheet. Raises AdvisorError if neither is known."""
+        recorded = self._recorded_rates(crossing=False)
         if recorded:
             best = max(recorded)
             return min(recorded), best, best
         link = None if self.a.hardware is None else self.a.hardware.link
         if link is None:
             raise AdvisorError("the bandwidth between GPUs of a node is neither recorded nor known")
-        return link.gb_per_s * ATTAINED[0], link.gb_per_s * ATTAINED[1], link.gb_per_s * ATTAINED[2]
+        return (
+            link.gb_per_s * ATTAINED_SHARES[0],
+            link.gb_per_s * ATTAINED_SHARES[1],
+            link.gb_per_s * ATTAINED_SHARES[2],
+        )
 
     @cached_property
     def _network_rates(self) -> tuple[float, float, float]:
         """Bus bandwidth of one GPU across nodes, bytes per ns, slowest first."""
-        recorded = self._recorded(crossing=True)
+        recorded = self._recorded_rates(crossing=True)
         if recorded:
             best = max(recorded)
             return min(recorded), best, best
@@ -264,18 +271,19 @@ class MeshProjector:
                 "nothing recorded crosses nodes, and the new mesh does: --node-bandwidth GB/S says "
                 "how fast a GPU sends there"
             )
-        return given * ATTAINED[0], given * ATTAINED[1], given
+        return given * ATTAINED_SHARES[0], given * ATTAINED_SHARES[1], given
 
-    def _assumes(self, mesh: Mesh) -> bool:
-        """Return whether an axis there, or the rate of a link that it uses, was not recorded."""
+    def _has_assumptions(self, mesh: Mesh) -> bool:
+        """Return whether an axis of the mesh, or the rate of one of its links, was not recorded."""
         axes = [axis for axis in ("dp", "tp", "pp", "cp") if mesh.extent(axis)[0] > 1]
         if mesh != self.measured and any(self.measured.extent(axis)[0] == 1 for axis in axes):
             return True
         links = {self.crosses(mesh, axis) for axis in axes}
-        return any(not self._recorded(crossing=crossing) for crossing in links)
+        return any(not self._recorded_rates(crossing=crossing) for crossing in links)
 
-    def _recorded(self, *, crossing: bool) -> list[float]:
-        """Return bus bandwidths by axis, of transfers from 1 MiB, bytes per ns of one GPU."""
+    def _recorded_rates(self, *, crossing: bool) -> list[float]:
+        """Return bus bandwidths by axis, for transfers of at least 1 MiB, bytes per ns of one
+        GPU."""
         result = []
         large = self.table.filter(pl.col("short").is_not_null(), pl.col("bytes") >= 1 << 20)
         for (axis, kind, size, group), rows in large.group_by(
@@ -287,19 +295,21 @@ class MeshProjector:
                 continue
             hops = self.latency(self.measured, name, str(kind), MIDDLE)
             ns = max(1.0, float(rows["transfer"].to_numpy().min()) - hops)
-            share = self._local(self.measured, name) if crossing and kind != "send_recv" else 1
+            share = (
+                self._local_ranks(self.measured, name) if crossing and kind != "send_recv" else 1
+            )
             result.append(float(size) * factor / ns / share)
         return result
 
     def latency(self, mesh: Mesh, axis: str, kind: str, protocol: int) -> float:
-        """Return a ring's latency, ns: its base, and a hop for each step from rank to rank."""
+        """Return a ring's latency, ns: its base, and one hop per step from rank to rank."""
         size, _ = mesh.extent(axis)
-        local = self._local(mesh, axis) if self.crosses(mesh, axis) else size
+        local = self._local_ranks(mesh, axis) if self.crosses(mesh, axis) else size
         return ring_latency(kind, size, local, protocol)
 
     def transfer(self, mesh: Mesh, axis: str, kind: str, size: float, bound: int) -> float:
-        """Return the time of one collective along an axis of a mesh once all ranks are there, ns.
-        ``bound``: LOW, MIDDLE, HIGH."""
+        """Return the time of one collective along an axis of a mesh once all ranks have arrived,
+        ns. ``bound``: LOW, MIDDLE, HIGH."""
         ranks, _ = mesh.extent(axis)
         factor = bus_factor(kind, ranks)
         if factor is None:
@@ -308,7 +318,7 @@ class MeshProjector:
         if self.crosses(mesh, axis):
             rate = self._network_rates[end]
             if kind != "send_recv":  # a ring enters and leaves each node once, over all its NICs
-                rate = min(self._node_rates[end], rate * self._local(mesh, axis))
+                rate = min(self._node_rates[end], rate * self._local_ranks(mesh, axis))
         else:
             rate = self._node_rates[end]
         return self.latency(mesh, axis, kind, bound) + size * factor / rate
@@ -319,23 +329,23 @@ class MeshProjector:
         self, mesh: Mesh, *, same_batch: bool = False, micro_batches: int | None = None
     ) -> MeshResult:
         """Project the step onto another mesh. The batch of a data-parallel replica stays, or with
-        ``same_batch`` that of the job. Micro-batches keep their size unless ``micro_batches`` gives
-        their number. Raises AdvisorError: the recording lacks what is needed."""
+        ``same_batch`` the batch of the job. Micro-batches keep their size unless ``micro_batches``
+        gives their number. Raises AdvisorError if the recording lacks necessary data."""
         old = self.measured
-        mesh = mesh._replace()  # the recorded mesh on other nodes is another one
+        mesh = mesh._replace()  # the recorded mesh on other nodes is another mesh
         if (mesh.ep > 1) != (old.ep > 1) and mesh.ep > 1:
             raise AdvisorError("no all-to-all of experts was recorded, so ep cannot be projected")
         replica = old.dp / mesh.dp if same_batch else 1.0
         slots = micro_batches or max(1, round(self.slots * replica))
         count = slots / self.slots  # micro-batches, so launches of each layer
         size = replica / count  # of a micro-batch
-        work = _Work(self, mesh, count, size)
-        ends = [self._step(mesh, work, which, slots) for which in (LOW, MIDDLE, HIGH)]
-        # the ratio of two predictions: what both are off by is left out
-        here = self._step(old, _Work(self, old, 1.0, 1.0), MIDDLE, self.slots)[0]
-        steps = [end[0] * ratio for end in ends for ratio in (1.0, self.a.step_ns / here)]
-        step = ends[MIDDLE][0] * self.a.step_ns / here
-        error = math.exp(mesh_error(assumed=self._assumes(mesh)))
+        work = _MeshWork(self, mesh, count, size)
+        ends = [self._step(mesh, work, bound, slots) for bound in (LOW, MIDDLE, HIGH)]
+        # the ratio of two predictions: their common error cancels out
+        recorded_step = self._step(old, _MeshWork(self, old, 1.0, 1.0), MIDDLE, self.slots)[0]
+        steps = [end[0] * ratio for end in ends for ratio in (1.0, self.a.step_ns / recorded_step)]
+        step = ends[MIDDLE][0] * self.a.step_ns / recorded_step
+        error = math.exp(mesh_error(assumed=self._has_assumptions(mesh)))
         batch = replica * mesh.dp / old.dp
         then_bubble, exposed = ends[MIDDLE][1:]
         return MeshResult(
@@ -359,19 +369,19 @@ class MeshProjector:
         )
 
     def _step(
-        self, mesh: Mesh, work: _Work, bound: int, slots: int
+        self, mesh: Mesh, work: _MeshWork, bound: int, slots: int
     ) -> tuple[float, float, dict[str, float]]:
-        """Return the step, the bubble in it, and what new collectives add by axis, ns."""
+        """Return the step, its bubble, and the time of new collectives by axis, ns."""
         factor = work.factors(bound)
         step = scaled_step(self.replayer, factor, host=work.launches)
         added = work.added(bound)
         step += sum(added.values())
-        # a pipeline waits for the stages before and after: not in the optimizer and what follows
-        once = work.once(bound)
-        bubble = max(0.0, step - once) * (mesh.pp - 1) / slots
+        # a pipeline waits for other stages, except in the optimizer and after it
+        once_ns = work.once(bound)
+        bubble = max(0.0, step - once_ns) * (mesh.pp - 1) / slots
         return step + bubble, bubble, added
 
-    def _axis_changes(self, work: _Work, added: dict[str, float]) -> tuple[MeshAxisChange, ...]:
+    def _axis_changes(self, work: _MeshWork, added: dict[str, float]) -> tuple[MeshAxisChange, ...]:
         factor, steps = work.factors(MIDDLE), self.a.step_count
         result = []
         for axis in ("dp", "tp", "pp", "cp", "ep"):
@@ -380,28 +390,28 @@ class MeshProjector:
             then = float((rows["dur"].to_numpy() * factor[rows["gpu"].to_numpy()]).sum()) / steps
             exposed = float(rows["exposed"].to_numpy().sum()) / steps
             share = min(1.0, exposed / max(float(rows["dur"].to_numpy().sum()) / steps, 1.0))
-            more = added.get(axis, 0.0)
-            if ns or then or more:
-                result.append(MeshAxisChange(axis, ns, then + more, exposed, then * share + more))
+            extra = added.get(axis, 0.0)
+            if ns or then or extra:
+                result.append(MeshAxisChange(axis, ns, then + extra, exposed, then * share + extra))
         return tuple(result)
 
     def _memory(self, mesh: Mesh, size: float, slots: int) -> tuple[int, int] | None:
-        """Return least and largest peak memory, bytes; ``None``: not recorded. Parameters and
+        """Return lowest and highest peak memory, bytes, or ``None`` if not recorded. Parameters and
         optimizer scale with the model's share; activations with batch, sequence, layers and min(p,
         m) micro-batches in flight (arXiv:2104.04473). Their parts of the peak are unknown."""
-        own = self.a.memory.filter(pl.col("device") == self.a.device_id)
-        peak = own["peak_allocated"].max() if own.height else None
+        samples = self.a.memory.filter(pl.col("device") == self.a.device_id)
+        peak = samples["peak_allocated"].max() if samples.height else None
         if peak is None and self.a.record is not None:
             peak = max((step.peak for step in self.a.record.steps if step.peak), default=None)
         if not isinstance(peak, int):
             return None
         old = self.measured
-        flight = min(mesh.pp, slots) / min(old.pp, self.slots)
+        flight_ratio = min(mesh.pp, slots) / min(old.pp, self.slots)
         model = old.tp * old.pp / (mesh.tp * mesh.pp)
         if any(axis.axis == "sharded data" for axis in self.axes):
             model *= old.dp / mesh.dp
-        acts = size * old.cp / mesh.cp * old.pp / mesh.pp * flight
-        parts = (model, acts, acts * old.tp / mesh.tp)
+        activations = size * old.cp / mesh.cp * old.pp / mesh.pp * flight_ratio
+        parts = (model, activations, activations * old.tp / mesh.tp)
         return round(peak * min(parts)), round(peak * max(parts))
 
     def _notes(self, mesh: Mesh, size: float) -> list[str]:
@@ -429,19 +439,19 @@ class MeshProjector:
         return notes
 
 
-class _Work:
+class _MeshWork:
     """Time of each piece of device work on another mesh."""
 
-    def __init__(self, of: MeshProjector, mesh: Mesh, count: float, size: float) -> None:
-        old, a = of.measured, of.a
-        self.of, self.mesh = of, mesh
+    def __init__(self, owner: MeshProjector, mesh: Mesh, count: float, size: float) -> None:
+        old, a = owner.measured, owner.a
+        self.of, self.mesh = owner, mesh
         self.layers = old.pp / mesh.pp
         self.launches = self.layers * count
-        """Launches of a step there over here."""
+        """Launches per step on the other mesh over the recorded one."""
         gpu, kernels = a.trace.gpu, a.kernels
         family = kernels["family"].cast(pl.String).fill_null("other")
-        talks = kernels["communication"].fill_null(value=False).to_numpy()
-        self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~talks
+        is_communication = kernels["communication"].fill_null(value=False).to_numpy()
+        self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~is_communication
         self.matrix = self.kernel & family.is_in([*MATRIX, "softmax"]).to_numpy()
         self.optimizer = self.kernel & (family == "optimizer").to_numpy()
         self.norm = self.kernel & (family == "normalisation").to_numpy()
@@ -450,12 +460,12 @@ class _Work:
         self.tokens = size * old.cp / mesh.cp
         self.split = old.tp / mesh.tp
         vendor = a.trace.meta.vendor or "nvidia"
-        known = {"nvidia", "amd"} & {vendor}
-        self.base = shortest_kernel(self.dur[self.kernel], vendor if known else "nvidia")
-        sharded = any(axis.axis == "sharded data" for axis in of.axes)
+        vendors = {"nvidia", "amd"} & {vendor}
+        self.base = shortest_kernel(self.dur[self.kernel], vendor if vendors else "nvidia")
+        sharded = any(axis.axis == "sharded data" for axis in owner.axes)
         self.parameters = self.layers * self.split * (old.dp / mesh.dp if sharded else 1.0)
-        """Parameters of a rank, as its optimizer has them, there over here."""
-        self.sequence = not of.table.filter(
+        """Parameters in a rank's optimizer on the other mesh over the recorded one."""
+        self.sequence = not owner.table.filter(
             pl.col("short") == "tp", pl.col("collective") == "reduce_scatter"
         ).is_empty()
         """Whether activations between tensor-parallel parts are split along the sequence."""
@@ -465,11 +475,11 @@ class _Work:
         factor = np.ones(len(self.dur))
         size = np.full(len(self.dur), self.tokens)
         size[self.matrix] *= self.split
-        rest = self.kernel & ~self.matrix & ~self.optimizer
-        least, most = sorted((self.split, 1.0))
-        between = (least, math.sqrt(least * most), most)
-        size[rest] *= self.split if self.sequence else between[bound]
-        if not self.sequence:  # norms are not split without it
+        is_other = self.kernel & ~self.matrix & ~self.optimizer
+        smaller, larger = sorted((self.split, 1.0))
+        between = (smaller, math.sqrt(smaller * larger), larger)
+        size[is_other] *= self.split if self.sequence else between[bound]
+        if not self.sequence:  # without sequence parallelism norms are not split
             size[self.norm] = self.tokens
         fill = self._fill(size)
         size = size * (np.minimum(fill, 1.0), np.sqrt(fill), np.maximum(fill, 1.0))[bound]
@@ -481,55 +491,55 @@ class _Work:
         return factor
 
     def _fill(self, size: Array) -> Array:
-        """Return whole waves of blocks there over here, beyond the change of the work: the part of
-        the processors that a kernel with fewer blocks leaves idle."""
+        """Return the ratio of whole waves of blocks, beyond the change of the work: the part of the
+        processors that a kernel with fewer blocks leaves idle."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            then = np.ceil(np.maximum(self.waves * size, 1e-9)) / np.ceil(self.waves)
-            result = then / size
+            waves_after = np.ceil(np.maximum(self.waves * size, 1e-9)) / np.ceil(self.waves)
+            result = waves_after / size
         result[~self.matrix | ~np.isfinite(result)] = 1.0
         return np.asarray(result)
 
     def _collectives(self, factor: Array, bound: int) -> None:
-        """Scale collectives by axis: their number and messages change. A transfer goes by its
-        bytes, ring and link, and waits for other ranks as the work does. A pipeline's waits are its
-        bubble, added later."""
-        of, mesh, old = self.of, self.mesh, self.of.measured
+        """Scale collectives by axis: their number and messages change. A transfer scales with its
+        bytes, ring and link, and waits for other ranks scale with the work. A pipeline's waits are
+        its bubble, added later."""
+        owner, mesh, old = self.of, self.mesh, self.of.measured
         columns = ["gpu", "short", "collective", "bytes", "dur", "transfer"]
-        for row, axis, kind, size, dur, transfer in of.table.select(columns).iter_rows():
+        for row, axis, kind, size, dur, transfer in owner.table.select(columns).iter_rows():
             if axis is None:
                 continue
             if mesh.extent(axis)[0] == 1:
                 factor[row] = 0.0
                 continue
-            many, message = self._messages(axis, kind)
-            same = mesh.extent(axis) == old.extent(axis)
-            if same and of.crosses(mesh, axis) is of.crosses(old, axis):
-                fixed = min(transfer, of.latency(old, axis, kind, MIDDLE))
-                then = fixed + (transfer - fixed) * message
+            count, message = self._messages(axis, kind)
+            is_same_group = mesh.extent(axis) == old.extent(axis)
+            if is_same_group and owner.crosses(mesh, axis) is owner.crosses(old, axis):
+                fixed = min(transfer, owner.latency(old, axis, kind, MIDDLE))
+                transfer_after = fixed + (transfer - fixed) * message
             elif size is None:
                 raise AdvisorError("the sizes of the collectives are not recorded")
             else:
-                then = of.transfer(mesh, axis, kind, size * message, bound)
+                transfer_after = owner.transfer(mesh, axis, kind, size * message, bound)
             waits = 0.0 if axis == "pp" else (dur - transfer) * self.tokens * self.split
-            factor[row] = (then + waits) * many / max(dur, 1)
+            factor[row] = (transfer_after + waits) * count / max(dur, 1)
 
     def _messages(self, axis: str, kind: str) -> tuple[float, float]:
-        """Return the number of an axis's collectives in a step, and their size, there over here."""
+        """Return the ratios of the number per step and of the size of an axis's collectives."""
         mesh, old = self.mesh, self.of.measured
-        if axis == "dp":  # gradients and parameters: by layer where they are sharded
+        if axis == "dp":  # gradients and parameters: by layer if they are sharded
             gathered = kind in ("all_gather", "reduce_scatter")
             return (self.layers, self.split) if gathered else (1.0, self.layers * self.split)
         if axis == "pp":
             return self.launches / self.layers, self.tokens
-        if axis == "cp" and kind == "send_recv":  # a ring sends its part of the sequence on
+        if axis == "cp" and kind == "send_recv":  # a ring passes on its part of the sequence
             return self.launches * (mesh.cp - 1) / (old.cp - 1), self.tokens * self.split
         if axis == "cp":  # keys and values of the whole sequence
             return self.launches, self.tokens * mesh.cp / old.cp * self.split
         return self.launches, self.tokens
 
     def added(self, bound: int) -> dict[str, float]:
-        """Return the time of collectives along axes not recorded, ns per step: nothing hides it."""
-        of, mesh, old = self.of, self.mesh, self.of.measured
+        """Return the time of collectives along unrecorded axes, ns per step. Nothing hides it."""
+        owner, mesh, old = self.of, self.mesh, self.of.measured
         result = {}
         if mesh.dp > 1 and old.dp == 1:
             raise AdvisorError(
@@ -538,14 +548,14 @@ class _Work:
         activations, layers = self._activations() if self._needs_activations() else (0.0, 0.0)
         calls = layers * self.launches
         if mesh.tp > 1 and old.tp == 1:
-            each = of.transfer(mesh, "tp", "all_reduce", activations * self.tokens, bound)
-            result["tp"] = 4 * calls * each
+            transfer = owner.transfer(mesh, "tp", "all_reduce", activations * self.tokens, bound)
+            result["tp"] = 4 * calls * transfer
         if mesh.cp > 1 and old.cp == 1:  # keys and values of the sequence, and their gradients
             size = 2 * activations * self.tokens * mesh.cp / mesh.tp
-            result["cp"] = 3 * calls * of.transfer(mesh, "cp", "all_gather", size, bound)
+            result["cp"] = 3 * calls * owner.transfer(mesh, "cp", "all_gather", size, bound)
         if mesh.pp > 1 and old.pp == 1:
-            each = of.transfer(mesh, "pp", "send_recv", activations * self.tokens, bound)
-            result["pp"] = 2 * of.slots * self.launches / self.layers * each
+            transfer = owner.transfer(mesh, "pp", "send_recv", activations * self.tokens, bound)
+            result["pp"] = 2 * owner.slots * self.launches / self.layers * transfer
         return result
 
     def _needs_activations(self) -> bool:
@@ -553,28 +563,28 @@ class _Work:
         return any(getattr(mesh, x) > 1 and getattr(old, x) == 1 for x in ("tp", "cp", "pp"))
 
     def _activations(self) -> tuple[float, float]:
-        """Return bytes of a rank's activations between layers, and attentions of a step: from
-        all-reduces of tensor parallelism, else queries. Raises AdvisorError: neither recorded."""
-        of = self.of
-        tensor = of.table.filter(pl.col("short") == "tp", pl.col("bytes") >= 1 << 10)
+        """Return bytes of a rank's activations between layers, and attentions per step: from
+        all-reduces of tensor parallelism, else queries. Raises AdvisorError without either."""
+        owner = self.of
+        tensor = owner.table.filter(pl.col("short") == "tp", pl.col("bytes") >= 1 << 10)
         if tensor.height and not self.sequence:
-            return float(tensor["bytes"].to_numpy().max()), tensor.height / of.a.step_count / 4
-        sizes = _query_bytes(of.a)
+            return float(tensor["bytes"].to_numpy().max()), tensor.height / owner.a.step_count / 4
+        sizes = _query_bytes(owner.a)
         if not sizes:
             raise AdvisorError(
                 "the size of the activations is not recorded: it needs record_shapes=True and an "
                 "attention of PyTorch"
             )
-        return float(np.median(sizes)) * of.measured.tp, len(sizes) / of.a.step_count
+        return float(np.median(sizes)) * owner.measured.tp, len(sizes) / owner.a.step_count
 
     def once(self, bound: int) -> float:
-        """Return the time that a step has once, however many micro-batches, ns: the optimizer and
-        the gradients that nothing hides."""
-        of, factor = self.of, self.factors(bound)
-        steps = of.a.step_count
-        own = self.optimizer & of.a.in_window
-        total = float((self.dur * factor)[own].sum()) / steps
-        rows = of.table.filter(pl.col("short") == "dp", pl.col("collective") == "all_reduce")
+        """Return the time that a step takes once, for any number of micro-batches, ns: the
+        optimizer and the gradients that nothing hides."""
+        owner, factor = self.of, self.factors(bound)
+        steps = owner.a.step_count
+        in_optimizer = self.optimizer & owner.a.in_window
+        total = float((self.dur * factor)[in_optimizer].sum()) / steps
+        rows = owner.table.filter(pl.col("short") == "dp", pl.col("collective") == "all_reduce")
         exposed = rows["exposed"].to_numpy() * factor[rows["gpu"].to_numpy()]
         return total + float(exposed.sum()) / steps
 
@@ -593,7 +603,7 @@ def _query_bytes(a: Analysis) -> list[float]:
     sizes: dict[tuple[str, int], float | None] = {}
     result = []
     for name, inputs in ops.select(pl.col("name").cast(pl.String), "inputs").iter_rows():
-        if (name, inputs) not in sizes:  # a few distinct ones, whatever the length
+        if (name, inputs) not in sizes:  # only a few are distinct
             texts = a.trace.inputs.row(inputs)
             call = parse_attention(name, OpInputs(*(text or "" for text in texts)))
             forward = call is not None and not call.backward

@@ -1,5 +1,5 @@
-"""The measured step with its matrix products in a narrower number format, or with 2:4 sparse
-weights: which layers to convert, which to leave, and the step after it, replayed."""
+"""Projection of the measured step with its matrix products in a narrower number format, or with 2:4
+sparse weights: which layers to convert, which to leave, and the replayed step afterwards."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ from advisor.replay.project.device_scaling import (
 from advisor.replay.project.project import scaled_step
 from advisor.replay.window_replayer import WindowReplayer
 
-LINEAR = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm")
+LINEAR_OPS = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm")
 """Products with a weight, as PyTorch records them; ``bmm`` multiplies activations."""
-FUSED = "_addmm_activation"
-"""Product that runs its activation too; a narrower one leaves it to a kernel of its own."""
-SMALL = "too small: quantising costs more than the product saves"
-LIMITED = "arithmetic limits it: fewer bytes save nothing"
+FUSED_OP = "_addmm_activation"
+"""Product that includes its activation; a narrower product leaves it to a separate kernel."""
+TOO_SMALL = "too small: quantising costs more than the product saves"
+NO_SAVING = "arithmetic limits it: fewer bytes save nothing"
 MEASURE = (
     "how accurate the model is afterwards is not in a recording: measure it on your own data "
     "before you keep the change"
@@ -45,10 +45,10 @@ MEASURE = (
 
 
 class LinearLayerGroup(NamedTuple):
-    """Equal matrix products: of one shape, in modules of one kind. Times ns per step."""
+    """Equal matrix products: one shape, in modules of one kind. Times are ns per step."""
 
     where: str
-    """Modules; where these are not recorded, the operator."""
+    """Modules, or the operator if modules are not recorded."""
     shape: str
     """``m x n x k``."""
     role: Role
@@ -59,14 +59,14 @@ class LinearLayerGroup(NamedTuple):
     low_ns: float
     after_ns: float
     high_ns: float
-    """Upper end of the time in the other format, with what quantises its inputs."""
+    """Upper end of the time in the other format, including the quantising of its inputs."""
     convert: bool
     why: str
-    """Reason why it is left as it is; empty: it is converted."""
+    """Reason why it is not converted. Empty if it is."""
 
 
 class PrecisionResult(NamedTuple):
-    """Step in a narrower format. Times ns per step, bytes; null: unknown."""
+    """Step in a narrower format. Times are ns per step, or null if unknown."""
 
     format: str
     gpu: str
@@ -76,22 +76,22 @@ class PrecisionResult(NamedTuple):
     low_ns: float
     high_ns: float
     all_step_ns: float
-    """Step with every product converted that can be, those that get slower included."""
+    """Step with every possible product converted, even if it gets slower."""
     replayed: bool
     layers: tuple[LinearLayerGroup, ...]
     """Groups of equal products, the most time first."""
     unknown_ns: float
-    """Matrix products that stay because their shapes or formats are not recorded."""
+    """Time of matrix products that stay because their shapes or formats are not recorded."""
     narrow_ns: float
-    """Matrix products that are in 8 bits already."""
+    """Time of matrix products that are already in 8 bits."""
     freed_bytes: float | None
-    """Memory saved by converted weights; null: a training run keeps its master weights."""
+    """Memory saved by converted weights, or null for training, which keeps its master weights."""
     weight_bytes: float | None
-    """Weights of all known products, each read once per step, as recorded."""
+    """Recorded bytes of the weights of all known products, each read once per step."""
     weight_read_ns: float | None
     """Time to read these weights at the attainable memory rate."""
     refused: str
-    """Reason why nothing is estimated, and the step stays as measured; empty: it is estimated."""
+    """Reason why nothing is estimated, and the step stays as measured. Empty if it is estimated."""
     snippet: str
     notes: tuple[str, ...]
 
@@ -108,7 +108,7 @@ class _Call:
     rows: list[int]
     node: int
     gemm: Gemm | None
-    """Shape and format; ``None``: already narrow, or the format is unknown."""
+    """Shape and format, or ``None`` if already narrow or of unknown format."""
     fused: bool
     ns: float
     estimate: ProductEstimate | None = None
@@ -118,7 +118,7 @@ class _Call:
 def project_precision(a: Analysis, name: str) -> PrecisionResult:
     """Project the step with its linear layers in ``name``, one of ``FORMATS``.
 
-    Raises AdvisorError: no such format, no device work, no step, or the GPU is unknown."""
+    Raises AdvisorError for an unknown format or GPU, or without device work or a step."""
     if name not in FORMATS:
         raise AdvisorError(f"precision {name!r}: there are {', '.join(FORMATS)}")
     path = a.trace.meta.path or "trace"
@@ -137,35 +137,35 @@ class _Conversion:
         self.narrow = FORMATS[name]
         self.unknown = self.already = 0.0
         self.dur = a.trace.gpu["dur"].to_numpy().astype(float)
-        self.calls = self._calls()
+        self.calls = self._find_calls()
 
     def result(self) -> PrecisionResult:
         a = self.a
         refused = missing_unit(self.name, self.gpu, training=self.training)
-        known = [call for call in self.calls if call.gemm is not None]
-        if not refused and not known:
+        calls = [call for call in self.calls if call.gemm is not None]
+        if not refused and not calls:
             refused = (
                 "no matrix product with a weight has recorded shapes (record_shapes=True)"
                 if self.unknown
                 else "no matrix product with a weight is in a wider format"
             )
         step: Three = (a.step_ns, a.step_ns, a.step_ns)
-        every, captured, replayed = a.step_ns, a.step_ns, False
+        all_step, captured, replayed = a.step_ns, a.step_ns, False
         if not refused:
-            for call in known:
+            for call in calls:
                 self._judge(call)
-            self._decide(known)
+            self._choose_groups(calls)
             replayer = WindowReplayer(a)
             replayed = not replayer.unusable_reason
-            step = self._step([c for c in known if not c.why], replayer)
-            captured = self._step([c for c in known if not c.why], replayer, launching=False)[1]
-            every = self._step([c for c in known if c.estimate is not None], replayer)[1]
+            step = self._step([c for c in calls if not c.why], replayer)
+            captured = self._step([c for c in calls if not c.why], replayer, launching=False)[1]
+            all_step = self._step([c for c in calls if c.estimate is not None], replayer)[1]
         per = 1 / a.step_count
-        layers = tuple(self._layers(known)) if not refused else ()
-        weights = self._weights(known)
+        layers = tuple(self._group_layers(calls)) if not refused else ()
+        weights = self._count_weight_bytes(calls)
         freed = None
         if not self.training and not refused:
-            freed = self._freed([c for c in known if not c.why])
+            freed = self._count_freed_bytes([c for c in calls if not c.why])
         memory = attainable_roofs(self.gpu).memory
         return PrecisionResult(
             format=self.name,
@@ -175,7 +175,7 @@ class _Conversion:
             step_ns=step[1],
             low_ns=min(step[0], step[1]),
             high_ns=max(step[2], step[1]),
-            all_step_ns=every,
+            all_step_ns=all_step,
             replayed=replayed,
             layers=layers,
             unknown_ns=self.unknown * per,
@@ -190,20 +190,20 @@ class _Conversion:
 
     # -- what is multiplied -------------------------------------------------------------------
 
-    def _calls(self) -> list[_Call]:
-        """Return the products with a weight, by the call of their operator."""
+    def _find_calls(self) -> list[_Call]:
+        """Return the products with a weight, one per operator call."""
         a = self.a
         kernels = a.kernels.with_columns(row=pl.int_range(pl.len()), dur=a.trace.gpu["dur"])
         matrix = kernels.filter(pl.Series(a.in_window) & (pl.col("family") == "gemm"))
         nodes = work_nodes(a)
-        backward = self._backward()
+        backward = self._find_backward()
         inputs = a.trace.cpu["inputs"].fill_null(-1).to_numpy()
         shapes: dict[tuple[str, int], Gemm | None] = {}
         result: dict[int, _Call] = {}
         for row, op, name, dtype, dur in (
             matrix.select("row", "op_row", "op_name", pl.col("dtype").cast(pl.String), "dur")
         ).iter_rows():
-            bare = (name or "").removeprefix("aten::").removesuffix("_")
+            op_name = (name or "").removeprefix("aten::").removesuffix("_")
             if op in result:
                 result[op].rows.append(row)
                 result[op].ns += dur
@@ -211,12 +211,12 @@ class _Conversion:
             if dtype in ("fp8", "int8"):
                 self.already += dur
                 continue
-            if op is None or bare not in LINEAR or inputs[op] < 0 or dtype is None:
-                self.unknown += 0.0 if bare in ("bmm", "baddbmm") else dur
+            if op is None or op_name not in LINEAR_OPS or inputs[op] < 0 or dtype is None:
+                self.unknown += 0.0 if op_name in ("bmm", "baddbmm") else dur
                 continue
             key = name, int(inputs[op])
             if key not in shapes:
-                shapes[key] = self._gemm(name, key[1], dtype)
+                shapes[key] = self._parse_gemm(name, key[1], dtype)
             gemm = shapes[key]
             if gemm is None:
                 self.unknown += dur
@@ -225,22 +225,22 @@ class _Conversion:
                 role: Role = "input gradient" if backward[op] else "forward"
                 gemm = gemm._replace(role=role)
             node = int(nodes[row])
-            result[op] = _Call([row], node, gemm, bare == FUSED, float(dur))
+            result[op] = _Call([row], node, gemm, op_name == FUSED_OP, float(dur))
         calls = list(result.values())
         self._weight_gradients(calls)
         return calls
 
-    def _backward(self) -> NDArray[np.bool_]:
+    def _find_backward(self) -> NDArray[np.bool_]:
         """Return the mask over ``trace.cpu`` of operators that the backward pass runs."""
         return np.asarray(self.a.forward_op >= 0)
 
-    def _gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
+    def _parse_gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
         texts = self.a.trace.inputs.select("dims", "types").row(row)
-        found = parse_product(name, OpInputs(*(text or "" for text in texts)))
-        size = width_of(found.a.dtype) if found is not None else None
-        if found is None or size is None or found.batch != 1:
+        product = parse_product(name, OpInputs(*(text or "" for text in texts)))
+        size = width_of(product.a.dtype) if product is not None else None
+        if product is None or size is None or product.batch != 1:
             return None
-        return Gemm(found.m, found.n, found.k, dtype, size, "inference")
+        return Gemm(product.m, product.n, product.k, dtype, size, "inference")
 
     def _weight_gradients(self, calls: list[_Call]) -> None:
         """Find the products of the backward pass whose output has the sizes of a weight."""
@@ -272,11 +272,11 @@ class _Conversion:
             best, middle, worst = call.estimate.quantise
             call.estimate = call.estimate._replace(quantise=(best, middle + extra, worst + extra))
 
-    def _decide(self, known: list[_Call]) -> None:
-        """Leave products that would take longer as they are: those of one shape together, in
-        training a layer's three, since it quantises its tensors for all of them."""
+    def _choose_groups(self, calls_with_shapes: list[_Call]) -> None:
+        """Leave products that would take longer unconverted: products of one shape together; in
+        training, a layer's three products, which share their quantised tensors."""
         groups: dict[tuple[int, frozenset[int]] | Gemm, list[_Call]] = {}
-        for call in known:
+        for call in calls_with_shapes:
             gemm = call.gemm
             assert gemm is not None
             if not self.training:
@@ -290,7 +290,7 @@ class _Conversion:
             why = next((call.why for call in calls if call.why), "")
             after = sum(call.estimate.total[1] for call in calls if call.estimate is not None)
             if not why and after >= sum(call.ns for call in calls):
-                why = SMALL if self.narrow.inputs is not None else LIMITED
+                why = TOO_SMALL if self.narrow.inputs is not None else NO_SAVING
             for call in calls:
                 call.why = why
 
@@ -299,16 +299,16 @@ class _Conversion:
     def _step(
         self, calls: list[_Call], replayer: WindowReplayer, *, launching: bool = True
     ) -> Three:
-        """Return (best, central, worst) of the step, ns: each product takes its estimate. Where the
-        host launches each kernel (``launching``), each that quantises adds a launch."""
+        """Return (best, central, worst) of the step, ns: each product takes its estimated time. If
+        the host launches each kernel (``launching``), each quantising kernel adds a launch."""
         steps = []
-        for place in range(3):
+        for index in range(3):
             factor = np.ones(len(self.dur))
             launches = np.zeros(len(self.dur))
             for call in calls:
                 assert call.estimate is not None
-                factor[call.rows] = call.estimate.total[place] / max(call.ns, 1.0)
-                launches[call.rows[0]] = call.estimate.launches[place] * launching
+                factor[call.rows] = call.estimate.total[index] / max(call.ns, 1.0)
+                launches[call.rows[0]] = call.estimate.launches[index] * launching
             steps.append(self._replay(factor, launches, replayer))
         miss = 0.0 if replayer.unusable_reason else replayer.quality.step_error
         best, middle, worst = steps
@@ -323,11 +323,11 @@ class _Conversion:
         device = graph.device
         dur[device] *= factor[graph.row[device]]
         edge = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & (graph.src > 0))
-        more = np.bincount(
+        launch_counts = np.bincount(
             graph.src[edge], launches[graph.row[graph.dst[edge]]], minlength=len(graph)
         )
         program = (graph.edge == EdgeKind.PROGRAM) & (graph.kind[graph.dst] == NodeKind.LAUNCH)
-        weight[program] += more[graph.dst[program]] * self._launch_ns(replayer)
+        weight[program] += launch_counts[graph.dst[program]] * self._launch_ns(replayer)
         before = replayer.plan.steady_step()
         return a.step_ns * replayer.plan.steady_step(weight, dur) / max(before, 1.0)
 
@@ -340,12 +340,12 @@ class _Conversion:
         gaps = gaps[gaps > 0]
         return float(np.median(gaps)) if len(gaps) else 0.0
 
-    # -- what is said -------------------------------------------------------------------------
+    # -- what is reported -------------------------------------------------------------------------
 
-    def _layers(self, known: list[_Call]) -> list[LinearLayerGroup]:
+    def _group_layers(self, calls_with_shapes: list[_Call]) -> list[LinearLayerGroup]:
         layers = self.a.layers
         groups: dict[tuple[str, Gemm, str], list[_Call]] = {}
-        for call in known:
+        for call in calls_with_shapes:
             assert call.gemm is not None
             kind = ""
             if layers is not None and call.node >= 0:
@@ -379,30 +379,30 @@ class _Conversion:
             )
         return sorted(result, key=lambda layer: -layer.ns)
 
-    def _distinct(self, calls: list[_Call]) -> list[Gemm]:
-        """Return one product per weight: of each module once, else those of one step."""
-        once: dict[tuple[int, Gemm], Gemm] = {}
-        rest: Counter[Gemm] = Counter()
+    def _list_distinct(self, calls: list[_Call]) -> list[Gemm]:
+        """Return one product per weight: one per module, else the products of one step."""
+        by_module: dict[tuple[int, Gemm], Gemm] = {}
+        counts: Counter[Gemm] = Counter()
         for call in calls:
             gemm = call.gemm
             if gemm is None or gemm.role not in ("inference", "forward"):
                 continue
             if call.node >= 0:
-                once[call.node, gemm._replace(m=0)] = gemm
+                by_module[call.node, gemm._replace(m=0)] = gemm
             else:
-                rest[gemm] += 1
-        single = [g for g, n in rest.items() for _ in range(max(1, n // self.a.step_count))]
-        return [*once.values(), *single]
+                counts[gemm] += 1
+        single = [g for g, n in counts.items() for _ in range(max(1, n // self.a.step_count))]
+        return [*by_module.values(), *single]
 
-    def _weights(self, calls: list[_Call]) -> float:
-        return float(sum(g.k * g.n * g.width for g in self._distinct(calls)))
+    def _count_weight_bytes(self, calls: list[_Call]) -> float:
+        return float(sum(g.k * g.n * g.width for g in self._list_distinct(calls)))
 
-    def _freed(self, calls: list[_Call]) -> float:
+    def _count_freed_bytes(self, calls: list[_Call]) -> float:
         narrow = self.narrow
         return float(
             sum(
                 g.k * g.n * (g.width - narrow.weight * (g.width if self.name == SPARSE else 1.0))
-                for g in self._distinct(calls)
+                for g in self._list_distinct(calls)
             )
         )
 
@@ -414,8 +414,8 @@ class _Conversion:
                 f"{self.unknown / total:.0%} of the time of matrix products stays as it is: shapes "
                 "or formats are not recorded (record_shapes=True)"
             )
-        wide = sum(c.ns for c in self.calls if c.gemm and c.gemm.dtype in ("fp32", "tf32"))
-        if wide > 0.05 * total:
+        wide_ns = sum(c.ns for c in self.calls if c.gemm and c.gemm.dtype in ("fp32", "tf32"))
+        if wide_ns > 0.05 * total:
             notes.append(
                 "these products are in fp32 or TF32: convert the model to bfloat16 first, which "
                 "saves a part of this without a narrower format, and record that"
@@ -425,7 +425,7 @@ class _Conversion:
                 "modules are not recorded (with_modules=True): each call of a step is taken for a "
                 "weight of its own"
             )
-        if any(c.why == SMALL for c in self.calls):
+        if any(c.why == TOO_SMALL for c in self.calls):
             notes.append(
                 "converting the small layers as well makes steps longer: FP8 took 1.25 times as "
                 "long for 1024x1024x2048 on an H100 (torchao, torchao/float8/README.md), and twice "
@@ -456,16 +456,16 @@ class _Conversion:
         return notes
 
     def _snippet(self, layers: tuple[LinearLayerGroup, ...]) -> str:
-        left = sorted({x.where for x in layers if not x.convert and " > " in x.where})
+        kept = sorted({x.where for x in layers if not x.convert and " > " in x.where})
         return conversion_snippet(
-            self.name, training=self.training, engine=self.a.engine, leave=left
+            self.name, training=self.training, engine=self.a.engine, leave=kept
         )
 
 
 def conversion_snippet(name: str, *, training: bool, engine: str | None, leave: list[str]) -> str:
-    """Return the lines that convert a PyTorch model, with the versions that they were read in."""
-    if engine in SERVERS and name in SERVED:
-        return f"# {SERVERS[engine][1]}\n{SERVERS[engine][0].format(SERVED[name])}"
+    """Return the lines that convert a PyTorch model, with the versions of their documentation."""
+    if engine in SERVERS and name in SERVED_FORMATS:
+        return f"# {SERVERS[engine][1]}\n{SERVERS[engine][0].format(SERVED_FORMATS[name])}"
     kept = f"  # leave: {', '.join(leave[:3])}" if leave else ""
     lines = TRAINING if training else INFERENCE
     return lines[name].format(kept=kept)
@@ -476,7 +476,7 @@ SERVERS = {
     "sglang": ("python -m sglang.launch_server --model-path MODEL --quantization {}",
                "docs.sglang.ai, advanced_features/quantization"),
 }  # fmt: skip
-SERVED = {"fp8": "fp8"}
+SERVED_FORMATS = {"fp8": "fp8"}
 """Formats to which servers quantise a model as they load it; others need a quantised checkpoint."""
 _QUANTIZE = (
     "from torchao.quantization import quantize_, {config}  # torchao 0.15: docs.pytorch.org/ao\n"

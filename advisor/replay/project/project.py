@@ -1,5 +1,5 @@
-"""A measured step on another GPU: replayed with scaled device work, with its band, and whether its
-memory fits; and which GPU is the cheapest."""
+"""Projection of a measured step to another GPU: replayed with scaled device work, with its range,
+and whether its memory fits. Also the choice of the cheapest GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from advisor.replay.predictions import device_error, host_error
 from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
 from advisor.replay.window_replayer import WindowReplayer
 
-MAX_UNKNOWN = 0.5
-"""Share of kernel time in kernels of no known family above which nothing is projected."""
-HOST_PACE = 0.8
-"""Share of the step that remains with a GPU that takes no time, above which a note says so."""
+MAX_UNKNOWN_SHARE = 0.5
+"""Maximum share of kernel time in kernels of unknown family for a projection."""
+MIN_HOST_SHARE = 0.8
+"""Minimum share of the step, with a GPU that takes no time, at which a note mentions it."""
 START_NS = {"nvidia": 1_700.0, "amd": 6_600.0}
 """Time from a launch call to the kernel's start on an idle GPU, ns: medians of public traces
 (NVIDIA: 1.5 to 3 µs in seven; AMD: 6.6 µs on MI250, 20.7 on MI300X, the smaller taken). The calls
-themselves take HIP no longer than CUDA (4.4 to 6.3 against 3.3 to 8.2 µs), so host time stays."""
+themselves take no longer in HIP than in CUDA (4.4 to 6.3 against 3.3 to 8.2 µs), so host time
+stays."""
 
 
 class WorkPart(NamedTuple):
@@ -42,7 +43,7 @@ class WorkPart(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A step on another GPU. Times ns per step."""
+    """Step on another GPU. Times are ns per step."""
 
     gpu: str
     step_ns: float
@@ -53,9 +54,10 @@ class Projection(NamedTuple):
     """Device work by kind, the most time first."""
     fit: ProjectedMemory
     notes: tuple[str, ...]
-    """Assumptions of this projection, beyond those of all."""
+    """Assumptions of this projection, beyond the general ones."""
     refused: str
-    """Reason why this GPU cannot run the step as it is, with times NaN (null); empty: it can."""
+    """Reason why this GPU cannot run the step as it is; times are then NaN (null). Empty if it
+    can."""
 
     @property
     def speedup(self) -> float:
@@ -64,21 +66,21 @@ class Projection(NamedTuple):
 
 
 def find_recorded_gpu(a: Analysis) -> GpuSpec | None:
-    """Return the GPU that did the work; ``None``: unknown. Raises AdvisorError: the recording names
-    another than the user (``ReadOptions.recorded_gpu``)."""
-    found, named = a.hardware, a.trace.meta.gpu
-    if found is not None and named not in (None, found.name):
+    """Return the GPU that did the work, or ``None`` if unknown. Raises AdvisorError if the
+    recording names another GPU than the user (``ReadOptions.recorded_gpu``)."""
+    gpu, name = a.hardware, a.trace.meta.gpu
+    if gpu is not None and name not in (None, gpu.name):
         path = a.trace.meta.path or "trace"
-        raise AdvisorError(f"{path}: recorded on {found.name}, not on {named}")
-    return found
+        raise AdvisorError(f"{path}: recorded on {gpu.name}, not on {name}")
+    return gpu
 
 
 class Projector:
-    """Projections of one recorded window. ``same_host``: the other GPU is put into this machine, so
-    host time is as measured; else the band covers other machines.
+    """Projector of one recorded window. ``same_host``: the other GPU is put into this machine, so
+    host time stays as measured; else the range covers other machines.
 
-    Raises AdvisorError: the recorded GPU is unknown, or is not the one that the user names; there
-    is no device work or step; or most kernels are of no known family."""
+    Raises AdvisorError if the recorded GPU is unknown, or is not the GPU that the user names; if
+    there is no device work or step; or if most kernels are of unknown family."""
 
     def __init__(self, a: Analysis, *, same_host: bool = False) -> None:
         self.a = a
@@ -88,22 +90,22 @@ class Projector:
             raise AdvisorError(f"{path}: no device work, so nothing to project")
         if (recorded := find_recorded_gpu(a)) is None:
             name = a.device.name if a.device is not None and a.device.name else None
-            why = (
+            reason = (
                 f"{name!r} is not a GPU whose rates are known"
                 if name
                 else "its GPU is not recorded"
             )
             raise AdvisorError(
-                f"{path}: {why}, so there is nothing to project from; --recorded-gpu NAME says "
+                f"{path}: {reason}, so there is nothing to project from; --recorded-gpu NAME says "
                 "what it was"
             )
         if a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: there is no step to project")
         self.recorded_gpu: GpuSpec = recorded
-        if self.unknown > MAX_UNKNOWN:
+        if self.unknown > MAX_UNKNOWN_SHARE:
             raise AdvisorError(
                 f"{path}: {self.unknown:.0%} of the kernel time is in kernels of no known kind (at "
-                f"most {MAX_UNKNOWN:.0%} is accepted), so what bounds them is not known"
+                f"most {MAX_UNKNOWN_SHARE:.0%} is accepted), so what bounds them is not known"
             )
 
     @cached_property
@@ -127,36 +129,37 @@ class Projector:
 
     def on(self, target: GpuSpec) -> Projection:
         """Project the step onto another GPU."""
-        moved = scale_device_work(self.a, self.recorded_gpu, target)
-        fitting = project_memory(self.a, target)
-        parts = self._parts(moved)
-        if moved.missing:
-            formats = ", ".join(moved.missing)
+        scaled = scale_device_work(self.a, self.recorded_gpu, target)
+        memory = project_memory(self.a, target)
+        parts = self._parts(scaled)
+        if scaled.missing:
+            formats = ", ".join(scaled.missing)
             return Projection(
-                target.name, math.nan, math.nan, math.nan, self.a.step_ns, parts, fitting, (),
+                target.name, math.nan, math.nan, math.nan, self.a.step_ns, parts, memory, (),
                 f"it has no unit for {formats}, in which the step computes",
             )  # fmt: skip
-        other = target.vendor != self.recorded_gpu.vendor
-        same = target.name == self.recorded_gpu.name
-        host = 0.0 if self.same_host or same else host_error()
-        off = np.array(
-            [0.0 if same else device_error(kind, other_vendor=other) for kind in KINDS], dtype=float
+        crosses = target.vendor != self.recorded_gpu.vendor
+        is_same = target.name == self.recorded_gpu.name
+        host = 0.0 if self.same_host or is_same else host_error()
+        errors = np.array(
+            [0.0 if is_same else device_error(kind, other_vendor=crosses) for kind in KINDS],
+            dtype=float,
         )
-        off[CODE["unchanged"]] = 0.0
-        wide = off[moved.kind]
-        step = self._step(moved.factor, 1.0, target)
-        low = self._step(moved.low * np.exp(-wide), math.exp(-host), target)
-        high = self._step(moved.high * np.exp(wide), math.exp(host), target)
-        miss = self.replayer.quality.step_error if self.replayed else 0.0
+        errors[CODE["unchanged"]] = 0.0
+        error = errors[scaled.kind]
+        step = self._step(scaled.factor, 1.0, target)
+        low = self._step(scaled.low * np.exp(-error), math.exp(-host), target)
+        high = self._step(scaled.high * np.exp(error), math.exp(host), target)
+        replay_error = self.replayer.quality.step_error if self.replayed else 0.0
         return Projection(
             target.name,
             step,
-            min(low, step) * (1 - miss),
-            max(high, step) * (1 + miss),
+            min(low, step) * (1 - replay_error),
+            max(high, step) * (1 + replay_error),
             self.a.step_ns,
             parts,
-            fitting,
-            tuple(self._notes(moved, target, step)),
+            memory,
+            tuple(self._notes(scaled, target, step)),
             "",
         )
 
@@ -169,19 +172,19 @@ class Projector:
         later = START_NS[target.vendor] - START_NS[self.recorded_gpu.vendor]
         return scaled_step(self.replayer, factor, host=host, later=later)
 
-    def _parts(self, moved: ScaledDeviceWork) -> tuple[WorkPart, ...]:
+    def _parts(self, scaled: ScaledDeviceWork) -> tuple[WorkPart, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
         result = []
         for name, code in CODE.items():
-            own = moved.kind == code
-            if dur[own].sum():
-                then = float((dur * moved.factor)[own].sum())
-                result.append(WorkPart(name, float(dur[own].sum()), then))
+            is_of_kind = scaled.kind == code
+            if dur[is_of_kind].sum():
+                then_ns = float((dur * scaled.factor)[is_of_kind].sum())
+                result.append(WorkPart(name, float(dur[is_of_kind].sum()), then_ns))
         return tuple(sorted(result, key=lambda part: -part.ns))
 
-    def _notes(self, moved: ScaledDeviceWork, target: GpuSpec, step: float) -> list[str]:
-        notes = [f"{a} is computed in {b} on {target.name}" for a, b in moved.instead]
-        if self.host_step > HOST_PACE * step:
+    def _notes(self, scaled: ScaledDeviceWork, target: GpuSpec, step: float) -> list[str]:
+        notes = [f"{a} is computed in {b} on {target.name}" for a, b in scaled.instead]
+        if self.host_step > MIN_HOST_SHARE * step:
             notes.append(
                 f"on {target.name} the host limits the step: an infinitely fast GPU would still "
                 f"take {self.host_step / step:.0%} of this time"
@@ -206,31 +209,32 @@ class Projector:
 
 
 USABLE_MEMORY_SHARE = 0.92
-"""Least share of the memory as sold that a driver hands out: a T4's 16 GiB are 14.8."""
+"""Minimum share of the nominal memory that a driver provides: a T4's 16 GiB are 14.8."""
 CONTEXT_BYTES = 600 << 20
-"""Memory of the driver and the libraries beside the allocator, about: a CUDA context with cuBLAS
-and cuDNN loaded is 300 to 900 MiB."""
+"""Approximate memory of the driver and the libraries outside the allocator: a CUDA context with
+cuBLAS and cuDNN loaded is 300 to 900 MiB."""
 
 
 class ProjectedMemory(NamedTuple):
-    """Memory of the step compared with a GPU's. Bytes; null: not recorded."""
+    """Memory of the step compared with a GPU's, bytes, or null if not recorded."""
 
     verdict: Literal["fits", "tight", "too small", "not measured"]
-    """``tight``: what is allocated fits, what the allocator has reserved does not."""
+    """Verdict. ``tight``: allocated memory fits, but the allocator's reserved memory does not."""
     allocated: int | None
     reserved: int | None
     capacity: int
 
 
 def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
-    """Compare the largest peak on the analysed device, and the driver's memory, with a GPU's. The
-    peak is of the steps by the allocator's events, else of the run by the recorder's samples."""
+    """Compare the largest peak on the analysed device, and the driver's memory, with a GPU's
+    memory. The peak is of the steps, by the allocator's events, else of the run, by the recorder's
+    samples."""
     usable = int(target.memory_bytes * USABLE_MEMORY_SHARE)
-    own = a.memory.filter(pl.col("device") == a.device_id)
+    samples = a.memory.filter(pl.col("device") == a.device_id)
     peaks: list[int | None] = []
     for name in ("peak_allocated", "peak_reserved"):
-        top = own[name].max() if own.height else None
-        peaks.append(top if isinstance(top, int) else None)
+        peak = samples[name].max() if samples.height else None
+        peaks.append(peak if isinstance(peak, int) else None)
     allocated, reserved = peaks
     if allocated is None and reserved is None and a.record is not None:
         steps = a.record.steps
@@ -238,13 +242,13 @@ def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
         reserved = max((step.reserved for step in steps if step.reserved), default=None)
     if allocated is None and reserved is None:
         return ProjectedMemory("not measured", None, None, target.memory_bytes)
-    least = allocated if allocated is not None else reserved
-    most = reserved if reserved is not None else allocated
-    assert least is not None and most is not None
-    if least + CONTEXT_BYTES > usable:
+    lower = allocated if allocated is not None else reserved
+    upper = reserved if reserved is not None else allocated
+    assert lower is not None and upper is not None
+    if lower + CONTEXT_BYTES > usable:
         return ProjectedMemory("too small", allocated, reserved, target.memory_bytes)
-    roomy = allocated is not None and reserved is not None and most + CONTEXT_BYTES <= usable
-    return ProjectedMemory("fits" if roomy else "tight", allocated, reserved, target.memory_bytes)
+    fits = allocated is not None and reserved is not None and upper + CONTEXT_BYTES <= usable
+    return ProjectedMemory("fits" if fits else "tight", allocated, reserved, target.memory_bytes)
 
 
 # -- which GPU is the cheapest for a step ----------------------------------------------------------
@@ -255,41 +259,41 @@ RESTS_ON = (
     "two GPUs. No whole step was measured on two GPUs"
 )
 ANY = ""
-"""Name in a price table of one price for any GPU."""
+"""Name of the price for any GPU in a price table."""
 
 
 class TargetGpu(NamedTuple):
-    """A GPU, the step on it, and the cost of a million steps."""
+    """GPU, the step on it, and the cost of a million steps."""
 
     projection: Projection
     price: float | None
-    """Price per hour; null: not given."""
+    """Price per hour, or null if not given."""
     cost: float | None
     """Cost of a million steps."""
     low_cost: float | None
     high_cost: float | None
     epoch_cost: float | None = None
-    """Cost of an epoch; null: its steps are unknown."""
+    """Cost of an epoch, or null if its steps are unknown."""
 
     @property
     def is_possible(self) -> bool:
-        """Whether the GPU has the units and, as far as is known, the memory."""
+        """Whether the GPU has the units and, if known, the memory."""
         return not self.projection.refused and self.projection.fit.verdict != "too small"
 
     def may_be_cheaper(self, other: TargetGpu) -> bool:
-        """Return whether this GPU could cost no more than the other, by the bands of both."""
+        """Return whether this GPU could cost no more than the other, by the ranges of both."""
         low, high = self.low_cost, other.high_cost
         return low is not None and high is not None and low <= high
 
 
 def cost_of_steps(price: float | None, step_ns: float, steps: float = 1e6) -> float | None:
-    """Return the cost of so many steps at ``price`` an hour; ``None`` without a price."""
+    """Return the cost of ``steps`` at ``price`` per hour, or ``None`` without a price."""
     return None if price is None else price * step_ns / HOUR_NS * steps
 
 
 def hourly_prices(prices: Prices) -> dict[str, float]:
-    """Return the price per hour of each known GPU, by our name of it. Raises AdvisorError: the
-    table has names, and none of them is that of a known GPU."""
+    """Return the price per hour of each known GPU, by our name for it. Raises AdvisorError if the
+    table has names, but none of a known GPU."""
     result = {}
     for gpu in known_gpus():
         price = next(filter(None, map(prices.price_of, (gpu.name, *gpu.names))), None)
@@ -303,8 +307,8 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
 def choose_gpus(
     projector: Projector, gpus: Iterable[tuple[GpuSpec, float | None]], epoch: float | None = None
 ) -> tuple[TargetGpu, ...]:
-    """Project onto all GPUs and sort: the cheapest first, then those without a price, the fastest
-    first, then those on which the step cannot run. ``epoch``: steps of an epoch."""
+    """Project onto all GPUs and sort: the cheapest first, then GPUs without a price, the fastest
+    first, then GPUs that cannot run the step. ``epoch``: steps of an epoch."""
     result = []
     for gpu, price in gpus:
         p = projector.on(gpu)
@@ -317,8 +321,8 @@ def choose_gpus(
                 cost_of_steps(price, p.high_ns),
             )
         )
-        paid = None if p.refused or epoch is None else cost_of_steps(price, p.step_ns, epoch)
-        result.append(TargetGpu(p, price, *costs, paid))
+        epoch_cost = None if p.refused or epoch is None else cost_of_steps(price, p.step_ns, epoch)
+        result.append(TargetGpu(p, price, *costs, epoch_cost))
 
     def order(c: TargetGpu) -> tuple[bool, bool, float]:
         figure = c.projection.step_ns if c.cost is None else c.cost
@@ -328,45 +332,45 @@ def choose_gpus(
 
 
 def offered_gpus(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
-    """Return all known GPUs that have a price, with it; all known ones where no price is given by
-    name. Raises AdvisorError as ``hourly_prices``."""
+    """Return all known GPUs with a price, or all known GPUs if no price is given by name. Raises
+    AdvisorError like ``hourly_prices``."""
     money = {} if ANY in prices.table else hourly_prices(prices)
     return [(gpu, money.get(gpu.name)) for gpu in known_gpus() if not money or gpu.name in money]
 
 
 def describe_cheapest(result: tuple[TargetGpu, ...]) -> str:
-    """Name the cheapest GPU, and those that could be it by the bands; empty: no GPU has a price."""
+    """Name the cheapest GPU, and GPUs that could be it within the ranges. Empty without prices."""
     if all(c.price is None for c in result):
         return ""
-    able = [c for c in result if c.is_possible and c.cost is not None]
-    if not able:
+    possible = [c for c in result if c.is_possible and c.cost is not None]
+    if not possible:
         return "no GPU with a price can run this step"
-    best = able[0]
-    also = [c for c in able[1:] if c.may_be_cheaper(best)]
+    best = possible[0]
+    rivals = [c for c in possible[1:] if c.may_be_cheaper(best)]
     text = f"cheapest: {best.projection.gpu}"
-    if also:
-        names = ", ".join(c.projection.gpu for c in also[:MAX_NAMES])
-        more = " …" if len(also) > MAX_NAMES else ""
-        text += f"; within the bands it could be {names}{more}"
+    if rivals:
+        names = ", ".join(c.projection.gpu for c in rivals[:MAX_NAMES])
+        ellipsis = " …" if len(rivals) > MAX_NAMES else ""
+        text += f"; within the bands it could be {names}{ellipsis}"
     return text
 
 
 HOST_EDGES = (EdgeKind.PROGRAM, EdgeKind.LOADER, EdgeKind.HANDOFF)
-"""Edges that the host's speed decides: its own threads, and the loader's workers."""
+"""Edges that depend on the host's speed: its own threads, and the loader's workers."""
 
 
 def scaled_step(
     replayer: WindowReplayer, factor: Array, *, host: float = 1.0, later: float = 0.0
 ) -> float:
     """Return the measured step times the ratio of two replays, ns. ``factor``: new duration of each
-    row of ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which
-    kernels start later after their launch. Where steps cannot be replayed, busy time is scaled by
-    ``factor`` and the rest by ``host``."""
+    row of ``trace.gpu`` over the old one; ``host``: the same for host time; ``later``: additional
+    ns between launches and kernels. If steps cannot be replayed, busy time is scaled by ``factor``
+    and other time by ``host``."""
     a = replayer.a
     if replayer.unusable_reason:
         busy = a.device_busy(a.in_window).total
-        own = a.trace.gpu["dur"].to_numpy() * a.in_window
-        mean = float((own * factor).sum() / max(own.sum(), 1))
+        work_ns = a.trace.gpu["dur"].to_numpy() * a.in_window
+        mean = float((work_ns * factor).sum() / max(work_ns.sum(), 1))
         return (busy * mean + (a.span_ns - busy) * host) / a.step_count
     graph = replayer.graph
     dur, weight = graph.dur.copy(), graph.weight.copy()

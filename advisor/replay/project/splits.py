@@ -1,6 +1,5 @@
-"""Comparison of splits of a job over numbers of GPUs, by time and cost. And the choice of the ranks
-that a projection is made from: the one with most work of its own, which the others wait for, and
-the median one."""
+"""Comparison of splits of a job over numbers of GPUs, by time and cost. Also the choice of ranks
+for a projection: the rank with most own work, for which the others wait, and the median rank."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ SAME_BATCH = "each replica keeps its batch: the job's grows with the data-parall
 
 
 class Instance(NamedTuple):
-    """A cloud machine, as a price file has it: ``[instances."p5en.48xlarge"]``."""
+    """Cloud machine, as in a price file: ``[instances."p5en.48xlarge"]``."""
 
     gpu: str
     gpus: int
@@ -40,8 +39,8 @@ class Instance(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A mesh of some GPUs. Times ns per step; null: it cannot be projected, for the reason in
-    ``refused``."""
+    """Mesh of some GPUs. Times are ns per step, or null if it cannot be projected, for the reason
+    in ``refused``."""
 
     gpus: int
     mesh: str
@@ -49,27 +48,27 @@ class Split(NamedTuple):
     low_ns: float | None = None
     high_ns: float | None = None
     exposed_ns: float | None = None
-    """Communication that nothing hides, and the pipeline's bubble."""
+    """Exposed communication and the pipeline's bubble."""
     speed: float | None = None
-    """Samples per second of the whole job, over those of the recorded one."""
+    """Samples per second of the whole job over the recorded job's."""
     cost: float | None = None
-    """Cost of the samples of a million recorded steps, or of those of an epoch."""
+    """Cost of the samples of a million recorded steps, or of an epoch."""
     low_cost: float | None = None
     high_cost: float | None = None
     refused: str = ""
 
 
 def read_instance(tables: Any, name: str) -> Instance:
-    """Read one entry of a price file's ``instances``. Raises AdvisorError."""
+    """Read one entry of a price file's ``instances``. Raises AdvisorError if it is invalid."""
     entry = tables.get(name) if isinstance(tables, dict) else None
     if not isinstance(entry, dict):
-        have = ", ".join(map(repr, tables)) if isinstance(tables, dict) and tables else "none"
-        raise AdvisorError(f'--instance {name}: no [instances."{name}"] in --prices; has {have}')
-    gpu, gpus, *rest = (entry.get(key) for key in Instance._fields)
-    numbers = all(v is None or (type(v) in (int, float) and 0 <= v < 1e9) for v in rest)
-    known = numbers and not set(entry) - set(Instance._fields)
-    if known and isinstance(gpu, str) and type(gpus) is int and 0 < gpus <= MAX_GPUS:
-        return Instance(gpu, gpus, *rest)
+        names = ", ".join(map(repr, tables)) if isinstance(tables, dict) and tables else "none"
+        raise AdvisorError(f'--instance {name}: no [instances."{name}"] in --prices; has {names}')
+    gpu, gpus, *numbers = (entry.get(key) for key in Instance._fields)
+    are_valid = all(v is None or (type(v) in (int, float) and 0 <= v < 1e9) for v in numbers)
+    is_known = are_valid and not set(entry) - set(Instance._fields)
+    if is_known and isinstance(gpu, str) and type(gpus) is int and 0 < gpus <= MAX_GPUS:
+        return Instance(gpu, gpus, *numbers)
     fields = ", ".join(Instance._fields)
     raise AdvisorError(f"instance {name}: {fields}: a GPU's name, its count, and numbers")
 
@@ -93,16 +92,16 @@ def compare_splits(
     nodes: int | None = None,
     steps: float | None = None,
 ) -> list[Split]:
-    """Return all splits: by count, the most samples per second first. ``price``: an hour of one
-    GPU; ``nodes``: machines that share each count, which they divide; ``steps``: recorded steps of
-    the cost, else a million. Each replica keeps its batch, so the job's batch grows with the
-    data-parallel ranks."""
+    """Return all splits by count, most samples per second first. ``price``: per GPU and hour;
+    ``nodes``: number of machines, which divides each count; ``steps``: recorded steps of the cost,
+    else a million. Each replica keeps its batch, so the job's batch grows with the data-parallel
+    ranks."""
     result = []
     for gpus in counts:
         if nodes is not None:
             projector = projector.with_node_size(gpus // nodes)
         rows = [
-            _split(projector, mesh, price, steps or 1e6)
+            _project(projector, mesh, price, steps or 1e6)
             for mesh in candidate_meshes(projector.measured, gpus, projector.node_there)
         ]
         rows = rows or [
@@ -112,37 +111,38 @@ def compare_splits(
     return result
 
 
-def _split(projector: MeshProjector, mesh: Mesh, price: float | None, steps: float) -> Split:
+def _project(projector: MeshProjector, mesh: Mesh, price: float | None, steps: float) -> Split:
     try:
-        there = projector.on(mesh)
+        result = projector.on(mesh)
     except AdvisorError as error:
         return Split(mesh.world, str(mesh), refused=str(error))
-    ends = (there.step_ns, there.low_ns, there.high_ns)
-    hourly = None if price is None else price * mesh.world / there.batch
+    ends = (result.step_ns, result.low_ns, result.high_ns)
+    hourly = None if price is None else price * mesh.world / result.batch
     costs = [cost_of_steps(hourly, ns, steps) for ns in ends]
     return Split(
         mesh.world,
         str(mesh),
         *ends,
-        exposed_ns=sum(axis.then_exposed_ns for axis in there.axes) + there.then_bubble_ns,
-        speed=there.batch * there.measured_step_ns / there.step_ns,
+        exposed_ns=sum(axis.then_exposed_ns for axis in result.axes) + result.then_bubble_ns,
+        speed=result.batch * result.measured_step_ns / result.step_ns,
         cost=costs[0],
         low_cost=costs[1],
         high_cost=costs[2],
     )
 
 
-SAME = 0.01
-"""Share of the median work by which the most may exceed it and still count as equal."""
+MAX_EQUAL_EXCESS = 0.01
+"""Maximum excess over the median work, as a share, that counts as equal."""
 
 
 class PacingRank(NamedTuple):
-    """Ranks by their own work: device time per step without communication, ns; without a device the
-    step."""
+    """Ranks by their own work: device time per step without communication, ns, or the step without
+    a device."""
 
     slowest: int
     median: int
-    """Rank with the median work, the lower of two; the slowest, where that has hardly more."""
+    """Rank with the median work, the lower of two, or the slowest rank if it has hardly more
+    work."""
     work: dict[int, float]
     """Own work by rank, ns per step."""
 
@@ -155,23 +155,23 @@ class PacingRank(NamedTuple):
     def sentence(self) -> str:
         """Sentence that names the slowest and the median rank, with their work."""
         if self.median == self.slowest:
-            own = t.format_duration(self.work[self.slowest])
+            work_text = t.format_duration(self.work[self.slowest])
             return (
                 f"the step is that of rank {self.slowest}; none of {len(self.work)} ranks has more "
-                f"work, {own} per step without communication, and half have as much"
+                f"work, {work_text} per step without communication, and half have as much"
             )
-        most, middle = (t.format_duration(self.work[n]) for n in (self.slowest, self.median))
+        highest, median = (t.format_duration(self.work[n]) for n in (self.slowest, self.median))
         return (
-            f"rank {self.slowest} has the most work of {len(self.work)} ranks, {most} per step "
-            f"without communication; the median, rank {self.median}, has {middle}"
+            f"rank {self.slowest} has the most work of {len(self.work)} ranks, {highest} per step "
+            f"without communication; the median, rank {self.median}, has {median}"
         )
 
 
 def find_pacing_rank(
     run: Run, rank: int | None = None, steps: tuple[int | None, int | None] | None = None
 ) -> PacingRank:
-    """Return the ranks that set the pace, of all with a trace or of one. Raises AdvisorError: there
-    is no profiled window, or a rank has none of these steps."""
+    """Return the ranks that limit the job, of all with a trace or of one. Raises AdvisorError if
+    there is no profiled window, or a rank has none of these steps."""
     require_window(run, "nothing to project")
     work = {}
     for number in run.ranks if rank is None else [rank]:
@@ -180,13 +180,13 @@ def find_pacing_rank(
         work[number] = float(a.step_ns) if busy is None else busy
     order = sorted(work, key=lambda number: (-work[number], number))
     slowest, median = order[0], order[len(order) // 2]
-    same = work[slowest] <= (1 + SAME) * work[median]
-    return PacingRank(slowest, slowest if same else median, work)
+    is_equal = work[slowest] <= (1 + MAX_EQUAL_EXCESS) * work[median]
+    return PacingRank(slowest, slowest if is_equal else median, work)
 
 
 def read_rank(run: Run, rank: int, steps: tuple[int | None, int | None] | None) -> Analysis:
-    """Return one rank's analysis, with what the recorder wrote of it. Raises AdvisorError: it has
-    none of these steps."""
+    """Return one rank's analysis, with the recorder's data. Raises AdvisorError if it has none of
+    these steps."""
     record = None if run.recording is None else run.recording.ranks.get(max(rank, 0))
     result = Analysis(run.window(rank), steps, record)
     require_used_steps(result.steps, result.trace.meta.path, rank, selected=steps is not None)
@@ -194,18 +194,18 @@ def read_rank(run: Run, rank: int, steps: tuple[int | None, int | None] | None) 
 
 
 def find_epoch(a: Analysis, steps: int | None, samples: int | None) -> float | None:
-    """Return the recorded steps of an epoch: as given, by the ``samples`` of one, or by the length
-    of the recorded loader; ``None``: unknown. Raises AdvisorError: samples per step are unknown."""
+    """Return the recorded steps of an epoch: as given, by its ``samples``, or by the length of the
+    recorded loader; ``None`` if unknown. Raises AdvisorError if samples per step are unknown."""
     if steps is not None:
         return float(steps)
     if samples is None:
         return None if a.recorded is None else a.recorded.epoch_steps
-    own = None if a.recorded is None else a.recorded.samples_per_step
-    if own is None:
+    samples_per_step = None if a.recorded is None else a.recorded.samples_per_step
+    if samples_per_step is None:
         raise AdvisorError("--epoch-samples: samples per step were not recorded: --epoch-steps N")
     world = a.trace.meta.world_size or 1
     replicas = recover_mesh(report_mesh(a), world).dp if world > 1 else 1
-    return samples / (own * replicas)
+    return samples / (samples_per_step * replicas)
 
 
 def project_ranks(
@@ -220,9 +220,9 @@ def project_ranks(
     same_batch: bool = False,
     micro_batches: int | None = None,
 ) -> MeshResult:
-    """Project the step of a rank onto another mesh; without ``rank`` the slowest's, with the
-    median's beside it. Raises AdvisorError: the mesh cannot be read or projected."""
-    there = parse_mesh(mesh)
+    """Project the step of a rank onto another mesh; without ``rank``, of the slowest and the median
+    rank. Raises AdvisorError if the mesh cannot be read or projected."""
+    target = parse_mesh(mesh)
     recorded = None if recorded_mesh is None else parse_mesh(recorded_mesh)
     names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
     hosts = {number: host for number, host in names.items() if host}
@@ -231,14 +231,14 @@ def project_ranks(
 
     def project(number: int) -> MeshResult:
         projector = MeshProjector(read_rank(run, number, steps), recorded, links)
-        return projector.on(there, same_batch=same_batch, micro_batches=micro_batches)
+        return projector.on(target, same_batch=same_batch, micro_batches=micro_batches)
 
     result = project(pace.slowest)
     if len(pace.work) == 1:
         return result
-    other = result if pace.median == pace.slowest else project(pace.median)
+    second = result if pace.median == pace.slowest else project(pace.median)
     median = MedianRank(
-        pace.median, other.measured_step_ns, other.step_ns, other.low_ns, other.high_ns
+        pace.median, second.measured_step_ns, second.step_ns, second.low_ns, second.high_ns
     )
     notes = (*result.notes, pace.sentence)
     return result._replace(rank=pace.slowest, median=median, notes=notes)

@@ -1,7 +1,7 @@
-"""The summaries of a job's ranks, studied together: who differs, and what a change saves the job.
+"""Study of the summaries of a job's ranks: which ranks differ, and how much a change saves the job.
 
-This is the one way for 2 ranks and for 1,024: matched, put on one clock, searched for outliers and
-replayed, by whole columns."""
+Two ranks and 1,024 ranks take the same way: they are matched, put on one clock, searched for
+outliers and replayed, by whole columns."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,14 +46,15 @@ from advisor.replay.ranks.gains import estimate_gain, estimate_without_straggler
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
 MIN_SHOWN_SHARE = 0.01
-"""Least share of the ranks' steps that is shown."""
+"""Minimum share of the ranks' steps that is shown."""
 MAX_OUTLIERS = 20
-ALONE_SHARE = 0.5
-"""Share of their joint gain: ranks that gain less one by one are shown together."""
+MIN_ALONE_SHARE = 0.5
+"""Minimum share of their joint gain that ranks gain one by one; with less they are shown
+together."""
 MIN_HELD_UP_SHARE = 0.005
-"""Least gain in the replay, as a share of the step: with less, nobody is held up."""
+"""Minimum gain in the replay, as a share of the step: with less, no rank is delayed."""
 MAX_SIGNIFICANCE = 0.9999
-"""Largest significance reported: no model of chance is known better."""
+"""Maximum reported significance: no model of chance is more exact."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Study:
 
     job: JobMeasurements
     replay: RanksReplay
-    """Replay of the ranks; where its ``reason`` is not empty, nothing is replayed."""
+    """Replay of the ranks; if its ``reason`` is not empty, nothing is replayed."""
     missing: tuple[MissingRanks, ...]
     notes: dict[str, str]
 
@@ -73,38 +74,40 @@ class Study:
 
     @property
     def replayed(self) -> list[int]:
-        """Ranks that are replayed together; empty: none are."""
+        """Ranks that are replayed together. Empty if there are none."""
         if self.replay.reason:
             return []
         return [
-            n for n, there in zip(self.numbers, self.replay.complete_ranks, strict=True) if there
+            n
+            for n, complete in zip(self.numbers, self.replay.complete_ranks, strict=True)
+            if complete
         ]
 
     def summary_index(self, rank: int) -> int | None:
-        """Return the place of a rank in the summaries; ``None``: it is not among them."""
+        """Return the index of a rank in the summaries, or ``None`` if it is not among them."""
         return self.numbers.index(rank) if rank in self.numbers else None
 
     @cached_property
     def outliers(self) -> list[tuple[Deviation, JobGain | None]]:
-        """Ranks that differ, with the gain of the job's step without that (``None``: not replayed);
-        the largest gain first."""
+        """Ranks that differ, with the gain of the job's step without the difference (``None`` if
+        not replayed), largest gain first."""
         replayed = not self.replay.reason
         result = [*find_outliers(self.job), *slow_links(self.job)]
         kept: list[tuple[Deviation, JobGain | None]] = []
-        for deviation in self._merged(result) if replayed else result:
-            # a rank that is not replayed (its file is cut off) has no estimate
-            there = (
+        for deviation in self._merge_deviations(result) if replayed else result:
+            # a rank that is not replayed (its file is truncated) has no estimate
+            is_replayed = (
                 replayed and self.replay.complete_ranks[list(deviation.members.rank_indices)].any()
             )
-            gain = estimate_gain(self.job, self.replay, deviation) if there else None
+            gain = estimate_gain(self.job, self.replay, deviation) if is_replayed else None
             if gain is None or gain.gain >= MIN_HELD_UP_SHARE * self.job.step_ns:
                 kept.append((deviation, gain))
         kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
         return kept[:MAX_OUTLIERS]
 
-    def _merged(self, result: list[Deviation]) -> list[Deviation]:
-        """Merge ranks that differ in the same way where only all together hold the job up: each
-        alone gains little while the next one is as late."""
+    def _merge_deviations(self, result: list[Deviation]) -> list[Deviation]:
+        """Merge ranks that differ in the same way if only all together delay the job: each alone
+        gains little while the next rank is as late."""
         kept: list[Deviation] = []
         for kind in dict.fromkeys(each.kind for each in result):
             same = [each for each in result if each.kind == kind]
@@ -117,7 +120,7 @@ class Study:
                 joint = merge_outliers(self.job, single)
                 gains = [estimate_gain(self.job, self.replay, each).gain for each in single]
                 alone = sum(max(0.0, gain) for gain in gains)
-                if alone < ALONE_SHARE * estimate_gain(self.job, self.replay, joint).gain:
+                if alone < MIN_ALONE_SHARE * estimate_gain(self.job, self.replay, joint).gain:
                     same = [joint, *(each for each in same if each not in single)]
             kept += same
         return kept
@@ -125,7 +128,7 @@ class Study:
     @cached_property
     def values(self) -> Floats:
         """Time by rank and class (``CLASSES``, then ``waiting``), ns per step. Waits for others are
-        apart from transfers. NaN: not measured."""
+        separate from transfers. NaN if not measured."""
         own, result, joined = self.job.profile, self.job.waits, self.job.joined
         open_wait = np.bincount(
             joined.rank[result.cells], weights=result.exposed, minlength=len(own.step_ns)
@@ -136,71 +139,77 @@ class Study:
         return np.column_stack([own.values[:, :-1], communication - waiting, waiting])
 
     def exposed(self) -> list[Evidence]:
-        """Return the share of all ranks' steps that is exposed communication: by rank where they
-        are few, by kind, and the waiting in it. Empty: not measured."""
+        """Return the share of all ranks' steps that is exposed communication: by rank if there are
+        few, by kind, and the waiting in it. Empty if not measured."""
         joined, step = self.job.joined, self.job.profile.step_ns
         waiting = self.values[:, -1]
         exposed = self.values[:, -2] + waiting
-        known = np.isfinite(exposed) & (step > 0)
-        whole = float(step[known].sum())
-        if whole <= 0:
+        valid = np.isfinite(exposed) & (step > 0)
+        total_ns = float(step[valid].sum())
+        if total_ns <= 0:
             return []
-        result = [Evidence("exposed, all ranks", float(exposed[known].sum()) / whole, "share")]
-        if known.sum() <= FEW_RANKS:
-            shares = zip(self.numbers, known, exposed / np.maximum(step, 1.0), strict=True)
-            each = [f"{rank} {format_share(share)}" for rank, there, share in shares if there]
-            result.append(Evidence("exposed by rank", ", ".join(each)))
+        result = [Evidence("exposed, all ranks", float(exposed[valid].sum()) / total_ns, "share")]
+        if valid.sum() <= FEW_RANKS:
+            shares = zip(self.numbers, valid, exposed / np.maximum(step, 1.0), strict=True)
+            texts = [f"{rank} {format_share(share)}" for rank, shown, share in shares if shown]
+            result.append(Evidence("exposed by rank", ", ".join(texts)))
         steps = np.array([max(1, len(summary.steps)) for summary in self.job.summaries])
-        of_rank, ns = known[joined.rank], joined.exposed / steps[joined.rank]
+        of_rank, ns = valid[joined.rank], joined.exposed / steps[joined.rank]
         key = joined.key[joined.row]
         kinds: dict[str, float] = {}
         totals = np.bincount(key[of_rank], ns[of_rank], len(joined.keys)).tolist()
-        for number, total in enumerate(totals):
+        for number, kind_ns in enumerate(totals):
             name = joined.keys[number].kind.replace("_", "-")
-            kinds[name] = kinds.get(name, 0.0) + total
+            kinds[name] = kinds.get(name, 0.0) + kind_ns
         result += [
-            Evidence(f"exposed in {name}", total / whole, "share")
-            for name, total in sorted(kinds.items(), key=lambda item: -item[1])
-            if total >= MIN_SHOWN_SHARE * whole
+            Evidence(f"exposed in {name}", kind_ns / total_ns, "share")
+            for name, kind_ns in sorted(kinds.items(), key=lambda item: -item[1])
+            if kind_ns >= MIN_SHOWN_SHARE * total_ns
         ]
-        late = float(np.nansum(waiting[known])) / whole
-        if late >= MIN_SHOWN_SHARE:
-            result.append(Evidence("exposed in waiting for the last rank", late, "share"))
+        waiting_share = float(np.nansum(waiting[valid])) / total_ns
+        if waiting_share >= MIN_SHOWN_SHARE:
+            result.append(Evidence("exposed in waiting for the last rank", waiting_share, "share"))
         return result
 
     @property
     def late(self) -> str:
-        """Name the ranks that the others wait for: ``rank 7``; empty: none is known."""
-        late = [each for each, _ in self.outliers if each.arrives_late and not each.rank_varies]
-        return list_names([describe_subject(self.job, each) for each in late], 3) if late else ""
+        """Names of the ranks that the others wait for: ``rank 7``. Empty if none is known."""
+        deviations = [
+            each for each, _ in self.outliers if each.arrives_late and not each.rank_varies
+        ]
+        return (
+            list_names([describe_subject(self.job, each) for each in deviations], 3)
+            if deviations
+            else ""
+        )
 
     @cached_property
     def ranks(self) -> Ranks:
         job, clocks = self.job, self.job.joined.clocks
         classes = [*CLASSES, "waiting"]
         return Ranks(
-            lines=self._lines(),
+            lines=self._list_ranks(),
             aligned=clocks.error_ns is not None,
             alignment_error_ns=clocks.error_ns,
-            note=self._note(),
+            note=self._explain_clocks(),
             world=max((s.world for s in job.summaries), default=0),
             hosts=len({s.host for s in job.summaries if s.host}),
-            step=_spread(job.profile.step_ns),
+            step=_summarise_steps(job.profile.step_ns),
             classes=classes,
             clusters=find_clusters(job.summaries, self.values, classes, job.stage),
-            outliers=[self._outlier(*each) for each in self.outliers],
-            what_if=self._what_if(),
+            outliers=[self._describe_outlier(*each) for each in self.outliers],
+            what_if=self._list_what_ifs(),
             missing=list(self.missing),
             replay_error=self.replay.error,
-            not_checked=self._not_checked(),
+            not_checked=self._list_unchecked(),
         )
 
-    def _lines(self) -> list[RankLine]:
+    def _list_ranks(self) -> list[RankLine]:
         result, steps = self.job.waits, max(1, len(self.job.profile.steps))
-        placed = np.isfinite(self.job.joined.clocks.shift)
+        is_aligned = np.isfinite(self.job.joined.clocks.shift)
         lines = []
         for place, s in enumerate(self.job.summaries):
-            taken = int(result.collective_count[place])
+            count = int(result.collective_count[place])
             step = sum(s.time.values())
             lines.append(
                 RankLine(
@@ -209,9 +218,9 @@ class Study:
                     busy_share=1 - s.time.get("idle", 0.0) / step if step else None,
                     communication_ns=s.time.get("communication") if s.time else None,
                     idle_ns=s.time.get("idle") if s.time else None,
-                    last_share=int(result.last_count[place]) / taken if taken else None,
+                    last_share=int(result.last_count[place]) / count if count else None,
                     caused_wait_ns=float(result.caused_ns[place]) / steps
-                    if placed[place]
+                    if is_aligned[place]
                     else None,
                     host=s.host,
                     path=s.path,
@@ -222,7 +231,7 @@ class Study:
             )
         return lines
 
-    def _note(self) -> str:
+    def _explain_clocks(self) -> str:
         clocks = self.job.joined.clocks
         if clocks.error_ns is None:
             return f"Skew between ranks is not measured: {clocks.reason}."
@@ -234,10 +243,10 @@ class Study:
             "then. A late rank's own step is short: it waits for nobody."
         )
 
-    def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
+    def _describe_outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
         index, result = list(deviation.members.rank_indices), self.job.waits
-        taken, last = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
-        steps, chance = max(1, len(self.job.profile.steps)), deviation.members.p_value
+        count, last = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
+        steps, p_value = max(1, len(self.job.profile.steps)), deviation.members.p_value
         return Outlier(
             unit=deviation.members.unit,
             name=deviation.members.name,
@@ -247,17 +256,17 @@ class Study:
             excess_ns=deviation.excess_ns,
             reason=describe_reason(self.job, deviation),
             waited_ns=float(result.caused_ns[index].sum()) / steps if len(result.row) else None,
-            last_share=last / taken if taken else None,
-            significance=None if chance >= 1 else min(MAX_SIGNIFICANCE, 1 - chance),
+            last_share=last / count if count else None,
+            significance=None if p_value >= 1 else min(MAX_SIGNIFICANCE, 1 - p_value),
             gain_ns=None if gain is None else gain.gain,
             low_ns=None if gain is None else gain.low,
             high_ns=None if gain is None else gain.high,
         )
 
-    def _what_if(self) -> list[RanksWhatIf]:
+    def _list_what_ifs(self) -> list[RanksWhatIf]:
         changes = [(describe_change(self.job, each), gain) for each, gain in self.outliers if gain]
         if not self.replay.reason:
-            every = estimate_without_stragglers(self.job, self.replay)
+            no_stragglers = estimate_without_stragglers(self.job, self.replay)
             caused = self.job.waits.caused_ns / max(1, len(self.job.profile.steps))
             late = [
                 number
@@ -268,8 +277,8 @@ class Study:
             if len(late) == len(self.numbers):
                 names = " (each of them is late at times)"
             two = len(self.numbers) == 2
-            same = "both ranks equally fast" if two else "every rank as fast as the median"
-            changes.append((f"{same}{names}", every))
+            change = "both ranks equally fast" if two else "every rank as fast as the median"
+            changes.append((f"{change}{names}", no_stragglers))
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")
                 hidden = no_transfers(self.replay, kind)
@@ -280,7 +289,7 @@ class Study:
             if gain.gain >= MIN_HELD_UP_SHARE * self.job.step_ns
         ]
 
-    def _not_checked(self) -> dict[str, str]:
+    def _list_unchecked(self) -> dict[str, str]:
         result = dict(self.notes)
         if self.replay.reason:
             result["gains for the job"] = self.replay.reason
@@ -301,36 +310,36 @@ class Study:
 def study_ranks(
     summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()
 ) -> Study | None:
-    """Compare the ranks of one job and prepare their replay; ``None``: there is no rank.
+    """Compare the ranks of one job and prepare their replay. ``None`` if there is no rank.
 
-    Raises AdvisorError: a summary's columns do not belong together."""
+    Raises AdvisorError if a summary's columns do not belong together."""
     ordered, others, notes = select_main_run(summaries)
     if not ordered:
         return None
     joined, own = match_collectives(ordered), profile_ranks(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
     job = JobMeasurements(ordered, own, joined, measure_waits(joined), stage, RankTopology(ordered))
-    return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)
+    return Study(job, RanksReplay(ordered, own, joined), _group_missing([*unread, *others]), notes)
 
 
-def _missing(unread: Sequence[UnreadRank]) -> tuple[MissingRanks, ...]:
+def _group_missing(unread: Sequence[UnreadRank]) -> tuple[MissingRanks, ...]:
     by_reason: dict[str, list[UnreadRank]] = defaultdict(list)
-    for each in unread:
-        by_reason[each.why].append(each)
+    for rank in unread:
+        by_reason[rank.why].append(rank)
     return tuple(
         MissingRanks(
-            ranks=rank_numbers([each.rank for each in those if each.rank >= 0]),
-            count=len(those),
+            ranks=rank_numbers([rank.rank for rank in ranks if rank.rank >= 0]),
+            count=len(ranks),
             why=why,
-            path=those[0].path,
+            path=ranks[0].path,
         )
-        for why, those in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+        for why, ranks in sorted(by_reason.items(), key=lambda item: -len(item[1]))
     )
 
 
-def _spread(steps: Floats) -> StepSpread | None:
-    known = steps[steps > 0]
-    if not len(known):
+def _summarise_steps(steps: Floats) -> StepSpread | None:
+    positive = steps[steps > 0]
+    if not len(positive):
         return None
-    least, low, median, high, most = np.quantile(known, [0, 0.1, 0.5, 0.9, 1]).tolist()
-    return StepSpread(min=least, low=low, median=median, high=high, max=most)
+    minimum, low, median, high, maximum = np.quantile(positive, [0, 0.1, 0.5, 0.9, 1]).tolist()
+    return StepSpread(min=minimum, low=low, median=median, high=high, max=maximum)

@@ -202,7 +202,7 @@ def test_saved_reports_are_compared_as_far_as_they_tell(
         assert (found.work, found.kernels, found.realised.rules) == ([], [], [])
         assert [a.name for a in found.amounts] == [a.name for a in whole.amounts]
     for form in ("terminal", "markdown"):
-        assert "only a saved report" in " ".join(
+        assert "Only a saved report" in " ".join(
             advisor("compare", *reports, "--format", form)[1].split()
         )
 

@@ -213,8 +213,9 @@ def host_work(a: Analysis) -> float | None:
 def remaining_device_time(
     a: Analysis, edits: Sequence[Edit], *, communication: bool = True
 ) -> float:
-    """Return the time of device work that no edit selects, ns per step. A step always takes at
-    least this long. ``communication``: count collectives, which also wait for other ranks."""
+    """Return the time of device work that no edit selects, ns per step. With the edits, a step
+    takes at least as long. ``communication``: count collectives, which also wait for other
+    ranks."""
     if a.device_id is None or not a.step_count:
         return 0.0
     if any(edit.op in ("resize", "remove_skew") for edit in edits):

@@ -33,7 +33,7 @@ def collect(selected: Selection, edits: Sequence[Edit], assumption: str = "") ->
 
 
 def of_device(patch: GraphEdits, select: Select) -> bool:
-    """Return whether the work runs on a device; collectives may run on the host without one."""
+    """Return False for collectives that run on the host because there is no device, else True."""
     return collectives_on_host(patch.a, select) is None
 
 

@@ -2,7 +2,7 @@
 wide an interval has to be.
 
 ``predictions.jsonl`` next to this file is ours, written by the benchmarks. A run keeps its own
-lines in ``ledger.jsonl``, and the user's own file is written only with their consent. The files
+lines in ``ledger.jsonl``, and the user's own file is written only with consent. The files
 have JSON lines, appended under a lock; lines of another schema and incomplete or damaged lines are
 skipped and counted. They contain no source code and no names of programs, files or hosts of the
 user. This module imports neither torch nor polars.

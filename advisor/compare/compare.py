@@ -219,10 +219,10 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
         return []
     compiling = f"torch.compile took {t.format_duration(log.ns)}"
     if steps.verdict != "faster":
-        return [f"{compiling}, and the steps are not shorter: that is not gained again."]
+        return [f"{compiling}, and the steps are not shorter: this time is not recovered."]
     count = t.count_noun(math.ceil(log.ns / -steps.difference_ns), "step")
     min_steps = math.ceil(log.ns / -(steps.low_ns or steps.difference_ns))
-    text = f"{compiling}, which is gained again after {count}"
+    text = f"{compiling}, which is recovered after {count}"
     if steps.high_ns is None or steps.high_ns >= 0:
         return [f"{text}."]
     max_steps = math.ceil(log.ns / -steps.high_ns)

@@ -198,21 +198,21 @@ def _narrow(select: Select, qualifiers: list[str], wrong: Callable[[str], Adviso
             raise wrong(f"{key}: is given twice")
         if key == "name":
             if select.name:
-                raise wrong("name: the target says it already")
+                raise wrong("name: the target already has it")
             fields[field] = text
             continue
         if key == "layer" and select.layer:
-            raise wrong("layer: the target says it already")
+            raise wrong("layer: the target already has it")
         values = text.split(",")
         if key in NUMBER_QUALIFIERS or key in LIMIT_QUALIFIERS:
             if not all(re.fullmatch(r"-?\d{1,18}", value) for value in values):
-                raise wrong(f"{word}: whole numbers, please")
+                raise wrong(f"{word}: give whole numbers")
             fields[field] = tuple(int(value) for value in values)
         else:
             fields[field] = tuple(values)
         if key in _SINGLE_VALUE_QUALIFIERS:
             if len(values) != 1:
-                raise wrong(f"{word}: one value, please")
+                raise wrong(f"{word}: give one value")
             fields[field] = int(text) if key in LIMIT_QUALIFIERS else text
     for name, allowed in _ALLOWED_VALUES.items():
         value = fields.get(name, ())

@@ -61,8 +61,8 @@ class ReplayQuality(NamedTuple):
             )
         if self.explained is not None and self.explained < MIN_EXPLAINED:
             return (
-                f"what {1 - self.explained:.0%} of the {self.starts:,} pieces of device "
-                f"work waited for is not in the trace (at most {1 - MIN_EXPLAINED:.0%} is accepted)"
+                f"the trace does not show what {1 - self.explained:.0%} of the {self.starts:,} "
+                f"pieces of device work waited for (at most {1 - MIN_EXPLAINED:.0%} is accepted)"
             )
         for subject, share, explained in (
             ("the host waits for the device", self.waits, self.waits_explained),
@@ -71,7 +71,7 @@ class ReplayQuality(NamedTuple):
             if share > MIN_RELEVANT_SHARE and explained is not None and explained < MIN_EXPLAINED:
                 return (
                     f"{subject} {share:.0%} of the time, and a replay explains "
-                    f"{explained:.0%} of that (at least {MIN_EXPLAINED:.0%} is asked)"
+                    f"{explained:.0%} of that (at least {MIN_EXPLAINED:.0%} is required)"
                 )
         return ""
 

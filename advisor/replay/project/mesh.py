@@ -86,7 +86,7 @@ def parse_mesh(text: str) -> Mesh:
         sizes[name] = int(size)
     mesh = Mesh(**sizes)
     if mesh.world > 1 << 20 or mesh.dp % mesh.ep:
-        raise AdvisorError(f"--mesh {text}: ep has to divide dp, and a million ranks are the most")
+        raise AdvisorError(f"--mesh {text}: ep has to divide dp; at most a million ranks")
     return mesh
 
 

@@ -260,11 +260,11 @@ class _Conversion:
         gemm = call.gemm
         assert gemm is not None
         if any(size % MULTIPLE for size in (gemm.n, gemm.k)) and self.name != SPARSE:
-            call.why = f"n or k is no multiple of {MULTIPLE}"
+            call.why = f"n or k is not a multiple of {MULTIPLE}"
             return
         call.estimate = estimate_product(gemm, self.name, self.gpu, call.ns)
         if call.estimate is None:
-            call.why = "the rate of its format is not known"
+            call.why = "the rate of its format is unknown"
             return
         if call.fused:
             memory = attainable_roofs(self.gpu).memory
@@ -447,7 +447,7 @@ class _Conversion:
             )
         if self.training:
             notes.append(
-                "three products a layer are converted; master weights, the optimizer and attention "
+                "three products per layer are converted; master weights, optimizer and attention "
                 "stay as they are. Estimated with dynamic scaling, at best with delayed scaling "
                 "fused by torch.compile, at worst without fusion"
             )

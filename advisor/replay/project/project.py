@@ -300,7 +300,7 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
         if price is not None:
             result[gpu.name] = price.per_hour
     if prices.table and not result:
-        raise AdvisorError(f"{prices.source}: none of its names is that of a GPU that is known")
+        raise AdvisorError(f"{prices.source}: none of its names is the name of a known GPU")
     return result
 
 

@@ -347,7 +347,7 @@ def estimate_ranks(
     estimator. ``None``, with the reason, if they cannot be replayed together."""
     study = study_ranks([summarise_rank(a, number) for number, a in analyses.items()])
     if study is None or study.summary_index(rank) is None:
-        return None, "they are not of one run"
+        return None, "they belong to different runs"
     if study.replay.reason:
         return None, study.replay.reason
     estimators = {rank: own}

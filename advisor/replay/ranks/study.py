@@ -239,8 +239,8 @@ class Study:
             f"The ranks are put on one clock by the ends of {format_count(clocks.matched)} matched "
             f"collectives, accurate to {format_duration(clocks.error_ns)}. 'Comes last': share of "
             "the collectives that the rank enters last. 'Others wait': how long each of them waits "
-            "for it, whether compute hides that or not; it is no gain, as other ranks may be late "
-            "then. A late rank's own step is short: it waits for nobody."
+            "for it, whether compute hides that or not; this is not a gain, as other ranks may "
+            "then be late. A late rank's own step is short: it does not wait."
         )
 
     def _describe_outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:

@@ -1,5 +1,5 @@
-"""Estimators of what edits save in one window: by replay, or by bounds from exposed time where the
-replay does not reproduce the measured steps."""
+"""Estimators of what edits save in one window: replayed, or bounded by exposed time if the replay
+does not reproduce the measured steps."""
 
 from collections.abc import Sequence
 from functools import cached_property

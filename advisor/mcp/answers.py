@@ -1,5 +1,5 @@
-"""Answers of the tools: small, plain dicts, whose keys and units are described here and to the
-client. No text in them has control characters."""
+"""Answers of the tools: small, plain dicts. The docstrings describe their keys and units, also to
+the client. Their texts contain no control characters."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from advisor.core.errors import AdvisorError
 
 if sys.version_info >= (3, 12):
     from typing import TypedDict
-else:  # pydantic, which makes the schemas, cannot read the older one; it brings this package
+else:  # pydantic makes the schemas and needs the newer TypedDict; it installs this package
     from typing_extensions import TypedDict
 
 
@@ -24,7 +24,7 @@ class Titles(TypedDict):
 
 
 class FindingFacts(TypedDict):
-    """A finding. Gains are ns saved per step; null: no time is saved per step."""
+    """A finding. Gains are ns saved per step, or null if it saves no time per step."""
 
     id: str
     rule: str
@@ -36,7 +36,7 @@ class FindingFacts(TypedDict):
 
 
 class FindingLine(FindingFacts):
-    """A finding in a line. Gains are ns saved per step; null: no time is saved per step."""
+    """A finding in short. Gains are ns saved per step, or null if it saves no time per step."""
 
     category: str
     currency: str | None
@@ -58,7 +58,7 @@ class VerdictOnGpu(Verdict):
 
 
 class Analysed(TypedDict):
-    """Answer of analyze. Findings with the largest gain come first; more_findings are left out."""
+    """Answer of analyze. Findings with the largest gain come first. more_findings: the rest."""
 
     path: str
     status: str
@@ -76,7 +76,7 @@ class Analysed(TypedDict):
 
 
 class Fact(TypedDict):
-    """A measured fact: value with its unit, and the limit it was compared with."""
+    """A measured fact: its value with the unit, and the limit it was compared with."""
 
     label: str
     value: str
@@ -84,8 +84,8 @@ class Fact(TypedDict):
 
 
 class Details(TypedDict):
-    """Texts of a finding, from the trace. edits: its change as lines for the tool what_if; empty:
-    it cannot be written so."""
+    """Texts of a finding, from the trace. edits: its change as lines for the tool what_if, empty
+    if the change cannot be written as edits."""
 
     title: str
     summary: str
@@ -109,7 +109,7 @@ class FindingFull(FindingFacts):
 
 
 class EditLine(TypedDict):
-    """An edit and what it saves on top of those before it, ns per step."""
+    """An edit and what it saves in addition to the edits before it, in ns per step."""
 
     edit: str
     events: int
@@ -120,7 +120,7 @@ class EditLine(TypedDict):
 
 
 class ReplayAnswer(TypedDict):
-    """Steps with edits applied. upper_bound: not replayed, gains are at most these; see reason."""
+    """Steps with edits applied. upper_bound: not replayed, gains are upper limits; see reason."""
 
     path: str
     measured_step_ns: float
@@ -143,7 +143,7 @@ class ChangeLine(TypedDict):
 
 
 class Gained(TypedDict):
-    """Predicted saving of the fixed findings, and measured saving of the step, ns."""
+    """Predicted saving of the fixed findings and measured saving per step, in ns."""
 
     rules: list[str]
     predicted_ns: float | None
@@ -156,7 +156,7 @@ class Gained(TypedDict):
 
 
 class Compared(TypedDict):
-    """Two runs compared. share: difference of the step, 0.1 is 10% slower; null: unknown."""
+    """Two runs compared. share: change of the step time (0.1 is 10% slower), null if unknown."""
 
     verdict: str
     before_ns: float | None
@@ -174,7 +174,7 @@ class Compared(TypedDict):
 
 
 class OperatorLine(TypedDict):
-    """An operator with one set of inputs. Rates are FLOP/s and bytes/s; null: not known."""
+    """An operator with one set of inputs. Rates are in FLOP/s and bytes/s, null if unknown."""
 
     family: str
     calls_per_step: float
@@ -189,7 +189,7 @@ class OperatorLine(TypedDict):
 
 
 class OperatorAnswer(TypedDict):
-    """Operators with most device time first, and how many more there are."""
+    """Operators, those with the most device time first, and how many are left out."""
 
     path: str
     operators: list[OperatorLine]
@@ -199,8 +199,8 @@ class OperatorAnswer(TypedDict):
 
 
 class GpuStep(TypedDict):
-    """A step on another GPU, ns; null: it cannot run there, refused says why. memory: fits, tight,
-    too small or not measured."""
+    """A step on another GPU, in ns. null: it cannot run there; refused says why. memory: fits,
+    tight, too small or not measured."""
 
     gpu: str
     step_ns: float | None
@@ -213,8 +213,8 @@ class GpuStep(TypedDict):
 
 
 class SplitStep(TypedDict):
-    """A step of the job split over a number of GPUs, ns; null: refused says why. exposed_ns:
-    communication that nothing hides. speed: samples per second over the recorded ones."""
+    """A step of the job split over a number of GPUs, in ns. null: refused says why. exposed_ns:
+    communication that nothing hides. speed: samples per second, relative to the recorded job."""
 
     gpus: int
     mesh: str
@@ -227,8 +227,8 @@ class SplitStep(TypedDict):
 
 
 class Projected(TypedDict):
-    """A rank's measured step elsewhere: on other GPUs, the fastest first, or with other numbers of
-    GPUs, by number and then the most samples per second first."""
+    """A rank's step as predicted on other GPUs, fastest first, or with other numbers of GPUs,
+    sorted by number and then by samples per second, highest first."""
 
     path: str
     rank: int | None
@@ -242,7 +242,7 @@ class Projected(TypedDict):
 class RecordingLine(TypedDict):
     """A recording. kind: run (a run directory), ranks (a folder with traces of several ranks), or a
     file's format: kineto (a PyTorch trace), memory-snapshot, nsys and others. time_unix_ns: the
-    run's start, or when the file was written. null: not of a run, or not read."""
+    run's start, or when the file was written. null: not a run, or not read."""
 
     kind: str
     bytes: int
@@ -254,8 +254,8 @@ class RecordingLine(TypedDict):
 
 
 class Recordings(TypedDict):
-    """Recordings, the newest first; of older ones at most more_recordings. complete: false where
-    the folder has too many files to look through."""
+    """Recordings, newest first. more_recordings: maximum number of older ones left out. complete:
+    false if the folder has too many files to look through."""
 
     recordings: list[RecordingLine]
     more_recordings: int
@@ -264,7 +264,7 @@ class Recordings(TypedDict):
 
 
 class Ran(TypedDict):
-    """A recorded program: its exit code (null: ended at the time limit) and its last output."""
+    """A recorded program: its exit code (null: ended at the time limit) and last output."""
 
     path: str
     exit_code: int | None
@@ -274,8 +274,8 @@ class Ran(TypedDict):
 
 
 class TrialText(TypedDict):
-    """Texts of a trial, from the program: why it was dropped; and the change to keep, as lines to
-    write or as a unified diff where the place is certain."""
+    """Texts of a trial, from the program: why it was dropped, and the change to keep. The change
+    is lines to write, or a unified diff where the place is certain."""
 
     why: str
     lines: str
@@ -283,8 +283,8 @@ class TrialText(TypedDict):
 
 
 class TrialLine(TypedDict):
-    """A knob and its measured effect. Shares are of the mean step, 0 to 1; null: not measured, or
-    nothing was predicted for this setting."""
+    """A knob and its measured effect. Shares are of the mean step, 0 to 1. null: not measured, or
+    not predicted for this setting."""
 
     knob: str
     rule: str
@@ -316,8 +316,8 @@ class TogetherLine(TypedDict):
 
 
 class Tried(Ran):
-    """Measured effect of fixes that can be made at a program's start. complete: false where the
-    time ended before all was known."""
+    """Measured effect of fixes that can be made when a program starts. complete: false if the
+    time ran out before all trials were done."""
 
     complete: bool
     step_ns: float | None
@@ -331,7 +331,7 @@ class Tried(Ran):
 _T = TypeVar("_T")
 
 LONGEST_NAME, LONGEST_TEXT = 200, 1200
-"""Lengths at which a name, and a text with several sentences, are cut, characters."""
+"""Maximum lengths of a name and of a text with several sentences, in characters."""
 MAX_PLACES, MAX_EVIDENCE = 5, 12
 MAX_FINDINGS = 20
 MAX_RECORDINGS, MAX_PROJECTED, MAX_SPLITS = 50, 20, 50
@@ -343,9 +343,9 @@ UNTRUSTED = (
 )
 
 
-def bound_name(text: object, most: int = LONGEST_NAME) -> str:
+def bound_name(text: object, max_length: int = LONGEST_NAME) -> str:
     """Return a name as one line, without control and direction characters, cut in the middle."""
-    return labels.shorten(labels.clean(text), most)
+    return labels.shorten(labels.clean(text), max_length)
 
 
 def bound_text(text: object) -> str:
@@ -354,20 +354,20 @@ def bound_text(text: object) -> str:
 
 
 def copy_fields(kind: Callable[..., _T], source: object, **given: object) -> _T:
-    """Return an answer with the fields of ``source`` of the same names, and those that are
-    given."""
+    """Return an answer with the fields of ``source`` that have the same names. ``given`` fields
+    replace them."""
     names = kind.__annotations__
     return kind(**{n: given[n] if n in given else getattr(source, n) for n in names})
 
 
-def take_first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:
+def take_first(items: Iterable[_T], max_count: int) -> tuple[list[_T], int]:
     """Return the first items, and how many more there are."""
-    result = list(items)
-    return result[:most], max(0, len(result) - most)
+    all_items = list(items)
+    return all_items[:max_count], max(0, len(all_items) - max_count)
 
 
 MAX_ENTRIES = 20_000
-"""Largest number of a folder's entries that are looked through."""
+"""Maximum number of entries of a folder that are looked through."""
 LONGEST_PATH = 4096
 
 
@@ -375,12 +375,12 @@ class AllowedFolders:
     """Folders that may be read, with links resolved."""
 
     def __init__(self, folders: Iterable[str | Path]) -> None:
-        """Raises AdvisorError if none is given, or one is no folder."""
+        """Raises AdvisorError if no folder is given, or one is not a folder."""
         self.folders: list[Path] = []
         for folder in folders:
             real = Path(os.path.realpath(folder))
             if not real.is_dir():
-                raise AdvisorError(f"{folder}: not a folder; give those that may be read")
+                raise AdvisorError(f"{folder}: not a folder; give the folders that may be read")
             self.folders.append(real)
         if not self.folders:
             raise AdvisorError("give the folders that may be read, such as runs/")
@@ -395,51 +395,53 @@ class AllowedFolders:
         if not real.exists():
             raise AdvisorError(f"{given}: no such file below the folders that may be read")
         if real.is_dir():
-            self._look_through(real, given)
+            self._check_links(real, given)
         return real
 
     def new_path(self, given: str) -> Path:
-        """Return a path that is still free, in an existing folder. Raises AdvisorError."""
+        """Return a path that does not exist yet, in an existing folder. Raises AdvisorError."""
         real = self.inside(given)
         if real.exists():
-            raise AdvisorError(f"{given}: there is something; give a new path")
+            raise AdvisorError(f"{given}: already exists; choose a new path")
         if not real.parent.is_dir():
-            raise AdvisorError(f"{given}: its folder is not there")
+            raise AdvisorError(f"{given}: parent folder does not exist")
         return real
 
     def inside(self, given: str) -> Path:
-        """Return a path with links resolved, there or not. Raises AdvisorError if outside."""
+        """Return a path with links resolved, existing or not. Raises AdvisorError if outside."""
         if not given or len(given) > LONGEST_PATH or "\0" in given:
             raise AdvisorError("give a path below the folders that may be read")
-        candidates = [folder / given for folder in self.folders]  # an absolute one stays itself
-        # realpath, so that `..` behind a link goes where the system would go
-        real = [Path(os.path.realpath(candidate)) for candidate in candidates]
-        inside = [item for item in real if self.contains(item)]
+        candidates = [folder / given for folder in self.folders]  # an absolute path stays as it is
+        # realpath resolves `..` behind a link as the system does
+        real_paths = [Path(os.path.realpath(candidate)) for candidate in candidates]
+        inside = [item for item in real_paths if self.contains(item)]
         if not inside:
             raise AdvisorError(f"{given}: outside the folders that may be read")
         return next((item for item in inside if item.exists()), inside[0])
 
     def contains(self, real: Path) -> bool:
-        """Tell whether a path without links is one of the folders or below one."""
+        """Return whether a path without links is one of the folders or below one."""
         return any(real == folder or folder in real.parents for folder in self.folders)
 
-    def _look_through(self, folder: Path, given: str) -> None:
+    def _check_links(self, folder: Path, given: str) -> None:
         for count, entry in enumerate(iterate_entries(folder)):
             if count >= MAX_ENTRIES:
                 raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
             if entry.is_symlink() and not self.contains(Path(os.path.realpath(entry.path))):
-                raise AdvisorError(f"{given}: a link in it leads outside what may be read")
+                raise AdvisorError(
+                    f"{given}: a link in it leads outside the folders that may be read"
+                )
 
 
 def iterate_entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield all entries below a folder; folders behind links are yielded, but not entered."""
-    waiting = [str(folder)]
-    while waiting:
+    """Yield all entries below a folder. Folders behind links are yielded, but not entered."""
+    pending = [str(folder)]
+    while pending:
         try:
-            with os.scandir(waiting.pop()) as result:
-                for entry in result:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
                     yield entry
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        pending.append(entry.path)
         except OSError:
-            continue  # the reader says what cannot be read
+            continue  # the reader reports what cannot be read

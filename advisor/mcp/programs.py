@@ -1,4 +1,4 @@
-"""Recording and trying of programs that a client names: if allowed, below the folders."""
+"""Tools that record and try programs which a client names, if allowed, in the allowed folders."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
-from advisor.mcp import answers as b
+from advisor.mcp import answers
 from advisor.mcp.answers import AllowedFolders, Ran, TogetherLine, TrialLine, TrialText, Tried
 from advisor.tune.knob import find_knob
 from advisor.tune.report import FILE, MAX_BYTES, CombinedTrial, Trial, TrialReport
@@ -22,13 +22,13 @@ MAX_SECONDS = 3600
 MAX_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
 MAX_KNOBS, LONGEST_KNOB = 20, 60
 MIN_BUDGET = 10.0
-OVER_BUDGET, SLACK = 1.5, 60.0
-"""Factor of the budget, and further seconds, after which trials are ended. The budget starts no run
-beyond it, but a run that has started may finish."""
+BUDGET_FACTOR, BUDGET_SLACK_S = 1.5, 60.0
+"""Trials are ended after this multiple of the budget plus these seconds. No run starts once the
+budget is spent, but a run that has started may finish."""
 OUTPUT_TAIL_CHARS = 2000
-"""Number of characters kept of the program's output, the last ones."""
-GRACE_SECONDS = 10.0
-"""Time to end by itself after the time limit, s: the recorder writes what it has."""
+"""Number of characters kept from the end of the program's output."""
+GRACE_S = 10.0
+"""Seconds that a program gets to end by itself after the limit: the recorder writes its data."""
 
 
 def record(
@@ -36,18 +36,18 @@ def record(
 ) -> Ran:
     """Run ``advisor record`` on a script, in its own folder, into a new run directory.
 
-    Raises AdvisorError if the script is outside, or the run directory exists."""
-    program, folder = _asked(allowed, script, arguments, out)
+    Raises AdvisorError if the script is outside the folders or the run directory exists."""
+    program, folder = _resolve_paths(allowed, script, arguments, out)
     seconds = min(max(1.0, timeout_s), MAX_SECONDS)
     command = ["record", "--no-report", "--out", str(folder), "--", str(program), *arguments]
-    code, took, said = _run(command, program.parent, seconds)
+    exit_code, elapsed_s, output = _run_command(command, program.parent, seconds)
     recorded = folder.is_dir() and any(folder.iterdir())
     return Ran(
         path=str(folder) if recorded else "",
-        exit_code=code,
-        seconds=took,
-        untrusted=b.UNTRUSTED,
-        from_program=said,
+        exit_code=exit_code,
+        seconds=elapsed_s,
+        untrusted=answers.UNTRUSTED,
+        from_program=output,
     )
 
 
@@ -61,23 +61,30 @@ def try_knobs(
 ) -> Tried:
     """Run ``advisor try`` on a script, in its own folder, into a new run directory.
 
-    Raises AdvisorError if the script is outside, the run directory exists, or a knob is unknown."""
-    program, folder = _asked(allowed, script, arguments, out)
+    Raises AdvisorError if the script is outside the folders, the run directory exists, or a knob
+    is unknown."""
+    program, folder = _resolve_paths(allowed, script, arguments, out)
     for name in only[:MAX_KNOBS]:
         find_knob(name.partition("=")[0])
     budget = min(max(MIN_BUDGET, budget_s), MAX_SECONDS)
     command = ["try", "--no-progress", "--format", "json", "--budget", f"{budget:.0f}s"]
     command += [word for name in only[:MAX_KNOBS] for word in ("--only", name)]
     command += ["--out", str(folder), "--", str(program), *arguments]
-    code, took, said = _run(command, program.parent, budget * OVER_BUDGET + SLACK, errors=True)
+    exit_code, elapsed_s, output = _run_command(
+        command, program.parent, budget * BUDGET_FACTOR + BUDGET_SLACK_S, errors_only=True
+    )
     if not (folder / FILE).is_file():
-        return build_trial_answer(None, "", code, took, said)
+        return build_trial_answer(None, "", exit_code, elapsed_s, output)
     return build_trial_answer(
-        TrialReport.from_json(read_regular(folder / FILE, MAX_BYTES)), str(folder), code, took, said
+        TrialReport.from_json(read_regular(folder / FILE, MAX_BYTES)),
+        str(folder),
+        exit_code,
+        elapsed_s,
+        output,
     )
 
 
-def _asked(
+def _resolve_paths(
     allowed: AllowedFolders, script: str, arguments: list[str], out: str
 ) -> tuple[Path, Path]:
     """Return the script and the run directory to create. Raises AdvisorError."""
@@ -85,72 +92,72 @@ def _asked(
     if not program.is_file():
         raise AdvisorError(f"{script}: not a file; give a Python script")
     if len(arguments) > MAX_ARGUMENTS or any(len(a) > LONGEST_ARGUMENT for a in arguments):
-        raise AdvisorError("too many arguments, or one that is too long")
+        raise AdvisorError("too many arguments, or an argument that is too long")
     if any("\0" in argument for argument in arguments):
-        raise AdvisorError("an argument holds a null character")
+        raise AdvisorError("an argument contains a null character")
     return program, folder
 
 
-def _run(
-    command: list[str], folder: Path, seconds: float, *, errors: bool = False
+def _run_command(
+    command: list[str], folder: Path, seconds: float, *, errors_only: bool = False
 ) -> tuple[int | None, float, str]:
-    """Run an advisor command; return exit code, seconds and last output. ``errors``: only standard
-    error, since the rest is for programs."""
+    """Run an advisor command. Return its exit code, its duration in seconds and the end of its
+    output. ``errors_only``: keep standard error only, because standard output is for programs."""
     started = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        # a group of its own: what the program started ends with it
+        # a process group of its own, so that child processes of the program end with it
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "advisor", *command],
             cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if errors else output,
-            stderr=output if errors else subprocess.STDOUT,
+            stdout=subprocess.DEVNULL if errors_only else output,
+            stderr=output if errors_only else subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
-        code = _wait(process, seconds)
+        exit_code = _wait_or_end(process, seconds)
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4 * OUTPUT_TAIL_CHARS))
         tail = output.read().decode("utf-8", "replace")
     return (
-        code,
+        exit_code,
         round(time.monotonic() - started, 1),
         labels.clean(tail, lines=True)[-OUTPUT_TAIL_CHARS:],
     )
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit code of a process; ``None`` if it was ended after the time limit."""
+def _wait_or_end(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit code of a process, or ``None`` if it was ended after the time limit."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         pass
-    for number in (signal.SIGTERM, SIGKILL):
-        _signal(process, number)
+    for signal_number in (signal.SIGTERM, SIGKILL):
+        _signal_group(process, signal_number)
         try:
-            process.wait(GRACE_SECONDS)
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             continue
         break
-    _signal(process, SIGKILL)  # what it left behind
+    _signal_group(process, SIGKILL)  # child processes that are still running
     return None
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the program and all that it started; without groups, to it alone."""
+def _signal_group(process: subprocess.Popen[bytes], signal_number: int) -> None:
+    """Send a signal to the program's process group, or to the program where there are no groups."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
         else:
-            process.send_signal(number)
+            process.send_signal(signal_number)
 
 
 def build_trial_answer(
-    report: TrialReport | None, path: str, exit_code: int | None, seconds: float, said: str
+    report: TrialReport | None, path: str, exit_code: int | None, seconds: float, output: str
 ) -> Tried:
-    """Return the answer of a trial report; without one, ``said`` tells why."""
+    """Return the answer for a trial report. If there is none, ``output`` tells why."""
     report = report or TrialReport(interrupted=True)
-    shown, more = b.take_first(report.trials, b.MAX_TRIALS)
+    shown, remaining = answers.take_first(report.trials, answers.MAX_TRIALS)
     return Tried(
         path=path,
         exit_code=exit_code,
@@ -158,41 +165,41 @@ def build_trial_answer(
         complete=not (report.interrupted or report.out_of_budget) and exit_code == 0,
         step_ns=report.step_ns,
         repeats_its_losses=report.repeats,
-        trials=[_line(trial) for trial in shown],
-        more_trials=more,
-        together=_together(report.together),
-        by_hand=[b.bound_name(item) for item in report.without[: b.MAX_TRIALS]],
-        untrusted=b.UNTRUSTED,
-        from_program=said,
+        trials=[_build_trial_line(trial) for trial in shown],
+        more_trials=remaining,
+        together=_build_together_line(report.together),
+        by_hand=[answers.bound_name(item) for item in report.without[: answers.MAX_TRIALS]],
+        untrusted=answers.UNTRUSTED,
+        from_program=output,
     )
 
 
-def _line(trial: Trial) -> TrialLine:
-    return b.copy_fields(
+def _build_trial_line(trial: Trial) -> TrialLine:
+    return answers.copy_fields(
         TrialLine,
         trial,
-        knob=b.bound_name(trial.name),
-        rule=b.bound_name(trial.rule),
-        losses=b.bound_name(trial.losses),
-        schedule=b.bound_text(trial.schedule),
+        knob=answers.bound_name(trial.name),
+        rule=answers.bound_name(trial.rule),
+        losses=answers.bound_name(trial.losses),
+        schedule=answers.bound_text(trial.schedule),
         from_program=TrialText(
-            why=b.bound_text(trial.why),
-            lines=_code(trial.lines),
-            diff=_code(trial.diff) if trial.outcome == "gain" else "",
+            why=answers.bound_text(trial.why),
+            lines=_clean_code(trial.lines),
+            diff=_clean_code(trial.diff) if trial.outcome == "gain" else "",
         ),
     )
 
 
-def _code(text: str) -> str:
-    return labels.shorten(labels.clean(text, lines=True), 2 * b.LONGEST_TEXT)
+def _clean_code(text: str) -> str:
+    return labels.shorten(labels.clean(text, lines=True), 2 * answers.LONGEST_TEXT)
 
 
-def _together(both: CombinedTrial | None) -> TogetherLine | None:
-    if both is None:
+def _build_together_line(combined: CombinedTrial | None) -> TogetherLine | None:
+    if combined is None:
         return None
-    return b.copy_fields(
+    return answers.copy_fields(
         TogetherLine,
-        both,
-        knobs=[b.bound_name(knob_setting) for knob_setting in both.knob_settings],
-        adds_nothing=[b.bound_name(knob_setting) for knob_setting in both.left_out],
+        combined,
+        knobs=[answers.bound_name(knob_setting) for knob_setting in combined.knob_settings],
+        adds_nothing=[answers.bound_name(knob_setting) for knob_setting in combined.left_out],
     )

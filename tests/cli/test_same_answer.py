@@ -45,7 +45,7 @@ def same_at_every_door(folder: Path, advisor: Run) -> Report:
     from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 
-    found["agent"] = gains(Tools(AllowedFolders([folder]))._examined(str(folder), None).report)
+    found["agent"] = gains(Tools(AllowedFolders([folder]))._examine_path(str(folder), None).report)
     assert len({json.dumps(each, default=str) for each in found.values()}) == 1, found
     return report
 

@@ -398,7 +398,7 @@ def test_a_script_is_run_only_where_that_is_allowed_and_ends_at_its_time(
     assert ran["exit_code"] == 3 and "x; touch owned" in ran["from_program"]
     assert "\x1b" not in ran["from_program"] and not (folder / "owned").exists()
     assert hung["exit_code"] is None and hung["seconds"] < 300, "it sleeps for 600"
-    assert "outside" in outside and "there is something" in there
+    assert "outside" in outside and "already exists" in there
     assert not (folder / "r3").exists()
 
 
@@ -450,7 +450,7 @@ def test_knobs_are_tried_where_that_is_allowed_and_what_the_script_writes_is_hel
     assert (bad["exit_code"], bad["path"], bad["trials"]) == (2, "", [])
     assert "ValueError" in bad["from_program"] and "\x1b" not in bad["from_program"]
     assert "Ignore all" not in json.dumps({k: v for k, v in bad.items() if k != "from_program"})
-    assert "outside" in outside and "no knob" in unknown and "there is something" in there
+    assert "outside" in outside and "no knob" in unknown and "already exists" in there
     assert "\x1b" not in unknown
     assert not (folder / "t3").exists() and not (folder / "t4").exists()
 

@@ -37,7 +37,7 @@ def test_the_lines_at_the_end_of_a_recording(trapped: Path) -> None:
 
 
 def test_programs_that_an_agent_records(trapped: Path) -> None:
-    code, _, said = programs._run(["--version"], trapped, 60.0)
+    code, _, said = programs._run_command(["--version"], trapped, 60.0)
     assert (code, said.split()[0]) == (0, "advisor")
     assert not (trapped / "executed").exists()
 

@@ -1,4 +1,4 @@
-"""Static hints: places in a training program's source that often cost time, before a measurement.
+"""Static hints: places in a training program's source that often cost time, found before a run.
 
 A hint names the rule that shows on a recording whether the place costs anything. Nothing is
 imported or run; the source is only parsed."""
@@ -25,7 +25,7 @@ MAX_BYTES = 4 << 20
 MAX_FILES = 2000
 IGNORE = "advisor: ignore"
 """Text of a comment that removes the hints of its line."""
-_SKIPPED = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
+_SKIPPED_FOLDERS = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
 _CHECKS = (
     check_loader, check_loop, check_evaluation, check_single_evaluation, check_parallel,
     check_settings, check_estimators,
@@ -33,10 +33,10 @@ _CHECKS = (
 
 
 def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
-    """Return the hints of Python files and of those below folders, and a line per file that cannot
-    be parsed. Raises AdvisorError for a missing path, no Python file, or if the only file cannot be
-    parsed."""
-    files = list(islice(_files(paths), MAX_FILES + 1))
+    """Return the hints for Python files, also in folders, and one line per file that cannot be
+    parsed. Raises AdvisorError if a path is missing, if there are no Python files, or if the only
+    file cannot be parsed."""
+    files = list(islice(_iterate_files(paths), MAX_FILES + 1))
     if not files:
         raise AdvisorError(f"{paths[0]}: no Python files (*.py)")
     if len(files) > MAX_FILES:
@@ -45,7 +45,7 @@ def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
     problems: list[str] = []
     for file in files:
         try:
-            hints += lint_text(_read(file), str(file))
+            hints += lint_text(_read_text(file), str(file))
         except AdvisorError as error:
             if len(files) == 1:
                 raise
@@ -53,15 +53,17 @@ def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
     return hints, problems
 
 
-def _files(paths: list[str]) -> Iterator[Path]:
-    for given in paths:
-        if "\0" in given:
-            raise AdvisorError(f"{given!r}: not a file name")
-        path = Path(given)
+def _iterate_files(paths: list[str]) -> Iterator[Path]:
+    for path_text in paths:
+        if "\0" in path_text:
+            raise AdvisorError(f"{path_text!r}: not a file name")
+        path = Path(path_text)
         if path.is_dir():
             for file in sorted(path.rglob("*.py")):
-                inside = file.relative_to(path).parts
-                if file.is_file() and not any(p in _SKIPPED or p[0] == "." for p in inside):
+                parts = file.relative_to(path).parts
+                if file.is_file() and not any(
+                    part in _SKIPPED_FOLDERS or part[0] == "." for part in parts
+                ):
                     yield file
         elif path.exists():
             yield path
@@ -69,7 +71,7 @@ def _files(paths: list[str]) -> Iterator[Path]:
             raise AdvisorError(f"{path}: no such file or directory")
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         with open_regular(file) as stream:
             data = stream.read(MAX_BYTES + 1)
@@ -84,7 +86,7 @@ def _read(file: Path) -> str:
 
 
 def lint_text(text: str, name: str = "<text>") -> list[Hint]:
-    """Return the hints of one file, by line. Raises AdvisorError if it is not Python."""
+    """Return the hints for one file, sorted by line. Raises AdvisorError if it is not Python."""
     source = parse(text, name)
     hints = []
     for check in _CHECKS:

@@ -7,41 +7,41 @@ from collections.abc import Iterator
 from advisor.core.cgroup import count_cores
 from advisor.lint.script import Hint, Script, find_keyword, hint_position, is_constant, is_method
 
-LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
+LOADER_NAMES = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
 MAX_WORKERS = 4
 _WORKERS_POSITION = 5
 """Index of ``num_workers`` among the positional arguments."""
 
 
-_IN_MEMORY = re.compile(r"(?:^|\.)TensorDataset$")
-_PARTS = re.compile(r"(?:^|\.)(?:Subset|random_split|ConcatDataset)$")
+_IN_MEMORY_DATASET = re.compile(r"(?:^|\.)TensorDataset$")
+_DATASET_PARTS = re.compile(r"(?:^|\.)(?:Subset|random_split|ConcatDataset)$")
 _TRAINING_ARGUMENTS = re.compile(r"(?:^|\.)\w*TrainingArguments$|(?:^|\.)SFTConfig$")
 
 
 def check_loader(source: Script) -> Iterator[Hint]:
-    """Check DataLoader arguments, blocking copies of pinned batches, samplers without the epoch,
-    and Hugging Face's Trainer and tf.data likewise."""
-    yield from _trainer_arguments(source)
-    yield from _tf_data(source)
-    loaders = [call for call in source.calls if source.qualified_name(call.func) in LOADERS]
+    """Check DataLoader arguments, blocking copies of pinned batches, samplers without an epoch,
+    Hugging Face's Trainer and tf.data pipelines."""
+    yield from _check_trainer_arguments(source)
+    yield from _check_tf_data(source)
+    loaders = [call for call in source.calls if source.qualified_name(call.func) in LOADER_NAMES]
     for call in loaders:
-        yield from _arguments(source, call)
+        yield from _check_arguments(source, call)
     if any(is_constant(find_keyword(call, "pin_memory"), True) for call in loaders):
-        yield from _blocking(source)
-    yield from _epoch(source)
+        yield from _check_blocking_copies(source)
+    yield from _check_sampler_epoch(source)
 
 
-def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
+def _check_arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     if any(item.arg is None for item in call.keywords) or any(
         isinstance(item, ast.Starred) for item in call.args
     ):
-        return  # **options: the call does not show what they contain
+        return  # with **options the call does not show its arguments
     workers = find_keyword(call, "num_workers")
     if workers is None and len(call.args) > _WORKERS_POSITION:
         workers = call.args[_WORKERS_POSITION]
-    none = workers is None or is_constant(workers, 0)
+    no_workers = workers is None or is_constant(workers, 0)
     dataset = call.args[0] if call.args else find_keyword(call, "dataset")
-    in_memory = none and is_in_memory(source, dataset)
+    in_memory = no_workers and is_in_memory(source, dataset)
     missing = []
     if workers is None and not in_memory:
         missing.append(f"num_workers={_suggest_workers()}")
@@ -49,54 +49,54 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
         missing.append("pin_memory=True")
     if (
         find_keyword(call, "persistent_workers") is None
-        and (workers is None or not none)
+        and (workers is None or not no_workers)
         and not in_memory
     ):
         missing.append("persistent_workers=True")
-    loop = _loop_to_leave(source, call) if not none or missing else None
-    if not missing and (not none or in_memory) and loop is None:
+    loop = _find_rebuilding_loop(source, call) if not no_workers or missing else None
+    if not missing and (not no_workers or in_memory) and loop is None:
         return
-    wanted = list(missing)
-    if workers is not None and none and not in_memory:
+    suggested = list(missing)
+    if workers is not None and no_workers and not in_memory:
         missing.append("num_workers above 0")
-        wanted.append(f"num_workers={_suggest_workers()}")
+        suggested.append(f"num_workers={_suggest_workers()}")
         if find_keyword(call, "persistent_workers") is None:
-            wanted.append("persistent_workers=True")
-    built = [] if loop is None or in_memory else ["built again in each pass of a loop"]
-    if built and not none:
+            suggested.append("persistent_workers=True")
+    rebuilt_notes = [] if loop is None or in_memory else ["built again in each pass of a loop"]
+    if rebuilt_notes and not no_workers:
         why = "each pass of the loop starts the workers again, persistent_workers or not"
-        confirmed = "workers-respawned"
+        rule = "workers-respawned"
     elif missing == ["persistent_workers=True"]:
         why = "workers restart for every epoch, and its first batch waits for them"
-        confirmed = "workers-respawned"
-    elif none and not in_memory:
+        rule = "workers-respawned"
+    elif no_workers and not in_memory:
         why = "the training process loads and transforms every batch itself, and the step waits"
-        confirmed = "single-process-loader"
+        rule = "single-process-loader"
     else:
         why = "a copy from pageable memory blocks the host"
-        confirmed = "pageable-copies"
-    without = [f"without {', '.join(missing)}"] if missing else []
+        rule = "pageable-copies"
+    missing_notes = [f"without {', '.join(missing)}"] if missing else []
     fixes = [
         "Pin the memory of batches that go to a GPU."
         if in_memory
         else "Set num_workers by the cores that the process may use where it runs: "
         f"{count_cores()} here, and the loop itself needs one."
     ] * bool(missing)
-    once = ["Build the loader once, before the loop: its workers live as long as it does."]
-    once *= bool(built)
+    build_once = ["Build the loader once, before the loop: its workers live as long as it does."]
+    build_once *= bool(rebuilt_notes)
     yield Hint(
         id="dataloader-arguments",
-        title=f"DataLoader {', '.join([*without, *built])}",
+        title=f"DataLoader {', '.join([*missing_notes, *rebuilt_notes])}",
         why=why if in_memory else f"{why}; a dataset in memory may be faster without workers",
-        fix=" ".join([*fixes, *once]),
-        code=_with_arguments(call, wanted, before_loop=bool(built)),
-        confirmed_by=confirmed,
+        fix=" ".join([*fixes, *build_once]),
+        code=_add_arguments(call, suggested, before_loop=bool(rebuilt_notes)),
+        confirmed_by=rule,
         **hint_position(call),
     )
 
 
-def _loop_to_leave(source: Script, call: ast.Call) -> ast.AST | None:
-    """Return the loop that builds a loader in each pass from what the loop does not change."""
+def _find_rebuilding_loop(source: Script, call: ast.Call) -> ast.AST | None:
+    """Return the loop that builds the same loader again in each pass, or ``None``."""
     loop = source.loop_around(call)
     if loop is None:
         return None
@@ -109,30 +109,30 @@ def _loop_to_leave(source: Script, call: ast.Call) -> ast.AST | None:
     return None if changed & used else loop
 
 
-def _with_arguments(call: ast.Call, wanted: list[str], *, before_loop: bool) -> str:
-    """Write the program's own call with the arguments, and where it belongs."""
-    given = ast.parse(f"f({', '.join(wanted)})", mode="eval").body
-    assert isinstance(given, ast.Call)
-    names = {item.arg for item in given.keywords}
-    kept = [item for item in call.keywords if item.arg not in names]
-    positional = call.args[:_WORKERS_POSITION]  # more are rare, and their names are not there
-    text = ast.unparse(ast.Call(call.func, positional, [*kept, *given.keywords]))
+def _add_arguments(call: ast.Call, suggested: list[str], *, before_loop: bool) -> str:
+    """Return the program's own call with the arguments added, and where to put it."""
+    arguments = ast.parse(f"f({', '.join(suggested)})", mode="eval").body
+    assert isinstance(arguments, ast.Call)
+    new_names = {item.arg for item in arguments.keywords}
+    kept = [item for item in call.keywords if item.arg not in new_names]
+    positional = call.args[:_WORKERS_POSITION]  # further ones are rare, and their names unknown
+    text = ast.unparse(ast.Call(call.func, positional, [*kept, *arguments.keywords]))
     return f"loader = {text}   # before the loop" if before_loop else text
 
 
 def is_in_memory(source: Script, node: ast.expr | None, depth: int = 4) -> bool:
-    """Tell whether a dataset's items are in memory and taken out by an index: a TensorDataset, a
-    list, parts of these, or a class of the file whose ``__getitem__`` only indexes. Workers would
-    copy what is there."""
+    """Return whether a dataset's items are in memory and only indexed: a TensorDataset, a list,
+    parts of these, or a class of the file whose ``__getitem__`` only indexes. Workers would only
+    copy the items."""
     if node is None or not depth:
         return False
     if isinstance(node, ast.List | ast.ListComp | ast.Tuple):
         return True
     if isinstance(node, ast.Call):
         name = source.qualified_name(node.func)
-        if _IN_MEMORY.search(name) or name in {"list", "sorted"}:
+        if _IN_MEMORY_DATASET.search(name) or name in {"list", "sorted"}:
             return True
-        if _PARTS.search(name):
+        if _DATASET_PARTS.search(name):
             return is_in_memory(source, node.args[0] if node.args else None, depth - 1)
         return _only_indexes(source, name)
     if isinstance(node, ast.Name | ast.Attribute):
@@ -147,14 +147,14 @@ def _only_indexes(source: Script, name: str) -> bool:
             continue
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__getitem__":
-                plain = [n for n in method.body if not isinstance(n, ast.Expr)]
-                return len(plain) == 1 and not any(
-                    isinstance(inner, ast.Call) for inner in ast.walk(plain[0])
+                statements = [n for n in method.body if not isinstance(n, ast.Expr)]
+                return len(statements) == 1 and not any(
+                    isinstance(inner, ast.Call) for inner in ast.walk(statements[0])
                 )
     return False
 
 
-def _trainer_arguments(source: Script) -> Iterator[Hint]:
+def _check_trainer_arguments(source: Script) -> Iterator[Hint]:
     """Check Hugging Face's Trainer, whose DataLoader has no workers by default."""
     for call in source.calls:
         if not _TRAINING_ARGUMENTS.search(source.qualified_name(call.func)):
@@ -178,9 +178,9 @@ def _trainer_arguments(source: Script) -> Iterator[Hint]:
         )
 
 
-def _tf_data(source: Script) -> Iterator[Hint]:
-    """Check tf.data pipelines for prefetch, and their maps for parallel calls."""
-    made = [
+def _check_tf_data(source: Script) -> Iterator[Hint]:
+    """Check tf.data pipelines for ``prefetch()``, and their maps for parallel calls."""
+    pipelines = [
         call
         for call in source.calls
         if source.qualified_name(call.func).startswith(("tensorflow.data.", "tf.data."))
@@ -189,7 +189,7 @@ def _tf_data(source: Script) -> Iterator[Hint]:
             and "data" in source.qualified_name(call.func).split(".")
         )
     ]
-    if not made:
+    if not pipelines:
         return
     if not any(is_method(call, "prefetch") for call in source.calls):
         yield Hint(
@@ -199,7 +199,7 @@ def _tf_data(source: Script) -> Iterator[Hint]:
             fix="End the pipeline with prefetch.",
             code="dataset = dataset.prefetch(tf.data.AUTOTUNE)",
             confirmed_by="",
-            **hint_position(made[0]),
+            **hint_position(pipelines[0]),
         )
     for call in source.calls:
         if (
@@ -221,7 +221,7 @@ def _tf_data(source: Script) -> Iterator[Hint]:
 
 
 def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
-    """Tell whether a chain of calls begins with tf.data."""
+    """Return whether a chain of calls begins with tf.data."""
     if not depth:
         return False
     if isinstance(node, ast.Call):
@@ -242,11 +242,11 @@ def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
 
 
 def _suggest_workers() -> int:
-    """Return a number of workers that leaves the loop a core; four keep up with most loops."""
+    """Return a number of workers that leaves one core to the loop. Four suffice for most loops."""
     return max(1, min(MAX_WORKERS, count_cores() - 1))
 
 
-def _blocking(source: Script) -> Iterator[Hint]:
+def _check_blocking_copies(source: Script) -> Iterator[Hint]:
     for call in source.calls:
         if not is_method(call, "to", "cuda") or find_keyword(call, "non_blocking") is not None:
             continue
@@ -260,14 +260,14 @@ def _blocking(source: Script) -> Iterator[Hint]:
             title=f"{source.text_of(call)[:60]} waits for the copy",
             why="the batch is in pinned memory, so the copy does not have to block the host",
             fix="Copy with non_blocking=True.",
-            code=f"{_receiver(source, call)}, non_blocking=True)",
+            code=f"{_open_call_text(source, call)}, non_blocking=True)",
             confirmed_by="blocking-pinned-copy",
             **hint_position(call),
         )
 
 
-def _receiver(source: Script, call: ast.Call) -> str:
-    """Return the text of a call up to its closing bracket, ready for one more argument."""
+def _open_call_text(source: Script, call: ast.Call) -> str:
+    """Return the text of a call up to its closing bracket, ready for another argument."""
     text = source.text_of(call)[:-1].rstrip().rstrip(",")
     return text if call.args or call.keywords else f"{text}device"
 
@@ -279,8 +279,8 @@ def _is_device(node: ast.expr) -> bool:
     return "device" in name.lower() or name in {"rank", "local_rank"}
 
 
-def _epoch(source: Script) -> Iterator[Hint]:
-    """Check for a DistributedSampler without the epoch: each epoch then has the same order."""
+def _check_sampler_epoch(source: Script) -> Iterator[Hint]:
+    """Check for a DistributedSampler without ``set_epoch()``: every epoch has the same order."""
     if any(is_method(call, "set_epoch") for call in source.calls):
         return
     for call in source.calls:

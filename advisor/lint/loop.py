@@ -18,7 +18,7 @@ from advisor.lint.script import (
 
 LOG_INTERVAL = 50
 """Number of steps between two logs, in suggested code."""
-_CALLS = {
+_COSTLY_CALLS = {
     "torch.cuda.empty_cache": (
         "empty-cache-in-loop",
         "the allocator returns its memory and has to ask for it again, which stalls the GPU",
@@ -44,26 +44,26 @@ def check_loop(source: Script) -> Iterator[Hint]:
         loop = source.in_training_loop(call)
         if loop is None:
             continue
-        yield from _costly_call(source, call)
+        yield from _check_costly_call(source, call)
         statement = source.statement(call)
-        what = _reads_device(call, loop)
-        if what and statement is not None and statement not in reported:
+        sync = _describe_sync(call, loop)
+        if sync and statement is not None and statement not in reported:
             reported.add(statement)
-            yield _sync(source, call, statement, what)
-        yield from _backward(call)
-        yield from _append(source, call, loop)
+            yield _sync_hint(source, call, statement, sync)
+        yield from _check_defaults(call)
+        yield from _check_append(source, call, loop)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            yield from _sum(source, node)
+            yield from _check_sum(source, node)
 
 
-def _costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
-    entry = _CALLS.get(source.qualified_name(call.func))
+def _check_costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
+    entry = _COSTLY_CALLS.get(source.qualified_name(call.func))
     if entry is None:
         return
-    identifier, why, rule = entry
+    hint_id, why, rule = entry
     yield Hint(
-        id=identifier,
+        id=hint_id,
         title=f"{source.text_of(call)[:60]} in every step",
         why=why,
         fix="Move it out of the loop.",
@@ -75,24 +75,24 @@ def _costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
 # -- reads of GPU values ------------------------------------------------------------------------
 
 
-def _reads_device(call: ast.Call, loop: Loop) -> str:
-    """Say how a call waits for a GPU value; empty if the source does not show that it does."""
+def _describe_sync(call: ast.Call, loop: Loop) -> str:
+    """Return how a call waits for a GPU value. Empty if the source does not show that it waits."""
     if is_method(call, "item", "tolist", "numpy", "cpu") and not call.args:
         assert isinstance(call.func, ast.Attribute)
         return f".{call.func.attr}()"
     name = call.func.id if isinstance(call.func, ast.Name) else ""
-    tensors = _losses(loop)
+    tensors = _loss_names(loop)
     if name in {"float", "int", "bool"} and len(call.args) == 1:
         return f"{name}()" if _is_tensor(call.args[0], tensors) else ""
     if name == "print" and any(
-        _is_tensor(part, tensors) for value in call.args for part in _printed(value)
+        _is_tensor(part, tensors) for value in call.args for part in _printed_values(value)
     ):
         return "print()"
     return ""
 
 
-def _printed(value: ast.expr) -> list[ast.expr]:
-    """Return the values that an argument of print shows: itself, or the parts of an f-string."""
+def _printed_values(value: ast.expr) -> list[ast.expr]:
+    """Return the values that an argument of print shows: itself, or an f-string's parts."""
     if isinstance(value, ast.JoinedStr):
         return [part.value for part in value.values if isinstance(part, ast.FormattedValue)]
     return [value]
@@ -102,8 +102,8 @@ def _is_tensor(node: ast.expr, tensors: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in tensors
 
 
-def _losses(loop: Loop) -> set[str]:
-    """Return the names with a ``.backward()`` call in the loop: they are surely tensors."""
+def _loss_names(loop: Loop) -> set[str]:
+    """Return the names with a ``.backward()`` call in the loop, which must be tensors."""
     names = set()
     for node in ast.walk(loop):
         if is_method(node, "backward") and isinstance(node.func, ast.Attribute):
@@ -114,16 +114,16 @@ def _losses(loop: Loop) -> set[str]:
     return names
 
 
-def _sync(source: Script, call: ast.Call, statement: ast.stmt, what: str) -> Hint:
+def _sync_hint(source: Script, call: ast.Call, statement: ast.stmt, sync: str) -> Hint:
     fix = f"Read it every {LOG_INTERVAL} steps, or keep it on the GPU until the epoch ends."
     code = f"if step % {LOG_INTERVAL} == 0:   # with a step counter\n    ..."
-    if what == ".item()" and not isinstance(statement, ast.Expr):
+    if sync == ".item()" and not isinstance(statement, ast.Expr):
         assert isinstance(call.func, ast.Attribute)
         fix = "Sum on the GPU with .detach(), and read the sum once after the loop."
         code = f"{source.text_of(call.func.value)}.detach()"
     return Hint(
         id="sync-in-loop",
-        title=f"{what} in every step: {source.text_of(statement).splitlines()[0][:60]}",
+        title=f"{sync} in every step: {source.text_of(statement).splitlines()[0][:60]}",
         why=(
             "the host waits until the GPU has computed the value, and cannot launch ahead; a value "
             "on the CPU costs nothing"
@@ -138,32 +138,36 @@ def _sync(source: Script, call: ast.Call, statement: ast.stmt, what: str) -> Hin
 # -- graphs kept alive --------------------------------------------------------------------------
 
 
-def _sum(source: Script, node: ast.AugAssign) -> Iterator[Hint]:
+def _check_sum(source: Script, node: ast.AugAssign) -> Iterator[Hint]:
     loop = source.in_training_loop(node)
     if loop is None or not isinstance(node.target, ast.Name | ast.Attribute):
         return
-    tensors = _losses(loop)
+    tensors = _loss_names(loop)
     value = node.value
     if isinstance(node.target, ast.Name) and node.target.id in tensors:
-        return  # several losses summed up for one backward
-    plain = value if isinstance(value, ast.Name) else None
+        return  # several losses are summed up for one backward pass
+    added = value if isinstance(value, ast.Name) else None
     if isinstance(value, ast.BinOp):
-        sides = [s for s in (value.left, value.right) if isinstance(s, ast.Name)]
-        plain = next((s for s in sides if s.id in tensors), None)
-    if plain is None or plain.id not in tensors:
+        operands = [
+            operand for operand in (value.left, value.right) if isinstance(operand, ast.Name)
+        ]
+        added = next((operand for operand in operands if operand.id in tensors), None)
+    if added is None or added.id not in tensors:
         return
-    yield _kept(plain, f"{source.text_of(node)[:60]} keeps the graph of every step alive")
+    yield _kept_graph_hint(
+        added, f"{source.text_of(node)[:60]} keeps the graph of every step alive"
+    )
 
 
-def _append(source: Script, call: ast.Call, loop: Loop) -> Iterator[Hint]:
+def _check_append(source: Script, call: ast.Call, loop: Loop) -> Iterator[Hint]:
     if is_method(call, "append") and len(call.args) == 1:
         value = call.args[0]
-        if isinstance(value, ast.Name) and value.id in _losses(loop):
+        if isinstance(value, ast.Name) and value.id in _loss_names(loop):
             title = f"{source.text_of(call)[:60]} keeps the graph of every step alive"
-            yield _kept(value, title)
+            yield _kept_graph_hint(value, title)
 
 
-def _kept(value: ast.Name, title: str) -> Hint:
+def _kept_graph_hint(value: ast.Name, title: str) -> Hint:
     return Hint(
         id="loss-keeps-graph",
         title=title,
@@ -175,7 +179,7 @@ def _kept(value: ast.Name, title: str) -> Hint:
     )
 
 
-def _backward(call: ast.Call) -> Iterator[Hint]:
+def _check_defaults(call: ast.Call) -> Iterator[Hint]:
     """Check for ``backward(retain_graph=True)`` and ``zero_grad(set_to_none=False)``."""
     for method, name, value, why, rule in (
         (
@@ -193,9 +197,9 @@ def _backward(call: ast.Call) -> Iterator[Hint]:
             "",
         ),
     ):
-        given = find_keyword(call, name)
-        if is_method(call, method) and is_constant(given, value):
-            assert given is not None
+        argument = find_keyword(call, name)
+        if is_method(call, method) and is_constant(argument, value):
+            assert argument is not None
             yield Hint(
                 id=f"{method.replace('_', '-')}-{name.replace('_', '-')}",
                 title=f"{method}({name}={value})",
@@ -210,37 +214,45 @@ def _backward(call: ast.Call) -> Iterator[Hint]:
 # -- settings -----------------------------------------------------------------------------------
 
 
-_VARIES = re.compile(
+_VARYING_BATCHES = re.compile(
     r"(?:^|\.)(?:pad_sequence|pack_sequence|DataCollator\w*(?:Padding|Seq2Seq|TokenClassification)"
     r"|\w*[Bb]ucket\w*(?:Sampler|Iterator|_by_\w+)|as_nested_tensor|nested_tensor)$"
 )
-"""Pattern of functions that make batches of varying length."""
-_RANDOM = {"randint", "randrange", "choice", "integers"}
-_SIZED = {"rand", "randn", "randint", "zeros", "ones", "empty", "full", "pad"}
-_THREADS = {"torch.set_num_threads", "torch.set_num_interop_threads"}
+"""Pattern of the functions that make batches of varying length."""
+_RANDOM_NUMBERS = {"randint", "randrange", "choice", "integers"}
+_SIZED_TENSORS = {"rand", "randn", "randint", "zeros", "ones", "empty", "full", "pad"}
+_THREAD_SETTERS = {"torch.set_num_threads", "torch.set_num_interop_threads"}
 
 
-def _environment(source: Script, *names: str) -> Iterator[tuple[ast.Call | ast.Assign, ast.expr]]:
-    """Yield where the program sets one of these variables, and the value."""
+def _environment_settings(
+    source: Script, *names: str
+) -> Iterator[tuple[ast.Call | ast.Assign, ast.expr]]:
+    """Yield the nodes that set one of these environment variables, and the values."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Subscript):
-            named = source.qualified_name(target.value) == "os.environ"
-            if named and is_constant(target.slice, *names):
+            sets_variable = source.qualified_name(target.value) == "os.environ"
+            if sets_variable and is_constant(target.slice, *names):
                 yield node, node.value
         elif isinstance(node, ast.Call) and len(node.args) == 2:
-            named = source.qualified_name(node.func) in {"os.environ.setdefault", "os.putenv"}
-            if named and is_constant(node.args[0], *names):
+            sets_variable = source.qualified_name(node.func) in {
+                "os.environ.setdefault",
+                "os.putenv",
+            }
+            if sets_variable and is_constant(node.args[0], *names):
                 yield node, node.args[1]
 
 
-def _threads(source: Script) -> Iterator[Hint]:
-    """Check for a written number of threads above this machine's number of cores."""
-    places: list[tuple[ast.Call | ast.Assign, ast.expr | None]] = [
+def _check_threads(source: Script) -> Iterator[Hint]:
+    """Check for a literal number of threads above this machine's number of cores."""
+    setters: list[tuple[ast.Call | ast.Assign, ast.expr | None]] = [
         (call, call.args[0])
         for call in source.calls
-        if source.qualified_name(call.func) in _THREADS and call.args
+        if source.qualified_name(call.func) in _THREAD_SETTERS and call.args
     ]
-    for node, value in [*places, *_environment(source, "OMP_NUM_THREADS", "MKL_NUM_THREADS")]:
+    for node, value in [
+        *setters,
+        *_environment_settings(source, "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    ]:
         text = str(value.value) if isinstance(value, ast.Constant) else ""
         if not text.isdecimal() or int(text) <= count_cores():
             continue
@@ -256,18 +268,18 @@ def _threads(source: Script) -> Iterator[Hint]:
 
 
 def _lengths_vary(source: Script) -> bool:
-    """Tell whether the file makes batches as long as their longest sample, or of random lengths."""
+    """Return whether the file makes batches as long as their longest sample or of random length."""
     for call in source.calls:
         padding = find_keyword(call, "padding")
         if is_constant(padding, "max_length") or find_keyword(call, "pad_to_multiple_of"):
             continue
-        if _VARIES.search(source.qualified_name(call.func)) or is_constant(
+        if _VARYING_BATCHES.search(source.qualified_name(call.func)) or is_constant(
             padding, True, "longest"
         ):
             return True
         name = source.qualified_name(call.func).rpartition(".")[2]
         sizes = [part for arg in call.args for part in getattr(arg, "elts", [arg])]
-        if name in _SIZED and any(_varies(source, size) for size in sizes):
+        if name in _SIZED_TENSORS and any(_varies(source, size) for size in sizes):
             return True
     return any(
         _varies(source, bound)
@@ -278,13 +290,17 @@ def _lengths_vary(source: Script) -> bool:
 
 
 def _varies(source: Script, size: ast.expr | None, depth: int = 3) -> bool:
-    """Tell whether a length is the largest of several, or random; or a name or sum of such."""
+    """Return whether a length is a maximum or random, or a name or sum of such lengths."""
     if size is None or not depth:
         return False
     for node in ast.walk(size):
         if isinstance(node, ast.Call):
             name = source.qualified_name(node.func).rpartition(".")[2]
-            if name in _RANDOM or is_method(node, "max") or (name == "max" and _measures(node)):
+            if (
+                name in _RANDOM_NUMBERS
+                or is_method(node, "max")
+                or (name == "max" and _takes_lengths(node))
+            ):
                 return True
         elif isinstance(node, ast.Name) and any(
             _varies(source, value, depth - 1) for value in source.assignments_to(node)
@@ -293,8 +309,8 @@ def _varies(source: Script, size: ast.expr | None, depth: int = 3) -> bool:
     return False
 
 
-def _measures(call: ast.Call) -> bool:
-    """Tell whether a ``max`` is of lengths: ``max(len(x) for x in batch)``, ``max(lengths)``."""
+def _takes_lengths(call: ast.Call) -> bool:
+    """Return whether ``max`` takes lengths: ``max(len(x) for x in batch)``, ``max(lengths)``."""
     names = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
     return any(
         name in {"len", "shape", "size"} or "len" in name.lower()
@@ -303,9 +319,9 @@ def _measures(call: ast.Call) -> bool:
 
 
 def check_settings(source: Script) -> Iterator[Hint]:
-    """Check for anomaly detection, blocking launches, more threads than cores, and torch.compile in
-    the loop or for one shape where lengths vary."""
-    yield from _threads(source)
+    """Check for anomaly detection, blocking launches, more threads than cores, and torch.compile,
+    either in the loop or for one shape where lengths vary."""
+    yield from _check_threads(source)
     for call in source.calls:
         name = source.qualified_name(call.func)
         if name == "torch.autograd.detect_anomaly" or (
@@ -342,7 +358,7 @@ def check_settings(source: Script) -> Iterator[Hint]:
                 confirmed_by="recompilation",
                 **hint_position(call),
             )
-    for node, value in _environment(source, "CUDA_LAUNCH_BLOCKING"):
+    for node, value in _environment_settings(source, "CUDA_LAUNCH_BLOCKING"):
         if is_constant(value, "1"):
             yield Hint(
                 id="launch-blocking",

@@ -14,15 +14,15 @@ from advisor.lint.script import (
     names_in,
 )
 
-_EVAL = re.compile(
+_EVALUATION_NAME = re.compile(
     r"(?:^|_)(?:eval\w*|valid\w*|val|test|infer\w*|predict\w*)(?:$|_)", re.IGNORECASE
 )
-_NO_GRAD = {
+_NO_GRAD_NAMES = {
     "torch.no_grad", "torch.inference_mode", "no_grad", "inference_mode", "torch.set_grad_enabled",
     "torch.autograd.no_grad", "torch.autograd.inference_mode",
 }  # fmt: skip
-_DDP = {"torch.nn.parallel.DistributedDataParallel", "DistributedDataParallel", "DDP"}
-_DP = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel"}
+_DDP_NAMES = {"torch.nn.parallel.DistributedDataParallel", "DistributedDataParallel", "DDP"}
+_DATA_PARALLEL_NAMES = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel"}
 
 
 def check_evaluation(source: Script) -> Iterator[Hint]:
@@ -30,13 +30,13 @@ def check_evaluation(source: Script) -> Iterator[Hint]:
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.For | ast.AsyncFor) or not _is_evaluation(source, node):
             continue
-        if _without_grad(source, node) or any(
+        if _runs_without_grad(source, node) or any(
             isinstance(inner, ast.With | ast.AsyncWith) and _disables_grad(source, inner)
             for inner in ast.walk(node)
         ):
             continue
         function = next((n for n in source.ancestors(node) if isinstance(n, Function)), None)
-        if function is not None and _EVAL.search(function.name):
+        if function is not None and _EVALUATION_NAME.search(function.name):
             code = f"@torch.inference_mode()\ndef {function.name}(...):"
         else:
             code = f"with torch.inference_mode():\n    {source.text_of(node).splitlines()[0]}"
@@ -51,7 +51,7 @@ def check_evaluation(source: Script) -> Iterator[Hint]:
         )
 
 
-def _models(source: Script) -> set[str]:
+def _model_names(source: Script) -> set[str]:
     """Return the names that the file uses as models: ``net.train()``, ``clf.parameters()``."""
     names = set()
     for call in source.calls:
@@ -61,10 +61,10 @@ def _models(source: Script) -> set[str]:
     return names - {"", "optimizer", "self"}
 
 
-def _evaluates_here(source: Script, loop: ast.AST) -> bool:
-    """Tell whether ``model.eval()`` stands before a loop, with no ``model.train()`` between."""
-    around = source.parents.get(loop)
-    for body in (getattr(around, "body", []), getattr(around, "orelse", [])):
+def _follows_eval_call(source: Script, loop: ast.AST) -> bool:
+    """Return whether ``model.eval()`` precedes a loop, with no ``model.train()`` in between."""
+    parent = source.parents.get(loop)
+    for body in (getattr(parent, "body", []), getattr(parent, "orelse", [])):
         if loop not in body:
             continue
         for statement in reversed(body[: body.index(loop)]):
@@ -75,48 +75,57 @@ def _evaluates_here(source: Script, loop: ast.AST) -> bool:
 
 
 def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
-    """Tell whether a loop validates: by its function's or loader's name or ``eval()``. It also
+    """Return whether a loop validates, by its function's or loader's name or ``eval()``. It also
     calls a model and runs no backward pass."""
-    over = " ".join(
+    iterable_names = " ".join(
         names_in(loop.iter)
         | {node.attr for node in ast.walk(loop.iter) if isinstance(node, ast.Attribute)}
     )
-    loaded = re.search(r"loader|dataset|batches|_dl\b|iterator", over, re.IGNORECASE)
+    iterates_loader = re.search(
+        r"loader|dataset|batches|_dl\b|iterator", iterable_names, re.IGNORECASE
+    )
     function = next((n for n in source.ancestors(loop) if isinstance(n, Function)), None)
     if not (
-        _evaluates_here(source, loop)
-        or (loaded and any(_EVAL.search(word) for word in over.split()))
-        or (function is not None and _EVAL.search(function.name))
+        _follows_eval_call(source, loop)
+        or (
+            iterates_loader
+            and any(_EVALUATION_NAME.search(word) for word in iterable_names.split())
+        )
+        or (function is not None and _EVALUATION_NAME.search(function.name))
     ):
         return False
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
     if any(is_method(call, "backward", "step") for call in calls):
         return False
-    models = _models(source)
+    models = _model_names(source)
     return any(
         _calls_model(call.func) or source.qualified_name(call.func) in models for call in calls
     )
 
 
-_HELD_OUT = re.compile(r"(?:^|_)(?:val|valid|validation|test|eval|dev)(?:$|_)", re.IGNORECASE)
+_VALIDATION_DATA_NAME = re.compile(
+    r"(?:^|_)(?:val|valid|validation|test|eval|dev)(?:$|_)", re.IGNORECASE
+)
 
 
 def check_single_evaluation(source: Script) -> Iterator[Hint]:
     """Check for a model called on a validation batch, outside ``no_grad`` and without backward."""
-    models = _models(source)
+    models = _model_names(source)
     for call in source.calls:
         if source.qualified_name(call.func) not in models or not call.args:
             continue
-        if not any(_HELD_OUT.search(name) for arg in call.args for name in names_in(arg)):
+        if not any(
+            _VALIDATION_DATA_NAME.search(name) for arg in call.args for name in names_in(arg)
+        ):
             continue
         statement = source.statement(call)
-        if not isinstance(statement, ast.Assign) or _without_grad(source, call):
+        if not isinstance(statement, ast.Assign) or _runs_without_grad(source, call):
             continue
         if any(isinstance(outer, ast.For) and _is_evaluation(source, outer)
                for outer in source.ancestors(call)):  # fmt: skip
             continue
         targets = {name for target in statement.targets for name in names_in(target)}
-        if _learns_from(source, targets):
+        if _reaches_backward(source, targets):
             continue
         yield Hint(
             id="eval-with-grad",
@@ -129,8 +138,8 @@ def check_single_evaluation(source: Script) -> Iterator[Hint]:
         )
 
 
-def _learns_from(source: Script, names: set[str]) -> bool:
-    """Tell whether a backward pass may start from one of these names, by way of others."""
+def _reaches_backward(source: Script, names: set[str]) -> bool:
+    """Return whether a backward pass may start from one of these names or from derived ones."""
     for _ in range(4):
         names = names | {
             name
@@ -146,7 +155,7 @@ def _learns_from(source: Script, names: set[str]) -> bool:
     )  # fmt: skip
 
 
-_CUML = {
+_CUML_ESTIMATORS = {
     "cluster": {"KMeans", "DBSCAN", "AgglomerativeClustering", "SpectralClustering"},
     "decomposition": {"PCA", "TruncatedSVD", "IncrementalPCA"},
     "ensemble": {"RandomForestClassifier", "RandomForestRegressor"},
@@ -157,20 +166,24 @@ _CUML = {
     "kernel_ridge": {"KernelRidge"},
     "covariance": {"LedoitWolf"},
 }
-"""scikit-learn's estimators that RAPIDS cuML runs on a GPU: docs.rapids.ai/api/cuml/stable."""
+"""Estimators of scikit-learn that RAPIDS cuML runs on a GPU (docs.rapids.ai/api/cuml/stable)."""
 
 
 def check_estimators(source: Script) -> Iterator[Hint]:
-    """Check for scikit-learn estimators that exist for GPUs, once per file."""
-    there = []
+    """Check for scikit-learn estimators that also exist for GPUs, once per file."""
+    estimators = []
     for call in source.calls:
         parts = source.qualified_name(call.func).split(".")
-        known = parts[0] == "sklearn" and len(parts) > 2 and parts[-1] in _CUML.get(parts[1], ())
-        if known or source.qualified_name(call.func) in {"umap.UMAP", "hdbscan.HDBSCAN"}:
-            there.append((call, parts[-1]))
-    if not there:
+        in_cuml = (
+            parts[0] == "sklearn"
+            and len(parts) > 2
+            and parts[-1] in _CUML_ESTIMATORS.get(parts[1], ())
+        )
+        if in_cuml or source.qualified_name(call.func) in {"umap.UMAP", "hdbscan.HDBSCAN"}:
+            estimators.append((call, parts[-1]))
+    if not estimators:
         return
-    names = ", ".join(dict.fromkeys(name for _, name in there))
+    names = ", ".join(dict.fromkeys(name for _, name in estimators))
     yield Hint(
         id="estimator-on-gpu",
         title=f"{names} of scikit-learn: cuML has the same for GPUs",
@@ -178,12 +191,12 @@ def check_estimators(source: Script) -> Iterator[Hint]:
         fix="Start the program with cuML's accelerator; the code stays as it is.",
         code=f"python -m cuml.accel {source.name.rsplit('/', 1)[-1]}",
         confirmed_by="",
-        **hint_position(there[0][0]),
+        **hint_position(estimators[0][0]),
     )
 
 
 def _calls_model(func: ast.expr) -> bool:
-    """Tell whether a call is of a commonly named model: ``model(x)``, ``self.model(x)``."""
+    """Return whether a call runs a commonly named model: ``model(x)``, ``self.model(x)``."""
     if isinstance(func, ast.Name):
         return bool(re.search(r"model|net|encoder|decoder|backbone", func.id, re.IGNORECASE))
     return (
@@ -194,14 +207,14 @@ def _calls_model(func: ast.expr) -> bool:
     )
 
 
-def _without_grad(source: Script, node: ast.AST) -> bool:
+def _runs_without_grad(source: Script, node: ast.AST) -> bool:
     for outer in source.ancestors(node):
         if isinstance(outer, ast.With | ast.AsyncWith) and _disables_grad(source, outer):
             return True
         if isinstance(outer, Function):
             for decorator in outer.decorator_list:
                 func = decorator.func if isinstance(decorator, ast.Call) else decorator
-                if source.qualified_name(func) in _NO_GRAD:
+                if source.qualified_name(func) in _NO_GRAD_NAMES:
                     return True
     return any(
         source.qualified_name(call.func) in {"torch.set_grad_enabled", "torch._C._set_grad_enabled"}
@@ -213,7 +226,7 @@ def _disables_grad(source: Script, node: ast.With | ast.AsyncWith) -> bool:
     for item in node.items:
         expr = item.context_expr
         func = expr.func if isinstance(expr, ast.Call) else expr
-        if source.qualified_name(func) in _NO_GRAD:
+        if source.qualified_name(func) in _NO_GRAD_NAMES:
             return True
     return False
 
@@ -221,13 +234,13 @@ def _disables_grad(source: Script, node: ast.With | ast.AsyncWith) -> bool:
 def check_parallel(source: Script) -> Iterator[Hint]:
     """Check for ``DataParallel``, and for gradients reduced after every micro-batch."""
     for call in source.calls:
-        if source.qualified_name(call.func) in _DP:
-            yield _data_parallel(source, call)
+        if source.qualified_name(call.func) in _DATA_PARALLEL_NAMES:
+            yield _data_parallel_hint(source, call)
     if not any(is_method(call, "no_sync", "accumulate") for call in source.calls):
-        yield from _accumulation(source)
+        yield from _check_accumulation(source)
 
 
-def _data_parallel(source: Script, call: ast.Call) -> Hint:
+def _data_parallel_hint(source: Script, call: ast.Call) -> Hint:
     model = source.text_of(call.args[0]) if len(call.args) == 1 else "model"
     return Hint(
         id="data-parallel",
@@ -246,12 +259,12 @@ def _data_parallel(source: Script, call: ast.Call) -> Hint:
     )
 
 
-def _accumulation(source: Script) -> Iterator[Hint]:
-    model = _wrapped_model(source)
+def _check_accumulation(source: Script) -> Iterator[Hint]:
+    model = _find_ddp_variable(source)
     if model is None:
         return
     for loop in source.training_loops:
-        condition = _step_condition(loop)
+        condition = _find_step_condition(loop)
         backward = [
             n for n in ast.walk(loop) if is_method(n, "backward") and source.loop_around(n) is loop
         ]
@@ -274,18 +287,18 @@ def _accumulation(source: Script) -> Iterator[Hint]:
         )
 
 
-def _wrapped_model(source: Script) -> str | None:
-    """Return the variable that holds a DistributedDataParallel; ``None`` if there is none."""
+def _find_ddp_variable(source: Script) -> str | None:
+    """Return the variable that holds a DistributedDataParallel, or ``None`` if there is none."""
     for call in source.calls:
-        if source.qualified_name(call.func) in _DDP:
+        if source.qualified_name(call.func) in _DDP_NAMES:
             statement = source.statement(call)
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 return statement.targets[0].id
     return None
 
 
-def _step_condition(loop: ast.AST) -> ast.expr | None:
-    """Return the condition, with a remainder, under which the optimizer steps; or ``None``."""
+def _find_step_condition(loop: ast.AST) -> ast.expr | None:
+    """Return the condition, with a remainder, under which the optimizer steps, or ``None``."""
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and is_occasional(node.test):
             for inner in node.body:

@@ -1,4 +1,4 @@
-"""Hints, and the parsed source that they are about: its tree, names, loops and text."""
+"""Hints, and the parsed source of a program: its tree, names, loops and text."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Hint(Struct, kw_only=True):
     fix: str
     """Description of what to write instead."""
     confirmed_by: str
-    """Identifier of the rule that shows on a recording whether it costs time; empty: none does."""
+    """Identifier of the rule that confirms the cost on a recording. Empty if there is none."""
     line: int
     column: int = 0
     """Column of the code, counted from 0."""
     end_line: int | None = None
     file: str = ""
     code: str | None = None
-    """Code of the fix, a line or two to paste; ``null``: ``fix`` is enough."""
+    """Code of the fix, a line or two to paste, or ``null`` if ``fix`` is enough."""
 
 
 def hint_position(node: ast.stmt | ast.expr) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def hint_position(node: ast.stmt | ast.expr) -> dict[str, Any]:
 
 
 def parse(text: str, name: str) -> Script:
-    """Parse Python. Raises AdvisorError, with the line, for anything else."""
+    """Parse Python source. Raises AdvisorError with the line number if it is not valid."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # string escapes of the user's
+            warnings.simplefilter("ignore")  # invalid string escapes in the user's code
             tree = ast.parse(text)
     except SyntaxError as error:
         where = f" (line {error.lineno})" if error.lineno else ""
@@ -82,7 +82,7 @@ class Script:
 
     @cached_property
     def calls(self) -> list[ast.Call]:
-        """Calls in the script, all of them."""
+        """All calls in the script."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     @cached_property
@@ -102,7 +102,7 @@ class Script:
         return aliases
 
     def qualified_name(self, node: ast.AST) -> str:
-        """Return ``torch.nn.DataParallel`` for ``nn.DataParallel``; empty: no plain name."""
+        """Return ``torch.nn.DataParallel`` for ``nn.DataParallel``. Empty if it is not a name."""
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -126,15 +126,15 @@ class Script:
             )
             value = getattr(node, "value", None)
             for target in targets:
-                several = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-                for item in several:
+                assigned = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                for item in assigned:
                     name = self.qualified_name(item)
                     if name and value is not None:
                         result.setdefault(name, []).append(value)
         return result
 
     def assignments_to(self, node: ast.expr) -> list[ast.expr]:
-        """Return what the file assigns to a name or an attribute (a tuple's parts: all of it)."""
+        """Return the values that the file assigns to a name or attribute (of a tuple part: all)."""
         return self._assignments.get(self.qualified_name(node), [])
 
     # -- loops --------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Script:
         return list(loops)
 
     def loop_around(self, node: ast.AST) -> Loop | None:
-        """Return the innermost loop of the same function whose body runs the node; or ``None``."""
+        """Return the innermost loop of the same function whose body runs the node, or ``None``."""
         inner = node
         for outer in self.ancestors(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
@@ -164,8 +164,8 @@ class Script:
         return None
 
     def in_training_loop(self, node: ast.AST) -> Loop | None:
-        """Return the training loop around a node, however deep in it. ``None`` if a condition on
-        the step number or a nested function keeps it from running every step."""
+        """Return the training loop around a node at any depth. ``None`` if there is none, or if a
+        condition on the step or a nested function keeps the node from running in every step."""
         inner: ast.AST = node
         for outer in self.ancestors(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
@@ -184,19 +184,19 @@ class Script:
     # -- text ---------------------------------------------------------------------------------
 
     @cached_property
-    def _starts(self) -> list[int]:
-        starts = [0]
+    def _line_starts(self) -> list[int]:
+        offsets = [0]
         for line in split_lines(self.text):
-            starts.append(starts[-1] + len(line))
-        return starts
+            offsets.append(offsets[-1] + len(line))
+        return offsets
 
     def offset(self, line: int, column: int) -> int:
-        """Return the index in the text of a line (from 1) and a column in UTF-8 bytes."""
+        """Return the index in the text for a line (from 1) and a column (in UTF-8 bytes)."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
-        return self._starts[line - 1] + len(text.encode()[:column].decode("utf-8", "ignore"))
+        return self._line_starts[line - 1] + len(text.encode()[:column].decode("utf-8", "ignore"))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Return start and end of a node in the text."""
+        """Return the start and end of a node in the text."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
 
@@ -205,14 +205,14 @@ class Script:
         return self.text[start:end]
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
-        """Return the innermost statement around a node, or the node itself; or ``None``."""
+        """Return the innermost statement around a node or the node itself, or ``None``."""
         if isinstance(node, ast.stmt):
             return node
         return next((n for n in self.ancestors(node) if isinstance(n, ast.stmt)), None)
 
 
 def split_lines(text: str) -> list[str]:
-    """Split text into lines as Python does, ends kept: a form feed or U+2028 ends none."""
+    """Split text into lines as Python does, keeping line ends. Form feed and U+2028 end no line."""
     return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
@@ -225,19 +225,19 @@ def is_method(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
 
 
 def find_keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the value of a keyword argument; ``None`` if it is not given."""
+    """Return the value of a keyword argument, or ``None`` if it is not given."""
     return next((item.value for item in call.keywords if item.arg == name), None)
 
 
 def is_constant(node: ast.AST | None, *values: object) -> bool:
-    """Tell whether a node is a literal with one of these values (``0`` is not ``False``)."""
+    """Return whether a node is a literal with one of these values (``0`` is not ``False``)."""
     return isinstance(node, ast.Constant) and any(
         type(node.value) is type(value) and node.value == value for value in values
     )
 
 
 def is_occasional(test: ast.expr) -> bool:
-    """Tell whether a condition holds in some steps only: it has a remainder or names logging."""
+    """Return whether a condition holds in some steps only: it has a remainder or names logging."""
     for node in ast.walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return True

@@ -1,4 +1,4 @@
-"""Chrome traces, as PyTorch's profiler writes them, from traces of other formats; and tracks with
+"""Chrome traces, as PyTorch's profiler writes them, from traces of other formats, and tracks with
 the report's findings."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,40 +37,40 @@ from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
-AT_ONCE = 5_000
-"""Number of events that are encoded, and redacted, at a time."""
+EVENTS_PER_BATCH = 5_000
+"""Number of events encoded and redacted at a time."""
 
-_HOST = {
+_HOST_CATEGORIES = {
     "op": "cpu_op",
     "annotation": "user_annotation",
     "python": "python_function",
     "runtime": "cuda_runtime",
     "overhead": "overhead",
 }
-_DEVICE = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
-_SYNCS = {
+_DEVICE_CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
+_SYNC_NAMES = {
     "context": "Context Sync",
     "stream": "Stream Sync",
     "event": "Event Sync",
     "stream_wait": "Stream Wait Event",
 }
-_SPELLED = {field.name: field.encode_name for field in msgspec.structs.fields(EventArgs)}
-"""Names of the arguments of an event in such files, by the field of the reader."""
+_JSON_NAMES = {field.name: field.encode_name for field in msgspec.structs.fields(EventArgs)}
+"""Name of each argument of an event in a Chrome trace, by the reader's field."""
 
 
-def _spelled(*names: str) -> dict[str, str]:
-    return {name: _SPELLED[name] for name in names}
+def _json_names(*names: str) -> dict[str, str]:
+    return {name: _JSON_NAMES[name] for name in names}
 
 
-_HOST_ARGS = _spelled("correlation", "external", "sequence")
-_DEVICE_ARGS = _spelled(
+_HOST_ARGS = _json_names("correlation", "external", "sequence")
+_DEVICE_ARGS = _json_names(
     *("device", "stream", "correlation", "external", "bytes", "gbps", "registers", "shared"),
     *("blocks_per_sm", "warps_per_sm", "occupancy", "graph"),
 )
-_SYNC_ARGS = _spelled("device", "stream", "correlation", "wait_stream", "wait_correlation")
-_MEMORY_ARGS = {"bytes": "Bytes", **_spelled("address", "allocated", "reserved")}
-_INPUTS = _spelled("dims", "types", "strides", "concrete")
-_COMMS = dict(zip(COMMS_SCHEMA, _spelled(*COMM_FIELDS).values(), strict=True))
+_SYNC_ARGS = _json_names("device", "stream", "correlation", "wait_stream", "wait_correlation")
+_MEMORY_ARGS = {"bytes": "Bytes", **_json_names("address", "allocated", "reserved")}
+_INPUT_ARGS = _json_names("dims", "types", "strides", "concrete")
+_COMM_ARGS = dict(zip(COMMS_SCHEMA, _json_names(*COMM_FIELDS).values(), strict=True))
 _DEVICE_PROPERTIES = {
     "id": "id", "name": "name", "memory_bytes": "totalGlobalMem", "sms": "numSms",
     "max_threads_per_sm": "maxThreadsPerMultiprocessor",
@@ -99,12 +99,12 @@ def write_tables(
     head = build_head(trace)
 
     def texts() -> Iterator[tuple[bytes, int]]:
-        left = iterate_events(trace)
-        while some := list(islice(left, AT_ONCE)):
-            text = b",\n".join(map(msgspec.json.encode, some))
+        events = iterate_events(trace)
+        while batch := list(islice(events, EVENTS_PER_BATCH)):
+            text = b",\n".join(map(msgspec.json.encode, batch))
             if redactor is not None:
                 text = redactor.json(b"[" + text + b"]")[1:-1]
-            yield text, len(some)
+            yield text, len(batch)
             if progress is not None:
                 progress(path, trace.meta.bytes_read)
 
@@ -115,7 +115,7 @@ def write_tables(
 
 
 def build_head(trace: Trace) -> Event:
-    """Return the keys beside the events. Times are from the trace's start."""
+    """Return the keys of the file other than the events. Times are from the trace's start."""
     meta = trace.meta
     devices = []
     for device in map(asdict, meta.devices):
@@ -134,66 +134,77 @@ def build_head(trace: Trace) -> Event:
     distributed = {"backend": meta.backend, "rank": meta.rank, "world_size": meta.world_size}
     if any(value is not None for value in distributed.values()):
         head["distributedInfo"] = distributed
-    own = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
+    facts = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
            "step_marks": meta.step_marks}  # fmt: skip
-    known = {key: value for key, value in own.items() if value is not None}
-    head[OURS] = {**known, "calls": _calls(trace)}
+    known = {key: value for key, value in facts.items() if value is not None}
+    head[OURS] = {**known, "calls": _unusual_calls(trace)}
     return {key: value for key, value in head.items() if value is not None}
 
 
-def _calls(trace: Trace) -> list[list[str]]:
-    """Return name and class of the calls whose class does not follow from their name."""
+def _unusual_calls(trace: Trace) -> list[list[str]]:
+    """Return the name and class of each call whose class does not follow from its name."""
     calls = trace.cpu.filter(pl.col("call").is_not_null()).select("name", "call").unique()
-    known: dict[str, set[str]] = {}
+    classes_by_name: dict[str, set[str]] = {}
     for name, call in calls.cast(pl.String).iter_rows():
-        known.setdefault(name, set()).add(call)
-    # one that is now of one class, now of another, is left to its name
-    item = ((name, next(iter(result))) for name, result in known.items() if len(result) == 1)
-    return sorted([name, call] for name, call in item if call_class(name) != call)[:MAX_CALLS]
+        classes_by_name.setdefault(name, set()).add(call)
+    # a name with several classes is left to the classification by name
+    pairs = (
+        (name, next(iter(classes)))
+        for name, classes in classes_by_name.items()
+        if len(classes) == 1
+    )
+    return sorted([name, call] for name, call in pairs if call_class(name) != call)[:MAX_CALLS]
 
 
 def iterate_events(trace: Trace) -> Iterator[Event]:
-    """Yield an event for every row, one by one, because each becomes a text of its own."""
-    ids, thread_events = _threads(trace.threads)
-    inputs, comms = _shared(trace.inputs, _INPUTS, raw=True), _shared(trace.comms, _COMMS)
+    """Yield an event for every row, one by one, because each is encoded by itself."""
+    ids, thread_events = _number_threads(trace.threads)
+    inputs, comms = (
+        _shared_args(trace.inputs, _INPUT_ARGS, raw=True),
+        _shared_args(trace.comms, _COMM_ARGS),
+    )
 
     def host(row: Event) -> Event:
-        args = _args(row, _HOST_ARGS)
+        args = _select_args(row, _HOST_ARGS)
         args |= inputs[row["inputs"]] if row["inputs"] is not None else {}
         args |= comms[row["comm"]] if row["comm"] is not None else {}
         pid, tid = ids[row["thread"]]
-        return _slice(row, _HOST[row["kind"]], row["name"], pid, tid, args)
+        return _build_slice(row, _HOST_CATEGORIES[row["kind"]], row["name"], pid, tid, args)
 
     def device(row: Event) -> Event:
-        args = _args(row, _DEVICE_ARGS)
+        args = _select_args(row, _DEVICE_ARGS)
         args |= comms[row["comm"]] if row["comm"] is not None else {}
         for size, key in (("blocks", "grid"), ("threads", "block")):
             if row[size] is not None:
                 args[key] = [row[size], 1, 1]
         if row["limits"] is not None or row["active_blocks"] is not None:
-            known = {
+            detail = {
                 "activeBlocksPerMultiprocessor": row["active_blocks"],
                 "limitingFactors": row["limits"],
             }
-            args["occupancy"] = {key: value for key, value in known.items() if value is not None}
+            args["occupancy"] = {key: value for key, value in detail.items() if value is not None}
         name = _copy_name(row) if row["kind"] == "memcpy" else row["name"]
-        return _slice(row, _DEVICE[row["kind"]], name, row["device"], row["stream"], args)
+        return _build_slice(
+            row, _DEVICE_CATEGORIES[row["kind"]], name, row["device"], row["stream"], args
+        )
 
     def sync(row: Event) -> Event:
         place = row["device"] or 0, row["stream"] or 0
-        return _slice(row, "cuda_sync", _SYNCS[row["kind"]], *place, _args(row, _SYNC_ARGS))
+        return _build_slice(
+            row, "cuda_sync", _SYNC_NAMES[row["kind"]], *place, _select_args(row, _SYNC_ARGS)
+        )
 
     def memory(row: Event) -> Event:
         pid, tid = ids[row["thread"]] if row["thread"] is not None else (0, 0)
         on_host = row["device"] is None or row["device"] < 0
-        args = _args(row, _MEMORY_ARGS)
+        args = _select_args(row, _MEMORY_ARGS)
         args |= {"Device Type": int(not on_host), "Device Id": -1 if on_host else row["device"]}
         place = {"pid": pid, "tid": tid, "ts": to_microseconds(row["ts"])}
         return {"ph": "i", "s": "t", "name": "[memory]", **place, "args": args}
 
     def counter(row: Event) -> Event:
         args = {row["name"]: row["value"]}
-        return _slice(row, "cuda_profiler_range", row["range"] or "", 0, 0, args)
+        return _build_slice(row, "cuda_profiler_range", row["range"] or "", 0, 0, args)
 
     makers: Sequence[tuple[pl.DataFrame, Callable[[Event], Event]]] = (
         (trace.cpu, host),
@@ -208,50 +219,52 @@ def iterate_events(trace: Trace) -> Iterator[Event]:
         yield from map(make, rows)
 
 
-def _slice(row: Event, category: str, name: str, pid: Any, tid: Any, args: Event) -> Event:
+def _build_slice(row: Event, category: str, name: str, pid: Any, tid: Any, args: Event) -> Event:
     return {
         "ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid,
         "ts": to_microseconds(row["ts"]), "dur": to_microseconds(row["dur"]), "args": args,
     }  # fmt: skip
 
 
-def _args(row: Event, wanted: dict[str, str]) -> Event:
+def _select_args(row: Event, wanted: dict[str, str]) -> Event:
     return {key: row[name] for name, key in wanted.items() if row[name] is not None}
 
 
-def _threads(threads: pl.DataFrame) -> tuple[list[tuple[int, int]], list[Event]]:
-    """Return numbers of processes and threads, by default their own, and events that name them."""
-    taken = {int(text) for text in chain(threads["pid"], threads["tid"]) if _number(text)}
+def _number_threads(threads: pl.DataFrame) -> tuple[list[tuple[int, int]], list[Event]]:
+    """Return process and thread numbers, unchanged if possible, and events that name them."""
+    taken = {int(text) for text in chain(threads["pid"], threads["tid"]) if _is_number(text)}
     numbers: dict[str, int] = {}
 
     def number(text: str) -> int:
-        if _number(text):
+        if _is_number(text):
             return int(text)
         if text not in numbers:
             numbers[text] = next(n for n in range(1, len(taken) + 2) if n not in taken)
             taken.add(numbers[text])
         return numbers[text]
 
-    ids, named = [], []
+    ids, name_events = [], []
     for pid, tid, name in threads.select("pid", "tid", "name").iter_rows():
         ids.append((number(pid), number(tid)))
-        shown = name or ("" if _number(tid) else tid)
+        shown = name or ("" if _is_number(tid) else tid)
         if shown:
-            where = {"pid": ids[-1][0], "tid": ids[-1][1]}
-            named.append({"ph": "M", "name": "thread_name", **where, "args": {"name": shown}})
-    return ids, named
+            ids_of_event = {"pid": ids[-1][0], "tid": ids[-1][1]}
+            name_events.append(
+                {"ph": "M", "name": "thread_name", **ids_of_event, "args": {"name": shown}}
+            )
+    return ids, name_events
 
 
-def _number(text: str) -> bool:
+def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 16
 
 
-def _shared(frame: pl.DataFrame, wanted: dict[str, str], *, raw: bool = False) -> list[Event]:
-    """Return the arguments that rows share. ``raw``: they are JSON texts."""
+def _shared_args(frame: pl.DataFrame, wanted: dict[str, str], *, raw: bool = False) -> list[Event]:
+    """Return the arguments that rows share. ``raw``: the values are JSON texts."""
     return [
         {
             key: Raw(value.encode()) if raw and _is_json(value) else value
-            for key, value in _args(row, wanted).items()
+            for key, value in _select_args(row, wanted).items()
             if value != ""
         }
         for row in frame.iter_rows(named=True)
@@ -267,28 +280,28 @@ def _is_json(text: str) -> bool:
 
 
 def _copy_name(row: Event) -> str:
-    """Return the name of a copy, rewritten if it lacks the known kind or memories."""
-    known = row["copy"], row["src"], row["dst"]
-    if row["copy"] is None or copy_parts(row["name"]) == known:
+    """Return the name of a copy, rewritten if it lacks the recorded kind or memories."""
+    parts = row["copy"], row["src"], row["dst"]
+    if row["copy"] is None or copy_parts(row["name"]) == parts:
         return str(row["name"])
-    memories = f" ({known[1]} -> {known[2]})" if known[1] and known[2] else ""
-    return f"Memcpy {known[0]}{memories}"
+    memories = f" ({parts[1]} -> {parts[2]})" if parts[1] and parts[2] else ""
+    return f"Memcpy {parts[0]}{memories}"
 
 
 CATEGORY = "advisor"
 MAX_SLICES = 20_000
-"""Number of slices on one track; the longest stay. A browser shows no more without effort."""
-_NEAR_NS = 1_000
-"""Distance below which instants of a finding become one slice, ns."""
+"""Maximum number of slices on one track; the longest are kept. Browsers struggle with more."""
+_MAX_CLOSED_GAP_NS = 1_000
+"""Distance in ns below which intervals of a finding become one slice."""
 _FIRST_PID = 990_000_000
 
 
 Shown = Callable[[str, int], str]
-"""Function of a text and a width that cleans and shortens it."""
+"""Function that takes a text and a width, and returns the text cleaned and shortened."""
 
 
 class Slice(NamedTuple):
-    """An added event, in ns from the trace's start."""
+    """An added event, with times in ns from the trace's start."""
 
     ts: int
     dur: int
@@ -304,30 +317,30 @@ def build_tracks(
 ) -> Iterator[bytes]:
     """Yield the JSON text of every added event, metadata first.
 
-    They form a process of their own, "advisor", above the others: a track with the steps, one with
-    the idle gaps of the analysed device, and one for each ranked finding with the instants that its
-    fix would change. Slices of a track never overlap. ``head``: the file's other keys, of which
-    ``baseTimeNanoseconds`` is what its times are relative to. ``clean``: applied to every text
-    before it is shortened; the report is the whole one, because its edits are looked up."""
+    The events form a process "advisor" above the others. It has a track with the steps, one with
+    the idle gaps of the analysed device, and one per ranked finding with the times that its fix
+    would change. Slices of a track never overlap. ``head``: the file's other keys; its times are
+    relative to ``baseTimeNanoseconds``. ``clean``: function applied to every text before it is
+    shortened. The report must not be redacted, because its edits are looked up in the trace."""
 
     def text(value: str, width: int) -> str:
         return labels.shorten(labels.clean(clean(value)), width)
 
     pid = _free_pid(a)
     origin = a.trace.meta.start_ns - (whole_number((head or {}).get("baseTimeNanoseconds")) or 0)
-    yield _meta("process_name", pid, 0, name="advisor")
-    yield _meta("process_labels", pid, 0, labels=text(report.verdict, 200))
-    yield _meta("process_sort_index", pid, 0, sort_index=-1)
-    result = [("steps", _steps(a)), ("idle gaps", _gaps(a, text))]
+    yield _encode_metadata("process_name", pid, 0, name="advisor")
+    yield _encode_metadata("process_labels", pid, 0, labels=text(report.verdict, 200))
+    yield _encode_metadata("process_sort_index", pid, 0, sort_index=-1)
+    tracks = [("steps", _step_slices(a)), ("idle gaps", _gap_slices(a, text))]
     for finding in finding_text.ranked_findings(report):
         if not finding.other_rank:
             title = text(finding.title, 80)
-            result.append((f"{finding.priority}. {title}", _finding(a, finding, text)))
-    for number, (name, slices) in enumerate(result):
-        yield _meta("thread_name", pid, number + 1, name=name)
-        yield _meta("thread_sort_index", pid, number + 1, sort_index=number)
+            tracks.append((f"{finding.priority}. {title}", _finding_slices(a, finding, text)))
+    for number, (name, slices) in enumerate(tracks):
+        yield _encode_metadata("thread_name", pid, number + 1, name=name)
+        yield _encode_metadata("thread_sort_index", pid, number + 1, sort_index=number)
         for item in slices:
-            yield _track_slice(item, pid, number + 1, origin, text)
+            yield _encode_slice(item, pid, number + 1, origin, text)
 
 
 def _free_pid(a: Analysis) -> int:
@@ -338,13 +351,13 @@ def _free_pid(a: Analysis) -> int:
     return pid
 
 
-def _meta(kind: str, pid: int, tid: int, **args: Any) -> bytes:
+def _encode_metadata(kind: str, pid: int, tid: int, **args: Any) -> bytes:
     return msgspec.json.encode(
         {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
     )
 
 
-def _track_slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> bytes:
+def _encode_slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> bytes:
     return msgspec.json.encode(
         {
             "ph": "X", "cat": CATEGORY, "name": text(item.name, 200), "pid": pid, "tid": tid,
@@ -356,60 +369,62 @@ def _track_slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> b
 
 def to_microseconds(ns: int) -> Raw:
     """Return microseconds with exact decimals: a float would round Unix times."""
-    whole, rest = divmod(abs(ns), 1000)
+    microseconds, remainder = divmod(abs(ns), 1000)
     sign = "-" if ns < 0 else ""
-    return Raw(f"{sign}{whole}.{rest:03d}".encode())
+    return Raw(f"{sign}{microseconds}.{remainder:03d}".encode())
 
 
 # -- tracks -------------------------------------------------------------------------------------
 
 
-def _steps(a: Analysis) -> list[Slice]:
+def _step_slices(a: Analysis) -> list[Slice]:
     rows = []
     end = -(1 << 62)
     for name, ts, stop, dur, used, outlier in a.steps.table.select(
         "name", "ts", "end", "dur", "used", "outlier"
     ).iter_rows():
-        if ts >= end:  # steps that overlap, in a damaged trace, cannot share a track
+        if ts >= end:  # overlapping steps of a damaged trace cannot share a track
             state = "used" if used else "outlier" if outlier else "not used"
             rows.append(Slice(ts, dur, name, {"measured": state}))
             end = stop
     return rows[:MAX_SLICES]
 
 
-def _gaps(a: Analysis, text: Shown) -> list[Slice]:
+def _gap_slices(a: Analysis, text: Shown) -> list[Slice]:
     gaps = a.gaps
-    keep = _longest(gaps["dur"].to_numpy())
-    chosen = gaps[keep].select("ts", "dur", "cause", "gap", "host")
+    rows = _longest_rows(gaps["dur"].to_numpy())
+    chosen = gaps[rows].select("ts", "dur", "cause", "gap", "host")
     names = a.trace.cpu["name"]
-    own, outside = a.trace.meta.framework, is_outside_operators(a)
+    framework, outside = a.trace.meta.framework, is_outside_operators(a)
     result = []
     for ts, dur, cause, gap, row in chosen.iter_rows():
         args = {"cause": cause, "gap": gap}
         if row is not None:
             args["while"] = text(names[row], 200)
-        result.append(Slice(ts, dur, t.cause_label(cause, own, outside=outside), args))
+        result.append(Slice(ts, dur, t.cause_label(cause, framework, outside=outside), args))
     return result
 
 
-def _finding(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:
-    """Return the instants that the fix would change, each once."""
-    time = intersect(union_of(EMPTY, *(_touched(a, edit) for edit in finding.edits)), a.spans)
-    start, end = _bridged(time)
-    keep = _longest(end - start)
+def _finding_slices(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:
+    """Return the intervals that the fix would change, each once."""
+    time = intersect(
+        union_of(EMPTY, *(_find_edited_intervals(a, edit) for edit in finding.edits)), a.spans
+    )
+    start, end = _close_short_gaps(time)
+    rows = _longest_rows(end - start)
     args: dict[str, Any] = {"rule": finding.rule, "fix": text(finding.fix, 500)}
     if finding.impact is not None and finding.impact.gain_ns is not None:
         args["impact"] = t.format_gain(finding)
     title = finding.title
     return [
-        Slice(ts, stop - ts, title, args if number == 0 else {"rule": finding.rule})
-        for number, (ts, stop) in enumerate(
-            zip(start[keep].tolist(), end[keep].tolist(), strict=True)
+        Slice(ts, stop - ts, title, args if index == 0 else {"rule": finding.rule})
+        for index, (ts, stop) in enumerate(
+            zip(start[rows].tolist(), end[rows].tolist(), strict=True)
         )
     ]
 
 
-def _touched(a: Analysis, edit: Edit) -> Intervals:
+def _find_edited_intervals(a: Analysis, edit: Edit) -> Intervals:
     select = edit.select
     if select.on == "gap":
         rows = selected_gaps(a, select)
@@ -422,16 +437,18 @@ def _touched(a: Analysis, edit: Edit) -> Intervals:
     return union(ts, ts + frame["dur"].to_numpy()[rows])
 
 
-def _bridged(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Close the gaps below ``_NEAR_NS`` between intervals; return their starts and ends."""
+def _close_short_gaps(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Close gaps below ``_MAX_CLOSED_GAP_NS``; return the starts and ends of the intervals."""
     if not len(time):
         return time.start, time.end
-    apart = np.flatnonzero(time.start[1:] - time.end[:-1] >= _NEAR_NS)
-    return time.start[np.append(0, apart + 1)], time.end[np.append(apart, len(time.end) - 1)]
+    wide_gaps = np.flatnonzero(time.start[1:] - time.end[:-1] >= _MAX_CLOSED_GAP_NS)
+    return time.start[np.append(0, wide_gaps + 1)], time.end[
+        np.append(wide_gaps, len(time.end) - 1)
+    ]
 
 
-def _longest(dur: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Return the indices of the MAX_SLICES longest, in order of time."""
+def _longest_rows(dur: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return the indices of the ``MAX_SLICES`` longest, in order of time."""
     if len(dur) <= MAX_SLICES:
         return np.arange(len(dur))
     return np.sort(np.argpartition(dur, -MAX_SLICES)[-MAX_SLICES:])

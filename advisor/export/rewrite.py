@@ -1,6 +1,6 @@
-"""Copy of a trace file, event by event: as it is or redacted, with added events at the end.
+"""Copying of a trace file event by event, unchanged or redacted, with added events at the end.
 
-Streams: a few megabytes of the file are held at a time, whatever its size."""
+The file is streamed: a few megabytes are in memory at a time, whatever its size."""
 
 import os
 import secrets
@@ -19,10 +19,10 @@ from advisor.read.formats.kineto.json_pieces import Splitter
 from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
 
-_list = msgspec.json.Decoder(list[Raw])
+_event_decoder = msgspec.json.Decoder(list[Raw])
 Progress = Callable[[str, int], None]
 Extra = Callable[[dict[str, Any]], Iterable[bytes]]
-"""Function of the file's other keys that yields added events, each as JSON text."""
+"""Function that takes the file's other keys and yields added events, each as JSON text."""
 
 
 @dataclass
@@ -34,15 +34,15 @@ class RewriteCounts:
     added: int = 0
     """Number of added events."""
     lost: int = 0
-    """Number of elements in the list of events that are no JSON and were left out."""
+    """Number of elements in the list of events that are not JSON and were left out."""
     repaired: bool = False
-    """Whether bytes that are no UTF-8 were written as replacement characters."""
+    """Whether bytes that are not UTF-8 were written as replacement characters."""
     truncated: bool = False
-    """Whether the trace ends early; what is written is complete."""
+    """Whether the source trace ends early. The written file is complete."""
 
 
-class _Unsound(Exception):
-    """Raised when the quick cuts fail and exact ones are needed."""
+class _SplitFailed(Exception):
+    """Raised when the quick splitting fails and the exact one is needed."""
 
 
 def rewrite(
@@ -55,33 +55,33 @@ def rewrite(
     limit: int = DEFAULT_LIMIT,
     progress: Progress | None = None,
 ) -> RewriteCounts:
-    """Write a trace to ``target`` (packed when it ends in .gz or .zst), whole or not at all.
+    """Write a trace to ``target`` (packed when it ends in .gz or .zst), completely or not at all.
 
-    The events come first and byte by byte as they were, unless ``redacted``; then what ``extra``
-    gives, redacted as well; then the file's other keys, up to 1 MB each. ``names`` of users and
-    hosts are left out of a redacted trace besides those that it tells itself. Raises AdvisorError:
-    a file that cannot be read or holds no list of events, a target that cannot be written."""
+    The events come first, unchanged unless ``redacted``. Then come the events of ``extra``,
+    redacted as well, and the file's other keys, up to 1 MB each. ``names``: users and hosts to
+    redact in addition to those named in the trace. Raises AdvisorError if the file cannot be read
+    or has no list of events, or if the target cannot be written."""
     redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
     for exact in (False, True):
         splitter = Splitter(ByteSource(path, limit=limit), exact=exact)
         try:
             with replace_when_complete(target) as file:
-                written = _write(splitter, file, extra, redactor, progress)
-        except _Unsound:
+                written = _write_trace(splitter, file, extra, redactor, progress)
+        except _SplitFailed:
             continue
         return written
-    raise AssertionError("exact cuts are always sound enough")
+    raise AssertionError("exact splitting always succeeds")
 
 
 def names_of(path: str, limit: int) -> set[str]:
-    """Return the users and hosts that the trace names anywhere, to remove them everywhere."""
+    """Return the users and hosts named anywhere in the trace, to remove them everywhere."""
     names = NameMap()
     for block in ByteSource(path, limit=limit).blocks():
         names.scan(block)
     return names.found
 
 
-def _write(
+def _write_trace(
     splitter: Splitter,
     file: BinaryIO,
     extra: Extra | None,
@@ -92,11 +92,11 @@ def _write(
 
     def texts() -> Iterator[tuple[bytes, int]]:
         for piece in splitter.pieces():
-            yield from _events(piece, splitter.exact, written, redactor)
+            yield from _event_texts(piece, splitter.exact, written, redactor)
             if progress is not None:
                 progress(splitter.source.path, splitter.source.bytes_read)
         if splitter.skipped and not splitter.exact:
-            raise _Unsound
+            raise _SplitFailed
 
     write_events(file, texts(), lambda: splitter.head, extra, redactor, written)
     file.write(rewrite_head(splitter.head, redactor))
@@ -112,48 +112,48 @@ def write_events(
     redactor: Redactor | None,
     written: RewriteCounts,
 ) -> None:
-    """Write the list of events: texts of several events each, then what ``extra`` yields for
-    ``head()``, which is called once the others are written."""
+    """Write the list of events: texts of several events each, then the events of ``extra``. It is
+    called with ``head()`` after the others are written."""
     file.write(b'{"traceEvents":[')
-    lead = b"\n"
+    separator = b"\n"
     for text, count in texts:
-        file.write(lead)
+        file.write(separator)
         file.write(text)
-        lead = b",\n"
+        separator = b",\n"
         written.events += count
     for event in extra(head()) if extra is not None else ():
-        file.write(lead)
+        file.write(separator)
         file.write(event if redactor is None else redactor.json(event))
-        lead = b",\n"
+        separator = b",\n"
         written.added += 1
     file.write(b"\n]")
 
 
 def rewrite_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
-    """Return the other keys, and the end of the file."""
+    """Return the text of the other keys and the end of the file."""
     parts = [
         b",\n" + msgspec.json.encode(key) + b":" + msgspec.json.encode(value)
-        for key, value in _head(head, redactor).items()
+        for key, value in _redact_head(head, redactor).items()
     ]
     return b"".join([*parts, b"}\n"])
 
 
-def _events(
+def _event_texts(
     piece: bytes, exact: bool, written: RewriteCounts, redactor: Redactor | None
 ) -> Iterator[tuple[bytes, int]]:
     """Yield the text of a piece's events, and the number of events in it."""
-    if not piece.isascii():  # texts that are not looked at may be no UTF-8, and JSON must be
+    if not piece.isascii():  # JSON must be UTF-8, and undecoded texts may be invalid
         try:
             piece.decode()
         except UnicodeDecodeError:
             piece = piece.decode("utf-8", "replace").encode()
             written.repaired = True
     try:
-        events = _list.decode(piece)
+        events = _event_decoder.decode(piece)
     except DECODE_ERRORS:
         if not exact:
-            raise _Unsound from None
-        events = _salvaged(piece, written)
+            raise _SplitFailed from None
+        events = _salvage_events(piece, written)
     if not events:
         return
     text = b",\n".join(bytes(event).strip() for event in events)
@@ -162,8 +162,8 @@ def _events(
     yield text, len(events)
 
 
-def _salvaged(piece: bytes, written: RewriteCounts) -> list[Raw]:
-    """Return the elements of a damaged piece that are JSON, repaired if need be."""
+def _salvage_events(piece: bytes, written: RewriteCounts) -> list[Raw]:
+    """Return the elements of a damaged piece that are JSON, repaired if necessary."""
     texts, others = split_objects(sanitise(piece)[1:-1])
     written.lost += others
     kept = []
@@ -177,7 +177,7 @@ def _salvaged(piece: bytes, written: RewriteCounts) -> list[Raw]:
     return kept
 
 
-def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
+def _redact_head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
     if redactor is None:
         return head
     result = {key: redactor.value(value) for key, value in head.items() if key in HEAD_KEYS}
@@ -190,23 +190,23 @@ def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
 
 @contextmanager
 def replace_when_complete(target: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces the target once it is complete; on an error nothing remains."""
-    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    """Open a file that replaces the target once it is complete. After an error nothing remains."""
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        with beside.open("xb") as file:
-            with _packed(file, target.suffix.lower()) as packed:
+        with temporary.open("xb") as file:
+            with _open_packed(file, target.suffix.lower()) as packed:
                 yield packed
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(target)
+        temporary.replace(target)
     except OSError as error:
         raise AdvisorError(f"{target}: cannot be written ({error.strerror or error})") from None
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def _packed(file: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
+def _open_packed(file: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
     if suffix == ".gz":
         from isal import igzip
 

@@ -1,4 +1,4 @@
-"""Readers of trace files, one file format each, and what they share."""
+"""Readers of trace files, one per file format, and the code that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadOptions", "open_run", "read_trace"]
 
-_HOME = {
+_MODULE_OF = {
     "ReadOptions": "advisor.read.reader",
     "open_run": "advisor.read.directory",
     "read_trace": "advisor.read.registry",
@@ -20,9 +20,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import an attribute on first use: decoding processes import this package without polars."""
-    if name not in _HOME:
+    """Import an attribute on first use, so that decoding processes need not import polars."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""Conversion of typed events to plain columns: sorted by kind once, then field by field."""
+"""Conversion of typed events to plain columns: events are sorted by kind, then read by field."""
 
 import math
 import struct
@@ -31,16 +31,16 @@ from advisor.read.trace_events import (
 
 Columns = dict[str, NDArray[Any]]
 MISSING = -(1 << 62)
-"""Mark of a missing value in integer columns."""
+"""Value that marks missing entries of integer columns."""
 NAME_LIMIT = 8192
-"""Most characters kept of a name."""
+"""Maximum number of characters kept of a name."""
 RAW_LIMIT = 1 << 18
-"""Most bytes of one input or collective description; a longer one counts as not recorded."""
+"""Maximum length of an input or collective description, bytes. Longer ones count as missing."""
 LABEL_LIMIT = 64
-"""Most distinct categories counted by name."""
+"""Maximum number of distinct categories counted by name."""
 
-_BIG = 1 << 60
-_joined = b"\0".join
+_MAX_INTEGER = 1 << 60
+_join_with_nul = b"\0".join
 """Function that joins undecoded values to one key. JSON text holds no NUL."""
 
 
@@ -55,7 +55,7 @@ class Piece(msgspec.Struct):
     names: list[str]
     threads: list[tuple[str, str]]
     inputs: list[bytes]
-    """Dims, types and perhaps strides and concrete values as JSON texts, joined by NUL."""
+    """Dims, types, and strides and concrete values if recorded, as JSON texts joined by NUL."""
     comms: list[bytes]
     """Fields of each collective as JSON texts, joined by NUL."""
     thread_names: list[tuple[str, str, str]]
@@ -64,13 +64,13 @@ class Piece(msgspec.Struct):
     dropped: dict[str, int]
     ignored: dict[str, int]
     unsound: int
-    """Number of stretches between commas that could not be decoded."""
+    """Number of list elements that could not be decoded."""
     epoch: int
     """Microseconds subtracted from all ``ts``."""
 
 
 class _Codes(dict[Hashable, int]):
-    """Codes of distinct values; looking up a new value adds it."""
+    """Codes of distinct values. Looking up a new value adds it."""
 
     def __missing__(self, value: Hashable) -> int:
         code = self[value] = len(self)
@@ -80,8 +80,8 @@ class _Codes(dict[Hashable, int]):
         return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
 
 
-class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
-    """List to append an event to, by category; found once for each spelling."""
+class _EventLists(dict[Hashable, Callable[[TraceEvent], Any]]):
+    """Function that appends an event to its list, by category. Looked up once per spelling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
         self.sync: list[TraceEvent] = []
         self.counters: list[TraceEvent] = []
         self.without_category: list[TraceEvent] = []
-        """Events without a category: the legacy profiler's, distinguished by their process."""
+        """Events without a category, from the legacy profiler, distinguished by their process."""
         self.other: dict[str, list[TraceEvent]] = {}
 
     def __missing__(self, category: Hashable) -> Callable[[TraceEvent], Any]:
@@ -121,47 +121,47 @@ def build_columns(
     events: list[TraceEvent], piece: bytes, *, unsound: int, lenient: int, epoch: int
 ) -> Piece:
     """Return the columns of events. ``piece`` is their text: counters are decoded from it again."""
-    routes = _Routes()
-    rest: list[TraceEvent] = []
-    aside = rest.append
-    for event in events:  # a loop: the one place where each event is looked at by itself
+    routes = _EventLists()
+    other_events: list[TraceEvent] = []
+    append_other = other_events.append
+    for event in events:  # the only loop over single events
         if event.ph == "X":
             routes[event.cat](event)
         else:
-            aside(event)
+            append_other(event)
     for event in routes.without_category:
         routes[event.pid if isinstance(event.pid, str) else "none"](event)
-    instants, thread_names, pairs = _without_duration(rest)
+    instants, thread_names, begin_end_count = _sort_instant_events(other_events)
 
     names, threads, inputs, comms = _Codes(), _Codes(), _Codes(), _Codes()
-    ignored = {label: len(results) for label, results in routes.other.items()}
-    if pairs:
-        ignored["begin/end pairs"] = pairs
+    ignored = {label: len(kind_events) for label, kind_events in routes.other.items()}
+    if begin_end_count:
+        ignored["begin/end pairs"] = begin_end_count
     dropped = {}
     if lenient:
         dropped["unexpected types, read leniently"] = lenient
     if unsound:
         dropped["not decodable"] = unsound
     result = Piece(
-        host=_join(
+        host=_concatenate(
             [
-                _host(kind, results, names, threads, inputs, comms)
-                for kind, results in routes.host.items()
-                if results
+                _host_columns(kind, kind_events, names, threads, inputs, comms)
+                for kind, kind_events in routes.host.items()
+                if kind_events
             ]
         ),
-        device=_join(
+        device=_concatenate(
             [
-                _device(kind, results, names, comms)
-                for kind, results in routes.device.items()
-                if results
+                _device_columns(kind, kind_events, names, comms)
+                for kind, kind_events in routes.device.items()
+                if kind_events
             ]
         ),
-        sync=_sync(routes.sync, names) if routes.sync else {},
-        memory=_memory(instants, threads) if instants else {},
-        counters=_counters(piece, names) if routes.counters else {},
-        names=[_text(name) for name in names],
-        threads=[(_text(pid), _text(tid)) for pid, tid in threads],  # type: ignore[misc, has-type]
+        sync=_sync_columns(routes.sync, names) if routes.sync else {},
+        memory=_memory_columns(instants, threads) if instants else {},
+        counters=_counter_columns(piece, names) if routes.counters else {},
+        names=[_to_text(name) for name in names],
+        threads=[(_to_text(pid), _to_text(tid)) for pid, tid in threads],  # type: ignore[misc, has-type]
         inputs=list(inputs),  # type: ignore[arg-type]
         comms=list(comms),  # type: ignore[arg-type]
         thread_names=thread_names,
@@ -173,19 +173,19 @@ def build_columns(
     )
     if epoch:
         for group in (result.host, result.device, result.sync, result.memory, result.counters):
-            if "ts" in group:  # those that were not cut are still as long as they were
+            if "ts" in group:  # times whose digits were not cut off still need the epoch subtracted
                 group["ts"] = np.where(group["ts"] > 1e14, group["ts"] - epoch, group["ts"])
     return result
 
 
-def _without_duration(
-    rest: list[TraceEvent],
+def _sort_instant_events(
+    events: list[TraceEvent],
 ) -> tuple[list[TraceEvent], list[tuple[str, str, str]], int]:
-    """Return memory instants, thread names, number of B/E events, from events without duration."""
+    """Return memory instants, thread names and the number of B/E events among other events."""
     instants = []
     thread_names = []
-    pairs = 0
-    for event in rest:
+    begin_end_count = 0
+    for event in events:
         phase = event.ph
         if phase in ("s", "f", "t"):
             continue
@@ -195,14 +195,18 @@ def _without_duration(
         elif phase == "M":
             if event.name == "thread_name" and event.args is not None and event.args.name:
                 thread_names.append(
-                    (_text(event.pid), _text(event.tid), _text(event.args.name)[:NAME_LIMIT])
+                    (
+                        _to_text(event.pid),
+                        _to_text(event.tid),
+                        _to_text(event.args.name)[:NAME_LIMIT],
+                    )
                 )
         elif phase in ("B", "E"):
-            pairs += 1
-    return instants, thread_names, pairs
+            begin_end_count += 1
+    return instants, thread_names, begin_end_count
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, str):
         return value[:NAME_LIMIT]
     if isinstance(value, float) and value.is_integer():
@@ -210,7 +214,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)[:NAME_LIMIT]
 
 
-def _join(parts: list[Columns]) -> Columns:
+def _concatenate(parts: list[Columns]) -> Columns:
     if len(parts) < 2:
         return parts[0] if parts else {}
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
@@ -220,14 +224,14 @@ def _join(parts: list[Columns]) -> Columns:
 
 
 def float_column(values: list[Any]) -> NDArray[np.float64]:
-    """Return a float column; what is not a number becomes NaN."""
-    try:  # three times as fast as numpy, where all are floats
+    """Return a float column, with NaN for values that are not numbers."""
+    try:  # three times as fast as numpy if all values are floats
         return np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
     except struct.error:
-        return np.fromiter(map(_float, values), np.float64, len(values))
+        return np.fromiter(map(_to_float, values), np.float64, len(values))
 
 
-def _float(value: Any) -> float:
+def _to_float(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -235,25 +239,25 @@ def _float(value: Any) -> float:
 
 
 def int_column(values: list[Any]) -> NDArray[np.int64]:
-    """Return an integer column; what is not a sane number becomes MISSING."""
+    """Return an integer column, with MISSING for values that are not valid numbers."""
     try:
         return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
-        return np.fromiter(map(_int, values), np.int64, len(values))
+        return np.fromiter(map(_to_int, values), np.int64, len(values))
 
 
-def _int(value: Any) -> int:
+def _to_int(value: Any) -> int:
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
-        as_float = _float(value)
+        as_float = _to_float(value)
         if not math.isfinite(as_float):
             return MISSING
         number = int(as_float)
-    return number if -_BIG < number < _BIG else MISSING
+    return number if -_MAX_INTEGER < number < _MAX_INTEGER else MISSING
 
 
-def _external(args: list[EventArgs]) -> NDArray[np.int64]:
+def _external_ids(args: list[EventArgs]) -> NDArray[np.int64]:
     result = int_column([a.external for a in args])
     unknown = result == -1
     if unknown.any():
@@ -261,7 +265,7 @@ def _external(args: list[EventArgs]) -> NDArray[np.int64]:
     return result
 
 
-def _times(events: list[TraceEvent]) -> Columns:
+def _time_columns(events: list[TraceEvent]) -> Columns:
     return {
         "ts": float_column([e.ts for e in events]),
         "dur": float_column([e.dur for e in events]),
@@ -271,7 +275,7 @@ def _times(events: list[TraceEvent]) -> Columns:
 # -- host events --------------------------------------------------------------------------------
 
 
-def _host(
+def _host_columns(
     kind: str,
     events: list[TraceEvent],
     names: _Codes,
@@ -280,47 +284,47 @@ def _host(
     comms: _Codes,
 ) -> Columns:
     count = len(events)
-    none = np.full(count, -1, dtype=np.int32)
+    no_codes = np.full(count, -1, dtype=np.int32)
     missing = np.full(count, MISSING, dtype=np.int64)
-    coded = names.encode([e.name for e in events])
+    name_codes = names.encode([e.name for e in events])
     kinds = np.full(count, HOST_KINDS.index(kind), dtype=np.uint8)
     if kind == "op":
-        ranges = [code for name, code in names.items() if is_range(str(name)[:100])]
-        kinds[np.isin(coded, ranges)] = HOST_KINDS.index("annotation")
+        range_codes = [code for name, code in names.items() if is_range(str(name)[:100])]
+        kinds[np.isin(name_codes, range_codes)] = HOST_KINDS.index("annotation")
     columns: Columns = {
-        **_times(events), "kind": kinds, "name": coded, "thread": _threads(events, threads),
-        "correlation": missing, "external": missing, "sequence": missing, "inputs": none,
-        "comm": none,
+        **_time_columns(events), "kind": kinds, "name": name_codes,
+        "thread": _thread_codes(events, threads), "correlation": missing,
+        "external": missing, "sequence": missing, "inputs": no_codes, "comm": no_codes,
     }  # fmt: skip
     if kind in ("op", "annotation", "runtime"):
         args = [e.args or NO_ARGS for e in events]
-        columns["external"] = _external(args)
+        columns["external"] = _external_ids(args)
         if kind == "runtime":
             columns["correlation"] = int_column([a.correlation for a in args])
         else:
             columns["sequence"] = int_column([a.sequence for a in args])
-            columns["inputs"] = _inputs(args, inputs)
-            columns["comm"] = _comms(args, comms)
+            columns["inputs"] = _input_codes(args, inputs)
+            columns["comm"] = _comm_codes(args, comms)
     return columns
 
 
-def _threads(events: list[TraceEvent], codes: _Codes) -> NDArray[np.int32]:
+def _thread_codes(events: list[TraceEvent], codes: _Codes) -> NDArray[np.int32]:
     pids = [e.pid for e in events]
     if pids.count(pids[0]) < len(pids):
         return codes.encode([(e.pid, e.tid) for e in events])
-    tids = _Codes()  # one process, as nearly always: fewer pairs to make
+    tids = _Codes()  # nearly always there is one process, so encode the thread alone
     column = tids.encode([e.tid for e in events])
     return codes.encode([(pids[0], tid) for tid in tids])[column]
 
 
-def _inputs(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
+def _input_codes(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
     result = np.fromiter(
         [
-            codes[_joined((a.dims, a.types))]
+            codes[_join_with_nul((a.dims, a.types))]
             if a.dims is not ABSENT and a.strides is ABSENT and a.concrete is ABSENT
-            else codes[_joined((a.dims, a.types, a.strides, a.concrete))]
+            else codes[_join_with_nul((a.dims, a.types, a.strides, a.concrete))]
             if a.dims is not ABSENT
-            else codes[_joined((a.dims_old, a.types, a.strides, a.concrete))]
+            else codes[_join_with_nul((a.dims_old, a.types, a.strides, a.concrete))]
             if a.dims_old is not ABSENT
             else -1
             for a in args
@@ -330,21 +334,21 @@ def _inputs(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
     )
     if not codes:
         return result
-    table = np.arange(len(codes) + 1, dtype=np.int32)
-    table[-1] = -1
+    valid_codes = np.arange(len(codes) + 1, dtype=np.int32)
+    valid_codes[-1] = -1
     for code, text in enumerate(codes):
         if len(text) > RAW_LIMIT or not text.startswith(b"["):  # type: ignore[arg-type, attr-defined]
-            table[code] = -1
-    return table[result]
+            valid_codes[code] = -1
+    return valid_codes[result]
 
 
-_collective = attrgetter(*COMM_FIELDS)
+_comm_fields = attrgetter(*COMM_FIELDS)
 
 
-def _comms(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
+def _comm_codes(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
     result = np.full(len(args), -1, dtype=np.int32)
     for row in [row for row, a in enumerate(args) if a.collective is not ABSENT]:
-        key = _joined(_collective(args[row]))
+        key = _join_with_nul(_comm_fields(args[row]))
         if len(key) <= RAW_LIMIT:
             result[row] = codes[key]
     return result
@@ -352,50 +356,56 @@ def _comms(args: list[EventArgs], codes: _Codes) -> NDArray[np.int32]:
 
 # -- device work --------------------------------------------------------------------------------
 
-_FLOATS = ("bytes", "gbps", "blocks", "threads", "registers", "shared", "blocks_per_sm",
+_FLOAT_COLUMNS = ("bytes", "gbps", "blocks", "threads", "registers", "shared", "blocks_per_sm",
            "warps_per_sm", "occupancy", "active_blocks")  # fmt: skip
 
 
-def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -> Columns:
+def _device_columns(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     count = len(events)
     columns: Columns = {
-        **_times(events),
+        **_time_columns(events),
         "kind": np.full(count, DEVICE_KINDS.index(kind), dtype=np.uint8),
         "name": names.encode([e.name for e in events]),
-        "device": _or_else(float_column([a.device for a in args]), lambda: [e.pid for e in events]),
-        "stream": _or_else(float_column([a.stream for a in args]), lambda: [e.tid for e in events]),
+        "device": _fill_missing(
+            float_column([a.device for a in args]), lambda: [e.pid for e in events]
+        ),
+        "stream": _fill_missing(
+            float_column([a.stream for a in args]), lambda: [e.tid for e in events]
+        ),
         "correlation": int_column([a.correlation for a in args]),
-        "external": _external(args),
+        "external": _external_ids(args),
         "graph": float_column([a.graph for a in args]),
         "limits": np.full(count, -1, dtype=np.int32),
         "comm": np.full(count, -1, dtype=np.int32),
-        **dict.fromkeys(_FLOATS, np.full(count, math.nan)),
+        **dict.fromkeys(_FLOAT_COLUMNS, np.full(count, math.nan)),
     }
     if kind == "kernel":
-        columns["blocks"], columns["threads"] = _sizes(args)
+        columns["blocks"], columns["threads"] = _launch_sizes(args)
         for name in ("registers", "shared", "blocks_per_sm", "warps_per_sm", "occupancy"):
             columns[name] = float_column(list(map(attrgetter(name), args)))
-        columns["comm"] = _comms(args, comms)
+        columns["comm"] = _comm_codes(args, comms)
         if any(a.occupancy_detail is not ABSENT for a in args):
-            columns["active_blocks"], columns["limits"] = _occupancies(args, names)
+            columns["active_blocks"], columns["limits"] = _parse_occupancies(args, names)
     else:
         columns["bytes"] = float_column([a.bytes for a in args])
-        columns["gbps"] = _or_else(
+        columns["gbps"] = _fill_missing(
             float_column([a.gbps for a in args]), lambda: [a.gbps_old for a in args]
         )
     return columns
 
 
-def _or_else(column: NDArray[np.float64], instead: Callable[[], list[Any]]) -> NDArray[np.float64]:
+def _fill_missing(
+    column: NDArray[np.float64], fallback: Callable[[], list[Any]]
+) -> NDArray[np.float64]:
     unknown = np.isnan(column)
-    return np.where(unknown, float_column(instead()), column) if unknown.any() else column
+    return np.where(unknown, float_column(fallback()), column) if unknown.any() else column
 
 
-def _sizes(args: list[EventArgs]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the blocks of each grid and the threads of each block; NaN where unknown."""
+def _launch_sizes(args: list[EventArgs]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the blocks of each grid and the threads of each block, NaN where unknown."""
     codes = _Codes()
-    column = codes.encode([_joined((a.grid, a.block)) for a in args])
+    column = codes.encode([_join_with_nul((a.grid, a.block)) for a in args])
     sizes = np.array([_grid_and_block(text) for text in codes]).reshape(-1, 2)
     return sizes[column, 0], sizes[column, 1]
 
@@ -403,11 +413,11 @@ def _sizes(args: list[EventArgs]) -> tuple[NDArray[np.float64], NDArray[np.float
 @lru_cache(maxsize=1 << 15)
 def _grid_and_block(text: bytes) -> tuple[float, float]:
     grid, block = text.split(b"\0")
-    return _product(grid), _product(block)
+    return _multiply_sizes(grid), _multiply_sizes(block)
 
 
-def _product(text: bytes) -> float:
-    """Return the product of a small JSON list of sizes; NaN if it is none."""
+def _multiply_sizes(text: bytes) -> float:
+    """Return the product of a small JSON list of sizes, or NaN if it is invalid."""
     try:
         sizes = msgspec.json.decode(text, type=list[int])
     except DECODE_ERRORS:
@@ -422,31 +432,31 @@ class _Occupancy(msgspec.Struct):
     limitingFactors: str | None = None
 
 
-def _occupancies(
+def _parse_occupancies(
     args: list[EventArgs], names: _Codes
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Return active blocks per multiprocessor and limiting factors' codes (newer profilers)."""
+    """Return active blocks per multiprocessor and codes of limiting factors (new profilers)."""
     codes = _Codes()
     column = codes.encode([bytes(a.occupancy_detail) for a in args])
     active, limits = [], []
     for text in codes:
         try:
-            result = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
+            occupancy = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
         except DECODE_ERRORS:
-            result = _Occupancy()
-        blocks = result.activeBlocksPerMultiprocessor
+            occupancy = _Occupancy()
+        blocks = occupancy.activeBlocksPerMultiprocessor
         active.append(math.nan if blocks is None else blocks)
-        limits.append(names[result.limitingFactors] if result.limitingFactors else -1)
+        limits.append(names[occupancy.limitingFactors] if occupancy.limitingFactors else -1)
     return np.array(active)[column], np.array(limits, dtype=np.int32)[column]
 
 
-# -- the rest -----------------------------------------------------------------------------------
+# -- syncs, memory, counters --------------------------------------------------------------------
 
 
-def _sync(events: list[TraceEvent], names: _Codes) -> Columns:
+def _sync_columns(events: list[TraceEvent], names: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     return {
-        **_times(events),
+        **_time_columns(events),
         "name": names.encode([e.name for e in events]),
         "device": float_column([a.device for a in args]),
         "stream": float_column([a.stream for a in args]),
@@ -456,11 +466,11 @@ def _sync(events: list[TraceEvent], names: _Codes) -> Columns:
     }
 
 
-def _memory(events: list[TraceEvent], threads: _Codes) -> Columns:
+def _memory_columns(events: list[TraceEvent], threads: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     return {
         "ts": float_column([e.ts for e in events]),
-        "thread": _threads(events, threads),
+        "thread": _thread_codes(events, threads),
         "bytes": int_column([a.alloc_bytes for a in args]),
         "address": int_column([a.address for a in args]),
         "allocated": int_column([a.allocated for a in args]),
@@ -470,9 +480,9 @@ def _memory(events: list[TraceEvent], threads: _Codes) -> Columns:
     }
 
 
-def _counters(piece: bytes, names: _Codes) -> Columns:
+def _counter_columns(piece: bytes, names: _Codes) -> Columns:
     """Return the columns of hardware counters (``cuda_profiler_range``). Their argument names are
-    metric names, so these few events are decoded a second time, without a type."""
+    metric names, so these few events are decoded a second time without a type."""
     rows: list[tuple[Any, Any, str, str, float]] = []
     for text in split_objects(sanitise(piece)[1:-1])[0]:
         if COUNTER_CATEGORY.encode() not in text:
@@ -485,14 +495,14 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
             continue
         args = event.get("args")
         for metric, value in args.items() if isinstance(args, dict) else ():
-            number = math.nan if isinstance(value, bool) else _float(value)
+            number = math.nan if isinstance(value, bool) else _to_float(value)
             if math.isfinite(number):
                 rows.append(
                     (
                         event.get("ts"),
                         event.get("dur"),
                         str(metric)[:NAME_LIMIT],
-                        _text(event.get("name")),
+                        _to_text(event.get("name")),
                         number,
                     )
                 )

@@ -1,4 +1,4 @@
-"""Matching of device work to the runtime call that launched it, and to the op around that call."""
+"""Matching of device work to the runtime call that launched it and to the op around that call."""
 
 from typing import Any
 
@@ -12,32 +12,34 @@ from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class
 Array = NDArray[Any]
 
 _OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
-_SLACK_NS = 10_000  # device times are converted to the host's clock
+_MAX_CLOCK_ERROR_NS = 10_000  # error of device times after conversion to the host's clock
 _OTHER = CALLS.index("other")
 MAX_PROCESSES = 64
-"""Most processes whose calls are distinguished when they used the same ids."""
-# Calls that carry a correlation id of their own, but launch nothing.
-_WAITS = [
+"""Maximum number of processes whose calls are distinguished if they used the same ids."""
+# Calls that have a correlation id but launch nothing.
+_NO_LAUNCH_CALLS = [
     CALLS.index(call)
     for call in "sync_device sync_stream sync_event event_record event_query stream_wait".split()
 ]
-# Calls that put work on a device, and the kinds of work that each may be.
-_LAUNCHES = (
+# Kinds of device work, and the calls that can launch each kind.
+_LAUNCHING_CALLS = (
     ("kernel", ("launch", "graph_launch")),
     ("memcpy", ("memcpy", "memcpy_blocking", "graph_launch")),
     ("memset", ("memset", "graph_launch")),
 )
-# What a call of unknown name was, by the device work that it caused.
-_CAUSED = np.array([CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in DEVICE_KINDS])
+# Class of a call with an unknown name, by the kind of device work that it launched.
+_CALL_OF_DEVICE_KIND = np.array(
+    [CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in DEVICE_KINDS]
+)
 
 
 def classify_calls(
     column: Array, codes: Array, texts: list[str], classes: dict[str, str]
 ) -> NDArray[np.int8]:
-    """Return the call class of each runtime row (index in CALLS), looking at each name once.
+    """Return the call class of each runtime row (index in CALLS); each name is classified once.
 
-    ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``classes``:
-    the class of those whose name does not tell."""
+    ``codes``: the distinct values of ``column``, in order. ``texts``: their names. ``classes``:
+    the classes of calls that cannot be classified by name."""
     if not len(codes):
         return np.zeros(0, dtype=np.int8)
     table = np.full(int(codes[-1]) + 1, -1, dtype=np.int8)
@@ -48,8 +50,8 @@ def classify_calls(
 class LaunchTable:
     """Lookup of runtime calls by correlation id, and of ops by External id.
 
-    ``host`` holds the ordered host columns with ``parent`` and ``call``; ``process``: a number of
-    the process of each thread."""
+    ``host``: the ordered host columns with ``parent`` and ``call``. ``process``: number of the
+    process of each thread."""
 
     def __init__(self, host: Columns, process: Array) -> None:
         self._process: Array = process[host["thread"]]
@@ -57,7 +59,7 @@ class LaunchTable:
         self._call: Array = host["call"]
         self._is_op = host["kind"] == _OP
         runtime = np.flatnonzero((host["kind"] == _RUNTIME) & (host["correlation"] >= 0))
-        runtime = runtime[~np.isin(self._call[runtime], _WAITS)]
+        runtime = runtime[~np.isin(self._call[runtime], _NO_LAUNCH_CALLS)]
         self._runtime = _LaunchLookup(host["correlation"][runtime], runtime)
         self._external: Array = host["external"]
         self._ts: Array = host["ts"]
@@ -65,28 +67,30 @@ class LaunchTable:
         self._ops = _LaunchLookup(host["external"][ops], ops)
 
     def find(self, device: Columns) -> NDArray[np.int32]:
-        """Return the row of the call that launched each device row; -1: outside the window.
+        """Return the row of the call that launched each device row, or -1 if it was not recorded.
 
-        By correlation. Device rows that have none are tied by External id, call by call: the op
-        around a call gives its id to it, so that several calls and rows share one, and the n-th
-        call that can have launched such work launched the n-th of it."""
+        Rows are matched by correlation id. Device rows without one are matched by External id. All
+        calls inside an op and the work that they launch share the op's id, so the n-th call that
+        can launch a kind of work is matched to the n-th row of that kind."""
         launch = self._runtime.find(device["correlation"])
-        self._among_processes(launch, device)
-        bare = np.flatnonzero((device["correlation"] < 0) & (device["external"] >= 0))
-        if len(bare):
-            launch[bare] = self._by_external(device, bare)
+        self._resolve_processes(launch, device)
+        without_correlation = np.flatnonzero(
+            (device["correlation"] < 0) & (device["external"] >= 0)
+        )
+        if len(without_correlation):
+            launch[without_correlation] = self._find_by_external(device, without_correlation)
         return launch
 
-    def _among_processes(self, launch: Array, device: Columns) -> None:
-        """Resolve ids that several processes used (traces of several ranks put together by hand): a
-        row belongs to the call of the process that its device belongs to. That is the process with
+    def _resolve_processes(self, launch: Array, device: Columns) -> None:
+        """Resolve ids that several processes used (traces of several ranks put together by hand). A
+        row belongs to the call of the process that owns its device. That is the process with the
         most unambiguous launches on the device, else the one whose calls precede most of its rows.
         Changes ``launch``."""
         calls, ids = self._runtime.rows, self._runtime.keys
         owner = self._process[calls]
-        several = np.zeros(len(ids), dtype=np.bool_)
-        several[1:] = (ids[1:] == ids[:-1]) & (owner[1:] != owner[:-1])
-        rows = np.flatnonzero(np.isin(device["correlation"], ids[several]))
+        is_ambiguous = np.zeros(len(ids), dtype=np.bool_)
+        is_ambiguous[1:] = (ids[1:] == ids[:-1]) & (owner[1:] != owner[:-1])
+        rows = np.flatnonzero(np.isin(device["correlation"], ids[is_ambiguous]))
         if not len(rows):
             return
         single = np.setdiff1d(np.flatnonzero(launch >= 0), rows, assume_unique=True)
@@ -94,93 +98,98 @@ class LaunchTable:
         numbers = np.unique(owner)[:MAX_PROCESSES]
         tables = [_LaunchLookup(ids[owner == number], calls[owner == number]) for number in numbers]
         for index, number in enumerate(np.unique(devices[rows])):
-            own = rows[devices[rows] == number]
-            tied = self._process[launch[single[devices[single] == number]]]
-            found = [table.find(device["correlation"][own]) for table in tables]
-            if len(tied):
-                votes = [int((tied == number).sum()) for number in numbers]
+            device_rows = rows[devices[rows] == number]
+            owner_processes = self._process[launch[single[devices[single] == number]]]
+            launch_candidates = [table.find(device["correlation"][device_rows]) for table in tables]
+            if len(owner_processes):
+                votes = [int((owner_processes == number).sum()) for number in numbers]
             else:
-                late = self._ts[np.maximum(found, 0)] > device["ts"][own] + _SLACK_NS
-                votes = ((np.array(found) >= 0) & ~late).sum(axis=1).tolist()
+                is_late = (
+                    self._ts[np.maximum(launch_candidates, 0)]
+                    > device["ts"][device_rows] + _MAX_CLOCK_ERROR_NS
+                )
+                votes = ((np.array(launch_candidates) >= 0) & ~is_late).sum(axis=1).tolist()
             ties = np.flatnonzero(np.array(votes) == max(votes))
-            best = found[ties[index % len(ties)]]
-            launch[own] = np.where(best >= 0, best, launch[own])
+            best = launch_candidates[ties[index % len(ties)]]
+            launch[device_rows] = np.where(best >= 0, best, launch[device_rows])
 
-    def _by_external(self, device: Columns, bare: Array) -> NDArray[np.int32]:
-        result = np.full(len(bare), -1, dtype=np.int32)
-        for kind, names in _LAUNCHES:
+    def _find_by_external(self, device: Columns, device_rows: Array) -> NDArray[np.int32]:
+        result = np.full(len(device_rows), -1, dtype=np.int32)
+        for kind, names in _LAUNCHING_CALLS:
             calls = np.flatnonzero(
                 np.isin(self._call, [CALLS.index(name) for name in names]) & (self._external >= 0)
             )
-            rows = np.flatnonzero(device["kind"][bare] == DEVICE_KINDS.index(kind))
+            rows = np.flatnonzero(device["kind"][device_rows] == DEVICE_KINDS.index(kind))
             if not len(calls) or not len(rows):
                 continue
             calls = calls[np.lexsort((self._ts[calls], self._external[calls]))]
             ids = self._external[calls]
-            wanted = device["external"][bare[rows]]
-            order = np.lexsort((device["ts"][bare[rows]], wanted))
-            first = np.searchsorted(ids, wanted, side="left")
-            count = np.searchsorted(ids, wanted, side="right") - first
+            wanted_ids = device["external"][device_rows[rows]]
+            order = np.lexsort((device["ts"][device_rows[rows]], wanted_ids))
+            first = np.searchsorted(ids, wanted_ids, side="left")
+            count = np.searchsorted(ids, wanted_ids, side="right") - first
             nth = np.empty(len(rows), dtype=np.int64)
-            ordered = wanted[order]
+            ordered = wanted_ids[order]
             nth[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
-            # more work than calls: a graph, or calls that were not recorded: the last has the rest
-            place = first + np.minimum(nth, count - 1)
-            call = calls[np.minimum(place, len(calls) - 1)]
-            real = (count > 0) & (self._ts[call] <= device["ts"][bare[rows]] + _SLACK_NS)
-            result[rows] = np.where(real, call, -1)
+            # more work than calls (a graph, or unrecorded calls): the last call gets the remainder
+            index = first + np.minimum(nth, count - 1)
+            call = calls[np.minimum(index, len(calls) - 1)]
+            is_launch = (count > 0) & (
+                self._ts[call] <= device["ts"][device_rows[rows]] + _MAX_CLOCK_ERROR_NS
+            )
+            result[rows] = np.where(is_launch, call, -1)
         return result
 
     def classify_unknown_calls(self, launch: Array, kind: Array) -> None:
         """Classify calls with unknown names ("INVALID" for an API newer than the profiler) by the
-        device work that they caused. Changes the ``call`` column."""
+        device work that they launched. Changes the ``call`` column."""
         rows = launch[launch >= 0]
         unknown = self._call[rows] == _OTHER
         if not unknown.any():
             return
-        rows, caused = rows[unknown], _CAUSED[kind[launch >= 0][unknown]]
-        self._call[rows] = caused
+        rows, call_class_of_row = rows[unknown], _CALL_OF_DEVICE_KIND[kind[launch >= 0][unknown]]
+        self._call[rows] = call_class_of_row
         row, count = np.unique(rows, return_counts=True)
         self._call[row[count > 1]] = CALLS.index("graph_launch")
 
     def op_around(self, launch: Array, device: Columns) -> NDArray[np.int32]:
-        """Return the row of the innermost op around each launch; else the op with the same External
-        id; -1: neither.
+        """Return the row of the innermost op around each launch, else the op with the same External
+        id, or -1 if there is neither.
 
-        Work without a call was not launched by an op that began after it. Nor does an id tell
-        where calls are tied by correlation and this work's call is not here: profilers then write
-        the correlation in its place, which is the number of some other op."""
+        An op that began after the work did not launch it. If calls are matched by correlation but
+        the call of this work is missing, its External id is not used either. Profilers then write
+        the correlation id in its place, which is the number of an unrelated op."""
         op = launch.astype(np.int32)
-        climbing = np.flatnonzero(op >= 0)
-        while len(climbing):  # one round a level: only those that have not met an op go on
-            climbing = climbing[~self._is_op[op[climbing]]]
-            op[climbing] = self._parent[op[climbing]]
-            climbing = climbing[op[climbing] >= 0]
-        lost = np.flatnonzero(op < 0)
-        external, correlation = device["external"][lost], device["correlation"][lost]
+        unresolved = np.flatnonzero(op >= 0)
+        while len(unresolved):  # one round per level, only for rows that have not reached an op
+            unresolved = unresolved[~self._is_op[op[unresolved]]]
+            op[unresolved] = self._parent[op[unresolved]]
+            unresolved = unresolved[op[unresolved] >= 0]
+        without_op = np.flatnonzero(op < 0)
+        external, correlation = device["external"][without_op], device["correlation"][without_op]
         if (launch >= 0).any():
-            stand_in = (launch[lost] < 0) & (external == correlation)
-            lost, external = lost[~stand_in], external[~stand_in]
-        named = self._ops.find(external)
-        late = (
-            (named >= 0)
-            & (launch[lost] < 0)
-            & (self._ts[np.maximum(named, 0)] > device["ts"][lost] + _SLACK_NS)
+            is_correlation = (launch[without_op] < 0) & (external == correlation)
+            without_op, external = without_op[~is_correlation], external[~is_correlation]
+        op_by_id = self._ops.find(external)
+        is_late = (
+            (op_by_id >= 0)
+            & (launch[without_op] < 0)
+            & (self._ts[np.maximum(op_by_id, 0)] > device["ts"][without_op] + _MAX_CLOCK_ERROR_NS)
         )
-        op[lost] = np.where(late, -1, named)
+        op[without_op] = np.where(is_late, -1, op_by_id)
         return op
 
 
 class _LaunchLookup:
-    """Lookup of rows by id: the first row that has it."""
+    """Lookup of the first row with an id."""
 
     def __init__(self, keys: Array, rows: Array) -> None:
         order = np.argsort(keys, kind="stable")
         self.keys, self.rows = keys[order], rows[order].astype(np.int32)
 
     def find(self, wanted: Array) -> NDArray[np.int32]:
-        """Return the row of each wanted id, else -1. Negative ids mean none."""
+        """Return the row of each wanted id, or -1 if there is none or the id is negative."""
         if not len(self.keys):
             return np.full(len(wanted), -1, dtype=np.int32)
-        place = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
-        return np.where((self.keys[place] == wanted) & (wanted >= 0), self.rows[place], -1)
+        index = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        return np.where((self.keys[index] == wanted) & (wanted >= 0), self.rows[index], -1)

@@ -1,4 +1,4 @@
-"""Registry of readers, and reading of a file to a :class:`Trace` by the right one."""
+"""Registry of readers. Reads a file as a :class:`Trace` with the reader of its format."""
 
 import importlib
 import inspect
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 @cache
 def bundled_readers() -> tuple[Reader, ...]:
-    """Return the readers of this package, by their files' names."""
+    """Return the readers of this package, in the order of their modules."""
     import advisor.read.formats
 
-    result = pkgutil.iter_modules(advisor.read.formats.__path__, "advisor.read.formats.")
-    names = (item.name + ".reader" * item.ispkg for item in result)
+    module_infos = pkgutil.iter_modules(advisor.read.formats.__path__, "advisor.read.formats.")
+    names = (info.name + ".reader" * info.ispkg for info in module_infos)
     modules = map(importlib.import_module, names)
     return tuple(cls() for module in modules for cls in classes_in(module, Reader))
 
@@ -36,16 +36,16 @@ def bundled_readers() -> tuple[Reader, ...]:
 @cache
 def installed_readers() -> tuple[Reader, ...]:
     """Return the readers of other packages. Raises AdvisorError if one cannot be loaded."""
-    result: dict[type, Reader] = {}
+    readers: dict[type, Reader] = {}
     for point in entry_points(group=ENTRY_POINTS):
         with loading(point, "reader"):
             loaded = point.load()
             for cls in classes_in(loaded, Reader) if inspect.ismodule(loaded) else [loaded]:
                 reader = cls()
                 if not isinstance(reader, Reader):
-                    raise TypeError(f"{cls.__name__} is no Reader")
-                result[cls] = reader
-    return tuple(result.values())
+                    raise TypeError(f"{cls.__name__} is not a Reader")
+                readers[cls] = reader
+    return tuple(readers.values())
 
 
 def all_readers() -> tuple[Reader, ...]:
@@ -54,44 +54,44 @@ def all_readers() -> tuple[Reader, ...]:
 
 
 def list_formats() -> list[str]:
-    """Return descriptions of all formats; those of PyTorch's own profiler come first."""
-    known = dict.fromkeys(reader.description for reader in all_readers())
-    return sorted(known, key=lambda text: "PyTorch profiler" not in text)
+    """Return descriptions of all formats, starting with those of PyTorch's profiler."""
+    descriptions = dict.fromkeys(reader.description for reader in all_readers())
+    return sorted(descriptions, key=lambda text: "PyTorch profiler" not in text)
 
 
 def reader_of(source: ByteSource) -> Reader:
-    """Return the reader that is most sure of a file; of equals the first. Raises AdvisorError if
-    none knows it."""
+    """Return the reader that is most sure of a file, the first one if several are. Raises
+    AdvisorError if no reader knows the file."""
     head = source.head()
-    own = _most_certain(bundled_readers(), head, source.path)
-    if own is not None and own[0] is ReaderClaim.SURE:
-        return own[1]  # without a look at what is installed: that takes as long as a small trace
-    result = [
+    bundled_claim = _find_best_claim(bundled_readers(), head, source.path)
+    if bundled_claim is not None and bundled_claim[0] is ReaderClaim.SURE:
+        return bundled_claim[1]  # skip entry points: loading them takes as long as a small trace
+    claims = [
         claim
-        for claim in (own, _most_certain(installed_readers(), head, source.path))
+        for claim in (bundled_claim, _find_best_claim(installed_readers(), head, source.path))
         if claim is not None
     ]
-    other = kind_of(head, str(source.path))
-    if not result or (
-        other is not None
-        and other[1] is not None  # a cure: it is another tool's file, and no reader's after all
-        and max(claim for claim, _ in result) is not ReaderClaim.SURE
+    known_kind = kind_of(head, str(source.path))
+    if not claims or (
+        known_kind is not None
+        and known_kind[1] is not None  # there is advice: the file belongs to another tool
+        and max(claim for claim, _ in claims) is not ReaderClaim.SURE
     ):
-        what, cure = other or (f"unknown format ({source.beginning()})", None)
-        raise AdvisorError(f"{source.path}: {what}; {cure or SEE_FORMATS}")
-    return max(result, key=lambda claim: claim[0])[1]
+        kind, advice = known_kind or (f"unknown format ({source.beginning()})", None)
+        raise AdvisorError(f"{source.path}: {kind}; {advice or SEE_FORMATS}")
+    return max(claims, key=lambda claim: claim[0])[1]
 
 
 def refuse_unknown(first: bytes, path: str) -> None:
     """Raise AdvisorError if no reader knows a file by its first bytes, packed or not."""
-    if not first.startswith(b"SQLite format 3"):  # judged by tables that may stand further behind
+    if not first.startswith(b"SQLite format 3"):  # its tables may come after these bytes
         source = ByteSource(path, data=first)
         if source.head():
             reader_of(source)
 
 
 def find_tool(trace_format: str | None, framework: str | None) -> Tool | None:
-    """Return the tool that records a format; ``None``: PyTorch's profiler or one like it."""
+    """Return the tool that records a format, or ``None`` for PyTorch's profiler or similar."""
     for readers in (bundled_readers, installed_readers):
         for reader in readers():
             if reader.name == trace_format:
@@ -105,41 +105,41 @@ def is_trace_name(name: str) -> bool:
 
 def is_named_for(reader: Reader, name: str) -> bool:
     """Return whether a file's name matches a reader's patterns."""
-    bare = _bare(name)
-    return any(fnmatchcase(bare, each) for each in reader.patterns)
+    unpacked_name = _remove_packing(name)
+    return any(fnmatchcase(unpacked_name, pattern) for pattern in reader.patterns)
 
 
 def begins_like_trace(path: str, *, any_name: bool = False) -> bool:
-    """Return whether a reader is sure of a file by its start: one whose suffix the file has
-    (``Reader.shared_suffixes``), or of ``any_name``."""
-    bare = _bare(path)
-    readers = [each for each in all_readers() if any_name or bare.endswith(each.shared_suffixes)]
+    """Return whether a reader is sure of a file by its first bytes. Only readers with the file's
+    suffix (``Reader.shared_suffixes``) are asked, or all readers if ``any_name``."""
+    unpacked_name = _remove_packing(path)
+    readers = [r for r in all_readers() if any_name or unpacked_name.endswith(r.shared_suffixes)]
     if not readers:
         return False
     try:
-        claim = _most_certain(readers, ByteSource(path).head(), path)
+        claim = _find_best_claim(readers, ByteSource(path).head(), path)
     except AdvisorError:
         return False
     return claim is not None and claim[0] is ReaderClaim.SURE
 
 
-def _bare(name: str) -> str:
+def _remove_packing(name: str) -> str:
     name = name.lower()
     return next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
 
 
-def _most_certain(
+def _find_best_claim(
     candidates: Iterable[Reader], head: bytes, path: str
 ) -> tuple[ReaderClaim, Reader] | None:
     claims = [
-        (ReaderClaim(int(_contained(reader, path, reader.sniff, head, path))), reader)
+        (ReaderClaim(int(_call_reader(reader, path, reader.sniff, head, path))), reader)
         for reader in candidates
     ]
     best = max(claims, key=lambda claim: claim[0], default=None)
     return best if best is not None and best[0] else None
 
 
-def _contained(
+def _call_reader(
     reader: Reader, path: str, call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
 ) -> Result:
     try:
@@ -157,8 +157,8 @@ def _contained(
 def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
     """Read one trace file (``-``: standard input), packed or not.
 
-    Raises AdvisorError when the file holds no trace at all. Damage short of that (a truncated
-    file, unreadable events) is repaired or left out, counted, and recorded in ``Trace.meta``."""
+    Raises AdvisorError if the file holds no trace at all. Lesser damage (a truncated file,
+    unreadable events) is repaired or left out, counted, and recorded in ``Trace.meta``."""
     options = options or ReadOptions()
     return _read(ByteSource(str(path), limit=options.max_bytes, peek=options.peek), options)
 
@@ -174,12 +174,14 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
     if reader in bundled_readers():
         trace: object = reader.read(source, options)
     else:
-        trace = _contained(reader, source.path, reader.read, source, options)
-    if not isinstance(trace, Trace):  # somebody else's
-        raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
-    form = trace.meta.format if reader.name == KINETO else reader.name
-    if form != reader.name:  # it says that we wrote it, from a file of another format
-        reader = next((each for each in all_readers() if each.name == form), reader)
+        trace = _call_reader(reader, source.path, reader.read, source, options)
+    if not isinstance(trace, Trace):  # a reader of another package
+        raise AdvisorError(
+            f"{source.path}: the reader {reader.name!r} failed (it returned no Trace)"
+        )
+    format_name = trace.meta.format if reader.name == KINETO else reader.name
+    if format_name != reader.name:  # advisor exported it from a file of another format
+        reader = next((other for other in all_readers() if other.name == format_name), reader)
     gpu = None if options.recorded_gpu is None else find_gpu(options.recorded_gpu).gpu.name
     meta = replace(
         trace.meta,

@@ -1,4 +1,4 @@
-"""Source of a trace's bytes, whatever they are packed in: a bounded, damage-tolerant stream. Also
+"""Source of a trace's bytes, packed or not, as a bounded stream that tolerates damage. Also
 descriptions of files that no reader knows, with advice."""
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from advisor.core.labels import clean
 from advisor.read.plain_pickle import looks_like_pickle
 
 BLOCK = 1 << 20
-"""Most uncompressed bytes of a block."""
+"""Maximum number of uncompressed bytes in a block."""
 PACKED_BLOCK = 1 << 16
-"""Compressed bytes unpacked at once. What a block leaves over is copied, so small is quick."""
+"""Number of compressed bytes unpacked at a time. Unused input is copied, so small is fast."""
 DEFAULT_LIMIT = 16 << 30
-"""Most uncompressed bytes of one trace before reading stops (``--max-size``)."""
+"""Maximum number of uncompressed bytes of one trace before reading stops (``--max-size``)."""
 REMEMBER = 64 << 20
-"""Most packed bytes of standard input kept for a second reading."""
+"""Maximum number of packed bytes of standard input that are kept for a second reading."""
 MAX_MEMBERS = 1_000_000
-"""Most members of one gzip file. bgzip writes one per 64 KiB; more than this is an attack."""
+"""Maximum number of members in a gzip file. bgzip writes one per 64 KiB; more is an attack."""
 
 PACKINGS = (".gz", ".zst", ".zstd")
-"""Suffixes of the packings unpacked here."""
+"""Suffixes of the packings that are unpacked here."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_ZSTD_WINDOW = 1 << 27  # what the zstd tool accepts without being asked to take more memory
+_ZSTD_WINDOW = 1 << 27  # what the zstd tool accepts without options for more memory
 _FIRST_NAME = 512
-"""Bytes of a zip archive that contain its first member's name."""
-_GIVE = "give a PyTorch profiler trace"
+"""Number of bytes of a zip archive that contain its first member's name."""
+_GIVE_TRACE = "give a PyTorch profiler trace"
 _OTHER_PACKINGS = (
     (b"PK\x03\x04", "a zip archive; unpack it and give the file or folder in it"),
-    (b"PK\x05\x06", f"an empty zip archive; {_GIVE}"),
+    (b"PK\x05\x06", f"an empty zip archive; {_GIVE_TRACE}"),
     (b"\xfd7zXZ\x00", "packed with xz; unpack it first (xz -d)"),
     (b"BZh", "packed with bzip2; unpack it first (bzip2 -d)"),
     (b"\x04\x22\x4d\x18", "packed with lz4; unpack it first (lz4 -d)"),
@@ -49,27 +49,27 @@ _OTHER_PACKINGS = (
 
 SEE_FORMATS = "'advisor analyze --help' lists the formats"
 MAX_NEIGHBOURS = 1000
-"""Most files of a folder among which a mistyped name is looked for."""
+"""Maximum number of files in a folder that are compared with a mistyped name."""
 
 
-def _near(path: str) -> str:
-    """Name the files beside a missing one whose names are nearest."""
+def _suggest_similar(path: str) -> str:
+    """Return a suggestion of files in the same folder with names similar to a missing one."""
     folder, name = os.path.split(path)
     try:
         with os.scandir(folder or ".") as entries:
-            listed = [each.name for each in islice(entries, MAX_NEIGHBOURS)]
+            listed = [entry.name for entry in islice(entries, MAX_NEIGHBOURS)]
     except OSError:
         return "check the path"
-    # suffixes say nothing: most files have the same
-    return clean(suggest(name, listed, "check the path", part=lambda each: each.partition(".")[0]))
+    # ignore suffixes, because most files have the same ones
+    return clean(suggest(name, listed, "check the path", part=lambda text: text.partition(".")[0]))
 
 
 @dataclass
 class ByteSource:
     """Source of a trace's uncompressed bytes, in blocks of at most a megabyte.
 
-    ``truncated`` and ``damage`` are set while iterating: a stream that ends early or is corrupt
-    yields what could be unpacked and says so, it does not raise."""
+    ``truncated`` and ``damage`` are set while iterating. A stream that ends early or is corrupt
+    does not raise: it yields what could be unpacked."""
 
     path: str
     limit: int = DEFAULT_LIMIT
@@ -79,34 +79,34 @@ class ByteSource:
     packed_read: int = 0
     """Number of packed bytes read."""
     data: bytes | None = field(default=None, repr=False)
-    """Packed bytes in memory, instead of a file of that name."""
+    """Packed bytes in memory, used in place of a file."""
     peek: Callable[[bytes], None] | None = field(default=None, repr=False)
-    """Function called with each block before it is handed over."""
+    """Function called with each block before it is yielded."""
     _seen: list[bytes] | None = field(default=None, repr=False)
-    _begun: tuple[bytes, Iterator[bytes]] | None = field(default=None, repr=False)
+    _started: tuple[bytes, Iterator[bytes]] | None = field(default=None, repr=False)
 
     def head(self) -> bytes:
-        """Return the first block, which :meth:`blocks` yields again; empty: nothing could be
+        """Return the first block, which :meth:`blocks` yields again. Empty if nothing could be
         unpacked. Raises AdvisorError like :meth:`blocks`."""
-        if self._begun is None:
+        if self._started is None:
             blocks = self._blocks()
-            self._begun = next(blocks, b""), blocks
-        return self._begun[0]
+            self._started = next(blocks, b""), blocks
+        return self._started[0]
 
     def beginning(self) -> str:
-        """Return how the file begins, for a message."""
+        """Return the beginning of the file for a message."""
         text = self.head().lstrip()[:24].decode(errors="replace").split("\n")[0].strip()
         return f"it begins with {text!a}"
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield uncompressed blocks. Raises AdvisorError: unreadable file, or over the limit."""
-        if self._begun is None:
+        """Yield uncompressed blocks. Raises AdvisorError if the file is unreadable or too large."""
+        if self._started is None:
             return self._blocks()
-        (first, rest), self._begun = self._begun, None
-        return chain([first] if first else [], rest)
+        (first, remaining), self._started = self._started, None
+        return chain([first] if first else [], remaining)
 
     def read_all(self, max_bytes: int, advice: str) -> bytes:
-        """Return all bytes. Raises AdvisorError, with ``advice``, for more than ``max_bytes``."""
+        """Return all bytes. Raises AdvisorError with ``advice`` if there are over ``max_bytes``."""
         data = bytearray()
         for block in self.blocks():
             data += block
@@ -115,23 +115,23 @@ class ByteSource:
         return bytes(data)
 
     def _blocks(self) -> Iterator[bytes]:
-        file = self._open()
+        file = self._open_file()
         try:
-            head = self._read(file, PACKED_BLOCK)
+            head = self._read_packed(file, PACKED_BLOCK)
             if not head:
                 raise AdvisorError(f"{self.path}: the file is empty; record the trace again")
             if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:_FIRST_NAME]:
-                raise AdvisorError(f"{self.path}: a checkpoint (torch.save); {_GIVE}")
+                raise AdvisorError(f"{self.path}: a checkpoint (torch.save); {_GIVE_TRACE}")
             for magic, advice in _OTHER_PACKINGS:
                 if head.startswith(magic):
                     raise AdvisorError(f"{self.path}: {advice}")
             if head.startswith(_GZIP):
-                stream = self._gunzip(head, file)
+                stream = self._unpack_gzip(head, file)
             elif head.startswith(_ZSTD) or _is_zstd_skippable(head):
-                stream = self._unzstd(head, file)
+                stream = self._unpack_zstd(head, file)
             else:
-                stream = self._plain(head, file)
-            for block in _joined(stream):
+                stream = self._read_plain(head, file)
+            for block in _join_small_blocks(stream):
                 self.bytes_read += len(block)
                 if self.bytes_read > self.limit:
                     raise AdvisorError(
@@ -151,7 +151,7 @@ class ByteSource:
                 file.close()
 
     def reopen(self) -> ByteSource | None:
-        """Return a source from the start; ``None`` for standard input too long to be kept."""
+        """Return a source from the start, or ``None`` for standard input too long to be kept."""
         if self.data is not None or self.path != "-":
             return ByteSource(self.path, limit=self.limit, data=self.data)
         if self._seen is None:
@@ -159,7 +159,7 @@ class ByteSource:
         return ByteSource(self.path, limit=self.limit, data=b"".join(self._seen))
 
     def expected_bytes(self) -> int:
-        """Estimate the number of uncompressed bytes, without reading them; 0: unknown."""
+        """Estimate the number of uncompressed bytes without reading them. 0 if unknown."""
         if self.data is not None:
             return len(self.data)
         try:
@@ -173,7 +173,7 @@ class ByteSource:
         except (OSError, ValueError):
             return 0
 
-    def _open(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
         if self.data is not None:
             return BytesIO(self.data)
         if self.path == "-":
@@ -185,13 +185,15 @@ class ByteSource:
         try:
             return open_regular(self.path)
         except FileNotFoundError:
-            raise AdvisorError(f"{self.path}: no such file; {_near(self.path)}") from None
+            raise AdvisorError(
+                f"{self.path}: no such file; {_suggest_similar(self.path)}"
+            ) from None
         except IsADirectoryError:
             raise AdvisorError(
                 f"{self.path}: a directory, not a file; give a trace in it"
             ) from None
         except PermissionError:
-            raise AdvisorError(f"{self.path}: you may not read it; check its permissions") from None
+            raise AdvisorError(f"{self.path}: permission denied; check its permissions") from None
         except OSError as error:
             reason = error.strerror or error
             advice = "check the path"
@@ -201,7 +203,7 @@ class ByteSource:
         except ValueError as error:
             raise AdvisorError(f"{self.path!r}: not a file name ({error})") from None
 
-    def _read(self, file: BinaryIO, size: int) -> bytes:
+    def _read_packed(self, file: BinaryIO, size: int) -> bytes:
         data = file.read(size)
         self.packed_read += len(data)
         if self._seen is not None:
@@ -210,16 +212,16 @@ class ByteSource:
                 self._seen = None
         return data
 
-    def _plain(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
+    def _read_plain(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
         size = PACKED_BLOCK if self.path == "-" else BLOCK
         while head:
             yield head
-            head = self._read(file, size)
+            head = self._read_packed(file, size)
 
-    def _gunzip(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
+    def _unpack_gzip(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
         from isal import isal_zlib
 
-        failure = cast(type[Exception], isal_zlib.error)  # an instance in its stubs
+        failure = cast(type[Exception], isal_zlib.error)  # the stubs call it an instance
 
         unpack = isal_zlib.decompressobj(wbits=31)
         data = head
@@ -233,74 +235,74 @@ class ByteSource:
                 if unpack.eof:
                     data = unpack.unused_data.lstrip(b"\0")
                     if len(data) < 2:
-                        data += self._read(file, PACKED_BLOCK)
+                        data += self._read_packed(file, PACKED_BLOCK)
                         data = data.lstrip(b"\0")
                     if not data.startswith(_GZIP):
                         return  # padding or other trailing bytes, which gunzip ignores too
                     members += 1
                     if members > MAX_MEMBERS:
-                        self._damaged(f"damaged gzip (more than {MAX_MEMBERS} members)")
+                        self._mark_damaged(f"damaged gzip (more than {MAX_MEMBERS} members)")
                         return
                     unpack = isal_zlib.decompressobj(wbits=31)
                 elif not data and len(block) < BLOCK:
-                    data = self._read(file, PACKED_BLOCK)
+                    data = self._read_packed(file, PACKED_BLOCK)
                     if not data:
-                        self._damaged("gzip that is cut off")
+                        self._mark_damaged("gzip that is cut off")
                         return
         except failure as error:
-            self._damaged(f"damaged gzip ({error})")
+            self._mark_damaged(f"damaged gzip ({error})")
 
-    def _unzstd(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
+    def _unpack_zstd(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
         import zstandard
 
         unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-        packed = _Joined(head, lambda size: self._read(file, size))
+        packed = _PrefixedFile(head, lambda size: self._read_packed(file, size))
         reader = unpacker.stream_reader(packed, read_size=PACKED_BLOCK, read_across_frames=True)  # type: ignore[arg-type]
         try:
             while block := reader.read(BLOCK):
                 yield block
         except zstandard.ZstdError as error:
-            self._damaged(f"damaged zstd ({error})")
+            self._mark_damaged(f"damaged zstd ({error})")
 
     def stop(self, why: str) -> None:
-        """Stop reading: the rest is left out. ``why`` becomes the recorded damage."""
-        self._damaged(why)
+        """Stop reading and leave out the remaining bytes. ``why`` becomes the recorded damage."""
+        self._mark_damaged(why)
 
-    def _damaged(self, how: str) -> None:
+    def _mark_damaged(self, reason: str) -> None:
         self.truncated = True
-        self.damage = how
+        self.damage = reason
 
 
-def _joined(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Join small blocks into blocks of about a megabyte: a packed file may come byte by byte, and
-    readers look at each block."""
-    held: list[bytes] = []
+def _join_small_blocks(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Join small blocks into blocks of about a megabyte. A packed file may come byte by byte, and
+    readers examine each block."""
+    parts: list[bytes] = []
     size = 0
     for block in blocks:
-        if not held and len(block) >= PACKED_BLOCK:
+        if not parts and len(block) >= PACKED_BLOCK:
             yield block
             continue
-        held.append(block)
+        parts.append(block)
         size += len(block)
         if size >= BLOCK:
-            yield b"".join(held)
-            held, size = [], 0
-    if held:
-        yield b"".join(held)
+            yield b"".join(parts)
+            parts, size = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
-class _Joined:
-    """File object of the bytes already read, then the rest of the file."""
+class _PrefixedFile:
+    """File object that returns the bytes already read, and then the remaining file."""
 
     def __init__(self, head: bytes, read: Callable[[int], bytes]) -> None:
         self._head = head
-        self._rest = read
+        self._read_file = read
 
     def read(self, size: int) -> bytes:
         if self._head:
             part, self._head = self._head[:size], self._head[size:]
             return part
-        return self._rest(size)
+        return self._read_file(size)
 
 
 def _is_zstd_skippable(head: bytes) -> bool:
@@ -314,11 +316,11 @@ def decimal_size(count: int) -> str:
 
 
 _UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
-_LOOK = 1 << 16
-"""Number of bytes in which a format's signs are looked for."""
+_SEARCHED_BYTES = 1 << 16
+"""Number of bytes that are searched for the patterns of a format."""
 PROFILE = "record with torch.profiler or nsys profile, and give that file"
 
-_SIGNS: tuple[tuple[str, str, str], ...] = (
+_FORMAT_PATTERNS: tuple[tuple[str, str, str], ...] = (
     (
         r'^\s*\{.{0,2000}"\$schema"\s*:\s*"[^"]*speedscope|"exporter"\s*:\s*"speedscope',
         "a speedscope profile, samples of stacks without GPU work",
@@ -356,12 +358,12 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
     (
         r"^.{0,40}brain\.Event:\d",
         "an event file of TensorBoard, which holds scalars",
-        "give the profile beside it: plugins/profile/*/*.xplane.pb or *.pt.trace.json.gz",
+        "give the profile next to it: plugins/profile/*/*.xplane.pb or *.pt.trace.json.gz",
     ),
     (
         r"^\s{0,999}<(?:!doctype html|html)",
         "a web page",
-        "give the address of the file itself; perhaps one must log in first",
+        "give the address of the file itself; you may need to log in first",
     ),
     (
         r"^version https://git-lfs\.github\.com/",
@@ -369,18 +371,21 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
         "fetch the file itself: git lfs pull",
     ),
 )
-"""Patterns of how a file begins, each with what it is and what to do."""
+"""Pattern of how a file begins, description of its format, and advice, per format."""
 _PLUGIN_PAGE = re.compile(
     r"[._](?:input_pipeline(?:_analyzer)?|overview_page|tensorflow_stats|framework_op_stats"
     r"|kernel_stats|op_stats|memory_profile|pod_viewer|hlo_stats|roofline_model)\.pb$"
 )
-"""Names of what the plugin keeps of a profile (``<host>.input_pipeline.pb``)."""
-_KINDS = tuple((re.compile(p.encode(), re.DOTALL | re.I), what, cure) for p, what, cure in _SIGNS)
+"""Pattern of the pages that the plugin computes from a profile (``<host>.input_pipeline.pb``)."""
+_FORMATS = tuple(
+    (re.compile(pattern.encode(), re.DOTALL | re.I), kind, advice)
+    for pattern, kind, advice in _FORMAT_PATTERNS
+)
 
 
 def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
-    """Return what a file is, and what to do about it beyond giving another file (else ``None``).
-    ``None`` if it is unknown. ``path``: for formats whose first bytes others share."""
+    """Return a description of a file and advice (``None``: give another file). ``None`` if the
+    format is unknown. ``path``: used for formats that are not clear from the first bytes."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or start[:2] in _UTF16:
         return "not UTF-8 text (UTF-16?)", "convert it to UTF-8"
     if start.startswith(b"SQLite format 3"):
@@ -389,7 +394,7 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
                 "record with nsys profile, export with nsys export --type sqlite, and give the "
                 ".sqlite file"
             )
-        return "an SQLite file without the tables of a profiler that is known", None
+        return "an SQLite file without the tables of a known profiler", None
     if looks_like_pickle(start):
         return "a pickle (a memory snapshot?)", None
     if start[257:262] == b"ustar":
@@ -401,9 +406,11 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
         )
     if _PLUGIN_PAGE.search(path):
         return "a page of TensorBoard's profile plugin, with sums and no timeline", (
-            "give the profile that it was made of (*.xplane.pb)"
+            "give the profile that it was made from (*.xplane.pb)"
         )
     if path.endswith((".py", ".ipynb")):
-        return "a program, no recording of one", "run it with advisor record, or advisor lint"
-    head = start[:_LOOK].removeprefix(b"\xef\xbb\xbf")
-    return next(((what, cure) for pattern, what, cure in _KINDS if pattern.search(head)), None)
+        return "a program, not a recording", "run it with advisor record, or advisor lint"
+    head = start[:_SEARCHED_BYTES].removeprefix(b"\xef\xbb\xbf")
+    return next(
+        ((kind, advice) for pattern, kind, advice in _FORMATS if pattern.search(head)), None
+    )

@@ -1,5 +1,5 @@
-"""Reader of foreign SQLite files, as columns: read-only, bounded, nothing in them is executed. Also
-joins of rows by the numbers that such files use."""
+"""Reader of untrusted SQLite files as columns: read-only, bounded, and nothing in them is executed.
+Also joins of rows by the numbers that these files use."""
 
 import gc
 import sqlite3
@@ -21,23 +21,23 @@ from advisor.read.source import ByteSource
 
 MAGIC = b"SQLite format 3\0"
 BATCH = 20_000
-"""Most rows that are Python objects at once."""
+"""Maximum number of rows that are Python objects at a time."""
 MAX_ROWS = 1 << 31
-"""Most rows of one table: what 32-bit row numbers can count."""
-MAX_VALUE = 1 << 24
-"""Most bytes of one text or blob. Longer ones are damage, or made to fill memory."""
+"""Maximum number of rows of one table: what 32-bit row numbers can count."""
+MAX_VALUE_BYTES = 1 << 24
+"""Maximum size of a text or blob, bytes. Longer ones are damage, or made to fill memory."""
 MAX_TEXT = 1 << 16
-"""Most characters kept of a text."""
-MAX_AT_ONCE = 1 << 24
-"""Most bytes of texts that are Python objects at once, estimated from SAMPLED rows."""
-SAMPLED = 32
+"""Maximum number of characters kept of a text."""
+MAX_TEXT_BYTES = 1 << 24
+"""Maximum size of texts that are Python objects at a time, bytes, estimated from SAMPLED_ROWS."""
+SAMPLED_ROWS = 32
 MAX_TABLES = 100_000
-_STEPS = 1_000_000
-"""Instructions of SQLite's machine between two checks of its progress: some 10 ms."""
-_STEPS_A_BYTE = 40
-"""Most instructions that reading a file may take per byte: some tens of times what profilers'
-tables take. Damaged pages may refer to each other in circles."""
-_FEWEST_STEPS = 400
+_CHECK_INTERVAL = 1_000_000
+"""Number of SQLite instructions between two checks of its progress, about 10 ms."""
+_MAX_STEPS_PER_BYTE = 40
+"""Maximum number of instructions per byte of a file, tens of times what tables of profilers take.
+Damaged pages may refer to each other in circles."""
+_MIN_CHECKS = 400
 
 Types = Mapping[str, Any]
 """Polars type of each column."""
@@ -60,9 +60,9 @@ class Database:
         self.keys: dict[str, str] = {}
         """Integer primary key of each table that has one."""
         self.damaged: dict[str, str] = {}
-        """Reason for each table that was not read completely."""
-        self._room = memory_budget() // EVENT_BYTES
-        """Number of rows that there is still memory for."""
+        """Reason by table, for tables that were not read completely."""
+        self._rows_left = memory_budget() // EVENT_BYTES
+        """Number of further rows for which there is memory."""
         names = self._rows(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0 "
             f"LIMIT {MAX_TABLES}"
@@ -79,12 +79,12 @@ class Database:
 
     @property
     def damage(self) -> str | None:
-        """Description of what could not be read, in a line; ``None``: nothing."""
+        """Description, in one line, of what could not be read. ``None`` if everything was."""
         lines = [f"table {table[:60]} {why}" for table, why in sorted(self.damaged.items())]
         return "; ".join(lines[:3]) or None
 
     def has_table(self, table: str, *columns: str) -> bool:
-        """Return whether the table exists, with these columns."""
+        """Return whether the table exists and has these columns."""
         return set(columns) <= set(self.tables.get(table, ())) and table in self.tables
 
     def read(
@@ -94,13 +94,13 @@ class Database:
         where: str = "",
         each: Callable[[pl.DataFrame], pl.DataFrame] | None = None,
     ) -> pl.DataFrame:
-        """Read the wanted columns that the table has, in row order; no columns if it has none of
-        them or does not exist. Values of another type are null. ``where``: a condition of ours.
-        ``each``: function applied to every batch of rows, so that not all of a table is in memory
-        unreduced; columns whose width differs between batches become as wide as the widest. A
-        damaged table is read as far as possible."""
-        have = set(self.tables.get(table, ()))
-        wanted = {name: kind for name, kind in types.items() if name in have}
+        """Read those of the columns that the table has, in row order. No columns if it has none of
+        them or does not exist. Values of another type are null. ``where``: a trusted condition.
+        ``each``: function that reduces every batch of rows, so that a whole table is never in
+        memory unreduced; columns get the widest type of all batches. A damaged table is read as far
+        as possible."""
+        existing = set(self.tables.get(table, ()))
+        wanted = {name: kind for name, kind in types.items() if name in existing}
         if not wanted:
             return pl.DataFrame()
         parts = []
@@ -110,27 +110,27 @@ class Database:
         for rows in self._batches(query, table):
             values = zip(wanted.items(), zip(*rows, strict=True), strict=True)
             frame = pl.DataFrame(
-                [typed_column(name, given, kind) for (name, kind), given in values]
+                [typed_column(name, column_values, kind) for (name, kind), column_values in values]
             )
             del rows
             parts.append(frame if each is None else each(frame))
         return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
 
     def read_keys(self, table: str, types: Types, numbers: Sequence[int]) -> pl.DataFrame:
-        """Read the rows whose key is one of ``numbers``, which are in order and some thousands.
-        Otherwise like :meth:`read`."""
+        """Read the rows whose key is one of ``numbers``: a few thousand, in order. Otherwise like
+        :meth:`read`."""
         if not numbers:
             return pl.DataFrame(schema=types)
         key, first, last = quote_identifier(self.keys[table]), numbers[0], numbers[-1]
-        if last - first < 1.6 * len(numbers):  # a seek takes as long as two thirds of a row more
+        if last - first < 1.6 * len(numbers):  # a seek costs as much as reading 0.6 rows
             return self.read(table, types, f"{key} BETWEEN {first:d} AND {last:d}")
         return self.read(table, types, f"{key} IN ({', '.join(map(str, numbers))})")
 
     def read_texts(self, table: str, key: str, value: str) -> dict[int, str]:
-        """Read a table of numbered texts as a dictionary; empty if it does not exist."""
+        """Read a table of numbered texts as a dictionary, empty if it does not exist."""
         if not self.has_table(table, key, value):
             return {}
-        names = [quote_identifier(each) for each in (key, value, table)]
+        names = [quote_identifier(name) for name in (key, value, table)]
         query = "SELECT {}, {} FROM {} LIMIT {}".format(*names, MAX_ROWS)
         result: dict[int, str] = {}
         for rows in self._batches(query, table):
@@ -142,22 +142,22 @@ class Database:
         return result
 
     def _batches(self, query: str, table: str) -> Iterator[list[tuple[Any, ...]]]:
-        done = 0
+        row_count = 0
         try:
             try:
-                for rows in _some_at_once(self._connection.execute(query)):
-                    done += len(rows)
-                    self._room -= len(rows)
-                    if self._room < 0:
-                        self.damaged[table] = f"has {NO_ROOM.format(done - len(rows))}"
+                for rows in _iterate_batches(self._connection.execute(query)):
+                    row_count += len(rows)
+                    self._rows_left -= len(rows)
+                    if self._rows_left < 0:
+                        self.damaged[table] = f"has {NO_ROOM.format(row_count - len(rows))}"
                         return
                     yield rows
             except sqlite3.OperationalError as error:
                 if "decode" not in str(error):
                     raise
-                # a text that is no UTF-8: decoded by us from here on, which takes far longer
-                self._connection.text_factory = _text
-                yield from _some_at_once(self._connection.execute(f"{query} OFFSET {done}"))
+                # a text is not UTF-8: decode texts ourselves from here on, which is much slower
+                self._connection.text_factory = _decode_text
+                yield from _iterate_batches(self._connection.execute(f"{query} OFFSET {row_count}"))
         except (sqlite3.Error, OverflowError, MemoryError):
             self.damaged[table] = "cannot be read to its end"
 
@@ -165,21 +165,21 @@ class Database:
         try:
             return self._connection.execute(query).fetchall()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
-            raise AdvisorError(f"{self._path}: {_how(error)}") from None
+            raise AdvisorError(f"{self._path}: {_describe_damage(error)}") from None
 
 
-def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
+def _iterate_batches(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
     """Yield batches of rows, smaller ones if their texts are long."""
     count = 16
     while rows := cursor.fetchmany(count):
-        seen = rows[:: max(1, len(rows) // SAMPLED)]
-        size = sum(len(value) for row in seen for value in row if isinstance(value, str | bytes))
+        sample = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
+        size = sum(len(value) for row in sample for value in row if isinstance(value, str | bytes))
         yield rows
-        count = min(BATCH, 8 * count, max(1, MAX_AT_ONCE * len(seen) // max(size, 1)))
+        count = min(BATCH, 8 * count, max(1, MAX_TEXT_BYTES * len(sample) // max(size, 1)))
 
 
 def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
-    """Return values of any types as a column of one type; what does not fit is null."""
+    """Return values of any types as a column of one type, with null for values that do not fit."""
     try:
         result = pl.Series(name, values, dtype=kind, strict=True)
         if kind == pl.String and (result.str.len_bytes().max() or 0) > MAX_TEXT:  # type: ignore[operator]
@@ -187,40 +187,40 @@ def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
         return result
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass
-    fitting: tuple[type, ...] = (int,)
+    accepted_types: tuple[type, ...] = (int,)
     if kind == pl.String:
-        fitting = (str,)
+        accepted_types = (str,)
     elif kind == pl.Float64:
-        fitting = (int, float)
-    kept = [value if isinstance(value, fitting) else None for value in values]
+        accepted_types = (int, float)
+    kept = [value if isinstance(value, accepted_types) else None for value in values]
     return pl.Series(name, kept, dtype=kind, strict=False)
 
 
 def narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:
-    """Shrink integer columns to the fewest bytes: many rows are kept until the last is read. Starts
-    (``ts``) keep their width, since their sums with narrow columns would not fit."""
+    """Shrink integer columns to the fewest bytes, because rows are kept until the last one is read.
+    Starts (``ts``) keep their width, because sums with narrow columns would not fit."""
     narrow = rows.select(cs.signed_integer() - cs.by_name("ts", require_all=False))
     return rows.with_columns(column.shrink_dtype() for column in narrow.iter_columns())
 
 
 def table_names(head: bytes, path: str) -> frozenset[str]:
-    """Return known words in an SQLite file's list of tables, before it is read; empty: no such
-    file. If the list is longer than the head, the file itself is queried."""
+    """Return the known words in an SQLite file's list of tables, before it is read. Empty if it is
+    another file. If the list is not in the head, the file itself is queried."""
     if not head.startswith(MAGIC):
         return frozenset()
-    result = {word for word in _KNOWN if word.encode() in head}
+    result = {word for word in _TABLE_NAMES if word.encode() in head}
     if not result and Path(path).is_file():
         try:
-            with _connected(path) as connection:
+            with _connect(path) as connection:
                 rows = connection.execute("SELECT name FROM sqlite_master LIMIT 1000").fetchall()
         except (sqlite3.Error, OSError):
             return frozenset()
         names = " ".join(f"TABLE {name} (" for (name,) in rows)
-        result = {word for word in _KNOWN if word in names}
+        result = {word for word in _TABLE_NAMES if word in names}
     return frozenset(result)
 
 
-_KNOWN = (
+_TABLE_NAMES = (
     "StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO", "rocpd_",
     "compute_kernel_metric_value", "TABLE KERN (",
 )  # fmt: skip
@@ -229,9 +229,9 @@ _KNOWN = (
 @contextmanager
 def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
     """Open a source's tables. A plain file is read in place; a packed or piped one is unpacked to a
-    temporary file first. Raises AdvisorError: no database, or over the limit."""
+    temporary file first. Raises AdvisorError if it is not a database or exceeds the limit."""
     head = source.head()
-    if source.data is None and source.path != "-" and _is_plain(source.path):
+    if source.data is None and source.path != "-" and _is_database(source.path):
         size = Path(source.path).stat().st_size
         if size > options.max_bytes:
             limit = options.max_bytes
@@ -240,9 +240,9 @@ def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database
                 "if that is expected, raise the limit with --max-size"
             )
         for _ in source.blocks() if options.peek is not None else ():
-            pass  # whoever peeks sees every byte
+            pass  # ``peek`` must see every byte
         source.bytes_read = size
-        with _reading(source.path, source.path, size) as database:
+        with _open_plain(source.path, source.path, size) as database:
             yield database
         return
     if not head:
@@ -252,60 +252,60 @@ def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database
         with unpacked.open("wb") as file:
             for block in source.blocks():
                 file.write(block)
-        with _reading(str(unpacked), source.path, unpacked.stat().st_size) as database:
+        with _open_plain(str(unpacked), source.path, unpacked.stat().st_size) as database:
             yield database
 
 
 @contextmanager
-def _reading(path: str, shown: str, size: int) -> Iterator[Database]:
+def _open_plain(path: str, shown: str, size: int) -> Iterator[Database]:
     try:
-        with _connected(path) as connection:
-            left = max(_FEWEST_STEPS, size * _STEPS_A_BYTE // _STEPS)
+        with _connect(path) as connection:
+            checks_left = max(_MIN_CHECKS, size * _MAX_STEPS_PER_BYTE // _CHECK_INTERVAL)
 
-            def count() -> int:
-                nonlocal left
-                left -= 1
-                return int(left < 0)
+            def count_check() -> int:
+                nonlocal checks_left
+                checks_left -= 1
+                return int(checks_left < 0)
 
-            connection.set_progress_handler(count, _STEPS)
-            with _no_collections():
+            connection.set_progress_handler(count_check, _CHECK_INTERVAL)
+            with _pause_garbage_collection():
                 yield Database(connection, shown)
     except sqlite3.Error as error:
-        raise AdvisorError(f"{shown}: {_how(error)}") from None
+        raise AdvisorError(f"{shown}: {_describe_damage(error)}") from None
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Suspend garbage collection. Rows are tuples of numbers and texts, many and short-lived:
-    searching them, and all that is imported, for cycles would take a third of the time."""
-    before = gc.isenabled()
+def _pause_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection. There are many short-lived rows, and searching them and all
+    imported modules for cycles would take a third of the time."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if before:
+        if was_enabled:
             gc.enable()
 
 
 @contextmanager
-def _connected(path: str) -> Iterator[sqlite3.Connection]:
+def _connect(path: str) -> Iterator[sqlite3.Connection]:
     """Open a connection that writes nothing, not even a journal, and runs nothing in the file."""
-    place = quote(str(Path(path).absolute()))
-    # a statement may name thousands of rows, and none is asked twice: none is kept
-    where = f"file:{place}?mode=ro&immutable=1"
-    connection = sqlite3.connect(where, uri=True, cached_statements=0)
+    quoted_path = quote(str(Path(path).absolute()))
+    # a statement may name thousands of rows, and none is repeated, so cache none
+    address = f"file:{quoted_path}?mode=ro&immutable=1"
+    connection = sqlite3.connect(address, uri=True, cached_statements=0)
     try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         for setting in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {setting}")
-        connection.set_authorizer(_allowed)
+        connection.set_authorizer(_authorize)
         yield connection
     finally:
         connection.close()
 
 
-def _allowed(action: int, first: str | None, *_: str | None) -> int:
+def _authorize(action: int, first: str | None, *_: str | None) -> int:
     if action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ):
         return sqlite3.SQLITE_OK
     if action == sqlite3.SQLITE_PRAGMA and first == "table_info":
@@ -313,11 +313,11 @@ def _allowed(action: int, first: str | None, *_: str | None) -> int:
     return sqlite3.SQLITE_DENY
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def _is_plain(path: str) -> bool:
+def _is_database(path: str) -> bool:
     try:
         with Path(path).open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -325,7 +325,7 @@ def _is_plain(path: str) -> bool:
         return False
 
 
-def _how(error: Exception) -> str:
+def _describe_damage(error: Exception) -> str:
     text = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
     return f"a damaged SQLite file ({text}); copy or export it again"
 
@@ -334,7 +334,7 @@ def _how(error: Exception) -> str:
 
 
 class Numbered:
-    """Rows by an integer column; of those with the same number, the first."""
+    """Rows by an integer column. Of rows with the same number, the first one counts."""
 
     def __init__(self, rows: pl.DataFrame, key: str) -> None:
         rows = rows.drop_nulls(key)
@@ -346,25 +346,25 @@ class Numbered:
         self._first = int(numbers[0]) if len(numbers) else 0
         self._count = len(numbers)
         gapless = self._count and int(numbers[-1]) - self._first + 1 == self._count
-        # of the type that is looked for, else each search would copy them
+        # same type as the numbers that are searched for, or each search would copy them
         self._numbers: NDArray[np.int64] | None = None if gapless else numbers.astype(np.int64)
 
     def at(self, numbers: pl.Series, columns: Sequence[str] = ()) -> pl.DataFrame:
-        """Return a row for each number, of some columns or of all; nulls if there is none."""
+        """Return a row for each number, with all or some columns, or nulls if there is no row."""
         rows = self._rows.select(columns) if columns else self._rows
         if not self._count:
             return rows.clear(len(numbers))
-        wanted = numbers.fill_null(self._first).to_numpy().astype(np.int64)
+        keys = numbers.fill_null(self._first).to_numpy().astype(np.int64)
         if self._numbers is None:
-            known = (wanted >= self._first) & (wanted < self._first + self._count)
-            place = np.where(known, wanted, self._first) - self._first
+            is_known = (keys >= self._first) & (keys < self._first + self._count)
+            row_index = np.where(is_known, keys, self._first) - self._first
         else:
-            place = np.minimum(np.searchsorted(self._numbers, wanted), self._count - 1)
-            known = self._numbers[place] == wanted
-        known &= numbers.is_not_null().to_numpy()
-        index = pl.Series(np.where(known, place, 0).astype(np.uint32))
-        if not known.all():
-            index = index.set(pl.Series(~known), None)
+            row_index = np.minimum(np.searchsorted(self._numbers, keys), self._count - 1)
+            is_known = self._numbers[row_index] == keys
+        is_known &= numbers.is_not_null().to_numpy()
+        index = pl.Series(np.where(is_known, row_index, 0).astype(np.uint32))
+        if not is_known.all():
+            index = index.set(pl.Series(~is_known), None)
         return rows.select(pl.all().gather(index))
 
 
@@ -375,46 +375,48 @@ def read_numbered(
     each: Callable[[pl.DataFrame], pl.DataFrame] = lambda rows: rows,
     key: str = "id",
 ) -> Numbered:
-    """Read all rows of a table by number, keeping only what ``each`` returns for batches of some
-    thousands. Missing columns are null."""
+    """Read all rows of a table by number, keeping what ``each`` returns for batches of some 1,000
+    rows. Missing columns are null."""
 
-    def made(rows: pl.DataFrame) -> pl.DataFrame:
+    def reduce_rows(rows: pl.DataFrame) -> pl.DataFrame:
         return narrow_integers(each(select_columns(rows, types)))
 
-    read = db.read(table, types, each=made)
-    return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), key)
+    rows_read = db.read(table, types, each=reduce_rows)
+    return Numbered(
+        rows_read if rows_read.height else reduce_rows(pl.DataFrame(schema=dict(types))), key
+    )
 
 
 class KeyedTable:
-    """Rows of a stored table by number: looked up in the file if that is the table's key, else read
-    once. Missing columns are null."""
+    """Rows of a stored table by number. They are looked up in the file if the number is the table's
+    key, else read once. Missing columns are null."""
 
     def __init__(self, db: Database, table: str, key: str, types: Types) -> None:
         self._db, self._table, self._key, self._types = db, table, key, types
-        self._read: Types = {key: pl.Int64, **types}
+        self._read_types: Types = {key: pl.Int64, **types}
         stored = db.keys.get(table) == key
-        self._whole = None if stored else read_numbered(db, table, self._read, key=key)
+        self._all_rows = None if stored else read_numbered(db, table, self._read_types, key=key)
 
     def at(self, numbers: pl.Series) -> pl.DataFrame:
-        """Return a row for each number; nulls if there is none. To be called with some thousands at
-        once, as rows come."""
-        if self._whole is not None:
-            return self._whole.at(numbers).cast(pl.Schema(self._types))
-        wanted = numbers.drop_nulls().unique().sort().to_list()
-        result = self._db.read_keys(self._table, self._read, wanted)
-        return Numbered(select_columns(result, self._read), self._key).at(numbers)
+        """Return a row for each number, or nulls if there is no row. Call it with some thousand
+        numbers at a time."""
+        if self._all_rows is not None:
+            return self._all_rows.at(numbers).cast(pl.Schema(self._types))
+        distinct = numbers.drop_nulls().unique().sort().to_list()
+        rows = self._db.read_keys(self._table, self._read_types, distinct)
+        return Numbered(select_columns(rows, self._read_types), self._key).at(numbers)
 
 
 class NameLookup:
-    """Lookup of numbered texts of which few are distinct: each is read once."""
+    """Lookup of numbered texts. Few are distinct, so each is read once."""
 
     def __init__(self, db: Database, table: str, key: str, value: str) -> None:
         self.rows = KeyedTable(db, table, key, {value: pl.String})
-        """Lookup of whole rows, for texts that are nearly all distinct."""
+        """Lookup of rows without a cache, for texts that are nearly all distinct."""
         self._known: dict[int, str | None] = {}
 
     def names_of(self, numbers: pl.Series) -> pl.Series:
-        """Return the text of each number; null if it has none."""
+        """Return the text of each number, null if it has none."""
         distinct = numbers.drop_nulls().unique().to_list()
         new = [number for number in distinct if number not in self._known]
         if new:
@@ -424,7 +426,7 @@ class NameLookup:
 
 
 def look_up_texts(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
-    """Return the text of each number; null if it has none."""
+    """Return the text of each number, null if it has none."""
     known = {n: texts[n] for n in numbers.drop_nulls().unique().to_list() if n in texts}
     if not known:
         return pl.Series("text", [None], dtype=pl.String).new_from_index(0, len(numbers))
@@ -432,15 +434,15 @@ def look_up_texts(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Ser
 
 
 def stack_frames(parts: list[pl.DataFrame]) -> pl.DataFrame:
-    """Concatenate the frames, whose list is emptied; a frame without columns if none has rows."""
+    """Concatenate frames and empty their list. Return an empty frame if none has rows."""
     filled = [part for part in parts if part.height]
     parts.clear()
     return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
 
 
 def select_columns(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
-    """Return the rows with all of these columns; missing ones are null."""
-    lacking = [name for name in types if name not in rows.columns]
-    if not lacking:
+    """Return the rows with all of these columns, with null for missing ones."""
+    missing = [name for name in types if name not in rows.columns]
+    if not missing:
         return rows
-    return rows.with_columns(pl.lit(None, dtype=types[name]).alias(name) for name in lacking)
+    return rows.with_columns(pl.lit(None, dtype=types[name]).alias(name) for name in missing)

@@ -1,4 +1,4 @@
-"""Conversion of clean columns to a Trace's frames, with the schemas of ``advisor.core.trace``."""
+"""Conversion of cleaned columns to the frames of a Trace (schemas: ``advisor.core.trace``)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,15 +46,15 @@ def is_blank(values: Any) -> bool:
 
 def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
     """Return ``Trace.cpu`` from ordered, nested host columns, which are removed one by one."""
-    made: dict[str, Callable[[Array], pl.Series]] = {
+    converters: dict[str, Callable[[Array], pl.Series]] = {
         "kind": lambda codes: _decode(codes, CPU_KINDS, CpuKind),
         "name": names.gather,
         "call": lambda codes: _decode(codes, CALLS, Call),
         **dict.fromkeys(("ts", "dur", "thread", "depth"), pl.Series),
     }
-    columns, nothing = {}, _Nothing(len(host["ts"]))
+    columns, nulls = {}, _NullColumns(len(host["ts"]))
     for name, dtype in CPU_SCHEMA.items():
-        columns[name] = nothing.as_type(made.get(name, _or_null)(host.pop(name)), dtype)
+        columns[name] = nulls.as_type(converters.get(name, _to_nullable)(host.pop(name)), dtype)
     return pl.DataFrame(columns)
 
 
@@ -63,68 +63,74 @@ def gpu_frame(
 ) -> pl.DataFrame:
     """Return ``Trace.gpu`` from ordered device columns, which are removed one by one. ``texts``:
     the names as a list."""
-    ready = {key: device.pop(key) for key in _READY if isinstance(device.get(key), pl.Series)}
-    columns = dict(zip(_READY, _copies(device, texts), strict=False)) if len(ready) < 3 else {}
-    wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
-    reals = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
+    given = {
+        key: device.pop(key) for key in _GIVEN_COLUMNS if isinstance(device.get(key), pl.Series)
+    }
+    columns = (
+        dict(zip(_GIVEN_COLUMNS, _parse_copies(device, texts), strict=False))
+        if len(given) < 3
+        else {}
+    )
+    integer_keys = ("bytes", "blocks", "threads", "registers", "shared", "graph")
+    float_keys = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
     if "limits" in device:
         columns["limits"] = _gather(names, device.pop("limits"))
-    nothing = _Nothing(len(launch))
+    nulls = _NullColumns(len(launch))
     columns |= {
         "ts": pl.Series(device.pop("ts")),
         "dur": pl.Series(device.pop("dur")),
         "kind": _decode(device.pop("kind"), GPU_KINDS, GpuKind),
         "name": names.gather(device.pop("name")),
-        "device": _ordinals(_whole(device.pop("device"))),
-        "stream": _whole(device.pop("stream")).fill_null(0),
-        "correlation": _or_null(device.pop("correlation")),
-        "external": _or_null(device.pop("external")),
-        "launch": _or_null(launch),
-        "op": _or_null(op),
-        "comm": _or_null(device.pop("comm")),
+        "device": _replace_invalid_devices(_to_integers(device.pop("device"))),
+        "stream": _to_integers(device.pop("stream")).fill_null(0),
+        "correlation": _to_nullable(device.pop("correlation")),
+        "external": _to_nullable(device.pop("external")),
+        "launch": _to_nullable(launch),
+        "op": _to_nullable(op),
+        "comm": _to_nullable(device.pop("comm")),
     }
-    for key in (*wholes, *reals):  # each in its own type before the next one is made
-        number = _real(device.pop(key)) if key in reals else _whole(device.pop(key))
-        columns[key] = nothing.as_type(number, GPU_SCHEMA[key])
-    for key, column in ready.items():
-        own = column.dtype == GPU_SCHEMA[key]
-        columns[key] = column if own else column.cast(pl.String)
+    for key in (*integer_keys, *float_keys):  # convert each before the next one is made
+        values = _to_floats(device.pop(key)) if key in float_keys else _to_integers(device.pop(key))
+        columns[key] = nulls.as_type(values, GPU_SCHEMA[key])
+    for key, column in given.items():
+        has_schema_type = column.dtype == GPU_SCHEMA[key]
+        columns[key] = column if has_schema_type else column.cast(pl.String)
     return _conform(columns, GPU_SCHEMA)
 
 
-_READY = ("copy", "src", "dst", "limits")
-"""Text columns of device rows that a file may have: series are taken unchanged."""
+_GIVEN_COLUMNS = ("copy", "src", "dst", "limits")
+"""Text columns of device rows that a file may have. Series are taken unchanged."""
 
 
-def _ordinals(numbers: pl.Series) -> pl.Series:
-    """Return device numbers, with 0 for invalid ones."""
+def _replace_invalid_devices(numbers: pl.Series) -> pl.Series:
+    """Return device numbers, with 0 in place of invalid ones."""
     numbers = numbers.cast(pl.Int32, strict=False)
-    good = (numbers >= 0).fill_null(False)
-    return numbers if good.all() else numbers.zip_with(good, pl.Series([0], dtype=pl.Int32))
+    is_valid = (numbers >= 0).fill_null(False)
+    return numbers if is_valid.all() else numbers.zip_with(is_valid, pl.Series([0], dtype=pl.Int32))
 
 
-def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
-    """Return direction and memories of copies; each distinct name is parsed once."""
+def _parse_copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
+    """Return the direction and memories of copies. Each distinct name is parsed once."""
     rows = np.flatnonzero(device["kind"] == DEVICE_KINDS.index("memcpy"))
     codes, inverse = np.unique(device["name"][rows], return_inverse=True)
     parts = [copy_parts(texts[code]) for code in codes.tolist()]
-    at = np.full(len(device["kind"]), -1, dtype=np.int64)
-    at[rows] = inverse
+    codes_of_rows = np.full(len(device["kind"]), -1, dtype=np.int64)
+    codes_of_rows[rows] = inverse
     return (
-        _gather(pl.Series([part[0] for part in parts], dtype=Copy), at),
-        _gather(pl.Series([part[1] for part in parts], dtype=pl.Categorical), at),
-        _gather(pl.Series([part[2] for part in parts], dtype=pl.Categorical), at),
+        _gather(pl.Series([part[0] for part in parts], dtype=Copy), codes_of_rows),
+        _gather(pl.Series([part[1] for part in parts], dtype=pl.Categorical), codes_of_rows),
+        _gather(pl.Series([part[2] for part in parts], dtype=pl.Categorical), codes_of_rows),
     )
 
 
 def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
-    """Return ``Trace.sync``, without rows of an unknown kind."""
+    """Return ``Trace.sync`` without rows of unknown kinds."""
     if not sync:
         return pl.DataFrame(schema=SYNC_SCHEMA)
     codes, inverse = np.unique(sync["name"], return_inverse=True)
     kinds = pl.Series([sync_kind(texts[code]) for code in codes.tolist()], dtype=SyncKind)
     streams = {
-        key: _whole(np.where(sync[key] < 0, np.nan, sync[key]))
+        key: _to_integers(np.where(sync[key] < 0, np.nan, sync[key]))
         for key in ("stream", "wait_stream", "wait_correlation")
     }
     frame = _conform(
@@ -132,8 +138,8 @@ def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
             "ts": pl.Series(sync["ts"]),
             "dur": pl.Series(sync["dur"]),
             "kind": kinds.gather(inverse),
-            "device": _whole(sync["device"]),
-            "correlation": _or_null(sync["correlation"]),
+            "device": _to_integers(sync["device"]),
+            "correlation": _to_nullable(sync["correlation"]),
             **streams,
         },
         SYNC_SCHEMA,
@@ -142,17 +148,17 @@ def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
 
 
 def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
-    """Return ``Trace.memory``. ``threads``: the row of ``Trace.threads`` by thread code."""
+    """Return ``Trace.memory``. ``threads``: row of ``Trace.threads`` by thread code."""
     if not memory:
         return pl.DataFrame(schema=MEMORY_SCHEMA)
     device = np.where(memory["device_type"] == 0, -1.0, memory["device_id"])
     frame = _conform(
         {
             "ts": pl.Series(memory["ts"]),
-            "device": _whole(device),
+            "device": _to_integers(device),
             "thread": pl.Series(threads[memory["thread"]]),
             **{
-                key: _or_null(memory[key], MISSING)
+                key: _to_nullable(memory[key], MISSING)
                 for key in ("bytes", "address", "allocated", "reserved")
             },
         },
@@ -164,15 +170,21 @@ def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
 def on_devices(memory: pl.DataFrame, gpu: pl.DataFrame) -> pl.DataFrame:
     """Return ``Trace.memory`` with the device numbers of ``Trace.gpu``.
 
-    The allocator counts the devices that the program sees, the driver all there are: with
-    ``HIP_VISIBLE_DEVICES=2`` the kernels are on 2 and the memory on 0. Where all kernels are on one
-    device and all memory on one other, it is the same device; else nothing tells which is which."""
-    seen = memory["device"].drop_nulls().unique()
-    own = seen.filter(seen >= 0)
-    used = gpu["device"].drop_nulls().unique()
-    if len(own) != 1 or len(used) != 1 or own[0] == used[0]:
+    The allocator numbers the devices that the program sees, the driver all devices: with
+    ``HIP_VISIBLE_DEVICES=2`` the kernels are on 2 and the memory is on 0. If all kernels are on one
+    device and all memory is on another, both are the same device; else the mapping is unknown."""
+    memory_devices = memory["device"].drop_nulls().unique()
+    gpu_memory_devices = memory_devices.filter(memory_devices >= 0)
+    kernel_devices = gpu["device"].drop_nulls().unique()
+    if (
+        len(gpu_memory_devices) != 1
+        or len(kernel_devices) != 1
+        or gpu_memory_devices[0] == kernel_devices[0]
+    ):
         return memory
-    return memory.with_columns(device=pl.col("device").replace(own[0], used[0]))
+    return memory.with_columns(
+        device=pl.col("device").replace(gpu_memory_devices[0], kernel_devices[0])
+    )
 
 
 def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
@@ -203,7 +215,7 @@ def comms_frame(keys: list[bytes]) -> pl.DataFrame:
     columns = list(COMMS_SCHEMA.items())
     rows = [
         [
-            _integer(part) if dtype == pl.Int64 else _string(part)
+            _decode_integer(part) if dtype == pl.Int64 else _decode_string(part)
             for part, (_, dtype) in zip(key.split(b"\0"), columns, strict=True)
         ]
         for key in keys
@@ -219,17 +231,17 @@ def threads_frame(
     return pl.DataFrame(rows, schema=THREADS_SCHEMA, orient="row")
 
 
-def _integer(part: bytes) -> int | None:
+def _decode_integer(part: bytes) -> int | None:
     try:
         value = msgspec.json.decode(part, type=int | float | str)
-        number = int(value)
+        integer = int(value)
     except DECODE_ERRORS:
         return None
-    return number if abs(number) < _INT_LIMIT else None
+    return integer if abs(integer) < _INT_LIMIT else None
 
 
-def _string(part: bytes) -> str | None:
-    """Return a JSON string's content, or the JSON text of any other value; ``None`` for null."""
+def _decode_string(part: bytes) -> str | None:
+    """Return a JSON string's content, or the JSON text of any other value. ``None`` for null."""
     if not part or part == b"null":
         return None
     try:
@@ -241,84 +253,86 @@ def _string(part: bytes) -> str | None:
 # -- columns to series --------------------------------------------------------------------------
 
 
-def _or_null(values: Array, missing: int = -1) -> pl.Series:
-    """Return codes, rows or ids as a series: ``missing`` is null, by default all below 0."""
+def _to_nullable(values: Array, missing: int = -1) -> pl.Series:
+    """Return codes, rows or ids as a series, where ``missing`` is null (default: all below 0)."""
     if is_blank(values) and values[0] == missing:
-        return _nothing(len(values), pl.Int64)
-    none = values < 0 if missing == -1 else values == missing
+        return _null_column(len(values), pl.Int64)
+    is_missing = values < 0 if missing == -1 else values == missing
     series = pl.Series(values)
-    return series.set(pl.Series(none), None) if none.any() else series
+    return series.set(pl.Series(is_missing), None) if is_missing.any() else series
 
 
-def _whole(values: Array | pl.Series) -> pl.Series:
-    """Return integers from floats (NaN: null), or from a series of any numbers."""
+def _to_integers(values: Array | pl.Series) -> pl.Series:
+    """Return integers from floats (NaN: null) or from a series of any numbers."""
     if isinstance(values, pl.Series):
         if values.null_count() == len(values):
-            return _nothing(len(values), pl.Int64)
+            return _null_column(len(values), pl.Int64)
         if values.dtype.is_signed_integer() and values.dtype != pl.Int64:
             return values
-        whole = values.cast(pl.Int64, strict=False)
-        good = whole.is_between(1 - _INT_LIMIT, _INT_LIMIT - 1)
-        return whole if good.all() else whole.set(~good, None)
+        integers = values.cast(pl.Int64, strict=False)
+        is_valid = integers.is_between(1 - _INT_LIMIT, _INT_LIMIT - 1)
+        return integers if is_valid.all() else integers.set(~is_valid, None)
     if is_blank(values) and values[0] != values[0]:
-        return _nothing(len(values), pl.Int64)
-    sane = np.abs(values) < float(_INT_LIMIT)
-    if sane.all():
+        return _null_column(len(values), pl.Int64)
+    is_valid_value = np.abs(values) < float(_INT_LIMIT)
+    if is_valid_value.all():
         return pl.Series(values.astype(np.int64))
-    return pl.Series(np.where(sane, values, 0).astype(np.int64)).set(pl.Series(~sane), None)
+    return pl.Series(np.where(is_valid_value, values, 0).astype(np.int64)).set(
+        pl.Series(~is_valid_value), None
+    )
 
 
-def _nothing(count: int, dtype: Any) -> pl.Series:
-    """Return a column of nulls, in memory that is never touched."""
+def _null_column(count: int, dtype: Any) -> pl.Series:
+    """Return a column of nulls, whose memory is never touched."""
     return pl.Series([None], dtype=dtype).new_from_index(0, count)
 
 
-def _real(values: Array | pl.Series) -> pl.Series:
+def _to_floats(values: Array | pl.Series) -> pl.Series:
     if isinstance(values, pl.Series):
         if values.null_count() == len(values):
-            return _nothing(len(values), pl.Float64)
-        real = values.cast(pl.Float64, strict=False)
-        good = real.is_finite()
-        return real if good.all() else real.set(~good, None)
+            return _null_column(len(values), pl.Float64)
+        floats = values.cast(pl.Float64, strict=False)
+        is_valid = floats.is_finite()
+        return floats if is_valid.all() else floats.set(~is_valid, None)
     if is_blank(values) and values[0] != values[0]:
-        return _nothing(len(values), pl.Float64)
+        return _null_column(len(values), pl.Float64)
     return pl.Series(np.where(np.isfinite(values), values, np.nan), nan_to_null=True)
 
 
 def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:
-    """Return codes as an enumeration; -1 becomes null."""
+    """Return codes as an enumeration, with null for -1."""
     return _gather(pl.Series(values, dtype=dtype), codes)
 
 
 def _gather(table: pl.Series, codes: Array) -> pl.Series:
-    """Return values of a small table by code; -1 becomes null."""
-    if not len(table) or (none := codes < 0).all():
-        return _nothing(len(codes), table.dtype)
-    if not none.any():
+    """Return values of a small table by code, with null for -1."""
+    if not len(table) or (is_missing := codes < 0).all():
+        return _null_column(len(codes), table.dtype)
+    if not is_missing.any():
         return table.gather(codes.astype(np.uint32))
-    places = codes.astype(np.uint32)
-    places[none] = len(table)
-    return table.append(pl.Series([None], dtype=table.dtype)).gather(places)
+    indices = codes.astype(np.uint32)
+    indices[is_missing] = len(table)
+    return table.append(pl.Series([None], dtype=table.dtype)).gather(indices)
 
 
-class _Nothing:
-    """Columns of nulls of one length, which share their memory."""
+class _NullColumns:
+    """Null columns of one length, which share their memory."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._of: dict[Any, pl.Series] = {}
+        self._by_type: dict[Any, pl.Series] = {}
 
     def as_type(self, series: pl.Series, dtype: Any) -> pl.Series:
-        """Cast a series to a type; one of nulls alone is replaced by the shared column."""
+        """Cast a series to a type. A series of only nulls is replaced by the shared column."""
         if series.null_count() < self._count or not self._count:
             return series if series.dtype == dtype else series.cast(dtype, strict=False)
-        if dtype not in self._of:
-            self._of[dtype] = _nothing(self._count, dtype)
-        return self._of[dtype]
+        if dtype not in self._by_type:
+            self._by_type[dtype] = _null_column(self._count, dtype)
+        return self._by_type[dtype]
 
 
 def _conform(columns: dict[str, pl.Series], schema: dict[str, Any]) -> pl.DataFrame:
-    nothing = _Nothing(len(next(iter(columns.values()))))
+    nulls = _NullColumns(len(next(iter(columns.values()))))
     return pl.DataFrame(
-        {name: nothing.as_type(columns.pop(name), dtype) for name, dtype in schema.items()}
+        {name: nulls.as_type(columns.pop(name), dtype) for name, dtype in schema.items()}
     )

@@ -1,6 +1,6 @@
 """Vocabulary of trace events: old, new and AMD spellings are unified here and nowhere else.
 
-Imports nothing of the project: the decoding processes load it, and they do without polars."""
+Imports nothing from the project, because decoding processes load it and do without polars."""
 
 import math
 import re
@@ -8,12 +8,12 @@ import re
 from msgspec import Raw, Struct, field
 
 HOST_KINDS = ("op", "annotation", "python", "runtime", "overhead")
-"""Kinds of host events, by code; the same order as ``core.trace.CPU_KINDS``."""
+"""Kinds of host events by code, in the same order as ``core.trace.CPU_KINDS``."""
 DEVICE_KINDS = ("kernel", "memcpy", "memset")
-"""Kinds of device work, by code; the same order as ``advisor.core.trace.GPU_KINDS``."""
+"""Kinds of device work by code, in the same order as ``advisor.core.trace.GPU_KINDS``."""
 
-# Where an event goes, by its category. Categories are compared in lower case, which also covers
-# the capitalised spelling that profilers wrote before 2022.
+# Kind of an event by its category. Categories are compared in lower case, which also covers the
+# capitalised spelling that profilers wrote before 2022.
 HOST_CATEGORIES: dict[str, str] = {
     "cpu_op": "op",
     "operator": "op",
@@ -45,7 +45,7 @@ _RANGE = re.compile(
 def is_range(name: str) -> bool:
     """Return whether an event in an operator's category is a range around operators:
     ``ProfilerStep#5``, ``Optimizer.step#Adam.step``, ``enumerate(DataLoader)#…``. Profilers before
-    2022, and ``_RecordFunctionFast`` to this day, write both in one category."""
+    2022, and still ``_RecordFunctionFast``, write both in one category."""
     return _RANGE.match(name) is not None
 
 
@@ -55,29 +55,29 @@ IGNORED_CATEGORIES = frozenset(
     {"advisor", "gpu_user_annotation", "trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "async_gpu"}
 )
 """Categories that are ignored: device-side copies of annotations, the profiler's own span, flow
-arrows, and additions of ``advisor export``."""
+arrows, and events added by ``advisor export``."""
 
-# CUPTI's names of one call in several ABI versions: cudaLaunchKernel_ptsz_v7000.
-_ABI = re.compile(r"(_(ptsz|ptds|spt|v\d+))+$")
-_API = r"^(cuda|hip|cu)"
-_CALLS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+# Suffixes of CUPTI's names for ABI versions of a call: cudaLaunchKernel_ptsz_v7000.
+_ABI_SUFFIX = re.compile(r"(_(ptsz|ptds|spt|v\d+))+$")
+_API_PREFIX = r"^(cuda|hip|cu)"
+_CALL_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), call)
     for pattern, call in (
-        (_API + r"(Ext)?(Module)?Launch(Cooperative)?(Kernel|ByPtr|$)", "launch"),
+        (_API_PREFIX + r"(Ext)?(Module)?Launch(Cooperative)?(Kernel|ByPtr|$)", "launch"),
         (r"^hip(ExtModule|HccModule|ModuleCooperative)LaunchKernel", "launch"),
         (r"^hipModuleLaunchCooperativeKernel", "launch"),
-        (_API + r"GraphLaunch", "graph_launch"),
+        (_API_PREFIX + r"GraphLaunch", "graph_launch"),
         # "like hipMemcpyAsync followed by hipStreamSynchronize" (HIP reference): it blocks
         (r"^hipMemcpyWithStream", "memcpy_blocking"),
-        (_API + r"Memcpy.*Async", "memcpy"),
-        (_API + r"Memcpy", "memcpy_blocking"),
-        (_API + r"Memset", "memset"),
-        (_API + r"(Device|Thread|Ctx)Synchronize", "sync_device"),
-        (_API + r"StreamSynchronize", "sync_stream"),
-        (_API + r"EventSynchronize", "sync_event"),
-        (_API + r"EventRecord", "event_record"),
-        (_API + r"(Event|Stream)Query", "event_query"),
-        (_API + r"StreamWaitEvent", "stream_wait"),
+        (_API_PREFIX + r"Memcpy.*Async", "memcpy"),
+        (_API_PREFIX + r"Memcpy", "memcpy_blocking"),
+        (_API_PREFIX + r"Memset", "memset"),
+        (_API_PREFIX + r"(Device|Thread|Ctx)Synchronize", "sync_device"),
+        (_API_PREFIX + r"StreamSynchronize", "sync_stream"),
+        (_API_PREFIX + r"EventSynchronize", "sync_event"),
+        (_API_PREFIX + r"EventRecord", "event_record"),
+        (_API_PREFIX + r"(Event|Stream)Query", "event_query"),
+        (_API_PREFIX + r"StreamWaitEvent", "stream_wait"),
         (
             r"^cuda(HostAlloc|MallocHost|HostRegister)|^hip(HostMalloc|MallocHost|HostAlloc|HostRegister)"
             r"|^cuMem(HostAlloc|AllocHost|HostRegister)",
@@ -98,17 +98,17 @@ _CALLS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"|^hipMem(Unmap|Release|AddressFree)",
             "free",
         ),
-        (_API + r"(Stream(Begin|End)Capture|GraphInstantiate)", "graph_capture"),
-        (_API + r"(ModuleLoad|LibraryLoad|LinkComplete)", "module_load"),
+        (_API_PREFIX + r"(Stream(Begin|End)Capture|GraphInstantiate)", "graph_capture"),
+        (_API_PREFIX + r"(ModuleLoad|LibraryLoad|LinkComplete)", "module_load"),
     )
 )
 
 
 def call_class(name: str) -> str:
     """Return the class of a CUDA or HIP call, one of :data:`advisor.core.trace.CALLS`."""
-    plain = _ABI.sub("", name[:200])
-    for pattern, call in _CALLS:
-        if pattern.search(plain):
+    plain_name = _ABI_SUFFIX.sub("", name[:200])
+    for pattern, call in _CALL_PATTERNS:
+        if pattern.search(plain_name):
             return call
     return "other"
 
@@ -143,8 +143,8 @@ def copy_parts(name: str) -> tuple[str, str | None, str | None]:
     """Return direction (one of COPIES), source and destination memory of a copy, from its name.
 
     ``Memcpy HtoD (Pageable -> Device)`` -> HtoD, Pageable, Device. AMD's profiler writes
-    ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``: whether the host side was pinned is
-    then not recorded and stays ``None``."""
+    ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``, which does not record whether the host
+    memory was pinned; it stays ``None``."""
     name = name[:200]
     squeezed = name.replace(" ", "").lower()
     for word, direction in _HIP_DIRECTIONS.items():
@@ -154,10 +154,10 @@ def copy_parts(name: str) -> tuple[str, str | None, str | None]:
     if match is None:
         return "other", None, None
     kind, src, dst = match.groups()
-    return _DIRECTIONS.get((kind or "").lower(), "other"), _memory(src), _memory(dst)
+    return _DIRECTIONS.get((kind or "").lower(), "other"), _known_memory(src), _known_memory(dst)
 
 
-def _memory(name: str | None) -> str | None:
+def _known_memory(name: str | None) -> str | None:
     name = (name or "").strip()
     return name if name.lower() in _MEMORIES else None
 
@@ -170,25 +170,25 @@ _SYNC_NAMES = {
 
 
 def sync_kind(name: str) -> str | None:
-    """Return the kind of a ``cuda_sync`` row, one of SYNC_KINDS; ``None`` if unknown."""
+    """Return the kind of a ``cuda_sync`` row (one of SYNC_KINDS), or ``None`` if unknown."""
     return _SYNC_NAMES.get(name.strip().lower())
 
 
-# -- events as they stand in the JSON --------------------------------------------------------------
+# -- events as written in the JSON -----------------------------------------------------------------
 
 Whole = int | float | str | None
-"""Type of an id. Profilers write numbers as numbers; some tools that rewrite traces, as strings."""
+"""Type of an id. Profilers write numbers; some tools that rewrite traces write strings."""
 Real = float | str | None
-"""Type of a quantity. msgspec makes floats of integers here, which become columns fastest."""
+"""Type of a quantity. msgspec converts integers to floats here, which are fastest for columns."""
 
 ABSENT = Raw()
-"""Default of nested values, known by identity: ``args.dims is ABSENT``."""
-_NAN = math.nan  # absent numbers become NaN in float columns without a look at each
+"""Default of nested values, compared by identity: ``args.dims is ABSENT``."""
+_NAN = math.nan  # default for numbers, which needs no conversion in float columns
 
 
 class EventArgs(Struct, gc=False):
-    """Arguments of an event that the analysis uses. Nested values stay undecoded: they repeat
-    massively, so the distinct ones are decoded once, later."""
+    """Arguments of an event that the analysis uses. Nested values stay undecoded: most of them
+    repeat, so each distinct value is decoded once, later."""
 
     external: Whole = field(default=-1, name="External id")
     external_old: Whole = field(default=-1, name="external id")

@@ -105,7 +105,7 @@ def test_whole_columns_need_no_help_for_what_real_traces_have(
     def never(*_: Any) -> None:
         raise AssertionError("went one by one")
 
-    monkeypatch.setattr(nesting, "_one_by_one", never)
+    monkeypatch.setattr(nesting, "_nest_one_by_one", never)
     rows = []
     for i in range(500):
         rows += [(0, i * 1000, 900), (0, i * 1000 + 10, 890 + late), (0, i * 1000 + 20, 870)]

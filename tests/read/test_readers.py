@@ -231,7 +231,7 @@ def test_a_reader_that_gives_no_trace_is_one_line(toy: None, tmp_path: Path) -> 
         TOY.replace("return build_trace", "build_trace")
     )
     with pytest.raises(
-        AdvisorError, match=r"^x\.csv: the reader 'toy' failed \(it gave no Trace\)$"
+        AdvisorError, match=r"^x\.csv: the reader 'toy' failed \(it returned no Trace\)$"
     ):
         read_bytes(table().encode(), "x.csv")
 
@@ -321,8 +321,8 @@ def test_rows_without_sane_times_are_left_out_and_counted(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "operator"}, "kind 'operator' is none of op, annotation"),
-        ({"call": "enqueue"}, "call 'enqueue' is none of launch, graph_launch"),
+        ({"kind": "operator"}, "kind 'operator' is not one of op, annotation"),
+        ({"call": "enqueue"}, "call 'enqueue' is not one of launch, graph_launch"),
         ({"name": None}, "lacks the column 'name'"),
     ],
 )

@@ -273,7 +273,7 @@ def test_a_file_that_may_not_be_read_is_told(
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(source_module, "open_regular", refuse)
-    with pytest.raises(AdvisorError, match=r"you may not read it; check its permissions$"):
+    with pytest.raises(AdvisorError, match=r"permission denied; check its permissions$"):
         list(ByteSource(str(path)).blocks())
 
 

@@ -261,7 +261,7 @@ GIVE = "give a PyTorch profiler trace"
         (b"<xml></xml>", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
         (
             b"\n<!DOCTYPE html><html></html>",
-            "a web page; give the address of the file itself; perhaps one must log in first",
+            "a web page; give the address of the file itself; you may need to log in first",
         ),
         (b'"text"', f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
         (b"12", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
@@ -270,7 +270,7 @@ GIVE = "give a PyTorch profiler trace"
         ("{}".encode("utf-16-be"), "not UTF-8 text (UTF-16?); convert it to UTF-8"),
         (
             b"SQLite format 3\0",
-            f"an SQLite file without the tables of a profiler that is known; {GIVE}",
+            f"an SQLite file without the tables of a known profiler; {GIVE}",
         ),
         (b"\x80\x04\x95", f"a pickle (a memory snapshot?); {GIVE}"),
         (b"\0" * 257 + b"ustar", "a tar archive; unpack it and give the file or folder in it"),

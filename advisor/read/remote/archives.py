@@ -1,7 +1,7 @@
-"""Reader of members of a remote archive: zip and tar, read in place and never unpacked to a folder.
+"""Reader of the members of a remote zip or tar archive, in place and never unpacked to a folder.
 
-An archive is somebody else's. Its table of contents is bounded; a member is a stream of bytes whose
-name becomes part of no path; links are members that are not there."""
+Archives are untrusted. The table of contents is limited in size, a member is a stream of bytes
+whose name never becomes part of a path, and links are ignored."""
 
 from __future__ import annotations
 
@@ -23,61 +23,63 @@ from advisor.read.remote.urls import redact_url
 
 KINDS = ("zip", "tar")
 MAX_MEMBERS = 100_000
-MAX_AT_ONCE = 16 << 20
-"""Most bytes that an archive's reader may ask for at once, for its table of contents."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Maximum number of bytes that an archive's reader may request at once, for its table of
+contents."""
 _OTHER_METHODS = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}
 MAX_OFFSET = 1 << 40
-"""Most bytes of an archive before a member."""
-_ZIP_BLOCK, _TAR_BLOCK, _UNPACKED = 1 << 20, 1 << 16, 4 << 20
+"""Maximum number of bytes in an archive before a member."""
+_ZIP_BLOCK, _TAR_BLOCK, _UNPACK_BLOCK = 1 << 20, 1 << 16, 4 << 20
 
 
 class Member(NamedTuple):
     name: str
     size: int
     offset: int | None
-    """Offset of its bytes in the archive, if they are stored unpacked there."""
+    """Offset of its bytes in the archive, if they are stored uncompressed."""
 
 
 def split_url(url: str) -> tuple[str, str, str] | None:
-    """Split ``zip://a/*.json::s3://b/c.zip`` into ``("zip", "a/*.json", "s3://b/c.zip")``; ``None``
+    """Split ``zip://a/*.json::s3://b/c.zip`` into ``("zip", "a/*.json", "s3://b/c.zip")``. ``None``
     if the URL is not in an archive."""
-    first, sep, rest = url.partition("::")
-    kind, mark, path = first.partition("://")
-    if not sep or not mark or kind.lower() not in KINDS:
+    member_url, chain_mark, archive = url.partition("::")
+    kind, scheme_mark, path = member_url.partition("://")
+    if not chain_mark or not scheme_mark or kind.lower() not in KINDS:
         return None
-    return kind.lower(), path, rest
+    return kind.lower(), path, archive
 
 
 def list_members(kind: str, archive: str) -> list[Member]:
     """Return the regular files of an archive. Raises AdvisorError if there are too many or the
-    archive cannot be read, and what its file system raises."""
-    with _open(kind, archive) as opened:
-        return list(opened.members.values())
+    archive cannot be read, and the errors of its file system."""
+    with _open_archive(kind, archive) as open_archive:
+        return list(open_archive.members.values())
 
 
 @contextmanager
 def open_member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a member: yield a stream of its unpacked bytes, and their number. Raises as above, and
-    FileNotFoundError."""
-    with _open(kind, archive) as opened:
-        if name not in opened.members:
+    """Open a member: yield a stream of its unpacked bytes, and their number. Raises
+    FileNotFoundError, and the errors of :func:`list_members`."""
+    with _open_archive(kind, archive) as open_archive:
+        if name not in open_archive.members:
             raise FileNotFoundError(name)
-        with opened.stream(name) as stream:
-            yield stream, opened.members[name].size
+        with open_archive.stream(name) as stream:
+            yield stream, open_archive.members[name].size
 
 
 class _Archive:
-    """Open archive, whose table of contents is read once; a packed tar is unpacked once."""
+    """Open archive. Its table of contents is read once, and a packed tar is unpacked once."""
 
     def __init__(self, kind: str, archive: str) -> None:
         self._archive = archive
-        self._closing = ExitStack()
-        self.version = _version(archive)
+        self._exit_stack = ExitStack()
+        self.version = _archive_version(archive)
         self._infos: dict[str, zipfile.ZipInfo | tarfile.TarInfo] = {}
         self.members: dict[str, Member] = {}
-        """Regular files by name; of equal names the first of a tar, the last of a zip."""
+        """Regular files by name. Of equal names, the first one in a tar and the last one in a
+        zip."""
         try:
-            file = _Bounded(self._closing.enter_context(_file(archive, kind)), archive)
+            file = _LimitedFile(self._exit_stack.enter_context(_open_file(archive, kind)), archive)
             if kind == "zip":
                 self._zip = zipfile.ZipFile(cast(BinaryIO, file))
                 self._add_zip(self._zip.infolist())
@@ -94,32 +96,34 @@ class _Archive:
                 self._infos[info.filename] = info
                 self.members[info.filename] = Member(info.filename, info.file_size, None)
 
-    def _add_tar(self, file: _Bounded) -> None:
-        head = file.read(6)
+    def _add_tar(self, file: _LimitedFile) -> None:
+        first_bytes = file.read(6)
         file.seek(0)
-        unpack = next((unpack for magic, unpack in _PACKED.items() if head.startswith(magic)), None)
-        plain: Any = file
-        if unpack is not None:
-            plain = self._closing.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-            _unpack(unpack(file, "rb"), plain, self._archive)
-            plain = _Bounded(plain, self._archive)
-        self._tar = tarfile.open(fileobj=cast(BinaryIO, plain), mode="r:")  # noqa: SIM115
+        opener = next(
+            (opener for magic, opener in _UNPACKERS.items() if first_bytes.startswith(magic)), None
+        )
+        tar_file: Any = file
+        if opener is not None:
+            tar_file = self._exit_stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            _unpack(opener(file, "rb"), tar_file, self._archive)
+            tar_file = _LimitedFile(tar_file, self._archive)
+        self._tar = tarfile.open(fileobj=cast(BinaryIO, tar_file), mode="r:")  # noqa: SIM115
         for count, header in enumerate(self._tar):
             _refuse_many(count, self._archive)
             if header.isreg() and not header.issparse() and header.name not in self.members:
-                offset = header.offset_data if unpack is None else None
+                offset = header.offset_data if opener is None else None
                 self._infos[header.name] = header
                 self.members[header.name] = Member(header.name, header.size, offset)
 
     def stream(self, name: str) -> BinaryIO:
-        """Open a member. Raises AdvisorError for one that cannot be unpacked a little at a time."""
+        """Open a member. Raises AdvisorError if it cannot be unpacked in small parts."""
         info = self._infos[name]
         if isinstance(info, tarfile.TarInfo):
             return cast(BinaryIO, self._tar.extractfile(info))
         if info.flag_bits & 1:
             raise AdvisorError(f"{redact_url(self._archive)}: needs a password; unpack it first")
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # zipfile unpacks whole blocks of these: kilobytes become gigabytes in memory
+            # zipfile unpacks whole blocks of these methods: kilobytes may become gigabytes
             method = _OTHER_METHODS.get(info.compress_type, "an unknown method")
             raise AdvisorError(
                 f"{redact_url(self._archive)}: a member packed with {method}; pack it with deflate"
@@ -127,46 +131,46 @@ class _Archive:
         return cast(BinaryIO, self._zip.open(info))
 
     def close(self) -> None:
-        self._closing.close()
+        self._exit_stack.close()
 
 
-_kept: dict[tuple[str, str], _Archive] = {}
-"""Archive that was read last, while it is not in use."""
+_cached_archives: dict[tuple[str, str], _Archive] = {}
+"""Archive that was read last, kept while it is not in use."""
 
 
 @contextmanager
-def _open(kind: str, archive: str) -> Iterator[_Archive]:
+def _open_archive(kind: str, archive: str) -> Iterator[_Archive]:
     """Open an archive, reusing the one read last if it is the same and unchanged."""
-    with _sane(archive):
-        opened = _kept.pop((kind, archive), None)
-        if opened is not None and opened.version != _version(archive):
-            opened.close()
-            opened = None
-        if opened is None:
-            opened = _Archive(kind, archive)
+    with _explain_damage(archive):
+        open_archive = _cached_archives.pop((kind, archive), None)
+        if open_archive is not None and open_archive.version != _archive_version(archive):
+            open_archive.close()
+            open_archive = None
+        if open_archive is None:
+            open_archive = _Archive(kind, archive)
         try:
-            yield opened
+            yield open_archive
         except BaseException:
-            opened.close()  # its place in the file is unknown
+            open_archive.close()  # its position in the file is unknown
             raise
-        while _kept:
+        while _cached_archives:
             with suppress(KeyError):
-                _kept.popitem()[1].close()
-        _kept[kind, archive] = opened
+                _cached_archives.popitem()[1].close()
+        _cached_archives[kind, archive] = open_archive
 
 
-def _version(archive: str) -> tuple[object, ...]:
+def _archive_version(archive: str) -> tuple[object, ...]:
     system, path = file_system(archive)
-    with suppress(Exception):  # not all file systems remember what they listed
+    with suppress(Exception):  # not all file systems cache listings
         system.invalidate_cache()
     return version_of(system.info(path))
 
 
 def _unpack(packed: Any, plain: Any, archive: str) -> None:
-    """Unpack a tar to the disk, so that members are found without unpacking those before them
-    again. Raises AdvisorError if there is no room for it."""
+    """Unpack a tar to disk, so that members are found without unpacking all earlier members again.
+    Raises AdvisorError if there is not enough space."""
     folder = tempfile.gettempdir()
-    while block := packed.read(_UNPACKED):
+    while block := packed.read(_UNPACK_BLOCK):
         if shutil.disk_usage(folder).free < ROOM_LEFT:
             raise AdvisorError(
                 f"{redact_url(archive)}: {folder} has no room to unpack it; "
@@ -176,28 +180,30 @@ def _unpack(packed: Any, plain: Any, archive: str) -> None:
     plain.seek(0)
 
 
-class _Bounded:
-    """File that limits how much a reader may ask for at once: lengths stated in an archive are not
-    trusted."""
+class _LimitedFile:
+    """File that limits how much a reader may request at once, because lengths stated in an archive
+    are not trusted."""
 
     def __init__(self, file: Any, archive: str) -> None:
-        self._file = file
+        self._open_file = file
         self._archive = archive
 
     def read(self, size: int = -1) -> bytes:
-        wanted = MAX_AT_ONCE + 1 if size < 0 else size
-        data = cast(bytes, self._file.read(wanted)) if size <= MAX_AT_ONCE else None
-        if data is None or len(data) > MAX_AT_ONCE:
+        request_size = MAX_REQUEST_BYTES + 1 if size < 0 else size
+        data = (
+            cast(bytes, self._open_file.read(request_size)) if size <= MAX_REQUEST_BYTES else None
+        )
+        if data is None or len(data) > MAX_REQUEST_BYTES:
             raise AdvisorError(f"{redact_url(self._archive)}: its table of contents is too long")
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if whence == 0 and offset > MAX_OFFSET:
             raise AdvisorError(f"{redact_url(self._archive)}: its members are too long")
-        return cast(int, self._file.seek(offset, whence))
+        return cast(int, self._open_file.seek(offset, whence))
 
     def tell(self) -> int:
-        return cast(int, self._file.tell())
+        return cast(int, self._open_file.tell())
 
     def seekable(self) -> bool:
         return True
@@ -206,11 +212,11 @@ class _Bounded:
         return True
 
     def close(self) -> None:
-        self._file.close()
+        self._open_file.close()
 
 
 @contextmanager
-def _file(archive: str, kind: str) -> Iterator[Any]:
+def _open_file(archive: str, kind: str) -> Iterator[Any]:
     system, path = file_system(archive)
     block = _ZIP_BLOCK if kind == "zip" else _TAR_BLOCK
     file = system.open(path, "rb", block_size=block, cache_type="readahead")
@@ -229,7 +235,7 @@ _DAMAGE = (
 
 
 @contextmanager
-def _sane(archive: str) -> Iterator[None]:
+def _explain_damage(archive: str) -> Iterator[None]:
     """Raise AdvisorError, with one line, for a damaged archive."""
     try:
         yield
@@ -238,7 +244,7 @@ def _sane(archive: str) -> Iterator[None]:
         raise AdvisorError(f"{redact_url(archive)}: {why}; pack it again") from None
 
 
-_PACKED: dict[bytes, Callable[..., Any]] = {
+_UNPACKERS: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ": lzma.open,

@@ -1,11 +1,10 @@
-"""File systems of URLs, by fsspec, with timeouts, retries of failures that may pass, and one line
-for whatever a storage's library raises.
+"""File systems of URLs through fsspec, with timeouts, retries of temporary failures, and one-line
+messages for the errors of storage libraries.
 
-Kept beside what fsspec does, because each was seen to be needed (``tests/read/remote``): fsspec has
-no end to a call that hangs, does not try again what its libraries give up, and calls missing what
-it could not ask for. Libraries are known by the names of their errors and by the status that a
-server answered: none is imported for this. What they say themselves holds URLs with their
-signatures, and is not repeated."""
+This adds to fsspec what proved to be necessary (``tests/read/remote``). fsspec does not end a call
+that hangs, does not retry failures of its libraries, and reports files as missing if it could not
+query them. Libraries are not imported for this: their errors are recognised by name and by the
+status of the server. Their messages contain URLs with signatures, so they are not repeated."""
 
 import errno
 import random
@@ -26,26 +25,34 @@ SCHEMES = frozenset(
         zip tar simplecache
     """.split()
 )
-"""Schemes that are read: storage, archives, local copies. fsspec knows others that run commands,
-follow what a file says, or ask a notebook's server."""
-CONNECT, ANSWER = 10.0, 60.0
-"""Timeouts, s: for a connection; between two pieces of an answer."""
+"""Schemes that are read: storage, archives, local copies. fsspec has others that run commands,
+follow references in a file, or query a notebook's server."""
+CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 60.0
+"""Timeouts in s for a connection, and between two parts of a response."""
 ROOM_LEFT = 256 << 20
-"""Bytes of the disk that are left free."""
-_SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
-"""Fields that change with a file, as several stores name them."""
+"""Number of bytes of the disk that stay free."""
+_VERSION_FIELDS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "LastModified",
+    "Last-Modified",
+    "mtime",
+)
+"""Fields that change with a file, as named by several stores."""
 
 
 def version_of(info: dict[str, Any]) -> tuple[object, ...]:
-    """Return facts of a file system's entry that change when the file is written again."""
-    return info.get("size"), *(info.get(name) for name in _SAME)
+    """Return the facts of a file system's entry that change when the file is written again."""
+    return info.get("size"), *(info.get(name) for name in _VERSION_FIELDS)
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return an fsspec file system and the path in it. Credentials are found as by that storage's
+    """Return an fsspec file system and the path in it. Credentials are found like by the storage's
     own tools: in the environment, their configuration, or the machine's role.
 
-    Raises AdvisorError: a URL that nobody reads, a package that is not installed."""
+    Raises AdvisorError if a URL cannot be read or a package is not installed."""
     if len(url) > LONGEST_URL:
         raise AdvisorError(f"a URL of more than {LONGEST_URL:,} characters")
     try:
@@ -65,58 +72,62 @@ def file_system(url: str) -> tuple[Any, str]:
             get_filesystem_class(name)
         except ImportError as error:
             raise _not_installed(name, error) from None
-        except ValueError:  # of an older fsspec
+        except ValueError:  # from an older fsspec
             raise AdvisorError(
                 f"{name}:// needs a newer fsspec: {install_command('remote')}"
             ) from None
-    # fsspec takes them by scheme where there are several, by name where there is one
-    ours = {name: _web() for name in names if name in WEB}
-    options = ours if len(names) > 1 else ours.get(names[0], {})
+    # fsspec takes options by scheme if there are several schemes, else by name
+    web_options = {name: _http_options() for name in names if name in WEB}
+    options = web_options if len(names) > 1 else web_options.get(names[0], {})
     try:
         system, path = url_to_fs(url, **options)
     except AdvisorError:
         raise
-    except Exception as error:  # whatever the library raises for a URL that it cannot make out
+    except Exception as error:  # a library may raise anything for a URL that it cannot parse
         raise AdvisorError(
             f"{redact_url(url)[:200]}: not understood ({type(error).__name__})"
         ) from None
     return system, str(path)
 
 
-def _web() -> dict[str, Any]:
-    """Return options for HTTP: bytes come as stored and stay packed, or ranges and sizes would not
-    match. Proxies and ``.netrc`` apply as in other programs."""
+def _http_options() -> dict[str, Any]:
+    """Return options for HTTP. Bytes arrive as stored and stay packed, or ranges and sizes would
+    not match. Proxies and ``.netrc`` apply as in other programs."""
     from aiohttp import ClientTimeout
 
     return {
         "client_kwargs": {
             "auto_decompress": False,
             "headers": {"Accept-Encoding": "identity"},
-            "timeout": ClientTimeout(total=None, sock_connect=CONNECT, sock_read=ANSWER),
+            "timeout": ClientTimeout(
+                total=None, sock_connect=CONNECT_TIMEOUT, sock_read=READ_TIMEOUT
+            ),
             "trust_env": True,
         }
     }
 
 
-_PASSING = frozenset(
+_TEMPORARY_ERRORS = frozenset(
     """TimeoutError ConnectionError FSTimeoutError
     ClientConnectionError ClientPayloadError
     EndpointConnectionError HTTPClientError IncompleteReadError ResponseStreamingError
     IncompleteRead ProtocolError ChunkedEncodingError
     ServiceRequestError ServiceResponseError""".split()
 )
-"""Errors of Python and fsspec, aiohttp, botocore, http.client with urllib3 and requests, azure."""
-_SLOW = frozenset({"TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "FSTimeoutError"})
-_NOBODY = frozenset(
+"""Temporary errors of Python, fsspec, aiohttp, botocore, http.client, urllib3, requests, azure."""
+_TIMEOUT_ERRORS = frozenset(
+    {"TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "FSTimeoutError"}
+)
+_CREDENTIAL_ERRORS = frozenset(
     """NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound
     TokenRetrievalError DefaultCredentialsError RefreshError ClientAuthenticationError""".split()
 )
 MAX_CAUSES = 10
-"""Most causes looked at in an error's chain."""
+"""Maximum number of causes examined in an error's chain."""
 
 
 class CutOffError(Exception):
-    """Error for fewer bytes than were promised."""
+    """Error for fewer bytes than announced."""
 
 
 class ReadFailure(NamedTuple):
@@ -124,34 +135,36 @@ class ReadFailure(NamedTuple):
 
     message: str
     retryable: bool
-    """True if another attempt may succeed."""
+    """Whether another attempt may succeed."""
 
 
 def explain_error(error: BaseException, place: str) -> ReadFailure:
-    """Return the meaning of an error. ``place``: the URL, of which only the scheme counts."""
-    chain = list(_chain(error))
+    """Return the meaning of an error. ``place``: the URL, of which only the scheme is used."""
+    chain = list(_iterate_causes(error))
     names = {cls.__name__ for item in chain for cls in type(item).__mro__}
-    status = next((found for item in chain if (found := _status(item)) is not None), None)
-    # the status first: fsspec says that what it could not ask for is not there
+    status = next(
+        (item_status for item in chain if (item_status := _response_status(item)) is not None), None
+    )
+    # the status first, because fsspec reports files as missing if it could not query them
     if status in (401, 403):
-        return ReadFailure(f"access denied ({status}); {_check(place)}", retryable=False)
+        return ReadFailure(f"access denied ({status}); {_login_advice(place)}", retryable=False)
     if status == 412:
         return ReadFailure("changed while it was read; try again", retryable=False)
     if status is not None and (status >= 500 or status in (408, 425, 429)):
         return ReadFailure(f"the server answers {status}; try again later", retryable=True)
-    if names & _NOBODY:
-        return ReadFailure(f"no credentials; {_check(place)}", retryable=False)
+    if names & _CREDENTIAL_ERRORS:
+        return ReadFailure(f"no credentials; {_login_advice(place)}", retryable=False)
     if any(isinstance(item, PermissionError) for item in chain):
-        return ReadFailure(f"access denied; {_check(place)}", retryable=False)
+        return ReadFailure(f"access denied; {_login_advice(place)}", retryable=False)
     if any("bucket does not exist" in str(item) or "NoSuchBucket" in str(item) for item in chain):
         return ReadFailure("no such bucket; check its name", retryable=False)
     if status in (404, 410) or "NoSuchKey" in names:
         return ReadFailure("no such file; check the URL", retryable=False)
-    if names & _SLOW:
+    if names & _TIMEOUT_ERRORS:
         return ReadFailure("no answer in time; try again later", retryable=True)
     if isinstance(error, CutOffError):
         return ReadFailure(f"cut off ({error}); try again later", retryable=True)
-    if names & _PASSING:
+    if names & _TEMPORARY_ERRORS:
         return ReadFailure("the connection fails or breaks off; try again later", retryable=True)
     if any(isinstance(item, FileNotFoundError) for item in chain):
         return ReadFailure("no such file; check the URL", retryable=False)
@@ -159,19 +172,19 @@ def explain_error(error: BaseException, place: str) -> ReadFailure:
         return ReadFailure("a folder, not a file; give a trace in it", retryable=False)
     if status is not None:
         return ReadFailure(f"the server answers {status}; check the URL", retryable=False)
-    broken = isinstance(error, OSError) and error.errno in (errno.EIO, None)
-    return ReadFailure(f"cannot be read ({type(error).__name__})", retryable=broken)
+    is_io_error = isinstance(error, OSError) and error.errno in (errno.EIO, None)
+    return ReadFailure(f"cannot be read ({type(error).__name__})", retryable=is_io_error)
 
 
 def _not_installed(name: str, error: ImportError) -> AdvisorError:
-    """Return an error with what to install for a scheme, named by fsspec or by the cause."""
+    """Return an error with the package to install for a scheme, named by fsspec or by the cause."""
     module = getattr(error.__cause__, "name", None) or ""
     if module and module in str(error):
         return AdvisorError(f"{name}:// needs {module}: pip install {module}")
     return AdvisorError(f"{name}:// cannot be read: {error}")
 
 
-def _check(place: str) -> str:
+def _login_advice(place: str) -> str:
     tools = {"s3": "aws sts get-caller-identity", "gs": "gcloud auth list", "az": "az account show"}
     name = scheme(place.rpartition("::")[2])
     aliases = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
@@ -179,18 +192,18 @@ def _check(place: str) -> str:
     return f"{tool} says who you are" if tool else "check who you are logged in as"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and the errors that led to it."""
-    now: BaseException | None = error
+def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it."""
+    cause: BaseException | None = error
     for _ in range(MAX_CAUSES):
-        if now is None:
+        if cause is None:
             return
-        yield now
-        now = now.__cause__ or now.__context__
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
-def _status(error: BaseException) -> int | None:
-    """Return a server's status, as aiohttp, botocore, requests, gcsfs or azure report it."""
+def _response_status(error: BaseException) -> int | None:
+    """Return the status of a server, as reported by aiohttp, botocore, requests, gcsfs or azure."""
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # botocore
         meta = answer.get("ResponseMetadata")
@@ -206,15 +219,15 @@ def _status(error: BaseException) -> int | None:
 _T = TypeVar("_T")
 
 TIMEOUT = 60.0
-"""Timeout of one answer, of at most a block, s."""
+"""Timeout in s of one response of at most a block."""
 ATTEMPTS = 4
-"""Most attempts in a row that bring nothing."""
+"""Maximum number of consecutive attempts without progress."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0
-"""Wait before the second attempt, s, doubled before each later one, and its maximum."""
+"""Wait in s before the second attempt, doubled before each later one, and its maximum."""
 
 
 def can_seek(file: Any, place: int) -> bool:
-    """Seek, and return whether it worked: tried, because a server's stream claims that it can."""
+    """Seek, and return whether it worked. A server's stream may wrongly claim that it can seek."""
     try:
         file.seek(0, 2)
         file.seek(place)
@@ -224,8 +237,8 @@ def can_seek(file: Any, place: int) -> bool:
 
 
 def call_within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return what a call returns, or raise what it raises. Raises TimeoutError if it is late; it
-    then goes on in a thread that nobody waits for. Ctrl-C works meanwhile."""
+    """Return the result of a call, or raise its error. Raises TimeoutError if it takes too long;
+    the call then continues in a background thread. Ctrl-C works meanwhile."""
     answer: Future[_T] = Future()
 
     def run() -> None:
@@ -239,7 +252,7 @@ def call_within(seconds: float, call: Callable[[], _T]) -> _T:
 
 
 def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _T:
-    """Return what a call returns, retrying failures that may pass. Raises AdvisorError with one
+    """Return the result of a call, retrying temporary failures. Raises AdvisorError with one
     line."""
     failures = 0
     while True:
@@ -253,12 +266,12 @@ def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _
 
 
 def give_up_or_wait(error: Exception, place: str, failures: int) -> None:
-    """Wait before the next attempt. Raises AdvisorError if retrying cannot help, or is used up."""
-    what = explain_error(error, place)
-    if not what.retryable:
-        raise AdvisorError(f"{redact_url(place)}: {what.message}") from None
+    """Wait before the next attempt. Raises AdvisorError if a retry cannot help or none is left."""
+    failure = explain_error(error, place)
+    if not failure.retryable:
+        raise AdvisorError(f"{redact_url(place)}: {failure.message}") from None
     if failures >= ATTEMPTS:
-        often = f" ({failures} attempts)" if failures > 1 else ""
-        raise AdvisorError(f"{redact_url(place)}: {what.message}{often}") from None
+        attempts_text = f" ({failures} attempts)" if failures > 1 else ""
+        raise AdvisorError(f"{redact_url(place)}: {failure.message}{attempts_text}") from None
     wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
-    time.sleep(wait * random.uniform(0.5, 1.0))  # not all of many processes at once
+    time.sleep(wait * random.uniform(0.5, 1.0))  # so that processes do not retry all at once

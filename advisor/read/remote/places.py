@@ -1,4 +1,4 @@
-"""Search for the files that URLs stand for: files, folders and globs."""
+"""Search for the files that a URL stands for: a file, a folder or a glob."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,40 +11,39 @@ from advisor.read.remote.filesystem import file_system, retry
 from advisor.read.remote.urls import RemoteFile, is_web, rank_in, redact_url
 
 MAX_LISTED = 200_000
-"""Most files below a folder."""
-MAX_FOLDERS, DEPTH = 2_000, 8
-"""Most index pages of a web server looked at, and their greatest depth."""
+"""Maximum number of files below a folder."""
+MAX_FOLDERS, MAX_DEPTH = 2_000, 8
+"""Maximum number and depth of a web server's index pages that are read."""
 LISTING = 300.0
-"""Timeout of a listing, s."""
+"""Timeout of a listing in s."""
 
 Choose = Callable[[list[str]], list[str]]
-"""Function that selects wanted names from a folder's, relative to it."""
+"""Function that selects the wanted names from the names in a folder, relative to it."""
 
 
 def find_files(url: str, choose: Choose) -> list[RemoteFile]:
-    """Return the files that a URL stands for: a file itself, whatever its name; of a folder or a
-    glob those that ``choose`` wants, in the order of their names.
+    """Return the files that a URL stands for: a file itself, whatever its name, or the files in a
+    folder or glob that ``choose`` selects, in the order of their names.
 
-    One file that cannot be asked for is there, with its ``problem``. Raises AdvisorError: a folder
-    that cannot be listed, has too many files, or none that is wanted; a scheme that nobody reads.
-    """
+    A single file that cannot be queried is returned with its ``problem``. Raises AdvisorError if a
+    folder cannot be listed, has too many files or no selected file, or if the scheme is unknown."""
     if archives.split_url(url) is not None:
-        result = _in_archive(url, choose)
+        result = _find_in_archive(url, choose)
     else:
         system, path = file_system(url)
-        _forget(system)
-        if _magic(url):
-            result = _globbed(system, url, choose)
+        _drop_cached_listings(system)
+        if _is_glob(url):
+            result = _find_globbed(system, url, choose)
         elif is_web(url) and "?" not in url and url.endswith("/"):
-            result = _sources(url, _web_listing(system, url), choose)
+            result = _select_files(url, _list_web_pages(system, url), choose)
         else:
-            return _one_or_folder(system, path, url, choose)
+            return _find_file_or_folder(system, path, url, choose)
     if not result:
         raise AdvisorError(f"{redact_url(url)}: no trace there; check the URL")
     return result
 
 
-def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[RemoteFile]:
+def _find_file_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[RemoteFile]:
     try:
         info = retry(url, lambda: system.info(path))
     except AdvisorError as error:
@@ -52,52 +51,55 @@ def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[Rem
             raise
         return [RemoteFile(url=redact_url(url), at=url, rank=rank_in(url), problem=str(error))]
     if info.get("type") != "directory":
-        return [RemoteFile(url=redact_url(url), at=url, rank=rank_in(url), size=_size(info))]
+        return [RemoteFile(url=redact_url(url), at=url, rank=rank_in(url), size=_file_size(info))]
     listed = retry(url, lambda: system.find(path, detail=True), LISTING)
-    result = _sources(url, _relative(listed, path), choose)
+    result = _select_files(url, _relative_sizes(listed, path), choose)
     if not result:
         raise AdvisorError(f"{redact_url(url)}: a folder without traces")
     return result
 
 
-def _relative(listed: dict[str, Any], root: str) -> dict[str, int | None]:
-    """Return names below a folder, with their sizes, bytes."""
-    start = root.strip("/")
+def _relative_sizes(listed: dict[str, Any], root: str) -> dict[str, int | None]:
+    """Return the names below a folder with their sizes in bytes."""
+    folder = root.strip("/")
     result = {}
     for name, info in listed.items():
-        bare = name.strip("/")
-        if info.get("type") == "file" and (not start or bare.startswith(f"{start}/")):
-            result[bare[len(start) :].lstrip("/")] = _size(info)
+        file_path = name.strip("/")
+        if info.get("type") == "file" and (not folder or file_path.startswith(f"{folder}/")):
+            result[file_path[len(folder) :].lstrip("/")] = _file_size(info)
     return result
 
 
-def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[RemoteFile]:
-    """Return the wanted files below a folder's URL."""
+def _select_files(url: str, sizes: dict[str, int | None], choose: Choose) -> list[RemoteFile]:
+    """Return the selected files below a folder's URL."""
     if len(sizes) > MAX_LISTED:
         raise AdvisorError(
             f"{redact_url(url)}: more than {MAX_LISTED:,} files; give a folder with fewer"
         )
-    before, bearing, after = _bearing(url)
-    wanted = sorted(choose([name for name in sizes if not _hidden(name)]))
-    root = bearing if bearing.endswith("/") else f"{bearing}/"
-    made = ((f"{before}{root}{name}{after}", sizes[name]) for name in wanted)
-    return [RemoteFile(url=redact_url(at), at=at, rank=rank_in(at), size=size) for at, size in made]
+    prefix, path_url, suffix = _split_chain(url)
+    selected = sorted(choose([name for name in sizes if not _is_hidden(name)]))
+    root = path_url if path_url.endswith("/") else f"{path_url}/"
+    addresses = ((f"{prefix}{root}{name}{suffix}", sizes[name]) for name in selected)
+    return [
+        RemoteFile(url=redact_url(address), at=address, rank=rank_in(address), size=size)
+        for address, size in addresses
+    ]
 
 
-def _bearing(url: str) -> tuple[str, str, str]:
-    """Split a chain of URLs at the part with the path, into prefix, that part and suffix:
+def _split_chain(url: str) -> tuple[str, str, str]:
+    """Split a chain of URLs at the part with the path into prefix, that part and suffix:
     ``simplecache::s3://b/c`` into ``("simplecache::", "s3://b/c", "")``."""
     parts = url.split("::")
-    index = next((number for number, part in enumerate(parts) if "://" in part), 0)
-    before, after = parts[:index], parts[index + 1 :]
+    index = next((position for position, part in enumerate(parts) if "://" in part), 0)
+    prefix_parts, suffix_parts = parts[:index], parts[index + 1 :]
     return (
-        "".join(f"{item}::" for item in before),
+        "".join(f"{item}::" for item in prefix_parts),
         parts[index],
-        "".join(f"::{item}" for item in after),
+        "".join(f"::{item}" for item in suffix_parts),
     )
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     """Return whether a name is hidden, leads out of its folder, or is another URL in a chain."""
     return "::" in name or any(part.startswith(".") for part in name.split("/"))
 
@@ -105,34 +107,36 @@ def _hidden(name: str) -> bool:
 # -- globs --------------------------------------------------------------------------------------
 
 
-def _magic(url: str) -> bool:
-    _, bearing, _ = _bearing(url)
-    path = bearing.partition("?")[0] if is_web(bearing) else bearing
-    return re.search(r"[*[]" if is_web(bearing) else r"[*?[]", path) is not None
+def _is_glob(url: str) -> bool:
+    _, path_url, _ = _split_chain(url)
+    path = path_url.partition("?")[0] if is_web(path_url) else path_url
+    return re.search(r"[*[]" if is_web(path_url) else r"[*?[]", path) is not None
 
 
-def _root(bearing: str) -> str:
-    """Return the folder above the first part of a path that has a wildcard."""
-    first = re.search(r"[*?[]", bearing)
-    return bearing if first is None else bearing[: bearing.rindex("/", 0, first.start()) + 1]
+def _glob_root(path_url: str) -> str:
+    """Return the folder above the first part of a path with a wildcard."""
+    wildcard = re.search(r"[*?[]", path_url)
+    return (
+        path_url if wildcard is None else path_url[: path_url.rindex("/", 0, wildcard.start()) + 1]
+    )
 
 
-def _globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
-    """Return matching files, and those in matching folders."""
-    before, bearing, after = _bearing(url)
-    root = _root(bearing)
-    pattern = bearing[len(root) :].rstrip("/")
+def _find_globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
+    """Return the matching files and the files in matching folders."""
+    prefix, path_url, suffix = _split_chain(url)
+    root = _glob_root(path_url)
+    pattern = path_url[len(root) :].rstrip("/")
     if is_web(url):
-        deep = None if "**" in pattern else pattern.count("/") + 1
-        sizes = _matching(_web_listing(system, root, deep), pattern)
+        depth = None if "**" in pattern else pattern.count("/") + 1
+        sizes = _match_pattern(_list_web_pages(system, root, depth), pattern)
     else:
-        whole = str(system._strip_protocol(bearing))
-        listed = retry(url, lambda: _by_folder(system, whole), LISTING)
-        sizes = _relative(listed, str(system._strip_protocol(root)))
-    return _sources(f"{before}{root}{after}", sizes, choose)
+        full_pattern = str(system._strip_protocol(path_url))
+        listed = retry(url, lambda: _glob_files(system, full_pattern), LISTING)
+        sizes = _relative_sizes(listed, str(system._strip_protocol(root)))
+    return _select_files(f"{prefix}{root}{suffix}", sizes, choose)
 
 
-def _by_folder(system: Any, pattern: str) -> dict[str, Any]:
+def _glob_files(system: Any, pattern: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, info in system.glob(pattern, detail=True).items():
         if info.get("type") == "directory":
@@ -142,39 +146,43 @@ def _by_folder(system: Any, pattern: str) -> dict[str, Any]:
     return result
 
 
-def _matching(sizes: dict[str, int | None], pattern: str) -> dict[str, int | None]:
+def _match_pattern(sizes: dict[str, int | None], pattern: str) -> dict[str, int | None]:
     from fsspec.utils import glob_translate
 
-    wanted = [re.compile(glob_translate(item)) for item in (pattern, f"{pattern}/**")]
-    return {name: size for name, size in sizes.items() if any(item.match(name) for item in wanted)}
+    patterns = [re.compile(glob_translate(expression)) for expression in (pattern, f"{pattern}/**")]
+    return {
+        name: size
+        for name, size in sizes.items()
+        if any(expression.match(name) for expression in patterns)
+    }
 
 
 # -- a web server's index pages -----------------------------------------------------------------
 
 
-def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, int | None]:
-    """Return files that index pages link to, without sizes; only those below the folder count."""
+def _list_web_pages(system: Any, url: str, depth: int | None = None) -> dict[str, int | None]:
+    """Return the files below the folder that index pages link to, without sizes."""
     result: dict[str, int | None] = {}
     seen = {url}
-    level = [url]
-    for _ in range(DEPTH + 1 if deep is None else min(deep, DEPTH) + 1):
-        below: list[str] = []
-        for folder in level:
-            for name, is_folder in _links(system, folder):
-                if not name.startswith(url) or _hidden(name[len(url) :].rstrip("/")):
+    folders = [url]
+    for _ in range(MAX_DEPTH + 1 if depth is None else min(depth, MAX_DEPTH) + 1):
+        subfolders: list[str] = []
+        for folder in folders:
+            for name, is_folder in _iterate_links(system, folder):
+                if not name.startswith(url) or _is_hidden(name[len(url) :].rstrip("/")):
                     continue
                 if not is_folder:
                     result[name[len(url) :]] = None
                 elif name not in seen and len(seen) < MAX_FOLDERS:
                     seen.add(name)
-                    below.append(name)
+                    subfolders.append(name)
             if len(result) > MAX_LISTED:
                 return result
-        level = below
+        folders = subfolders
     return result
 
 
-def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
+def _iterate_links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
     for entry in retry(folder, lambda: system.ls(folder, detail=True), LISTING):
         name = str(entry["name"])
         if "?" not in name and "#" not in name:  # links that sort the page
@@ -184,37 +192,41 @@ def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
 # -- archives -----------------------------------------------------------------------------------
 
 
-def _in_archive(url: str, choose: Choose) -> list[RemoteFile]:
+def _find_in_archive(url: str, choose: Choose) -> list[RemoteFile]:
     split = archives.split_url(url)
     if split is None:
         return []
     kind, path, archive = split
-    inside = retry(url, lambda: archives.list_members(kind, archive), LISTING)
-    named = {item.name: item for item in inside}
-    if path in named:
-        return [_member(kind, archive, named[path])]
+    members = retry(url, lambda: archives.list_members(kind, archive), LISTING)
+    members_by_name = {item.name: item for item in members}
+    if path in members_by_name:
+        return [_member_file(kind, archive, members_by_name[path])]
     if re.search(r"[*?[]", path):
-        wanted = list(_matching(dict.fromkeys(named), path.rstrip("/")))
+        names = list(_match_pattern(dict.fromkeys(members_by_name), path.rstrip("/")))
     else:
         folder = path.strip("/")
-        wanted = [name for name in named if not folder or name.startswith(f"{folder}/")]
-    wanted = [name for name in wanted if not _hidden(name)]
-    return [_member(kind, archive, named[name]) for name in sorted(choose(wanted))]
+        names = [name for name in members_by_name if not folder or name.startswith(f"{folder}/")]
+    names = [name for name in names if not _is_hidden(name)]
+    return [_member_file(kind, archive, members_by_name[name]) for name in sorted(choose(names))]
 
 
-def _member(kind: str, archive: str, member: archives.Member) -> RemoteFile:
-    at = f"{kind}://{member.name}::{archive}"
+def _member_file(kind: str, archive: str, member: archives.Member) -> RemoteFile:
+    address = f"{kind}://{member.name}::{archive}"
     return RemoteFile(
-        url=redact_url(at), at=at, rank=rank_in(at), size=member.size, offset=member.offset
+        url=redact_url(address),
+        at=address,
+        rank=rank_in(address),
+        size=member.size,
+        offset=member.offset,
     )
 
 
-def _size(info: dict[str, Any]) -> int | None:
+def _file_size(info: dict[str, Any]) -> int | None:
     size = info.get("size")
     return size if isinstance(size, int) and size >= 0 else None
 
 
-def _forget(system: Any) -> None:
+def _drop_cached_listings(system: Any) -> None:
     """Drop a file system's cached listings, which may be outdated."""
-    with suppress(Exception):  # not all file systems remember
+    with suppress(Exception):  # not all file systems cache listings
         system.invalidate_cache()

@@ -1,4 +1,4 @@
-"""Parsing of URLs: recognition, redaction for display, the file's name, its rank."""
+"""Parsing of URLs: recognition, redaction for display, file name and rank."""
 
 import re
 from pathlib import Path
@@ -12,15 +12,15 @@ HIDDEN = "[redacted]"
 WEB = ("http", "https")
 LONGEST_URL = 8192
 LONGEST_NAME = 120
-"""Most characters of a local file's name, the last ones."""
+"""Maximum length of a local file's name. The last characters are kept."""
 MAX_RANGES = 4096
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]{1,30}::){0,8}[A-Za-z][A-Za-z0-9+.-]{1,30}://")
-"""Pattern of a URL. A scheme has two letters at least: ``C://`` is a drive."""
-_ACCOUNTS = ("abfs", "abfss", "az", "adl", "wasb", "wasbs")
-"""Schemes of Azure, whose ``container@account`` is no login."""
+"""Pattern of a URL. A scheme has at least two letters, because ``C://`` is a drive."""
+_ACCOUNT_SCHEMES = ("abfs", "abfss", "az", "adl", "wasb", "wasbs")
+"""Schemes of Azure, whose ``container@account`` is not a login."""
 _RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
-_UNSAFE = re.compile(r"[^\w.+=-]")
+_UNSAFE_CHARACTER = re.compile(r"[^\w.+=-]")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
@@ -39,52 +39,53 @@ def is_web(url: str) -> bool:
 
 
 def local_path(url: str) -> str | None:
-    """Return the path of ``file://…``; ``None`` if it is remote."""
+    """Return the path of ``file://…``, or ``None`` if it is remote."""
     if scheme(url) not in ("file", "local") or "::" in url:
         return None
     return url.partition("://")[2] or "/"
 
 
 def redact_url(url: str) -> str:
-    """Return a URL for display: without credentials, and without its query, which holds the
-    signature of a signed one. A path stays unchanged."""
-    return "::".join(map(_shown, url.split("::"))) if is_url(url) else url
+    """Return a URL for display, without credentials and without the query, which holds the
+    signature of a signed URL. A path stays unchanged."""
+    return "::".join(map(_redact_part, url.split("::"))) if is_url(url) else url
 
 
-def _shown(part: str) -> str:
-    from advisor.core.credentials import hide_known  # its patterns cost a local trace nothing
+def _redact_part(part: str) -> str:
+    from advisor.core.credentials import hide_known  # lazy: local traces do not need its patterns
 
-    before, sep, rest = part.partition("://")
-    if not sep:
+    scheme_text, scheme_mark, address = part.partition("://")
+    if not scheme_mark:
         return part
-    name = before.lower()
-    end = re.search(r"[?#]" if name in WEB else r"[?#](?=[^/]*=)", rest)
-    host, slash, path = (rest if end is None else rest[: end.start()]).partition("/")
-    who, at, where = host.rpartition("@")
-    if at and (name not in _ACCOUNTS or ":" in who):
-        host = where
-    return f"{before}://{host}{slash}{hide_known(path, HIDDEN)}"
+    name = scheme_text.lower()
+    end = re.search(r"[?#]" if name in WEB else r"[?#](?=[^/]*=)", address)
+    host, slash, path = (address if end is None else address[: end.start()]).partition("/")
+    login, login_mark, host_name = host.rpartition("@")
+    if login_mark and (name not in _ACCOUNT_SCHEMES or ":" in login):
+        host = host_name
+    return f"{scheme_text}://{host}{slash}{hide_known(path, HIDDEN)}"
 
 
 def location_of_url(url: str) -> str:
-    """Return a path for a URL's location: a member's is below its archive's."""
+    """Return a path for a URL's location. The path of a member is below that of its archive."""
     return "/".join(reversed(redact_url(url).split("::"))) if is_url(url) else url
 
 
 def rank_in(place: str) -> int | None:
-    """Return the number after ``rank`` in a file's name, else in the nearest folder's with one."""
+    """Return the number after ``rank`` in a file's name, else in the nearest folder that has
+    one."""
     for part in reversed(Path(location_of_url(place)).parts):
-        if found := _RANK.findall(part):
-            return int(found[-1])
+        if numbers := _RANK.findall(part):
+            return int(numbers[-1])
     return None
 
 
 def file_name(url: str) -> str:
-    """Return a name for a local copy, with the original's suffixes, and nothing that could lead out
+    """Return a name for a local copy, with the suffixes of the original and nothing that leads out
     of a folder."""
     first = next((part for part in url.split("::") if "://" in part), url)
-    path = _shown(first).partition("://")[2]
-    name = _UNSAFE.sub("_", unquote(path).rstrip("/").rpartition("/")[2])[-LONGEST_NAME:]
+    path = _redact_part(first).partition("://")[2]
+    name = _UNSAFE_CHARACTER.sub("_", unquote(path).rstrip("/").rpartition("/")[2])[-LONGEST_NAME:]
     return name.lstrip(".") or "trace"
 
 
@@ -92,16 +93,16 @@ class RankFilter:
     """Set of chosen ranks: ``0-63,512``."""
 
     def __init__(self, text: str) -> None:
-        """Parse ranks. Raises AdvisorError if it is no list of numbers and ranges."""
+        """Parse ranks. Raises AdvisorError if the text is not a list of numbers and ranges."""
         self.text = text
         self._ranges: list[range] = []
         parts = text.split(",")
         if len(parts) > MAX_RANGES:
             raise AdvisorError(f"--ranks: more than {MAX_RANGES:,} ranges")
         for part in parts:
-            result = _RANGE.fullmatch(part.strip())
-            first = int(result[1]) if result else 0
-            last = int(result[2] or first) if result else -1
+            match = _RANGE.fullmatch(part.strip())
+            first = int(match[1]) if match else 0
+            last = int(match[2] or first) if match else -1
             if last < first:
                 raise AdvisorError(f"--ranks {text[:80]}: give ranks and ranges, such as 0-63,512")
             self._ranges.append(range(first, last + 1))
@@ -111,20 +112,21 @@ class RankFilter:
 
 
 class RemoteFile(Struct, frozen=True):
-    """File to read, local or remote. Can be pickled."""
+    """File to read, local or remote. It can be pickled."""
 
     url: str
-    """Address for display, without credentials and query. A local path unchanged."""
+    """Address for display, without credentials and query, or an unchanged local path."""
     at: str
-    """Address to open: the URL as given, or a path. May hold a signature: not for display."""
+    """Address to open: the URL as given, or a path. It may hold a signature, so do not display
+    it."""
     rank: int | None = None
-    """Rank in its name or the nearest folder's; ``None``: neither has one."""
+    """Rank in its name or in that of the nearest folder, or ``None`` if neither has one."""
     size: int | None = None
-    """Size, bytes; ``None``: not known before it is read."""
+    """Size in bytes, or ``None`` if it is unknown before reading."""
     offset: int | None = None
-    """Offset in the archive, of a member of an unpacked tar."""
+    """Offset in the archive for a member of an uncompressed tar."""
     problem: str = ""
-    """Reason why it cannot be read, if that is known already; else empty."""
+    """Reason why it cannot be read, if already known, else empty."""
 
     def __repr__(self) -> str:
         return f"Source({self.url!r}, rank={self.rank}, size={self.size})"

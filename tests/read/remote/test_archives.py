@@ -140,13 +140,13 @@ def test_a_tar_that_changes_meanwhile_is_not_believed(
 ) -> None:
     web.state.files["/a.tar"] = tarred({"rank0.json": bytes(10_000_000)})
     (one,) = locate_traces([f"tar://::{web.url}/a.tar"])
-    write = fetch._Copy._write
+    write = fetch._Transfer._write_block
 
-    def changing(self: fetch._Copy, out: BinaryIO, block: bytes) -> None:
+    def changing(self: fetch._Transfer, out: BinaryIO, block: bytes) -> None:
         web.state.etags["/a.tar"] = '"2"'
         write(self, out, block)
 
-    monkeypatch.setattr(fetch._Copy, "_write", changing)
+    monkeypatch.setattr(fetch._Transfer, "_write_block", changing)
     with pytest.raises(AdvisorError, match="changed while it was read"), open_locally(one):
         pass
 
@@ -223,7 +223,7 @@ def test_an_archive_of_too_many_files_is_refused(
 def test_a_table_of_contents_is_not_read_at_any_length(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "MAX_AT_ONCE", 100_000)
+    monkeypatch.setattr(archives, "MAX_REQUEST_BYTES", 100_000)
     web.state.files["/a.zip"] = zipped({f"{'x' * 1000}{n}": b"" for n in range(200)})
     assert "table of contents is too long" in refused(f"zip://::{web.url}/a.zip")
     held = io.BytesIO()

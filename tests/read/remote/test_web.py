@@ -157,13 +157,13 @@ def test_a_file_that_changes_meanwhile_is_not_believed(
 ) -> None:
     web.state.files["/a.json"] = BIG
     (source,) = find_files(f"{web.url}/a.json", everything)
-    write = fetch._Copy._write
+    write = fetch._Transfer._write_block
 
     def changing(self: object, out: object, block: bytes) -> None:
         web.state.etags["/a.json"] = '"2"'
         write(self, out, block)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fetch._Copy, "_write", changing)
+    monkeypatch.setattr(fetch._Transfer, "_write_block", changing)
     with pytest.raises(AdvisorError, match="changed while it was read"), open_locally(source):
         pass
 

@@ -32,7 +32,7 @@ from advisor.export.rewrite import (
 )
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import is_outside_operators
-from advisor.read.formats.kineto.reader import MAX_CALLS, OURS, whole_number
+from advisor.read.formats.kineto.reader import ADVISOR_KEY, MAX_CALLS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -137,7 +137,7 @@ def build_head(trace: Trace) -> Event:
     facts = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
            "step_marks": meta.step_marks}  # fmt: skip
     known = {key: value for key, value in facts.items() if value is not None}
-    head[OURS] = {**known, "calls": _unusual_calls(trace)}
+    head[ADVISOR_KEY] = {**known, "calls": _unusual_calls(trace)}
     return {key: value for key, value in head.items() if value is not None}
 
 

@@ -191,7 +191,7 @@ def test_half_a_million_gzip_members_are_read_in_linear_time(tmp_path: Path) -> 
 def test_a_file_that_asks_for_more_work_than_its_size_is_left_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.read.formats.kineto.reader.WORK_SECONDS", 0.1)
+    monkeypatch.setattr("advisor.read.formats.kineto.reader.MIN_CPU_SECONDS", 0.1)
     event = b'{"ph":"X","cat":"cpu_op","name":"aten::mm","ts":%d,"dur":1}'
     text = b",".join([*(event % n for n in range(20)), *([b"{}"] * 4_000_000)])
     path = tmp_path / "x.json.gz"

@@ -22,7 +22,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.kernel_profile import KernelProfiles, ToolAdvice
 from advisor.read import open_run
 from advisor.read.directory import profile_files
-from advisor.read.formats.kernel_profiles.reports import _advice, read_kernel_profiles
+from advisor.read.formats.kernel_profiles.reports import _read_advice, read_kernel_profiles
 from advisor.read.formats.kernel_profiles.sampled_lines import lines_of_module
 from advisor.read.protobuf import iterate_fields
 from advisor.read.registry import read_bytes, read_trace
@@ -291,7 +291,7 @@ def test_an_estimate_inside_of_a_report_is_read_where_the_layout_has_one() -> No
     items = b"\x0a" + bytes([len(body)]) + body
     rule = b"\x0a\x04Rule\x1a" + bytes([len(items)]) + items
     (field,) = iterate_fields(b"\x9a\x01" + bytes([len(rule)]) + rule, 0, len(rule) + 3)
-    said = _advice(b"\x9a\x01" + bytes([len(rule)]) + rule, field)
+    said = _read_advice(b"\x9a\x01" + bytes([len(rule)]) + rule, field)
     assert said == ToolAdvice("Rule", "slow", "global", 0.25)
     # files of 2022 and 2024 have none, and none is made up
     (kernel, *_) = read_kernel_profiles(data, "x", "ncu-rep").kernels

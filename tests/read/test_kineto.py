@@ -515,7 +515,7 @@ def test_a_bomb_of_json_takes_neither_memory_nor_time(kind: str, tmp_path: Path)
 
 
 def test_a_file_without_a_single_event_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto, "GIVE_UP", 1 << 20)
+    monkeypatch.setattr(kineto, "MAX_BYTES_WITHOUT_EVENT", 1 << 20)
     assert said(b"[{" + b'"ph" 1}, {' * (1 << 18), piece_bytes=1 << 18).startswith(
         "no trace event in its first 1 MB; give"
     )

@@ -1,1 +1,1 @@
-"""Formats of files: a file each, or a folder each, with the reader in ``reader.py``."""
+"""Formats of files. Each is a module, or a package with the reader in ``reader.py``."""

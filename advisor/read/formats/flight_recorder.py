@@ -1,7 +1,7 @@
-"""Dumps of PyTorch's flight recorder: the last collectives of a rank, written when one times out.
+"""Reader of PyTorch's flight recorder dumps: the last collectives of a rank before a timeout.
 
-``TORCH_FR_BUFFER_SIZE`` (before 2.9 ``TORCH_NCCL_TRACE_BUFFER_SIZE``) switches the recorder on. The
-pickle is read without running anything (``plain_pickle.py``); the JSON form has no stacks.
+``TORCH_FR_BUFFER_SIZE`` (before 2.9 ``TORCH_NCCL_TRACE_BUFFER_SIZE``) turns the recorder on. The
+pickle is read without running anything (``plain_pickle.py``). The JSON form has no stacks.
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"""
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 20
 MAX_CALLS, MAX_FRAMES, MAX_TENSORS, MAX_GROUPS = 100_000, 256, 64, 4_096
 MAX_TEXT, MAX_RANK = 300, 1 << 20
-_JSON = re.compile(rb'\s*\{\s*"(?:comm_lib_version|entries|nccl_comm_state|pg_config|version)"\s*:')
-_KEYS = (b"pg_config", b"collective_seq_id", b"nccl_comm_state")
-_NUMBER = re.compile(r"(\d{1,7})$")
+_JSON_START = re.compile(
+    rb'\s*\{\s*"(?:comm_lib_version|entries|nccl_comm_state|pg_config|version)"\s*:'
+)
+_DUMP_KEYS = (b"pg_config", b"collective_seq_id", b"nccl_comm_state")
+_FINAL_NUMBER = re.compile(r"(\d{1,7})$")
 
 
 class FlightRecorderReader(Reader):
@@ -43,18 +45,22 @@ class FlightRecorderReader(Reader):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Pattern of torch's own names: other pickles and JSON may be of other formats."""
+        """Pattern of torch's own names. Other pickles and JSON files may be of other formats."""
         return ("*trace_rank_*",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise a pickle or JSON with names that nothing else has."""
-        form = looks_like_pickle(head) or _JSON.match(head) is not None
-        return ReaderClaim.SURE if form and any(key in head for key in _KEYS) else ReaderClaim.NO
+        """Recognise a pickle or JSON with names that no other format has."""
+        has_form = looks_like_pickle(head) or _JSON_START.match(head) is not None
+        return (
+            ReaderClaim.SURE
+            if has_form and any(key in head for key in _DUMP_KEYS)
+            else ReaderClaim.NO
+        )
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         from advisor.core.trace import blank_trace
 
-        dump = _dump(source, min(MAX_BYTES, options.max_bytes))
+        dump = _read_dump(source, min(MAX_BYTES, options.max_bytes))
         return blank_trace(
             source.path,
             dump.rank,
@@ -67,7 +73,7 @@ class FlightRecorderReader(Reader):
         return tuple(dump for dumps in values for dump in dumps)
 
 
-def _dump(source: ByteSource, limit: int) -> FlightDump:
+def _read_dump(source: ByteSource, limit: int) -> FlightDump:
     path = source.path
     data = source.read_all(limit, f"a flight-recorder dump of more than {limit >> 20} MiB")
     try:
@@ -79,16 +85,16 @@ def _dump(source: ByteSource, limit: int) -> FlightDump:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"[:120]
         raise AdvisorError(f"{path}: a damaged flight-recorder dump ({why})") from None
-    top = _fields(value)
+    top = _to_dict(value)
     entries = top.get("entries", [])
     if not isinstance(entries, list) or not ("entries" in top or "pg_config" in top):
         raise AdvisorError(f"{path}: not a flight-recorder dump, which has 'entries'")
     members = {
-        _text(name): _ranks(_fields(group).get("ranks"))
-        for name, group in islice(_fields(top.get("pg_config")).items(), MAX_GROUPS)
+        _bounded_text(name): _parse_ranks(_to_dict(group).get("ranks"))
+        for name, group in islice(_to_dict(top.get("pg_config")).items(), MAX_GROUPS)
     }
-    calls = [_call(_fields(entry)) for entry in entries[-MAX_CALLS:]]
-    number = _NUMBER.search(Path(path).name.partition(".")[0])
+    calls = [_read_call(_to_dict(entry)) for entry in entries[-MAX_CALLS:]]
+    number = _FINAL_NUMBER.search(Path(path).name.partition(".")[0])
     rank = rank_in(Path(path).name)
     if rank is None and number is not None:
         rank = int(number[1])
@@ -101,70 +107,75 @@ def _dump(source: ByteSource, limit: int) -> FlightDump:
     )
 
 
-def _call(entry: dict[str, Any]) -> FlightCall | None:
-    """Return the call of an entry; ``None`` if it is damaged."""
+def _read_call(entry: dict[str, Any]) -> FlightCall | None:
+    """Return the call of an entry, or ``None`` if it is damaged."""
     name, group = entry.get("profiling_name"), entry.get("process_group")
     p2p = entry.get("is_p2p") is True
-    sequence = _int(entry.get("p2p_seq_id" if p2p else "collective_seq_id"))
+    sequence = _valid_integer(entry.get("p2p_seq_id" if p2p else "collective_seq_id"))
     if not isinstance(name, str) or not isinstance(group, list | tuple) or sequence is None:
         return None
-    # gloo leaves the state as it was and marks what has ended as retired
-    state = "completed" if entry.get("retired") is True else _text(entry.get("state"))
+    # gloo leaves the state unchanged and marks ended calls as retired
+    state = "completed" if entry.get("retired") is True else _bounded_text(entry.get("state"))
     return FlightCall(
-        group=_text(group[0]) if group else "",
-        description=_text(group[1]) if len(group) > 1 else "",
-        operation=_text(name.partition(":")[2] or name),
+        group=_bounded_text(group[0]) if group else "",
+        description=_bounded_text(group[1]) if len(group) > 1 else "",
+        operation=_bounded_text(name.partition(":")[2] or name),
         sequence=sequence,
         p2p=p2p,
-        inputs=_sizes(entry.get("input_sizes")),
-        outputs=_sizes(entry.get("output_sizes")),
-        dtypes=tuple(_text(item) for item in _list(entry.get("input_dtypes"))),
+        inputs=_read_sizes(entry.get("input_sizes")),
+        outputs=_read_sizes(entry.get("output_sizes")),
+        dtypes=tuple(_bounded_text(item) for item in _bounded_list(entry.get("input_dtypes"))),
         state=state,
-        where=_where(entry.get("frames")),
+        where=_find_location(entry.get("frames")),
     )
 
 
-def _where(frames: Any) -> Location | None:
-    """Return the innermost frame outside of libraries, else the innermost."""
-    found = None
-    for each in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
-        frame = _fields(each)
-        file = _text(frame.get("filename"))
+def _find_location(frames: Any) -> Location | None:
+    """Return the innermost frame outside of libraries, else the innermost frame."""
+    innermost = None
+    for value in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
+        frame = _to_dict(value)
+        file = _bounded_text(frame.get("filename"))
         if not file:
             continue
-        place = Location(file=file, line=_int(frame.get("line")), function=_text(frame.get("name")))
+        location = Location(
+            file=file,
+            line=_valid_integer(frame.get("line")),
+            function=_bounded_text(frame.get("name")),
+        )
         if not LIBRARY.search(file):
-            return place
-        found = found or place
-    return found
+            return location
+        innermost = innermost or location
+    return innermost
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Return a dict, from JSON or a plain pickle; empty if it is none."""
+def _to_dict(value: Any) -> dict[str, Any]:
+    """Return a dict from JSON or a plain pickle. Empty if it is not a dict."""
     if isinstance(value, dict):
         return value
     return PickledFields().from_value(value) or {}
 
 
-def _sizes(value: Any) -> tuple[tuple[int, ...], ...]:
+def _read_sizes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(
-        tuple(size for size in map(_int, _list(item)) if size is not None) for item in _list(value)
+        tuple(size for size in map(_valid_integer, _bounded_list(item)) if size is not None)
+        for item in _bounded_list(value)
     )
 
 
-def _ranks(value: Any) -> tuple[int, ...]:
+def _parse_ranks(value: Any) -> tuple[int, ...]:
     """Parse ranks as torch writes them: ``"[0, 1]"``."""
-    found = re.findall(r"\d{1,7}", value[: 1 << 20]) if isinstance(value, str) else []
-    return tuple(sorted({int(each) for each in found if int(each) < MAX_RANK}))
+    numbers = re.findall(r"\d{1,7}", value[: 1 << 20]) if isinstance(value, str) else []
+    return tuple(sorted({int(number) for number in numbers if int(number) < MAX_RANK}))
 
 
-def _list(value: Any) -> list[Any]:
+def _bounded_list(value: Any) -> list[Any]:
     return list(value[:MAX_TENSORS]) if isinstance(value, list | tuple) else []
 
 
-def _int(value: Any) -> int | None:
+def _valid_integer(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 1 << 62 else None
 
 
-def _text(value: Any) -> str:
+def _bounded_text(value: Any) -> str:
     return value[:MAX_TEXT] if isinstance(value, str) else ""

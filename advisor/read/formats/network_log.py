@@ -1,7 +1,7 @@
-"""Reader of the path between GPUs: logs of NCCL and RCCL (``NCCL_DEBUG=INFO``), and topologies of a
-node (``nvidia-smi topo -m``, ``rocm-smi --showtopo``), in files of their own or in a job's log.
+"""Reader of the paths between GPUs: logs of NCCL and RCCL (``NCCL_DEBUG=INFO``), and topologies of
+a node (``nvidia-smi topo -m``, ``rocm-smi --showtopo``), in separate files or in a job's log.
 
-The lines of NCCL 2.14 to 2.28 are known; what other versions say in other words is left out."""
+The lines of NCCL 2.14 to 2.28 are known. Other wordings of other versions are left out."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _PROTOCOLS = ("LL", "LL128", "SIMPLE")
 _COLUMN = re.compile(r"(?:GPU|NIC)\d{1,3}|(?:mlx|bnxt|irdma|efa|ib|hns)\w*")
 _LEGEND = re.compile(r"(NIC\d{1,3}): (\w{1,60})$")
 DISTANCE = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""Links of ``nvidia-smi topo -m`` from near to far."""
+"""Links of ``nvidia-smi topo -m``, from near to far."""
 
 
 class NetworkLogReader(Reader):
-    """Reader of any text with lines of NCCL, or with a matrix of links."""
+    """Reader of any text with lines of NCCL or with a matrix of links."""
 
     name = "nccl-log"
     description = "an NCCL log or topology"
@@ -70,29 +70,32 @@ class NetworkLogReader(Reader):
         )  # fmt: skip
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise a line of NCCL, or the head of a matrix. Less sure if an out-of-memory
-        exception is in the same log, which tells more."""
+        """Recognise a line of NCCL, or the header of a matrix. The claim is less sure if the log
+        has an out-of-memory exception, which is more important."""
         del path
-        matrix = b"GPU0" in head and (b"CPU Affinity" in head or b"Link Type between" in head)
-        if b"\0" in head[:1024] or not (matrix or _LINE.search(head) or _VERSION.search(head)):
+        has_matrix = b"GPU0" in head and (b"CPU Affinity" in head or b"Link Type between" in head)
+        if b"\0" in head[:1024] or not (has_matrix or _LINE.search(head) or _VERSION.search(head)):
             return ReaderClaim.NO
-        failed = b"out of memory. Tried to allocate" in head or head.lstrip()[:1] in (b"{", b"[{")
-        return ReaderClaim.PERHAPS if failed else ReaderClaim.SURE
+        is_other_log = b"out of memory. Tried to allocate" in head or head.lstrip()[:1] in (
+            b"{",
+            b"[{",
+        )
+        return ReaderClaim.PERHAPS if is_other_log else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the log. Raises AdvisorError if nothing of NCCL is in it."""
+        """Return a blank trace with the log. Raises AdvisorError if nothing in it is from NCCL."""
         from advisor.core.trace import blank_trace
 
-        found = _Found()
+        facts = _LogFacts()
         for line in cut_lines(source.blocks(), MAX_LINE):
-            found.add(line)
+            facts.add(line)
             if source.bytes_read > MAX_BYTES:
                 raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
-        if not (found.lines or found.gpus):
+        if not (facts.lines or facts.gpus):
             raise AdvisorError(f"{source.path}: no line of NCCL and no topology in it")
-        read = source.bytes_read
+        bytes_read = source.bytes_read
         return blank_trace(
-            source.path, bytes_read=read, events_read=found.lines, network=found.log()
+            source.path, bytes_read=bytes_read, events_read=facts.lines, network=facts.log()
         )
 
     def merge(self, values: list[NetworkLog]) -> NetworkLog:
@@ -100,8 +103,8 @@ class NetworkLogReader(Reader):
 
 
 def merged_networks(logs: list[NetworkLog]) -> NetworkLog:
-    """Merge logs of several processes and hosts: counts add up, lists are joined, of other values
-    the worst is kept."""
+    """Merge logs of several processes and hosts: counts are added, lists are joined, and of other
+    values the worst one is kept."""
     fields: dict[str, Any] = {}
     for name in NetworkLog.__struct_fields__:
         values = [getattr(log, name) for log in logs]
@@ -115,25 +118,25 @@ def merged_networks(logs: list[NetworkLog]) -> NetworkLog:
         elif isinstance(values[0], list):
             fields[name] = list(dict.fromkeys(item for v in values for item in v))[:MAX_NAMES]
         else:
-            fields[name] = _joined(name, [value for value in values if value is not None])
+            fields[name] = _merge_values(name, [value for value in values if value is not None])
     return NetworkLog(**fields)
 
 
-_MINIMA = ("channels", "nvls_channels", "nvls", "ring_gb_per_s", "nic_gb_per_s", "ring")
-_MAXIMA = ("ranks", "node_ranks", "gpus", "no_verbs")
+_MINIMUM_FIELDS = ("channels", "nvls_channels", "nvls", "ring_gb_per_s", "nic_gb_per_s", "ring")
+_MAXIMUM_FIELDS = ("ranks", "node_ranks", "gpus", "no_verbs")
 
 
-def _joined(name: str, known: list[Any]) -> Any:
-    """Return one value for all files; ``None`` if none is known."""
-    if not known:
+def _merge_values(name: str, values: list[Any]) -> Any:
+    """Return one value for all files, or ``None`` if none is known."""
+    if not values:
         return None
-    if name in _MINIMA:
-        return min(known)
-    return max(known) if name in _MAXIMA else sum(known)
+    if name in _MINIMUM_FIELDS:
+        return min(values)
+    return max(values) if name in _MAXIMUM_FIELDS else sum(values)
 
 
 @dataclass
-class _Found:
+class _LogFacts:
     """Facts collected from the lines of one file."""
 
     lines: int = 0
@@ -155,11 +158,11 @@ class _Found:
     def add(self, raw: bytes) -> None:
         if b"CCL version" in raw and (version := _VERSION.search(raw)) is not None:
             self.lines += 1
-            self._name(self.versions, f"{version[1].decode()}CCL {version[2].decode()}")
+            self._add_name(self.versions, f"{version[1].decode()}CCL {version[2].decode()}")
         line = _LINE.search(raw) if b" NCCL " in raw else None
         if line is None:
             if b"GPU" in raw or b"NIC" in raw or (self.columns and raw.strip()):
-                self._matrix(_COLOUR.sub(b"", raw).decode("utf-8", "replace"))
+                self._add_matrix_line(_COLOUR.sub(b"", raw).decode("utf-8", "replace"))
             return
         self.lines += 1
         host, process = line[1].decode(), f"{line[1].decode()}:{line[2].decode()}"
@@ -167,107 +170,111 @@ class _Found:
             self.hosts[host]
         text = line[4].decode("utf-8", "replace").strip()
         if line[3] == b"WARN":
-            self._count("warnings", _plain(text))
-        for key, read in _READERS:
+            self._count_text("warnings", _shorten(text))
+        for key, read in _LINE_READERS:
             if key in text:
                 read(self, text, host, process)
 
-    def _channel(self, text: str, host: str, process: str) -> None:
-        found = _CHANNEL.match(text)
-        if found is not None and found[3] != "receive":
-            path = transport_name(found[4])
-            if self._once(f"{found[1]}->{found[2]} {path}", process):
-                self._count("paths", path)
+    def _add_channel(self, text: str, host: str, process: str) -> None:
+        match = _CHANNEL.match(text)
+        if match is not None and match[3] != "receive":
+            path = transport_name(match[4])
+            if self._is_first(f"{match[1]}->{match[2]} {path}", process):
+                self._count_text("paths", path)
 
-    def _network(self, text: str, host: str, process: str) -> None:
-        if self._once("network", process):
-            self._count("networks", text.partition("Using network ")[2])
+    def _add_network(self, text: str, host: str, process: str) -> None:
+        if self._is_first("network", process):
+            self._count_text("networks", text.partition("Using network ")[2])
 
-    def _socket(self, text: str, host: str, process: str) -> None:
+    def _add_socket(self, text: str, host: str, process: str) -> None:
         for name in _SOCKET.findall(text):
-            self._name(self.names["interfaces"], name)
+            self._add_name(self.names["interfaces"], name)
 
-    def _verbs(self, text: str, host: str, process: str) -> None:
-        if "No device found" in text and self._once("no device", process):
+    def _add_verbs(self, text: str, host: str, process: str) -> None:
+        if "No device found" in text and self._is_first("no device", process):
             self.values["without_device"] = self.values.get("without_device", 0) + 1
         for name in _DEVICE.findall(text):
-            self._name(self.names["devices"], name)
+            self._add_name(self.names["devices"], name)
 
-    def _no_verbs(self, text: str, host: str, process: str) -> None:
+    def _add_no_verbs(self, text: str, host: str, process: str) -> None:
         self.values["no_verbs"] = True
 
-    def _setting(self, text: str, host: str, process: str) -> None:
-        found = _SETTING.search(text)
-        if found is not None and len(self.settings) < MAX_NAMES:
-            self.settings[found[1]] = _plain(clean_value(found[2]).rstrip(". "))
+    def _add_setting(self, text: str, host: str, process: str) -> None:
+        match = _SETTING.search(text)
+        if match is not None and len(self.settings) < MAX_NAMES:
+            self.settings[match[1]] = _shorten(clean_value(match[2]).rstrip(". "))
 
-    def _comm(self, text: str, host: str, process: str) -> None:
+    def _add_communicator(self, text: str, host: str, process: str) -> None:
         if (nodes := _NODES.search(text)) is not None:
-            self._ranks(int(nodes[1]))
+            self._set_ranks(int(nodes[1]))
             if int(nodes[1]) == self.values["ranks"]:
                 self.values["node_ranks"] = int(nodes[2])
-        if (found := _COMM.search(text)) is not None:
-            self._ranks(int(found[2]))
-            if int(found[2]) == self.values["ranks"] and len(self.hosts[host]) < MAX_PAIRS:
-                self.hosts[host].add(found[1])
+        if (match := _COMM.search(text)) is not None:
+            self._set_ranks(int(match[2]))
+            if int(match[2]) == self.values["ranks"] and len(self.hosts[host]) < MAX_PAIRS:
+                self.hosts[host].add(match[1])
 
-    def _ranks(self, ranks: int) -> None:
-        """Set the size of a communicator; facts about smaller ones are dropped."""
+    def _set_ranks(self, ranks: int) -> None:
+        """Set the size of a communicator. Facts about smaller ones are dropped."""
         if ranks > self.values.get("ranks", 0):
             self.values["ranks"] = ranks
             self.values.pop("node_ranks", None)
-            for own in self.hosts.values():
-                own.clear()
+            for host_ranks in self.hosts.values():
+                host_ranks.clear()
 
-    def _channels(self, text: str, host: str, process: str) -> None:
-        if (found := _CHANNELS.search(text)) is not None:
-            self._least("channels", int(found[1]))
-            if found[2] is not None:
+    def _add_channels(self, text: str, host: str, process: str) -> None:
+        if (match := _CHANNELS.search(text)) is not None:
+            self._keep_minimum("channels", int(match[1]))
+            if match[2] is not None:
                 self.values["nvls_channels"] = max(
-                    int(found[2]), self.values.get("nvls_channels", 0)
+                    int(match[2]), self.values.get("nvls_channels", 0)
                 )
 
-    def _gdr(self, text: str, host: str, process: str) -> None:
-        found = _GDR.search(text)
-        if found is None or not self._once(found[2][:80], process):
+    def _add_gpu_direct(self, text: str, host: str, process: str) -> None:
+        match = _GDR.search(text)
+        if match is None or not self._is_first(match[2][:80], process):
             return
-        if found[1] == "Enabled":
+        if match[1] == "Enabled":
             self.values["gdr_enabled"] = self.values.get("gdr_enabled", 0) + 1
             return
-        reason = re.search(r"\((no module|distance \d+ > \d+)[^)]*\)", found[2])
-        self._count("gdr_disabled", reason[1] if reason is not None else "no reason given")
+        reason = re.search(r"\((no module|distance \d+ > \d+)[^)]*\)", match[2])
+        self._count_text("gdr_disabled", reason[1] if reason is not None else "no reason given")
 
-    def _nvls(self, text: str, host: str, process: str) -> None:
-        if (found := _NVLS.search(text)) is not None:
-            self.values["nvls"] = found[1] is None and self.values.get("nvls", True)
+    def _add_nvls(self, text: str, host: str, process: str) -> None:
+        if (match := _NVLS.search(text)) is not None:
+            self.values["nvls"] = match[1] is None and self.values.get("nvls", True)
 
-    def _graph(self, text: str, host: str, process: str) -> None:
-        found = _GRAPH.search(text)
-        if found is None:
+    def _add_graph(self, text: str, host: str, process: str) -> None:
+        match = _GRAPH.search(text)
+        if match is None:
             return
-        channels, inside, across = int(found[1]), _number(found[2]), _number(found[3])
-        expected = channels * min(each for each in (inside, across) if each) if inside else None
+        channels, intra_node, inter_node = int(match[1]), _to_float(match[2]), _to_float(match[3])
+        expected = (
+            channels * min(rate for rate in (intra_node, inter_node) if rate)
+            if intra_node
+            else None
+        )
         if expected is not None:
-            self._least("ring_gb_per_s", expected)
-            self.values["ring"] = f"{found[4]}/{found[5]}"
+            self._keep_minimum("ring_gb_per_s", expected)
+            self.values["ring"] = f"{match[4]}/{match[5]}"
 
-    def _nic(self, text: str, host: str, process: str) -> None:
-        if (found := _NIC.search(text)) is not None and len(self.adapters) < MAX_NAMES:
-            self.adapters[found[1]] = _number(found[2])
+    def _add_nic(self, text: str, host: str, process: str) -> None:
+        if (match := _NIC.search(text)) is not None and len(self.adapters) < MAX_NAMES:
+            self.adapters[match[1]] = _to_float(match[2])
 
-    def _algorithm(self, text: str, host: str, process: str) -> None:
-        if (found := _ALGORITHM.search(text)) is not None:
+    def _add_algorithm(self, text: str, host: str, process: str) -> None:
+        if (match := _ALGORITHM.search(text)) is not None:
             algorithm, protocol = (
                 names[int(name[:3])] if name.isdecimal() and int(name[:3]) < len(names) else name
-                for name, names in ((found[1], _ALGORITHMS), (found[2], _PROTOCOLS))
+                for name, names in ((match[1], _ALGORITHMS), (match[2], _PROTOCOLS))
             )
-            self._count("algorithms", f"{algorithm}/{protocol}")
+            self._count_text("algorithms", f"{algorithm}/{protocol}")
 
-    def _peer(self, text: str, host: str, process: str) -> None:
-        if self._once(text[:100], host):
+    def _add_disabled_peer(self, text: str, host: str, process: str) -> None:
+        if self._is_first(text[:100], host):
             self.values["p2p_disabled"] = self.values.get("p2p_disabled", 0) + 1
 
-    def _matrix(self, text: str) -> None:
+    def _add_matrix_line(self, text: str) -> None:
         """Add a line of a matrix of links."""
         if (name := _LEGEND.search(text)) is not None:
             self.legend[name[1]] = name[2]
@@ -280,26 +287,32 @@ class _Found:
         if not words or words[0] not in self.columns or not words[0].startswith("GPU"):
             return
         links = dict(zip(self.columns, words[1:], strict=False))
-        named = {to: link for to, link in links.items() if re.fullmatch(r"[A-Z]{2,5}\d{0,3}", link)}
-        if named and len(self.gpus) < MAX_GPUS:
-            self.gpus.setdefault(words[0], {}).update(named)
+        known_links = {
+            target: link
+            for target, link in links.items()
+            if re.fullmatch(r"[A-Z]{2,5}\d{0,3}", link)
+        }
+        if known_links and len(self.gpus) < MAX_GPUS:
+            self.gpus.setdefault(words[0], {}).update(known_links)
 
     def log(self) -> NetworkLog:
         links: Counter[str] = Counter()
         nearest: Counter[str] = Counter()
-        index = {name: place for place, name in enumerate(self.columns)}
+        index = {name: position for position, name in enumerate(self.columns)}
         for gpu, row in self.gpus.items():
-            for to, link in row.items():
-                links[link] += to in self.gpus and index[to] > index[gpu]
-            near = [DISTANCE.index(link) for to, link in row.items()
-                    if not to.startswith("GPU") and link in DISTANCE]  # fmt: skip
-            if near:
-                nearest[DISTANCE[min(near)]] += 1
+            for target, link in row.items():
+                links[link] += target in self.gpus and index[target] > index[gpu]
+            distances = [DISTANCE.index(link) for target, link in row.items()
+                    if not target.startswith("GPU") and link in DISTANCE]  # fmt: skip
+            if distances:
+                nearest[DISTANCE[min(distances)]] += 1
         nics = [name for name in self.columns if not name.startswith("GPU")]
-        own = max((len(ranks) for ranks in self.hosts.values()), default=0)
-        fields: dict[str, Any] = {"node_ranks": own or None, **self.values}
-        fields |= {name: dict(found.most_common(MAX_NAMES)) for name, found in self.counts.items()}
-        fields |= {name: list(found) for name, found in self.names.items()}
+        largest_host = max((len(ranks) for ranks in self.hosts.values()), default=0)
+        fields: dict[str, Any] = {"node_ranks": largest_host or None, **self.values}
+        fields |= {
+            name: dict(counts.most_common(MAX_NAMES)) for name, counts in self.counts.items()
+        }
+        fields |= {name: list(counts) for name, counts in self.names.items()}
         return NetworkLog(
             files=1,
             versions=list(self.versions),
@@ -313,37 +326,45 @@ class _Found:
             **fields,
         )
 
-    def _once(self, fact: str, process: str) -> bool:
-        """Return whether a process logs this for the first time."""
-        new = (fact, process) not in self.seen and len(self.seen) < MAX_PAIRS
-        if new:
+    def _is_first(self, fact: str, process: str) -> bool:
+        """Return whether a process logs a fact for the first time."""
+        is_new = (fact, process) not in self.seen and len(self.seen) < MAX_PAIRS
+        if is_new:
             self.seen.add((fact, process))
-        return new
+        return is_new
 
-    def _least(self, name: str, value: float) -> None:
+    def _keep_minimum(self, name: str, value: float) -> None:
         self.values[name] = min(value, self.values.get(name, value))
 
-    def _count(self, name: str, key: str) -> None:
+    def _count_text(self, name: str, key: str) -> None:
         counter = self.counts[name]
         if key in counter or len(counter) < MAX_NAMES:
-            counter[_plain(key)] += 1
+            counter[_shorten(key)] += 1
 
     @staticmethod
-    def _name(names: dict[str, None], name: str) -> None:
+    def _add_name(names: dict[str, None], name: str) -> None:
         if len(names) < MAX_NAMES:
             names[name] = None
 
 
-_READERS: tuple[tuple[str, Callable[[_Found, str, str, str], None]], ...] = (
-    (" via ", _Found._channel), ("Using network ", _Found._network),
-    ("NET/Socket : Using", _Found._socket), ("NET/IB : ", _Found._verbs),
-    ("Failed to open libibverbs", _Found._no_verbs), (" to ", _Found._setting),
-    ("ranks ", _Found._comm), ("Ranks ", _Found._comm), ("coll channels", _Found._channels),
-    ("GPU Direct RDMA", _Found._gdr), ("NVLS multicast", _Found._nvls),
-    ("Pattern 4,", _Found._graph), ("NET/", _Found._nic), ("-> Algo ", _Found._algorithm),
-    ("P2P is disabled between", _Found._peer),
-)  # fmt: skip
-"""Text that a line must contain, and the method that reads it."""
+_LINE_READERS: tuple[tuple[str, Callable[[_LogFacts, str, str, str], None]], ...] = (
+    (" via ", _LogFacts._add_channel),
+    ("Using network ", _LogFacts._add_network),
+    ("NET/Socket : Using", _LogFacts._add_socket),
+    ("NET/IB : ", _LogFacts._add_verbs),
+    ("Failed to open libibverbs", _LogFacts._add_no_verbs),
+    (" to ", _LogFacts._add_setting),
+    ("ranks ", _LogFacts._add_communicator),
+    ("Ranks ", _LogFacts._add_communicator),
+    ("coll channels", _LogFacts._add_channels),
+    ("GPU Direct RDMA", _LogFacts._add_gpu_direct),
+    ("NVLS multicast", _LogFacts._add_nvls),
+    ("Pattern 4,", _LogFacts._add_graph),
+    ("NET/", _LogFacts._add_nic),
+    ("-> Algo ", _LogFacts._add_algorithm),
+    ("P2P is disabled between", _LogFacts._add_disabled_peer),
+)
+"""Text that a line must contain, and the method that reads the line."""
 
 
 def transport_name(text: str) -> str:
@@ -351,19 +372,19 @@ def transport_name(text: str) -> str:
     text = re.split(r" comm 0x| \[", text)[0].strip()
     kind, _, rest = text.partition("/")
     if kind == "NET":
-        name = _plain(rest.partition("/")[0])
+        name = _shorten(rest.partition("/")[0])
         return f"NET/{name}/GDRDMA" if "GDRDMA" in rest else f"NET/{name}"
     if kind == "P2P":
-        return f"P2P/{_plain(rest.partition('/')[0])}"
-    return "SHM" if kind == "SHM" or "shared memory" in text else _plain(kind)
+        return f"P2P/{_shorten(rest.partition('/')[0])}"
+    return "SHM" if kind == "SHM" or "shared memory" in text else _shorten(kind)
 
 
-def _number(text: str) -> float:
+def _to_float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         return 0.0
 
 
-def _plain(text: str) -> str:
+def _shorten(text: str) -> str:
     return text[:120].strip()

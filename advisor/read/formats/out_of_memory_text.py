@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
 MAX_BYTES = 256 << 20
-_START = re.compile(r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate ")
+_EXCEPTION_START = re.compile(r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate ")
 _SIZE = r"(\d{1,12}(?:\.\d{1,6})?) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
-_PARTS = {
+_FIGURE_PATTERNS = {
     "request": rf"Tried to allocate {_SIZE}",
     "capacity": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
     "free": rf"of which {_SIZE} is free|; {_SIZE} free",
@@ -31,53 +31,53 @@ _DEVICE = re.compile(r"GPU (\d{1,2})\b")
 
 
 class OutOfMemoryTextReader(Reader):
-    """Reader of the last such exception of a log: the figures in it, and no history."""
+    """Reader of the last out-of-memory exception in a log: its figures, without a history."""
 
     name = "out-of-memory-text"
     description = "a log with an out-of-memory exception (.txt, .log)"
-    suffixes = ()  # given by name: a folder's logs are no traces
+    suffixes = ()  # must be given by name: the logs in a folder are not traces
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise the exception's words; a log may have them only at its end."""
+        """Recognise the words of the exception, which may be only at the end of a log."""
         text = head.decode("utf-8", "replace")
-        if _START.search(text):
+        if _EXCEPTION_START.search(text):
             return ReaderClaim.SURE
-        log = path.lower().endswith((".txt", ".log", ".out", ".err"))
-        plain = b"\0" not in head and head.lstrip()[:1] not in (b"{", b"[", b"")
-        return ReaderClaim.PERHAPS if log and plain else ReaderClaim.NO
+        is_log = path.lower().endswith((".txt", ".log", ".out", ".err"))
+        is_text = b"\0" not in head and head.lstrip()[:1] not in (b"{", b"[", b"")
+        return ReaderClaim.PERHAPS if is_log and is_text else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the exception's figures. Raises AdvisorError without one."""
+        """Return a blank trace with the exception's figures. Raises AdvisorError if it has none."""
         from advisor.core.trace import blank_trace
 
-        seen, text, beginning = 0, "", source.beginning()
+        bytes_seen, text, beginning = 0, "", source.beginning()
         for block in source.blocks():
-            seen += len(block)
-            if seen > min(options.max_bytes, MAX_BYTES):
+            bytes_seen += len(block)
+            if bytes_seen > min(options.max_bytes, MAX_BYTES):
                 raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
             text = (text + block.decode("utf-8", "replace"))[-(1 << 22) :]
-        made = of_exception(text, source.path)
-        if made is None:
+        snapshot = of_exception(text, source.path)
+        if snapshot is None:
             raise AdvisorError(
                 f"{source.path}: unknown format ({beginning}), and no log with an out-of-memory "
                 f"exception of PyTorch; {SEE_FORMATS}"
             )
-        read = source.bytes_read
-        return blank_trace(source.path, bytes_read=read, events_read=1, snapshot=made)
+        bytes_read = source.bytes_read
+        return blank_trace(source.path, bytes_read=bytes_read, events_read=1, snapshot=snapshot)
 
 
 def of_exception(
     text: str, path: str, known: Mapping[str, Any] | None = None
 ) -> MemorySnapshot | None:
-    """Return the figures of the last exception in a text; ``None`` if there is none. ``known``:
-    bytes that the recorder noted beside it, by name, for what the text leaves out."""
+    """Return the figures of the last exception in a text, or ``None`` if there is none. ``known``:
+    numbers of bytes that the recorder noted with it, by name, for figures missing in the text."""
     from advisor.core.snapshot import OutOfMemoryText
 
-    starts = [match.start() for match in _START.finditer(text)]
+    starts = [match.start() for match in _EXCEPTION_START.finditer(text)]
     if not starts:
         return None
     message = " ".join(text[starts[-1] : starts[-1] + 2000].split("\n\n", maxsplit=1)[0].split())
-    sizes = {name: _size(pattern, message) for name, pattern in _PARTS.items()}
+    sizes = {name: _find_size(pattern, message) for name, pattern in _FIGURE_PATTERNS.items()}
     allocated, reserved = sizes["allocated"], sizes["reserved"]
     if reserved is None and allocated is not None and sizes["unallocated"] is not None:
         reserved = allocated + sizes["unallocated"]
@@ -90,10 +90,10 @@ def of_exception(
         message[:600], sizes["request"] or 0, sizes["capacity"], sizes["free"], sizes["process"],
         allocated, reserved,
     )  # fmt: skip
-    return _snapshot(noted, int(device[1]) if device else 0, path)
+    return _build_snapshot(noted, int(device[1]) if device else 0, path)
 
 
-def _size(pattern: str, text: str) -> int | None:
+def _find_size(pattern: str, text: str) -> int | None:
     match = re.search(pattern, text)
     if match is None:
         return None
@@ -101,7 +101,7 @@ def _size(pattern: str, text: str) -> int | None:
     return round(float(number) * (1 << _UNITS[unit]))
 
 
-def _snapshot(noted: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
+def _build_snapshot(noted: OutOfMemoryText, device: int, path: str) -> MemorySnapshot:
     from advisor.core import snapshot as s
 
     segment: dict[str, list[object]] = {}

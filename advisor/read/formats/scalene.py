@@ -1,7 +1,7 @@
 """Reader of Scalene's JSON: the hot lines of Python code, from a separate run.
 
-The file is untrusted, and Scalene is not imported (two seconds). Of a line only what it costs is
-read; unknown fields are ignored."""
+The file is untrusted, and Scalene is not imported (it takes two seconds). Of a line only its costs
+are read. Unknown fields are ignored."""
 
 import re
 from pathlib import Path
@@ -14,14 +14,14 @@ from advisor.core.files import open_regular
 from advisor.core.finding import HotLine
 
 MAX_BYTES = 16 << 20
-"""Largest profile, bytes: one without stacks has about 60 KB, with stacks some MB. Decoded, a
-malicious file takes thirty times its size."""
+"""Maximum size of a profile, bytes. Without stacks it has about 60 KB, with stacks some MB. A
+malicious file takes thirty times its size once decoded."""
 MAX_LINES = 20
 MIN_SHARE = 0.01
-"""Least share of the samples of a line: below it are a few samples each."""
+"""Minimum share of the samples for a line. Lines below it have only a few samples."""
 MAX_TEXT = 200
 
-_TRAINING = re.compile(r"\.backward\(|\.step\(\s*\)|\bfor\b.+\bin\b.+(?:loader|enumerate\()")
+_TRAINING_LOOP = re.compile(r"\.backward\(|\.step\(\s*\)|\bfor\b.+\bin\b.+(?:loader|enumerate\()")
 
 
 class _Line(Struct):
@@ -49,13 +49,13 @@ class _Profile(Struct):
 
 
 def read_scalene(path: str | Path) -> list[HotLine]:
-    """Return the lines with the most samples, the largest first.
+    """Return the lines with the most samples, highest first.
 
-    Lines that run once are left out, because Scalene's samples cover the whole program: those at
-    the top level of a module outside a loop, and those of a function that holds the training loop
-    which are not inside a loop themselves (building the model, the optimizer's first use).
+    Lines that run once are left out, because Scalene's samples cover the whole program. These are
+    lines at the top level of a module outside a loop, and lines outside a loop in the function with
+    the training loop (building the model, the optimizer's first use).
 
-    Raises AdvisorError: the file cannot be read, is too large, or is not Scalene's."""
+    Raises AdvisorError if the file cannot be read, is too large, or is not a Scalene profile."""
     file = Path(path)
     try:
         with open_regular(file) as stream:
@@ -69,16 +69,18 @@ def read_scalene(path: str | Path) -> list[HotLine]:
         profile = msgspec.json.decode(data, type=_Profile)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise AdvisorError(f"{file}: not a Scalene profile ({error})") from None
-    result = [line for name, each in profile.files.items() for line in _of_file(name, each)]
+    result = [
+        line for name, file_ in profile.files.items() for line in _find_hot_lines(name, file_)
+    ]
     return sorted(result, key=lambda line: -line.share)[:MAX_LINES]
 
 
-def _of_file(name: str, file: _ScaleneFile) -> list[HotLine]:
-    names = {function.lineno: function.line for function in file.functions}
-    training = {
+def _find_hot_lines(name: str, file: _ScaleneFile) -> list[HotLine]:
+    function_names = {function.lineno: function.line for function in file.functions}
+    training_functions = {
         line.start_function_line
         for line in file.lines
-        if line.start_function_line and _TRAINING.search(line.line[:1000])
+        if line.start_function_line and _TRAINING_LOOP.search(line.line[:1000])
     }
     result = []
     for line in file.lines:
@@ -90,17 +92,17 @@ def _of_file(name: str, file: _ScaleneFile) -> list[HotLine]:
         in_loop = line.start_region_line not in (0, line.start_function_line, line.lineno) or (
             line.line.lstrip().startswith(("for ", "while "))
         )
-        once = not in_loop and (
-            not line.start_function_line or line.start_function_line in training
+        runs_once = not in_loop and (
+            not line.start_function_line or line.start_function_line in training_functions
         )
-        if python + native + system < MIN_SHARE or once or line.lineno < 1:
+        if python + native + system < MIN_SHARE or runs_once or line.lineno < 1:
             continue
         result.append(
             HotLine(
                 file=name[:4096],
                 line=line.lineno,
                 text=line.line.strip()[:MAX_TEXT],
-                function=names.get(line.start_function_line, "")[:MAX_TEXT] or None,
+                function=function_names.get(line.start_function_line, "")[:MAX_TEXT] or None,
                 share=python + native + system,
                 python=python,
                 native=native,
@@ -111,5 +113,5 @@ def _of_file(name: str, file: _ScaleneFile) -> list[HotLine]:
 
 
 def _share(percent: float) -> float:
-    """Convert a percentage to a share, 0 to 1; 0 for anything else that a damaged file may hold."""
+    """Convert a percentage to a share from 0 to 1, or to 0 if it is out of range."""
     return percent / 100 if 0 <= percent <= 100 else 0.0

@@ -1,5 +1,5 @@
 """Reader of ``trtexec``'s exports: layer times (``--exportProfile``), and the layers' descriptions
-(``--exportLayerInfo``, ``--profilingVerbosity=detailed``) in the file beside it."""
+(``--exportLayerInfo``, ``--profilingVerbosity=detailed``) in the file next to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 MAX_LAYERS = 5_000
-"""Most layers."""
-_PROFILE = re.compile(rb'\s*\[\s*\{\s*"count"\s*:.{0,4000}"averageMs"', re.DOTALL)
-_LAYERS = re.compile(rb'\s*\{\s*"Layers"\s*:\s*\[')
-_BESIDE = (("profile", "graph"), ("profile", "layers"), ("profile", "layerinfo"),
+"""Maximum number of layers."""
+_PROFILE_START = re.compile(rb'\s*\[\s*\{\s*"count"\s*:.{0,4000}"averageMs"', re.DOTALL)
+_LAYERS_START = re.compile(rb'\s*\{\s*"Layers"\s*:\s*\[')
+_NAME_PARTS = (("profile", "graph"), ("profile", "layers"), ("profile", "layerinfo"),
            ("profile", "layer_info"))  # fmt: skip
-"""Parts of the names of two files that belong together."""
+"""Parts in which the names of two files that belong together differ."""
 _PRECISIONS = (
     ("fp8", r"FP8"), ("int8", r"Int8|INT8"), ("int4", r"INT4|Int4"), ("bf16", r"BF16|BFloat16"),
     ("fp16", r"FP16|Half"), ("fp32", r"FP32|Float"),
@@ -29,7 +29,7 @@ _PRECISIONS = (
 
 
 class TensorRTReader(Reader):
-    """Reader of one inference, layer after layer, with the mean time of each."""
+    """Reader of one inference, layer by layer, with the mean time of each layer."""
 
     name = "tensorrt"
     description = "TensorRT layer times (.profile.json)"
@@ -45,29 +45,29 @@ class TensorRTReader(Reader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise either file by its first keys."""
-        known = _PROFILE.match(head) or _LAYERS.match(head)
-        return ReaderClaim.SURE if known else ReaderClaim.NO
+        match = _PROFILE_START.match(head) or _LAYERS_START.match(head)
+        return ReaderClaim.SURE if match else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return layers as device work, back to back: their starts, and what the host did, are not
-        in the file. Raises AdvisorError if there are no times."""
+        """Return layers as device work, back to back, because their starts and the host's work are
+        not in the file. Raises AdvisorError if there are no times."""
         import polars as pl
 
         from advisor.core.trace import CUDA, TraceMeta
         from advisor.read.build import build_trace
 
-        if _LAYERS.match(source.head()):
+        if _LAYERS_START.match(source.head()):
             raise AdvisorError(
                 f"{source.path}: layers of a TensorRT engine without times; give the file of "
                 "trtexec --exportProfile (with this one beside it, named graph where it is "
                 "named profile)"
             )
-        profile = _decoded(_bytes(source, options), source.path)
+        profile = _decode_json(_read_bytes(source, options), source.path)
         if type(profile) is not list:
-            raise AdvisorError(f"{source.path}: no list of layers of trtexec --exportProfile")
-        kinds = dict(_layers(source.path))
+            raise AdvisorError(f"{source.path}: not a list of layers of trtexec --exportProfile")
+        layers = dict(_read_layers(source.path))
         rows: list[dict[str, Any]] = []
-        at = 0
+        start_ns = 0
         for layer in profile[: MAX_LAYERS + 1]:
             name, ms = (
                 (layer.get("name"), layer.get("averageMs")) if type(layer) is dict else (0, 0)
@@ -75,24 +75,32 @@ class TensorRTReader(Reader):
             if not isinstance(name, str) or not isinstance(ms, int | float) or not 0 < ms < 1e6:
                 continue
             ns = round(ms * 1e6)
-            rows.append({"ts": at, "dur": ns, "kind": "kernel", "device": 0, "stream": 0,
-                         "name": f"{_kind(name, kinds.get(name))} {name}"[:1000]})  # fmt: skip
-            at += ns
+            rows.append(
+                {
+                    "ts": start_ns,
+                    "dur": ns,
+                    "kind": "kernel",
+                    "device": 0,
+                    "stream": 0,
+                    "name": f"{_layer_kind(name, layers.get(name))} {name}"[:1000],
+                }
+            )
+            start_ns += ns
         if not rows:
             raise AdvisorError(f"{source.path}: no layer with a time in it")
         meta = TraceMeta(
-            path=source.path, framework=CUDA, vendor="nvidia", devices=_device(source.path),
+            path=source.path, framework=CUDA, vendor="nvidia", devices=_read_device(source.path),
             bytes_read=source.bytes_read, truncated=source.truncated, damage=source.damage,
         )  # fmt: skip
         return build_trace(meta, device=pl.DataFrame(rows))
 
 
-def _bytes(source: ByteSource, options: ReadOptions) -> bytes:
-    most = min(MAX_BYTES, options.max_bytes)
-    return source.read_all(most, f"larger than {MAX_BYTES >> 20} MiB")
+def _read_bytes(source: ByteSource, options: ReadOptions) -> bytes:
+    max_bytes = min(MAX_BYTES, options.max_bytes)
+    return source.read_all(max_bytes, f"larger than {MAX_BYTES >> 20} MiB")
 
 
-def _decoded(data: bytes, path: str) -> Any:
+def _decode_json(data: bytes, path: str) -> Any:
     import msgspec
 
     try:
@@ -101,29 +109,31 @@ def _decoded(data: bytes, path: str) -> Any:
         raise AdvisorError(f"{path}: damaged JSON ({error})") from None
 
 
-def _beside(path: str, part: str) -> Any:
-    """Read the file whose name differs in one part; ``None`` if there is none, or it is damaged."""
-    own = Path(path)
-    other = own.with_name(own.name.replace("profile", part))
-    if other == own or not other.is_file():
+def _read_companion(path: str, part: str) -> Any:
+    """Read the file whose name differs in one part. ``None`` if it is missing or damaged."""
+    profile = Path(path)
+    companion = profile.with_name(profile.name.replace("profile", part))
+    if companion == profile or not companion.is_file():
         return None
     try:
-        return _decoded(_bytes(ByteSource(str(other), limit=MAX_BYTES), ReadOptions()), str(other))
+        return _decode_json(
+            _read_bytes(ByteSource(str(companion), limit=MAX_BYTES), ReadOptions()), str(companion)
+        )
     except AdvisorError:
         return None
 
 
-def _layers(path: str) -> list[tuple[str, dict[str, Any]]]:
-    for _, part in _BESIDE:
-        found = _beside(path, part)
-        layers = found.get("Layers") if type(found) is dict else None
+def _read_layers(path: str) -> list[tuple[str, dict[str, Any]]]:
+    for _, part in _NAME_PARTS:
+        companion = _read_companion(path, part)
+        layers = companion.get("Layers") if type(companion) is dict else None
         if type(layers) is list:
-            named = [layer for layer in layers[:MAX_LAYERS] if type(layer) is dict]
-            return [(each["Name"], each) for each in named if type(each.get("Name")) is str]
+            dicts = [layer for layer in layers[:MAX_LAYERS] if type(layer) is dict]
+            return [(layer["Name"], layer) for layer in dicts if type(layer.get("Name")) is str]
     return []
 
 
-def _kind(name: str, layer: dict[str, Any] | None) -> str:
+def _layer_kind(name: str, layer: dict[str, Any] | None) -> str:
     """Return a layer's kind and computing precision: ``CaskConvolution_int8``."""
     if layer is None:
         return "Reformat" if name.startswith("Reformatting CopyNode") else "Layer"
@@ -145,10 +155,10 @@ def _kind(name: str, layer: dict[str, Any] | None) -> str:
     return kind
 
 
-def _device(path: str) -> tuple[Device, ...]:
+def _read_device(path: str) -> tuple[Device, ...]:
     from advisor.core.trace import Device
 
-    found = _beside(path, "metadata")
-    about = found.get("device_information") if type(found) is dict else None
-    name = about.get("Selected Device") if type(about) is dict else None
+    companion = _read_companion(path, "metadata")
+    device_information = companion.get("device_information") if type(companion) is dict else None
+    name = device_information.get("Selected Device") if type(device_information) is dict else None
     return (Device(id=0, name=name[:200]),) if type(name) is str else ()

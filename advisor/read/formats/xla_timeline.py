@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from advisor.read.formats.xplane.xspace import Events, Plane, XLine
 
 MAX_BYTES = 1 << 30
-"""Largest file, bytes: the profiler writes at most a million events, some 200 MB."""
+"""Maximum size of a file, bytes. The profiler writes up to a million events, about 200 MB."""
 
-_PLANE = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
-_NUMBERS = ("correlation_id", "step_num", "allocation_bytes", "bytes_allocated", "addr",
+_PLANE_NAME = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
+_NUMBER_STATS = ("correlation_id", "step_num", "allocation_bytes", "bytes_allocated", "addr",
             "cuda_graph_id")  # fmt: skip
-_TEXTS = ("kernel_details", "memcpy_details", "memset_details", "hlo_op", "hlo_module",
+_TEXT_STATS = ("kernel_details", "memcpy_details", "memset_details", "hlo_op", "hlo_module",
           "allocator_name")  # fmt: skip
 
 
@@ -45,8 +45,8 @@ class _TimelineFile(msgspec.Struct):
 
 
 class XlaTimelineReader(XPlaneReader):
-    """Reader of ``<host>.trace.json.gz`` in a log directory: the events of the XPlane file beside
-    it, cut to a million. Processes are planes, threads are lines."""
+    """Reader of ``<host>.trace.json.gz`` in a log directory: the events of the XPlane file next to
+    it, limited to a million. Processes are planes, and threads are lines."""
 
     name = "xla-timeline"
     description = XPlaneReader.description
@@ -55,17 +55,17 @@ class XlaTimelineReader(XPlaneReader):
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise JSON whose processes are named like planes."""
         text = without_mark(head)
-        result = text[:1] in (b"{", b"[") and _PLANE.search(head)
-        return ReaderClaim.SURE if result else ReaderClaim.NO
+        has_planes = text[:1] in (b"{", b"[") and _PLANE_NAME.search(head)
+        return ReaderClaim.SURE if has_planes else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Read the whole file, whose size is bounded."""
         advice = "longer than any such timeline; give .xplane.pb"
-        events, broken = _decoded(source.read_all(MAX_BYTES, advice), source)
-        return space_to_trace(_space(events, broken), source)
+        events, broken = _decode_events(source.read_all(MAX_BYTES, advice), source)
+        return space_to_trace(_build_space(events, broken), source)
 
 
-def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
+def _decode_events(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
     try:
         raw = msgspec.json.decode(text, type=_TimelineFile).traceEvents
     except (msgspec.DecodeError, RecursionError, UnicodeError):
@@ -73,17 +73,17 @@ def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
             f"{source.path}: a timeline that is damaged or cut off; give the .xplane.pb beside it"
         ) from None
     decoder = msgspec.json.Decoder(_Event)
-    events, broken = [], 0
-    for item in raw:  # a loop: a damaged event must not take the others with it
+    events, damaged_count = [], 0
+    for item in raw:  # one by one, so that a damaged event does not lose the others
         try:
             events.append(decoder.decode(item))
         except (msgspec.DecodeError, RecursionError, UnicodeError):
-            broken += bytes(item) != b"{}"
-    return events, broken
+            damaged_count += bytes(item) != b"{}"
+    return events, damaged_count
 
 
-def _space(events: list[_Event], broken: int) -> Space:
-    """Return the planes and lines that an XPlane file has."""
+def _build_space(events: list[_Event], damaged_count: int) -> Space:
+    """Return the events as the planes and lines of an XPlane file."""
     from advisor.read.formats.xplane.xspace import Plane, XLine
 
     processes: dict[Any, str] = {}
@@ -101,47 +101,51 @@ def _space(events: list[_Event], broken: int) -> Space:
             rows.setdefault(event.pid, {}).setdefault(event.tid, []).append(event)
     planes: list[tuple[Plane, list[XLine], Events]] = []
     for pid, lines in rows.items():
-        own = [event for item in lines.values() for event in item]
-        names = list(dict.fromkeys(event.name[:NAME_LIMIT] for event in own))
-        code = {name: number for number, name in enumerate(names, start=1)}
+        plane_events = [event for item in lines.values() for event in item]
+        names = list(dict.fromkeys(event.name[:NAME_LIMIT] for event in plane_events))
+        name_codes = {name: number for number, name in enumerate(names, start=1)}
         plane = Plane(processes.get(pid, ""), dict(enumerate(names, start=1)), {}, {}, {}, [])
-        result = [XLine(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
+        plane_lines = [XLine(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
         line = np.repeat(np.arange(len(lines)), [len(item) for item in lines.values()])
-        planes.append((plane, result, _events(own, line, code)))
-    return Space(planes=planes, undecodable_events=broken)
+        planes.append((plane, plane_lines, _build_events(plane_events, line, name_codes)))
+    return Space(planes=planes, undecodable_events=damaged_count)
 
 
-def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
+def _build_events(plane_events: list[_Event], line: Ints, name_codes: dict[str, int]) -> Events:
     from advisor.read.formats.xplane.xspace import Events
 
-    meta = np.array([code[event.name[:NAME_LIMIT]] for event in own], dtype=np.int64)
-    events = Events(line, meta, _ns(own, "ts"), _ns(own, "dur"))
+    meta = np.array([name_codes[event.name[:NAME_LIMIT]] for event in plane_events], dtype=np.int64)
+    events = Events(line, meta, _to_ns(plane_events, "ts"), _to_ns(plane_events, "dur"))
     numbers: dict[str, tuple[list[int], list[int]]] = {}
     texts: dict[str, tuple[list[int], list[str]]] = {}
-    for row, event in enumerate(own):
+    for row, event in enumerate(plane_events):
         for key, value in (event.args or {}).items():
-            if key in _NUMBERS and (number := _whole(value)) is not None:
+            if key in _NUMBER_STATS and (number := _parse_integer(value)) is not None:
                 numbers.setdefault(key, ([], []))[0].append(row)
                 numbers[key][1].append(number)
-            elif key in _TEXTS and isinstance(value, str):
+            elif key in _TEXT_STATS and isinstance(value, str):
                 texts.setdefault(key, ([], []))[0].append(row)
                 texts[key][1].append(value[:NAME_LIMIT])
-    for key, (at, result) in numbers.items():
-        events.numbers[key] = np.array(at, dtype=np.int64), np.array(result, dtype=np.int64)
-    for key, (at, values) in texts.items():
-        events.texts[key] = np.array(at, dtype=np.int64), values
+    for key, (stat_rows, stat_values) in numbers.items():
+        events.numbers[key] = (
+            np.array(stat_rows, dtype=np.int64),
+            np.array(stat_values, dtype=np.int64),
+        )
+    for key, (stat_rows, values) in texts.items():
+        events.texts[key] = np.array(stat_rows, dtype=np.int64), values
     return events
 
 
-def _ns(own: list[_Event], what: str) -> Ints:
-    """Convert microseconds to ns; an implausible time is negative, or dropped as too distant."""
-    us = np.array([getattr(event, what) or 0.0 for event in own])
-    result: Ints = np.rint(np.clip(np.nan_to_num(us, nan=-1e12), -1e12, 4e15) * 1000).astype(
-        np.int64
-    )
+def _to_ns(plane_events: list[_Event], field: str) -> Ints:
+    """Convert microseconds to ns. Implausible times become negative, or are dropped as too
+    distant."""
+    microseconds = np.array([getattr(event, field) or 0.0 for event in plane_events])
+    result: Ints = np.rint(
+        np.clip(np.nan_to_num(microseconds, nan=-1e12), -1e12, 4e15) * 1000
+    ).astype(np.int64)
     return result
 
 
-def _whole(value: object) -> int | None:
+def _parse_integer(value: object) -> int | None:
     text = str(value)[:20]
     return int(text) if text.isdecimal() and len(text) < 19 else None

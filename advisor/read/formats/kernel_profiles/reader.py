@@ -1,4 +1,4 @@
-"""Readers of kernel profilers' reports (``reports.py`` beside it), without a trace."""
+"""Readers of kernel profilers' reports without a trace (parsed by ``reports.py``)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from advisor.read.formats.kernel_profiles.reports import Layout
 
 NCU_MAGIC = b"NVR\0"
-_TABLE = "compute_kernel_metric_value"
-_KERNELS = "KERN"
+_COMPUTE_TABLE = "compute_kernel_metric_value"
+_KERNEL_TABLE = "KERN"
 
 
 def layout_of(head: bytes) -> Layout | None:
-    """Return the layout of a report by its first bytes, after lines of ncu's own log. ``None``: no
-    report of Nsight Compute and no table of rocprof (version 1 to 3, one row per launch)."""
+    """Return the layout of a report by its first bytes after lines of ncu's log. ``None`` if it is
+    neither an Nsight Compute report nor a rocprof table (version 1 to 3, one row per launch)."""
     if head.startswith(NCU_MAGIC):
         return "ncu-rep"
     if head[257:262] == b"ustar":
-        return None  # members of other kinds would be read as kernels
+        return None  # other members of the archive would be read as kernels
     lines = (line.strip() for line in head[: 1 << 16].split(b"\n"))
     line = next((line for line in lines if line and not line.startswith(b"==")), b"")
     if b'"Kernel Name"' in line and b'"ID"' in line:
         return "ncu-csv"
     line = line.removeprefix(b"\xef\xbb\xbf").replace(b'"', b"")
-    named = b"KernelName" in line or b"Kernel_Name" in line
-    numbered = line.partition(b",")[0] in (b"Index", b"Dispatch_ID")
-    counted = b"Kernel_Name" in line and b"Counter_Name" in line and b"Counter_Value" in line
-    return "rocprof-csv" if (named and numbered) or counted else None
+    has_kernel_name = b"KernelName" in line or b"Kernel_Name" in line
+    has_index = line.partition(b",")[0] in (b"Index", b"Dispatch_ID")
+    has_counters = b"Kernel_Name" in line and b"Counter_Name" in line and b"Counter_Value" in line
+    return "rocprof-csv" if (has_kernel_name and has_index) or has_counters else None
 
 
 def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
@@ -42,7 +42,7 @@ def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
     from advisor.core.trace import blank_trace
     from advisor.read.nvtx import framework_of
 
-    names = pl.Series([each.signature or each.name for each in profiles.kernels], dtype=pl.String)
+    names = pl.Series([k.signature or k.name for k in profiles.kernels], dtype=pl.String)
     framework = framework_of(names, [])
     return blank_trace(
         profiles.path,
@@ -74,7 +74,8 @@ class KernelProfilerReader(_ProfileReader):
     shared_suffixes = (".csv",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise a report by the container's magic, or the columns of the first line."""
+        """Recognise a report by the magic bytes of the container, or the columns of the first
+        line."""
         return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
@@ -97,8 +98,8 @@ class RocprofComputeReader(_ProfileReader):
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise a database by its tables."""
-        known = {_TABLE, f"TABLE {_KERNELS} ("} & table_names(head, path)
-        return ReaderClaim.SURE if known else ReaderClaim.NO
+        known_tables = {_COMPUTE_TABLE, f"TABLE {_KERNEL_TABLE} ("} & table_names(head, path)
+        return ReaderClaim.SURE if known_tables else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         from advisor.read.formats.kernel_profiles.reports import (
@@ -107,5 +108,7 @@ class RocprofComputeReader(_ProfileReader):
         )
 
         with open_database(source, options) as database:
-            read = read_rocprof_kernels if database.has_table(_KERNELS) else read_rocprof_compute
+            read = (
+                read_rocprof_kernels if database.has_table(_KERNEL_TABLE) else read_rocprof_compute
+            )
             return trace_of(read(database, source.path), source.bytes_read)

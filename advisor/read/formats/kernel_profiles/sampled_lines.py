@@ -1,8 +1,8 @@
 """Source lines at which Nsight Compute sampled a kernel's warps.
 
-A report holds the module of each kernel (an ELF file). Compiled with ``-lineinfo`` that has a table
-of lines for each function: ``.debug_line`` in DWARF 2 to 4, whose addresses ``.rel.debug_line``
-ties to ``.text.<function>``. Samples are counted by absolute address."""
+A report holds the module of each kernel (an ELF file). If it was compiled with ``-lineinfo``, it
+has a line table for each function: ``.debug_line`` in DWARF 2 to 4, whose addresses
+``.rel.debug_line`` maps to ``.text.<function>``. Samples are counted by absolute address."""
 
 import struct
 from bisect import bisect_right
@@ -15,19 +15,19 @@ from advisor.core.kernel_profile import SampledLine
 from advisor.read.protobuf import MalformedMessage, varint
 
 MAX_LINES = 12
-"""Most lines of a kernel, those with the most samples."""
+"""Maximum number of lines per kernel; those with the most samples are kept."""
 MAX_ROWS = 1 << 20
-"""Most rows of one module's line tables."""
+"""Maximum number of rows in the line tables of a module."""
 MAX_NAME = 8_192
-"""Longest name of a section, bytes: it has a mangled function's name."""
-_RELOCATION = struct.Struct("<QQ")
+"""Maximum length of a section's name, bytes. It contains the mangled name of a function."""
+_RELOCATION_ENTRY = struct.Struct("<QQ")
 SYMBOL = struct.Struct("<IBBHQQ")
 """Layout of a ``.symtab`` entry: name, kind, visibility, section, address, size."""
-_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 
 
 class LineRow(NamedTuple):
-    """Row of a line table: instructions from this address of a function are of this line."""
+    """Row of a line table: the instructions of a function from this address on are of this line."""
 
     address: int
     file: str
@@ -40,30 +40,31 @@ def sampled_lines(
     samples: Mapping[int, int],
     stalls: Mapping[int, Mapping[str, int]],
 ) -> tuple[SampledLine, ...]:
-    """Return a function's lines with the most samples. ``rows``: its line table; ``first``: address
-    of its first instruction; ``samples``: counts by address; ``stalls``: the same by reason."""
-    begins = [row.address for row in rows]
-    found: Counter[tuple[str, int]] = Counter()
+    """Return the lines of a function with the most samples. ``rows``: its line table. ``first``:
+    address of its first instruction. ``samples``: counts by address. ``stalls``: counts by address
+    and reason."""
+    start_addresses = [row.address for row in rows]
+    counts: Counter[tuple[str, int]] = Counter()
     reasons: dict[tuple[str, int], Counter[str]] = {}
     for address, count in samples.items():
-        at = bisect_right(begins, address - first) - 1
-        if at < 0 or not rows[at].line or count <= 0:
+        row_index = bisect_right(start_addresses, address - first) - 1
+        if row_index < 0 or not rows[row_index].line or count <= 0:
             continue
-        place = rows[at].file, rows[at].line
-        found[place] += count
-        reasons.setdefault(place, Counter()).update(stalls.get(address, {}))
+        source_line = rows[row_index].file, rows[row_index].line
+        counts[source_line] += count
+        reasons.setdefault(source_line, Counter()).update(stalls.get(address, {}))
     return tuple(
         SampledLine(file, line, count, max(reasons[file, line], key=reasons[file, line].__getitem__)
                     if reasons[file, line] else "")
-        for (file, line), count in found.most_common(MAX_LINES)
+        for (file, line), count in counts.most_common(MAX_LINES)
     )  # fmt: skip
 
 
 def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
-    """Return the line table of each function, in order of addresses. Empty: no lines, or an unknown
-    layout."""
+    """Return the line table of each function, in order of addresses. Empty if there are no lines or
+    the layout is unknown."""
     try:
-        return _tables(elf)
+        return _read_line_tables(elf)
     except (
         struct.error,
         IndexError,
@@ -75,7 +76,7 @@ def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
         return {}
 
 
-def _tables(elf: bytes) -> dict[str, list[LineRow]]:
+def _read_line_tables(elf: bytes) -> dict[str, list[LineRow]]:
     sections = list(sections_of(elf))
     bodies: dict[str, bytes] = {}
     for name, start, size in sections:
@@ -84,15 +85,15 @@ def _tables(elf: bytes) -> dict[str, list[LineRow]]:
     if len(bodies) < 3:
         return {}
     function_at = {}
-    for where, info in _RELOCATION.iter_unpack(bodies[".rel.debug_line"]):
-        of = SYMBOL.unpack_from(bodies[".symtab"], (info >> 32) * SYMBOL.size)[3]
-        function_at[where] = sections[of][0].removeprefix(".text.")
+    for offset, info in _RELOCATION_ENTRY.iter_unpack(bodies[".rel.debug_line"]):
+        section_index = SYMBOL.unpack_from(bodies[".symtab"], (info >> 32) * SYMBOL.size)[3]
+        function_at[offset] = sections[section_index][0].removeprefix(".text.")
     result: dict[str, list[LineRow]] = {}
-    left = MAX_ROWS
-    for function, row in _programs(bodies[".debug_line"], function_at):
+    rows_left = MAX_ROWS
+    for function, row in _iterate_programs(bodies[".debug_line"], function_at):
         result.setdefault(function, []).append(row)
-        left -= 1
-        if not left:
+        rows_left -= 1
+        if not rows_left:
             break
     return {
         function: sorted(rows, key=lambda row: row.address) for function, rows in result.items()
@@ -100,30 +101,32 @@ def _tables(elf: bytes) -> dict[str, list[LineRow]]:
 
 
 def sections_of(elf: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield name, start and size of each section of an ELF file. Raises struct.error, IndexError or
-    ValueError if it is damaged."""
-    (at,) = struct.unpack_from("<Q", elf, 0x28)
-    size, count, texts = struct.unpack_from("<HHH", elf, 0x3A)
-    heads = [_SECTION.unpack_from(elf, at + n * size) for n in range(count)]
-    start = heads[texts][4]
-    for head in heads:
-        end = elf.index(b"\0", start + head[0], start + head[0] + MAX_NAME)
-        yield elf[start + head[0] : end].decode(), head[4], head[5]
+    """Yield the name, start and size of each section of an ELF file. Raises struct.error,
+    IndexError or ValueError if it is damaged."""
+    (table_offset,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [_SECTION_HEADER.unpack_from(elf, table_offset + n * size) for n in range(count)]
+    start = headers[names_index][4]
+    for header in headers:
+        end = elf.index(b"\0", start + header[0], start + header[0] + MAX_NAME)
+        yield elf[start + header[0] : end].decode(), header[4], header[5]
 
 
-def _programs(data: bytes, function_at: Mapping[int, str]) -> Iterator[tuple[str, LineRow]]:
-    at = 0
-    while at + 4 <= len(data):
-        (length,) = struct.unpack_from("<I", data, at)
-        end = at + 4 + length
-        version, header = struct.unpack_from("<HI", data, at + 4)
+def _iterate_programs(data: bytes, function_at: Mapping[int, str]) -> Iterator[tuple[str, LineRow]]:
+    offset = 0
+    while offset + 4 <= len(data):
+        (length,) = struct.unpack_from("<I", data, offset)
+        end = offset + 4 + length
+        version, header = struct.unpack_from("<HI", data, offset + 4)
         if end > len(data) or not 2 <= version <= 4:
             raise ValueError(version)
-        yield from _Program(data, at + 10, version).rows(at + 10 + header, end, function_at)
-        at = end
+        yield from _LineProgram(data, offset + 10, version).rows(
+            offset + 10 + header, end, function_at
+        )
+        offset = end
 
 
-class _Program:
+class _LineProgram:
     """Interpreter of one line-number program (DWARF 4, section 6.2)."""
 
     def __init__(self, data: bytes, at: int, version: int) -> None:

@@ -1,6 +1,6 @@
-"""Decoding of one piece of JSON, damaged or not, to typed events and then plain columns.
+"""Decoding of one piece of JSON, damaged or not, to typed events and then to plain columns.
 
-Runs in the decoding processes: needs only msgspec and numpy."""
+It runs in the decoding processes and needs only msgspec and numpy."""
 
 import os
 import re
@@ -20,29 +20,29 @@ from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.trace_events import EventArgs, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
-"""Decoder of a piece of JSON to a list of events: the bulk of the work."""
-_event = msgspec.json.Decoder(TraceEvent)
+"""Decoder of a piece of JSON to a list of events. This is most of the work."""
+_event_decoder = msgspec.json.Decoder(TraceEvent)
 
-# Profilers of early 2024 wrote Unix time in microseconds with decimals: more digits than a float
-# holds (it would round to 0.25 us). The leading digits are cut off before decoding.
+# Profilers of early 2024 wrote Unix time in microseconds with decimals. A float cannot hold so many
+# digits (it rounds to 0.25 us), so the leading digits are cut off before decoding.
 _LONG_TIME = re.compile(rb'"ts"\s*:\s*(\d{4})\d{12}\.\d')
-_LOOK = 1 << 16
-_CUT_TO = 10**12
+_SEARCHED_BYTES = 1 << 16
+_CUT_UNIT_US = 10**12
 
 
 def decode_piece(piece: bytes) -> Piece:
-    """Decode a JSON list of events into columns. Never raises for bad content."""
+    """Decode a JSON list of events into columns. Never raises for invalid content."""
     epoch = 0
-    if match := _LONG_TIME.search(piece, 0, _LOOK):
+    if match := _LONG_TIME.search(piece, 0, _SEARCHED_BYTES):
         digits = match.group(1)
-        epoch = int(digits) * _CUT_TO - _CUT_TO
+        epoch = int(digits) * _CUT_UNIT_US - _CUT_UNIT_US
         piece = re.sub(rb'("ts"\s*:\s*)' + digits + rb"(\d{12}\.\d)", rb"\g<1>1\2", piece)
-    events, unsound, lenient = _events(piece)
+    events, unsound, lenient = _decode_events(piece)
     return build_columns(events, piece, unsound=unsound, lenient=lenient, epoch=epoch)
 
 
-def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
-    """Return the events, the number that could not be decoded, and the number decoded leniently."""
+def _decode_events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
+    """Return the events, the number of undecodable ones, and the number decoded leniently."""
     try:
         return event_list.decode(piece), 0, 0
     except DECODE_ERRORS:
@@ -57,12 +57,12 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
     texts, unsound = split_objects(piece[1:-1])
     for text in texts:
         try:
-            events.append(_event.decode(text))
+            events.append(_event_decoder.decode(text))
             continue
         except DECODE_ERRORS:
             pass
         try:
-            event = _coerce(msgspec.json.decode(text))
+            event = _coerce_event(msgspec.json.decode(text))
         except DECODE_ERRORS:
             event = None
         if event is None:
@@ -73,17 +73,17 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
     return events, unsound, lenient
 
 
-_fields = cache(msgspec.structs.fields)
-"""Fields of a struct, cached: finding them takes longer than decoding an event."""
+_cached_fields = cache(msgspec.structs.fields)
+"""Cached function for the fields of a struct. Finding them takes longer than decoding an event."""
 
 
-def _coerce(value: Any) -> TraceEvent | None:
-    """Return an event whose fields have unexpected types, with its usable fields; or ``None``."""
+def _coerce_event(value: Any) -> TraceEvent | None:
+    """Return an event with those of its fields that have usable types, or ``None``."""
     if not isinstance(value, dict):
         return None
     fields: dict[str, Any] = {
-        spec.name: _fitting(value[spec.encode_name], spec.name)
-        for spec in _fields(TraceEvent)
+        spec.name: _get_if_valid(value[spec.encode_name], spec.name)
+        for spec in _cached_fields(TraceEvent)
         if spec.encode_name in value and spec.name != "args"
     }
     fields = {name: item for name, item in fields.items() if item is not None}
@@ -93,19 +93,19 @@ def _coerce(value: Any) -> TraceEvent | None:
 
 
 def _coerce_args(value: dict[str, Any]) -> EventArgs:
-    given: dict[str, Any] = {}
-    for spec in _fields(EventArgs):
+    arguments: dict[str, Any] = {}
+    for spec in _cached_fields(EventArgs):
         if spec.encode_name not in value:
             continue
         item = value[spec.encode_name]
         if spec.type is Raw:
-            given[spec.name] = Raw(msgspec.json.encode(item))
-        elif (fitting := _fitting(item, spec.name)) is not None:
-            given[spec.name] = fitting
-    return EventArgs(**given)
+            arguments[spec.name] = Raw(msgspec.json.encode(item))
+        elif (valid_value := _get_if_valid(item, spec.name)) is not None:
+            arguments[spec.name] = valid_value
+    return EventArgs(**arguments)
 
 
-def _fitting(item: Any, name: str) -> str | int | float | None:
+def _get_if_valid(item: Any, name: str) -> str | int | float | None:
     if name in ("ph", "cat"):
         return item if isinstance(item, str) else None
     if isinstance(item, bool) or not isinstance(item, str | int | float):
@@ -118,60 +118,63 @@ def _fitting(item: Any, name: str) -> str | int | float | None:
 # -- several processes -----------------------------------------------------------------------------
 
 MAX_PIECES_AHEAD = 3
-"""Most pieces that wait for one worker."""
+"""Maximum number of pieces that wait for one worker."""
 
 
-def _enc(value: Any) -> Any:
+def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [value.dtype.str, np.ascontiguousarray(value).data]
     raise TypeError(type(value).__name__)
 
 
-def _dec(_kind: type, value: Any) -> Any:
+def _decode_array(_kind: type, value: Any) -> Any:
     dtype, data = value
     return np.frombuffer(data, dtype=np.dtype(dtype))
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc)
-_decoder = msgspec.msgpack.Decoder(Piece, dec_hook=_dec)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(Piece, dec_hook=_decode_array)
 
 
 def decode_in_worker(piece: bytes) -> bytes:
-    """Decode a piece in a worker; return its columns, encoded."""
+    """Decode a piece in a worker. Return its encoded columns."""
     import gc
 
-    gc.disable()  # the decoded structs hold no cycles; collecting them only costs time
+    gc.disable()  # the decoded structs have no cycles, so collection only costs time
     return _encoder.encode(decode_piece(piece))
 
 
 def decode_all(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
-    """Decode pieces in this process and up to ``processes - 1`` workers; yield results in order. A
-    worker that dies only makes it slower."""
+    """Decode pieces in this process and up to ``processes - 1`` workers. Yield results in order. A
+    worker that dies only makes decoding slower."""
     workers = processes - 1 if os.name == "posix" else 0
     if not workers:
         yield from map(decode_piece, pieces)
         return
     waiting: deque[tuple[bytes, Future[bytes] | Piece]] = deque()
-    lost = 0
+    dead_workers = 0
 
-    def decoded(piece: bytes, answer: Future[bytes] | Piece) -> Piece:
-        nonlocal lost
+    def decode_answer(piece: bytes, answer: Future[bytes] | Piece) -> Piece:
+        nonlocal dead_workers
         if isinstance(answer, Piece):
             return answer
         try:
             return _decoder.decode(answer.result())
         except (WorkerDied, msgspec.DecodeError):
-            lost += 1
+            dead_workers += 1
             return decode_piece(piece)
 
     with ProcessPool(workers, depth=MAX_PIECES_AHEAD) as pool:
         for piece in pieces:
-            busy = sum(isinstance(at, Future) and not at.done() for _, at in waiting)
-            if lost < workers and busy < workers * MAX_PIECES_AHEAD:
+            busy = sum(
+                isinstance(answer_or_future, Future) and not answer_or_future.done()
+                for _, answer_or_future in waiting
+            )
+            if dead_workers < workers and busy < workers * MAX_PIECES_AHEAD:
                 waiting.append((piece, pool.submit(decode_in_worker, piece)))
             else:
                 waiting.append((b"", decode_piece(piece)))
             while waiting and (not isinstance(waiting[0][1], Future) or waiting[0][1].done()):
-                yield decoded(*waiting.popleft())
+                yield decode_answer(*waiting.popleft())
         while waiting:
-            yield decoded(*waiting.popleft())
+            yield decode_answer(*waiting.popleft())

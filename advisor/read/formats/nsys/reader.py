@@ -15,14 +15,14 @@ from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, open_database, table_names
 
 REPORTS = (".nsys-rep", ".qdrep")
-_SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})
+_TABLE_NAMES = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})
 _EXPORT_SECONDS = 3600.0
 
 
 class NsysReader(Reader):
     """Reader of Nsight Systems' exports, 2020 to 2026 (``nsys export --type sqlite``), of any CUDA
-    program; and of its reports, if ``nsys`` is installed. Never reads what tells of the machine's
-    users and the process's environment."""
+    program, and of its reports if ``nsys`` is installed. It never reads tables about the machine's
+    users or the process's environment."""
 
     name = "nsys"
     description = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
@@ -35,14 +35,18 @@ class NsysReader(Reader):
     )
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise SQLite with Nsight Systems' tables; a report by its name, if it is no text."""
+        """Recognise SQLite with Nsight Systems' tables, or a report by its name if it is binary."""
         if head.startswith(MAGIC):
             names = table_names(head, path)
-            nvprof = "CUPTI_ACTIVITY_KIND" in names and not names & {"StringIds", "TARGET_INFO"}
-            return ReaderClaim.SURE if names & _SIGNS and not nvprof else ReaderClaim.NO
-        report = _is_report(path) and not head.lstrip()[:1].isascii()
-        binary = b"\0" in head[:4096]
-        return ReaderClaim.SURE if report or (_is_report(path) and binary) else ReaderClaim.NO
+            is_nvprof = "CUPTI_ACTIVITY_KIND" in names and not names & {"StringIds", "TARGET_INFO"}
+            return ReaderClaim.SURE if names & _TABLE_NAMES and not is_nvprof else ReaderClaim.NO
+        is_binary_report = _is_report(path) and not head.lstrip()[:1].isascii()
+        has_null_bytes = b"\0" in head[:4096]
+        return (
+            ReaderClaim.SURE
+            if is_binary_report or (_is_report(path) and has_null_bytes)
+            else ReaderClaim.NO
+        )
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         import polars as pl
@@ -52,7 +56,7 @@ class NsysReader(Reader):
         from advisor.read.nvtx import framework_of
 
         if not source.head().startswith(MAGIC):
-            return _exported(source, options)
+            return _export_and_read(source, options)
         with open_database(source, options) as db:
             tables = NsysTables(db)
             host, threads = tables.host()
@@ -84,7 +88,7 @@ class NsysReader(Reader):
             samples = tables.samples()
             rows = {"host": host, "device": device}
             del host, device
-        trace = build_trace(  # which lets go of the rows as soon as it has read them
+        trace = build_trace(  # it frees the rows as soon as it has read them
             meta,
             host=rows.pop("host"),
             device=rows.pop("device"),
@@ -98,7 +102,7 @@ class NsysReader(Reader):
 
 
 def _with_samples(trace: Trace, samples: pl.DataFrame, start_ns: int) -> Trace:
-    """Return the trace with samples of its threads, on its clock; ``start_ns``: Unix time of the
+    """Return the trace with samples of its threads on its clock. ``start_ns``: Unix time of the
     file's time 0."""
     import polars as pl
 
@@ -108,10 +112,10 @@ def _with_samples(trace: Trace, samples: pl.DataFrame, start_ns: int) -> Trace:
         thread=pl.int_range(pl.len(), dtype=pl.Int32),
     )
     origin = trace.meta.start_ns - start_ns
-    own = samples.with_columns(pl.col("process", "thread").cast(pl.String)).rename(
+    with_thread_ids = samples.with_columns(pl.col("process", "thread").cast(pl.String)).rename(
         {"process": "pid", "thread": "tid"}
     )
-    table = own.join(threads, on=["pid", "tid"]).select(
+    table = with_thread_ids.join(threads, on=["pid", "tid"]).select(
         "thread", pl.col("ts", "end") - origin, "name"
     )
     if table.is_empty():
@@ -120,17 +124,17 @@ def _with_samples(trace: Trace, samples: pl.DataFrame, start_ns: int) -> Trace:
 
 
 def _is_report(path: str) -> bool:
-    return str(path).lower().endswith(REPORTS)  # a Path where read_trace was given one
+    return str(path).lower().endswith(REPORTS)  # read_trace may have been given a Path
 
 
-def _exported(source: ByteSource, options: ReadOptions) -> Trace:
+def _export_and_read(source: ByteSource, options: ReadOptions) -> Trace:
     """Export a report to a temporary folder and read it. Raises AdvisorError without ``nsys``."""
     command = shutil.which("nsys")
-    shown = Path(source.path).name
+    file_name = Path(source.path).name
     if command is None:
         raise AdvisorError(
             f"{source.path}: a report of Nsight Systems, and nsys is not installed here; where it "
-            f"is, run: nsys export --type sqlite {shown}   and give the .sqlite file"
+            f"is, run: nsys export --type sqlite {file_name}   and give the .sqlite file"
         )
     with scratch_folder() as folder:
         report = Path(source.path)
@@ -143,16 +147,19 @@ def _exported(source: ByteSource, options: ReadOptions) -> Trace:
         arguments = [command, "export", "--type", "sqlite", "--force-overwrite", "true"]
         arguments += ["--output", str(target), str(report.absolute())]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 arguments, capture_output=True, timeout=_EXPORT_SECONDS, check=False, cwd=folder,
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             raise AdvisorError(f"{source.path}: nsys export failed ({error})") from None
-        if done.returncode or not target.is_file():
-            said = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")
-            why = next((line.strip() for line in said if line.strip()), f"exit {done.returncode}")
-            raise AdvisorError(f"{source.path}: nsys export failed ({why[:200]})")
+        if process.returncode or not target.is_file():
+            output_lines = (process.stderr or process.stdout).decode("utf-8", "replace").split("\n")
+            reason = next(
+                (line.strip() for line in output_lines if line.strip()),
+                f"exit {process.returncode}",
+            )
+            raise AdvisorError(f"{source.path}: nsys export failed ({reason[:200]})")
         inner = ByteSource(str(target), limit=source.limit)
         trace = NsysReader().read(inner, options)
     return replace(trace, meta=replace(trace.meta, path=source.path))

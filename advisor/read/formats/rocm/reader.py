@@ -7,11 +7,11 @@ from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool, memory_b
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, Database, open_database, table_names
 
-MARK = b'"rocprofiler-sdk-tool"'
-MAX_JSON = 4 << 30
-"""Largest JSON file, bytes: all of it is in memory at once."""
-JSON_MEMORY = 8
-"""Memory per byte of such a file, bytes."""
+TOOL_KEY = b'"rocprofiler-sdk-tool"'
+MAX_JSON_BYTES = 4 << 30
+"""Maximum size of a JSON file, bytes. All of it is in memory at once."""
+MEMORY_PER_JSON_BYTE = 8
+"""Memory in bytes per byte of a JSON file."""
 
 
 _ROCTX = ("a ROCTX range around each iteration", "ROCTX ranges around the host's work")
@@ -27,7 +27,7 @@ class RpdReader(Reader):
     tool = Tool("runTracer.sh", *_ROCTX)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise SQLite with tables of RPD, or of rocprofv3, which have similar names."""
+        """Recognise SQLite with tables of RPD, or of rocprofv3 with similar names."""
         return _claim(head, path, split=False)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
@@ -36,11 +36,11 @@ class RpdReader(Reader):
 
         with open_database(source, options) as db:
             if not db.has_table("rocpd_api") and not db.has_table("rocpd_op"):
-                return _rocpd(source, db)
+                return _read_rocpd(source, db)
             rpd = Rpd(db)
             host, device = [rpd.host()], [rpd.device()]
             counters = rpd.counters()
-            meta = _meta(source, db)
+            meta = _build_meta(source, db)
         return trace_of(meta, host, device, rpd.inputs, [], counters)
 
 
@@ -58,7 +58,7 @@ class RocpdReader(Reader):
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         with open_database(source, options) as db:
-            return _rocpd(source, db)
+            return _read_rocpd(source, db)
 
 
 class RocprofJsonReader(Reader):
@@ -70,20 +70,20 @@ class RocprofJsonReader(Reader):
     tool = _ROCPROF
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise JSON whose first key is the tool's."""
-        return ReaderClaim.SURE if MARK in head[:4096] else ReaderClaim.NO
+        """Recognise JSON whose first key is that of the tool."""
+        return ReaderClaim.SURE if TOOL_KEY in head[:4096] else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Read the whole file at once. Raises AdvisorError if memory does not suffice."""
         from advisor.read.formats.rocm.device_rows import trace_of
         from advisor.read.formats.rocm.rocprof_json import Rows, decode_document
 
-        most = min(MAX_JSON, memory_budget() // JSON_MEMORY)
+        max_bytes = min(MAX_JSON_BYTES, memory_budget() // MEMORY_PER_JSON_BYTE)
         advice = (
-            f"more than {most / 1e9:.1f} GB of JSON, for which there is no memory; record with "
-            "--output-format rocpd"
+            f"more than {max_bytes / 1e9:.1f} GB of JSON, for which there is no memory; record "
+            "with --output-format rocpd"
         )
-        processes, left = decode_document(source.read_all(most, advice), source.path)
+        processes, left_out = decode_document(source.read_all(max_bytes, advice), source.path)
         rows = Rows(processes)
         meta = TraceMeta(
             path=source.path,
@@ -91,7 +91,7 @@ class RocprofJsonReader(Reader):
             bytes_read=source.bytes_read,
             truncated=source.truncated,
             damage=source.damage,
-            events_dropped={"values of another type": left} if left else {},
+            events_dropped={"values of another type": left_out} if left_out else {},
         )
         return trace_of(meta, rows.host, rows.device, rows.inputs, rows.programs)
 
@@ -102,17 +102,17 @@ def _claim(head: bytes, path: str, *, split: bool) -> ReaderClaim:
     return ReaderClaim.SURE if (b"rocpd_string_" in head) == split else ReaderClaim.PERHAPS
 
 
-def _rocpd(source: ByteSource, db: Database) -> Trace:
+def _read_rocpd(source: ByteSource, db: Database) -> Trace:
     from advisor.read.formats.rocm.databases import Rocpd
     from advisor.read.formats.rocm.device_rows import trace_of
 
     tables = Rocpd(db)
     host, device = tables.rows()
-    meta = replace(_meta(source, db), devices=tables.devices)
+    meta = replace(_build_meta(source, db), devices=tables.devices)
     return trace_of(meta, host, device, tables.inputs, tables.programs)
 
 
-def _meta(source: ByteSource, db: Database) -> TraceMeta:
+def _build_meta(source: ByteSource, db: Database) -> TraceMeta:
     return TraceMeta(
         path=source.path,
         bytes_read=source.bytes_read,

@@ -1,4 +1,4 @@
-"""Reader of rocprofv3's JSON (``--output-format json``): typed shapes and rows of a trace."""
+"""Reader of rocprofv3's JSON (``--output-format json``): types of its parts, and a trace's rows."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args, get_origin
@@ -12,8 +12,8 @@ from advisor.core.trace import Device
 from advisor.read.formats.rocm.device_rows import build_device, copy_direction
 from advisor.read.nvtx import number_inputs, parse_ranges
 
-_CORRELATIONS = 40
-_GPU = 2  # rocprofiler_agent_type_t
+_CORRELATION_BITS = 40
+_GPU_AGENT = 2  # rocprofiler_agent_type_t
 
 
 class Handle(Struct, frozen=True, gc=False):
@@ -118,8 +118,8 @@ class RocprofDocument(Struct):
 
 
 def decode_document(data: bytes, path: str) -> tuple[list[Process], int]:
-    """Return the processes of a file, and the number of parts left out because of values of other
-    types. Raises AdvisorError if it is no complete JSON, or of another layout."""
+    """Return the processes of a file, and the number of parts left out because values have other
+    types. Raises AdvisorError if it is not complete JSON, or has another layout."""
     try:
         return msgspec.json.decode(data, type=RocprofDocument, strict=False).processes, 0
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -127,51 +127,53 @@ def decode_document(data: bytes, path: str) -> tuple[list[Process], int]:
     try:
         result = msgspec.json.decode(data)["rocprofiler-sdk-tool"]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
-        why = (str(error).splitlines() or ["no text"])[0][:150]
+        reason = (str(error).splitlines() or ["no text"])[0][:150]
         raise AdvisorError(
-            f"{path}: a damaged file of rocprofv3 ({why}); copy or record it again"
+            f"{path}: a damaged file of rocprofv3 ({reason}); copy or record it again"
         ) from None
-    left: list[str] = []
+    left_out: list[str] = []
     result = result if isinstance(result, list) else []
-    processes = [_sound(item, Process, left) for item in result if isinstance(item, dict)]
-    return processes, len(left)
+    processes = [
+        _convert_leniently(item, Process, left_out) for item in result if isinstance(item, dict)
+    ]
+    return processes, len(left_out)
 
 
 _S = TypeVar("_S")
 
 
-def _sound(value: object, kind: type[_S], left: list[str]) -> _S:
-    """Convert a value to a type, with the parts that fit; lists are kept item by item."""
+def _convert_leniently(value: object, kind: type[_S], left_out: list[str]) -> _S:
+    """Convert a value to a type, keeping the parts that fit. Lists are kept item by item."""
     parts: dict[str, object] = {}
     if isinstance(value, dict):
-        for each in msgspec.structs.fields(kind):  # type: ignore[arg-type]
-            name, inner = each.name, each.type
+        for struct_field in msgspec.structs.fields(kind):  # type: ignore[arg-type]
+            name, field_type = struct_field.name, struct_field.type
             if name not in value:
                 continue
-            if get_origin(inner) is list:
-                item = get_args(inner)[0]
-                given = value[name] if isinstance(value[name], list) else []
+            if get_origin(field_type) is list:
+                item_type = get_args(field_type)[0]
+                items = value[name] if isinstance(value[name], list) else []
                 parts[name] = [
                     entry
-                    for entry in (_fitting(part, item, left) for part in given)
+                    for entry in (_convert_or_count(part, item_type, left_out) for part in items)
                     if entry is not None
                 ]
                 if not isinstance(value[name], list):
-                    left.append(name)
-            elif isinstance(inner, type) and issubclass(inner, Struct):
-                parts[name] = _sound(value[name], inner, left)
+                    left_out.append(name)
+            elif isinstance(field_type, type) and issubclass(field_type, Struct):
+                parts[name] = _convert_leniently(value[name], field_type, left_out)
             else:
-                fitting = _fitting(value[name], inner, left)
-                if fitting is not None:
-                    parts[name] = fitting
+                converted = _convert_or_count(value[name], field_type, left_out)
+                if converted is not None:
+                    parts[name] = converted
     return kind(**parts)
 
 
-def _fitting(value: object, kind: Any, left: list[str]) -> Any:
+def _convert_or_count(value: object, kind: Any, left_out: list[str]) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except (msgspec.MsgspecError, RecursionError, OverflowError):
-        left.append(str(kind))
+        left_out.append(str(kind))
         return None
 
 
@@ -183,17 +185,20 @@ class Rows:
         self.device: list[pl.DataFrame] = []
         self.inputs: pl.DataFrame | None = None
         self._devices: dict[int, Device] = {}
-        self.programs = [each.metadata.command[0] for each in processes if each.metadata.command]
+        self.programs = [p.metadata.command[0] for p in processes if p.metadata.command]
         marks = []
-        for place, process in enumerate(processes):
-            first = place << _CORRELATIONS
-            agents = self._agents(process)
+        for index, process in enumerate(processes):
+            first_correlation = index << _CORRELATION_BITS
+            agents = self._read_gpu_agents(process)
             self.host += [
-                _calls(process, process.buffer_records.hip_api, first),
-                _calls(process, process.buffer_records.rccl_api, first),
+                _build_calls(process, process.buffer_records.hip_api, first_correlation),
+                _build_calls(process, process.buffer_records.rccl_api, first_correlation),
             ]
-            marks.append(_markers(process))
-            self.device += [_kernels(process, agents, first), _copies(process, agents, first)]
+            marks.append(_build_markers(process))
+            self.device += [
+                _build_kernels(process, agents, first_correlation),
+                _build_copies(process, agents, first_correlation),
+            ]
         marks = [part for part in marks if part.height]
         if marks:
             rows = pl.concat(marks)
@@ -204,20 +209,20 @@ class Rows:
     def devices(self) -> tuple[Device, ...]:
         return tuple(self._devices.values())
 
-    def _agents(self, process: Process) -> dict[int, int]:
-        """Return the GPU's number, as HIP counts them, by the handle of its agent."""
+    def _read_gpu_agents(self, process: Process) -> dict[int, int]:
+        """Return the GPU number, as counted by HIP, by the handle of its agent."""
         result: dict[int, int] = {}
-        gpus = [agent for agent in process.agents if agent.type == _GPU]
-        for place, agent in enumerate(sorted(gpus, key=lambda item: item.node_id)):
+        gpus = [agent for agent in process.agents if agent.type == _GPU_AGENT]
+        for index, agent in enumerate(sorted(gpus, key=lambda item: item.node_id)):
             number = agent.logical_node_type_id
-            number = number if 0 <= number < 1 << 31 else place
+            number = number if 0 <= number < 1 << 31 else index
             result[agent.id.handle] = number
             self._devices[number] = build_device(number, msgspec.structs.asdict(agent))
         return result
 
 
-def _times(records: list[RocprofRecord], first: int) -> dict[str, pl.Series]:
-    start, end, number = (
+def _time_columns(records: list[RocprofRecord], first_correlation: int) -> dict[str, pl.Series]:
+    start, end, correlation = (
         pl.Series(values, dtype=pl.Int64, strict=False)
         for values in (
             [record.start_timestamp for record in records],
@@ -225,22 +230,22 @@ def _times(records: list[RocprofRecord], first: int) -> dict[str, pl.Series]:
             [record.correlation_id.internal for record in records],
         )
     )
-    own = number.is_between(1, (1 << _CORRELATIONS) - 1).fill_null(False)
+    is_valid = correlation.is_between(1, (1 << _CORRELATION_BITS) - 1).fill_null(False)
     return {
         "ts": start.set((start < 0).fill_null(False), None),
         "dur": end - start,
-        "correlation": (number + first).set(~own, None),
+        "correlation": (correlation + first_correlation).set(~is_valid, None),
     }
 
 
-def _threads(process: Process, records: list[RocprofRecord]) -> dict[str, object]:
+def _thread_columns(process: Process, records: list[RocprofRecord]) -> dict[str, object]:
     return {
         "process": pl.Series([str(process.metadata.pid)] * len(records), dtype=pl.String),
         "thread": pl.Series([str(record.thread_id) for record in records], dtype=pl.String),
     }
 
 
-def _operation(process: Process, item: RocprofRecord) -> str:
+def _operation_name(process: Process, item: RocprofRecord) -> str:
     kinds = process.strings.buffer_records
     if not 0 <= item.kind < len(kinds) or not 0 <= item.operation < len(
         kinds[item.kind].operations
@@ -249,18 +254,22 @@ def _operation(process: Process, item: RocprofRecord) -> str:
     return kinds[item.kind].operations[item.operation]
 
 
-def _calls(process: Process, records: list[RocprofRecord], first: int) -> pl.DataFrame:
-    # one by one: these are objects, and a column of them is made in one pass
+def _build_calls(
+    process: Process, records: list[RocprofRecord], first_correlation: int
+) -> pl.DataFrame:
+    # one by one, because the records are objects
     return pl.DataFrame(
         {
-            **_times(records, first),
-            **_threads(process, records),
-            "name": pl.Series([_operation(process, record) for record in records], dtype=pl.String),
+            **_time_columns(records, first_correlation),
+            **_thread_columns(process, records),
+            "name": pl.Series(
+                [_operation_name(process, record) for record in records], dtype=pl.String
+            ),
         }
     ).with_columns(kind=pl.lit("runtime"))
 
 
-def _markers(process: Process) -> pl.DataFrame:
+def _build_markers(process: Process) -> pl.DataFrame:
     texts = {item.key: item.value for item in process.strings.marker_api}
     records = [
         item
@@ -269,8 +278,8 @@ def _markers(process: Process) -> pl.DataFrame:
     ]
     frame = pl.DataFrame(
         {
-            **_times(records, 0),
-            **_threads(process, records),
+            **_time_columns(records, 0),
+            **_thread_columns(process, records),
             "text": pl.Series(
                 [texts.get(record.correlation_id.internal, "range") for record in records],
                 dtype=pl.String,
@@ -280,11 +289,13 @@ def _markers(process: Process) -> pl.DataFrame:
     return frame.drop("correlation")
 
 
-def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFrame:
+def _build_kernels(
+    process: Process, agents: dict[int, int], first_correlation: int
+) -> pl.DataFrame:
     records = process.buffer_records.kernel_dispatch
     symbols = {kernel_symbol.kernel_id: kernel_symbol for kernel_symbol in process.kernel_symbols}
-    known = [symbols.get(record.dispatch_info.kernel_id, Symbol()) for record in records]
-    names = [item.formatted_kernel_name or item.kernel_name or "kernel" for item in known]
+    record_symbols = [symbols.get(record.dispatch_info.kernel_id, Symbol()) for record in records]
+    names = [item.formatted_kernel_name or item.kernel_name or "kernel" for item in record_symbols]
     groups: list[int | None] = []
     blocks: list[int | None] = []
     for record in records:
@@ -294,12 +305,12 @@ def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFra
         blocks.append(grid.x * grid.y * grid.z // size if size > 0 else None)
     frame = pl.DataFrame(
         {
-            **_times(records, first),
+            **_time_columns(records, first_correlation),
             "name": pl.Series(names, dtype=pl.String),
-            "device": _whole(
+            "device": _to_integers(
                 [agents.get(record.dispatch_info.agent_id.handle, 0) for record in records]
             ),
-            "stream": _whole(
+            "stream": _to_integers(
                 [
                     record.stream_id.handle
                     if record.stream_id.handle >= 0
@@ -307,17 +318,17 @@ def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFra
                     for record in records
                 ]
             ),
-            "threads": _whole(groups),
-            "blocks": _whole(blocks),
-            "shared": _whole([record.dispatch_info.group_segment_size for record in records]),
-            "registers": _whole([item.arch_vgpr_count or None for item in known]),
+            "threads": _to_integers(groups),
+            "blocks": _to_integers(blocks),
+            "shared": _to_integers([record.dispatch_info.group_segment_size for record in records]),
+            "registers": _to_integers([item.arch_vgpr_count or None for item in record_symbols]),
         }
     )
     fill = pl.col("name").str.contains(r"^__amd_rocclr_fillBuffer")
     return frame.with_columns(kind=pl.when(fill).then(pl.lit("memset")).otherwise(pl.lit("kernel")))
 
 
-def _copies(process: Process, agents: dict[int, int], first: int) -> pl.DataFrame:
+def _build_copies(process: Process, agents: dict[int, int], first_correlation: int) -> pl.DataFrame:
     records = process.buffer_records.memory_copy
     device = [
         agents.get(record.dst_agent_id.handle, agents.get(record.src_agent_id.handle, 0))
@@ -325,20 +336,22 @@ def _copies(process: Process, agents: dict[int, int], first: int) -> pl.DataFram
     ]
     frame = pl.DataFrame(
         {
-            **_times(records, first),
-            "name": pl.Series([_operation(process, record) for record in records], dtype=pl.String),
-            "device": _whole(device),
-            "stream": _whole([max(0, record.stream_id.handle) for record in records]),
-            "bytes": _whole([record.bytes or None for record in records]),
+            **_time_columns(records, first_correlation),
+            "name": pl.Series(
+                [_operation_name(process, record) for record in records], dtype=pl.String
+            ),
+            "device": _to_integers(device),
+            "stream": _to_integers([max(0, record.stream_id.handle) for record in records]),
+            "bytes": _to_integers([record.bytes or None for record in records]),
         }
     )
-    timed = (pl.col("bytes") > 0) & (pl.col("dur") > 0)
+    has_rate = (pl.col("bytes") > 0) & (pl.col("dur") > 0)
     return frame.with_columns(
         kind=pl.lit("memcpy"),
         copy=copy_direction(frame["name"]),
-        gbps=pl.when(timed).then(pl.col("bytes") / pl.col("dur")),
+        gbps=pl.when(has_rate).then(pl.col("bytes") / pl.col("dur")),
     )
 
 
-def _whole(values: Sequence[int | None]) -> pl.Series:
+def _to_integers(values: Sequence[int | None]) -> pl.Series:
     return pl.Series(values, dtype=pl.Int64, strict=False)

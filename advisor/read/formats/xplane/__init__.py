@@ -1,1 +1,1 @@
-"""Reader of XPlane files, and of what TensorFlow, JAX and PyTorch/XLA write in them."""
+"""Reader of XPlane files, and of the events of TensorFlow, JAX and PyTorch/XLA in them."""

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from advisor.read.formats.xplane.xspace import Events, Plane, XLine, XSpace
 
 MAX_BYTES = 2 << 30
-"""Largest file, bytes: no message of Protocol Buffers is longer."""
+"""Maximum size of a file, bytes. Messages of Protocol Buffers are not longer."""
 
-_GPU = re.compile(r"^/device:GPU:(\d+)")
-_TPU = re.compile(r"^/device:TPU:|^#?Chip|^/device:CUSTOM:")
-_STREAM = re.compile(r"(?i)^stream\s*#?\s*(\d+)")
+_GPU_PLANE = re.compile(r"^/device:GPU:(\d+)")
+_TPU_PLANE = re.compile(r"^/device:TPU:|^#?Chip|^/device:CUSTOM:")
+_STREAM_LINE = re.compile(r"(?i)^stream\s*#?\s*(\d+)")
 _PLANE_NAME = re.compile(rb"^(?:/\w+(?::|$)|Task Environment$|#Chip)")
 _STATS = frozenset(
     """
@@ -38,8 +38,8 @@ _STATS = frozenset(
 )
 _ID_KEY, _NAME_KEY = 0x08, 0x12
 _PROCESS = "host"
-"""Name of the one process in a file. The host's name and address stay in the file."""
-_DETAIL = re.compile(r"(\w+):(\S+)")
+"""Name of the only process in a file. The host's name and address are not read."""
+_DETAIL_PAIR = re.compile(r"(\w+):(\S+)")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Space:
     """Number of events that could not be decoded."""
 
 
-_TOOLS = {
+_TOOL_OF_FRAMEWORK = {
     TENSORFLOW: Tool(
         "tf.profiler.experimental.start",
         "tf.profiler.experimental.Trace around each step",
@@ -84,14 +84,14 @@ class XPlaneReader(Reader):
     )
 
     def find_tool(self, framework: str | None) -> Tool | None:
-        return _TOOLS.get(framework or "", self.tool)
+        return _TOOL_OF_FRAMEWORK.get(framework or "", self.tool)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Recognise a message whose first field is a plane with a profiler's name for it."""
+        """Recognise a message whose first field is a plane with a name that profilers use."""
         return ReaderClaim.SURE if _begins_with_plane(head) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Read host threads, the devices' streams, and the numbers that join them."""
+        """Read host threads, streams of devices, and the correlation numbers that join them."""
         from advisor.read.formats.xplane.host_events import STATS
         from advisor.read.formats.xplane.xspace import XSpace
 
@@ -106,15 +106,17 @@ class XPlaneReader(Reader):
         size = len(data)
         data += bytes(PADDING)
         space = XSpace(data, size)
-        read = Space(
+        decoded = Space(
             planes=(
-                (plane, *space.read(plane, _STATS if _GPU.match(plane.name) else STATS))
+                (plane, *space.read(plane, _STATS if _GPU_PLANE.match(plane.name) else STATS))
                 for plane in space.planes
             ),
             truncated=space.truncated,
         )
-        trace = space_to_trace(read, source)
-        return replace(trace, meta=replace(trace.meta, events_dropped=_more(trace, space)))
+        trace = space_to_trace(decoded, source)
+        return replace(
+            trace, meta=replace(trace.meta, events_dropped=_add_space_counts(trace, space))
+        )
 
 
 def _begins_with_plane(head: bytes) -> bool:
@@ -145,44 +147,48 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
     hosts = host_events.XlaHost()
     devices: list[Device] = []
     device_rows: list[pl.DataFrame] = []
-    derived: list[pl.DataFrame] = []
+    derived_steps: list[pl.DataFrame] = []
     tpus: list[str] = []
     vendor = None
-    aside = 0
+    unused_planes = 0
     facts: dict[str, Any] = {}
     for plane, lines, events in space.planes:
-        gpu = _GPU.match(plane.name)
-        if gpu is not None:
-            number = min(int(gpu[1]), (1 << 31) - 1)
-            devices.append(_device(number, plane))
-            vendor = vendor or _vendor(plane)
-            # other lines are derived from the streams' events: modules, ops, scopes
-            result = [_STREAM.match(line.name) for line in lines]
-            streams = np.array([-1 if item is None else int(item[1][:15]) for item in result])
-            device_rows.append(_work(hosts, plane, events, number, streams))
-            derived.append(_derived_steps(plane, lines, events))
+        gpu_match = _GPU_PLANE.match(plane.name)
+        if gpu_match is not None:
+            device_number = min(int(gpu_match[1]), (1 << 31) - 1)
+            devices.append(_build_device(device_number, plane))
+            vendor = vendor or _find_vendor(plane)
+            # other lines are derived from the events of streams: modules, ops, scopes
+            stream_matches = [_STREAM_LINE.match(line.name) for line in lines]
+            streams = np.array(
+                [-1 if item is None else int(item[1][:15]) for item in stream_matches]
+            )
+            device_rows.append(_build_device_rows(hosts, plane, events, device_number, streams))
+            derived_steps.append(_derived_steps(plane, lines, events))
         elif plane.name.startswith("/host:") and plane.name != "/host:metadata":
             host_events.read_names(hosts, plane)
             host_events.add_plane(hosts, plane, lines, events, _PROCESS)
         elif plane.name == "Task Environment":
             facts = plane.stats
-        elif _TPU.match(plane.name):
+        elif _TPU_PLANE.match(plane.name):
             tpus.append(plane.name)
         else:
-            aside += bool(plane.spans)
+            unused_planes += bool(plane.spans)
     device = pl.concat(device_rows) if device_rows else None
     if tpus and (device is None or not device.height):
         raise AdvisorError(
             f"{path}: a profile of a TPU ({tpus[0][:60]}): TPUs are not read, only GPUs and hosts "
             "are; XProf shows it"
         )
-    steps, main = host_events.step_rows(hosts, _steps_of_busiest(device_rows, derived))
-    waits = host_events.wait_rows(hosts, main)
-    host = host_events.list_host_rows(hosts, steps, waits, main)
+    steps, main_thread = host_events.step_rows(
+        hosts, _choose_derived_steps(device_rows, derived_steps)
+    )
+    waits = host_events.wait_rows(hosts, main_thread)
+    host = host_events.list_host_rows(hosts, steps, waits, main_thread)
     if device is not None and device.height:
-        host = _with_ops(host, device)
+        host = _add_xla_ops(host, device)
     memory = [frame for frame in hosts.memory if frame.height]
-    dropped = _dropped(space, aside + len(tpus))
+    dropped = _count_dropped(space, unused_planes + len(tpus))
     if not host.height and (device is None or not device.height):
         if space.truncated:
             raise AdvisorError(
@@ -198,7 +204,7 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
             framework=hosts.framework(),
             step_marks=hosts.step_marks,
             devices=tuple(devices),
-            start_ns=_start(facts, host, device),
+            start_ns=_file_start_ns(facts, host, device),
             vendor=vendor,
             events_dropped=dropped,
             truncated=source.truncated or space.truncated,
@@ -208,33 +214,38 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
         host=host if host.height else None,
         device=None if device is None else device.drop("hlo"),
         memory=pl.concat(memory) if memory else None,
-        thread_names=hosts.thread_names_by_id(main),
+        thread_names=hosts.thread_names_by_id(main_thread),
     )
 
 
 def _derived_steps(plane: Plane, lines: list[XLine], events: Events) -> pl.DataFrame:
     """Return the steps that the profiler derived for a device (line ``Steps``): ``number``, ``ts``,
     ``dur``."""
-    own = [index for index, line in enumerate(lines) if line.name == "Steps"]
-    rows = np.flatnonzero(np.isin(events.line, own) & (events.dur > 0))
+    step_lines = [index for index, line in enumerate(lines) if line.name == "Steps"]
+    rows = np.flatnonzero(np.isin(events.line, step_lines) & (events.dur > 0))
     names = [plane.names.get(code, "") for code in events.meta[rows].tolist()]
-    numbered = [name.isdecimal() and len(name) < 18 for name in names]
-    rows, names = rows[numbered], [name for name in names if name.isdecimal() and len(name) < 18]
+    is_numbered = [name.isdecimal() and len(name) < 18 for name in names]
+    rows, names = rows[is_numbered], [name for name in names if name.isdecimal() and len(name) < 18]
     return pl.DataFrame(
         {"number": list(map(int, names)), "ts": events.ts[rows], "dur": events.dur[rows]},
         schema={"number": pl.Int64, "ts": pl.Int64, "dur": pl.Int64},
     ).sort("ts")
 
 
-def _steps_of_busiest(work: list[pl.DataFrame], steps: list[pl.DataFrame]) -> pl.DataFrame | None:
-    """Return the derived steps of the device with most work; ``None``: it has none."""
-    pairs = [(int(rows["dur"].sum()), own) for rows, own in zip(work, steps, strict=True)]
+def _choose_derived_steps(
+    work: list[pl.DataFrame], steps: list[pl.DataFrame]
+) -> pl.DataFrame | None:
+    """Return the derived steps of the device with the most work, or ``None`` if it has none."""
+    pairs = [
+        (int(rows["dur"].sum()), device_steps)
+        for rows, device_steps in zip(work, steps, strict=True)
+    ]
     best = max(pairs, key=lambda pair: pair[0], default=None)
     return best[1] if best is not None and best[1].height else None
 
 
-def _dropped(space: Space, others: int) -> dict[str, int]:
-    """Return the number of left-out items by reason."""
+def _count_dropped(space: Space, others: int) -> dict[str, int]:
+    """Return the number of dropped items by reason."""
     counts = {
         "not used: planes of other devices": others,
         "not decodable": space.undecodable_events,
@@ -242,8 +253,8 @@ def _dropped(space: Space, others: int) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
-def _more(trace: Trace, space: XSpace) -> dict[str, int]:
-    """Add what the decoder left out to the counts of dropped events."""
+def _add_space_counts(trace: Trace, space: XSpace) -> dict[str, int]:
+    """Add the decoder's counts of dropped events to the trace's counts."""
     counts = Counter(trace.meta.events_dropped)
     counts["without a name"] += space.nameless
     counts["not decodable"] += space.broken
@@ -251,89 +262,100 @@ def _more(trace: Trace, space: XSpace) -> dict[str, int]:
     return dict(+counts)
 
 
-def _start(facts: dict[str, Any], host: pl.DataFrame, device: pl.DataFrame | None) -> int:
-    """Return the Unix time of the file's 0, ns. Newer profilers count from their start and record
-    it; 0: times are absolute already, or it is unknown."""
+def _file_start_ns(facts: dict[str, Any], host: pl.DataFrame, device: pl.DataFrame | None) -> int:
+    """Return the Unix time of the file's time 0 in ns. Newer profilers count from their start and
+    record it. 0 if times are already absolute or the start is unknown."""
     start = facts.get("profile_start_time")
     frames = [frame["ts"] for frame in (host, device) if frame is not None and frame.height]
     first = min((int(column.min()) for column in frames), default=0)  # type: ignore[arg-type]
     return start if isinstance(start, int) and 0 <= first < 10**15 < start < 1 << 62 else 0
 
 
-def _device(number: int, plane: Plane) -> Device:
-    """Return a GPU from its plane's stats. Its model is not in the file; it is named if the
-    recorded compute capability, multiprocessors, memory and clock fit a single known one."""
+def _build_device(number: int, plane: Plane) -> Device:
+    """Return a GPU from its plane's stats. The model is not in the file. It is named if the
+    recorded compute capability, multiprocessors, memory and clock match exactly one known model."""
     stats = plane.stats
 
-    def whole(name: str) -> int | None:
+    def positive_integer(name: str) -> int | None:
         value = stats.get(name)
         return value if isinstance(value, int) and 0 < value < 1 << 53 else None
 
     major, minor = stats.get("compute_cap_major"), stats.get("compute_cap_minor")
     compute = (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
-    sms, memory, clock = whole("core_count"), whole("memory_size"), whole("clock_rate")
+    sms, memory, clock = (
+        positive_integer("core_count"),
+        positive_integer("memory_size"),
+        positive_integer("clock_rate"),
+    )
     details = stats.get("gpu_model") or stats.get("device_name")
     name = details if isinstance(details, str) else None
-    fitting = [
+    matching_gpus = [
         gpu
         for gpu in known_gpus()
         if gpu.compute == compute and gpu.sms == sms and memory is not None
         and 0.88 <= memory / gpu.memory_bytes <= 1.01
     ]  # fmt: skip
-    if len(fitting) > 1 and clock is not None:  # kHz
-        fitting = [
-            g for g in fitting if g.boost_mhz is not None and abs(clock / 1000 - g.boost_mhz) < 3
+    if len(matching_gpus) > 1 and clock is not None:  # kHz
+        matching_gpus = [
+            candidate
+            for candidate in matching_gpus
+            if candidate.boost_mhz is not None and abs(clock / 1000 - candidate.boost_mhz) < 3
         ]
-    if name is None and len(fitting) == 1:
-        name = fitting[0].names[0]
+    if name is None and len(matching_gpus) == 1:
+        name = matching_gpus[0].names[0]
     return Device(
         id=number,
         name=name,
         memory_bytes=memory,
         sms=sms,
         compute=compute,
-        max_threads_per_sm=fitting[0].max_threads_per_sm if len(fitting) == 1 else None,
+        max_threads_per_sm=matching_gpus[0].max_threads_per_sm if len(matching_gpus) == 1 else None,
     )
 
 
-def _vendor(plane: Plane) -> str | None:
+def _find_vendor(plane: Plane) -> str | None:
     details = str(plane.stats.get("device_vendor", "")).lower()
     if "amd" in details or "advanced micro" in details:
         return "amd"
-    # compute capability is NVIDIA's; AMD's planes have the vendor beside it
+    # compute capability is NVIDIA's; planes of AMD GPUs also have the vendor
     return "nvidia" if "nvidia" in details or "compute_cap_major" in plane.stats else None
 
 
-def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: Any) -> pl.DataFrame:
-    """Return the work of one device; ``streams``: the number of each line, -1: it is no stream."""
+def _build_device_rows(
+    hosts: XlaHost, plane: Plane, events: Events, device: int, streams: Any
+) -> pl.DataFrame:
+    """Return the work of one device. ``streams``: stream number of each line, or -1 for others."""
     if not len(events.ts):
         return pl.DataFrame(schema=_WORK_SCHEMA)
     stream = streams[events.line]
-    codes, which = np.unique(events.meta, return_inverse=True)
+    codes, code_index = np.unique(events.meta, return_inverse=True)
     names = [plane.names[code] for code in codes.tolist()]
-    kinds = np.array([GPU_KINDS.index(_kind(name)) for name in names], dtype=np.int8)[which]
-    for nth, kind in enumerate(GPU_KINDS):
-        kinds[events.has_stat(f"{kind}_details")] = nth
+    kinds = np.array([GPU_KINDS.index(_kind_of_name(name)) for name in names], dtype=np.int8)[
+        code_index
+    ]
+    for kind_index, kind in enumerate(GPU_KINDS):
+        kinds[events.has_stat(f"{kind}_details")] = kind_index
     columns: dict[str, Any] = {
         "ts": events.ts,
         "dur": events.dur,
         "kind": pl.Series(GPU_KINDS).gather(kinds.astype(np.uint32)),
-        "name": pl.Series(names, dtype=pl.String).gather(which),
+        "name": pl.Series(names, dtype=pl.String).gather(code_index),
         "device": device,
         "stream": stream,
         "correlation": events.number("correlation_id"),
         "graph": pl.Series(events.number("cuda_graph_id", 0)).replace(0, None),
     }
-    columns |= _details(events.texts.get("kernel_details"), len(which), _kernel)
-    moved = _details(events.texts.get("memcpy_details"), len(which), _copy)
-    filled = _details(events.texts.get("memset_details"), len(which), _copy)
-    columns["bytes"] = moved["bytes"].fill_null(filled["bytes"])
+    columns |= _parse_details(events.texts.get("kernel_details"), len(code_index), _parse_kernel)
+    copy_details = _parse_details(events.texts.get("memcpy_details"), len(code_index), _parse_copy)
+    fill_details = _parse_details(events.texts.get("memset_details"), len(code_index), _parse_copy)
+    columns["bytes"] = copy_details["bytes"].fill_null(fill_details["bytes"])
     columns["gbps"] = columns["bytes"] / pl.Series(np.maximum(events.dur, 1))
-    columns["src"], columns["dst"] = moved["src"], moved["dst"]
-    directions = pl.Series([copy_parts(_COPY.sub(r"Memcpy \1to\2", name))[0] for name in names],
-                           dtype=pl.String).gather(which)  # fmt: skip
+    columns["src"], columns["dst"] = copy_details["src"], copy_details["dst"]
+    directions = pl.Series(
+        [copy_parts(_COPY_NAME.sub(r"Memcpy \1to\2", name))[0] for name in names], dtype=pl.String
+    ).gather(code_index)
     columns["copy"] = directions.set(pl.Series(kinds != GPU_KINDS.index("memcpy")), None)
-    module, hlo = (_texts(events, name) for name in ("hlo_module", "hlo_op"))
+    module, hlo = (_text_column(events, name) for name in ("hlo_module", "hlo_op"))
     columns["hlo"] = pl.select(
         pl.concat_str(module, hlo, separator="/", ignore_nulls=False).fill_null(hlo)
     ).to_series()
@@ -346,8 +368,8 @@ def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: An
     return table[np.flatnonzero(stream >= 0)]
 
 
-def _texts(events: Events, name: str) -> pl.Series:
-    """Return a text stat as a column; null if missing."""
+def _text_column(events: Events, name: str) -> pl.Series:
+    """Return a text stat as a column, null where missing."""
     column = pl.Series([None] * len(events.ts), dtype=pl.String)
     return column.scatter(*events.texts[name]) if name in events.texts else column
 
@@ -360,77 +382,79 @@ _WORK_SCHEMA: dict[str, Any] = {
     **dict.fromkeys(("gbps", "occupancy"), pl.Float64),
     **dict.fromkeys(("copy", "src", "dst", "hlo"), pl.String),
 }
-_COPY = re.compile(r"Memcpy\s*([HDAP])(?:2|to)([HDAP])", re.IGNORECASE)
+_COPY_NAME = re.compile(r"Memcpy\s*([HDAP])(?:2|to)([HDAP])", re.IGNORECASE)
 
 
-def _kind(name: str) -> str:
+def _kind_of_name(name: str) -> str:
     lowered = name[:20].lower()
     return next((kind for kind in ("memcpy", "memset") if lowered.startswith(kind)), "kernel")
 
 
-def _details(details: tuple[Any, list[str]] | None, count: int, parse: Any) -> dict[str, pl.Series]:
-    """Parse texts such as ``regs:38 shm:0 grid:160,1,1 block:1024,1,1`` into columns, each distinct
-    one once."""
+def _parse_details(
+    details: tuple[Any, list[str]] | None, count: int, parse: Any
+) -> dict[str, pl.Series]:
+    """Parse texts such as ``regs:38 shm:0 grid:160,1,1 block:1024,1,1`` into columns. Each distinct
+    text is parsed once."""
     rows, texts = details if details is not None else (np.zeros(0, dtype=np.int64), [])
     frame = pl.DataFrame({"text": texts}, schema={"text": pl.String})
-    seen = frame["text"].unique(maintain_order=True)
-    parsed = [parse(dict(_DETAIL.findall(text[:1000]))) for text in seen.to_list()]
+    distinct = frame["text"].unique(maintain_order=True)
+    parsed = [parse(dict(_DETAIL_PAIR.findall(text[:1000]))) for text in distinct.to_list()]
     columns = {}
     for key in parse({}):
-        values = pl.Series([item[key] for item in parsed], dtype=_TYPES.get(key, pl.Int64))
-        table = pl.DataFrame({"text": seen, "value": values})
+        values = pl.Series([item[key] for item in parsed], dtype=_DETAIL_TYPES.get(key, pl.Int64))
+        table = pl.DataFrame({"text": distinct, "value": values})
         joined = frame.join(table, on="text", how="left", maintain_order="left")["value"]
         empty = pl.Series(key, [None], dtype=values.dtype).new_from_index(0, count)
         columns[key] = empty.scatter(rows, joined) if len(rows) else empty
     return columns
 
 
-_TYPES = {"src": pl.String, "dst": pl.String, "occupancy": pl.Float64}
+_DETAIL_TYPES = {"src": pl.String, "dst": pl.String, "occupancy": pl.Float64}
 _MEMORY_KINDS = {"pinned": "Pinned", "pageable": "Pageable", "device": "Device",
                  "managed": "Managed", "array": "Array", "unified": "Managed"}  # fmt: skip
 
 
-def _kernel(details: dict[str, str]) -> dict[str, Any]:
+def _parse_kernel(details: dict[str, str]) -> dict[str, Any]:
     names = ("static_shared", "dynamic_shared", "shm", "static_shm", "dynamic_shm")
-    shared = [_whole(details[key]) for key in names if key in details]
+    shared = [_parse_integer(details[key]) for key in names if key in details]
     return {
-        "registers": _whole(details.get("regs", ""), 1 << 16),
+        "registers": _parse_integer(details.get("regs", ""), 1 << 16),
         "shared": None if None in shared or not shared else sum(x or 0 for x in shared),
-        "blocks": _product(details.get("grid", "")),
-        "threads": _product(details.get("block", ""), 1 << 20),
+        "blocks": _parse_product(details.get("grid", "")),
+        "threads": _parse_product(details.get("block", ""), 1 << 20),
         "occupancy": None,
     }
 
 
-def _copy(details: dict[str, str]) -> dict[str, Any]:
+def _parse_copy(details: dict[str, str]) -> dict[str, Any]:
     return {
-        "bytes": _whole(details.get("size", "")),
+        "bytes": _parse_integer(details.get("size", "")),
         "src": _MEMORY_KINDS.get(details.get("kind_src", "").lower()),
         "dst": _MEMORY_KINDS.get(details.get("kind_dst", "").lower()),
     }
 
 
-def _whole(text: str, most: int = 1 << 53) -> int | None:
-    return int(text) if text.isdecimal() and len(text) < 18 and int(text) < most else None
+def _parse_integer(text: str, limit: int = 1 << 53) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 18 and int(text) < limit else None
 
 
-def _product(text: str, most: int = 1 << 53) -> int | None:
-    """Return the product of a grid's or block's sizes; ``None`` if one is missing or 0."""
-    sizes = [_whole(part, 1 << 32) for part in text.split(",")]
+def _parse_product(text: str, limit: int = 1 << 53) -> int | None:
+    """Return the product of the sizes of a grid or block, or ``None`` if one is missing or 0."""
+    sizes = [_parse_integer(part, 1 << 32) for part in text.split(",")]
     if len(sizes) > 3 or not all(sizes):
         return None
     result = int(np.prod([float(size or 0) for size in sizes]))
-    return result if result < most else None
+    return result if result < limit else None
 
 
-def _with_ops(host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
-    """Return the host rows, with an op around each launch for which the device names XLA's op: it
-    has no range of its own on the host."""
+def _add_xla_ops(host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    """Return the host rows with an op added around each launch for which the device names the XLA
+    op. Such ops have no range on the host."""
     details = (
         device.filter(pl.col("hlo").is_not_null() & (pl.col("correlation") > 0))
         .group_by("correlation")
         .agg(pl.col("hlo").first(), pl.col("hlo").n_unique().alias("kinds"))
-        .filter(pl.col("kinds") == 1)  # a graph's one launch stands for many
+        .filter(pl.col("kinds") == 1)  # the launch of a graph belongs to many ops
     )
     if not details.height or not host.height:
         return host

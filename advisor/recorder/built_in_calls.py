@@ -13,6 +13,15 @@ _CALLS = ("CALL", "PRECALL", "CALL_KW", "CALL_FUNCTION_EX")
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
 """Instructions that load a variable; some versions have longer names for faster variants."""
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_OPERATORS = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow",
+    "@": "matmul", "&": "and_", "|": "or_", "^": "xor", "<": "lt", ">": "gt", "==": "eq",
+    "!": "ne", "UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "BINARY_SUBSCR": "getitem",
+    "BINARY_SLICE": "getitem", "[]": "getitem", "STORE_SUBSCR": "setitem",
+    "STORE_SLICE": "setitem", "CONTAINS_OP": "contains",
+}  # fmt: skip
+"""Symbols and instructions with the functions of ``operator`` that do the same; ``<=`` counts as
+``<``."""
 _STACK = ("PUSH_NULL", "KW_NAMES", "EXTENDED_ARG", "CACHE", "NOP")
 """Instructions that change no value."""
 
@@ -36,6 +45,21 @@ def called_function(frame: FrameType) -> str:
     if type(known) in (BuiltinFunctionType, FunctionType, type):
         module = known.__module__
         return f"{module}.{root}" if type(module) is str else root
+    return ""
+
+
+def operator_function(frame: FrameType) -> str:
+    """Return the function of the ``operator`` module that the frame's current instruction runs, as
+    ``operator.pow`` for ``a ** b``; empty: another instruction."""
+    code, offset = frame.f_code, frame.f_lasti
+    if len(code.co_code) > MAX_CODE or offset < 0:
+        return ""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == offset:
+            kind = instruction.opname
+            symbol = instruction.argrepr if kind in ("BINARY_OP", "COMPARE_OP") else kind
+            name = _OPERATORS.get(symbol.removeprefix("bool(").rstrip("=)") or "==")
+            return f"operator.{name}" if name else ""
     return ""
 
 

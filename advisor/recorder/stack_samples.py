@@ -26,7 +26,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from advisor.recorder.background import BackgroundThread
-from advisor.recorder.built_in_calls import called_function
+from advisor.recorder.built_in_calls import called_function, operator_function
 
 FAST_SECONDS, FAST_SAMPLES = 0.02, 300
 """Interval between the first samples, s, and their number."""
@@ -83,7 +83,7 @@ class StackSampler(BackgroundThread):
         self._on_loss = on_loss
         self._stacks: Counter[Stack] = Counter()
         self._texts: dict[tuple[CodeType, int], str] = {}
-        self._calls: dict[tuple[CodeType, int], str] = {}
+        self._calls: dict[tuple[CodeType, int, bool], str] = {}
 
     def work(self) -> None:
         """Sample until the end, then write the remaining samples."""
@@ -102,14 +102,15 @@ class StackSampler(BackgroundThread):
             delay = time.monotonic() - due
             if C_DELAY_SECONDS < delay < FORCED_SHARE * sys.getswitchinterval() or self._is_busy():
                 continue
-            taken += self._sample(min(MAX_WEIGHT, 1 + int(delay / pause)))
+            in_c = delay <= C_DELAY_SECONDS
+            taken += self._sample(min(MAX_WEIGHT, 1 + int(delay / pause)), in_c=in_c)
             if taken - written >= WRITE_EVERY:
                 written = taken
                 self._write()
 
-    def _sample(self, weight: int) -> int:
-        """Take a sample that counts ``weight`` times. Return the number of samples taken, 0 or
-        1."""
+    def _sample(self, weight: int, *, in_c: bool = False) -> int:
+        """Take a sample that counts ``weight`` times. ``in_c``: the thread runs C code, as
+        symbols such as ``**`` do with arrays. Return the number of samples taken, 0 or 1."""
         frame = sys._current_frames().get(self._get_thread())
         stack: list[tuple[CodeType, int]] = []
         called = ""
@@ -119,7 +120,7 @@ class StackSampler(BackgroundThread):
                     return 0  # the recorder waits for one of its own threads to start
             else:
                 if not stack:
-                    called = self._called_name(frame)
+                    called = self._called_name(frame, in_c)
                     if _is_loss(frame):
                         self._on_loss(frame.f_locals)
                 stack.append((frame.f_code, frame.f_lineno or 0))
@@ -129,11 +130,12 @@ class StackSampler(BackgroundThread):
         self._stacks[called, tuple(stack)] += weight
         return 1
 
-    def _called_name(self, frame: FrameType) -> str:
-        instruction = frame.f_code, frame.f_lasti
+    def _called_name(self, frame: FrameType, in_c: bool) -> str:
+        instruction = frame.f_code, frame.f_lasti, in_c
         name = self._calls.get(instruction)
         if name is None:
-            name = self._calls[instruction] = called_function(frame)[:MAX_NAME]
+            name = called_function(frame)[:MAX_NAME] or (operator_function(frame) if in_c else "")
+            self._calls[instruction] = name
         return name
 
     def _write(self) -> None:

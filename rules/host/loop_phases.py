@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -328,7 +329,12 @@ class LoopPhases(LoopRule):
         if code.case:
             return gain, place, self.case(code.case), ""
         sampled = [each for each in recorded.stacks if each.part == LOOP]
-        use = find_library_use(sampled)
+        use, part, share = find_library_use(sampled), "it", 1.0
+        if use is None and line is not None:  # what the function with most of it spends time on
+            frame, part = f": {line.location.function}", str(line.location.function)
+            inside = [each for each in sampled if any(f.endswith(frame) for f in each.frames)]
+            use = find_library_use(inside)
+            share = sum(each.samples for each in inside) / sum(each.samples for each in sampled)
         known = {} if use is None else use.advice("the step")
         if use is None or not known:
             python = line is not None and not code.largest
@@ -336,8 +342,11 @@ class LoopPhases(LoopRule):
             unknown = place is None and not code.largest
             case = "Python" if python else "unknown" if unknown else ""
             return gain, place, self.case(case) if case else {}, ""
-        gain = _gain_of(a, use.time.share * code.ns, "this library function")
-        return gain, use.time.location or place, known, use.sentence("it").strip()
+        of_function = gain.high_ns
+        gain = _gain_of(a, use.time.share * share * code.ns, "this library function")
+        if share < 1 and of_function and gain.high_ns:  # at best its preparations go too
+            gain = replace(gain, high_ns=max(gain.high_ns, of_function))
+        return gain, use.time.location or place, known, use.sentence(part).strip()
 
     def _whole(
         self, a: Analysis, whole: WholeOperators, line: HottestLine | None, share: float

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from advisor.core.run_directory import Event, RankInfo, RankRecord, read_recording
@@ -143,6 +144,29 @@ def test_what_is_called_in_c_is_named(run: Any, called: set[str]) -> None:
     own = [stack for stack in stacks if any(run.__name__ in frame for frame in stack.frames)]
     assert own and {stack.called for stack in own} <= called
     assert not any("built-in" in frame for stack in stacks for frame in stack.frames)
+
+
+def powers_of_an_array() -> None:
+    array = numpy.linspace(0.5, 1.5, 400_000)
+    for _ in range(100):
+        array**0.6
+
+
+def powers_of_numbers() -> None:
+    value, end = 1.5, time.monotonic() + 0.6
+    while time.monotonic() < end:
+        for _ in range(1000):
+            value = value**0.6 + 1
+
+
+def test_a_symbol_between_arrays_is_named_and_one_in_a_loop_over_numbers_is_not() -> None:
+    named = {}
+    for run in (powers_of_an_array, powers_of_numbers):
+        own = [s for s in read_stacks(record_of(*sampled(run))) if run.__name__ in s.frames[-1]]
+        symbols = sum(s.samples for s in own if s.called.startswith("operator."))
+        named[run.__name__] = symbols / total_of(own)
+        assert {s.called for s in own} <= {"", "builtins.range", "operator.pow", "operator.add"}
+    assert named["powers_of_an_array"] > 0.5 and named["powers_of_numbers"] < 0.2
 
 
 def test_a_call_that_keeps_the_interpreter_counts_for_as_long_as_it_lasts() -> None:

@@ -174,7 +174,11 @@ def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> Hotte
 
 def _ends_in_own_line(stack: SampledStack) -> bool:
     """Return whether a stack ends in a line of the user's code, as with a symbol."""
-    return bool(stack.frames) and frame_rank(stack.frames[-1]) == 2 and not stack.called
+    return (
+        bool(stack.frames)
+        and frame_rank(stack.frames[-1]) == 2
+        and (not stack.called or stack.called.startswith("operator."))
+    )
 
 
 def share_of_python(sampled: Sequence[SampledStack]) -> float:

@@ -81,11 +81,11 @@ class OpInputs:
     def _concrete_list(self) -> list[Any]:
         return _parse_list(self._concrete)
 
-    def tensor(self, at: int) -> Tensor | None:
+    def tensor(self, index: int) -> Tensor | None:
         """Return the tensor at a position, or ``None`` if none is recorded there."""
-        if at not in self._parsed_tensors:
-            self._parsed_tensors[at] = self._parse_tensor(at)
-        return self._parsed_tensors[at]
+        if index not in self._parsed_tensors:
+            self._parsed_tensors[index] = self._parse_tensor(index)
+        return self._parsed_tensors[index]
 
     def _parse_tensor(self, index: int) -> Tensor | None:
         if index >= len(self._dims) or index >= len(self._types):
@@ -105,11 +105,15 @@ class OpInputs:
         result = (self.tensor(at) for at in range(len(self._dims)))
         return [tensor for tensor in result if tensor is not None]
 
-    def shapes(self, at: int) -> list[tuple[int, ...]]:
+    def shapes(self, index: int) -> list[tuple[int, ...]]:
         """Return the shapes of a list of tensors, empty if no list is recorded there."""
-        if at >= len(self._dims) or at >= len(self._types) or self._types[at] != "TensorList":
+        if (
+            index >= len(self._dims)
+            or index >= len(self._types)
+            or self._types[index] != "TensorList"
+        ):
             return []
-        parsed = [_parse_shape(sizes) for sizes in _limit_list(self._dims[at])]
+        parsed = [_parse_shape(sizes) for sizes in _limit_list(self._dims[index])]
         return [shape for shape in parsed if shape is not None]
 
     @property
@@ -117,22 +121,22 @@ class OpInputs:
         """Whether plain arguments (``Concrete Inputs``) were recorded."""
         return bool(self._concrete_list)
 
-    def argument(self, at: int) -> Any:
+    def argument(self, index: int) -> Any:
         """Return a plain argument: int, float, bool, or a list of them. ``None`` if not recorded,
         not given, or of another kind."""
-        if at >= len(self._concrete_list):
+        if index >= len(self._concrete_list):
             return None
-        text = self._concrete_list[at]
+        text = self._concrete_list[index]
         return _parse_literal(text) if isinstance(text, str) else None
 
-    def flag(self, at: int) -> bool | None:
+    def flag(self, index: int) -> bool | None:
         """Return a boolean argument, or ``None`` if not recorded."""
-        value = self.argument(at)
+        value = self.argument(index)
         return value if isinstance(value, bool) else None
 
-    def integers(self, at: int) -> list[int] | None:
+    def integers(self, index: int) -> list[int] | None:
         """Return a list of integers; a single integer counts as a list of one."""
-        value = self.argument(at)
+        value = self.argument(index)
         values = value if isinstance(value, list) else [value]
         all_integers = all(isinstance(item, int) and not isinstance(item, bool) for item in values)
         return values if all_integers else None

@@ -92,17 +92,17 @@ def line_of_layer(a: Analysis, place: Location) -> Location | None:
     )
 
 
-def _list_calls(a: Analysis, place: Location) -> Iterator[tuple[int, int]]:
+def _list_calls(a: Analysis, location: Location) -> Iterator[tuple[int, int]]:
     """Yield (row of the outermost operator in forward, ns) of distinct calls, the longest first.
     With a device, the time is the time of the place's kernels."""
     cpu = a.trace.cpu
     if a.device_id is None:
-        rows = np.flatnonzero((cpu["name"] == place.op).to_numpy())
+        rows = np.flatnonzero((cpu["name"] == location.op).to_numpy())
         ns = cpu["dur"].to_numpy()[rows]
     else:
-        is_of_place = a.kernels["op_name"] == place.op
-        if place.kernel is not None:
-            is_of_place &= a.trace.gpu["name"] == place.kernel
+        is_of_place = a.kernels["op_name"] == location.op
+        if location.kernel is not None:
+            is_of_place &= a.trace.gpu["name"] == location.kernel
         device_rows = np.flatnonzero(is_of_place.fill_null(value=False).to_numpy())
         op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device_rows]
         rows, ns = op[op >= 0], a.trace.gpu["dur"].to_numpy()[device_rows][op >= 0]

@@ -1,6 +1,6 @@
 """Estimates of the memory that changes to a program would free. A change names the blocks that it
-affects, and the history is summed again without them. So it frees no more than it lowers the peak,
-wherever that is afterwards, and changes can be combined."""
+affects, and the history is summed again without them. So a change frees only what it lowers the
+peak by, even if the peak moves, and changes can be combined."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from advisor.measure.memory.memory_origin import CALLS, MODULE, AllocationOrigin
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
-"""Share of the peak below which a saving is not reported."""
+"""Minimum share of the peak for a reported saving."""
 LOSS_CHUNKS = 8
-"""Pieces that a loss over classes is cut into, as fused ones cut it or finer."""
+"""Number of pieces of a loss over classes, at most as many as in fused losses."""
 STATE_8_BIT = (1 + 4 / 256) / 4
-"""Bytes of an 8-bit state over those in fp32: a scale in fp32 for each 256 elements
+"""Bytes of an 8-bit state over its bytes in fp32, with an fp32 scale per 256 elements
 (bitsandbytes)."""
-MIN_8_BIT = 4096 * 4
-"""Bytes of an fp32 state below which it stays as it is (bitsandbytes, ``min_8bit_size``)."""
+MIN_8_BIT_BYTES = 4096 * 4
+"""Minimum bytes of an fp32 state that is changed to 8 bits (bitsandbytes, ``min_8bit_size``)."""
 
 
 COST_ORDER = (
@@ -35,10 +35,10 @@ COST_ORDER = (
     "expandable segments", "autocast without cache", "half the batch", "checkpointing",
     "offload activations", "offload optimizer state",
 )  # fmt: skip
-"""Changes that cost something, the cheapest first: other numbers before time. What frees no tensor,
-but pieces between them, stands with them. All others cost nothing."""
-_SAME_COST = 5
-"""Number of the first ones that add no work to a step: their size alone decides."""
+"""Changes with a cost, the cheapest first: changed numerics before time. Changes that free only the
+space between tensors are included. All other changes cost nothing."""
+_LAST_WITHOUT_WORK = 5
+"""Number of the first changes that add no work to a step, so that only their size decides."""
 
 
 class MemoryChange(NamedTuple):
@@ -46,31 +46,33 @@ class MemoryChange(NamedTuple):
 
     name: str
     rows: Ints
-    """Rows of ``MemoryHistory.block_lifetimes``; a row may recur, with other times."""
+    """Rows of ``MemoryHistory.block_lifetimes``. A row may recur with other times."""
     kept_share: float | np.ndarray
-    """Share of their bytes that stays; an array: one share a row."""
+    """Share of their bytes that stays, or an array with one share per row."""
     assumes: str
     begin: Ints | None = None
-    """Events from ``begin`` to ``end`` in which the rest is freed; ``None``: always."""
+    """Events from ``begin`` to ``end`` in which the other bytes are freed, or ``None`` for
+    always."""
     end: Ints | None = None
     where: AllocationOrigin | None = None
-    """Line that the change is about; ``None``: no one line."""
+    """Line that the change affects, or ``None`` if it is not a single line."""
     group: str = ""
-    """Group of changes that exclude each other; empty: none."""
+    """Group of changes that exclude each other, or empty."""
     forward_call: Ints | None = None
-    """Call of its forward pass that a row belongs to: of checkpointing, which can be done for some.
+    """Call in its forward pass that a row belongs to, since checkpointing can cover only some
+    calls.
     """
     request_share: float = 1.0
-    """Share of the request that failed which is still asked for at once."""
+    """Share of the failed request that is still requested at once."""
 
     def for_calls(self, count: int) -> MemoryChange:
         """Limit the change to the first ``count`` calls of each pass."""
         if self.forward_call is None or self.begin is None or self.end is None:
             return self
-        chosen = self.forward_call < count
+        is_chosen = self.forward_call < count
         return self._replace(
-            rows=self.rows[chosen], begin=self.begin[chosen], end=self.end[chosen],
-            forward_call=self.forward_call[chosen],
+            rows=self.rows[is_chosen], begin=self.begin[is_chosen], end=self.end[is_chosen],
+            forward_call=self.forward_call[is_chosen],
         )  # fmt: skip
 
 
@@ -78,11 +80,11 @@ class FreedMemory(NamedTuple):
     name: str
     """Name of a change of ``find_changes``, or ``expandable segments``."""
     bytes: int
-    """Bytes by which the peak of the history falls; for expandable segments, by which the reserved
-    memory falls there."""
+    """Bytes by which the peak of the history falls, or for expandable segments the reserved memory
+    at the peak."""
     assumes: str
     file: str | None = None
-    """File of the line that the change is about; ``None``: no one line."""
+    """File of the line that the change affects, or ``None`` if it is not a single line."""
     line: int | None = None
     function: str | None = None
 
@@ -90,36 +92,40 @@ class FreedMemory(NamedTuple):
 def count_needed_bytes(
     peak: PeakMemory, made: Sequence[MemoryChange] = (), scale: float = 1.0
 ) -> int:
-    """Count the most bytes in tensors at once, the failed request included, after changes.
+    """Count the maximum bytes in tensors after changes, including the failed request.
 
-    ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow."""
+    ``scale`` is the scale of the batch, in proportion to which the blocks of ``batch_rows``
+    grow."""
     h, lives = peak.history, peak.history.block_lifetimes
     share = np.ones(len(lives))
-    for each in made:
-        if each.begin is None:
-            share[each.rows] *= each.kept_share
+    for change in made:
+        if change.begin is None:
+            share[change.rows] *= change.kept_share
     if scale != 1.0:
         share[batch_rows(peak)] *= scale
     curve = h.allocated.astype(np.float64)
     size = lives.size * (share - 1)
-    _add(
-        curve, np.maximum(lives.start_event, -1) + 1, np.minimum(lives.end_event, h.count) + 1, size
+    _add_to_curve(
+        curve,
+        np.maximum(lives.start_event, -1) + 1,
+        np.minimum(lives.end_event, h.count) + 1,
+        size,
     )
-    for each in made:
-        if each.begin is not None and each.end is not None:
-            away = -lives.size[each.rows] * share[each.rows] * (1 - each.kept_share)
-            born = lives.start_event[each.rows]
-            begin = np.where(born < 0, each.begin, np.maximum(each.begin, born + 1))
-            end = np.minimum(each.end, lives.end_event[each.rows])
-            real = end > begin
-            _add(curve, begin[real] + 1, end[real] + 1, away[real])
+    for change in made:
+        if change.begin is not None and change.end is not None:
+            freed = -lives.size[change.rows] * share[change.rows] * (1 - change.kept_share)
+            start = lives.start_event[change.rows]
+            begin = np.where(start < 0, change.begin, np.maximum(change.begin, start + 1))
+            end = np.minimum(change.end, lives.end_event[change.rows])
+            is_real = end > begin
+            _add_to_curve(curve, begin[is_real] + 1, end[is_real] + 1, freed[is_real])
     if h.failed_event is not None and peak.request is not None:
-        asked = min([each.request_share for each in made], default=1.0)
-        curve[h.failed_event + 1] += peak.request * asked
+        request_share = min([change.request_share for change in made], default=1.0)
+        curve[h.failed_event + 1] += peak.request * request_share
     return round(float(curve.max()))
 
 
-def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
+def _add_to_curve(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
     count = len(curve)
     total = np.bincount(begin, weights=size, minlength=count + 1)[: count + 1]
     total -= np.bincount(end, weights=size, minlength=count + 1)[: count + 1]
@@ -128,72 +134,74 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
 
 @cached_measurement
 def find_savings(peak: PeakMemory) -> list[FreedMemory]:
-    """List what lowers the peak, the cheapest in time first, then the largest. Savings overlap: not
-    to be added up."""
+    """List the changes that lower the peak, the cheapest in time first, then the largest. Savings
+    overlap and must not be added up."""
     before = count_needed_bytes(peak)
     result = [
-        _saving(peak, each, before - count_needed_bytes(peak, [each]))
-        for each in find_changes(peak)
+        _build_saving(peak, change, before - count_needed_bytes(peak, [change]))
+        for change in find_changes(peak)
     ]
-    least = MIN_SAVING_SHARE * max(before, 1)
-    kept = [each for each in result if each.bytes >= least]
+    min_bytes = MIN_SAVING_SHARE * max(before, 1)
+    savings = [change for change in result if change.bytes >= min_bytes]
     repacked = measure_repacking(peak)
     if repacked is not None and (
         repacked.helps or repacked.freed >= MIN_SAVING_SHARE * peak.reserved
     ):
-        kept.append(FreedMemory("expandable segments", repacked.freed, repacked.assumes))
-    return sorted(kept, key=lambda each: (_cost(each.name), -each.bytes))
+        savings.append(FreedMemory("expandable segments", repacked.freed, repacked.assumes))
+    return sorted(savings, key=lambda change: (_rank_cost(change.name), -change.bytes))
 
 
-def _cost(change: str) -> int:
-    """Return the place of a change among the costs; 0: it costs nothing."""
-    place = COST_ORDER.index(change) + 1 if change in COST_ORDER else 0
-    return max(place, _SAME_COST) if place else 0
+def _rank_cost(change: str) -> int:
+    """Return the position of a change among the costs, or 0 if it costs nothing."""
+    position = COST_ORDER.index(change) + 1 if change in COST_ORDER else 0
+    return max(position, _LAST_WITHOUT_WORK) if position else 0
 
 
-MOVED_PEAK = 0.95
-"""Share of what a change frees at the peak below which another moment is the peak after it."""
+MIN_PEAK_SHARE = 0.95
+"""Minimum share of the bytes freed at the peak that the peak falls by, if it does not move."""
 
 
-def _saving(peak: PeakMemory, each: MemoryChange, freed: int) -> FreedMemory:
-    where = each.where
-    place = (None, None, None) if where is None else (where.file, where.line, where.function)
-    lives, assumes = peak.history.block_lifetimes, each.assumes
-    here = lives.at(peak.event)[each.rows]
-    if each.begin is not None and each.end is not None:
-        here &= (each.begin <= peak.event) & (each.end > peak.event)
-    at_peak = float((lives.size[each.rows] * (1 - each.kept_share))[here].sum())
-    if freed < MOVED_PEAK * at_peak:
+def _build_saving(peak: PeakMemory, change: MemoryChange, freed: int) -> FreedMemory:
+    where = change.where
+    location = (None, None, None) if where is None else (where.file, where.line, where.function)
+    lives, assumes = peak.history.block_lifetimes, change.assumes
+    is_held = lives.at(peak.event)[change.rows]
+    if change.begin is not None and change.end is not None:
+        is_held &= (change.begin <= peak.event) & (change.end > peak.event)
+    at_peak = float((lives.size[change.rows] * (1 - change.kept_share))[is_held].sum())
+    if freed < MIN_PEAK_SHARE * at_peak:
         moved = (
-            f"this frees {format_bytes(at_peak)} at that moment, and another one is then the peak"
+            f"this frees {format_bytes(at_peak)} at that moment, but the peak moves to another one"
         )
         assumes = f"{assumes}; {moved}"
-    return FreedMemory(each.name, freed, assumes, *place)
+    return FreedMemory(change.name, freed, assumes, *location)
 
 
 @cached_measurement
 def find_changes(peak: PeakMemory) -> list[MemoryChange]:
-    """List the changes whose blocks are in the history; one without any is left out."""
+    """List the changes whose blocks are in the history."""
     if peak.snapshot.exception is not None:
         return []
-    made = [
-        _attention(peak), _logits(peak), _references(peak), _batch(peak), *_autocast(peak),
-        _graphs(peak),
+    changes = [
+        _find_fused_attention(peak), _find_smaller_logits(peak), _find_references(peak),
+        _halve_batch(peak), *_find_autocast_changes(peak), _share_graph_pools(peak),
     ]  # fmt: skip
     if peak.trains is not False:
-        made += [
-            _half_precision(peak),
-            _checkpointing(peak),
-            _offload(peak),
-            _set_to_none(peak),
-            *_optimizer(peak),
+        changes += [
+            _find_half_precision(peak),
+            _find_checkpointing(peak),
+            _find_offload(peak),
+            _find_set_to_none(peak),
+            *_find_optimizer_changes(peak),
         ]
     return [
-        each for each in made if each is not None and (len(each.rows) or each.request_share < 1)
+        change
+        for change in changes
+        if change is not None and (len(change.rows) or change.request_share < 1)
     ]
 
 
-def _of(peak: PeakMemory, *categories: str) -> Bools:
+def _is_in(peak: PeakMemory, *categories: str) -> Bools:
     mask: Bools = np.isin(peak.category_codes, [CATEGORIES.index(name) for name in categories])
     return mask
 
@@ -201,124 +209,137 @@ def _of(peak: PeakMemory, *categories: str) -> Bools:
 # -- activations ----------------------------------------------------------------------------------
 
 
-def _checkpointing(peak: PeakMemory) -> MemoryChange | None:
-    """Checkpoint the line that calls the same module again and again: each call keeps its output
-    alone, and is whole again when its backward begins.
+def _find_checkpointing(peak: PeakMemory) -> MemoryChange | None:
+    """Checkpoint the line that calls the same module repeatedly: each call keeps only its output,
+    and is recomputed when its backward begins.
 
-    The stack that made its first block marks a call: as often as that recurs, so often it was
-    called. One that no backward pass of the history reaches stays away to the end, except the
-    largest, which is whole while it is computed again."""
+    The stack of a call's first block marks the calls. Calls that no backward pass of the history
+    reaches stay freed to the end, except the largest, which is complete while it is recomputed."""
     lives = peak.history.block_lifetimes
-    rows = np.flatnonzero(_of(peak, "activations", "autocast copies") & (lives.start_event >= 0))
+    rows = np.flatnonzero(_is_in(peak, "activations", "autocast copies") & (lives.start_event >= 0))
     rows = rows[np.argsort(lives.start_event[rows], kind="stable")]
     stacks = lives.stack[rows]
-    places: dict[tuple[str, int, str], list[int]] = {}
+    stacks_by_line: dict[tuple[str, int, str], list[int]] = {}
     for stack in np.unique(stacks).tolist():
-        for place in set(_callers(peak, stack)):
-            places.setdefault(place, []).append(stack)
+        for line in set(_find_callers(peak, stack)):
+            stacks_by_line.setdefault(line, []).append(stack)
     best: MemoryChange | None = None
-    least = count_needed_bytes(peak)
-    for place, of_place in places.items():
-        made = _checkpointed(peak, rows[np.isin(stacks, of_place)], place)
-        after = least if made is None else count_needed_bytes(peak, [made])
-        if after < least:
-            best, least = made, after
+    lowest = count_needed_bytes(peak)
+    for line, stacks_of_line in stacks_by_line.items():
+        change = _checkpoint_line(peak, rows[np.isin(stacks, stacks_of_line)], line)
+        needed = lowest if change is None else count_needed_bytes(peak, [change])
+        if needed < lowest:
+            best, lowest = change, needed
     return best
 
 
-def _checkpointed(peak: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> MemoryChange | None:
+def _checkpoint_line(
+    peak: PeakMemory, rows: Ints, line: tuple[str, int, str]
+) -> MemoryChange | None:
     h, lives = peak.history, peak.history.block_lifetimes
     stacks, born = lives.stack[rows], lives.start_event[rows]
-    first_stack = stacks == stacks[0]
-    begins = np.flatnonzero(first_stack & np.append(True, ~first_stack[:-1]))
+    is_first_stack = stacks == stacks[0]
+    begins = np.flatnonzero(is_first_stack & np.append(True, ~is_first_stack[:-1]))
     if len(begins) < 2:
         return None
     ends = np.append(begins[1:], len(rows))
-    dies = np.append(h.phase == PHASES.index("backward"), True)
-    turn = np.cumsum(np.append([0], np.diff(h.phase) != 0))  # which run of a phase
-    chosen: list[tuple[Ints, int, int, int]] = []  # rows, begin, end, number in its pass
+    in_backward = np.append(h.phase == PHASES.index("backward"), True)
+    phase_run = np.cumsum(np.append([0], np.diff(h.phase) != 0))  # index of the run of a phase
+    held_calls: list[tuple[Ints, int, int, int]] = []  # rows, begin, end, number in the pass
     number, before = 0, -1
-    for a, b in zip(begins, ends, strict=True):  # a call each
-        call = rows[a:b]
-        number = number + 1 if turn[born[a]] == before else 0
-        before = int(turn[born[a]])
-        over = int(born[b - 1])
-        waits = (lives.end_event[call] > over + 1) & dies[lives.end_event[call]]
-        kept = call[waits][:-1]  # the last one is its output
-        if len(kept):
-            chosen.append((kept, over + 1, int(lives.end_event[kept].min()), number))
-    gaps: list[tuple[Ints, int, int, int]] = []
+    for start, stop in zip(begins, ends, strict=True):  # one call per round
+        call = rows[start:stop]
+        number = number + 1 if phase_run[born[start]] == before else 0
+        before = int(phase_run[born[start]])
+        forward_end = int(born[stop - 1])
+        is_waiting = (lives.end_event[call] > forward_end + 1) & in_backward[lives.end_event[call]]
+        held = call[is_waiting][:-1]  # the last block is its output
+        if len(held):
+            held_calls.append((held, forward_end + 1, int(lives.end_event[held].min()), number))
+    freed_calls: list[tuple[Ints, int, int, int]] = []
     unreached: list[tuple[Ints, int, int, int]] = []
-    for index, (kept, over, first, at) in enumerate(chosen):
+    for index, (held, forward_end, first, call_number) in enumerate(held_calls):
         if first >= h.count:
-            unreached.append((kept, over, first, at))
+            unreached.append((held, forward_end, first, call_number))
             continue
-        # computed again when the backward of the call after it is over
-        later = lives.end_event[chosen[index + 1][0]] if index + 1 < len(chosen) else np.empty(0)
-        later = later[later < first]
-        again = int(later.max()) if len(later) and chosen[index + 1][3] > at else first - 1
-        gaps.append((kept, over, again, at))
+        # recomputed when the backward of the following call is over
+        next_ends = (
+            lives.end_event[held_calls[index + 1][0]]
+            if index + 1 < len(held_calls)
+            else np.empty(0)
+        )
+        next_ends = next_ends[next_ends < first]
+        back = (
+            int(next_ends.max())
+            if len(next_ends) and held_calls[index + 1][3] > call_number
+            else first - 1
+        )
+        freed_calls.append((held, forward_end, back, call_number))
     if unreached:
         largest = max(range(len(unreached)), key=lambda n: int(lives.size[unreached[n][0]].sum()))
-        gaps += [call for n, call in enumerate(unreached) if n != largest]
-    if not gaps:
+        freed_calls += [call for n, call in enumerate(unreached) if n != largest]
+    if not freed_calls:
         return None
-    counts = [len(call[0]) for call in gaps]
-    calls = max(call[3] for call in gaps) + 1
+    counts = [len(call[0]) for call in freed_calls]
+    calls = max(call[3] for call in freed_calls) + 1
     return MemoryChange(
         "checkpointing",
-        np.concatenate([call[0] for call in gaps]),
+        np.concatenate([call[0] for call in freed_calls]),
         0.0,
-        f"each of the {max(calls, len(unreached))} calls there keeps its output alone, and is "
-        "whole while it is computed again; the forward pass runs twice",
-        np.repeat([call[1] for call in gaps], counts),
-        np.repeat([call[2] for call in gaps], counts),
-        AllocationOrigin("forward", *place),
+        f"each of the {max(calls, len(unreached))} calls there keeps only its output, and is "
+        "complete while it is recomputed; the forward pass runs twice",
+        np.repeat([call[1] for call in freed_calls], counts),
+        np.repeat([call[2] for call in freed_calls], counts),
+        AllocationOrigin("forward", *line),
         group="activations",
-        forward_call=np.repeat([call[3] for call in gaps], counts),
+        forward_call=np.repeat([call[3] for call in freed_calls], counts),
     )
 
 
-def _callers(peak: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
-    """List the user's lines around a stack that call a module: those that could be checkpointed."""
+def _find_callers(peak: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
+    """List the user's lines around a stack that call a module and could be checkpointed."""
     frames = peak.snapshot.stacks[stack] if stack >= 0 else ()
-    frames = tuple(f for f in frames if f.line > 0)
-    called = [MODULE.search(f.file.replace("\\", "/")) and f.name in CALLS for f in frames]
-    if not any(called):  # of C++ and Python together some have no frame of the call itself
-        called = [f.name == "forward" for f in frames]
+    frames = tuple(frame for frame in frames if frame.line > 0)
+    is_call = [
+        MODULE.search(frame.file.replace("\\", "/")) and frame.name in CALLS for frame in frames
+    ]
+    if not any(is_call):  # mixed stacks of C++ and Python may lack the frame of the call itself
+        is_call = [frame.name == "forward" for frame in frames]
     return [
         (outer.file, outer.line, outer.name)
         for index, outer in enumerate(frames[1:], start=1)
-        if called[index - 1]
+        if is_call[index - 1]
         and outer.name not in CALLS
         and frame_owner(outer) >= 1
-        and any(called[index:])
+        and any(is_call[index:])
     ]
 
 
-def _attention(peak: PeakMemory) -> MemoryChange | None:
+def _find_fused_attention(peak: PeakMemory) -> MemoryChange | None:
     """Compute attention in one fused kernel, which stores no scores: the softmax inside a function
-    or file of attention made blocks of their size. Under autocast that function's next product
-    keeps a copy of them in 16 bits: half as large, as no other of its blocks is, unless a head has
-    as many channels as the sequence has tokens."""
+    or file of attention made blocks of their size. Under autocast, that function's next product
+    keeps a 16-bit copy of them. No other block of the function has half their size, unless a head
+    has as many channels as the sequence has tokens."""
     lives, stacks = peak.history.block_lifetimes, peak.snapshot.stacks
-    place = np.array([*(_find_attention(stack) for stack in stacks), None], dtype=object)
-    soft = np.array([*(any(_SOFTMAX.search(f.name) for f in s) for s in stacks), False])
-    inside = np.array([each is not None for each in place])
-    rows = np.flatnonzero(inside[lives.stack] & _of(peak, "activations"))
+    attention_frames = np.array([*(_find_attention(stack) for stack in stacks), None], dtype=object)
+    in_softmax = np.array([*(any(_SOFTMAX.search(f.name) for f in s) for s in stacks), False])
+    in_attention = np.array([frame is not None for frame in attention_frames])
+    rows = np.flatnonzero(in_attention[lives.stack] & _is_in(peak, "activations"))
     if not len(rows):
         return None
-    scores = np.unique(lives.size[rows[soft[lives.stack[rows]]]])
+    scores = np.unique(lives.size[rows[in_softmax[lives.stack[rows]]]])
     if not len(scores):
         return None
     largest = int(scores.max())
-    made = rows[(lives.size[rows] == largest) & soft[lives.stack[rows]]]
-    first = place[lives.stack[made[0]]]
-    wanted = lives.size[rows] == largest
-    if _of(peak, "autocast copies").any():
-        same = [p is not None and (p.file, p.name) == (first.file, first.name) for p in place]
-        wanted |= (lives.size[rows] * 2 == largest) & np.array(same)[lives.stack[rows]]
-    rows = rows[wanted]
+    softmax_rows = rows[(lives.size[rows] == largest) & in_softmax[lives.stack[rows]]]
+    first = attention_frames[lives.stack[softmax_rows[0]]]
+    is_score = lives.size[rows] == largest
+    if _is_in(peak, "autocast copies").any():
+        same_function = [
+            p is not None and (p.file, p.name) == (first.file, first.name) for p in attention_frames
+        ]
+        is_score |= (lives.size[rows] * 2 == largest) & np.array(same_function)[lives.stack[rows]]
+    rows = rows[is_score]
     return MemoryChange(
         "fused attention",
         rows,
@@ -341,16 +362,16 @@ def _find_attention(stack: Stack) -> SnapshotFrame | None:
     return None
 
 
-def _offload(peak: PeakMemory) -> MemoryChange | None:
+def _find_offload(peak: PeakMemory) -> MemoryChange | None:
     """Move activations to host memory while they wait for the backward pass."""
     h, lives = peak.history, peak.history.block_lifetimes
     rows = np.flatnonzero(
-        _of(peak, "activations") & (lives.start_event >= 0) & (lives.size >= 1 << 20)
+        _is_in(peak, "activations") & (lives.start_event >= 0) & (lives.size >= 1 << 20)
     )
     phase = np.append(h.phase, PHASES.index("backward"))[lives.end_event[rows]]
     rows = rows[phase == PHASES.index("backward")]
     rows = rows[lives.end_event[rows] - lives.start_event[rows] > 2]
-    # the next one is fetched while one is in use
+    # the next block is fetched while one is in use
     return MemoryChange(
         "offload activations",
         rows,
@@ -364,16 +385,16 @@ def _offload(peak: PeakMemory) -> MemoryChange | None:
 
 
 def batch_rows(peak: PeakMemory) -> Ints:
-    """Find blocks whose size is in proportion to the batch: activations, inputs, and the gradients
-    of activations on their way. Never weights, states, copies of weights or caches."""
+    """Find blocks whose size is in proportion to the batch: activations, inputs, and temporary
+    gradients of activations, but never weights, states, copies of weights or caches."""
     lives = peak.history.block_lifetimes
-    weights = np.unique(lives.size[_of(peak, "weights", "gradients")])
-    flow = _of(peak, "backward temporaries") & ~np.isin(lives.size, weights)
-    rows: Ints = np.flatnonzero(_of(peak, "activations", "inputs", "earlier steps") | flow)
+    weights = np.unique(lives.size[_is_in(peak, "weights", "gradients")])
+    is_flow = _is_in(peak, "backward temporaries") & ~np.isin(lives.size, weights)
+    rows: Ints = np.flatnonzero(_is_in(peak, "activations", "inputs", "earlier steps") | is_flow)
     return rows
 
 
-def _batch(peak: PeakMemory) -> MemoryChange:
+def _halve_batch(peak: PeakMemory) -> MemoryChange:
     return MemoryChange(
         "half the batch",
         batch_rows(peak),
@@ -384,7 +405,7 @@ def _batch(peak: PeakMemory) -> MemoryChange:
 
 
 class Logits(NamedTuple):
-    """Logits: blocks made by a loss over classes, and others of the same size around it."""
+    """Blocks of logits: made by a loss over classes, or of the same size around it."""
 
     rows: Ints
     """Rows of ``MemoryHistory.block_lifetimes``."""
@@ -399,34 +420,34 @@ class Logits(NamedTuple):
 
 
 def find_logits(peak: PeakMemory) -> Logits | None:
-    """Find the logits; ``None``: no loss held anything large at the analysed moment."""
+    """Find the logits, or return ``None`` if no loss held large blocks at the analysed moment."""
     h, lives = peak.history, peak.history.block_lifetimes
-    loss = np.array([o.loss for o in h.origins])[lives.stack]
-    of_pass = _of(peak, "activations", "earlier steps", "backward temporaries")
-    here = lives.at(peak.event)
-    large = lives.size >= MIN_SAVING_SHARE * max(peak.allocated, 1) / 4
-    first = np.flatnonzero(loss & large & here & of_pass)
-    if not len(first):
+    in_loss = np.array([origin.loss for origin in h.origins])[lives.stack]
+    in_pass = _is_in(peak, "activations", "earlier steps", "backward temporaries")
+    is_held = lives.at(peak.event)
+    is_large = lives.size >= MIN_SAVING_SHARE * max(peak.allocated, 1) / 4
+    loss_rows = np.flatnonzero(in_loss & is_large & is_held & in_pass)
+    if not len(loss_rows):
         return None
-    sizes = np.unique(lives.size[first])
-    like = np.isin(lives.size, np.concatenate([sizes, sizes // 2]))  # the latter in 16 bits
-    # made once where the loss is: a line that makes more of them makes something else
-    made = np.bincount(lives.stack[lives.start_event >= 0] + 1, minlength=len(h.origins) + 1)
-    often = made[lives.stack + 1] > made[lives.stack[first] + 1].max()
-    flow = _of(peak, "backward temporaries")
-    others = np.unique(lives.size[like & often & ~loss & ~flow & of_pass])
-    like &= np.where(flow, ~np.isin(lives.size, others), ~often)
-    rows = np.flatnonzero(of_pass & large & (loss | like))
-    now = rows[here[rows]]
-    where = h.origins[int(lives.stack[first[0]])]
-    total = int(lives.size[now].sum())
-    return Logits(rows, int(lives.size[first].max()), len(now), total, where)
+    sizes = np.unique(lives.size[loss_rows])
+    same_size = np.isin(lives.size, np.concatenate([sizes, sizes // 2]))  # the latter in 16 bits
+    # logits are made once per loss: a line that makes more blocks makes something else
+    counts = np.bincount(lives.stack[lives.start_event >= 0] + 1, minlength=len(h.origins) + 1)
+    is_frequent = counts[lives.stack + 1] > counts[lives.stack[loss_rows] + 1].max()
+    is_flow = _is_in(peak, "backward temporaries")
+    other_sizes = np.unique(lives.size[same_size & is_frequent & ~in_loss & ~is_flow & in_pass])
+    same_size &= np.where(is_flow, ~np.isin(lives.size, other_sizes), ~is_frequent)
+    rows = np.flatnonzero(in_pass & is_large & (in_loss | same_size))
+    held_rows = rows[is_held[rows]]
+    where = h.origins[int(lives.stack[loss_rows[0]])]
+    total = int(lives.size[held_rows].sum())
+    return Logits(rows, int(lives.size[loss_rows].max()), len(held_rows), total, where)
 
 
-def _logits(peak: PeakMemory) -> MemoryChange | None:
+def _find_smaller_logits(peak: PeakMemory) -> MemoryChange | None:
     result = find_logits(peak)
-    asked = _asks_for_logits(peak)
-    if result is None and not asked:
+    is_requested = _requests_logits(peak)
+    if result is None and not is_requested:
         return None
     pieces = f"made in {LOSS_CHUNKS} pieces, one at a time"
     return MemoryChange(
@@ -437,42 +458,44 @@ def _logits(peak: PeakMemory) -> MemoryChange | None:
         if result is None
         else f"the {result.blocks} blocks of the loss and of the logits' size are {pieces}",
         where=peak.failed_at if result is None else result.where,
-        request_share=1 / LOSS_CHUNKS if asked else 1.0,
+        request_share=1 / LOSS_CHUNKS if is_requested else 1.0,
     )
 
 
-def _asks_for_logits(peak: PeakMemory) -> bool:
-    """Tell whether the request that failed is for logits: where earlier steps made blocks of the
-    same size as a loss did."""
+def _requests_logits(peak: PeakMemory) -> bool:
+    """Return whether the failed request is for logits: at the same stack, earlier steps made blocks
+    of the same size as a loss."""
     h, lives = peak.history, peak.history.block_lifetimes
     if h.failed_event is None or peak.request is None:
         return False
-    loss = np.array([o.loss for o in h.origins])[lives.stack]
-    same = lives.stack == h.event_stack[h.failed_event]
-    return bool(np.isin(lives.size[same], lives.size[loss]).any())
+    in_loss = np.array([origin.loss for origin in h.origins])[lives.stack]
+    same_stack = lives.stack == h.event_stack[h.failed_event]
+    return bool(np.isin(lives.size[same_stack], lives.size[in_loss]).any())
 
 
-def _autocast(peak: PeakMemory) -> list[MemoryChange]:
-    """Drop the copies of weights that autocast's cache alone holds: those that a backward pass
-    needs stay without it. Where nothing trains, the weights can be of that type themselves."""
+def _find_autocast_changes(peak: PeakMemory) -> list[MemoryChange]:
+    """Drop the copies of weights that only autocast's cache holds; copies that a backward pass
+    needs stay. Without training, the weights themselves can have that type."""
     h, lives = peak.history, peak.history.block_lifetimes
-    rows = np.flatnonzero(_of(peak, "autocast copies"))
-    released = np.array([o.released for o in h.origins])[lives.release[rows]] == "autocast"
-    cached = rows[released | ((lives.end_event[rows] == h.count) & (peak.trains is False))]
-    made = [
+    rows = np.flatnonzero(_is_in(peak, "autocast copies"))
+    is_released = (
+        np.array([origin.released for origin in h.origins])[lives.release[rows]] == "autocast"
+    )
+    cached = rows[is_released | ((lives.end_event[rows] == h.count) & (peak.trains is False))]
+    changes = [
         MemoryChange(
             "autocast without cache",
             cached,
             0.0,
-            "each copy is made again where it is used, and one is there at a time",
+            "each copy is made again where it is used, and only one exists at a time",
             lives.start_event[cached] + 2,
             lives.end_event[cached],
             group="autocast",
         )
     ]
-    weights = np.flatnonzero(_of(peak, "weights"))
+    weights = np.flatnonzero(_is_in(peak, "weights"))
     if len(weights) and (peak.trains is False or (len(rows) and not peak.trains)):
-        made.append(
+        changes.append(
             MemoryChange(
                 "16-bit weights",
                 np.concatenate([rows, weights]),
@@ -481,53 +504,56 @@ def _autocast(peak: PeakMemory) -> list[MemoryChange]:
                 group="autocast",
             )
         )
-    return made
+    return changes
 
 
-def _half_precision(peak: PeakMemory) -> MemoryChange | None:
-    """Train under autocast: what matrix products make is half as large, and so is what operators
-    that keep the type make of it. A 16-bit copy of each weight is there from the forward pass to
-    the end of the backward pass. After PyTorch's own softmax, the next product keeps a copy too."""
+def _find_half_precision(peak: PeakMemory) -> MemoryChange | None:
+    """Train under autocast: results of matrix products are half as large, and so are results of
+    operators that keep the type. A 16-bit copy of each weight exists from the forward pass to the
+    end of the backward pass. After PyTorch's own softmax, the next product keeps a copy too."""
     h, lives = peak.history, peak.history.block_lifetimes
     if any(origin.cast for origin in h.origins):
         return None
-    made = _of(peak, "activations", "earlier steps") & (lives.start_event >= 0)
-    forward = np.flatnonzero(made)[np.argsort(lives.start_event[made], kind="stable")]
-    share = np.ones(len(forward))
-    newest: dict[int, float] = {}  # by size, which stands for the shape
-    # one block after the other: what it reads is known by those before
-    for place, row in enumerate(forward.tolist()):
+    is_made = _is_in(peak, "activations", "earlier steps") & (lives.start_event >= 0)
+    forward = np.flatnonzero(is_made)[np.argsort(lives.start_event[is_made], kind="stable")]
+    shares = np.ones(len(forward))
+    latest_share: dict[int, float] = {}  # by size, as a proxy for the shape
+    # sequential: the input of a block is known from earlier blocks
+    for index, row in enumerate(forward.tolist()):
         output, size = h.origins[int(lives.stack[row])].output, int(lives.size[row])
-        half = output == "product" or (output == "same type" and newest.get(size) == 0.5)
-        newest[size] = share[place] = 1.5 if output == "softmax" else 0.5 if half else 1.0
-    rows, share = forward[share != 1], share[share != 1]
-    weights = np.flatnonzero(_of(peak, "weights"))
-    runs = np.isin(h.phase, [PHASES.index("forward"), PHASES.index("backward")])
-    begin, end = np.flatnonzero(np.diff(runs, prepend=False, append=False)).reshape(-1, 2).T
+        is_half = output == "product" or (output == "same type" and latest_share.get(size) == 0.5)
+        latest_share[size] = shares[index] = 1.5 if output == "softmax" else 0.5 if is_half else 1.0
+    rows, shares = forward[shares != 1], shares[shares != 1]
+    weights = np.flatnonzero(_is_in(peak, "weights"))
+    is_running = np.isin(h.phase, [PHASES.index("forward"), PHASES.index("backward")])
+    begin, end = np.flatnonzero(np.diff(is_running, prepend=False, append=False)).reshape(-1, 2).T
     return MemoryChange(
         "BF16 autocast",
         np.concatenate([rows, np.tile(weights, len(begin))]),
-        np.append(share, np.full(len(weights) * len(begin), 1.5)),
-        "activations are in fp32; those of matrix products, and what is made of them alone, are "
+        np.append(shares, np.full(len(weights) * len(begin), 1.5)),
+        "activations are in fp32; results of matrix products, and results made only from them, are "
         "then in 16 bits, with a copy of each weight until the backward pass ends",
         np.append(lives.start_event[rows], np.repeat(begin, len(weights))),
         np.append(lives.end_event[rows], np.repeat(end - 1, len(weights))),
     )
 
 
-# -- what outlives its use ------------------------------------------------------------------------
+# -- blocks that outlive their use
+# ------------------------------------------------------------------------
 
 
-def _references(peak: PeakMemory) -> MemoryChange | None:
-    """Free what each step leaves behind, else blocks of earlier steps, from the end of their step
-    on."""
+def _find_references(peak: PeakMemory) -> MemoryChange | None:
+    """Free blocks that each step leaves behind, else blocks of earlier steps, from the end of their
+    step on."""
     h, lives = peak.history, peak.history.block_lifetimes
     _, marks = h.steps
-    old = _of(peak, "earlier steps")
+    is_old = _is_in(peak, "earlier steps")
     lines = set(peak.growth.select("file", "line", "function").rows())
-    grows = np.array([(o.file, o.line, o.function) in lines for o in h.origins])[lives.stack]
-    grows &= lives.end_event == h.count
-    rows = np.flatnonzero(old | grows)
+    is_growing = np.array(
+        [(origin.file, origin.line, origin.function) in lines for origin in h.origins]
+    )[lives.stack]
+    is_growing &= lives.end_event == h.count
+    rows = np.flatnonzero(is_old | is_growing)
     if not len(rows):
         return None
     where = h.origins[int(lives.stack[rows[np.argmax(lives.size[rows])]])]
@@ -537,40 +563,43 @@ def _references(peak: PeakMemory) -> MemoryChange | None:
     assumes = (
         "nothing needs what each step leaves behind there, but the newest step's may be in use"
         if lines
-        else "nothing needs the outputs and losses of the steps before any more"
+        else "nothing needs the outputs and losses of earlier steps any more"
     )
-    later = np.append(marks, h.count)[np.searchsorted(marks, lives.start_event[rows], side="right")]
-    begin = np.where(lives.start_event[rows] < 0, -1, later)
+    next_step = np.append(marks, h.count)[
+        np.searchsorted(marks, lives.start_event[rows], side="right")
+    ]
+    begin = np.where(lives.start_event[rows] < 0, -1, next_step)
     return MemoryChange("references", rows, 0.0, assumes, begin, lives.end_event[rows],
                   None if where.file is None else where)  # fmt: skip
 
 
-def _set_to_none(peak: PeakMemory) -> MemoryChange | None:
-    """Free gradients that are there during a forward pass although the optimizer has used them."""
+def _find_set_to_none(peak: PeakMemory) -> MemoryChange | None:
+    """Free gradients that still exist during a forward pass although the optimizer has used
+    them."""
     h, lives = peak.history, peak.history.block_lifetimes
-    gradients = np.flatnonzero(_of(peak, "gradients"))
+    gradients = np.flatnonzero(_is_in(peak, "gradients"))
     phase = h.phase
-    used = np.flatnonzero(
+    update_ends = np.flatnonzero(
         (phase[:-1] == PHASES.index("optimizer")) & (phase[1:] != PHASES.index("optimizer"))
     ) + 1  # fmt: skip
     backward = np.flatnonzero(phase == PHASES.index("backward"))
     rows, begin, end = [], [], []
-    for over in used.tolist():  # a step each
-        again = backward[backward >= over]
-        until = int(again[0]) if len(again) else h.count
-        here = gradients[
-            (lives.start_event[gradients] < over) & (lives.end_event[gradients] > over)
+    for update_end in update_ends.tolist():  # one step per round
+        next_backward = backward[backward >= update_end]
+        end_event = int(next_backward[0]) if len(next_backward) else h.count
+        held = gradients[
+            (lives.start_event[gradients] < update_end) & (lives.end_event[gradients] > update_end)
         ]
-        rows.append(here)
-        begin.append(np.full(len(here), over))
-        end.append(np.full(len(here), until))
+        rows.append(held)
+        begin.append(np.full(len(held), update_end))
+        end.append(np.full(len(held), end_event))
     if not rows:
         return None
     return MemoryChange(
         "set_to_none",
         np.concatenate(rows),
         0.0,
-        "the optimizer has used the gradients: they are let go of before the forward pass",
+        "the optimizer has used the gradients: they are freed before the forward pass",
         np.concatenate(begin),
         np.concatenate(end),
     )
@@ -579,9 +608,9 @@ def _set_to_none(peak: PeakMemory) -> MemoryChange | None:
 # -- the optimizer --------------------------------------------------------------------------------
 
 
-def _optimizer(peak: PeakMemory) -> list[MemoryChange]:
-    state = np.flatnonzero(_of(peak, "optimizer state"))
-    large = state[peak.history.block_lifetimes.size[state] >= MIN_8_BIT]
+def _find_optimizer_changes(peak: PeakMemory) -> list[MemoryChange]:
+    state = np.flatnonzero(_is_in(peak, "optimizer state"))
+    large = state[peak.history.block_lifetimes.size[state] >= MIN_8_BIT_BYTES]
     return [
         MemoryChange("8-bit optimizer", large, STATE_8_BIT,
                "the state is in fp32 and all of it can be kept in 8 bits", group="state"),
@@ -590,40 +619,43 @@ def _optimizer(peak: PeakMemory) -> list[MemoryChange]:
         MemoryChange("offload optimizer state", state, 0.0,
                "the optimizer runs on the host: gradients go there, weights come back",
                group="state"),
-        MemoryChange("fused optimizer", np.flatnonzero(_of(peak, "optimizer temporaries")), 0.0,
+        MemoryChange("fused optimizer",
+               np.flatnonzero(_is_in(peak, "optimizer temporaries")), 0.0,
                "a fused kernel updates in place, without temporaries"),
     ]  # fmt: skip
 
 
 def shard_changes(peak: PeakMemory, ranks: int) -> list[MemoryChange]:
-    """Estimate ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the
-    largest two weights gathered."""
+    """Estimate ZeRO 1 to 3 (FSDP) over this number of ranks, which now hold the same. Stage 3 keeps
+    the largest two weights gathered."""
     lives = peak.history.block_lifetimes
-    rows = [np.flatnonzero(_of(peak, name)) for name in ("optimizer state", "gradients", "weights")]
-    here = lives.at(peak.event)
-    total = int(lives.size[np.concatenate(rows)][here[np.concatenate(rows)]].sum())
+    rows = [
+        np.flatnonzero(_is_in(peak, name)) for name in ("optimizer state", "gradients", "weights")
+    ]
+    is_held = lives.at(peak.event)
+    total = int(lives.size[np.concatenate(rows)][is_held[np.concatenate(rows)]].sum())
     gathered = 2 * int(lives.size[rows[2]].max(initial=0))
-    made = []
+    changes = []
     for stage in (1, 2, 3):
-        keep = 1 / ranks
+        kept_share = 1 / ranks
         if stage == 3:
-            keep = min(1.0, keep + gathered / max(total, 1))
-        made.append(
-            MemoryChange(f"ZeRO {stage}", np.concatenate(rows[:stage]), keep,
+            kept_share = min(1.0, kept_share + gathered / max(total, 1))
+        changes.append(
+            MemoryChange(f"ZeRO {stage}", np.concatenate(rows[:stage]), kept_share,
                    f"{ranks} ranks hold equal parts", group="sharding")
         )  # fmt: skip
-    return [each for each in made if len(each.rows)]
+    return [change for change in changes if len(change.rows)]
 
 
-def _graphs(peak: PeakMemory) -> MemoryChange | None:
-    """Merge private pools beyond the largest: graphs that never run at once can share one."""
+def _share_graph_pools(peak: PeakMemory) -> MemoryChange | None:
+    """Merge private pools other than the largest: graphs that never run at once can share one."""
     h, lives = peak.history, peak.history.block_lifetimes
-    rows = np.flatnonzero(_of(peak, "CUDA graph pools"))
+    rows = np.flatnonzero(_is_in(peak, "CUDA graph pools"))
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
     if not len(rows) or pools["pool"].n_unique() < 2:
         return None
-    place = np.searchsorted(pools["address"].to_numpy(), lives.address[rows], side="right") - 1
-    names = np.array(pools["pool"].to_list())[np.maximum(place, 0)]
+    pool_index = np.searchsorted(pools["address"].to_numpy(), lives.address[rows], side="right") - 1
+    names = np.array(pools["pool"].to_list())[np.maximum(pool_index, 0)]
     totals = {name: int(lives.size[rows[names == name]].sum()) for name in set(names.tolist())}
     largest = max(sorted(totals), key=lambda name: totals[name])
     return MemoryChange(

@@ -432,12 +432,14 @@ class PeakMemory:
         return pl.DataFrame(columns)
 
 
-def _sum_line(held: pl.DataFrame, file: str | None, line: int | None, function: str | None) -> int:
+def _sum_line(
+    holders: pl.DataFrame, file: str | None, line: int | None, function: str | None
+) -> int:
     conditions = [
         pl.col(name).eq_missing(pl.lit(value))
         for name, value in (("file", file), ("line", line), ("function", function))
     ]
-    return int(held.filter(*conditions)["bytes"].sum())
+    return int(holders.filter(*conditions)["bytes"].sum())
 
 
 def cached_measurement(
@@ -524,8 +526,8 @@ def growing_lines(peaks: Sequence[PeakMemory]) -> tuple[pl.DataFrame, str]:
     ]
     joined = tables[-1].rename({"bytes": "last"})
     for number, table in enumerate(tables[:-1]):
-        held = table.select(*key_columns, pl.col("bytes").alias(f"held{number}"))
-        joined = joined.join(held, on=key_columns, how="left", nulls_equal=True)
+        bytes_held = table.select(*key_columns, pl.col("bytes").alias(f"held{number}"))
+        joined = joined.join(bytes_held, on=key_columns, how="left", nulls_equal=True)
     held_in = [pl.col(f"held{n}").fill_null(0) for n in range(len(peaks) - 1)] + [pl.col("last")]
     min_bytes = MIN_GROWTH_SHARE * max(peaks[0].allocated, 1)
     rises = [b > a for a, b in pairwise(held_in)]

@@ -167,7 +167,7 @@ def _add_deviation(result: list[Deviation], new: Deviation) -> None:
 def _measure_deviation(job: JobMeasurements, members: Members, total_excess: Floats) -> Deviation:
     index = list(members.rank_indices)
     member_set = set(index)
-    like = [
+    similar = [
         other
         for other in range(len(job.summaries))
         if other not in member_set and job.stage[other] in set(job.stage[index].tolist())
@@ -179,19 +179,19 @@ def _measure_deviation(job: JobMeasurements, members: Members, total_excess: Flo
             kind="host",
             members=members,
             excess_ns=float(np.nanmean(total_excess[index])),
-            excess_by_class=_excess_by_class(job, mean, like),
-            others_ns=float(medians_over(job.profile.own_ns[like][None, :], axis=1)[0]),
+            excess_by_class=_excess_by_class(job, mean, similar),
+            others_ns=float(medians_over(job.profile.own_ns[similar][None, :], axis=1)[0]),
         ),
-        like,
+        similar,
     )
 
 
 def _excess_by_class(
-    job: JobMeasurements, values: Floats, like: Sequence[int] | Ints
+    job: JobMeasurements, values: Floats, similar: Sequence[int] | Ints
 ) -> dict[str, float]:
-    """Return the excess of ``values`` over the median of the ranks ``like``, by class, ns per
+    """Return the excess of ``values`` over the median of the ranks ``similar``, by class, ns per
     step."""
-    excess = values - medians_over(job.profile.values[like], axis=0)
+    excess = values - medians_over(job.profile.values[similar], axis=0)
     return dict(zip(OWN, excess.tolist(), strict=False))
 
 
@@ -202,14 +202,14 @@ def _largest_class(excess: dict[str, float]) -> str:
     return "input" if largest == excess["input"] else "host" if largest == host else "compute"
 
 
-def _classify(job: JobMeasurements, deviation: Deviation, like: list[int]) -> Deviation:
-    """Classify a deviation by its largest excess over the ranks ``like`` it."""
+def _classify(job: JobMeasurements, deviation: Deviation, similar: list[int]) -> Deviation:
+    """Classify a deviation by its largest excess over the ranks ``similar`` to it."""
     if (kind := _largest_class(deviation.excess_by_class)) != "compute":
         return replace(deviation, kind=kind)
     slow = [
         _scale_to_complete_steps(job, rank_index) for rank_index in deviation.members.rank_indices
     ]
-    others = [_scale_to_complete_steps(job, rank_index) for rank_index in like]
+    others = [_scale_to_complete_steps(job, rank_index) for rank_index in similar]
     speed = compare_devices(slow, others)
     if speed is None:
         more_work = have_other_inputs(slow, others)
@@ -283,7 +283,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     ):
         return []
     index = np.flatnonzero(job.stage == names[top])
-    like = np.flatnonzero(job.stage != names[top])
+    other_ranks = np.flatnonzero(job.stage != names[top])
     # compare with the scatter of the ranks inside the stages
     residuals = np.concatenate(
         [
@@ -294,13 +294,13 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     p_value = float(p_values(np.append(residuals, medians[top] - np.median(other_medians)))[-1])
     median = medians_over(job.profile.values[index], axis=0)
     slow = [job.summaries[rank_index] for rank_index in index.tolist()]
-    others = [job.summaries[rank_index] for rank_index in like.tolist()]
+    others = [job.summaries[rank_index] for rank_index in other_ranks.tolist()]
     return [
         Deviation(
             kind="pipeline",
             members=Members("stage", str(top), tuple(index.tolist()), p_value),
             excess_ns=excess,
-            excess_by_class=_excess_by_class(job, median, like),
+            excess_by_class=_excess_by_class(job, median, other_ranks),
             families=longer_families(slow, others),
             others_ns=float(other_medians.mean()),
             note=f"{len(names)} stages",
@@ -385,8 +385,8 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
         return []
     if waits.caused_exposed_ns[rank_index] / steps < LATE_SHARE * step:
         return []
-    like = np.flatnonzero(np.arange(len(job.summaries)) != rank_index)
-    excess_by_class = _excess_by_class(job, job.profile.values[rank_index], like)
+    other_ranks = np.flatnonzero(np.arange(len(job.summaries)) != rank_index)
+    excess_by_class = _excess_by_class(job, job.profile.values[rank_index], other_ranks)
     if steps > 2 and sum(excess_by_class.values()) <= 0:
         return []
     members = Members(
@@ -397,11 +397,11 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
         members=members,
         excess_ns=float(waits.caused_exposed_ns[rank_index]) / steps,
         excess_by_class=excess_by_class,
-        others_ns=float(np.nanmedian(job.profile.own_ns[like])),
+        others_ns=float(np.nanmedian(job.profile.own_ns[other_ranks])),
         arrives_late=True,
     )
     if sum(excess_by_class.values()) > MIN_EXPLAINED_SHARE * result.excess_ns:
-        result = _classify(job, result, like.tolist())
+        result = _classify(job, result, other_ranks.tolist())
     if result.slow_device:  # the slowest rank in each of many kernels: further evidence
         ranks = len(job.summaries)
         chance = min(1.0, 2 * min(members.p_value, ranks * (1 / ranks) ** result.kernels))

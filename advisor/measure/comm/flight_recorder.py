@@ -169,8 +169,7 @@ def _find_pair_problems(
 def _find_difference(
     calls: dict[int, dict[int, FlightCall]], calls_by_rank: dict[int, FlightCall], sequence: int
 ) -> tuple[Kind, list[int]] | None:
-    """Return how calls of one number differ and which ranks differ, or ``None`` if all are
-    equal."""
+    """Return how calls of one number differ and on which ranks, or ``None`` if all are equal."""
     for kind, property_of in (
         ("operation", _get_operation),
         ("size", _count_required_elements),

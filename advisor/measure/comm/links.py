@@ -45,9 +45,8 @@ class AxisLink(NamedTuple):
 
 
 def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
-    """Return the GPUs of a node: as given, else the ranks per host, else the number of devices
-    in the trace if there are several. ``None`` if unknown, because a process may see one of many
-    GPUs."""
+    """Return the GPUs of a node: as given, else the ranks per host, else the number of devices in
+    the trace if there are several. ``None`` if unknown: a process may see one of many GPUs."""
     if machine.node_size:
         return machine.node_size
     if machine.hosts and len(machine.hosts) >= (a.trace.meta.world_size or 2):
@@ -163,8 +162,7 @@ class ScaledCollectives(NamedTuple):
     """Estimated over present time, if the transfers attain that bandwidth and waits stay."""
     calls: int
     agreement: float
-    """Tenth percentile over the maximum of the bandwidths: near 1 the link limits them, else
-    waits."""
+    """Tenth percentile over the maximum of the bandwidths: near 1 the link limits, else waits."""
 
 
 def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:

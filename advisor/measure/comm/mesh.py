@@ -83,8 +83,7 @@ def find_axes(a: Analysis, collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def read_description(text: str | None) -> str | None:
-    """Return the axis that a process group's description names, or None if it names none or
-    several."""
+    """Return the axis that a group's description names, or None if it names none or several."""
     words = set(re.findall(r"[a-z]+", (text or "").lower()))
     axes = {axis for axis, axis_words in _AXIS_WORDS.items() if words & axis_words}
     if len(axes) > 1:  # data of experts counts as data; dp_shard_cp shards over both
@@ -136,8 +135,7 @@ def _forward_share(rows: pl.DataFrame) -> float:
 
 def forward_passes(a: Analysis) -> NDArray[np.int64]:
     """Return the time of the first launch of device work in each forward pass of the used steps,
-    ns. With gradient accumulation a step has several. Empty if the backward pass was not
-    recorded."""
+    ns. Several per step with gradient accumulation. Empty if the backward pass was not recorded."""
     gpu = a.trace.gpu.select("launch").with_row_index("gpu").filter(pl.Series(a.in_window))
     gpu = gpu.with_columns(launch_ts=a.trace.cpu["ts"].gather(gpu["launch"]), ts=0)
     gpu = gpu.drop_nulls("launch_ts").sort("launch_ts")
@@ -296,14 +294,12 @@ def _measure_transfer_rate(waits: pl.DataFrame) -> float | None:
 
 
 def count_micro_batches(a: Analysis, rows: pl.DataFrame) -> int | None:
-    """Count the micro-batches of ``rows``, the collectives of a pipeline's axis, by
-    ``links.count_slots``."""
+    """Count the micro-batches of a pipeline axis (``rows``) by ``links.count_slots``."""
     return count_slots(_add_peers(a, rows))
 
 
 def _add_peers(a: Analysis, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add ``peer``, the other end of a send or receive, and ``sends``, whether this rank is the
-    source."""
+    """Add ``peer``, the other end of a send or receive, and ``sends`` (this rank is the source)."""
     this_rank = pl.lit(a.trace.meta.rank, dtype=pl.Int64)
     sends = (pl.col("source") == this_rank).fill_null(value=False)
     return rows.with_columns(sends=sends, peer=pl.when(sends).then("target").otherwise("source"))

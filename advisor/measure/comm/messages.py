@@ -240,8 +240,7 @@ class _HostRows:
             ],
             dtype=np.int64,
         )
-        """Group size by an op that gathers into, or scatters from, one tensor; 0 if there is
-        none."""
+        """Group size by an op that gathers into, or scatters from, one tensor; else 0."""
 
     def sources(self) -> pl.DataFrame:
         """Return rows with the columns of _SOURCE_SCHEMA, one per host row."""
@@ -290,7 +289,7 @@ def bytes_of(trace: Trace, code: int) -> int | None:
 
 
 def _read_arguments(trace: Trace) -> pl.DataFrame:
-    """Return one row of _SOURCE_SCHEMA for each of ``trace.comms``; ``collective`` is null for
+    """Return one row of _SOURCE_SCHEMA per row of ``trace.comms``; no ``collective`` for
     ``wait`` …"""
     comms = trace.comms
     kinds = {name: kind_of(name) for name in comms["collective"].drop_nulls().unique()}

@@ -65,8 +65,7 @@ class TensorPlacement(NamedTuple):
     inside_node: float | None
     """Bus bandwidth of a GPU inside a node, GB/s, or ``None`` if unknown."""
     changes: tuple[PlacementChange, ...]
-    """Effects of placing tensor parallelism on a node and other axes across the network. Empty if
-    no rate is known."""
+    """Effects of keeping tensor parallelism inside a node. Empty if no rate is known."""
 
 
 def find_placement(a: Analysis) -> TensorPlacement | None:
@@ -101,8 +100,8 @@ def _list_axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:
 def _find_rates(
     a: Analysis, axes: Sequence[AxisRanks], machine: NodeLinks
 ) -> tuple[float | None, float | None]:
-    """Return the bus bandwidth of a GPU across nodes and inside a node, GB/s: the upper quartile of
-    the recorded bandwidths, because waits lower the others, else the rate that NCCL attains on the
+    """Return the bus bandwidth of a GPU across nodes and inside a node, GB/s: the upper quartile
+    of the recorded bandwidths (waits lower the others), else the rate that NCCL attains on the
     link."""
     network_rates, node_rates = [], []
     for axis in axes:
@@ -177,7 +176,7 @@ def _merge_axes(axes: Sequence[AxisRanks]) -> list[list[AxisRanks]]:
 def _add_bubble(
     a: Analysis, axes: Sequence[AxisRanks], changes: tuple[PlacementChange, ...]
 ) -> tuple[PlacementChange, ...]:
-    """Add the pipeline's bubble, which scales with the work of the stages that wait for each
+    """Add the pipeline's bubble, which scales with the stages' work, since they wait for each
     other."""
     result = list(changes)
     for axis in axes:

@@ -1,4 +1,4 @@
-"""Copies: direction, host memory, bandwidth, the work that hid them, and whether they blocked the
+"""Copies: direction, host memory, bandwidth, work that hid them, and whether they blocked the
 host."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
 
 
 def compute_stream(a: Analysis) -> int | None:
-    """Return the stream with the most compute kernel time in the used steps; ``None`` without
+    """Return the stream with the most compute time in the used steps, or ``None`` without
     compute."""
     rows = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
     rows &= ~a.kernels["communication"].to_numpy()

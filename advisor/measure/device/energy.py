@@ -46,8 +46,7 @@ def step_energy(recorded: StepRecords, rank: int = -1) -> RankEnergy | None:
 
 
 def _read_samples(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
-    """Return times, ns, and values of a field of the GPU's samples, or ``None`` if there are too
-    few."""
+    """Return times, ns, and values of a field of the GPU's samples, or ``None`` if too few."""
     times = np.array([t for t, _ in recorded.timed_gpu_samples], dtype=np.int64)
     values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpu_samples])
     is_known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)

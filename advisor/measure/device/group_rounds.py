@@ -98,8 +98,7 @@ def _count_settings(
     calls: list[tuple[str, tuple[Any, ...]]], counts: Counter[str], last: str
 ) -> int:
     """Count the rounds with different settings. A round ends with its call of ``last``. An operator
-    that runs equally often in each round is assigned by its call number, and any other by its
-    position."""
+    that runs equally often in each round is assigned by call number, others by position."""
     rounds = counts[last]
     settings_by_round: list[list[Any]] = [[] for _ in range(rounds)]
     ends = np.array([position for position, (name, _) in enumerate(calls) if name == last])

@@ -27,8 +27,7 @@ what copies its names, mori). Searched in the function's name, not in its templa
 that is templated on a communicator computes. ``[^m]`` excludes ``small_gather``."""
 
 _INDUCTOR = r"^triton_(poi|red|per|for|tem|spl|mm)_"
-"""Inductor's kernels, named after all nearby operators, including collectives that only feed
-them."""
+"""Inductor's kernels, named after all nearby operators, even collectives that only feed them."""
 
 _DATA_MOVEMENT = (
     r"(?i)^Reformat(_|\b)|n(chw|hwc)_?(to|2)_?n(chw|hwc|chhw)|batched_transpose|CatArrayBatchedCopy"
@@ -464,7 +463,7 @@ def _classify_foreach(text: pl.Expr) -> pl.Expr:
 
 def _find_format(text: pl.Expr) -> pl.Expr:
     """Return the single format in a name. A matrix kernel also names its accumulator (fp32) and
-    output (16 bits with 8-bit inputs), so the narrowest counts. Other kernels with two formats have
+    output (16 bits with 8-bit inputs): there the narrowest counts. Elsewhere two formats count as
     none."""
     text = text.str.replace_all("Fp8KVCacheDataType", "", literal=True)  # the format of the cache
     marks = {name: text.str.contains(pattern) for name, pattern in _FORMAT_MARKS.items()}

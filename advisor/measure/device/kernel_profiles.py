@@ -37,8 +37,7 @@ Compute's SpeedOfLight rule has the same limit."""
 ONE_LAUNCH = "saved by one launch of each, at most"
 """Evidence text of an estimated gain for kernels that no trace has."""
 MAX_SELECTED = 500
-"""Maximum number of launches that an edit selects one by one, if others of the name differ in
-size."""
+"""Maximum number of launches an edit selects one by one, if others of the name differ in size."""
 TENSOR_PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """Use of the tensor cores."""
 UNITS: dict[Limit, tuple[str, ...]] = {
@@ -107,8 +106,7 @@ class ProfiledKernel(NamedTuple):
     on_tensor_cores: bool
     """Whether it computes on tensor cores, by its counters, or by its name without counters."""
     rows: NDArray[np.int64]
-    """Rows of ``trace.gpu`` that launch it in the used steps, empty if there are none or no
-    trace."""
+    """Rows of ``trace.gpu`` that launch it in the used steps, empty if none or without a trace."""
 
     @property
     def busiest(self) -> float | None:
@@ -240,8 +238,7 @@ class MatchedKernel(NamedTuple):
     occupancy: float | None
     """Theoretical occupancy, percent, or ``None`` if registers or the GPU's limits are unknown."""
     limiter: str | None
-    """Limit: ``registers``, ``shared memory``, ``block sizes``. ``None`` if occupancy is 100% or
-    unknown."""
+    """Limit: ``registers``, ``shared memory``, ``block sizes``. ``None`` if 100% or unknown."""
     rows: NDArray[np.int64]
     """Rows of ``trace.gpu`` in the used steps. Empty if there are none, no trace, or another
     compilation that the trace does not distinguish."""
@@ -324,8 +321,7 @@ def _is_for_device(k: CompiledKernel, device: Device | None) -> bool:
 
 
 def _matches_launch(k: CompiledKernel, threads: Any, registers: Any, shared: Any) -> bool:
-    """Return whether a launch fits a kernel. Some profilers add CUDA's own part to shared
-    memory."""
+    """Return whether a launch fits a kernel. Some profilers add CUDA's part to shared memory."""
     return (
         threads in (None, k.threads)
         and (k.registers is None or registers in (None, 0, k.registers))
@@ -410,9 +406,8 @@ _UNNAMED = re.compile(r"\(anonymous namespace\)|\bunnamed>")
 
 @cache
 def kernel_key(name: str) -> str:
-    """Return a kernel's name without the parts that profilers write differently: arguments,
-    namespaces, casts and spaces. ``void at::native::foo<(int)4, float>(int)`` is
-    ``foo<4,float>``."""
+    """Return a kernel's name without parts that differ by profiler: arguments, namespaces, casts,
+    spaces. ``void at::native::foo<(int)4, float>(int)`` is ``foo<4,float>``."""
     text = re.sub(
         r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)(?=[\w-])", "", name[:4096]
     )

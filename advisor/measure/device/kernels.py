@@ -209,8 +209,7 @@ def _is_triton(trace: Trace, rows: Rows) -> Bools:
 
 
 def _families_by_purpose(is_kernel: Bools, names: _Names, launches: Launches) -> Codes:
-    """Return the family code of kernels, before the surroundings of their operator are
-    considered."""
+    """Return the family code of kernels, without the surroundings of their operator."""
     op_family, name_family = launches.family, names.family
     family = np.where(op_family >= 0, op_family, name_family)
     has_known_name = name_family != CODE["other"]

@@ -45,8 +45,7 @@ class ConvolutionCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Scaled dot product attention. ``pairs`` is the number of query-key pairs computed per
-    head."""
+    """Scaled dot product attention. ``pairs``: query-key pairs that are computed per head."""
 
     batch: int
     heads: int
@@ -146,9 +145,9 @@ _EXPERTS = re.compile(r"(?:^|::)(?:inplace_|outplace_|grouped_)?fused_(?:experts
 
 def parse_experts(op: str, x: OpInputs) -> Experts | None:
     """Return the experts of an operator, or ``None`` if it is not an expert layer or has unknown
-    inputs. Known inputs are tokens, the two weights, the routing weights and numbers, in this order
-    (``fused_experts``). Routing scores (``fused_moe``) do not show how many experts a token is sent
-    to."""
+    inputs. Known inputs are tokens, the two weights, the routing weights and numbers, in this
+    order (``fused_experts``). Routing scores (``fused_moe``) do not show how many experts a
+    token uses."""
     if op.startswith("aten::") or not _EXPERTS.search(op):
         return None
     tokens, up, down, weights, numbers = (x.tensor(position) for position in range(5))
@@ -345,11 +344,9 @@ class _AttentionArguments(NamedTuple):
     query: int
     causal: int
     heads_first: bool
-    """Whether inputs are [batch, heads, sequence, width] and not [batch, sequence, heads,
-    width]."""
+    """Whether inputs are [batch, heads, sequence, width], else [batch, sequence, heads, width]."""
     varlen: int | None = None
-    """Position of the cumulative sequence lengths. If given, the shapes do not determine the
-    work."""
+    """Position of the cumulative sequence lengths; with them shapes do not determine the work."""
     window: int | None = None
 
 

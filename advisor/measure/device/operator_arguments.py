@@ -84,8 +84,7 @@ def readers_behind(
     count: int = MAX_AFTER,
 ) -> Iterator[tuple[int, str, OpInputs]]:
     """Yield row, name and inputs of readers of a tensor of this shape: the operators among the next
-    ``count`` outermost ones on the same thread. ``types`` are the tensor's types, or ``None`` for
-    any."""
+    ``count`` outermost ones on the same thread. ``types`` of the tensor, or ``None`` for any."""
     cpu, order = a.trace.cpu, outermost_rows(a.trace)
     following = order[np.searchsorted(order, row, side="right") :][:count]
     for next_row in following.tolist():
@@ -154,8 +153,7 @@ def fft_lengths(name: str, x: OpInputs) -> list[tuple[int, bool]]:
 
 
 def outer_dims(x: OpInputs, position: int) -> list[int]:
-    """Return the dimensions given by an argument, or none if one of them is the innermost in
-    memory."""
+    """Return the dimensions given by an argument, or none if one is the innermost in memory."""
     data, dims = x.tensor(0), x.argument(position)
     dims = dims if isinstance(dims, list) else [dims]
     if data is None or len(data.strides or ()) != len(data.shape) or not _are_dims(data, dims):
@@ -164,8 +162,8 @@ def outer_dims(x: OpInputs, position: int) -> list[int]:
 
 
 def find_sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedPart | None:
-    """Return the part of a sort's result that is taken directly after each sort. ``None`` if all or
-    none of it is read, or parts from its middle, or the order of equal elements matters (stable).
+    """Return the part of a sort's result that is taken directly after each sort. ``None`` if all,
+    none, or parts from its middle are read, or equal elements have an order (stable).
     """
     data, position = x.tensor(0), len(x) - 2
     dim, descending = x.argument(position), x.flag(position + 1)
@@ -217,8 +215,7 @@ def _find_taken_range(
 
 
 def range_taken(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] | None:
-    """Return the range that an operator takes of a dimension, or ``None`` if it does something
-    else."""
+    """Return the range that an operator takes of a dimension, or ``None`` for other operators."""
     first, start, stop = (x.argument(at) for at in (1, 2, 3))
     if name not in TAKES or first != dim or not isinstance(start, int | None):
         return None

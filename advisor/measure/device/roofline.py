@@ -271,8 +271,7 @@ def multiprocessor_limits(compute: tuple[int, int]) -> Device | None:
 def find_limiters(
     blocks: Floats, threads: Ints, registers: Ints, shared: Ints, device: Device
 ) -> NDArray[np.object_]:
-    """Name the resource that limits :func:`active_blocks`: without this limit more blocks would
-    fit."""
+    """Name the resource that limits :func:`active_blocks`: without it more blocks would fit."""
     zero = np.zeros_like(registers)
     result = np.full(len(threads), "block sizes", dtype=object)
     for name, sizes in (("registers", (zero, shared)), ("shared memory", (registers, zero))):

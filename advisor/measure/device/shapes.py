@@ -144,8 +144,7 @@ class OpInputs:
 
 def main_dtype(op: str, inputs: OpInputs) -> str | None:
     """Return the format an operator computes in (one of FORMATS), from its recorded input types. It
-    is the format of its first tensor with a known one, or of the operand in _MAIN_INPUT. ``None``
-    if unknown."""
+    is the format of its first tensor with a known one, or of the operand in _MAIN_INPUT."""
     position = _MAIN_INPUT.get(op)
     if position is not None:
         tensor = inputs.tensor(position)

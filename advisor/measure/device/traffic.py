@@ -33,11 +33,9 @@ from advisor.measure.device.shapes import (
 )
 
 SOFTMAX, SOFTMAX_BACKWARD = 5, 4
-"""FLOPs per element: maximum, difference, exponential, sum, division; backward: 2 products, sum,
-difference."""
+"""FLOPs: maximum, difference, exponential, sum, division; backward: 2 products, sum, difference."""
 LAYER_NORM, LAYER_NORM_BACKWARD = 8, 14
-"""FLOPs per element: mean 1, variance 3, normalise 2, scale, shift 2; backward with parameter
-gradients."""
+"""FLOPs: mean 1, variance 3, normalise 2, scale, shift 2; backward with parameter gradients."""
 RMS_NORM, RMS_NORM_BACKWARD = 4, 9
 """FLOPs per element: square and sum 2, normalise 1, scale 1."""
 BATCH_NORM_INFERENCE = 2
@@ -105,13 +103,11 @@ ELEMENTWISE: dict[str, int] = (
     )
     | dict.fromkeys(split_words("where addcmul addcdiv lerp"), 3)
 )
-"""Elementwise operators -> maximum number of tensors they read (fewer if the others are
-numbers)."""
+"""Elementwise operators -> maximum number of tensors they read (fewer if others are numbers)."""
 
 
 def count_flops(op: str, x: OpInputs) -> float | None:
-    """Count a call's floating-point operations, or ``None`` without a formula or recorded
-    inputs."""
+    """Count a call's floating-point operations; ``None`` without a formula or recorded inputs."""
     result = parse_product(op, x)
     if result is not None:
         return 2.0 * result.batch * result.m * result.n * result.k

@@ -238,7 +238,6 @@ def round_trips(a: Analysis) -> pl.DataFrame:
 
 
 def trip_intervals(a: Analysis) -> Intervals:
-    """Return the intervals of round trips: the copy to the host, the work there, and the copy
-    back."""
+    """Return the intervals of round trips: copy to the host, work there, and copy back."""
     trips = a.round_trips
     return intersect(union(trips["begin"].to_numpy(), trips["end"].to_numpy()), a.spans)

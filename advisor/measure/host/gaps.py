@@ -210,8 +210,7 @@ def _find_causes(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _
 
 
 def _follow_threads(a: Analysis, pieces: HostPieces, thread: NDArray[np.int32]) -> _Blame:
-    """Find the causes of the pieces, from other threads if a thread did nothing that explains
-    them."""
+    """Find the causes of the pieces, from other threads if their own does not explain them."""
     blame = _Blame(
         pieces.interval,
         pieces.start,

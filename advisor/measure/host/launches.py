@@ -23,9 +23,8 @@ class Launches(NamedTuple):
     """Operators around each launch, aligned with ``trace.gpu``: rows of ``trace.cpu``, or -1."""
 
     innermost_op: Rows
-    """Innermost operator around the launch. None for work of a CUDA graph, because the operator
-    around a graph launch did not launch each of its kernels; a capture names the operators that
-    did."""
+    """Innermost operator around the launch. None for work of a CUDA graph, whose kernels the
+    operator around the graph launch did not launch; a capture names those that did."""
     op: Rows
     """Innermost operator that does work of a known family."""
     outer_op: Rows
@@ -95,8 +94,7 @@ def _find_around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern
 
 
 def _find_family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
-    """Return operators' family codes, aligned with ``trace.cpu``, or -1 without operator or
-    family."""
+    """Return operators' family codes, aligned with ``trace.cpu``; -1 without operator or family."""
     codes = np.full(cpu.height, NO_ROW, dtype=np.int8)
     op_rows = np.flatnonzero((cpu["kind"] == "op").to_numpy())
     texts, name_index = distinct_names(cpu["name"].gather(op_rows))
@@ -143,8 +141,7 @@ def lost_records(trace: Trace) -> LostRecords:
     launches after the last one with a kernel, since the recording may have ended before their
     kernels; a launch inside another (the runtime's call around the driver's) whose kernel is linked
     to one of the two; as many launches as there are device rows without a link to their launch; and
-    launches of an id with as many device rows as launches (traces of several processes, merged by
-    hand)."""
+    launches of an id with as many device rows as launches (merged traces of several processes)."""
     cpu, gpu = trace.cpu, trace.gpu
     call = cpu["call"]
     launching = (call.is_in(["launch"]) & cpu["correlation"].is_not_null()).fill_null(False)

@@ -153,8 +153,7 @@ def _list_work(a: Analysis) -> pl.DataFrame:
 
 
 def work_nodes(a: Analysis) -> Rows:
-    """Return the node of each piece of work, aligned with ``trace.gpu``, or -1 outside of
-    modules."""
+    """Return the node of each piece of work, aligned with ``trace.gpu``; -1 outside of modules."""
     gpu = a.trace.gpu
     host, other = (gpu[name].fill_null(-1).to_numpy().astype(np.int64) for name in ("launch", "op"))
     if a.layers is None:
@@ -294,7 +293,7 @@ def _count_calls(a: Analysis, rows: Rows, scopes: NDArray[np.int32], count: int)
 def _keep_mostly_known(
     work_sums: dict[str, NDArray[np.float64]], ns: NDArray[Any]
 ) -> dict[str, NDArray[np.float64]]:
-    """Return FLOPs and bytes of nodes, or -1 if known for less than ``MIN_KNOWN_SHARE`` of the
+    """Return FLOPs and bytes of nodes; -1 if known for less than ``MIN_KNOWN_SHARE`` of the
     time."""
     matrix_ns, moved_ns = work_sums["matrix"], work_sums["moved_ns"]
     flops_known = (matrix_ns > 0) & (work_sums["sure"] >= MIN_KNOWN_SHARE * matrix_ns)

@@ -14,8 +14,7 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.stacks import parse_frame
 
 MIN_LAYER_SHARE = 0.5
-"""Minimum share of an operator's time in a layer at which the layer's line is used for the
-operator."""
+"""Minimum share of an operator's time in a layer whose line is used for the operator."""
 MAX_CALLS = 200
 """Maximum number of distinct calls that are read, the longest first."""
 WEIGHT_POSITION = {

@@ -56,8 +56,7 @@ class ModuleTree:
 
     def graft(self) -> NDArray[np.int32]:
         """Return the node that represents each node. A module without a parent, such as on a thread
-        of the backward pass, is replaced by the module with its name elsewhere, if there is only
-        one."""
+        of the backward pass, is replaced by the only other module of its name."""
         target = list(range(len(self.name)))
         nodes_by_name: dict[str, list[int]] = {}
         for node, name in enumerate(self.name):
@@ -115,7 +114,7 @@ _NUMBERED_NAME = re.compile(r"^(.*[^._ #\[])([._ #\[]+)(\d+)\]?$")
 
 
 def split_number(name: str) -> tuple[str, str, int | None]:
-    """Split ``layers.3`` into ``layers``, ``.``, 3. Without a number, return the name, "",
+    """Split ``layers.3`` into ``layers``, ``.``, 3; without a number into the name, "",
     ``None``."""
     result = _NUMBERED_NAME.match(name)
     if result is None or len(result[3]) > 9:
@@ -205,8 +204,7 @@ def _find_nested(
 
 
 def _find_module_events(trace: Trace, tree: ModuleTree) -> Source | None:
-    """Find ``nn.Module: Linear_0``, named by the class and a number for each module of the
-    class."""
+    """Find ``nn.Module: Linear_0``, named by the class and the module's number in the class."""
     frames = np.flatnonzero((trace.cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(trace.cpu["name"].gather(frames), f"^{MODULE}").to_numpy()]
     if not len(rows):

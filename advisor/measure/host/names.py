@@ -15,8 +15,7 @@ WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
 OPTIMIZER_STEP = r"^Optimizer\.step#"
 """PyTorch's range around an optimizer's step."""
 MIN_NAMES_TO_DEDUPLICATE = 5_000
-"""Minimum number of names for finding the distinct ones first. For fewer names that takes
-longer."""
+"""Minimum number of names for finding the distinct ones first: for fewer it takes longer."""
 MAX_REMEMBERED = 4_096
 
 

@@ -54,9 +54,8 @@ NEW_SHAPES_SCHEMA: dict[str, Any] = {
 
 
 def first_calls(a: Analysis) -> pl.DataFrame:
-    """Return costly first calls, which start, load, search or compile once
-    (``step_differences.py``) or for each new shape: ``host`` (row of trace.cpu), ``ts`` and
-    ``dur``, ns."""
+    """List costly first calls, which start, load, search or compile once (``step_differences.py``)
+    or for each new shape: ``host`` (row of trace.cpu), ``ts``, ``dur``, ns."""
     tables = (a.one_off_costs, a.new_shape_calls)
     return pl.concat([table.select("host", "ts", "dur") for table in tables])
 
@@ -119,8 +118,8 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
 
 
 def _count_trials(a: Analysis, calls: pl.DataFrame) -> pl.DataFrame:
-    """Count the trial runs in each call. Drop calls without trials during which the device
-    works."""
+    """Count the trial runs in each call. Drop calls without trials if the device works
+    meanwhile."""
     cpu = a.trace.cpu
     parent = cpu["parent"].filter(name_matches(cpu["name"], _EVENT_WAIT)).drop_nulls().to_numpy()
     count = np.bincount(parent, minlength=cpu.height)[calls["host"].to_numpy()]

@@ -191,8 +191,7 @@ def measure_self_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int6
 
 
 def _find_device_time(a: Analysis, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return host rows that a column of the window's device work points at, and the work's ns
-    inside."""
+    """Return host rows that a column of the window's device work points at, and its ns inside."""
     gpu = a.trace.gpu
     rows = gpu[column].fill_null(-1).to_numpy().astype(np.int64)
     is_used = a.in_window & (rows >= 0)
@@ -204,8 +203,7 @@ def _merge_names(
     names: pl.Series, rows: NDArray[np.int64], above: NDArray[np.int32], height: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Build the tree of names: the node of each host row, one row of each node, its parent node.
-    Each round handles one level: a row whose parent has a node gets its node from the parent's node
-    and its own name."""
+    Each round handles one level: a row's node follows from its parent's node and its own name."""
     name_codes = (
         map_names(names.gather(rows), _strip_number, pl.Categorical).to_physical().to_numpy()
     )
@@ -237,7 +235,7 @@ def largest_nodes(
     names: list[str],
     limit: int,
 ) -> pl.DataFrame:
-    """Keep the largest nodes, each with its parents, and add the remaining time of nodes that lost
+    """Keep the largest nodes with their parents, and the remaining time of nodes that lost
     children."""
     order = np.lexsort((np.arange(len(total)), -total))
     chosen = order[total[order] > 0]

@@ -1,5 +1,4 @@
-"""Operators by shape compared with attainable rates: rate, bound, efficiency and possible
-saving."""
+"""Operators by shape, compared with attainable rates: rate, bound, efficiency and saving."""
 
 from __future__ import annotations
 
@@ -220,8 +219,7 @@ MAX_TENSORS = 4
 
 
 def rooflines(a: Analysis, limit: int | None = MAX_ROWS) -> list[OperatorRate]:
-    """List operators by shape, those with the most device time first. ``limit`` is ``None`` for
-    all."""
+    """List operators by shape, those with the most device time first. No ``limit`` lists all."""
     table = a.rooflines if limit is None else a.rooflines.head(limit)
     rows = table.drop("kernels", "inputs", "longest").rename(
         {"op": "name", "dur": "ns", "moved": "bytes", "saved": "saved_ns"}
@@ -267,8 +265,7 @@ def _build_attainable_rate(subject: str, rate: float, published: Attainable) -> 
 
 def shape_text(dims: str | None) -> str | None:
     """Format shapes of the tensors among an operator's inputs, ``[8, 1024] [1024, 4096]``, or
-    return ``None`` if not recorded. Lists of tensors are in parentheses; excess is cut with
-    dots."""
+    ``None`` if not recorded. Lists of tensors are in parentheses; excess is cut with dots."""
     if not dims:
         return None
     try:

@@ -164,8 +164,7 @@ def _is_cast_of_weight(cast_tensors: list[Tensor], weights: list[Tensor]) -> boo
 
 def rebuilt_weights_time(a: Analysis) -> Intervals:
     """Find host time of the operators in :func:`rebuilt_weights`. Python time before an operator
-    counts if it exceeds the median between outermost operators: a parametrization runs as a
-    module."""
+    counts beyond the median between outermost operators: a parametrization runs as a module."""
     rows = a.rebuilt_weights["row"].to_numpy()
     if not len(rows):
         return EMPTY

@@ -122,9 +122,8 @@ def code_outside(
 
 def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     """Find the line of the user's code whose stacks, sampled outside windows, end in the function
-    of PyTorch or a library that calls the operator, and the library function below it. Otherwise,
-    find the line that takes as large a share of the training thread's time as the operator in
-    windows."""
+    of PyTorch or a library that calls the operator, and the library function below it. Else find
+    the line with as large a share of the training thread's time as the operator in windows."""
     recorded = a.recorded
     if recorded is None or not a.span_ns or not recorded.stacks:
         return None
@@ -202,8 +201,7 @@ _SINGLE_VALUES = re.compile(
 
 
 def find_step_part(stack: SampledStack) -> str:
-    """Return the part of a step. Transforms of images are not part of forward, though some are
-    modules."""
+    """Return the part of a step. Image transforms are not forward, though some are modules."""
     if stack.part == "forward" and model_call(stack.frames) is None:
         return "loop"
     return stack.part

@@ -149,8 +149,7 @@ def rows_around(parent: Rows, rows: Rows) -> Rows:
 
 
 def ancestor_chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
-    """Return the given rows and their ancestors, innermost first: one line per row, padded with
-    -1."""
+    """Return the given rows and their ancestors, innermost first: a line per row, padded by -1."""
     levels = [rows.astype(np.int64)]
     while (levels[-1] >= 0).any():
         levels.append(rows_around(parent, levels[-1]).astype(np.int64))
@@ -181,8 +180,7 @@ _STDLIB_FILE = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!si
 
 
 def parse_frame(name: str) -> Frame | None:
-    """Parse a frame's file, line and function, or return ``None`` for a built-in or another
-    event."""
+    """Parse a frame's file, line and function; ``None`` for a built-in or another event."""
     result = _FRAME.match(name)
     if result is None:
         return None
@@ -229,9 +227,8 @@ def frame_ranks(trace: Trace) -> NDArray[np.int8]:
 def user_frames(trace: Trace) -> Rows:
     """Compute ``Analysis.user_frame``.
 
-    This is the innermost frame of the user's own code. If only installed libraries are around a row
-    (as in a trace of an inference engine), it is their innermost frame, but never PyTorch's or
-    Python's."""
+    It is the innermost frame of the user's own code, or if only installed libraries are around a
+    row (as in a trace of an inference engine) their innermost one, never PyTorch's or Python's."""
     rank = frame_ranks(trace)
     if not rank.any():
         return np.full(trace.cpu.height, -1, dtype=np.int32)
@@ -337,13 +334,11 @@ MIN_SAMPLES = 8
 MIN_CALL_SHARE = 0.15
 """Minimum share of the samples at which a call can be assigned to a line."""
 MAX_SHARE_DIFFERENCE = 0.1
-"""Maximum difference between a call's share of a profiled window and its line's share of the
-samples."""
+"""Maximum difference of a call's share of a profiled window and its line's share of samples."""
 MIN_COVERED_SHARE = 0.5
 """Minimum share of a part's samples with the line that is named for it."""
 MIN_OF_LOOP = 0.8
-"""Minimum share of one line of the loop itself, which is in all samples as the outermost
-function."""
+"""Minimum share of one line of the loop itself, the outermost function of all samples."""
 MAX_FRAMES = 200_000
 """Maximum number of frames in all stacks of a rank together: the recorder writes fewer."""
 _PART_PATTERNS = {
@@ -402,13 +397,12 @@ class HottestLine(NamedTuple):
     share: float
     """Share of the part's samples."""
     library_function: str | None
-    """Library function below it with most of its samples, or ``None`` if they are in the line
-    itself."""
+    """Library function below it with most of its samples, or ``None`` if the line has them."""
 
 
 def read_stacks(record: RankRecord, since: int | None = None) -> list[SampledStack]:
     """Read the stacks of a rank, without stacks in which a profiler started or stopped. With
-    ``since``, only read intervals that certainly begin after this time (ns). Damaged lines are left
+    ``since``, read only intervals that certainly begin after it (ns). Damaged lines are left
     out."""
     result: list[SampledStack] = []
     frames_left = MAX_FRAMES
@@ -495,8 +489,8 @@ def _count_lines(stacks: Sequence[SampledStack]) -> _Lines:
 def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
     """Find the one line of the user's code that takes ``share`` of the time, for a call that
     occupies the thread for a known share of the step. The line's share of all samples differs by at
-    most ``MAX_SHARE_DIFFERENCE`` or a quarter. ``None`` if there are too few samples, no such line,
-    or several."""
+    most ``MAX_SHARE_DIFFERENCE`` or a quarter. ``None`` with too few samples, no such line, or
+    several."""
     total = sum(stack.samples for stack in stacks)
     if total < MIN_SAMPLES or share < MIN_CALL_SHARE:
         return None
@@ -517,8 +511,7 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
 def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLine | None:
     """Find the line of the user's code with most samples that end in a function of PyTorch or a
     library, named as by :func:`normalize_operator_name`, or in its call of a C function
-    (``torch.cat``, ``.sum``). ``None`` if there are too few samples, or several lines share
-    them."""
+    (``torch.cat``, ``.sum``). ``None`` with too few samples, or if several lines share them."""
     matching = [stack for stack in stacks if function in _end_names(stack)]
     count = sum(stack.samples for stack in matching)
     lines = _count_lines(matching)
@@ -531,7 +524,7 @@ def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLi
 
 
 def _end_names(stack: SampledStack) -> Iterator[str]:
-    """Yield the names of the innermost function, if it is not the user's, and of the C function it
+    """Yield the names of the innermost function, if not the user's, and of the C function it
     calls."""
     leaf = parse_frame(stack.frames[-1])
     if leaf is not None and frame_rank(stack.frames[-1]) < 2:

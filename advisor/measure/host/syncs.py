@@ -80,10 +80,9 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     in the same operator. For a copy that blocked the host itself (kind ``memcpy``), it is that
     copy.
 
-    A device sync waits for all work launched before. A stream sync waits for the last work
-    launched before on the stream in ``cuda_sync`` rows, else on the stream that this thread used
-    last. An event sync waits for the work in those rows, else for the last work that ended
-    during the call."""
+    A device sync waits for all work launched before. A stream sync waits for the last work launched
+    before on the stream in ``cuda_sync`` rows, else on the stream that this thread used last. An
+    event sync waits for the work in those rows, else the last work that ended during the call."""
     from advisor.measure.steps.steps import step_of
 
     trace = a.trace
@@ -204,7 +203,7 @@ class _LaunchOrder(NamedTuple):
         return np.where(is_valid, self.start[index], -1)
 
     def last_before(self, rows: NDArray[np.int64], thread: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the row of ``trace.gpu`` last launched by the thread before each host row, or
+        """Return the row of ``trace.gpu`` that the thread last launched before each host row, or
         -1."""
         if not len(self.row):
             return np.full(len(rows), -1, dtype=np.int64)
@@ -254,8 +253,7 @@ def _find_releases(
     ts: Ints,
     end: Ints,
 ) -> Ints:
-    """Return the end of each call's awaited work, ns, or -1 if it had ended before or is
-    unknown."""
+    """Return the end of each call's awaited work, ns; -1 if it had ended before or is unknown."""
     gpu, cpu = trace.gpu, trace.cpu
     result = np.full(len(rows), -1, dtype=np.int64)
     if not len(work.by_time) or not len(rows):
@@ -390,8 +388,7 @@ def _name_causes(
 
 
 def _shorten_cause(name: str) -> str:
-    """Shorten a cause: drop the line of a frame, and keep ``Optimizer.step#AdamW.step`` as it
-    is."""
+    """Shorten a cause: drop a frame's line, and keep ``Optimizer.step#AdamW.step`` as it is."""
     frame = parse_frame(name)
     return name if frame is None else f"{frame.file}: {frame.function}"
 
@@ -416,8 +413,7 @@ near the return of such a call by chance one time in fifty."""
 
 def clock_tolerance_ns(trace: Trace) -> int:
     """Return how long after a call's return the awaited work may end by the trace's clocks, ns. It
-    is the 95th percentile of late ends (see :func:`work_past_return_ns`), and at least
-    ``ROUNDING_NS``.
+    is the 95th percentile of late ends (:func:`work_past_return_ns`), at least ``ROUNDING_NS``.
     """
     excess = work_past_return_ns(trace, np.arange(trace.cpu.height))
     excess = excess[excess > 0]

@@ -30,8 +30,7 @@ _PRODUCT_OPS = ("aten::mm", "aten::bmm", "aten::addmm")
 _LOOKUP_OP = "aten::embedding_dense_backward"
 _CONVOLUTION_OP = "aten::convolution_backward"
 MAX_PARAMETERS_PER_NODE = 3
-"""Maximum number of parameters whose gradients one node computes, such as a product's weight and
-bias."""
+"""Maximum parameters whose gradients one node computes, such as a product's weight and bias."""
 MAX_PARAMETERS = 4096
 MAX_PASSES = 4
 MAX_EVENTS = 500_000
@@ -51,8 +50,7 @@ class RecordedGradients(NamedTuple):
     modules: tuple[str, ...]
     """Modules with the most unused gradients."""
     models: tuple[str, ...]
-    """Classes of the models that have the parameters, if nothing in these models is trained; else
-    empty."""
+    """Classes of the models that have the parameters, if nothing in them is trained; else empty."""
     parameters: tuple[tuple[Shape, bool], ...]
     """Shape of each parameter, in the order of the model, and whether it is unused."""
 
@@ -80,8 +78,7 @@ NO_WORK = UnusedGradientWork(EMPTY, 0.0)
 
 
 def recorded_gradients(a: Analysis) -> RecordedGradients | None:
-    """Read the parameters that no optimizer has, or ``None`` if there are none or the data is
-    damaged."""
+    """Read the parameters that no optimizer has; ``None`` if there are none or data is damaged."""
     events = [] if a.record is None else a.record.events_of("gradients")
     return _read_gradients(events[-1]) if events else None
 

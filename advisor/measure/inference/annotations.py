@@ -283,8 +283,7 @@ def _keep_innermost(
 
 
 def _contain_work(trace: Trace, rows: pl.DataFrame) -> bool:
-    """Return whether these ranges contain nearly all work: a ``decode`` range may decode a
-    video."""
+    """Return whether these ranges contain nearly all work: a ``decode`` may be of a video."""
     spans = union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
     gpu, cpu = trace.gpu, trace.cpu
     if gpu.is_empty():

@@ -25,13 +25,11 @@ MIN_HOLE_FACTOR = 20
 Nothing on the host can delay a graph. In public traces its kernels are 0 to 1 µs apart (median), on
 MI300X 0 ns, and a hundredth of the gaps takes 26 times as long."""
 MIN_EDGE_NS = 50_000
-"""Minimum idle time before and after a replay, ns: a graph takes some 10 µs to start on an
-MI300X."""
+"""Minimum idle time before and after a replay, ns: an MI300X takes some 10 µs to start a graph."""
 MAX_BACK_TO_BACK_NS = 100
 """Maximum usual gap at which every hole counts; otherwise the holes need ``MIN_HOLE_SHARE``."""
 MIN_HOLE_SHARE = 0.1
-"""Minimum share of holes in a replay's time. Complete replays of four public traces idle for up to
-7%."""
+"""Minimum share of holes in a replay. Complete replays of four public traces idle for up to 7%."""
 MIN_TIME_SHARE = 0.5
 """Minimum share of the missing kernels' time that the shorter replay still takes if they ran.
 """

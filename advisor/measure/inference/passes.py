@@ -450,7 +450,7 @@ def count_pairs(sums: Sums) -> float:
 
 
 def attention_cost(mark: StepMark, shape: Heads, *, narrow: bool) -> tuple[float, float] | None:
-    """Count FLOPs and bytes of one attention operator in a step, or ``None`` if the mark has no
+    """Count FLOPs and bytes of one attention operator in a step; ``None`` if the mark has no
     sums."""
     kinds = [sums for sums in (mark.prefill, mark.decode) if sums is not None]
     if not kinds:

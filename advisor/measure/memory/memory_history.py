@@ -53,8 +53,7 @@ class MemoryHistory:
         self.blocks = snapshot.blocks.filter(pl.col("device") == device)
         self.segments = snapshot.segments.filter(pl.col("device") == device)
         self.unmatched = 0
-        """Number of allocations without an end that are not in the final state: their ends were not
-        recorded."""
+        """Number of allocations missing from the final state: their ends were not recorded."""
 
     @property
     def count(self) -> int:
@@ -143,8 +142,7 @@ class MemoryHistory:
 
     @cached_property
     def allocated(self) -> Ints:
-        """Bytes in tensors before the first event and after each event: one entry more than
-        events."""
+        """Bytes in tensors before the first and after each event: one entry more than events."""
         blocks = self.block_lifetimes
         change = np.zeros(self.count + 1, dtype=np.int64)
         change[0] = int(blocks.size[blocks.start_event < 0].sum())
@@ -179,8 +177,7 @@ class MemoryHistory:
 
     @cached_property
     def has_stacks(self) -> bool:
-        """Whether any event has a stack. Events without one are then autograd's, without Python
-        frames."""
+        """Whether any event has a stack; events without one are then autograd's."""
         return any(self.snapshot.stacks)
 
     @cached_property

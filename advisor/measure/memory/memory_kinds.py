@@ -22,8 +22,7 @@ CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
 """Sizes of cuBLAS's default workspaces, bytes (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often
 without a stack."""
 MIN_SET_BLOCKS = 10
-"""Minimum number of blocks of a set that looks like the weights of a model: fewer may be
-anything."""
+"""Minimum blocks of a set that looks like the weights of a model: fewer may be anything."""
 MAX_SINGLE_SHARE = 0.5
 """Maximum share of a set of weights in one block: a larger block may be data."""
 NOT_ATTRIBUTED = CATEGORIES.index("not attributed")
@@ -147,8 +146,7 @@ def _find_spanning_step(h: MemoryHistory) -> Bools:
 
 
 def _find_replaced(h: MemoryHistory, kind: NDArray[np.int8]) -> Bools:
-    """Find blocks that are freed after a pass has made a block of their size that outlives the
-    backward."""
+    """Find blocks freed after a pass has made one of their size that outlives the backward."""
     blocks = h.block_lifetimes
     is_output = (
         (kind == CATEGORIES.index("activations"))
@@ -256,8 +254,7 @@ def _classify_by_sizes(
 
 
 def _count_copies(values: Ints, counts: Ints) -> int:
-    """Return the number of sets of equal sizes that the blocks form: 4, 3 or 2 if nearly all fit,
-    else 1."""
+    """Return the number of equal sets that the blocks form: 4, 3 or 2 if nearly all fit, else 1."""
     for copies in (4, 3, 2):
         is_whole = counts % copies == 0
         by_bytes = (values * counts)[is_whole].sum() / (values * counts).sum()
@@ -293,8 +290,7 @@ def _count_largest_set(h: MemoryHistory, rows: Bools) -> dict[int, int]:
 
 
 def _find_weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Bools) -> Bools:
-    """Find casts of half a weight's size, at most as many at once as there are weights of that
-    size."""
+    """Find casts of half a weight's size, at most as many at once as weights of that size."""
     blocks = h.block_lifetimes
     weights = kind == CATEGORIES.index("weights")
     values, counts = np.unique(blocks.size[weights] // 2, return_counts=True)

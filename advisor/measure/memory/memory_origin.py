@@ -200,8 +200,7 @@ def _use_slashes(file: str) -> str:
 
 
 def _calls_module(frame: SnapshotFrame) -> bool:
-    """Return whether a frame is a module's ``forward``: mixed stacks of C++ and Python may lack
-    ``_call_impl``."""
+    """Return whether a frame is a module's ``forward``: stacks may lack ``_call_impl``."""
     return frame.name == "forward" and frame.line > 0 and frame_owner(frame) >= 1
 
 

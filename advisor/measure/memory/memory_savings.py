@@ -51,16 +51,14 @@ class MemoryChange(NamedTuple):
     """Share of their bytes that stays, or an array with one share per row."""
     assumes: str
     begin: Ints | None = None
-    """Events from ``begin`` to ``end`` in which the other bytes are freed, or ``None`` for
-    always."""
+    """Events from ``begin`` to ``end`` in which the rest is freed, or ``None`` for always."""
     end: Ints | None = None
     where: AllocationOrigin | None = None
     """Line that the change affects, or ``None`` if it is not a single line."""
     group: str = ""
     """Group of changes that exclude each other, or empty."""
     forward_call: Ints | None = None
-    """Call in its forward pass that a row belongs to, since checkpointing can cover only some
-    calls.
+    """Call of a row in its forward pass, since checkpointing can cover only some calls.
     """
     request_share: float = 1.0
     """Share of the failed request that is still requested at once."""
@@ -94,8 +92,7 @@ def count_needed_bytes(
 ) -> int:
     """Count the maximum bytes in tensors after changes, including the failed request.
 
-    ``scale`` is the scale of the batch, in proportion to which the blocks of ``batch_rows``
-    grow."""
+    ``scale`` is the scale of the batch, with which the blocks of ``batch_rows`` grow."""
     h, lives = peak.history, peak.history.block_lifetimes
     share = np.ones(len(lives))
     for change in made:
@@ -106,10 +103,7 @@ def count_needed_bytes(
     curve = h.allocated.astype(np.float64)
     size = lives.size * (share - 1)
     _add_to_curve(
-        curve,
-        np.maximum(lives.start_event, -1) + 1,
-        np.minimum(lives.end_event, h.count) + 1,
-        size,
+        curve, np.maximum(lives.start_event, -1) + 1, np.minimum(lives.end_event, h.count) + 1, size
     )
     for change in made:
         if change.begin is not None and change.end is not None:
@@ -574,8 +568,7 @@ def _find_references(peak: PeakMemory) -> MemoryChange | None:
 
 
 def _find_set_to_none(peak: PeakMemory) -> MemoryChange | None:
-    """Free gradients that still exist during a forward pass although the optimizer has used
-    them."""
+    """Free gradients that still exist in a forward pass although the optimizer has used them."""
     h, lives = peak.history, peak.history.block_lifetimes
     gradients = np.flatnonzero(_is_in(peak, "gradients"))
     phase = h.phase

@@ -72,8 +72,7 @@ class PeakMemory:
 
     @cached_property
     def event(self) -> int:
-        """Event after which memory is analysed, or -1 before the first event or without a
-        history."""
+        """Event after which memory is analysed; -1 before the first event or without a history."""
         failed = self.history.failed_event
         return self.history.peak if failed is None else failed
 
@@ -176,7 +175,7 @@ class PeakMemory:
 
     @cached_property
     def bases(self) -> dict[str, int]:
-        """Bytes held at the moment by the basis of their category (BASES), which add up to
+        """Bytes held at the moment by the basis of their category (BASES); the sum is
         ``allocated``."""
         rows = self.allocated_rows
         sums = np.bincount(
@@ -361,8 +360,7 @@ class PeakMemory:
     @cached_property
     def growth(self) -> pl.DataFrame:
         """Lines that leave memory behind in nearly every step, which is held to the end
-        (GROWTH_SCHEMA), most bytes per step first. Empty if there are none, or fewer than MIN_STEPS
-        steps."""
+        (GROWTH_SCHEMA), most bytes per step first. Empty if none, or fewer than MIN_STEPS steps."""
         marks = self.whole_steps
         lives = self.history.block_lifetimes
         empty = pl.DataFrame(schema=GROWTH_SCHEMA)
@@ -487,8 +485,7 @@ _STEP_NUMBER = re.compile(r"(?:step|iter(?:ation)?|s)[-_]?(\d+)", re.IGNORECASE)
 
 
 def order_snapshots(snapshots: Sequence[MemorySnapshot]) -> tuple[MemorySnapshot, ...]:
-    """Sort by the time of the last event, or by numbers in the file names if a snapshot has no
-    time."""
+    """Sort by the time of the last event, or by numbers in file names if a snapshot has no time."""
     times = [snapshot.events["time_us"].max() for snapshot in snapshots]
     if snapshots and all(isinstance(time, int) for time in times) and len(set(times)) == len(times):
         order = sorted(range(len(snapshots)), key=lambda index: times[index])  # type: ignore[arg-type,return-value]

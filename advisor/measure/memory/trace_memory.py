@@ -212,8 +212,7 @@ def find_recompute(a: Analysis) -> pl.DataFrame | None:
 
 
 def _find_recomputing(a: Analysis) -> NDArray[np.bool_]:
-    """Return which rows of ``trace.cpu`` recompute, together with their children except autograd
-    nodes."""
+    """Return which rows of ``trace.cpu`` recompute, with their children except autograd nodes."""
     cpu = a.trace.cpu
     is_recomputing: NDArray[np.bool_] = (cpu["kind"] == "python").to_numpy()
     is_recomputing = is_recomputing & name_matches(cpu["name"], RECOMPUTE).to_numpy()
@@ -484,7 +483,7 @@ def measure_peaks(a: Analysis) -> MemoryPeaks:
 
 
 def measure_held(a: Analysis) -> tuple[int | None, int | None]:
-    """Return the maximum that PyTorch reserved and the GPU's memory, bytes, from the trace or the
+    """Return PyTorch's maximum reserved and the GPU's memory, bytes, from the trace or the
     record."""
     reserved, allocated, capacity = measure_peaks(a)
     reserved = allocated if reserved is None else reserved

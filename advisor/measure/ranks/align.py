@@ -1,5 +1,4 @@
-"""Alignment of the clocks of up to thousands of ranks by the ends of collectives, which ranks leave
-together.
+"""Alignment of thousands of ranks' clocks by the ends of collectives, which ranks leave together.
 
 Time and memory grow with the number of collectives, not with the pairs of ranks."""
 
@@ -16,11 +15,9 @@ END_TOLERANCE_NS = 1_000_000.0
 """Maximum difference of one collective's ends on two ranks, ns. It is up to 0.33 ms on a public
 pair of traces (all-gather of 1 GiB over 64 ranks)."""
 MIN_MATCHES = 3
-"""Minimum number of shared collectives for knowing the error: one difference always agrees with
-itself."""
+"""Minimum shared collectives for knowing the error: one difference always agrees with itself."""
 MIN_MATCHES_FOR_DRIFT = 12
-"""Minimum number of collectives of a group that distinguish the drift of its clocks from
-scatter."""
+"""Minimum collectives of a group that distinguish the drift of its clocks from scatter."""
 MAX_DRIFT = 5e-4
 """Maximum drift of a clock: ten times that of a quartz clock. A larger drift counts as none."""
 MAX_ROUNDS = 6
@@ -73,8 +70,8 @@ def align_cells(
 
     A rank that shares fewer than MIN_MATCHES collectives is not aligned. Rows that one rank leaves
     before another enters, by more than the error of ends, are not one collective. They are dropped
-    and the offsets are estimated again. If most rows are dropped, the others are not reliable, and
-    no rank is aligned."""
+    and the offsets are estimated again. If most are dropped, the others are not reliable: no rank
+    is aligned."""
     rank_counts = np.diff(first)
     is_impossible = np.zeros(len(rank_counts), dtype=np.bool_)
     unaligned = np.full(ranks, np.nan)

@@ -52,8 +52,8 @@ def collective_table(
     recorded), ``group_size`` (null), ``step`` (name of the step that launched it; null if matched
     by ``sequence``, or by position in the trace), ``at`` (row of ``steps``: the step that launched
     it, else the step in which it runs), ``start``, ``end`` (ns of the trace), ``amount`` (the
-    larger of the elements that the rank sends and receives in an all-to-all; 0 for other kinds, or
-    if unknown), ``gpu`` (row of ``trace.gpu``).
+    larger of the elements that the rank sends and receives in an all-to-all; 0 for others), ``gpu``
+    (row of ``trace.gpu``).
     """
     table = list_collectives(a)
     table = table.filter(pl.col("collective").is_in(kinds))
@@ -173,8 +173,7 @@ def short_key(
     source: int | None = None,
     target: int | None = None,
 ) -> str:
-    """Build the short key that matches a collective across ranks, with the list of members as a
-    digest."""
+    """Build the short key that matches a collective across ranks, with a digest of the members."""
     members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
     parts = (
         "s" if is_sequenced else "n",
@@ -273,8 +272,7 @@ def slow_links(job: JobMeasurements) -> list[Deviation]:
 
 
 def _merge_same(job: JobMeasurements, candidates: list[Members], excess: Floats) -> Members:
-    """Merge the worst outlier with ranks that share its collectives, and so have the same
-    excess."""
+    """Merge the worst outlier with ranks that share its collectives and so its excess."""
     worst = candidates[0]
     if worst.unit != "rank":
         return worst

@@ -111,7 +111,7 @@ class CollectiveWaits:
     row: Ints
     """Row of ``JoinedCollectives``, by collective."""
     last_rank: Ints
-    """Index of the rank that arrives last, or -1 if all arrive within twice the error of the
+    """Index of the rank that arrives last; -1 if all arrive within twice the error of the
     clocks."""
     skew: Floats
     """Last arrival minus the first, ns."""

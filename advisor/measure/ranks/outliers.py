@@ -39,8 +39,7 @@ from advisor.measure.ranks.topology import (
 )
 
 MAX_CHANCE = 0.002
-"""Maximum chance of a false alarm in each of five searches: in total one healthy job in a
-hundred."""
+"""Maximum chance of a false alarm in each of five searches: one healthy job in a hundred."""
 MIN_EXCESS_SHARE = 0.02
 """Minimum excess of an outlier over similar ranks, as a share of the step."""
 MIN_MOVING_SHARE = 0.03
@@ -73,8 +72,7 @@ class Deviation:
     excess_by_class: dict[str, float] = field(default_factory=dict)
     """Excess over the others by class, ns per step."""
     device_slowdown: float | None = None
-    """Factor by which the same kernels take longer there, or ``None`` if unknown or not the
-    cause."""
+    """Factor by which the same kernels take longer there; ``None`` if unknown or not the cause."""
     kernels: int = 0
     """Number of kernels used to measure ``device_slowdown``."""
     families: list[tuple[str, float]] = field(default_factory=list)
@@ -189,7 +187,7 @@ def _measure_deviation(job: JobMeasurements, members: Members, total_excess: Flo
 def _excess_by_class(
     job: JobMeasurements, values: Floats, similar: Sequence[int] | Ints
 ) -> dict[str, float]:
-    """Return the excess of ``values`` over the median of the ranks ``similar``, by class, ns per
+    """Return the excess of ``values`` over the median of ``similar`` ranks, by class, ns per
     step."""
     excess = values - medians_over(job.profile.values[similar], axis=0)
     return dict(zip(OWN, excess.tolist(), strict=False))

@@ -19,8 +19,7 @@ CLASSES = ("compute", "copies", "input", "host", "communication")
 """Exclusive classes of a step's time; the last one is not the rank's own work."""
 OWN = CLASSES[:-1]
 MIN_CUT_STEP_SHARE = 0.9
-"""Minimum share of earlier steps' compute in the last step of a damaged file for the step to
-count."""
+"""Minimum share of earlier steps' compute for the last step of a damaged file to count."""
 _INPUT_CLASSES = ("idle: loader", "loader")
 _COPY_CLASSES = ("copies", "memset")
 
@@ -30,7 +29,7 @@ class RankProfile:
     """Own time of all ranks, one row per rank (index in the list of summaries)."""
 
     values: Floats
-    """Mean time by class (columns: CLASSES), ns per step. NaN if not measured, or the file is
+    """Mean time by class (columns: CLASSES), ns per step; NaN if not measured or file is
     damaged."""
     steps: list[str]
     """Names of the steps that most ranks have."""
@@ -108,8 +107,7 @@ def _keep_complete_steps(columns: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def class_times(summary: RankSummary) -> dict[str, Floats] | None:
-    """Return the time of each step by class (CLASSES), ns, or ``None`` if the summary has no
-    times."""
+    """Return the time of each step by class (CLASSES), ns; ``None`` if the summary has no times."""
     if not summary.steps or not (summary.per_step or summary.time or summary.host_time):
         return None
     length = np.array([step.end - step.start for step in summary.steps], dtype=np.float64)
@@ -236,8 +234,7 @@ def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]
 def _compare_kernels(
     slow: Sequence[RankSummary], others: Sequence[RankSummary]
 ) -> list[tuple[str, float, float, int]]:
-    """Return (name, usual ns per step, slowdown factor on the slow ranks, instances), longest
-    first."""
+    """Return (name, usual ns per step, slowdown factor, instances), longest first."""
     result = []
     names = set.union(*(set(summary.kernels) for summary in slow)) if slow else set()
     for name in sorted(names):

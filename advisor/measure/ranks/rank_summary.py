@@ -30,8 +30,7 @@ from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
 from advisor.read.remote.urls import redact_url
 
 MAX_KERNELS = 40
-"""Maximum number of kernels compared between ranks: the longest ones, with nearly all time of a
-step."""
+"""Maximum number of kernels compared between ranks, with nearly all time of a step."""
 MAX_STEPS = 2_000
 """Maximum number of steps with their own figures."""
 MAX_FINDINGS = 60
@@ -210,8 +209,7 @@ def shrink_to_limit(summary: RankSummary) -> RankSummary:
 
 
 def _drop_steps(result: Collectives, share: float) -> Collectives | None:
-    """Keep about this share of the collectives, in complete steps, or return ``None`` if no step is
-    left."""
+    """Keep about this share of the collectives, in complete steps; ``None`` if no step is left."""
     from msgspec.structs import replace as changed
 
     from advisor.measure.ranks.summary_schema import unpack

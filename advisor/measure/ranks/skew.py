@@ -34,12 +34,10 @@ class Alignment(NamedTuple):
     shift_ns: dict[int, int]
     """Rank -> shift to add to times of its trace to get times of the reference's trace, ns."""
     unaligned: tuple[int, ...]
-    """Ranks left out: they share no collective with the others, or used no device although others
-    did.
+    """Ranks left out: they share no collective with others, or used no device although others did.
     """
     joined: JoinedCollectives | None = None
-    """Collectives of the aligned ranks, in the order of ``offset_ns``, or ``None`` if no ranks are
-    aligned."""
+    """Collectives of the aligned ranks, in the order of ``offset_ns``, or ``None`` without any."""
     cells: pl.DataFrame | None = None
     """Cells of ``joined``, with the columns of ``collectives.collective_table``."""
 
@@ -170,8 +168,7 @@ def in_used_steps(joined: JoinedCollectives, analyses: Sequence[Analysis]) -> Bo
 
 def exposed_by_rank(ranks: Mapping[int, Analysis]) -> pl.DataFrame:
     """Measure communication per rank and step, ns: ``rank``, ``step`` (name), ``step_ns``,
-    ``exposed`` (not under compute), ``communication`` (all). Ranks without device work are left
-    out."""
+    ``exposed`` (not under compute), ``communication`` (all). Only ranks with device work."""
     parts = []
     for number, a in ranks.items():
         if a.device_id is None:

@@ -1,8 +1,7 @@
 """Summaries of single ranks, bounded and versioned, for comparing thousands of ranks; and clusters
 of similar ranks.
 
-A worker reads a trace, measures it and sends the summary, so no process holds two traces at
-once."""
+A worker reads a trace, measures it and sends this, so no process holds two traces at once."""
 
 import os
 import zlib
@@ -189,8 +188,7 @@ def pack_findings(findings: Sequence[Finding]) -> bytes:
 
 
 def unpack_findings(details: bytes) -> list[Finding]:
-    """Unpack findings packed by :func:`pack_findings`. Raises AdvisorError if the data is
-    damaged."""
+    """Unpack findings packed by :func:`pack_findings`. Raises AdvisorError if they are damaged."""
     if not details:
         return []
     try:
@@ -322,8 +320,7 @@ def _find_common_folder(run: Sequence[RankSummary]) -> str:
 def _select_world_size(
     summaries: Sequence[RankSummary],
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Separate ranks with the most frequent world size, or without a world size, from the
-    others."""
+    """Separate ranks with the most frequent world size, or without any, from the others."""
     sizes = Counter(item.world for item in summaries if item.world)
     if len(sizes) < 2:
         return list(summaries), []
@@ -371,8 +368,7 @@ def _number_unknown_ranks(
 
 MAX_CLUSTERS = 8
 MAX_DISTANCE = 0.1
-"""Maximum difference of times of similar ranks, over all classes together, as a share of the
-step."""
+"""Maximum difference of times of similar ranks, over all classes, as a share of the step."""
 MAX_FAMILIES = 6
 LABELS = {
     "compute": "compute", "copies": "copies", "input": "waiting for input", "host": "host time",

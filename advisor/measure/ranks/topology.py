@@ -231,11 +231,10 @@ MAX_JOB_COLLECTIVES = 4
 
 
 def find_stages(joined: JoinedCollectives, ranks: int, steps: int) -> Ints:
-    """Find the stage of each rank (by index), numbered by its first rank, or all 0 without a
-    pipeline.
+    """Find the stage of each rank (by index), by its first rank; all 0 without a pipeline.
 
     Ranks that share collectives of a part of the job belong to one stage; stages exchange only
-    sends and receives. There is one stage if nothing is sent, or all ranks share the step's
+    sends and receives. There is one stage without sends, or if all ranks share the step's
     collectives."""
     stages = np.zeros(ranks, dtype=np.int64)
     if not joined.rows or not joined.is_send.any():
@@ -302,7 +301,7 @@ def upper_tail(t: float, degrees: float) -> float:
 
 
 def of_the_largest(tail: float, count: int) -> float:
-    """Return the probability that the largest of ``count`` values exceeds a value with this
+    """Return the probability that the largest of ``count`` values exceeds one with this
     ``tail``."""
     if tail >= 1:
         return 1.0

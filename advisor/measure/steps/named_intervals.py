@@ -45,7 +45,7 @@ GRAPH_BREAK_CAUSES = ("dispatch", "launch", "python", "unknown")
 
 
 def remove_breaks(region: tuple[str, ...] = ()) -> Edit:
-    """Return the edit that removes idle time at graph breaks, or only at breaks before some
+    """Return the edit that removes idle time at graph breaks, or only those before some
     functions."""
     where = Select(on="gap", cause=GRAPH_BREAK_CAUSES, at="graph_break", region=region)
     return Edit(op="remove", select=where)
@@ -74,8 +74,7 @@ def step_starts(a: Analysis) -> Intervals:
 
 
 def broken_regions(a: Analysis) -> NDArray[np.int64]:
-    """Return compiled regions inside other regions, which follow a graph break, as rows of
-    ``trace.cpu``."""
+    """Return compiled regions (rows of ``trace.cpu``) inside others, which follow a graph break."""
     is_region = name_matches(a.trace.cpu["name"], REGION).to_numpy()
     if not is_region.any():
         return np.zeros(0, dtype=np.int64)
@@ -89,8 +88,8 @@ def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
     """Find host time from the end of one compiled graph to the start of the next across a break.
 
     This time covers the code at which the graph broke, guards, and entry and exit of the two
-    functions. ``regions`` limits it to functions with these numbers (``1`` of ``Torch-Compiled
-    Region: 1/0``).
+    functions. ``regions``: only functions with these numbers (``1`` of ``Torch-Compiled Region:
+    1/0``).
     """
     rows = broken_regions(a)
     cpu = a.trace.cpu
@@ -312,8 +311,7 @@ def _find_callees(
 
 def _find_leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> tuple[int, int]:
     """Find the deepest call, below calls of one kind, that takes at least MIN_FOLLOWED_SHARE of
-    their time, and its time. The search follows the name with the most time, within the same user
-    frame."""
+    their time, and its time. The search follows the longest name within the same user frame."""
     cpu = a.trace.cpu
     dur = cpu["dur"].to_numpy()
     order = np.argsort(parent, kind="stable")

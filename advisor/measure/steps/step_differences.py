@@ -23,11 +23,9 @@ calls that only warm caches take two or three times as long."""
 MIN_EXCESS_NS = 1_000_000
 """Minimum excess of a first call, ns: loading a module, searching or compiling takes longer."""
 MAX_BUSY = 0.2
-"""Maximum share of the call during which the device works: a call that waits for it is not a
-cost."""
+"""Maximum share of the call in which the device works: a call that waits for it is not a cost."""
 MIN_SHARE = 0.05
-"""Minimum share of a call in the analysed time: shorter ones distort no figure and may be slow by
-chance."""
+"""Minimum share of a call in the analysed time: shorter ones may be slow by chance."""
 MIN_LONE_SHARE = 0.5
 """Minimum share of a single call in the analysed time, if no other step shows that it does not
 recur."""
@@ -314,7 +312,7 @@ def _list_operators(a: Analysis) -> _Work:
 def _sum_by_name(
     a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray
 ) -> list[StepVariationPart]:
-    """Sum time by name inside the steps of each half. A piece counts for the step where it
+    """Sum time by name inside the steps of each half. A piece counts in the step where it
     starts."""
     used = a.steps.used
     ts = work.ts.to_numpy()

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 10
 """Recorded steps at the start that do not count: compilation, autotuning, caches. In a short run, a
-fifth of the steps (as in ``advisor compare``), but at least one from ``MIN_STEPS_TO_WARM_UP`` steps
-on."""
+fifth (as in ``advisor compare``), at least one from ``MIN_STEPS_TO_WARM_UP`` on."""
 MIN_STEPS_TO_WARM_UP = 3
 MIN_USED = 5
 """Minimum number of used steps, if a run has more than twice as many steps."""
@@ -50,20 +49,17 @@ device in a step."""
 MAX_AHEAD_SHARE = 0.1
 """Maximum share of steps in which the host does not wait; with more, it runs ahead."""
 MAX_NOT_WAITING_SHARE = 0.9
-"""Share of the device's time per step below which the host's time shows that the host does not
-wait."""
+"""Share of the device's time per step below which the host's time shows that it does not wait."""
 
 
 class StepRecords:
-    """Steps and samples of one rank. All times are in ns; missing values are NaN in columns of
-    floats."""
+    """Steps and samples of one rank. All times are ns; missing values are NaN in float columns."""
 
     def __init__(
         self, record: RankRecord, ahead_of: Callable[[], float | None] | None = None
     ) -> None:
         """Read a record. ``ahead_of`` returns the device time in the mean step of a trace of this
-        rank in which the host runs ahead, ns, or ``None`` if the host does not, or there is no
-        trace."""
+        rank in which the host runs ahead, ns, or ``None`` if it does not, or without a trace."""
         self.record = record
         self._ahead_of = ahead_of
         self.steps: list[StepRow] = [step for step in record.steps if is_sane(step)]
@@ -210,8 +206,7 @@ class StepRecords:
 
     @cached_property
     def median(self) -> float | None:
-        """Median length of the used steps, or ``None`` if there are none, or their length is
-        unknown."""
+        """Median length of the used steps, or ``None`` if there are none or it is unknown."""
         return float(np.median(self.timed_durations)) if self.count else None
 
     @cached_property

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 MIN_OPTIMIZER_STEPS = 3
 OUTLIER_FACTOR = 1.5
 """Multiple of the median above which a step is set aside as an outlier, if it is also more than 5
-median absolute deviations away. gpuprof calls a first step an outlier at 3x; Hampel's test uses 3
-MAD."""
+median absolute deviations away. gpuprof uses 3x for a first step; Hampel's test 3 MAD."""
 OUTLIER_MADS = 5.0
 MIN_KEPT_STEPS = 3
 MAX_PERIOD = 16
@@ -89,8 +88,7 @@ class Steps:
 
     @property
     def are_numbered(self) -> bool:
-        """Whether the program marked the steps, so that steps of the same name correspond across
-        ranks."""
+        """Whether the program marked the steps, so that their names correspond across ranks."""
         return self.source in ("ProfilerStep", "recorder", *STEP_MARKS[:2])
 
     @cached_property
@@ -213,7 +211,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
 
 
 def _build_layer_times_step(trace: Trace) -> Steps:
-    """Return the single inference in a file of layer times, whose reader places layers back to
+    """Return the single inference in a file of layer times, which its reader places back to
     back."""
     start, end = find_device_span(trace)
     is_used = np.ones(1, dtype=bool)

@@ -110,9 +110,8 @@ class HostClasses(NamedTuple):
 
 
 class HostPieces(NamedTuple):
-    """Pieces of given intervals, consecutive and complete: ``interval`` (index of the interval),
-    ``start`` and ``end`` (ns), ``row`` of ``trace.cpu`` that explains it (or -1), ``code`` of
-    CLASSES."""
+    """Pieces of given intervals, consecutive and complete: ``interval`` (its index), ``start`` and
+    ``end`` (ns), ``row`` of ``trace.cpu`` that explains it (or -1), ``code`` of CLASSES."""
 
     interval: NDArray[np.int64]
     start: Ints

@@ -23,7 +23,7 @@ MIN_SIMILAR_SHARE = 0.9
 """Minimum share of work that two periods have in common: some kernels depend on the data."""
 SIMILAR_TIME = 0.8
 """Minimum common share of the time of each kind of work, since clocks change. Collectives are
-excluded, because they wait for other ranks."""
+excluded: they wait for others."""
 MIN_COVERED_SHARE = 0.8
 """Minimum share of the device's rows in similar periods."""
 MIN_EQUAL_SHARE = 0.98
@@ -56,8 +56,7 @@ class RangeGroup(NamedTuple):
 
 def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     """Find the steps' marks (``name``, ``ts``, ``dur``, in order of time) and their kind:
-    ``ranges`` that are called steps, or one of ``GUESSED_STEP_SOURCES``. ``None`` if nothing
-    repeats."""
+    ``ranges`` called steps, or one of ``GUESSED_STEP_SOURCES``. ``None`` if nothing repeats."""
     device = analysed_device(trace)
     if device is None:
         marks = _find_cycle(trace)

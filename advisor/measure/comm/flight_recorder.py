@@ -119,20 +119,18 @@ def _find_collective_problems(
     if not calls:
         return
     # ranks can only be compared from the first number that every buffer has
-    first_common = max(min(rank_calls) for rank_calls in calls.values())
+    first_common = max(min(own_calls) for own_calls in calls.values())
     dumped = [rank for rank in group.members if rank in by_rank] or sorted(calls)
     absent = [rank for rank in group.members if rank not in by_rank]
     for sequence in sorted(
-        {number for rank_calls in calls.values() for number in rank_calls if number >= first_common}
+        {number for own_calls in calls.values() for number in own_calls if number >= first_common}
     ):
-        calls_by_rank = {
-            rank: rank_calls[sequence]
-            for rank, rank_calls in calls.items()
-            if sequence in rank_calls
+        entered = {
+            rank: own_calls[sequence] for rank, own_calls in calls.items() if sequence in own_calls
         }
-        missing = [rank for rank in dumped if rank not in calls_by_rank]
-        pending = [rank for rank, call in calls_by_rank.items() if call.state != "completed"]
-        if (difference := _find_difference(calls, calls_by_rank, sequence)) is not None:
+        missing = [rank for rank in dumped if rank not in entered]
+        pending = [rank for rank, call in entered.items() if call.state != "completed"]
+        if (difference := _find_difference(calls, entered, sequence)) is not None:
             kind, ranks = difference
         elif not pending:
             continue
@@ -142,7 +140,7 @@ def _find_collective_problems(
             kind, ranks = "no dump", absent
         else:
             kind, ranks = "unfinished" if group.known else "unknown members", pending
-        yield _build_problem(kind, ranks, pending, list(calls_by_rank.items()), group, by_rank)
+        yield _build_problem(kind, ranks, pending, list(entered.items()), group, by_rank)
         return
 
 
@@ -167,56 +165,51 @@ def _find_pair_problems(
 
 
 def _find_difference(
-    calls: dict[int, dict[int, FlightCall]], calls_by_rank: dict[int, FlightCall], sequence: int
+    calls: dict[int, dict[int, FlightCall]], entered: dict[int, FlightCall], sequence: int
 ) -> tuple[Kind, list[int]] | None:
     """Return how calls of one number differ and on which ranks, or ``None`` if all are equal."""
-    for kind, property_of in (
+    for kind, get in (
         ("operation", _get_operation),
         ("size", _count_required_elements),
         ("dtype", _required_dtypes),
     ):
-        counts = Counter(map(property_of, calls_by_rank.values()))
+        counts = Counter(map(get, entered.values()))
         if len(counts) < 2:
             continue
-        usual_value, usual_count = counts.most_common(1)[0]
+        usual, usual_count = counts.most_common(1)[0]
         has_majority = list(counts.values()).count(usual_count) == 1
         others = sorted(
-            rank
-            for rank, call in calls_by_rank.items()
-            if not has_majority or property_of(call) != usual_value
+            rank for rank, call in entered.items() if not has_majority or get(call) != usual
         )
-        if kind == "dtype" and all(property_of(call) for call in calls_by_rank.values()):
+        if kind == "dtype" and all(get(call) for call in entered.values()):
             return "dtype", others
         if kind != "dtype":
-            order_swapped = _is_swapped(calls, calls_by_rank, sequence)
-            return (
-                "order" if order_swapped else "operation" if kind == "operation" else "size"
-            ), others
+            swapped = _is_swapped(calls, entered, sequence)
+            return ("order" if swapped else "operation" if kind == "operation" else "size"), others
     return None
 
 
 def _is_swapped(
-    calls: dict[int, dict[int, FlightCall]], calls_by_rank: dict[int, FlightCall], sequence: int
+    calls: dict[int, dict[int, FlightCall]], entered: dict[int, FlightCall], sequence: int
 ) -> bool:
     """Return whether two ranks swapped calls: each makes the other's call within its next few."""
-    ranks = sorted(calls_by_rank)
-    first_call = calls_by_rank[ranks[0]]
+    ranks = sorted(entered)
+    first_call = entered[ranks[0]]
     other_rank = next(
-        (r for r in ranks if _call_signature(calls_by_rank[r]) != _call_signature(first_call)),
-        ranks[0],
+        (r for r in ranks if _signature(entered[r]) != _signature(first_call)), ranks[0]
     )
 
     def later(rank: int, call: FlightCall) -> bool:
         next_calls = (calls[rank].get(sequence + offset) for offset in range(1, 9))
         return any(
-            later_call is not None and _call_signature(later_call) == _call_signature(call)
+            later_call is not None and _signature(later_call) == _signature(call)
             for later_call in next_calls
         )
 
-    return later(ranks[0], calls_by_rank[other_rank]) and later(other_rank, first_call)
+    return later(ranks[0], entered[other_rank]) and later(other_rank, first_call)
 
 
-def _call_signature(call: FlightCall) -> Any:
+def _signature(call: FlightCall) -> Any:
     return _get_operation(call), _count_required_elements(call), _required_dtypes(call)
 
 
@@ -251,9 +244,7 @@ def _build_problem(
     calls_by_kind: dict[Any, list[tuple[int, FlightCall]]] = defaultdict(list)
     for rank, call in sorted(rank_calls, key=lambda item: (item[1].state == "completed", item[0])):
         where = call.where
-        calls_by_kind[_call_signature(call), where and (where.file, where.line)].append(
-            (rank, call)
-        )
+        calls_by_kind[_signature(call), where and (where.file, where.line)].append((rank, call))
     most_frequent = sorted(calls_by_kind.values(), key=lambda calls: -len(calls))[:MAX_CALLS]
     last_calls = [(rank, by_rank[rank].calls[-1]) for rank in ranks if rank in by_rank]
     return CollectiveProblem(

@@ -222,7 +222,7 @@ class _HostRows:
         )
         self.reduces = is_op & name_matches(name, "(?i)all_?reduce").to_numpy()
         self.reduces &= ~name_matches(name, "^c10d::").to_numpy()
-        gathers_into_one = (
+        is_base = (
             is_op & name_matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()
         )
         self.names = [
@@ -230,13 +230,13 @@ class _HostRows:
             for text, is_user in zip(name.cast(pl.String).to_list(), self.user, strict=True)
         ]
         inputs = rows["inputs"].fill_null(-1).to_numpy()
-        codes = np.unique(inputs[(self.call | self.reduces | gathers_into_one) & (inputs >= 0)])
+        codes = np.unique(inputs[(self.call | self.reduces | is_base) & (inputs >= 0)])
         tensors = {int(code): _list_tensors(trace, int(code)) for code in codes}
         self._tensors = [tensors.get(int(code), []) for code in inputs]
         self.base_size = np.array(
             [
-                _size_ratio(operands) if is_base else 0
-                for operands, is_base in zip(self._tensors, gathers_into_one, strict=True)
+                _size_ratio(operands) if b else 0
+                for operands, b in zip(self._tensors, is_base, strict=True)
             ],
             dtype=np.int64,
         )

@@ -87,22 +87,20 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     op_row = _to_row_series(np.where(cost_op >= 0, cost_op, _responsible_rows(launches)))
     family[_find_other_lookups(trace, family, op_name, op_row)] = CODE["indexing"]
 
-    does_operator_work = is_kernel & ~communication & (cost_op >= 0)
-    does_operator_work &= (purpose_family == launches.family) | (
+    is_own = is_kernel & ~communication & (cost_op >= 0)
+    is_own &= (purpose_family == launches.family) | (
         launches.family == NO_ROW
     )  # does its operator's work
     is_matrix = np.isin(family, _MATRIX_CODES)
     vendor = trace.meta.vendor
     compute = a.device.compute if a.device is not None and vendor != "amd" else None
-    dtype = np.where(
-        does_operator_work & (cost.dtype[cost_of] >= 0), cost.dtype[cost_of], names.dtype
-    )
+    dtype = np.where(is_own & (cost.dtype[cost_of] >= 0), cost.dtype[cost_of], names.dtype)
     dtype[~is_kernel] = NO_ROW
     tensor_core = _find_tensor_core_use(family, is_matrix, names, dtype, compute)
     # NVIDIA's tensor cores have no fp32: with fp32 inputs they compute in TF32.
     on_tensor_cores = is_matrix & (tensor_core == _TRUE) & (vendor != "amd")
     dtype[on_tensor_cores & (dtype == FORMATS.index("fp32"))] = FORMATS.index("tf32")
-    flops, moved = _distribute_costs(gpu, does_operator_work, names, cost_of, cost)
+    flops, moved = _distribute_costs(gpu, is_own, names, cost_of, cost)
     moved = np.where(is_kernel, moved, _count_memory_bytes(gpu))
     residency = measure_residency(trace)
     eligible = _find_eligible(
@@ -111,7 +109,7 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
         names,
         dtype,
         tensor_core,
-        does_operator_work & cost.is_vector_product[cost_of],
+        is_own & cost.is_vector_product[cost_of],
         compute,
     )
     return pl.DataFrame(
@@ -263,43 +261,37 @@ def _find_eligible(
 
 
 def _distribute_costs(
-    gpu: pl.DataFrame, does_operator_work: Bools, names: _Names, cost_of: Rows, cost: Costs
+    gpu: pl.DataFrame, is_own: Bools, names: _Names, cost_of: Rows, cost: Costs
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return FLOPs and bytes of every kernel: its share of the operator's, in proportion to
     duration.
 
     The two gradients of a convolution cost the same. If the names show which kernels compute which
     gradient, each gets half whatever the durations."""
-    flops = np.full(len(does_operator_work), np.nan)
-    moved = np.full(len(does_operator_work), np.nan)
-    rows = np.flatnonzero(does_operator_work)
+    flops = np.full(len(is_own), np.nan)
+    moved = np.full(len(is_own), np.nan)
+    rows = np.flatnonzero(is_own)
     if not len(rows):
         return flops, moved
     groups = len(cost.flops)
-    cost_index = cost_of[rows]
+    index = cost_of[rows]
     is_main = ~names.helper[rows]
     is_main |= (
-        np.bincount(cost_index, is_main, minlength=groups)[cost_index] == 0
+        np.bincount(index, is_main, minlength=groups)[index] == 0
     )  # if all are helpers, none is
     dur = gpu["dur"].to_numpy()[rows].astype(np.float64)
-    has_no_time = (
-        np.bincount(cost_index, np.where(is_main, dur, 0.0), minlength=groups)[cost_index] <= 0
-    )
+    has_no_time = np.bincount(index, np.where(is_main, dur, 0.0), minlength=groups)[index] <= 0
     weight = np.where(is_main, np.where(has_no_time, 1.0, dur), 0.0)
-    total = np.bincount(cost_index, weight, minlength=groups)[cost_index]
-    moved[rows] = np.where(is_main, cost.moved[cost_index] * weight / total, np.nan)
+    total = np.bincount(index, weight, minlength=groups)[index]
+    moved[rows] = np.where(is_main, cost.moved[index] * weight / total, np.nan)
     direction = np.where(is_main, names.direction[rows], 0)
-    has_unnamed = (
-        np.bincount(cost_index, is_main & (direction == 0), minlength=groups)[cost_index] > 0
-    )
-    split_in_half = (cost.gradients[cost_index] == 2) & ~has_unnamed
+    has_unnamed = np.bincount(index, is_main & (direction == 0), minlength=groups)[index] > 0
+    split_in_half = (cost.gradients[index] == 2) & ~has_unnamed
     for gradient in (1, 2):  # both gradients must be named
-        split_in_half &= (
-            np.bincount(cost_index, direction == gradient, minlength=groups)[cost_index] > 0
-        )
-    part_index = np.where(split_in_half, cost_index * 3 + direction, cost_index * 3)
+        split_in_half &= np.bincount(index, direction == gradient, minlength=groups)[index] > 0
+    part_index = np.where(split_in_half, index * 3 + direction, index * 3)
     part_weight = np.bincount(part_index, weight, minlength=3 * groups)[part_index]
-    work = np.where(split_in_half, cost.flops[cost_index] / 2, cost.flops[cost_index])
+    work = np.where(split_in_half, cost.flops[index] / 2, cost.flops[index])
     share = np.divide(weight, part_weight, out=np.zeros_like(weight), where=part_weight > 0)
     flops[rows] = np.where(is_main, work * share, np.where(np.isnan(work), np.nan, 0.0))
     return flops, moved

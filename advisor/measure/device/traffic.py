@@ -214,7 +214,7 @@ def count_bytes(op: str, x: OpInputs) -> float | None:
     return None
 
 
-def _sum_known(*parts: float | None) -> float | None:
+def _sum(*parts: float | None) -> float | None:
     """Return the sum, or ``None`` if a part is unknown."""
     total = 0.0
     for part in parts:
@@ -224,7 +224,7 @@ def _sum_known(*parts: float | None) -> float | None:
     return total
 
 
-def _count_size(elements: int, width: int | None) -> float | None:
+def _size_of(elements: int, width: int | None) -> float | None:
     return None if width is None else float(elements * width)
 
 
@@ -247,30 +247,22 @@ def _product_bytes(op: str, x: OpInputs, p: MatrixProduct) -> float | None:
         if offsets is None or len(offsets.shape) != 1:
             return None
         batch = offsets.shape[0]
-    return _sum_known(
-        p.a.bytes, p.b.bytes, _optional_bytes(p.added), _count_size(batch * p.m * p.n, width)
-    )
+    return _sum(p.a.bytes, p.b.bytes, _optional_bytes(p.added), _size_of(batch * p.m * p.n, width))
 
 
 def _convolution_bytes(x: OpInputs, c: ConvolutionCall) -> float | None:
     width, batch = c.input.width, c.batch
     if c.out_spatial is None:
         return None
-    out = _count_size(batch * c.channels_out * prod(c.out_spatial), width)
+    out = _size_of(batch * c.channels_out * prod(c.out_spatial), width)
     if not c.backward:
-        bias = _count_size(c.channels_out, width) if len(x.tensors) > 2 else 0.0
-        return _sum_known(c.input.bytes, c.weight.bytes, bias, out)
-    data_grad = (
-        _sum_known(c.weight.bytes, _count_size(c.input.elements, width))
-        if c.output_mask[0]
-        else 0.0
-    )
+        bias = _size_of(c.channels_out, width) if len(x.tensors) > 2 else 0.0
+        return _sum(c.input.bytes, c.weight.bytes, bias, out)
+    data_grad = _sum(c.weight.bytes, _size_of(c.input.elements, width)) if c.output_mask[0] else 0.0
     weight_grad = (
-        _sum_known(c.input.bytes, _count_size(c.weight.elements, width))
-        if c.output_mask[1]
-        else 0.0
+        _sum(c.input.bytes, _size_of(c.weight.elements, width)) if c.output_mask[1] else 0.0
     )
-    return _sum_known(out, data_grad, weight_grad)
+    return _sum(out, data_grad, weight_grad)
 
 
 MIN_ROWS_PER_EXPERT = 4
@@ -284,21 +276,19 @@ def _expert_bytes(e: Experts) -> float | None:
     if e.rows < MIN_ROWS_PER_EXPERT * e.up.shape[0]:
         return None
     tokens = e.tokens.bytes
-    return _sum_known(
-        tokens, tokens, e.up.bytes, e.down.bytes, *(tensor.bytes for tensor in e.routing)
-    )
+    return _sum(tokens, tokens, e.up.bytes, e.down.bytes, *(tensor.bytes for tensor in e.routing))
 
 
 def _attention_bytes(s: AttentionCall) -> float | None:
     width = s.query.width
     rows = s.batch * s.heads * s.queries
-    out = _count_size(rows * s.value_width, width)
-    inputs = _sum_known(s.query.bytes, s.key.bytes, s.value.bytes)
+    out = _size_of(rows * s.value_width, width)
+    inputs = _sum(s.query.bytes, s.key.bytes, s.value.bytes)
     if not s.backward:
-        return _sum_known(inputs, out)
+        return _sum(inputs, out)
     # Output, its gradient and the row sums are read too; three gradients are written.
-    gradients = _count_size(s.query.elements + s.key.elements + s.value.elements, width)
-    return _sum_known(inputs, out, out, _count_size(rows, 4), gradients)
+    gradients = _size_of(s.query.elements + s.key.elements + s.value.elements, width)
+    return _sum(inputs, out, out, _size_of(rows, 4), gradients)
 
 
 def _triton_bytes(op: str, x: OpInputs) -> float | None:
@@ -307,7 +297,7 @@ def _triton_bytes(op: str, x: OpInputs) -> float | None:
         return None
     if any(word in op for word in _TRITON_PARTIAL):
         return None
-    return _sum_known(*(tensor.bytes for tensor in x.tensors)) if x.tensors else None
+    return _sum(*(tensor.bytes for tensor in x.tensors)) if x.tensors else None
 
 
 def _softmax_bytes(name: str, x: OpInputs) -> float | None:
@@ -316,13 +306,13 @@ def _softmax_bytes(name: str, x: OpInputs) -> float | None:
         to_float = x.flag(2)
         if to_float is None and first.width != 4:
             return None
-        return _sum_known(first.bytes, _count_size(first.elements, 4 if to_float else first.width))
+        return _sum(first.bytes, _size_of(first.elements, 4 if to_float else first.width))
     if name in ("_softmax_backward_data", "_log_softmax_backward_data") and len(x.tensors) > 1:
         dtype = scalar_type(x.argument(3))
         if dtype is None:
             return None
-        out = _count_size(first.elements, width_of(dtype))
-        return _sum_known(first.bytes, x.tensors[1].bytes, out)
+        out = _size_of(first.elements, width_of(dtype))
+        return _sum(first.bytes, x.tensors[1].bytes, out)
     return None
 
 
@@ -357,13 +347,13 @@ def _norm_bytes(name: str, x: OpInputs) -> float | None:
         return None
     read = [tensor.bytes for tensor in x.tensors if tensor.elements <= first.elements]
     if name == "_C::rms_norm":
-        return _sum_known(*read)  # its first argument is the output
-    written = _count_size(first.elements, first.width)
+        return _sum(*read)  # its first argument is the output
+    written = _size_of(first.elements, first.width)
     if name == "_C::fused_add_rms_norm":
-        return _sum_known(*read, written, written)
+        return _sum(*read, written, written)
     if "batch_norm" in name and x.flag(_TRAINING_POSITIONS.get(name, len(x))) is not False:
         read += [written] * large
-    return _sum_known(*read, written)
+    return _sum(*read, written)
 
 
 def _reduction_bytes(name: str, x: OpInputs) -> float | None:
@@ -387,25 +377,25 @@ def _reduction_bytes(name: str, x: OpInputs) -> float | None:
         else:
             reduced = tuple(dim % rank if rank else 0 for dim in dims)
     outputs = prod(size for dim_index, size in enumerate(tensor.shape) if dim_index not in reduced)
-    return _sum_known(tensor.bytes, _count_size(outputs, out_width or tensor.width))
+    return _sum(tensor.bytes, _size_of(outputs, out_width or tensor.width))
 
 
 def _scan_bytes(name: str, x: OpInputs) -> float | None:
     """Count a cumulative sum's input and its output, whose type is at least as wide."""
     if name not in ("cumsum", "cumprod", "logcumsumexp"):
         return None
-    return _sum_known(x.tensors[0].bytes, _count_size(x.tensors[0].elements, x.tensors[0].width))
+    return _sum(x.tensors[0].bytes, _size_of(x.tensors[0].elements, x.tensors[0].width))
 
 
 def _lookup_bytes(name: str, x: OpInputs) -> float | None:
     """Count looked-up rows, read and written once, and the indices."""
     tensors = x.tensors
     if name == "embedding" and len(tensors) > 1 and len(tensors[0].shape) == 2:
-        rows = _count_size(tensors[1].elements * tensors[0].shape[1], tensors[0].width)
-        return _sum_known(tensors[1].bytes, rows, rows)
+        rows = _size_of(tensors[1].elements * tensors[0].shape[1], tensors[0].width)
+        return _sum(tensors[1].bytes, rows, rows)
     if name == "gather" and len(tensors) > 1:
-        picked = _count_size(tensors[1].elements, tensors[0].width)
-        return _sum_known(tensors[1].bytes, picked, picked)
+        picked = _size_of(tensors[1].elements, tensors[0].width)
+        return _sum(tensors[1].bytes, picked, picked)
     if name == "index_select" and len(tensors) > 1:
         shape, dim = tensors[0].shape, x.integers(1)
         if len(shape) == 1:
@@ -413,18 +403,18 @@ def _lookup_bytes(name: str, x: OpInputs) -> float | None:
         if not dim or not -len(shape) <= dim[0] < len(shape) or not shape[dim[0]]:
             return None
         elements_per_row = tensors[0].elements // shape[dim[0]]
-        picked = _count_size(tensors[1].elements * elements_per_row, tensors[0].width)
-        return _sum_known(tensors[1].bytes, picked, picked)
+        picked = _size_of(tensors[1].elements * elements_per_row, tensors[0].width)
+        return _sum(tensors[1].bytes, picked, picked)
     if name.removesuffix("_") in ("scatter_add", "index_add") and len(tensors) > 2:
         source = tensors[-1]
-        touched = _count_size(source.elements, tensors[0].width)
-        return _sum_known(tensors[-2].bytes, source.bytes, touched, touched)
+        touched = _size_of(source.elements, tensors[0].width)
+        return _sum(tensors[-2].bytes, source.bytes, touched, touched)
     if name == "embedding_dense_backward" and len(tensors) > 1:
         rows = x.argument(2)
         if not isinstance(rows, int) or isinstance(rows, bool) or not tensors[0].shape:
             return None
-        table = _count_size(max(rows, 0) * tensors[0].shape[-1], tensors[0].width)
-        return _sum_known(tensors[0].bytes, tensors[1].bytes, table)
+        table = _size_of(max(rows, 0) * tensors[0].shape[-1], tensors[0].width)
+        return _sum(tensors[0].bytes, tensors[1].bytes, table)
     return None
 
 
@@ -432,12 +422,12 @@ def _copy_bytes(name: str, x: OpInputs) -> float | None:
     first = x.tensors[0]
     if name == "copy_":
         source = x.tensor(1)
-        written = _count_size(first.elements, first.width)
-        return None if source is None else _sum_known(source.bytes, written)
+        written = _size_of(first.elements, first.width)
+        return None if source is None else _sum(source.bytes, written)
     if name == "clone":
-        return _sum_known(first.bytes, _count_size(first.elements, first.width))
+        return _sum(first.bytes, _size_of(first.elements, first.width))
     if name in ("fill_", "zero_"):
-        return _count_size(first.elements, first.width)
+        return _size_of(first.elements, first.width)
     return None
 
 
@@ -459,7 +449,7 @@ def _elementwise_bytes(name: str, x: OpInputs) -> float | None:
     else:
         values = read[1:] if plain in ("where",) and len(read) > 1 else read
         width = _promoted_width([read[0]] if plain == "masked_fill" else values, plain)
-    return _sum_known(*(tensor.bytes for tensor in read), _count_size(prod(shape), width))
+    return _sum(*(tensor.bytes for tensor in read), _size_of(prod(shape), width))
 
 
 def _promoted_width(tensors: list[Tensor], name: str) -> int | None:

@@ -132,17 +132,12 @@ def _find_backward_waits(a: Analysis) -> list[tuple[int, int, int]]:
         begin, end = timeline.start[unexplained], timeline.end[unexplained]
         # from the first node to the last one inside the dark time: between two nodes the engine
         # looks for the next
-        first_run = np.searchsorted(runs.end, begin, side="right")
-        last_run = np.searchsorted(runs.start, end, side="left") - 1
-        overlaps = last_run >= first_run
-        begin, end, first_run, last_run = (
-            begin[overlaps],
-            end[overlaps],
-            first_run[overlaps],
-            last_run[overlaps],
-        )
-        begin = np.maximum(begin, runs.start[first_run])
-        end = np.minimum(end, runs.end[last_run])
+        first = np.searchsorted(runs.end, begin, side="right")
+        last = np.searchsorted(runs.start, end, side="left") - 1
+        overlaps = last >= first
+        begin, end, first, last = (begin[overlaps], end[overlaps], first[overlaps], last[overlaps])
+        begin = np.maximum(begin, runs.start[first])
+        end = np.minimum(end, runs.end[last])
         result.append((main, CODE[name], int(covered_length(begin, end, a.steps.host_spans).sum())))
     return result
 
@@ -265,17 +260,9 @@ def python_hot_spots(a: Analysis) -> pl.DataFrame:
     frames = [parse_frame(name) for name in table["name"]]
     return (
         table.with_columns(
-            pl.Series(
-                "file", [parsed.file if parsed else None for parsed in frames], dtype=pl.String
-            ),
-            pl.Series(
-                "line", [parsed.line if parsed else None for parsed in frames], dtype=pl.Int64
-            ),
-            pl.Series(
-                "function",
-                [parsed.function if parsed else None for parsed in frames],
-                dtype=pl.String,
-            ),
+            pl.Series("file", [f.file if f else None for f in frames], dtype=pl.String),
+            pl.Series("line", [f.line if f else None for f in frames], dtype=pl.Int64),
+            pl.Series("function", [f.function if f else None for f in frames], dtype=pl.String),
         )
         .select(pl.col(name).cast(dtype) for name, dtype in HOT_SCHEMA.items())
         .sort("critical_ns", "name", descending=[True, False])

@@ -330,25 +330,19 @@ def _describe_mark(
 ) -> StepMark:
     if lookup_shape is None:
         return mark  # no text: an image's attention says nothing about prompts
-    new_tokens = {q for q, k, _ in queries if k >= q}
+    lengths = {q for q, k, _ in queries if k >= q}
     tokens = prod(lookup_shape)
     requests = lookup_shape[0] if len(lookup_shape) == 2 else None
-    if requests is None and new_tokens and min(new_tokens) > tokens:
+    if requests is None and lengths and min(lengths) > tokens:
         return mark  # labels of images, not tokens: attention has more rows than were looked up
-    if requests and new_tokens and min(new_tokens) > lookup_shape[1]:
-        tokens = requests * max(
-            new_tokens
-        )  # embedded elsewhere: the look-up is for the newest token
-    if not new_tokens and len(lookup_shape) == 2:
-        new_tokens = {lookup_shape[1]}
+    if requests and lengths and min(lengths) > lookup_shape[1]:
+        tokens = requests * max(lengths)  # embedded elsewhere: the look-up is for the newest token
+    if not lengths and len(lookup_shape) == 2:
+        lengths = {lookup_shape[1]}
     phase = mark.phase
-    if phase == FORWARD and new_tokens:
+    if phase == FORWARD and lengths:
         phase = (
-            MIXED
-            if 1 in new_tokens and len(new_tokens) > 1
-            else DECODE
-            if new_tokens == {1}
-            else PREFILL
+            MIXED if 1 in lengths and len(lengths) > 1 else DECODE if lengths == {1} else PREFILL
         )
     if requests is None and phase == DECODE:
         requests = tokens

@@ -48,7 +48,7 @@ _MOVING_FUNCTIONS = {
 _PARAMETER = re.compile(
     r"(?:^|/)torch/nn/(?:parameter|init)\.py$|/_?(?:flat_param|fsdp_param(?:_group)?)\.py$"
 )
-_INITIALISING_FUNCTIONS = {
+_INITIALISERS = {
     "__init__",
     "reset_parameters",
     "_reset_parameters",
@@ -155,7 +155,7 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
         return AllocationOrigin("nothing", None, None, None)
     user_frame = _find_user_frame(stack)
     role, state = _find_role(stack, user_frame)
-    calls = [f"{_use_slashes(frame.file)}:{frame.name}" for frame in stack]
+    calls = [f"{_use_slashes(f.file)}:{f.name}" for f in stack]
     return AllocationOrigin(
         role,
         None if user_frame is None else user_frame.file,
@@ -163,19 +163,16 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
         _find_outermost_operator(stack) if user_frame is None else user_frame.name,
         state=state,
         loss=any(
-            _LOSS_FILE.search(frame.file) or (_LOSS.search(frame.name) and frame_owner(frame) < 2)
-            for frame in stack
+            _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and frame_owner(f) < 2)
+            for f in stack
         ),
         backward_begins=any(
-            frame.name == "_make_grads" and _BACKWARD_FILE.search(_use_slashes(frame.file))
-            for frame in stack
+            f.name == "_make_grads" and _BACKWARD_FILE.search(_use_slashes(f.file)) for f in stack
         ),
         released=_find_released_role(stack),
-        cast=any(_CAST.search(frame.name) for frame in stack),
-        output=next(
-            (output for output, pattern in _OUTPUTS.items() if any(map(pattern.search, calls))), ""
-        ),
-        depth=sum(_calls_module(frame) for frame in stack),
+        cast=any(_CAST.search(f.name) for f in stack),
+        output=next((o for o, pattern in _OUTPUTS.items() if any(map(pattern.search, calls))), ""),
+        depth=sum(_calls_module(f) for f in stack),
     )
 
 
@@ -235,7 +232,7 @@ def _find_role(stack: Stack, user_frame: SnapshotFrame | None) -> tuple[str, boo
             or (_LOSS.search(name) and frame_owner(frame) == 2)
         ):
             result = "forward"
-        elif frame is user_frame and name in _INITIALISING_FUNCTIONS:
+        elif frame is user_frame and name in _INITIALISERS:
             result = "parameter"
     return result or "own", False
 
@@ -244,7 +241,7 @@ def _decisive_role(file: str, name: str) -> str | None:
     """Return the role of a decisive frame, or ``None`` for other frames."""
     if MODULE.search(file):
         return "parameter" if name in _MOVING_FUNCTIONS else None
-    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _INITIALISING_FUNCTIONS):
+    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _INITIALISERS):
         return "parameter"
     if _LOADING_FILE.search(file):
         return "parameter" if "load" in name or name == "from_pretrained" else None

@@ -257,16 +257,14 @@ def _checkpoint_line(
             unreached.append((held, forward_end, first, call_number))
             continue
         # recomputed when the backward of the following call is over
-        next_ends = (
+        later = (
             lives.end_event[held_calls[index + 1][0]]
             if index + 1 < len(held_calls)
             else np.empty(0)
         )
-        next_ends = next_ends[next_ends < first]
+        later = later[later < first]
         back = (
-            int(next_ends.max())
-            if len(next_ends) and held_calls[index + 1][3] > call_number
-            else first - 1
+            int(later.max()) if len(later) and held_calls[index + 1][3] > call_number else first - 1
         )
         freed_calls.append((held, forward_end, back, call_number))
     if unreached:
@@ -293,12 +291,10 @@ def _checkpoint_line(
 def _find_callers(peak: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
     """List the user's lines around a stack that call a module and could be checkpointed."""
     frames = peak.snapshot.stacks[stack] if stack >= 0 else ()
-    frames = tuple(frame for frame in frames if frame.line > 0)
-    is_call = [
-        MODULE.search(frame.file.replace("\\", "/")) and frame.name in CALLS for frame in frames
-    ]
+    frames = tuple(f for f in frames if f.line > 0)
+    is_call = [MODULE.search(f.file.replace("\\", "/")) and f.name in CALLS for f in frames]
     if not any(is_call):  # mixed stacks of C++ and Python may lack the frame of the call itself
-        is_call = [frame.name == "forward" for frame in frames]
+        is_call = [f.name == "forward" for f in frames]
     return [
         (outer.file, outer.line, outer.name)
         for index, outer in enumerate(frames[1:], start=1)

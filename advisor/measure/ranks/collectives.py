@@ -278,12 +278,12 @@ def _merge_same(job: JobMeasurements, candidates: list[Members], excess: Floats)
         return worst
     worst_excess = float(excess[worst.rank_indices[0]])
     similar = [
-        other
-        for other in candidates
-        if other.unit == "rank"
-        and abs(excess[other.rank_indices[0]] - worst_excess) < 0.1 * worst_excess
+        who
+        for who in candidates
+        if who.unit == "rank"
+        and abs(excess[who.rank_indices[0]] - worst_excess) < 0.1 * worst_excess
     ]
-    indices = tuple(sorted(index for other in similar for index in other.rank_indices))
+    indices = tuple(sorted(index for who in similar for index in who.rank_indices))
     if len(indices) == 1:
         return worst
     name = format_ranks([job.topology.ranks[index] for index in indices])

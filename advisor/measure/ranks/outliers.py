@@ -204,10 +204,8 @@ def _classify(job: JobMeasurements, deviation: Deviation, similar: list[int]) ->
     """Classify a deviation by its largest excess over the ranks ``similar`` to it."""
     if (kind := _largest_class(deviation.excess_by_class)) != "compute":
         return replace(deviation, kind=kind)
-    slow = [
-        _scale_to_complete_steps(job, rank_index) for rank_index in deviation.members.rank_indices
-    ]
-    others = [_scale_to_complete_steps(job, rank_index) for rank_index in similar]
+    slow = [_scale_to_complete_steps(job, index) for index in deviation.members.rank_indices]
+    others = [_scale_to_complete_steps(job, index) for index in similar]
     speed = compare_devices(slow, others)
     if speed is None:
         more_work = have_other_inputs(slow, others)
@@ -219,12 +217,12 @@ def _classify(job: JobMeasurements, deviation: Deviation, similar: list[int]) ->
     return replace(deviation, kind="imbalance", families=longer_families(slow, others))
 
 
-def _scale_to_complete_steps(job: JobMeasurements, rank_index: int) -> RankSummary:
+def _scale_to_complete_steps(job: JobMeasurements, index: int) -> RankSummary:
     """Scale a rank's times, if its file is cut off, to the compute of the steps before the cut."""
-    summary = job.summaries[rank_index]
+    summary = job.summaries[index]
     compute, compute_before_cut = (
         summary.time.get("compute", 0.0),
-        float(job.profile.values[rank_index, 0]),
+        float(job.profile.values[index, 0]),
     )
     if not summary.damage or compute <= 0 or not np.isfinite(compute_before_cut):
         return summary
@@ -248,15 +246,11 @@ def _merge_imbalances(job: JobMeasurements, result: list[Deviation]) -> list[Dev
 
 def merge_outliers(job: JobMeasurements, result: Sequence[Deviation]) -> Deviation:
     """Merge several outliers of the same kind, with the figures of the largest."""
-    rank_indices = tuple(
-        sorted(
-            {rank_index for deviation in result for rank_index in deviation.members.rank_indices}
-        )
+    indices = tuple(
+        sorted({index for deviation in result for index in deviation.members.rank_indices})
     )
-    name = format_ranks([job.topology.ranks[rank_index] for rank_index in rank_indices])
-    members = Members(
-        "rank", name, rank_indices, min(deviation.members.p_value for deviation in result)
-    )
+    name = format_ranks([job.topology.ranks[index] for index in indices])
+    members = Members("rank", name, indices, min(deviation.members.p_value for deviation in result))
     return replace(max(result, key=lambda deviation: deviation.excess_ns), members=members)
 
 
@@ -285,14 +279,14 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     # compare with the scatter of the ranks inside the stages
     residuals = np.concatenate(
         [
-            own[job.stage == stage] - stage_median
-            for stage, stage_median in zip(names, medians, strict=True)
+            own[job.stage == stage] - median_ns
+            for stage, median_ns in zip(names, medians, strict=True)
         ]
     )
     p_value = float(p_values(np.append(residuals, medians[top] - np.median(other_medians)))[-1])
     median = medians_over(job.profile.values[index], axis=0)
-    slow = [job.summaries[rank_index] for rank_index in index.tolist()]
-    others = [job.summaries[rank_index] for rank_index in other_ranks.tolist()]
+    slow = [job.summaries[number] for number in index.tolist()]
+    others = [job.summaries[number] for number in other_ranks.tolist()]
     return [
         Deviation(
             kind="pipeline",
@@ -374,26 +368,21 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
     steps = max(1, len(job.profile.steps))
     if not len(waits.row) or step <= 0:
         return []
-    rank_index = int(np.argmax(waits.caused_exposed_ns))
-    call_count, last_count = (
-        int(waits.collective_count[rank_index]),
-        int(waits.last_count[rank_index]),
-    )
+    index = int(np.argmax(waits.caused_exposed_ns))
+    call_count, last_count = (int(waits.collective_count[index]), int(waits.last_count[index]))
     if call_count < MIN_COLLECTIVES or last_count < MIN_LATE * call_count:
         return []
-    if waits.caused_exposed_ns[rank_index] / steps < LATE_SHARE * step:
+    if waits.caused_exposed_ns[index] / steps < LATE_SHARE * step:
         return []
-    other_ranks = np.flatnonzero(np.arange(len(job.summaries)) != rank_index)
-    excess_by_class = _excess_by_class(job, job.profile.values[rank_index], other_ranks)
+    other_ranks = np.flatnonzero(np.arange(len(job.summaries)) != index)
+    excess_by_class = _excess_by_class(job, job.profile.values[index], other_ranks)
     if steps > 2 and sum(excess_by_class.values()) <= 0:
         return []
-    members = Members(
-        "rank", str(job.topology.ranks[rank_index]), (rank_index,), late_chance(job, rank_index)
-    )
+    members = Members("rank", str(job.topology.ranks[index]), (index,), late_chance(job, index))
     result = Deviation(
         kind="host",
         members=members,
-        excess_ns=float(waits.caused_exposed_ns[rank_index]) / steps,
+        excess_ns=float(waits.caused_exposed_ns[index]) / steps,
         excess_by_class=excess_by_class,
         others_ns=float(np.nanmedian(job.profile.own_ns[other_ranks])),
         arrives_late=True,
@@ -413,10 +402,9 @@ def late_chance(job: JobMeasurements, place: int) -> float:
     waits = job.waits
     sizes = job.joined.rank_count[waits.row]
     similar = len(waits.collective_count[waits.collective_count > 0])
-    call_count, last_count = int(waits.collective_count[place]), int(waits.last_count[place])
+    calls, last = int(waits.collective_count[place]), int(waits.last_count[place])
     chance = min(
-        binomial_tail(last_count, call_count, 1 / float(np.median(sizes))),
-        _chance_of_delay(job, place),
+        binomial_tail(last, calls, 1 / float(np.median(sizes))), _chance_of_delay(job, place)
     )
     return min(1.0, similar * chance)
 
@@ -443,8 +431,8 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
 def edits_of(job: JobMeasurements, deviation: Deviation) -> list[Edit]:
     """List the edits that undo a deviation, one per rank (at most MAX_EDITS)."""
     result = []
-    for rank_index in deviation.members.rank_indices[:MAX_EDITS]:
-        rank, summary = job.topology.ranks[rank_index], job.summaries[rank_index]
+    for index in deviation.members.rank_indices[:MAX_EDITS]:
+        rank, summary = job.topology.ranks[index], job.summaries[index]
         if deviation.slow_device and deviation.device_slowdown:
             kernels = Select(on="gpu", kind=("kernel",), family=_COMPUTE_FAMILIES)
             result.append(
@@ -463,9 +451,7 @@ _CLASS_NAMES = {"compute": "compute", "input": "waiting for input", "host": "hos
 
 def describe_subject(job: JobMeasurements, deviation: Deviation) -> str:
     """Name the outlier: ``rank 7``, ``host node-03 (ranks 24-31)``, or each step's rank."""
-    ranks = format_ranks(
-        [job.topology.ranks[rank_index] for rank_index in deviation.members.rank_indices]
-    )
+    ranks = format_ranks([job.topology.ranks[index] for index in deviation.members.rank_indices])
     if deviation.rank_varies:
         return "a different rank in each step"
     if deviation.members.unit == "rank":
@@ -475,7 +461,7 @@ def describe_subject(job: JobMeasurements, deviation: Deviation) -> str:
 
 def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
     """Describe the measurement without its subject: ``5.1 ms more own work per step than …``."""
-    excess_by_class, excess = deviation.excess_by_class, format_duration(deviation.excess_ns)
+    excesses, excess = deviation.excess_by_class, format_duration(deviation.excess_ns)
     share = format_share(deviation.excess_ns / job.step_ns) if job.step_ns else ""
     if deviation.kind == "network":
         return (
@@ -483,19 +469,16 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
             "than the same ones of other groups"
         )
     amounts = {
-        "compute": excess_by_class.get("compute", 0.0),
-        "input": excess_by_class.get("input", 0.0),
-        "host": excess_by_class.get("host", 0.0) + excess_by_class.get("copies", 0.0),
+        "compute": excesses.get("compute", 0.0),
+        "input": excesses.get("input", 0.0),
+        "host": excesses.get("host", 0.0) + excesses.get("copies", 0.0),
     }
     if deviation.arrives_late:
-        rank_index = deviation.members.rank_indices[0]
-        call_count, last_count = (
-            int(job.waits.collective_count[rank_index]),
-            int(job.waits.last_count[rank_index]),
-        )
-        own_ns = sum(excess_by_class.values())
+        index = deviation.members.rank_indices[0]
+        calls, last = (int(job.waits.collective_count[index]), int(job.waits.last_count[index]))
+        own_ns = sum(excesses.values())
         text = (
-            f"it arrives last at {last_count} of {call_count} collectives, and the others wait "
+            f"it arrives last at {last} of {calls} collectives, and the others wait "
             f"{excess} ({share}) per step for it with nothing to compute"
         )
         if own_ns > 0.02 * job.step_ns:

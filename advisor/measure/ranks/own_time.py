@@ -75,7 +75,7 @@ def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
         rows = [row for row, column in enumerate(columns_of_steps) if column >= 0]
         for name in OWN:
             by_step[name][index, [columns_of_steps[row] for row in rows]] = columns[name][rows]
-    step_ns = np.array([item.step_ns for item in summaries], dtype=np.float64)
+    step_ns = np.array([s.step_ns for s in summaries], dtype=np.float64)
     return RankProfile(values, steps, by_step, step_ns)
 
 
@@ -174,8 +174,8 @@ def compare_devices(
     one kind of matrix work this test is impossible, and nearly all compute must be longer. "Longer"
     means by at least half of the excess of all compute. Kernels are compared by name and launch
     size, or by family if these are not recorded."""
-    compute = _mean([summary.time.get("compute", 0.0) for summary in slow])
-    usual_compute = _median([summary.time.get("compute", 0.0) for summary in others])
+    compute = _mean([s.time.get("compute", 0.0) for s in slow])
+    usual_compute = _median([s.time.get("compute", 0.0) for s in others])
     if usual_compute <= 0 or compute <= usual_compute:
         return None
     min_ratio = 1 + 0.5 * (compute / usual_compute - 1)
@@ -207,21 +207,14 @@ def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]
     """Return whether ranks without a device have more work because their operators get other
     shapes."""
     slow_names, other_names = (
-        set().union(*(summary.operators for summary in group)) for group in (slow, others)
+        set().union(*(s.operators for s in group)) for group in (slow, others)
     )
     if not slow_names or not other_names:
         return False
 
     def spent(group: Sequence[RankSummary], names: set[str]) -> float:
         return _mean(
-            [
-                sum(
-                    operator.total_ns
-                    for name, operator in summary.operators.items()
-                    if name in names
-                )
-                for summary in group
-            ]
+            [sum(op.total_ns for name, op in s.operators.items() if name in names) for s in group]
         )
 
     excess_in_others = spent(slow, slow_names - other_names) - spent(
@@ -236,10 +229,10 @@ def _compare_kernels(
 ) -> list[tuple[str, float, float, int]]:
     """Return (name, usual ns per step, slowdown factor, instances), longest first."""
     result = []
-    names = set.union(*(set(summary.kernels) for summary in slow)) if slow else set()
+    names = set.union(*(set(s.kernels) for s in slow)) if slow else set()
     for name in sorted(names):
-        slow_kernels = [summary.kernels[name] for summary in slow if name in summary.kernels]
-        other_kernels = [summary.kernels[name] for summary in others if name in summary.kernels]
+        slow_kernels = [s.kernels[name] for s in slow if name in s.kernels]
+        other_kernels = [s.kernels[name] for s in others if name in s.kernels]
         if 2 * len(other_kernels) < len(others) or 2 * len(slow_kernels) < len(slow):
             continue
         usual = _median([kernel.median_ns for kernel in other_kernels])
@@ -256,12 +249,12 @@ def _compare_families(
 ) -> list[tuple[str, float, float]]:
     """Return (name, usual ns per step, slowdown factor on the slow ranks)."""
     result = []
-    for name in sorted(set[str]().union(*(summary.families for summary in others))):
+    for name in sorted(set[str]().union(*(s.families for s in others))):
         if name in ("communication", "copy", "memset"):
             continue
-        usual_ns = _median([summary.families.get(name, 0.0) for summary in others])
+        usual_ns = _median([s.families.get(name, 0.0) for s in others])
         if usual_ns > 0:
-            slow_ns = _median([summary.families.get(name, 0.0) for summary in slow])
+            slow_ns = _median([s.families.get(name, 0.0) for s in slow])
             result.append((name, usual_ns, slow_ns / usual_ns))
     return result
 
@@ -272,10 +265,10 @@ def longer_families(
     """List families of kernels by how much longer they take on the ``slow`` ranks, ns per step,
     largest first, only families with a fifth of the difference."""
     excess = {}
-    for name in sorted(set.union(set(), *(set(summary.families) for summary in slow))):
+    for name in sorted(set.union(set(), *(set(s.families) for s in slow))):
         if name != "communication":
-            usual_ns = _median([summary.families.get(name, 0.0) for summary in others])
-            excess[name] = _median([summary.families.get(name, 0.0) for summary in slow]) - usual_ns
+            usual_ns = _median([s.families.get(name, 0.0) for s in others])
+            excess[name] = _median([s.families.get(name, 0.0) for s in slow]) - usual_ns
     total_excess = sum(value for value in excess.values() if value > 0)
     notable = [(name, value) for name, value in excess.items() if value > 0.2 * total_excess > 0]
     return sorted(notable, key=lambda item: -item[1])[:3]

@@ -253,7 +253,7 @@ def select_main_run(summaries: Sequence[RankSummary]) -> MainRun:
     selected = _number_unknown_ranks(selected, notes)
     summary_of_rank: dict[int, RankSummary] = {}
     repeated: list[int] = []
-    for summary in sorted(selected, key=lambda item: (-len(item.steps), item.path)):
+    for summary in sorted(selected, key=lambda s: (-len(s.steps), s.path)):
         if summary.rank in summary_of_rank:
             repeated.append(summary.rank)
         else:
@@ -270,10 +270,10 @@ def _select_concurrent(
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Separate ranks whose steps are at the same time as most ranks' steps from the others. Steps
     further apart than clocks ever are belong to another run, or to another part of it."""
-    timed = [item for item in summaries if item.steps and item.clock == "unix"]
+    timed = [s for s in summaries if s.steps and s.clock == "unix"]
     if len(timed) < 2:
         return list(summaries), []
-    timed.sort(key=lambda item: item.steps[0].start)
+    timed.sort(key=lambda s: s.steps[0].start)
     runs, latest_end = [[timed[0]]], timed[0].steps[-1].end
     for summary in timed[1:]:
         if summary.steps[0].start > latest_end + MAX_CLOCK_DIFFERENCE_NS:
@@ -286,14 +286,14 @@ def _select_concurrent(
     for run in runs:
         if run is not main_run:
             selected, separated = _split_off(
-                selected, {id(item) for item in run}, _explain_other_run(run, main_run)
+                selected, {id(s) for s in run}, _explain_other_run(run, main_run)
             )
             others += separated
     return selected, others
 
 
 def _count_ranks(run: Sequence[RankSummary]) -> int:
-    return len({(item.rank, item.rank < 0 and item.path) for item in run})
+    return len({(s.rank, s.rank < 0 and s.path) for s in run})
 
 
 def _explain_other_run(run: Sequence[RankSummary], main_run: Sequence[RankSummary]) -> str:
@@ -304,16 +304,14 @@ def _explain_other_run(run: Sequence[RankSummary], main_run: Sequence[RankSummar
     )
     time_text = f"{t.format_duration(abs(ns))} {'after' if ns > 0 else 'before'} the one analysed"
     folder = _find_common_folder(run)
-    is_separate = folder and not any(item.path.startswith(f"{folder}/") for item in main_run)
+    is_separate = folder and not any(s.path.startswith(f"{folder}/") for s in main_run)
     advice = f"advisor analyze {folder}" if is_separate else "give its files to analyse it"
     return f"another run {size}, recorded {time_text}: {advice}"
 
 
 def _find_common_folder(run: Sequence[RankSummary]) -> str:
     """Return the common folder of the run's files, without a trailing slash."""
-    folders = [
-        f"{item.path.rpartition('/')[0]}/" for item in run
-    ]  # also for URLs, which are not paths
+    folders = [f"{s.path.rpartition('/')[0]}/" for s in run]  # also for URLs, which are not paths
     return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 
@@ -321,11 +319,11 @@ def _select_world_size(
     summaries: Sequence[RankSummary],
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Separate ranks with the most frequent world size, or without any, from the others."""
-    sizes = Counter(item.world for item in summaries if item.world)
+    sizes = Counter(s.world for s in summaries if s.world)
     if len(sizes) < 2:
         return list(summaries), []
     world = sizes.most_common(1)[0][0]
-    excluded = {id(item) for item in summaries if item.world not in (0, world)}
+    excluded = {id(s) for s in summaries if s.world not in (0, world)}
     return _split_off(
         summaries, excluded, f"of a job that does not have {world} ranks, as most files do"
     )
@@ -334,11 +332,9 @@ def _select_world_size(
 def _split_off(
     summaries: Sequence[RankSummary], excluded: set[int], why: str
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
-    selected = [item for item in summaries if id(item) not in excluded]
+    selected = [s for s in summaries if id(s) not in excluded]
     return selected, [
-        UnreadRank(rank=item.rank, path=item.path, why=why)
-        for item in summaries
-        if id(item) in excluded
+        UnreadRank(rank=s.rank, path=s.path, why=why) for s in summaries if id(s) in excluded
     ]
 
 
@@ -347,23 +343,23 @@ def _number_unknown_ranks(
 ) -> list[RankSummary]:
     """Number ranks that neither the file nor its name identifies: the missing rank if there is only
     one, else numbers that no rank of the job has."""
-    unknown = sorted((item for item in summaries if item.rank < 0), key=lambda item: item.path)
+    unknown = sorted((s for s in summaries if s.rank < 0), key=lambda s: s.path)
     if not unknown:
         return list(summaries)
-    used = {item.rank for item in summaries if item.rank >= 0}
-    world = max((item.world for item in summaries), default=0)
+    used = {s.rank for s in summaries if s.rank >= 0}
+    world = max((s.world for s in summaries), default=0)
     unused = sorted(set(range(world)) - used)
     first_free = max([world, *(rank + 1 for rank in used)])
     new_numbers = (
         unused if len(unknown) == len(unused) == 1 else range(first_free, first_free + len(unknown))
     )
-    numbers = dict(zip((id(item) for item in unknown), new_numbers, strict=True))
+    numbers = dict(zip((id(s) for s in unknown), new_numbers, strict=True))
     if list(new_numbers) != unused:
-        lines = [f"{rank} is {item.path}" for rank, item in zip(new_numbers, unknown, strict=True)]
+        lines = [f"{rank} is {s.path}" for rank, s in zip(new_numbers, unknown, strict=True)]
         notes["which ranks some files are of"] = (
             f"neither the files nor their names say it; here {t.list_names(lines, MAX_SHOWN_FILES)}"
         )
-    return [structs.replace(item, rank=numbers.get(id(item), item.rank)) for item in summaries]
+    return [structs.replace(s, rank=numbers.get(id(s), s.rank)) for s in summaries]
 
 
 MAX_CLUSTERS = 8

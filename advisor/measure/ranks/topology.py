@@ -197,22 +197,14 @@ def _find_extreme_units(units: dict[str, Floats], limit: float) -> dict[str, flo
             for unit_name, p_value in zip(names, chance, strict=True)
             if p_value < limit
         }
-    values_of_units = list(units.values())
-    degrees = sum(len(values) - 1 for values in values_of_units)
+    samples = list(units.values())
+    degrees = sum(len(values) - 1 for values in samples)
     if degrees < 2:
         return {}
-    variance = (
-        sum(
-            float(((unit_values - unit_values.mean()) ** 2).sum())
-            for unit_values in values_of_units
-        )
-        / degrees
-    )
+    variance = sum(float(((sample - sample.mean()) ** 2).sum()) for sample in samples) / degrees
     top = int(np.argmax(means))
-    other_values = np.concatenate(
-        [unit_values for index, unit_values in enumerate(values_of_units) if index != top]
-    )
-    error = float(np.sqrt(variance * (1 / len(values_of_units[top]) + 1 / len(other_values))))
+    other_values = np.concatenate([sample for index, sample in enumerate(samples) if index != top])
+    error = float(np.sqrt(variance * (1 / len(samples[top]) + 1 / len(other_values))))
     difference = means[top] - float(other_values.mean())
     tail = (
         upper_tail(difference / error, min(30.0, degrees)) if error > 0 else float(difference <= 0)

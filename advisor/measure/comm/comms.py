@@ -112,13 +112,11 @@ def _find_hiding_families(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.in
     best_ns = np.zeros(len(ts), dtype=np.int64)
     best_index = np.zeros(len(ts), dtype=np.int64)
     if "family" in a.kernels.columns:
-        is_compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
-        is_compute &= ~a.kernels["communication"].to_numpy()
+        compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
+        compute &= ~a.kernels["communication"].to_numpy()
         family = a.kernels["family"]
-        for name in sorted(
-            family.filter(pl.Series(is_compute)).drop_nulls().cast(pl.String).unique()
-        ):
-            rows = is_compute & (family == name).fill_null(False).to_numpy()
+        for name in sorted(family.filter(pl.Series(compute)).drop_nulls().cast(pl.String).unique()):
+            rows = compute & (family == name).fill_null(False).to_numpy()
             amount = covered_length(ts, end, a.device_busy(rows))
             names.append(name)
             best_index = np.where(amount > best_ns, len(names) - 1, best_index)

@@ -177,10 +177,8 @@ def _find_difference(
         if len(counts) < 2:
             continue
         usual, usual_count = counts.most_common(1)[0]
-        has_majority = list(counts.values()).count(usual_count) == 1
-        others = sorted(
-            rank for rank, call in entered.items() if not has_majority or get(call) != usual
-        )
+        clear = list(counts.values()).count(usual_count) == 1
+        others = sorted(rank for rank, call in entered.items() if not clear or get(call) != usual)
         if kind == "dtype" and all(get(call) for call in entered.values()):
             return "dtype", others
         if kind != "dtype":
@@ -194,10 +192,8 @@ def _is_swapped(
 ) -> bool:
     """Return whether two ranks swapped calls: each makes the other's call within its next few."""
     ranks = sorted(entered)
-    first_call = entered[ranks[0]]
-    other_rank = next(
-        (r for r in ranks if _signature(entered[r]) != _signature(first_call)), ranks[0]
-    )
+    first = entered[ranks[0]]
+    other = next((r for r in ranks if _signature(entered[r]) != _signature(first)), ranks[0])
 
     def later(rank: int, call: FlightCall) -> bool:
         next_calls = (calls[rank].get(sequence + offset) for offset in range(1, 9))
@@ -206,7 +202,7 @@ def _is_swapped(
             for later_call in next_calls
         )
 
-    return later(ranks[0], entered[other_rank]) and later(other_rank, first_call)
+    return later(ranks[0], entered[other]) and later(other, first)
 
 
 def _signature(call: FlightCall) -> Any:

@@ -101,20 +101,18 @@ def _count_sent_bytes(a: Analysis, ranges: Rows) -> pl.Series:
     """Return the input bytes of each range, for kinds without their own message (a gather), and 1
     for a barrier. Null if not recorded."""
     inputs = a.trace.cpu["inputs"].gather(ranges)
-    bytes_of_input = {
-        code: bytes_of(a.trace, code) for code in inputs.drop_nulls().unique().to_list()
-    }
+    sent = {code: bytes_of(a.trace, code) for code in inputs.drop_nulls().unique().to_list()}
     is_barrier = name_matches(a.trace.cpu["name"].gather(ranges), "barrier").to_list()
     return pl.Series(
         [
-            1 if barrier else bytes_of_input.get(code)
+            1 if barrier else sent.get(code)
             for code, barrier in zip(inputs.to_list(), is_barrier, strict=True)
         ],
         dtype=pl.Int64,
     )
 
 
-def _collective_word(name: str) -> str:
+def _find_word(name: str) -> str:
     """Return the word that a range shares with its operator's name: ``all_reduce``, ``barrier``."""
     word = re.sub(r"[^a-z]", "", _PREFIX.sub("", name.lower()))
     return "barrier" if "barrier" in word else kind_of(word) or word
@@ -137,9 +135,7 @@ def _find_starting_ops(a: Analysis, ranges: Rows) -> Rows:
     rows = rows[climb_stack(parent, is_start, np.append(parent, -1)[rows]) < 0]
     rows = rows[np.argsort(cpu["ts"].to_numpy()[rows], kind="stable")]
     ts = cpu["ts"].to_numpy()
-    words = [
-        map_names(names.gather(group), _collective_word, pl.String) for group in (ranges, rows)
-    ]
+    words = [map_names(names.gather(group), _find_word, pl.String) for group in (ranges, rows)]
     result = np.full(len(ranges), -1, dtype=np.int64)
     is_free = np.ones(len(rows), dtype=np.bool_)
     for word in [*words[0].drop_nulls().unique().sort(), None]:

@@ -102,11 +102,9 @@ def _infer_axis(family: str, rows: pl.DataFrame, rank: int | None) -> str:
         return "all-to-all"
     if family == "send_recv":
         this_rank = pl.lit(rank, dtype=pl.Int64)
-        targets = set(rows.filter(pl.col("source") == this_rank)["target"].drop_nulls())
-        sources = set(rows.filter(pl.col("target") == this_rank)["source"].drop_nulls())
-        is_ring = (
-            targets and sources and not targets & sources and rows["forward"].null_count() == 0
-        )
+        to = set(rows.filter(pl.col("source") == this_rank)["target"].drop_nulls())
+        senders = set(rows.filter(pl.col("target") == this_rank)["source"].drop_nulls())
+        is_ring = to and senders and not to & senders and rows["forward"].null_count() == 0
         return "context" if is_ring and not rows["forward"].all() else "pipeline"
     large = rows.filter(pl.col("weight") >= MIN_BYTES)
     if large.is_empty() or large["forward"].null_count():
@@ -166,18 +164,16 @@ def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
         launch = collectives["op"]
     else:
         launch = a.trace.gpu["launch"].gather(collectives["gpu"])
-    instants = collectives["launch_ts"].fill_null(collectives["ts"]).to_numpy()
+    ts_at = collectives["launch_ts"].fill_null(collectives["ts"]).to_numpy()
     thread = cpu["thread"].gather(launch)
     backward_threads = _find_backward_threads(a, nodes)
     ts = np.sort(nodes["ts"].to_numpy())
-    next_node = np.searchsorted(ts, instants, side="right")
+    next_node = np.searchsorted(ts, ts_at, side="right")
     has_next = next_node < len(ts)
     next_ts = ts[np.minimum(next_node, len(ts) - 1)]
     ends = a.steps.table["end"].to_numpy()
-    step_end = np.append(ends, np.iinfo(np.int64).max)[
-        np.searchsorted(ends, instants, side="right")
-    ]
-    is_before = has_next & (next_ts < step_end) & ~_is_inside_node(nodes, thread, instants)
+    step_end = np.append(ends, np.iinfo(np.int64).max)[np.searchsorted(ends, ts_at, side="right")]
+    is_before = has_next & (next_ts < step_end) & ~_is_inside_node(nodes, thread, ts_at)
     return pl.Series(is_before) & ~thread.is_in(backward_threads).fill_null(False)
 
 

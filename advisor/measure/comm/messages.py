@@ -176,12 +176,9 @@ def _add_sizes(result: pl.DataFrame) -> pl.DataFrame:
     size: list[int | None] = []
     factor: list[float | None] = []
     for kind, given, out, ranks, dtype, even in distinct.iter_rows():
-        elements, bytes_per_element = (
-            message_elements(kind, given, out, ranks),
-            element_bytes(dtype),
-        )
-        is_known = elements is not None and bytes_per_element is not None and elements < 1 << 56
-        size.append(elements * bytes_per_element if is_known else None)  # type: ignore[operator]
+        elements, width = (message_elements(kind, given, out, ranks), element_bytes(dtype))
+        is_known = elements is not None and width is not None and elements < 1 << 56
+        size.append(elements * width if is_known else None)  # type: ignore[operator]
         factor.append(None if even is False else bus_factor(kind, ranks))
     distinct = distinct.with_columns(
         bytes=pl.Series(size, dtype=pl.Int64), factor=pl.Series(factor, dtype=pl.Float64)

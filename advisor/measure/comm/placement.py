@@ -20,7 +20,7 @@ from advisor.measure.comm.links import (
 from advisor.measure.comm.mesh import pipeline_wait
 from advisor.measure.comm.messages import bus_factor
 
-MIN_FILLING_BYTES: int = 1 << 20
+FILLING_BYTES: int = 1 << 20
 """Minimum size of messages that show the rate of a link, bytes (nccl-tests)."""
 
 
@@ -103,26 +103,20 @@ def _find_rates(
     """Return the bus bandwidth of a GPU across nodes and inside a node, GB/s: the upper quartile
     of the recorded bandwidths (waits lower the others), else the rate that NCCL attains on the
     link."""
-    network_rates, node_rates = [], []
+    network_rates, inside = [], []
     for axis in axes:
-        large = axis.rows.filter(
-            pl.col("bytes") >= MIN_FILLING_BYTES, pl.col("bus_gbps").is_not_null()
-        )
+        large = axis.rows.filter(pl.col("bytes") >= FILLING_BYTES, pl.col("bus_gbps").is_not_null())
         if large.is_empty():
             continue
         rate = float(np.quantile(large["bus_gbps"].to_numpy(), 0.75))
         if axis.crosses:
             network_rates.append(rate / (1 if axis.axis == "pipeline" else axis.local))
         elif (large["bytes"] >= LARGE_MESSAGE_BYTES).any():
-            node_rates.append(rate)
+            inside.append(rate)
     link = None if a.hardware is None else a.hardware.link
-    given_rate = machine.network_gb_per_s
-    network = max(
-        network_rates, default=None if given_rate is None else ATTAINED_SHARE * given_rate
-    )
-    return network, max(
-        node_rates, default=None if link is None else ATTAINED_SHARE * link.gb_per_s
-    )
+    given = machine.network_gb_per_s
+    network = max(network_rates, default=None if given is None else ATTAINED_SHARE * given)
+    return network, max(inside, default=None if link is None else ATTAINED_SHARE * link.gb_per_s)
 
 
 def _find_changes(

@@ -12,7 +12,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.steps.steps import rows_in_steps
 
-_LIST_OPERATORS = r"^aten::_(?:foreach|fused)_"
+_LIST_OPS = r"^aten::_(?:foreach|fused)_"
 """Operators that update a list of tensors."""
 _FUSED_PREFIX = "aten::_fused_"
 
@@ -53,12 +53,9 @@ def updates_few_tensors(a: Analysis) -> bool:
 def _count_rounds(a: Analysis, step: int) -> GroupRounds:
     """Count the groups that one optimizer step updates. ``step`` is its row of ``trace.cpu``."""
     cpu = a.trace.cpu
-    ts, is_list_operator = (
-        cpu["ts"].to_numpy(),
-        name_matches(cpu["name"], _LIST_OPERATORS).to_numpy(),
-    )
+    ts, is_list_op = (cpu["ts"].to_numpy(), name_matches(cpu["name"], _LIST_OPS).to_numpy())
     begin = int(ts[step])
-    is_inside = is_list_operator & (ts >= begin) & (ts < begin + int(cpu["dur"][step]))
+    is_inside = is_list_op & (ts >= begin) & (ts < begin + int(cpu["dur"][step]))
     rows = np.flatnonzero(is_inside & (cpu["thread"] == cpu["thread"][step]).to_numpy())
     calls: list[tuple[str, tuple[Any, ...]]] = []
     lengths: Counter[str] = Counter()

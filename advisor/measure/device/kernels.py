@@ -408,9 +408,7 @@ def _is_relayout(inputs: OpInputs) -> bool:
     if source.stored_elements != source.elements or target.elements < 2:
         return False  # a broadcast is written out
     dims = zip(target.shape, target.strides, source.strides, strict=False)
-    return any(
-        target_stride != source_stride for size, target_stride, source_stride in dims if size > 1
-    )
+    return any(target_step != source_step for size, target_step, source_step in dims if size > 1)
 
 
 MIN_VARIATION = 3.0

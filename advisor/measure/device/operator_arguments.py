@@ -147,9 +147,7 @@ def fft_lengths(name: str, x: OpInputs) -> list[tuple[int, bool]]:
     if name == TO_REAL:
         last = x.argument(3)
         sizes[-1] = last if isinstance(last, int) else 2 * (sizes[-1] - 1)
-    return [
-        (size, name != OF_COMPLEX and index == len(dims) - 1) for index, size in enumerate(sizes)
-    ]
+    return [(size, name != OF_COMPLEX and i == len(dims) - 1) for i, size in enumerate(sizes)]
 
 
 def outer_dims(x: OpInputs, position: int) -> list[int]:

@@ -24,33 +24,29 @@ def find_casts(a: Analysis, fp32: Bools, matrix: Bools) -> Bools:
     ops = np.where(a.in_window, launched, -1)
     is_copy = np.append(name_matches(cpu["name"], _CAST_PATTERN).to_numpy(), False)
     products, fp32_products = (np.unique(ops[mask & (ops >= 0)]) for mask in (matrix, fp32))
-    values_by_inputs: dict[int, tuple[set[int], set[int]]] = {}
-    casts_by_inputs: dict[int, tuple[bool, int] | None] = {}
+    counts: dict[int, tuple[set[int], set[int]]] = {}
+    read_casts: dict[int, tuple[bool, int] | None] = {}
     index = cpu["inputs"].fill_null(-1).to_numpy()
     copies = np.unique(ops[is_copy[ops]])
-    casts = [
-        row for row in copies.tolist() if _parse_cast(a, index[row], casts_by_inputs) is not None
-    ]
+    casts = [row for row in copies.tolist() if _read_cast(a, index[row], read_casts) is not None]
     ts, thread = cpu["ts"].to_numpy(), cpu["thread"].to_numpy()
     events = np.union1d(casts, products).astype(np.int64)
     events = events[np.lexsort((ts[events], thread[events]))]
     is_fp32 = np.isin(events, fp32_products)
     adjacent: list[int] = []
     for position in np.flatnonzero(np.isin(events, casts)).tolist():
-        cast = _parse_cast(a, index[events[position]], casts_by_inputs)
+        cast = _read_cast(a, index[events[position]], read_casts)
         neighbour = position + (1 if cast is not None and cast[0] else -1)
         if cast is None or not 0 <= neighbour < len(events) or not is_fp32[neighbour]:
             continue
         if thread[events[neighbour]] == thread[events[position]]:
-            values = _count_values(a, index[events[neighbour]], values_by_inputs)[
-                0 if cast[0] else 1
-            ]
+            values = _count_values(a, index[events[neighbour]], counts)[0 if cast[0] else 1]
             if cast[1] in values:
                 adjacent.append(events[position])
     return np.isin(ops, adjacent) & (ops >= 0)
 
 
-def _parse_cast(
+def _read_cast(
     a: Analysis, index: int, cache: dict[int, tuple[bool, int] | None]
 ) -> tuple[bool, int] | None:
     """Return (whether a cast goes from 16 bits to FP32 and not back, its number of values)."""

@@ -140,10 +140,8 @@ def model_flop_utilisation(a: Analysis) -> Utilisation | None:
     formats = formats.sort("busy", "dtype", descending=True)
     total = float(busy["busy"].sum())
     name, peak, format_busy = formats.row(0)
-    tensor_core_peak = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
-    is_below = (
-        peak is not None and peak < tensor_core_peak and format_busy >= MIN_FORMAT_SHARE * total
-    )
+    best_peak = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
+    is_below = peak is not None and peak < best_peak and format_busy >= MIN_FORMAT_SHARE * total
     return Utilisation(total / (a.span_ns / 1e9), str(name).upper() if is_below else None)
 
 
@@ -308,11 +306,9 @@ def active_blocks(
     is_refused = registers_per_warp * -(-warps // 4) * 4 > device.registers_per_sm
     is_refused |= device.registers_per_sm // 4 // registers_per_warp * 4 < warps
     shared_unit = 128 if compute >= (8, 0) else 256
-    block_shared = shared + (RESERVED_SHARED if compute >= (8, 0) else 0)
-    block_shared = -(-block_shared // shared_unit) * shared_unit
-    by_shared = np.where(
-        block_shared > 0, device.shared_per_sm // np.maximum(block_shared, 1), limit
-    )
+    shared_used = shared + (RESERVED_SHARED if compute >= (8, 0) else 0)
+    shared_used = -(-shared_used // shared_unit) * shared_unit
+    by_shared = np.where(shared_used > 0, device.shared_per_sm // np.maximum(shared_used, 1), limit)
     result = np.minimum(np.minimum(by_warps, by_registers), np.minimum(by_shared, limit))
     is_possible = (threads > 0) & (threads <= MAX_THREADS_PER_BLOCK) & (result > 0)
     is_possible &= ~(is_refused & (registers > 0)) & (shared >= 0) & (registers >= 0)
@@ -358,12 +354,8 @@ def measure_residency(trace: Trace) -> Residency:
         blocks_per_sm = blocks[rows] / device.sms
         waves[rows] = blocks_per_sm / active
         if device.max_threads_per_sm:
-            occupied_share = (
-                np.minimum(blocks_per_sm, active) * threads[rows] / device.max_threads_per_sm
-            )
-            occupancy[rows] = np.where(
-                np.isnan(occupied_share), occupancy[rows], 100 * occupied_share
-            )
+            resident = np.minimum(blocks_per_sm, active) * threads[rows] / device.max_threads_per_sm
+            occupancy[rows] = np.where(np.isnan(resident), occupancy[rows], 100 * resident)
     return Residency(
         pl.Series("waves", waves).fill_nan(None), pl.Series("occupancy", occupancy).fill_nan(None)
     )

@@ -459,17 +459,15 @@ def _promoted_width(tensors: list[Tensor], name: str) -> int | None:
     with_dims = [kind for kind, tensor in zip(kinds, tensors, strict=True) if tensor.shape]
     highest = max(kinds)
     if with_dims and max(with_dims) == highest:
-        candidates = [
-            t for t, kind in zip(tensors, kinds, strict=True) if kind == highest and t.shape
-        ]
+        widest = [t for t, kind in zip(tensors, kinds, strict=True) if kind == highest and t.shape]
     else:
-        candidates = [t for t, kind in zip(tensors, kinds, strict=True) if kind == highest]
+        widest = [t for t, kind in zip(tensors, kinds, strict=True) if kind == highest]
     if highest < 2 and name in _FLOAT_FROM_INTEGER:
         return 4
-    widths = [tensor.width for tensor in candidates]
+    widths = [tensor.width for tensor in widest]
     if None in widths:
         return None
-    formats = {bare_type_name(tensor.dtype) for tensor in candidates}
+    formats = {bare_type_name(tensor.dtype) for tensor in widest}
     if formats >= {"half", "bfloat16"}:
         return 4
     return max(width for width in widths if width is not None)

@@ -197,11 +197,9 @@ def round_trips(a: Analysis) -> pl.DataFrame:
     copies = gpu.with_row_index("back").filter(
         (pl.col("copy") == "HtoD") & pl.col("launch").is_not_null()
     )
-    copy_back_of_launch = dict(
-        zip(copies["launch"].to_list(), copies["back"].to_list(), strict=True)
-    )
+    back_of_launch = dict(zip(copies["launch"].to_list(), copies["back"].to_list(), strict=True))
     copy_back = np.array(
-        [copy_back_of_launch.get(int(row), -1) for row in next_launches.launch], dtype=np.int64
+        [back_of_launch.get(int(row), -1) for row in next_launches.launch], dtype=np.int64
     )
     sizes = gpu["bytes"].fill_null(0).to_numpy()
     is_round_trip = (

@@ -76,11 +76,9 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
         one_off_pieces = np.flatnonzero(
             (timeline.thread == caller) & np.isin(timeline.code, _ONE_OFF_CODES)
         )
-        call_spans = intersect(
-            union(ts[threads == caller], end[threads == caller]), a.steps.host_spans
-        )
+        spans = intersect(union(ts[threads == caller], end[threads == caller]), a.steps.host_spans)
         call_ns = covered_length(
-            timeline.start[one_off_pieces], timeline.end[one_off_pieces], call_spans
+            timeline.start[one_off_pieces], timeline.end[one_off_pieces], spans
         )
         np.subtract.at(totals, caller * class_count + timeline.code[one_off_pieces], call_ns)
         totals[caller * class_count + CODE["compile"]] += call_ns.sum()
@@ -111,18 +109,18 @@ def _find_backward_waits(a: Analysis) -> list[tuple[int, int, int]]:
         return []
     thread = cpu["thread"].to_numpy()
     is_node = name_matches(cpu["name"], BACKWARD).to_numpy()
-    is_engine = is_node & (thread != main)
-    if not is_engine.any():  # its thread is not recorded: use the program's own range
+    engine = is_node & (thread != main)
+    if not engine.any():  # its thread is not recorded: use the program's own range
         is_range = (cpu["kind"] == "annotation").to_numpy() & (thread == main)
         is_range &= name_matches(cpu["name"], BACKWARD_RANGE).to_numpy()
         dur = cpu["dur"].to_numpy()
         if (
             dur[is_node].sum() < MIN_FRAME_SHARE * dur[is_range].sum()
         ):  # else this thread computes it
-            is_engine = is_range
-    if not is_engine.any():
+            engine = is_range
+    if not engine.any():
         return []
-    rows = np.flatnonzero(is_engine)
+    rows = np.flatnonzero(engine)
     ts = cpu["ts"].to_numpy()[rows]
     runs = union(ts, ts + cpu["dur"].to_numpy()[rows])
     timeline = a.timeline
@@ -170,7 +168,7 @@ def _find_blamed_rows(
     piece, level = np.nonzero(chains >= 0)
     rows = chains[piece, level]
     piece, rows = piece[wanted[rows]], rows[wanted[rows]]
-    ancestors = pl.DataFrame(
+    above = pl.DataFrame(
         {
             "piece": piece,
             "row": rows,
@@ -180,23 +178,21 @@ def _find_blamed_rows(
             "dur": table["dur"].gather(piece),
         }
     )
-    ancestors = ancestors.sort("depth").unique(["piece", "name"], keep="last", maintain_order=True)
+    above = above.sort("depth").unique(["piece", "name"], keep="last", maintain_order=True)
     frame = np.full(table.height, -1, dtype=np.int64)
     for _ in range(MAX_CULPRITS):
         total_ns = pl.col("dur").sum()
-        remaining = ancestors.unique("piece").group_by("gap").agg(total_ns.alias("left"))
-        by_name = ancestors.group_by("gap", "name").agg(
-            total_ns.alias("held"), pl.col("depth").max()
-        )
+        remaining = above.unique("piece").group_by("gap").agg(total_ns.alias("left"))
+        by_name = above.group_by("gap", "name").agg(total_ns.alias("held"), pl.col("depth").max())
         candidates = by_name.join(remaining, on="gap").filter(
             pl.col("held") >= MIN_FRAME_SHARE * pl.col("left")
         )
         deepest = candidates.sort("depth", "held").unique("gap", keep="last", maintain_order=True)
-        blamed = ancestors.join(deepest.select("gap", "name"), on=["gap", "name"])
+        blamed = above.join(deepest.select("gap", "name"), on=["gap", "name"])
         if blamed.is_empty():
             break
         frame[blamed["piece"].to_numpy()] = blamed["row"].to_numpy()
-        ancestors = ancestors.join(blamed.select("piece"), on="piece", how="anti")
+        above = above.join(blamed.select("piece"), on="piece", how="anti")
     return frame
 
 
@@ -205,10 +201,8 @@ def _is_launching(a: Analysis) -> NDArray[np.bool_]:
     cpu, gpu = a.trace.cpu, a.trace.gpu
     rows = np.flatnonzero(a.in_window & gpu["launch"].is_not_null().to_numpy())
     launch = gpu["launch"].gather(rows).to_numpy()
-    launch, launch_index = np.unique(
-        launch, return_inverse=True
-    )  # rows are in order of thread and time
-    work_before = np.append(0, np.cumsum(np.bincount(launch_index, gpu["dur"].to_numpy()[rows])))
+    launch, index = np.unique(launch, return_inverse=True)  # rows are in order of thread and time
+    work_before = np.append(0, np.cumsum(np.bincount(index, gpu["dur"].to_numpy()[rows])))
     ts, thread = cpu["ts"].to_numpy(), cpu["thread"].to_numpy().astype(np.int64)
     end = ts + cpu["dur"].to_numpy()
     origin = int(ts.min(initial=0))

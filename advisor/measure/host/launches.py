@@ -100,10 +100,8 @@ def _find_family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
     texts, name_index = distinct_names(cpu["name"].gather(op_rows))
     if texts.is_empty():
         return codes
-    code_of_name = op_families(texts).replace_strict(CODE, default=NO_ROW, return_dtype=pl.Int8)
-    codes[op_rows] = np.append(code_of_name.fill_null(NO_ROW).to_numpy(), np.int8(NO_ROW))[
-        name_index
-    ]
+    of_name = op_families(texts).replace_strict(CODE, default=NO_ROW, return_dtype=pl.Int8)
+    codes[op_rows] = np.append(of_name.fill_null(NO_ROW).to_numpy(), np.int8(NO_ROW))[name_index]
     return codes
 
 
@@ -278,15 +276,15 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Dev
         is_after = launched >= end[-1]
         step_end[-1] = work_start[is_after].min() if is_after.any() else step_end[-1]
     waited = first - launched[in_step[first_index]]
-    until = np.where(
+    stop = np.where(
         np.append(start[1:] == end[:-1], False), np.append(first[1:], MAX_TIME), step_end
     )
-    length = until - first
+    length = stop - first
     if (length <= 0).any() or np.median(waited) < AHEAD_SHARE * np.median(length):
         return None
     if not _waits_behind_work(trace, device, launched[in_step[first_index]], first):
         return None
-    queue = DeviceSteps(first, until, float(np.median(waited)))
+    queue = DeviceSteps(first, stop, float(np.median(waited)))
     if not closed and abs(int(length.sum()) / int((end - start).sum()) - 1) < AHEAD_SHARE:
         return None  # marks may be as far apart as the device's steps if the queue is steady
     return queue
@@ -306,11 +304,9 @@ def find_drain_time(trace: Trace, start: int, end: int, *, held: bool = False) -
     rows &= (gpu["device"] == analysed_device(trace)).fill_null(False).to_numpy()
     ts = gpu["ts"].to_numpy()
     work_end = ts + gpu["dur"].to_numpy()
-    later_work = ts[
-        ~rows & (work_end > start) & (gpu["device"] == analysed_device(trace)).to_numpy()
-    ]
+    later = ts[~rows & (work_end > start) & (gpu["device"] == analysed_device(trace)).to_numpy()]
     drained = int(work_end[rows].max(initial=start))
-    if not start < drained < end or not len(later_work) or later_work.min() < drained:
+    if not start < drained < end or not len(later) or later.min() < drained:
         return None
     if held and not _is_host_waiting(trace, start, drained):
         return None

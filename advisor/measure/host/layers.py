@@ -366,15 +366,13 @@ def equal_layers(layers: LayerTable) -> list[EqualLayers]:
         return sorted(groups.values(), key=lambda group: sum(ns[node] for node in group))
 
     result: list[EqualLayers] = []
-    pending: list[tuple[int | None, int, list[int]]] = [
-        (None, 0, group) for group in grouped(roots)
-    ]
-    while pending:
-        parent_group, depth, group = pending.pop()
+    todo: list[tuple[int | None, int, list[int]]] = [(None, 0, group) for group in grouped(roots)]
+    while todo:
+        parent_group, depth, group = todo.pop()
         label = range_label([names[node] for node in group])
         result.append(EqualLayers(parent_group, depth, sorted(group), label))
         index, members = len(result) - 1, [child for node in group for child in children[node]]
-        pending.extend((index, depth + 1, members_group) for members_group in grouped(members))
+        todo.extend((index, depth + 1, members_group) for members_group in grouped(members))
     return result
 
 
@@ -600,11 +598,9 @@ def _list_kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[data.L
         outer_kinds.append(
             frozenset() if parent_node is None else outer_kinds[parent_node] | {kinds[parent_node]}
         )
-    is_outermost = pl.Series(
-        [kind not in names for kind, names in zip(kinds, outer_kinds, strict=True)]
-    )
+    outer = pl.Series([kind not in names for kind, names in zip(kinds, outer_kinds, strict=True)])
     table = (
-        nodes.with_columns(outer=is_outermost)
+        nodes.with_columns(outer=outer)
         .group_by("kind", maintain_order=True)
         .agg(
             pl.len().alias("modules"),

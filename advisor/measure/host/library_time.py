@@ -67,9 +67,7 @@ def find_hottest_library_call(
     names: dict[tuple[_Kind | None, str], Counter[str]] = {}
     lines: dict[tuple[_Kind | None, str], Counter[Location]] = {}
     for samples, frames, called in stacks:
-        depth = max(
-            (index for index, name in enumerate(frames) if frame_rank(name) == 2), default=-1
-        )
+        depth = max((i for i, name in enumerate(frames) if frame_rank(name) == 2), default=-1)
         below = frames[depth + 1 :]
         match = kind_of(below, called)
         if match is not None:

@@ -123,26 +123,23 @@ def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
     inside = measure_inclusive_time(a)
     if on_host:
         weight = np.where(is_shown, inside, 0)
-    group, first_rows, parent_node = _merge_names(cpu["name"], rows, above, cpu.height)
+    group, first_rows, up = _merge_names(cpu["name"], rows, above, cpu.height)
     total = np.zeros(len(first_rows), dtype=np.int64)
     np.add.at(total, group[rows], weight[rows])
     touching = rows[(inside[rows] > 0) | (weight[rows] > 0)]
     count = np.bincount(group[touching], minlength=len(first_rows))
     if not on_host:
         for node in range(len(first_rows) - 1, -1, -1):  # nodes, not events: children after parents
-            if parent_node[node] >= 0:
-                total[parent_node[node]] += total[node]
+            if up[node] >= 0:
+                total[up[node]] += total[node]
     names = map_names(cpu["name"].gather(first_rows), _strip_number, pl.String).to_list()
     if not on_host:
         kernels = _sum_own_kernels(
             a, np.where(shown_ancestor >= 0, group[np.maximum(shown_ancestor, 0)], -1)
         )
         total, count = np.append(total, kernels["ns"]), np.append(count, kernels["count"])
-        parent_node, names = (
-            np.append(parent_node, kernels["node"]),
-            names + kernels["name"].to_list(),
-        )
-    return largest_nodes(total, count, parent_node, names, limit)
+        up, names = (np.append(up, kernels["node"]), names + kernels["name"].to_list())
+    return largest_nodes(total, count, up, names, limit)
 
 
 def _sum_own_kernels(a: Analysis, node: NDArray[np.int64]) -> pl.DataFrame:
@@ -204,12 +201,10 @@ def _merge_names(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Build the tree of names: the node of each host row, one row of each node, its parent node.
     Each round handles one level: a row's node follows from its parent's node and its own name."""
-    name_codes = (
-        map_names(names.gather(rows), _strip_number, pl.Categorical).to_physical().to_numpy()
-    )
+    plain = map_names(names.gather(rows), _strip_number, pl.Categorical).to_physical().to_numpy()
     code = np.zeros(height, dtype=np.int64)
-    code[rows] = name_codes
-    code_count = int(name_codes.max()) + 1
+    code[rows] = plain
+    code_count = int(plain.max()) + 1
     group = np.full(height, -1, dtype=np.int64)
     first_rows: list[NDArray[np.int64]] = []
     parent_nodes: list[NDArray[np.int64]] = []

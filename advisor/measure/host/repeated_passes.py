@@ -147,10 +147,8 @@ def _find_differentiated_twice(a: Analysis, table: pl.DataFrame) -> pl.Series:
     larger number begins the next pass."""
     number = pl.col("sequence").forward_fill().over("thread")
     table = table.with_columns(number=number)
-    starts_pass = (pl.col("number") > pl.col("number").shift(1).over("thread")).fill_null(
-        value=True
-    )
-    table = table.with_columns(part=starts_pass.cum_sum().over("thread"))
+    begins = (pl.col("number") > pl.col("number").shift(1).over("thread")).fill_null(value=True)
+    table = table.with_columns(part=begins.cum_sum().over("thread"))
     pass_columns = ("thread", "part")
     table = table.with_columns(
         root=pl.col("number").first().over(*pass_columns),
@@ -160,10 +158,8 @@ def _find_differentiated_twice(a: Analysis, table: pl.DataFrame) -> pl.Series:
     same_pass_kind = ("step", "thread", "root", "kind", "learns")
     last_pass = pl.col("part").max().over(*same_pass_kind)
     in_both = pl.col("part").n_unique().over(*same_pass_kind, "sequence", "name") > 1
-    is_first = (
-        pl.col("learns") & (pl.col("part") < last_pass) & in_both & pl.col("step").is_not_null()
-    )
-    twice = table.select(is_first.fill_null(value=False)).to_series()
+    first = pl.col("learns") & (pl.col("part") < last_pass) & in_both & pl.col("step").is_not_null()
+    twice = table.select(first.fill_null(value=False)).to_series()
     if not twice.any():
         return twice
     spans = table.filter(twice)

@@ -148,13 +148,9 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     spans = union(calls["ts"].to_numpy(), (calls["ts"] + calls["dur"]).to_numpy())
     stacks = recorded.stacks
     if a.device_id is not None:  # the thread waits in backward(): its own work is elsewhere
-        stacks = [
-            stack._replace(frames=()) if stack.part == "backward" else stack for stack in stacks
-        ]
+        stacks = [s._replace(frames=()) if s.part == "backward" else s for s in stacks]
     if op in SYMBOLS:
-        stacks = [
-            stack._replace(frames=stack.frames[-1:] * _ends_in_own_line(stack)) for stack in stacks
-        ]
+        stacks = [s._replace(frames=s.frames[-1:] * _ends_in_own_line(s)) for s in stacks]
     return line_of_share(stacks, intersect(spans, a.spans).total / a.span_ns)
 
 

@@ -431,11 +431,9 @@ def _parse_stack(line: Any, names: list[Any]) -> SampledStack | None:
     count, index = line
     if type(count) is not int or not 0 < count < 1 << 31 or not isinstance(index, list):
         return None
-    if not index or not all(
-        type(position) is int and 0 <= position < len(names) for position in index
-    ):
+    if not index or not all(type(i) is int and 0 <= i < len(names) for i in index):
         return None
-    frames = tuple(names[position] for position in index)
+    frames = tuple(names[i] for i in index)
     if not all(isinstance(frame, str) for frame in frames):
         return None
     called = _C_FUNCTION.match(frames[-1]) if len(frames) > 1 else None
@@ -478,11 +476,9 @@ def _count_lines(stacks: Sequence[SampledStack]) -> _Lines:
         frame = None if name is None else parse_frame(name)
         if frame is not None:
             lines[frame] += count
-            library_frame = parse_frame(next(name for name in reversed(frames) if frame_rank(name)))
-            if library_frame is not None and library_frame != frame:
-                below.setdefault(frame, Counter())[library_frame.function, library_frame.file] += (
-                    count
-                )
+            inner = parse_frame(next(name for name in reversed(frames) if frame_rank(name)))
+            if inner is not None and inner != frame:
+                below.setdefault(frame, Counter())[inner.function, inner.file] += count
     return _Lines(lines, below)
 
 
@@ -642,14 +638,12 @@ def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:
             lines.setdefault(function, Counter())[frame] += count
             leaf = frames[-1] if level < len(frames) - 1 else ""
             leaves.setdefault(function, Counter())[leaf] += count
-    candidates = [
-        function for function, count in covered.items() if count >= MIN_COVERED_SHARE * total
-    ]
-    if not candidates:
-        candidates = [function for function, _ in covered.most_common(1)]
-    if not candidates:
+    wide = [function for function, count in covered.items() if count >= MIN_COVERED_SHARE * total]
+    if not wide:
+        wide = [function for function, _ in covered.most_common(1)]
+    if not wide:
         return None
-    function = max(candidates, key=depth.__getitem__)
+    function = max(wide, key=depth.__getitem__)
     line, line_samples = lines[function].most_common(1)[0]
     if not depth[function] and line_samples < MIN_OF_LOOP * total:
         return None

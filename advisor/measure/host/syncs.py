@@ -218,11 +218,11 @@ def _find_calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDAr
     call = trace.cpu["call"]
     parts = [np.flatnonzero((call == name).fill_null(False).to_numpy()) for name in SYNC_CALLS]
     copies = np.flatnonzero(copies_blocking_host(trace))
-    copy_calls = trace.gpu["launch"].gather(copies).to_numpy().astype(np.int64)
-    copy_calls, first_index = np.unique(copy_calls, return_index=True)
-    rows = np.concatenate([*parts, copy_calls])
+    copying = trace.gpu["launch"].gather(copies).to_numpy().astype(np.int64)
+    copying, first_index = np.unique(copying, return_index=True)
+    rows = np.concatenate([*parts, copying])
     kind = np.repeat(
-        np.arange(len(KINDS), dtype=np.int8), [len(part) for part in (*parts, copy_calls)]
+        np.arange(len(KINDS), dtype=np.int8), [len(part) for part in (*parts, copying)]
     )
     copy = np.full(len(rows), -1, dtype=np.int64)
     copy[kind == KINDS.index("memcpy")] = copies[first_index]
@@ -350,12 +350,10 @@ def _find_bubbles(
         return starts, ends
     order = blocked[np.lexsort((ts[blocked], thread[blocked]))]
     release = released[order]
-    bubble_end = np.where(following[order] >= 0, following[order], release)
+    stop = np.where(following[order] >= 0, following[order], release)
     same_thread = thread[order][1:] == thread[order][:-1]
-    bubble_end[:-1] = np.where(
-        same_thread, np.minimum(bubble_end[:-1], release[1:]), bubble_end[:-1]
-    )
-    starts[order], ends[order] = release, np.maximum(bubble_end, release)
+    stop[:-1] = np.where(same_thread, np.minimum(stop[:-1], release[1:]), stop[:-1])
+    starts[order], ends[order] = release, np.maximum(stop, release)
     return starts, ends
 
 

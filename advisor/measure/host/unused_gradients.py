@@ -158,9 +158,7 @@ def unused_gradient_work(a: Analysis) -> UnusedGradientWork:
     spans += _find_products(table, accumulated)
     saved = _union_spans(spans)
     convolutions = _match_parameters(table, _CONVOLUTION_OP, 2, flags)
-    ts, end = (
-        np.array([call[column] for call in convolutions], dtype=np.int64) for column in (0, 1)
-    )
+    ts, end = (np.array([call[n] for call in convolutions], dtype=np.int64) for n in (0, 1))
     remaining = np.where(covered_length(ts, end, saved) > 0, 0, end - ts)
     share = remaining[[bool(call[3]) for call in convolutions]].sum() / max(remaining.sum(), 1)
     inside = a.steps.host_spans
@@ -225,9 +223,7 @@ def _match_parameters(
     """List operators of this name in order of time: begin, end, shape of an operand, and whether it
     is an unused parameter of that part, or ``None`` if unknown."""
     calls = table.filter(pl.col("name") == name).select("part", "dims", "ts", "end")
-    rows = [
-        (part, _operand_shape(dims, operand), *times) for part, dims, *times in calls.iter_rows()
-    ]
+    rows = [(part, _operand_shape(dims, operand), *span) for part, dims, *span in calls.iter_rows()]
     counts = Counter(row[:2] for row in rows)
     calls_done: Counter[tuple[int, Shape]] = Counter()
     result: list[tuple[int, int, Shape, bool | None]] = []

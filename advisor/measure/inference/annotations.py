@@ -54,7 +54,7 @@ class StepMark(NamedTuple):
     decode: Sums | None = None
 
 
-def _name_phase(prefills: int, decodes: int) -> str:
+def _phase_of(prefills: int, decodes: int) -> str:
     return MIXED if prefills and decodes else PREFILL if prefills else DECODE
 
 
@@ -81,7 +81,7 @@ def _read_vllm(match: re.Match[str]) -> StepMark:
     is_plain = decode_tokens in (0, decodes)  # more tokens than requests: drafts are verified
     return StepMark(
         VLLM,
-        _name_phase(prefills, decodes),
+        _phase_of(prefills, decodes),
         prefills + decodes,
         prefill_tokens + decode_tokens,
         prefills + decodes if is_plain else None,
@@ -93,7 +93,7 @@ def _read_vllm(match: re.Match[str]) -> StepMark:
 def _read_vllm_counts(match: re.Match[str]) -> StepMark:
     new, cached = map(int, match.groups())
     return StepMark(
-        VLLM, _name_phase(new, cached), new + cached, None if new else cached, new + cached
+        VLLM, _phase_of(new, cached), new + cached, None if new else cached, new + cached
     )
 
 
@@ -156,7 +156,7 @@ def _read_tensorrt(match: re.Match[str]) -> StepMark:
     assert prefills is not None and decodes is not None
     computed = decodes if not prefills else None if tokens is None else tokens + decodes
     requests = prefills + decodes
-    return StepMark(TENSORRT_LLM, _name_phase(prefills, decodes), requests, computed, requests)
+    return StepMark(TENSORRT_LLM, _phase_of(prefills, decodes), requests, computed, requests)
 
 
 def _read_plain(match: re.Match[str]) -> StepMark:
@@ -259,9 +259,7 @@ def _keep_innermost(
 ) -> tuple[pl.DataFrame, list[StepMark]]:
     end = (rows["ts"] + rows["dur"]).to_list()
     ts = rows["ts"].to_list()
-    is_outer = [next_ts < mark_end for next_ts, mark_end in zip(ts[1:], end, strict=False)] + [
-        False
-    ]
+    is_outer = [start < mark_end for start, mark_end in zip(ts[1:], end, strict=False)] + [False]
     kept: list[int] = []
     result: list[StepMark] = []
     outer_mark: StepMark | None = None

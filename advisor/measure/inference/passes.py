@@ -330,20 +330,18 @@ def _describe_mark(
 ) -> StepMark:
     if lookup_shape is None:
         return mark  # no text: an image's attention says nothing about prompts
-    lengths = {q for q, k, _ in queries if k >= q}
+    new = {q for q, k, _ in queries if k >= q}
     tokens = prod(lookup_shape)
     requests = lookup_shape[0] if len(lookup_shape) == 2 else None
-    if requests is None and lengths and min(lengths) > tokens:
+    if requests is None and new and min(new) > tokens:
         return mark  # labels of images, not tokens: attention has more rows than were looked up
-    if requests and lengths and min(lengths) > lookup_shape[1]:
-        tokens = requests * max(lengths)  # embedded elsewhere: the look-up is for the newest token
-    if not lengths and len(lookup_shape) == 2:
-        lengths = {lookup_shape[1]}
+    if requests and new and min(new) > lookup_shape[1]:
+        tokens = requests * max(new)  # embedded elsewhere: the look-up is for the newest token
+    if not new and len(lookup_shape) == 2:
+        new = {lookup_shape[1]}
     phase = mark.phase
-    if phase == FORWARD and lengths:
-        phase = (
-            MIXED if 1 in lengths and len(lengths) > 1 else DECODE if lengths == {1} else PREFILL
-        )
+    if phase == FORWARD and new:
+        phase = MIXED if 1 in new and len(new) > 1 else DECODE if new == {1} else PREFILL
     if requests is None and phase == DECODE:
         requests = tokens
     outputs = requests if phase in (PREFILL, DECODE, MIXED) else None
@@ -453,12 +451,10 @@ def attention_cost(mark: StepMark, shape: Heads, *, narrow: bool) -> tuple[float
         2.0 * shape.queries * (shape.size + shape.value) * count_pairs(request_sums)
         for request_sums in kinds
     )
-    cached_elements = (
-        shape.size if shape.size == LATENT else shape.keys * (shape.size + shape.value)
-    )
+    cached = shape.size if shape.size == LATENT else shape.keys * (shape.size + shape.value)
     width = 1 if narrow else shape.width
     moved = sum(
-        request_sums.k * cached_elements * width
+        request_sums.k * cached * width
         + request_sums.q * shape.queries * (shape.size + shape.value) * shape.width
         for request_sums in kinds
     )

@@ -48,9 +48,7 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
     is_complete = not a.lost_records.reported
     labels = [_phase_label(passes, index) for index in used.tolist()]
     kernels = None if a.device_id is None else _Kernels(a, passes)
-    rows_of_phase = {
-        label: used[[phase_name == label for phase_name in labels]] for label in labels
-    }
+    rows_of_phase = {label: used[[name == label for name in labels]] for label in labels}
     host_share = _estimate_host_share(a)
     phases = [
         _summarise_phase(
@@ -203,10 +201,8 @@ class _Kernels:
         self.floor = np.where(self.known, np.minimum(floor, self.dur), self.dur)
         self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~self.communication
         is_moving = family.is_in(MOVING).to_numpy() | ~is_matrix & (moved > 0)
-        token_counts = [
-            np.inf if mark.tokens is None else float(mark.tokens) for mark in passes.marks
-        ]
-        tokens = np.array([*token_counts, np.inf])  # tokens that may share one read of a weight
+        reuse = [np.inf if mark.tokens is None else float(mark.tokens) for mark in passes.marks]
+        tokens = np.array([*reuse, np.inf])  # tokens that may share one read of a weight
         ridge = np.nan if limits.memory is None else rate[dtype] / limits.memory.rate
         reads_limit = FP4_FLOPS_PER_BYTE * tokens[self.owner] < ridge
         limit_code = np.where(self.known & (arithmetic > memory), 2, np.where(self.known, 1, 0))
@@ -216,19 +212,17 @@ class _Kernels:
     def sums(self, rows: Ints, start: Ints, end: Ints) -> _Sums:
         """Sum the work of the passes ``rows``, which take the time [start, end)."""
         busy_each = covered_length(start, end, self.busy)
-        is_owned = np.isin(self.owner, rows)
-        work_ns = [float(self.dur[is_owned & (self.bound == code)].sum()) for code in range(4)]
+        owned = np.isin(self.owner, rows)
+        work_ns = [float(self.dur[owned & (self.bound == code)].sum()) for code in range(4)]
         busy = float(busy_each.sum())
         scale = busy / sum(work_ns) if sum(work_ns) else 0.0  # concurrent work counts once
         names = ("unknown", "memory", "compute", "communication")
         limits = {name: ns * scale for name, ns in zip(names, work_ns, strict=True)}
         limits["host"] = float((end - start).sum()) - busy
-        kernel_ns = float(self.dur[is_owned & self.kernel].sum())
-        known_ns = float(self.dur[is_owned & self.kernel & self.known].sum())
-        saved = float((self.dur - self.floor)[is_owned].sum()) * scale
-        table = pl.DataFrame(
-            {"role": self.role.filter(pl.Series(is_owned)), "ns": self.dur[is_owned]}
-        )
+        kernel_ns = float(self.dur[owned & self.kernel].sum())
+        known_ns = float(self.dur[owned & self.kernel & self.known].sum())
+        saved = float((self.dur - self.floor)[owned].sum()) * scale
+        table = pl.DataFrame({"role": self.role.filter(pl.Series(owned)), "ns": self.dur[owned]})
         parts = table.group_by("role").agg(pl.col("ns").sum()).sort("ns", "role", descending=True)
         return _Sums(
             busy,
@@ -318,10 +312,8 @@ def find_roles(a: Analysis) -> pl.Series:
     is_matrix = pl.col("family") == "gemm"
     is_expert = pl.coalesce("kernel", "op").is_in(["moe experts", "moe combine"])
     dense = pl.when(is_matrix & ~is_expert).then(pl.lit("dense gemm"))
-    collectives = pl.when(pl.col("family") == "communication").then(pl.lit("collectives"))
-    return frame.select(
-        role=pl.coalesce(collectives, dense, "kernel", "op", "fallback")
-    ).to_series()
+    fixed = pl.when(pl.col("family") == "communication").then(pl.lit("collectives"))
+    return frame.select(role=pl.coalesce(fixed, dense, "kernel", "op", "fallback")).to_series()
 
 
 def _find_role(name: str) -> str | None:

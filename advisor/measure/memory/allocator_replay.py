@@ -399,17 +399,11 @@ def measure_repacking_at_end(peak: PeakMemory) -> Repacking | None:
     """Replay the history to its end: free memory in segments with tensors when the snapshot was
     taken that expandable segments could have released. ``None`` as in :func:`measure_repacking`, or
     if steps recur, since the next one fills the same pieces."""
-    h, fragments = peak.history, measure_fragments(peak)
+    h, free = peak.history, measure_fragments(peak)
     expandable = bool(h.segments["expandable"].fill_null(False).any())
-    if (
-        fragments is None
-        or h.is_too_short
-        or expandable
-        or peak.is_contradictory
-        or peak.step_source
-    ):
+    if free is None or h.is_too_short or expandable or peak.is_contradictory or peak.step_source:
         return None
-    if h.failed_event is not None or fragments.split < MIN_SLACK_SHARE * int(h.reserved[-1]):
+    if h.failed_event is not None or free.split < MIN_SLACK_SHARE * int(h.reserved[-1]):
         return None
     fixed, grown = (
         replay_allocator(h, expandable=is_expandable).needed_bytes
@@ -418,7 +412,7 @@ def measure_repacking_at_end(peak: PeakMemory) -> Repacking | None:
     assumes = "the same requests, replayed in a model of the allocator"
     if h.began_before:
         assumes += "; blocks from before the history are placed side by side"
-    return Repacking(fragments.split, max(0, min(fragments.split, fixed - grown)), False, assumes)
+    return Repacking(free.split, max(0, min(free.split, fixed - grown)), False, assumes)
 
 
 def measure_fragments(peak: PeakMemory) -> Fragments | None:

@@ -181,17 +181,15 @@ class MemoryHistory:
     @cached_property
     def phase(self) -> NDArray[np.int8]:
         """Phase of each event: index in PHASES, by the last allocation that belongs to a phase."""
-        event_phase = np.full(self.count, -1, dtype=np.int8)
-        event_phase[self.allocates("forward")] = PHASES.index("forward")
+        phases = np.full(self.count, -1, dtype=np.int8)
+        phases[self.allocates("forward")] = PHASES.index("forward")
         backward = self.allocates("backward", "gradient", "recomputed")
         if self.has_stacks:
             backward |= self.allocates("nothing")
-        event_phase[backward] = PHASES.index("backward")
-        event_phase[self.allocates("optimizer")] = PHASES.index("optimizer")
-        last_known = np.maximum.accumulate(np.where(event_phase >= 0, np.arange(self.count), -1))
-        phase: NDArray[np.int8] = np.where(
-            last_known < 0, 0, event_phase[np.maximum(last_known, 0)]
-        )
+        phases[backward] = PHASES.index("backward")
+        phases[self.allocates("optimizer")] = PHASES.index("optimizer")
+        last_known = np.maximum.accumulate(np.where(phases >= 0, np.arange(self.count), -1))
+        phase: NDArray[np.int8] = np.where(last_known < 0, 0, phases[np.maximum(last_known, 0)])
         return phase
 
     @property

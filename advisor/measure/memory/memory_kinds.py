@@ -99,9 +99,7 @@ def classify(h: MemoryHistory, moment: int) -> BlockCategories:
     put(older & is_updated, "optimizer state", "lifetime")
     put(older & (released == "gradient"), "gradients", "call path")
     put(older & (kind == NOT_ATTRIBUTED) & _find_replaced(h, kind), "earlier steps", "lifetime")
-    _classify_by_sizes(
-        h, kind, basis, older & (kind == NOT_ATTRIBUTED) & (lives.end_event == h.count)
-    )
+    _match_sizes(h, kind, basis, older & (kind == NOT_ATTRIBUTED) & (lives.end_event == h.count))
     is_cast = np.array([origin.cast for origin in h.origins])[lives.stack] & in_history
     put(_find_weight_copies(h, kind, is_cast), "autocast copies", "size pattern")
     put((released == "autocast") & is_("forward"), "autocast copies")
@@ -201,7 +199,7 @@ def _find_in_private_pools(h: MemoryHistory) -> Bools:
     return is_inside
 
 
-def _classify_by_sizes(
+def _match_sizes(
     h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Bools
 ) -> None:
     """Classify blocks older than the history that nothing frees: weights and copies of weights."""
@@ -215,17 +213,15 @@ def _classify_by_sizes(
     if sizes.max() > MAX_SINGLE_SHARE * sizes.sum():
         unknown, sizes = unknown[sizes < sizes.max()], sizes[sizes < sizes.max()]
     values, counts = np.unique(sizes, return_counts=True)
-    gradient_counts = _count_largest_set(h, kind == CATEGORIES.index("gradients"))
+    gradients = _count_largest_set(h, kind == CATEGORIES.index("gradients"))
     phases = set(h.phase.tolist())
     backward = PHASES.index("backward") in phases
     if PHASES.index("forward") not in phases and not backward:
         return
-    if gradient_counts:
+    if gradients:
         weights = kind == CATEGORIES.index("weights")
-        known_weights = dict(zip(*np.unique(blocks.size[weights], return_counts=True), strict=True))
-        missing = [
-            max(0, gradient_counts.get(int(v), 0) - int(known_weights.get(v, 0))) for v in values
-        ]
+        weights_known = dict(zip(*np.unique(blocks.size[weights], return_counts=True), strict=True))
+        missing = [max(0, gradients.get(int(v), 0) - int(weights_known.get(v, 0))) for v in values]
         # blocks without a gradient are frozen, or buffers: count them as weights
         first_labels = [
             ("weights", "size pattern" if needed else "lifetime", needed or int(n))

@@ -48,13 +48,7 @@ _MOVING_FUNCTIONS = {
 _PARAMETER = re.compile(
     r"(?:^|/)torch/nn/(?:parameter|init)\.py$|/_?(?:flat_param|fsdp_param(?:_group)?)\.py$"
 )
-_INITIALISERS = {
-    "__init__",
-    "reset_parameters",
-    "_reset_parameters",
-    "_init_weights",
-    "init_weights",
-}
+_INIT = {"__init__", "reset_parameters", "_reset_parameters", "_init_weights", "init_weights"}
 _LOADING_FILE = re.compile(r"(?:^|/)transformers/(?:modeling_utils|core_model_loading)\.py$")
 _LAYER = re.compile(r"(?:^|/)torch/nn/modules/\w+\.py$")
 _FUNCTIONAL = re.compile(r"(?:^|/)torch/nn/functional\.py$")
@@ -232,7 +226,7 @@ def _find_role(stack: Stack, user_frame: SnapshotFrame | None) -> tuple[str, boo
             or (_LOSS.search(name) and frame_owner(frame) == 2)
         ):
             result = "forward"
-        elif frame is user_frame and name in _INITIALISERS:
+        elif frame is user_frame and name in _INIT:
             result = "parameter"
     return result or "own", False
 
@@ -241,7 +235,7 @@ def _decisive_role(file: str, name: str) -> str | None:
     """Return the role of a decisive frame, or ``None`` for other frames."""
     if MODULE.search(file):
         return "parameter" if name in _MOVING_FUNCTIONS else None
-    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _INITIALISERS):
+    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _INIT):
         return "parameter"
     if _LOADING_FILE.search(file):
         return "parameter" if "load" in name or name == "from_pretrained" else None
@@ -353,15 +347,13 @@ def _find_peaks(
     rows = np.flatnonzero(layers.scopes >= 0)
     if not len(rows) or layers.source == "FSDP":  # its rows are marks, not calls
         return None
-    start, dur, call_thread = (
-        cpu[name].gather(rows).to_numpy() for name in ("ts", "dur", "thread")
-    )
+    start, dur, threads = (cpu[name].gather(rows).to_numpy() for name in ("ts", "dur", "thread"))
     is_shown = covered_length(start, start + np.maximum(dur, 1), a.spans) > 0
     result = np.zeros(layers.nodes.height, dtype=np.int64)
     level = np.append(np.cumsum(change), 0)
     for thread_id in np.unique(thread).tolist():  # a handful of threads
         begin, end = np.searchsorted(thread, [thread_id, thread_id + 1])
-        calls = np.flatnonzero(is_shown & (call_thread == thread_id))
+        calls = np.flatnonzero(is_shown & (threads == thread_id))
         first_event = begin + np.searchsorted(ts[begin:end], start[calls])
         end_event = begin + np.searchsorted(ts[begin:end], start[calls] + dur[calls], side="right")
         has_events = end_event > first_event

@@ -165,7 +165,7 @@ def _build_saving(peak: PeakMemory, change: MemoryChange, freed: int) -> FreedMe
     at_peak = float((lives.size[change.rows] * (1 - change.kept_share))[is_held].sum())
     if freed < MIN_PEAK_SHARE * at_peak:
         moved = (
-            f"this frees {format_bytes(at_peak)} at that moment, but the peak moves to another one"
+            f"this frees {format_bytes(at_peak)} at that moment, and another one becomes the peak"
         )
         assumes = f"{assumes}; {moved}"
     return FreedMemory(change.name, freed, assumes, *location)
@@ -252,9 +252,9 @@ def _checkpoint_line(
             held_calls.append((held, forward_end + 1, int(lives.end_event[held].min()), number))
     freed_calls: list[tuple[Ints, int, int, int]] = []
     unreached: list[tuple[Ints, int, int, int]] = []
-    for index, (held, forward_end, first, call_number) in enumerate(held_calls):
+    for index, (held, forward_end, first, turn) in enumerate(held_calls):
         if first >= h.count:
-            unreached.append((held, forward_end, first, call_number))
+            unreached.append((held, forward_end, first, turn))
             continue
         # recomputed when the backward of the following call is over
         later = (
@@ -263,10 +263,8 @@ def _checkpoint_line(
             else np.empty(0)
         )
         later = later[later < first]
-        back = (
-            int(later.max()) if len(later) and held_calls[index + 1][3] > call_number else first - 1
-        )
-        freed_calls.append((held, forward_end, back, call_number))
+        back = int(later.max()) if len(later) and held_calls[index + 1][3] > turn else first - 1
+        freed_calls.append((held, forward_end, back, turn))
     if unreached:
         largest = max(range(len(unreached)), key=lambda n: int(lives.size[unreached[n][0]].sum()))
         freed_calls += [call for n, call in enumerate(unreached) if n != largest]
@@ -555,10 +553,8 @@ def _find_references(peak: PeakMemory) -> MemoryChange | None:
         if lines
         else "nothing needs the outputs and losses of earlier steps any more"
     )
-    next_step = np.append(marks, h.count)[
-        np.searchsorted(marks, lives.start_event[rows], side="right")
-    ]
-    begin = np.where(lives.start_event[rows] < 0, -1, next_step)
+    later = np.append(marks, h.count)[np.searchsorted(marks, lives.start_event[rows], side="right")]
+    begin = np.where(lives.start_event[rows] < 0, -1, later)
     return MemoryChange("references", rows, 0.0, assumes, begin, lives.end_event[rows],
                   None if where.file is None else where)  # fmt: skip
 
@@ -618,19 +614,19 @@ def shard_changes(peak: PeakMemory, ranks: int) -> list[MemoryChange]:
     """Estimate ZeRO 1 to 3 (FSDP) over this number of ranks, which now hold the same. Stage 3 keeps
     the largest two weights gathered."""
     lives = peak.history.block_lifetimes
-    rows = [
+    parts = [
         np.flatnonzero(_is_in(peak, name)) for name in ("optimizer state", "gradients", "weights")
     ]
     is_held = lives.at(peak.event)
-    total = int(lives.size[np.concatenate(rows)][is_held[np.concatenate(rows)]].sum())
-    gathered = 2 * int(lives.size[rows[2]].max(initial=0))
+    total = int(lives.size[np.concatenate(parts)][is_held[np.concatenate(parts)]].sum())
+    gathered = 2 * int(lives.size[parts[2]].max(initial=0))
     changes = []
     for stage in (1, 2, 3):
         kept_share = 1 / ranks
         if stage == 3:
             kept_share = min(1.0, kept_share + gathered / max(total, 1))
         changes.append(
-            MemoryChange(f"ZeRO {stage}", np.concatenate(rows[:stage]), kept_share,
+            MemoryChange(f"ZeRO {stage}", np.concatenate(parts[:stage]), kept_share,
                    f"{ranks} ranks hold equal parts", group="sharding")
         )  # fmt: skip
     return [change for change in changes if len(change.rows)]

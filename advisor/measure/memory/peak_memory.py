@@ -488,12 +488,10 @@ def order_snapshots(snapshots: Sequence[MemorySnapshot]) -> tuple[MemorySnapshot
     """Sort by the time of the last event, or by numbers in file names if a snapshot has no time."""
     times = [snapshot.events["time_us"].max() for snapshot in snapshots]
     if snapshots and all(isinstance(time, int) for time in times) and len(set(times)) == len(times):
-        order = sorted(range(len(snapshots)), key=lambda index: times[index])  # type: ignore[arg-type,return-value]
+        order = sorted(range(len(snapshots)), key=lambda i: times[i])  # type: ignore[arg-type,return-value]
     else:
-        order = sorted(
-            range(len(snapshots)), key=lambda index: _split_numbers(snapshots[index].path)
-        )
-    return tuple(snapshots[index] for index in order) if len(snapshots) > 1 else ()
+        order = sorted(range(len(snapshots)), key=lambda i: _split_numbers(snapshots[i].path))
+    return tuple(snapshots[i] for i in order) if len(snapshots) > 1 else ()
 
 
 def _split_numbers(path: str) -> list[tuple[int, str]]:

@@ -124,10 +124,8 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
     into), ``line`` the row of the user's Python frame and ``op`` the row of the innermost op around
     it, or null."""
     cpu = a.trace.cpu
-    is_allocation = (
-        cpu["call"].is_in(["malloc", "free", "host_alloc", "host_free"]).fill_null(False)
-    )
-    rows = np.flatnonzero(is_allocation.to_numpy())
+    is_call = cpu["call"].is_in(["malloc", "free", "host_alloc", "host_free"]).fill_null(False)
+    rows = np.flatnonzero(is_call.to_numpy())
     if not len(rows):
         return pl.DataFrame(schema=ALLOCATIONS_SCHEMA)
     ts, dur = (cpu[key].gather(rows).to_numpy() for key in ("ts", "dur"))
@@ -378,16 +376,9 @@ def _split_device(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.
     blocks = last_events.select("address", "stack", size="bytes", requested="bytes")
     # a block that is only freed in the recording is in the history already
     first_frees = events.group_by("address", maintain_order=True).first().filter(is_freed)
-    bytes_before = int((events["allocated"] - events["bytes"])[0] or 0) + int(
-        first_frees["bytes"].sum()
-    )
-    if bytes_before > 0:
-        older_block = {
-            "address": [-1],
-            "stack": [None],
-            "size": [bytes_before],
-            "requested": [bytes_before],
-        }
+    before = int((events["allocated"] - events["bytes"])[0] or 0) + int(first_frees["bytes"].sum())
+    if before > 0:
+        older_block = {"address": [-1], "stack": [None], "size": [before], "requested": [before]}
         blocks = pl.concat([blocks, pl.DataFrame(older_block, schema=blocks.schema)])
     blocks = blocks.with_columns(device=device, state=pl.lit("allocated"), segment=pl.lit(0))
     reserved = events["reserved"].set(events["reserved"] <= 0, None)

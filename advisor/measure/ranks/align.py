@@ -239,11 +239,9 @@ class _AlignmentPart:
                     drift_shift - group_drift[~is_known],
                 )
                 island[members] = islands
-                neighbours = {
-                    other for rank in members.tolist() for other in of_rank[rank]
-                } & remaining
-                reached += sorted(neighbours, key=lambda other: (-weight[other], other))
-                remaining -= neighbours
+                near = {other for rank in members.tolist() for other in of_rank[rank]} & remaining
+                reached += sorted(near, key=lambda other: (-weight[other], other))
+                remaining -= near
             islands += 1
         if sends is not None:
             unconnected = np.setdiff1d(np.unique(sends.rank), np.flatnonzero(island >= 0))

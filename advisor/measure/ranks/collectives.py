@@ -57,9 +57,9 @@ def collective_table(
     """
     table = list_collectives(a)
     table = table.filter(pl.col("collective").is_in(kinds))
-    marks, is_numbered = a.steps.marks, a.steps.are_numbered
+    marks, by_name = a.steps.marks, a.steps.are_numbered
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
-    if is_numbered and marks.height:
+    if by_name and marks.height:
         # by launch, because the step in which it runs depends on how far the device is behind
         launch = table["launch_ts"].fill_null(-(1 << 62)).to_numpy()
         index = np.searchsorted(marks["ts"].to_numpy(), launch, side="right") - 1
@@ -91,9 +91,7 @@ def collective_table(
         amount=pl.when(is_all_to_all).then(amount).otherwise(0),
         gpu=pl.col("gpu").fill_null(-1),
     )
-    if (
-        is_numbered
-    ):  # traces may begin at different collectives of those launched before the first step
+    if by_name:  # traces may begin at different collectives of those launched before the first step
         table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())
     table = table.with_columns(order=pl.int_range(pl.len()).over(*_KEY_COLUMNS, "step", "sequence"))
     table = table.with_columns(at=_find_step_rows(table, steps))

@@ -313,14 +313,12 @@ def measure_waits(joined: JoinedCollectives, rows_counted: Bools | None = None) 
     exposed = np.minimum(wait, joined.exposed[cells])
     error = joined.clocks.error_ns or 0.0
     latest_cell = wait <= 0
-    is_decided = (skew > 2 * error) & (
-        np.add.reduceat(latest_cell.astype(np.int64), bounds[:-1]) == 1
-    )
+    decided = (skew > 2 * error) & (np.add.reduceat(latest_cell.astype(np.int64), bounds[:-1]) == 1)
     last = np.full(len(rows), -1, dtype=np.int64)
-    is_last = latest_cell & is_decided[row_index]
+    is_last = latest_cell & decided[row_index]
     last[row_index[is_last]] = joined.rank[cells[is_last]]
     other_count = np.maximum(size - 1, 1)
-    mean_wait = np.where(is_decided, np.add.reduceat(wait, bounds[:-1]) / other_count, 0.0)
+    mean_wait = np.where(decided, np.add.reduceat(wait, bounds[:-1]) / other_count, 0.0)
     mean_exposed = np.add.reduceat(np.where(is_last, 0.0, exposed), bounds[:-1]) / other_count
     has_last = last >= 0
     transfer = np.maximum(group_medians(end, bounds) - latest, 0.0)
@@ -361,13 +359,11 @@ def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
     }  # fmt: skip
     if not joined.rows:
         return pl.DataFrame(schema=schema)
-    is_aligned = np.isfinite(joined.clocks.shift)[joined.rank]
+    aligned = np.isfinite(joined.clocks.shift)[joined.rank]
     size = joined.group_sizes
-    all_aligned = np.minimum.reduceat(is_aligned.astype(np.int8), joined.first_cell[:-1]) > 0
+    all_aligned = np.minimum.reduceat(aligned.astype(np.int8), joined.first_cell[:-1]) > 0
     complete = all_aligned & (joined.rank_count == size) & ~joined.clocks.mismatched
-    latest = np.maximum.reduceat(
-        np.where(is_aligned, joined.start, -np.inf), joined.first_cell[:-1]
-    )
+    latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first_cell[:-1])
     row_of_cell = np.repeat(np.arange(joined.rows), joined.rank_count)
     cells = np.flatnonzero((joined.rank == place) & (joined.step >= 0))
     row = row_of_cell[cells]

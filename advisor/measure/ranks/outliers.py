@@ -220,16 +220,13 @@ def _classify(job: JobMeasurements, deviation: Deviation, similar: list[int]) ->
 def _scale_to_complete_steps(job: JobMeasurements, index: int) -> RankSummary:
     """Scale a rank's times, if its file is cut off, to the compute of the steps before the cut."""
     summary = job.summaries[index]
-    compute, compute_before_cut = (
-        summary.time.get("compute", 0.0),
-        float(job.profile.values[index, 0]),
-    )
-    if not summary.damage or compute <= 0 or not np.isfinite(compute_before_cut):
+    compute, kept = (summary.time.get("compute", 0.0), float(job.profile.values[index, 0]))
+    if not summary.damage or compute <= 0 or not np.isfinite(kept):
         return summary
     return structs.replace(
         summary,
-        time={name: ns * compute_before_cut / compute for name, ns in summary.time.items()},
-        families={name: ns * compute_before_cut / compute for name, ns in summary.families.items()},
+        time={name: ns * kept / compute for name, ns in summary.time.items()},
+        families={name: ns * kept / compute for name, ns in summary.families.items()},
     )
 
 
@@ -312,18 +309,16 @@ def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]
     own_ns[sorted(blamed_ranks)] = np.nan
     # an excess that a rank has in every step does not move
     usual = medians_over(own_ns, axis=1)[:, None]
-    residuals = np.stack(
-        [group_residuals(column, job.stage) for column in (own_ns - usual).T], axis=1
-    )
-    steps = np.flatnonzero(np.isfinite(residuals).sum(axis=0) >= 4)
+    above = np.stack([group_residuals(column, job.stage) for column in (own_ns - usual).T], axis=1)
+    steps = np.flatnonzero(np.isfinite(above).sum(axis=0) >= 4)
     if len(steps) < MIN_STEPS:
         return []
-    residuals = residuals[:, steps]
-    last_ranks = np.nanargmax(np.where(np.isfinite(residuals), residuals, -np.inf), axis=0)
-    last_excess = residuals[last_ranks, np.arange(len(steps))]
+    above = above[:, steps]
+    last_ranks = np.nanargmax(np.where(np.isfinite(above), above, -np.inf), axis=0)
+    last_excess = above[last_ranks, np.arange(len(steps))]
     counts = np.bincount(last_ranks, minlength=len(job.summaries))
     excess = float(last_excess.mean())
-    smallest_p_values = np.array([float(p_values(column).min()) for column in residuals.T])
+    smallest_p_values = np.array([float(p_values(column).min()) for column in above.T])
     hits = int((smallest_p_values < 0.05).sum())
     p_value = binomial_tail(hits, len(steps), 0.05)
     is_extreme = (

@@ -57,9 +57,7 @@ def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
     for summary in summaries:
         counts.update({step.name for step in summary.steps})
     max_count = max(counts.values(), default=0)
-    steps = _sort_steps(
-        summaries, {name for name, count in counts.items() if 2 * count >= max_count}
-    )
+    steps = _sort_steps(summaries, {name for name, n in counts.items() if 2 * n >= max_count})
     column_of_step = {name: column for column, name in enumerate(steps)}
     by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in OWN}
     for index, summary in enumerate(summaries):

@@ -97,10 +97,8 @@ def _build_alignment(
     clocks, end = joined.clocks, cells["end"].to_numpy()
     offset = clocks.shift.copy()
     for index in range(len(numbers)):  # at the median time of the rank's matched collectives
-        shared_ends = end[(joined.rank == index) & joined.matched[joined.row]]
-        offset[index] += clocks.drift[index] * (
-            np.median(shared_ends) + begin[index] - joined.origin
-        )
+        ends = end[(joined.rank == index) & joined.matched[joined.row]]
+        offset[index] += clocks.drift[index] * (np.median(ends) + begin[index] - joined.origin)
     reference = int(np.flatnonzero(clocks.shift == 0)[0])
     offset -= offset[reference]
     shift = offset + (begin - begin[reference])

@@ -280,7 +280,7 @@ def _select_concurrent(
             runs.append([])
         runs[-1].append(summary)
         latest_end = max(latest_end, summary.steps[-1].end)
-    main_run = max(runs, key=_count_ranks)
+    main_run = max(runs, key=_size)
     selected: list[RankSummary] = list(summaries)
     others: list[UnreadRank] = []
     for run in runs:
@@ -292,16 +292,14 @@ def _select_concurrent(
     return selected, others
 
 
-def _count_ranks(run: Sequence[RankSummary]) -> int:
+def _size(run: Sequence[RankSummary]) -> int:
     return len({(s.rank, s.rank < 0 and s.path) for s in run})
 
 
 def _explain_other_run(run: Sequence[RankSummary], main_run: Sequence[RankSummary]) -> str:
     """Explain why a run is left out, and how to analyse it."""
     ns = run[0].steps[0].start - main_run[0].steps[0].start
-    size = (
-        "with as many ranks" if _count_ranks(run) == _count_ranks(main_run) else "with fewer ranks"
-    )
+    size = "with as many ranks" if _size(run) == _size(main_run) else "with fewer ranks"
     time_text = f"{t.format_duration(abs(ns))} {'after' if ns > 0 else 'before'} the one analysed"
     folder = _find_common_folder(run)
     is_separate = folder and not any(s.path.startswith(f"{folder}/") for s in main_run)

@@ -205,10 +205,8 @@ def _find_extreme_units(units: dict[str, Floats], limit: float) -> dict[str, flo
     top = int(np.argmax(means))
     other_values = np.concatenate([sample for index, sample in enumerate(samples) if index != top])
     error = float(np.sqrt(variance * (1 / len(samples[top]) + 1 / len(other_values))))
-    difference = means[top] - float(other_values.mean())
-    tail = (
-        upper_tail(difference / error, min(30.0, degrees)) if error > 0 else float(difference <= 0)
-    )
+    lead = means[top] - float(other_values.mean())
+    tail = upper_tail(lead / error, min(30.0, degrees)) if error > 0 else float(lead <= 0)
     p_value = of_the_largest(tail, len(names))
     return {names[top]: p_value} if p_value < limit else {}
 
@@ -305,11 +303,9 @@ def binomial_tail(hits: int, tries: int, chance: float) -> float:
     if hits <= 0:
         return 1.0
     total = 0.0
-    for count in range(hits, tries + 1):
-        log = math.lgamma(tries + 1) - math.lgamma(count + 1) - math.lgamma(tries - count + 1)
-        log += (
-            count * math.log(chance) + (tries - count) * math.log1p(-chance) if chance < 1 else 0.0
-        )
+    for k in range(hits, tries + 1):
+        log = math.lgamma(tries + 1) - math.lgamma(k + 1) - math.lgamma(tries - k + 1)
+        log += k * math.log(chance) + (tries - k) * math.log1p(-chance) if chance < 1 else 0.0
         total += math.exp(log)
     return min(1.0, total)
 

@@ -160,18 +160,16 @@ def without_gradient(a: Analysis) -> Intervals:
     nodes of the graph, and operators of one run have the number of the next node. The operator that
     creates the node ends a run; uploads and reads by the loop begin another."""
     cpu = a.trace.cpu
-    operator_of_row, outermost = outermost_operator(a.trace), outermost_rows(a.trace)
-    outermost = outermost[
-        (cpu["thread"] == a.trace.main_thread).fill_null(False).to_numpy()[outermost]
-    ]
-    ts = cpu["ts"].to_numpy()[outermost]
+    operator_of_row, outer = outermost_operator(a.trace), outermost_rows(a.trace)
+    outer = outer[(cpu["thread"] == a.trace.main_thread).fill_null(False).to_numpy()[outer]]
+    ts = cpu["ts"].to_numpy()[outer]
     table = pl.DataFrame(
         {
             "ts": ts,
-            "end": ts + cpu["dur"].to_numpy()[outermost],
-            "node": cpu["sequence"].gather(outermost).forward_fill(),
-            "reads": np.isin(outermost, operator_of_row[a.syncs["host"].to_numpy()]),
-            "apart": name_matches(cpu["name"].gather(outermost), r"^aten::(?:to|copy_|item)$"),
+            "end": ts + cpu["dur"].to_numpy()[outer],
+            "node": cpu["sequence"].gather(outer).forward_fill(),
+            "reads": np.isin(outer, operator_of_row[a.syncs["host"].to_numpy()]),
+            "apart": name_matches(cpu["name"].gather(outer), r"^aten::(?:to|copy_|item)$"),
         }
     )
     begins_run = (pl.col("node") != pl.col("node").shift(1)) | pl.col("apart")

@@ -194,13 +194,11 @@ def _start_and_end(rows: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 def _measure_self_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
     """Return the self time of host rows, outside what was recorded inside them, ns."""
     cpu = a.trace.cpu
-    children = cpu.select("ts", "dur", host="parent").join(
-        rows.select("host"), on="host", how="semi"
-    )
+    inner = cpu.select("ts", "dur", host="parent").join(rows.select("host"), on="host", how="semi")
     ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
-    begin = children["ts"].to_numpy()
+    begin = inner["ts"].to_numpy()
     self_ns: np.ndarray = dur - covered_length(
-        ts, ts + dur, union(begin, begin + children["dur"].to_numpy())
+        ts, ts + dur, union(begin, begin + inner["dur"].to_numpy())
     )
     return self_ns
 

@@ -119,13 +119,11 @@ def _fill_cells(
         of_kind = kind == code
         if of_kind.any():
             corners = np.sort(low[of_kind]), np.sort(high[of_kind])
-            grid[code] = (
-                np.diff(_sum_ramps(edges, corners[0]) - _sum_ramps(edges, corners[1])) * width
-            )
+            grid[code] = np.diff(_ramps(edges, corners[0]) - _ramps(edges, corners[1])) * width
     return grid
 
 
-def _sum_ramps(points: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ramps(points: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum max(0, at - corner) over all corners."""
     corners_before = np.searchsorted(corners, points)
     total = np.append(0.0, np.cumsum(corners))

@@ -86,10 +86,8 @@ class StepRecords:
         is_timed = self.used & ~np.isnan(self.device_dur)
         device, host = self.device_dur[is_timed], self.dur[is_timed]
         if len(device):
-            is_different = np.abs(device - host) > np.maximum(
-                MAX_WAITING_SHARE * device, MAX_WAITING_NS
-            )
-            return bool(is_different.mean() > MAX_AHEAD_SHARE)
+            differs = np.abs(device - host) > np.maximum(MAX_WAITING_SHARE * device, MAX_WAITING_NS)
+            return bool(differs.mean() > MAX_AHEAD_SHARE)
         device_time = None if self._ahead_of is None or not self.used.any() else self._ahead_of()
         return (
             device_time is not None
@@ -247,7 +245,7 @@ class StepRecords:
         """Steps that a window kept, without its warm-up and the step in which the trace is written.
         All steps of a window if this is not recorded."""
         result = self.profiled.copy()
-        step_numbers = np.array([step.n for step in self.steps], dtype=np.int64)
+        number = np.array([step.n for step in self.steps], dtype=np.int64)
         windows = self.column("window")
         for event in self.record.events_of("window"):
             window_number, steps = event.get("window"), event.get("steps")
@@ -257,9 +255,7 @@ class StepRecords:
                 continue
             if all(isinstance(end, int) and abs(end) < MAX_VALUE for end in steps):
                 in_window = windows == window_number
-                result[in_window] = ((step_numbers >= steps[0]) & (step_numbers <= steps[1]))[
-                    in_window
-                ]
+                result[in_window] = ((number >= steps[0]) & (number <= steps[1]))[in_window]
         return result
 
     def median_of(self, steps: Bools) -> float | None:
@@ -445,10 +441,8 @@ class StepRecords:
         sampled = list(dict.fromkeys(g.uuid for s in self.record.samples for g in s.gpus))
         device_uuid = next((device.uuid for device in self.record.rank.devices), None)
         if device_uuid is not None:
-            bare_uuid = device_uuid.removeprefix("GPU-").lower()
-            return next(
-                (u for u in sampled if u and u.removeprefix("GPU-").lower() == bare_uuid), None
-            )
+            bare = device_uuid.removeprefix("GPU-").lower()
+            return next((u for u in sampled if u and u.removeprefix("GPU-").lower() == bare), None)
         return sampled[0] if len(sampled) == 1 else None
 
     def gpu(self, name: str) -> Floats:

@@ -211,8 +211,8 @@ def classify(trace: Trace) -> HostClasses:
         _match_names(cpu["name"], *patterns)
     )
     code = np.full(cpu.height, -1, dtype=np.int8)
-    is_named = is_operator(trace)
-    code[is_named] = CODE["dispatch"]
+    named = is_operator(trace)
+    code[named] = CODE["dispatch"]
     code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
     code[is_annotation & mpi] = CODE["communication"]
     code[is_python] = CODE["python"]
@@ -221,16 +221,12 @@ def classify(trace: Trace) -> HostClasses:
     wait_code = CODE["sync" if trace.gpu.height else "other_thread"]
     if trace.meta.framework != PYTORCH:  # PyTorch programs may have their own ``array.py``
         code[(is_python | is_annotation) & awaits] = wait_code
-    calls = np.array(
-        [CODE[_CALL_CLASS[name]] if name in _CALL_CLASS else -1 for name in CALLS] + [-1]
-    )
+    calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]
     code = np.where(runtime >= 0, runtime, code).astype(np.int8)
-    blocking_calls = (
-        trace.gpu["launch"].gather(np.flatnonzero(copies_blocking_host(trace))).to_numpy()
-    )
-    code[blocking_calls] = CODE["copy"]
+    blocked = trace.gpu["launch"].gather(np.flatnonzero(copies_blocking_host(trace))).to_numpy()
+    code[blocked] = CODE["copy"]
     overhead = (kind == "overhead").to_numpy()
     code[overhead] = CODE["profiler"]
     code[overhead & loading] = CODE["compile"]
@@ -249,9 +245,7 @@ def classify(trace: Trace) -> HostClasses:
     drains = profiler_syncs(trace)  # they wait for queued work, whoever calls them
     code[drains], row[drains] = CODE["drain"], drains
     row_code = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
-    return HostClasses(
-        row, row_code, innermost_ancestor(parent, is_annotation | (is_op & ~is_named))
-    )
+    return HostClasses(row, row_code, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
 
 
 def build_timeline(a: Analysis) -> HostTimeline:
@@ -339,7 +333,5 @@ def _nest_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
 
 def _match_names(names: pl.Series, *patterns: str) -> list[NDArray[np.bool_]]:
     """Match each pattern and return one mask per pattern. The distinct names are collected once."""
-    texts, name_index = distinct_names(names)
-    return [
-        np.append(texts.str.contains(pattern).to_numpy(), False)[name_index] for pattern in patterns
-    ]
+    texts, which = distinct_names(names)
+    return [np.append(texts.str.contains(pattern).to_numpy(), False)[which] for pattern in patterns]

@@ -130,9 +130,7 @@ def _find_cycle(trace: Trace) -> pl.DataFrame | None:
     # ranges before the first round belong to an incomplete round
     for first in dict.fromkeys(codes[:MAX_SKIPPED_RANGES].tolist()):
         index = np.flatnonzero(codes == first)
-        rounds = [
-            tuple(codes[start:stop]) for start, stop in pairwise([*index.tolist(), len(codes)])
-        ]
+        rounds = [tuple(codes[low:high]) for low, high in pairwise([*index.tolist(), len(codes)])]
         usual_round, count = Counter(rounds).most_common(1)[0]
         complete_rounds = len(index) if rounds[-1] == usual_round else len(index) - 1
         if complete_rounds < MIN_REPEATS or count < MIN_SIMILAR_SHARE * complete_rounds:
@@ -179,11 +177,9 @@ def _find_sequence(rows: pl.DataFrame, launch_times: Ints) -> pl.DataFrame | Non
     starts = np.append(launch_times[order][index], 0)
     work_ends = (rows["ts"] + rows["dur"]).to_numpy()[order]
     starts[-1] = max(int(work_ends[index[-1] :].max()), int(starts[-2]) + 1)
-    is_similar = _measure_similarity(codes, work, index, len(counts))[1]
-    piece_counts = np.diff(np.append(index, len(codes)))
-    steps = without_fragments(
-        is_similar & (piece_counts >= MIN_SIMILAR_SHARE * np.median(piece_counts))
-    )
+    similar = _measure_similarity(codes, work, index, len(counts))[1]
+    pieces = np.diff(np.append(index, len(codes)))
+    steps = without_fragments(similar & (pieces >= MIN_SIMILAR_SHARE * np.median(pieces)))
     if len(steps) < MIN_REPEATS:
         return None
     return pl.DataFrame(

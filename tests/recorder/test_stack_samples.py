@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 
 from advisor.core.run_directory import Event, RankInfo, RankRecord, read_recording
 from advisor.measure.host.stacks import MIN_SAMPLES, hottest_line, read_stacks
 from advisor.measure.steps.step_records import StepRecords
 from advisor.recorder import stack_samples
+from advisor.recorder.built_in_calls import operator_function
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 
 PROGRAM = """
@@ -146,10 +146,33 @@ def test_what_is_called_in_c_is_named(run: Any, called: set[str]) -> None:
     assert not any("built-in" in frame for stack in stacks for frame in stack.frames)
 
 
-def powers_of_an_array() -> None:
-    array = numpy.linspace(0.5, 1.5, 400_000)
-    for _ in range(100):
-        array**0.6
+def named_by(*_: Any) -> str:
+    return operator_function(sys._getframe(1))
+
+
+Symbols = type(
+    "Symbols",
+    (),
+    {
+        f"__{name}__": named_by
+        for name in "add sub mul truediv floordiv mod pow matmul and or xor getitem neg invert "
+        "lt gt eq ne".split()
+    },
+)
+"""Its operators return how they are named in the line that uses them."""
+
+
+def test_symbols_are_named_as_in_the_operator_module() -> None:
+    a: Any = Symbols()
+    assert [a + a, a - a, a * a, a / a, a // a] == [
+        f"operator.{name}" for name in ("add", "sub", "mul", "truediv", "floordiv")
+    ]
+    assert [a % a, a**a, a @ a, a & a, a | a, a ^ a, -a, ~a, a[0]] == [
+        f"operator.{name}"
+        for name in ("mod", "pow", "matmul", "and_", "or_", "xor", "neg", "invert", "getitem")
+    ]
+    assert [a < a, a > a, a == a, a != a] == [f"operator.{n}" for n in ("lt", "gt", "eq", "ne")]
+    assert named_by() == ""
 
 
 def powers_of_numbers() -> None:
@@ -159,14 +182,11 @@ def powers_of_numbers() -> None:
             value = value**0.6 + 1
 
 
-def test_a_symbol_between_arrays_is_named_and_one_in_a_loop_over_numbers_is_not() -> None:
-    named = {}
-    for run in (powers_of_an_array, powers_of_numbers):
-        own = [s for s in read_stacks(record_of(*sampled(run))) if run.__name__ in s.frames[-1]]
-        symbols = [s for s in own if s.called.startswith("operator.")]
-        named[run.__name__] = total_of(symbols) / total_of(own)
-        assert {s.called for s in symbols} <= {"operator.pow", "operator.add"}
-    assert named["powers_of_numbers"] < 0.15 < 0.25 < named["powers_of_an_array"]
+def test_symbols_in_a_loop_over_numbers_are_the_lines_own_python() -> None:
+    stacks = read_stacks(record_of(*sampled(powers_of_numbers)))
+    own = [stack for stack in stacks if powers_of_numbers.__name__ in stack.frames[-1]]
+    symbols = [stack for stack in own if stack.called.startswith("operator.")]
+    assert total_of(own) > 5 and total_of(symbols) < 0.2 * total_of(own)
 
 
 def test_a_call_that_keeps_the_interpreter_counts_for_as_long_as_it_lasts() -> None:

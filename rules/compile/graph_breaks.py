@@ -161,7 +161,7 @@ class GraphBreaks(Rule):
                 ),
                 Evidence(
                     "where the graph breaks",
-                    ", ".join(f"{place.file}:{place.line}" for place in lines[:3]) or None,
+                    ", ".join(f"{location.file}:{location.line}" for location in lines[:3]) or None,
                 ),
             ],
             where=lines

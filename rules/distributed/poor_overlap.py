@@ -110,12 +110,12 @@ class PoorOverlap(Rule):
         stream = compute_stream(a)
         if stream is None or table.is_empty():
             return
-        same = (table["stream"] == stream).to_numpy()
-        at_once = _find_waited_at_once(a, row_numbers(table["gpu"]), stream) & ~same
-        on_stream, waited = int(cost[same].sum()), int(cost[at_once].sum())
+        on_compute = (table["stream"] == stream).to_numpy()
+        at_once = _find_waited_at_once(a, row_numbers(table["gpu"]), stream) & ~on_compute
+        on_stream, waited = int(cost[on_compute].sum()), int(cost[at_once].sum())
         if on_stream + waited < self.min_explained * int(cost.sum()):
             return
-        chosen = same | at_once
+        chosen = on_compute | at_once
         yield Finding(
             summary=(
                 f"Communication is exposed for {of_step(a, exposed)}. Of it, "

@@ -41,7 +41,7 @@ class RepeatedGathers(Rule):
     )
 
     min_share = Threshold(0.05, "of the step, exposed in repeated gathers", TRACELENS)
-    min_passes = Threshold(2, "passes: one gathers each parameter anew for its step", FULLY_SHARD)
+    min_passes = Threshold(2, "passes: one has to gather each parameter for its step", FULLY_SHARD)
 
     fix = (
         "Keep the parameters gathered between the micro-batches of an optimizer step: "
@@ -89,7 +89,7 @@ class RepeatedGathers(Rule):
             return
         size = float(first_bytes["first"].to_numpy().mean())
         repeated_ns = sum_column(repeated["dur"])
-        every = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
+        times = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
         yield Finding(
             summary=(
                 f"Each of {passes} micro-batches gathers {t.format_bytes(size)} of parameters. "
@@ -106,7 +106,7 @@ class RepeatedGathers(Rule):
                 self.compare("share", share, "min_share", "share"),
             ],
             where=device_places(a, repeated, "exposed"),
-            edits=[remove_collectives(a, repeated, int(every.sum()))],
+            edits=[remove_collectives(a, repeated, int(times.sum()))],
             fix=self.fix.format(size=t.format_bytes(size)),
         )
 

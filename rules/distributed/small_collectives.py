@@ -120,7 +120,7 @@ class SmallCollectives(Rule):
         latency, longest = int(dur.min()), int(dur.max())
         run_count = len(np.unique(runs.number))
         merged = int((dur - latency).sum()) + latency * run_count
-        # the edit selects by what events are: short communication, of which these may be a part
+        # the edit selects short communication, and these collectives may be a part of it
         select = Select(on="gpu", family=("communication",), max_ns=longest)
         part = table.filter(pl.col("dur") <= longest)
         if a.device_id is None:

@@ -210,7 +210,7 @@ class StragglerRank(Rule):
         yield SkippedCheck(
             what=f"why rank {study.numbers[int(rank)]} pauses in one step",
             why=f"in {name} it takes {t.format_duration(float(longest))} longer than in its other "
-            f"steps, and the others wait for it: once in {times.shape[1]} steps is no straggler",
+            f"steps, and the others wait for it: once in {times.shape[1]} steps is not a straggler",
             record="stacks (with_stack=True) on this rank, and more steps; look for garbage "
             "collection, a checkpoint or logging on it",
         )

@@ -196,8 +196,8 @@ class ConstantProjections(Rule):
         """Return edits that scale the operators of these names. Other rows keep their time."""
         cpu = a.trace.cpu
         pattern = exact_pattern(cpu["name"].gather(rows).cast(pl.String).unique())
-        every = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], pattern).to_numpy()))
-        ts, dur = (cpu[name].to_numpy()[every] for name in ("ts", "dur"))
+        all_rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], pattern).to_numpy()))
+        ts, dur = (cpu[name].to_numpy()[all_rows] for name in ("ts", "dur"))
         spans = union(ts, ts + dur)
         shares = {"host": int(cpu["dur"].to_numpy()[rows].sum()) / spans.total}
         if a.device_id is not None:

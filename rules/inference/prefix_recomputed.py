@@ -1,4 +1,4 @@
-"""A loop that generates tokens runs the whole sequence through the model for each new one."""
+"""A loop that generates tokens runs the whole sequence through the model for each new token."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +21,7 @@ from advisor.rules.support.common import (
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING, PRODUCT = "aten::embedding", "aten::bmm"
-_SHOWING = rf"^(?:{EMBEDDING}|{PRODUCT}|aten::scaled_dot_product_attention)$"
+_TOKENS = rf"^(?:{EMBEDDING}|{PRODUCT}|aten::scaled_dot_product_attention)$"
 MAX_CALLS = 100_000
 _HOST_WORK = (
     r"^aten::(?:addmm|mm|bmm|baddbmm|_scaled_dot_product_\w+|native_layer_norm|gelu|silu|mul|add)$"
@@ -37,7 +37,8 @@ class PrefixRecomputed(Rule):
     grows by one from pass to pass. With a cache each pass has one token, after the prompt's. A
     training whose sequences grow, or inputs of any length, do not grow by exactly one each time.
 
-    The gain is a pass of one token in place of all. Weights are still read, kernels launched."""
+    The gain is that of a pass of one token in place of all. Weights are still read, kernels
+    launched."""
 
     id = "prefix-recomputed"
     title = "Each new token computes the whole sequence again: no KV cache"
@@ -58,17 +59,17 @@ class PrefixRecomputed(Rule):
 
     min_passes = Threshold(3, "passes in a row that grow by one token: fewer may be chance", CHOSEN)
     min_tokens = Threshold(
-        8, "tokens of the first of them: of fewer little is computed again", CHOSEN
+        8, "tokens of the first pass: with fewer, little is computed again", CHOSEN
     )
     on_host = Factor(
-        0.25, "of the operators' time on a CPU remains: weights are read all the same", CHOSEN
+        0.25, "of the operators' time on a CPU remains: weights are still read", CHOSEN
     )
     worst_on_host = Factor(0.6, "of it remains, at most", CHOSEN)
 
     fix = (
         "Keep the keys and values of earlier tokens, and pass only the new token to the model. "
         "Transformers does it with use_cache=True (model.generate). In your own model, append each "
-        "layer's k and v to those kept, and give the new token its position."
+        "layer's k and v to the cache, and give the new token its position."
     )
     code = (
         "# in each attention layer; cache: a dict of the layer, empty at first\n"
@@ -76,7 +77,7 @@ class PrefixRecomputed(Rule):
         "    k = torch.cat([cache['k'], k], dim=-2)\n"
         "    v = torch.cat([cache['v'], v], dim=-2)\n"
         "cache.update(k=k, v=v)\n"
-        "prompt = q.shape[-2] > 1   # a new token may see all before it\n"
+        "prompt = q.shape[-2] > 1   # a new token may see all earlier ones\n"
         "out = F.scaled_dot_product_attention(q, k, v, is_causal=prompt)"
     )
     cases = {
@@ -99,7 +100,7 @@ class PrefixRecomputed(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.forward_only:
             return
-        lengths, calls = _growing(a)
+        lengths, calls = _find_growing_passes(a)
         if len(lengths) < self.min_passes or lengths[0] < self.min_tokens:
             return
         tokens = float(np.mean(lengths))
@@ -114,11 +115,11 @@ class PrefixRecomputed(Rule):
                 amount_per_step(a, "passes", calls, "count"),
                 Evidence("tokens per pass, mean", tokens, "count"),
             ],
-            edits=[self._edit(a, tokens)],
+            edits=[self._build_edit(a, tokens)],
             **(self.case("transformers' own model") if runs_code_of(a, TRANSFORMERS) else {}),
         )
 
-    def _edit(self, a: Analysis, tokens: float) -> Edit:
+    def _build_edit(self, a: Analysis, tokens: float) -> Edit:
         if a.device_id is not None:
             return Edit(op="resize", select=Select(on="gpu"), factor=1 / tokens)
         best = 1 / tokens
@@ -151,76 +152,78 @@ class PrefixRecomputed(Rule):
         }
 
 
-def _growing(a: Analysis) -> tuple[list[int], int]:
-    """Tokens of the longest run of passes that grow by one, and how many passes there are: calls of
-    the embedding of the largest vocabulary in the analysed window. Where embeddings show none, the
-    queries of attention do: with a cache they are of one token. Layers follow each other with
-    queries of one length."""
+def _find_growing_passes(a: Analysis) -> tuple[list[int], int]:
+    """Return the tokens of the longest run of passes that grow by one, and the number of passes:
+    calls of the embedding of the largest vocabulary in the analysed window. If embeddings show
+    none, the queries of attention do: with a cache they are of one token. Layers follow each other
+    with queries of one length."""
     embedded: dict[tuple[int, ...], list[int]] = {}
     attended: dict[tuple[object, ...], list[int]] = {}
-    for name, tensors in _calls(a):
-        first, second = tensors
-        if first is None or second is None:
+    for name, tensors in _read_calls(a):
+        operand, other = tensors
+        if operand is None or other is None:
             continue
         if name == EMBEDDING:
-            if len(first.shape) == 2 and second.shape:
-                embedded.setdefault(first.shape, []).append(second.shape[-1])
-        elif len(first.shape) >= 3 and first.shape[:-2] == second.shape[:-2]:
-            *around, tokens, width = first.shape
-            other = second.shape[-1] if name == PRODUCT else second.shape[-2]
+            if len(operand.shape) == 2 and other.shape:
+                embedded.setdefault(operand.shape, []).append(other.shape[-1])
+        elif len(operand.shape) >= 3 and operand.shape[:-2] == other.shape[:-2]:
+            *around, tokens, width = operand.shape
+            keys = other.shape[-1] if name == PRODUCT else other.shape[-2]
             lengths = attended.setdefault((name, *around, width), [])
-            if tokens == other and (not lengths or lengths[-1] != tokens):
+            if tokens == keys and (not lengths or lengths[-1] != tokens):
                 lengths.append(tokens)
     of_vocabulary = max(embedded.items())[1] if embedded else []
-    found = [(_longest_run(passes), len(passes)) for passes in (of_vocabulary, *attended.values())]
-    return max(found, key=lambda each: len(each[0]), default=([], 0))
+    runs = [(_longest_run(passes), len(passes)) for passes in (of_vocabulary, *attended.values())]
+    return max(runs, key=lambda run: len(run[0]), default=([], 0))
 
 
-def _calls(a: Analysis) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
+def _read_calls(a: Analysis) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
     """Yield calls of embeddings, attention and batched products in the analysed window in order of
     time, each with its first two tensors."""
     cpu = a.trace.cpu
-    own = (cpu["kind"] == "op") & name_matches(cpu["name"], _SHOWING) & cpu["inputs"].is_not_null()
-    rows = np.flatnonzero(own.to_numpy())
+    is_call = (
+        (cpu["kind"] == "op") & name_matches(cpu["name"], _TOKENS) & cpu["inputs"].is_not_null()
+    )
+    rows = np.flatnonzero(is_call.to_numpy())
     ts = cpu["ts"].to_numpy()[rows]
     begin, end = a.spans.start.min(), a.spans.end.max()
-    inside = (ts >= begin) & (ts < end)
-    rows = rows[inside][np.argsort(ts[inside], kind="stable")][:MAX_CALLS]
+    in_window = (ts >= begin) & (ts < end)
+    rows = rows[in_window][np.argsort(ts[in_window], kind="stable")][:MAX_CALLS]
     shapes: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     names = cpu["name"].gather(rows).cast(str).to_list()
     for name, index in zip(names, cpu["inputs"].gather(rows).to_list(), strict=True):
         if index not in shapes:
             row = a.trace.inputs.row(index, named=True)
-            given = OpInputs(row["dims"], row["types"], row["strides"] or "")
-            shapes[index] = given.tensor(0), given.tensor(1)
+            inputs = OpInputs(row["dims"], row["types"], row["strides"] or "")
+            shapes[index] = inputs.tensor(0), inputs.tensor(1)
         yield name, shapes[index]
 
 
 def _longest_run(passes: list[int]) -> list[int]:
-    best: list[int] = []
+    longest: list[int] = []
     run = passes[:1]
-    for before, after in pairwise(passes):
-        run = [*run, after] if after == before + 1 else [after]
-        best = max(best, run, key=len)
-    return best
+    for previous, length in pairwise(passes):
+        run = [*run, length] if length == previous + 1 else [length]
+        longest = max(longest, run, key=len)
+    return longest
 
 
 def _generation(
     lengths: Any, *, gpu: str | None = "A100", trains: bool = False, embedded: bool = True
 ) -> TraceBuilder:
-    """Return a trace with one pass per step over so many tokens."""
-    left = list(lengths)
-    all_of_them = 0
+    """Build a trace with one pass per step over these numbers of tokens."""
+    remaining = list(lengths)
+    total = 0
 
     def body(b: TraceBuilder) -> None:
-        nonlocal all_of_them
-        tokens = left.pop(0)
-        all_of_them = max(tokens, all_of_them + 1)
+        nonlocal total
+        tokens = remaining.pop(0)
+        total = max(tokens, total + 1)
         if embedded:
             with b.op(EMBEDDING, [[50_000, 512], [1, tokens]], ["float", "long int"]):
                 b.host(5)
         else:
-            queries, keys = [1, 8, tokens, 64], [1, 8, all_of_them, 64]
+            queries, keys = [1, 8, tokens, 64], [1, 8, total, 64]
             for _ in range(2):
                 with b.op("aten::scaled_dot_product_attention", [queries, keys, keys]):
                     b.host(5)
@@ -230,4 +233,4 @@ def _generation(
             with b.range("Optimizer.step#SGD.step"), b.op("aten::add_"):
                 b.host(5)
 
-    return example_steps(body, gpu, len(left))
+    return example_steps(body, gpu, len(remaining))

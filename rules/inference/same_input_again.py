@@ -154,11 +154,11 @@ def _read_repeats(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
             if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
                 key = str(entry.get("name")), str(entry["frames"][:1])
                 entries.setdefault(key, []).append(entry)
-    for (name, _), found in entries.items():
+    for (name, _), calls in entries.items():
         forwards, again, ns, again_ns = (
-            sum_of_events(found, key) for key in ("forwards", "again", "ns", "again_ns")
+            sum_of_events(calls, key) for key in ("forwards", "again", "ns", "again_ns")
         )
-        yield _Repeats(name, _locate(found[0]["frames"]), forwards, again, ns, again_ns, len(found))
+        yield _Repeats(name, _locate(calls[0]["frames"]), forwards, again, ns, again_ns, len(calls))
 
 
 def _locate(frames: list[Any]) -> Location | None:

@@ -88,16 +88,16 @@ class LowBandwidth(BelowRate):
     verify = "Profile again: advisor analyze --by operator shows more of the memory's rate."
     falsified_by = "more bytes in Nsight Compute than the kernel's tensors hold"
 
-    def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
+    def _report_unknown_rates(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Return no check: the rules about matrix work report what is missing."""
         return iter(())
 
-    def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
+    def _keep_suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return the operators without sorts and selections: of that family, only scans move each
         value once."""
         return slow.filter((pl.col("family") != "sort") | name_matches(slow["op"], _SCAN_OPS))
 
-    def _causes(
+    def _find_causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
         return [_explain(str(worst["op"]), worst["family"], str(worst["kernel"]), inputs)]

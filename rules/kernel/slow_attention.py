@@ -95,16 +95,16 @@ class SlowAttention(BelowRate):
         },
     }
 
-    def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
+    def _keep_suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return slow operators with a known cause. A good 16-bit kernel is slow on short
         sequences, in the backward pass and with a causal mask, and nothing helps."""
         has_cause = [
-            bool(self._causes(a, row, read_inputs(a, row["inputs"])))
+            bool(self._find_causes(a, row, read_inputs(a, row["inputs"])))
             for row in slow.iter_rows(named=True)
         ]
         return slow.filter(pl.Series(has_cause, dtype=pl.Boolean))
 
-    def _causes(
+    def _find_causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
         shape = None if inputs is None else parse_attention(worst["op"], inputs)

@@ -116,7 +116,7 @@ class SlowConvolution(BelowRate):
         "both are set": {"fix": "", "code": ""},
     }
 
-    def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
+    def _name_other(self, a: Analysis, slow: pl.DataFrame) -> str:
         transposes, _ = kernel_work.transposes_and_convolutions(a)
         return ", with the transposes in them," * bool((rows_of(a, slow) & transposes).any())
 
@@ -124,7 +124,7 @@ class SlowConvolution(BelowRate):
         advice = super()._advise(cases)
         return {**advice, "alternatives": BENCHMARK} if _TIMED in advice["code"] else advice
 
-    def _causes(
+    def _find_causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
         shape = None if inputs is None else parse_convolution(worst["op"], inputs)

@@ -97,18 +97,18 @@ class SlowGemm(BelowRate):
         },
     }
 
-    def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
+    def _keep_suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return slow operators with a recorded shape whose rows are on 16-byte boundaries."""
         is_aligned = [
             _is_aligned(row, read_inputs(a, row["inputs"])) for row in slow.iter_rows(named=True)
         ]
         return slow.filter(pl.Series(is_aligned, dtype=pl.Boolean))
 
-    def _causes(
+    def _find_causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
         shape = None if inputs is None else parse_product(worst["op"], inputs)
-        assert shape is not None  # _suitable() keeps only products with a shape
+        assert shape is not None  # _keep_suitable() keeps only products with a shape
         units = a.device.sms if a.device is not None else None
         return explain_slow_product(shape, units, amd=a.trace.meta.vendor == "amd")
 

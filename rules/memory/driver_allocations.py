@@ -386,12 +386,12 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     @staticmethod
     def examples() -> Examples:
         b, warm, hidden, device, rare, pins, small = (TraceBuilder() for _ in range(7))
-        for each, us in ((pins, 4000), (small, 100)):
-            for _ in each.steps(6):
-                with each.op("aten::pin_memory"), each.op("aten::_pin_memory"):
-                    each.on_host("aten::copy_", us)
-                each.copy("HtoD", 8 << 20)
-                each.product(1000, 4, wait=True)
+        for builder, us in ((pins, 4000), (small, 100)):
+            for _ in builder.steps(6):
+                with builder.op("aten::pin_memory"), builder.op("aten::_pin_memory"):
+                    builder.on_host("aten::copy_", us)
+                builder.copy("HtoD", 8 << 20)
+                builder.product(1000, 4, wait=True)
         for _ in b.steps(6):
             with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
                 b.call("cudaHostAlloc", 2500)

@@ -113,7 +113,7 @@ class GrowingConcatenation(Rule):
                 f"whole. This takes {of_step(a, ns)}."
             ),
             evidence=[
-                amount_per_step(a, "such concatenations", len(calls), "count"),
+                amount_per_step(a, "these concatenations", len(calls), "count"),
                 amount_per_step(a, "time in them", ns),
                 self.compare(
                     "calls that slide" if longest.slides else "lengths in a row",
@@ -235,7 +235,7 @@ def _cache(
             types = ["TensorList", "Scalar"]
             b.compute("aten::cat", us, lists, types, kernel="CatArrayBatchedCopy")
             if dropped:
-                of = [[8, 16, length + 1, 64], [], [], [], []]
+                dims = [[8, 16, length + 1, 64], [], [], [], []]
                 types = ["float", "Scalar", "Scalar", "Scalar", "Scalar"]
-                b.on_host("aten::slice", 2, of, types, concrete=["", "2", str(dropped), "", "1"])
+                b.on_host("aten::slice", 2, dims, types, concrete=["", "2", str(dropped), "", "1"])
     return b

@@ -82,8 +82,8 @@ class DenseEmbeddingGradient(Rule):
 
     fix = (
         "Make the gradient sparse, and give the table an optimizer of its own: SparseAdam, Adagrad "
-        "or SGD. The other parameters keep theirs. SparseAdam updates the moments of looked-up "
-        "rows only: compare the loss."
+        "or SGD. Other parameters keep their optimizer. SparseAdam updates the moments of "
+        "looked-up rows only: compare the loss."
     )
     code = (
         "table = torch.nn.Embedding(rows, size, sparse=True)\n"
@@ -274,7 +274,7 @@ class _TableWork:
     def edits(self, remains: float, best: float, worst: float) -> list[Edit]:
         """Return edits that leave these shares of the time on whole tables."""
         return [
-            scale_edit(select, *(1 - share * (1 - left) for left in (remains, best, worst)))
+            scale_edit(select, *(1 - share * (1 - kept) for kept in (remains, best, worst)))
             for select, share in self._parts
         ]
 

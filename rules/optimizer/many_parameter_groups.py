@@ -121,7 +121,7 @@ class ManyParameterGroups(Rule):
         counted_ns = float(dur[list(rounds_by_step)].sum())
         kept = [
             1
-            - sum(float(dur[row]) * (1 - self._kept_share(of, index)) for row, of in split.items())
+            - sum(float(dur[row]) * (1 - self._kept_share(r, index)) for row, r in split.items())
             / counted_ns
             for index in range(3)
         ]

@@ -81,46 +81,46 @@ class BelowRate(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        slow = self._suitable(
+        slow = self._keep_suitable(
             a, find_slow(a, self.families, self.max_efficiency, self._matrix_work)
         )
         share = float(slow["share"].sum()) if slow.height else 0.0
         if slow.is_empty() or share < self.min_share:
-            yield from self._unknown(a)
+            yield from self._report_unknown_rates(a)
             return
         worst = slow.sort("saved", descending=True).row(0, named=True)
-        causes = self._causes(a, worst, read_inputs(a, worst["inputs"]))
+        causes = self._find_causes(a, worst, read_inputs(a, worst["inputs"]))
         reasons = "; ".join(cause.text for cause in causes if cause.text)
         advice = self._advise([cause.case for cause in causes if cause.case])
         if not advice["fix"]:
             return  # what helps is done already
-        change, rows = self._edit(a, slow, searched=any(cause.searched for cause in causes))
+        change, rows = self._build_edit(a, slow, searched=any(cause.searched for cause in causes))
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
         yield Finding(
             summary=(
-                f"Slow {self._work}{self._included(a, slow)} take {share:.0%} of kernel time. The "
-                f"costliest{name} reaches "
+                f"Slow {self._work}{self._name_other(a, slow)} take {share:.0%} of kernel time. "
+                f"The costliest{name} reaches "
                 f"{format_share(worst['efficiency'])} of {self._rate}: {reasons}."
             ),
-            evidence=self._evidence(a, slow),
+            evidence=self._list_evidence(a, slow),
             where=kernel_work.kernel_locations(a, rows),
             edits=[change],
             **advice,
         )
 
-    def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
+    def _report_unknown_rates(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Report that the rates of much of the rule's work are unknown."""
         return kernel_work.report_unknown_rates(a, self.families, self._work)
 
-    def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
+    def _name_other(self, a: Analysis, slow: pl.DataFrame) -> str:
         """Describe other work that is part of the operators' time."""
         return ""
 
-    def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
+    def _keep_suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return only the slow operators that the rule is about."""
         return slow
 
-    def _causes(
+    def _find_causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
         """Find why the costliest operator is slow; at least one cause."""
@@ -139,7 +139,7 @@ class BelowRate(Rule):
             **({"assumptions": assumptions} if assumptions else {}),
         }
 
-    def _evidence(self, a: Analysis, slow: pl.DataFrame) -> list[Evidence]:
+    def _list_evidence(self, a: Analysis, slow: pl.DataFrame) -> list[Evidence]:
         """List share, time, efficiency, and the three operators with most to save."""
         share, dur = float(slow["share"].sum()), int(slow["dur"].sum())
         reached = float((slow["dur"] * slow["efficiency"]).sum() / max(dur, 1))
@@ -161,7 +161,7 @@ class BelowRate(Rule):
             )
         return lines
 
-    def _edit(
+    def _build_edit(
         self, a: Analysis, slow: pl.DataFrame, *, searched: bool = False
     ) -> tuple[Edit, kernel_work.Mask]:
         """Return the edit that brings the operators' kernels to an efficiency, and a mask of these

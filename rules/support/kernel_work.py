@@ -112,10 +112,10 @@ def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Ite
 def skip_without_shapes(a: Analysis, what: str) -> SkippedCheck:
     """Report that ``what`` needs shapes: none are recorded, or none of these kernels' operators."""
     if a.trace.inputs.is_empty():
-        why, record = "the trace has no input shapes", "record_shapes=True"
-        return SkippedCheck(what=what, why=why, record=record, missing="no shapes")
-    why = "the recorded input shapes are not those of these kernels' operators"
-    return SkippedCheck(what=what, why=why)
+        reason, record = "the trace has no input shapes", "record_shapes=True"
+        return SkippedCheck(what=what, why=reason, record=record, missing="no shapes")
+    reason = "the recorded input shapes are not those of these kernels' operators"
+    return SkippedCheck(what=what, why=reason)
 
 
 def tensor_core_passed_check(

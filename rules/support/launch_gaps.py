@@ -27,13 +27,13 @@ CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python
 without stacks) is left out, so the result is an underestimate."""
 MAX_PIECE_NS = 200_000
-"""Maximum length of a piece, ns. Longer ones are no launch cost: dispatching one op takes some 5 to
-50 µs, with stacks up to 150 µs (b200_eager). A slow function or an op on the CPU takes longer."""
+"""Maximum length of a piece, ns. Longer ones are not launch costs: dispatching one op takes some 5
+to 50 µs, with stacks up to 150 µs (b200_eager). Slow functions or ops on the CPU take longer."""
 MAX_GAP_NS = 1_000_000
-"""Maximum length of a gap's pieces, ns. Many short ones are no launch cost: a loop over an image's
-pixels is thousands of calls before one launch. Where the GPU waits for launches, on public traces
-96% and more of the idle time is in gaps with less than this (70% where a job also prepares its
-data). It is 3% where the first kernel follows a quarter of a second of Python."""
+"""Maximum length of a gap's pieces, ns. Many short ones are not a launch cost: a loop over an
+image's pixels is thousands of calls before one launch. Where the GPU waits for launches, on public
+traces 96% and more of the idle time is in gaps with less than this (70% where a job also prepares
+its data). It is 3% where the first kernel follows a quarter of a second of Python."""
 
 MAX_NAMED_CAUSES = 3
 

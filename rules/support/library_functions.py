@@ -65,7 +65,7 @@ LIBRARY_FIXES = (
         "return garbage.",
     ),
     LibraryFix(
-        "Making windows, filters or modules anew",
+        "Making windows, filters or modules again",
         "Make it once, in __init__ or next to the function, and keep it: equal arguments give "
         "equal values.",
         "self.window = torch.hann_window(n_fft)   # in __init__, not for each sample",

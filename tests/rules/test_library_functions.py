@@ -44,7 +44,7 @@ from advisor.testing import TraceBuilder
 torch = pytest.importorskip("torch")
 
 NPZ = "Reading an .npz archive again at each access"
-MADE = "Making windows, filters or modules anew"
+MADE = "Making windows, filters or modules again"
 TEXT, PICKLE, ARRAY = "Parsing text", "Reading the samples with pickle", "Loading an array file"
 HDF5, QUERY = "Reading rows of an HDF5 or Zarr file", "Querying a database"
 NETWORK, PROGRAMS = "Reading from the network", "Starting other programs"

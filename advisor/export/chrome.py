@@ -119,10 +119,10 @@ def build_head(trace: Trace) -> Event:
     meta = trace.meta
     devices = []
     for device in map(asdict, meta.devices):
-        known = {key: device[name] for name, key in _DEVICE_PROPERTIES.items()}
+        properties = {key: device[name] for name, key in _DEVICE_PROPERTIES.items()}
         if device["compute"] is not None:
-            known["computeMajor"], known["computeMinor"] = device["compute"]
-        devices.append({key: value for key, value in known.items() if value is not None})
+            properties["computeMajor"], properties["computeMinor"] = device["compute"]
+        devices.append({key: value for key, value in properties.items() if value is not None})
     head = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -136,8 +136,8 @@ def build_head(trace: Trace) -> Event:
         head["distributedInfo"] = distributed
     facts = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
            "step_marks": meta.step_marks}  # fmt: skip
-    known = {key: value for key, value in facts.items() if value is not None}
-    head[ADVISOR_KEY] = {**known, "calls": _unusual_calls(trace)}
+    properties = {key: value for key, value in facts.items() if value is not None}
+    head[ADVISOR_KEY] = {**properties, "calls": _unusual_calls(trace)}
     return {key: value for key, value in head.items() if value is not None}
 
 

@@ -343,10 +343,10 @@ def _find_private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
     for index in range(1, len(parts), 2):
         if parts[index] not in private:
             continue
-        after = parts[index + 1]
-        if _KEY_END.fullmatch(after):
+        separator = parts[index + 1]
+        if _KEY_END.fullmatch(separator):
             result.append(index + 2)
-        elif _CONTAINER_START.match(after) and is_secret_list(
+        elif _CONTAINER_START.match(separator) and is_secret_list(
             _string_decoder.decode(b'"%b"' % parts[index])
         ):
             raise _WholeValueRemoved
@@ -606,11 +606,11 @@ def _split_regex(pattern: str) -> list[tuple[str, bool]]:
     while index < len(pattern):
         char = pattern[index]
         if char == "\\" and index + 1 < len(pattern):
-            after = pattern[index + 1]
-            if after.isalnum():
-                add(char + after, False)
+            escaped = pattern[index + 1]
+            if escaped.isalnum():
+                add(char + escaped, False)
             else:
-                add(after, True)
+                add(escaped, True)
             index += 2
         elif char == "[":  # a whole character class
             end = pattern.find("]", index + 2)

@@ -288,24 +288,24 @@ def encode_names(texts: list[str]) -> pl.Series:
 
 
 def join_tables(
-    given: AssembledTables, names: pl.Series, facts: Facts
+    assembled: AssembledTables, names: pl.Series, facts: Facts
 ) -> tuple[dict[str, pl.DataFrame], Array]:
     """Return the frames ``cpu``, ``gpu`` and ``threads`` with all joins (stacks, launches, the ops
     around them), and the row of ``threads`` for each thread code. Orders the rows of all columns
     in place."""
-    host, device = given.host, given.device
-    thread_rows = Assembler._order_threads(host, given.threads)
-    launches = Assembler._nest(host, device, given.names, given.threads, facts)
+    host, device = assembled.host, assembled.device
+    thread_rows = Assembler._order_threads(host, assembled.threads)
+    launches = Assembler._nest(host, device, assembled.names, assembled.threads, facts)
     count = len(launches[0]) + len(host.get("ts", ()))
     trim_memory(count)
     cpu = tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA)
     trim_memory(count)
     return {
         "cpu": cpu,
-        "gpu": tables.gpu_frame(device, names, given.names, *launches)
+        "gpu": tables.gpu_frame(device, names, assembled.names, *launches)
         if device
         else pl.DataFrame(schema=GPU_SCHEMA),
-        "threads": tables.threads_frame(given.threads, given.thread_names),
+        "threads": tables.threads_frame(assembled.threads, assembled.thread_names),
     }, thread_rows
 
 

@@ -441,7 +441,7 @@ def _describe_cache(kind: str, archive: str, compiled: dict[str, int]) -> str:
     return (
         f"{archive}: {t.with_article(kind)} archive of Triton's cache "
         f"({t.count_noun(sum(compiled.values()), 'compiled kernel')}), no trace; unpack it "
-        f"({tool} {Path(archive).name}), then advisor analyze {top}, or beside a trace "
+        f"({tool} {Path(archive).name}), then advisor analyze {top}, or with a trace "
         f"--kernel-profile {top}"
     )
 

@@ -146,8 +146,8 @@ def _may_have_nan(text: bytes) -> bool:
     for word in (b"nan", b"inf"):
         index = lower.find(word)
         while index >= 0:
-            before = lower[max(0, index - _MAX_SPACES_BEFORE) : index].rstrip(b" -")
-            if not before or before[-1:] in b":,[":
+            preceding = lower[max(0, index - _MAX_SPACES_BEFORE) : index].rstrip(b" -")
+            if not preceding or preceding[-1:] in b":,[":
                 return True
             index = lower.find(word, index + 1)
     return False

@@ -276,9 +276,9 @@ class _OpcodeChecker:
 def _opcode_name(op: int) -> str:
     import pickletools
 
-    known: dict[str, Any] = pickletools.code2op  # type: ignore[attr-defined]
-    result = known.get(chr(op))
-    return f"opcode {result.name}" if result is not None else f"byte 0x{op:02x}"
+    opcodes: dict[str, Any] = pickletools.code2op  # type: ignore[attr-defined]
+    opcode = opcodes.get(chr(op))
+    return f"opcode {opcode.name}" if opcode is not None else f"byte 0x{op:02x}"
 
 
 class PickledFields:

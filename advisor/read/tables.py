@@ -63,12 +63,12 @@ def gpu_frame(
 ) -> pl.DataFrame:
     """Return ``Trace.gpu`` from ordered device columns, which are removed one by one. ``texts``:
     the names as a list."""
-    given = {
+    given_series = {
         key: device.pop(key) for key in _GIVEN_COLUMNS if isinstance(device.get(key), pl.Series)
     }
     columns = (
         dict(zip(_GIVEN_COLUMNS, _parse_copies(device, texts), strict=False))
-        if len(given) < 3
+        if len(given_series) < 3
         else {}
     )
     integer_keys = ("bytes", "blocks", "threads", "registers", "shared", "graph")
@@ -92,7 +92,7 @@ def gpu_frame(
     for key in (*integer_keys, *float_keys):  # convert each before the next one is made
         values = _to_floats(device.pop(key)) if key in float_keys else _to_integers(device.pop(key))
         columns[key] = nulls.as_type(values, GPU_SCHEMA[key])
-    for key, column in given.items():
+    for key, column in given_series.items():
         has_schema_type = column.dtype == GPU_SCHEMA[key]
         columns[key] = column if has_schema_type else column.cast(pl.String)
     return _conform(columns, GPU_SCHEMA)

@@ -315,7 +315,9 @@ def test_a_database_of_something_else_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE notes (text)")
-    with pytest.raises(AdvisorError, match=r"an SQLite file without the tables of a profiler"):
+    with pytest.raises(
+        AdvisorError, match=r"an SQLite file without the tables of a known profiler"
+    ):
         read_trace(str(path))
 
 

@@ -370,12 +370,12 @@ _LINE_READERS: tuple[tuple[str, Callable[[_LogFacts, str, str, str], None]], ...
 def transport_name(text: str) -> str:
     """Shorten ``NET/IB/0(7)/GDRDMA/Shared`` to ``NET/IB/GDRDMA``, ``P2P/x/y`` to ``P2P/x``."""
     text = re.split(r" comm 0x| \[", text)[0].strip()
-    kind, _, rest = text.partition("/")
+    kind, _, remaining_path = text.partition("/")
     if kind == "NET":
-        name = _shorten(rest.partition("/")[0])
-        return f"NET/{name}/GDRDMA" if "GDRDMA" in rest else f"NET/{name}"
+        name = _shorten(remaining_path.partition("/")[0])
+        return f"NET/{name}/GDRDMA" if "GDRDMA" in remaining_path else f"NET/{name}"
     if kind == "P2P":
-        return f"P2P/{_shorten(rest.partition('/')[0])}"
+        return f"P2P/{_shorten(remaining_path.partition('/')[0])}"
     return "SHM" if kind == "SHM" or "shared memory" in text else _shorten(kind)
 
 

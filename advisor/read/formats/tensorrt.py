@@ -59,7 +59,7 @@ class TensorRTReader(Reader):
         if _LAYERS_START.match(source.head()):
             raise AdvisorError(
                 f"{source.path}: layers of a TensorRT engine without times; give the file of "
-                "trtexec --exportProfile (with this one beside it, named graph where it is "
+                "trtexec --exportProfile (with this one next to it, named graph where it is "
                 "named profile)"
             )
         profile = _decode_json(_read_bytes(source, options), source.path)

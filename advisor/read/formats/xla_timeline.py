@@ -70,7 +70,7 @@ def _decode_events(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
         raw = msgspec.json.decode(text, type=_TimelineFile).traceEvents
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         raise AdvisorError(
-            f"{source.path}: a timeline that is damaged or cut off; give the .xplane.pb beside it"
+            f"{source.path}: a timeline that is damaged or cut off; give the .xplane.pb next to it"
         ) from None
     decoder = msgspec.json.Decoder(_Event)
     events, damaged_count = [], 0

@@ -163,7 +163,7 @@ def _match_pattern(sizes: dict[str, int | None], pattern: str) -> dict[str, int 
 def _list_web_pages(system: Any, url: str, depth: int | None = None) -> dict[str, int | None]:
     """Return the files below the folder that index pages link to, without sizes."""
     result: dict[str, int | None] = {}
-    seen = {url}
+    visited = {url}
     folders = [url]
     for _ in range(MAX_DEPTH + 1 if depth is None else min(depth, MAX_DEPTH) + 1):
         subfolders: list[str] = []
@@ -173,8 +173,8 @@ def _list_web_pages(system: Any, url: str, depth: int | None = None) -> dict[str
                     continue
                 if not is_folder:
                     result[name[len(url) :]] = None
-                elif name not in seen and len(seen) < MAX_FOLDERS:
-                    seen.add(name)
+                elif name not in visited and len(visited) < MAX_FOLDERS:
+                    visited.add(name)
                     subfolders.append(name)
             if len(result) > MAX_LISTED:
                 return result

@@ -71,10 +71,10 @@ def location_of_url(url: str) -> str:
     return "/".join(reversed(redact_url(url).split("::"))) if is_url(url) else url
 
 
-def rank_in(place: str) -> int | None:
+def rank_in(path_or_url: str) -> int | None:
     """Return the number after ``rank`` in a file's name, else in the nearest folder that has
     one."""
-    for part in reversed(Path(location_of_url(place)).parts):
+    for part in reversed(Path(location_of_url(path_or_url)).parts):
         if numbers := _RANK.findall(part):
             return int(numbers[-1])
     return None

@@ -114,7 +114,7 @@ def test_an_archive_of_tritons_cache_says_what_it_is_and_how_to_read_it(
     line = refused(path := shared_file("triton/cache.tar.gz"))
     assert line.startswith(f"{path}: a tar archive of Triton's cache (11 compiled kernels)")
     assert "tar xf cache.tar.gz" in line
-    assert line.endswith("advisor analyze cache, or beside a trace --kernel-profile cache")
+    assert line.endswith("advisor analyze cache, or with a trace --kernel-profile cache")
     assert "://" not in line
 
 

@@ -175,9 +175,9 @@ def _read_samples(data: bytes, path: str) -> list[_Delta]:
         raise AdvisorError(f"{path}: a list of numbers, but not a complete PyTorch memory timeline")
     deltas: list[_Delta] = []
     stacks: dict[int, list[int]] = {n: [] for n in range(len(CATEGORIES))}
-    for time, (before, row) in zip(times, pairwise([[0] * width, *rows]), strict=True):
+    for time, (previous_row, row) in zip(times, pairwise([[0] * width, *rows]), strict=True):
         for category, stack in stacks.items():
-            change = row[category + 1] - before[category + 1]
+            change = row[category + 1] - previous_row[category + 1]
             if change > 0:
                 stack.append(change)
                 deltas.append((time * 1000, change, category))

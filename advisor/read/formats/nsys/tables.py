@@ -456,15 +456,15 @@ class NsysTables:
     def _iterate_faults(self) -> Iterator[pl.DataFrame]:
         """Yield one row per group of faults on the GPU, and one per fault on the host."""
         types = {**_TIME_COLUMNS, "deviceId": pl.Int64, "numberOfPageFaults": pl.Int64}
-        for table, place in ((GPU_FAULTS, "GPU"), (CPU_FAULTS, "CPU")):
+        for table, processor in ((GPU_FAULTS, "GPU"), (CPU_FAULTS, "CPU")):
             if not self._db.has_table(table, "start"):
                 continue
             rows = select_columns(self._db.read(table, types), types)
             yield rows.select(
                 ts="start",
                 dur=(pl.col("end") - pl.col("start")).fill_null(0),
-                name=pl.lit(f"{place} page faults"),
-                range=pl.format(f"{place} {{}}", pl.col("deviceId").fill_null(0)),
+                name=pl.lit(f"{processor} page faults"),
+                range=pl.format(f"{processor} {{}}", pl.col("deviceId").fill_null(0)),
                 value=pl.col("numberOfPageFaults").fill_null(1).cast(pl.Float64),
             )
 
@@ -527,8 +527,8 @@ class NsysTables:
         rows = self._db.read("PROCESSES", {"pid": pl.Int64, "name": pl.String})
         if set(rows.columns) != {"pid", "name"}:
             return []
-        known = rows.filter(pl.col("pid").cast(pl.String).is_in(pids))["name"].drop_nulls()
-        return [name[:500] for name in known.head(_MAX_GPUS).to_list()]
+        names = rows.filter(pl.col("pid").cast(pl.String).is_in(pids))["name"].drop_nulls()
+        return [name[:500] for name in names.head(_MAX_GPUS).to_list()]
 
     def mpi_rank(self) -> int | None:
         """Return the rank in the name that MPI's ranges give a thread. ``None`` if none or

@@ -377,5 +377,5 @@ def list_host_rows(
     if not frames:
         return pl.DataFrame(schema={"ts": pl.Int64})
     rows = pl.concat([frame.select(frames[0].columns) for frame in frames])
-    own = pl.when(pl.col("thread") == (main or "")).then("process").otherwise("thread")
-    return rows.with_columns(thread=own)
+    shown_thread = pl.when(pl.col("thread") == (main or "")).then("process").otherwise("thread")
+    return rows.with_columns(thread=shown_thread)

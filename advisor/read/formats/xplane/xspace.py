@@ -159,11 +159,15 @@ class XSpace:
         values: list[dict[int, str]] = []
         for number in (_META_NAME, _META_DISPLAY):
             text = inner.select(number, BYTES)
-            at = text.start.tolist()
+            text_starts = text.start.tolist()
             stop = (text.start + np.minimum(text.value.astype(np.int64), NAME_LIMIT)).tolist()
             key = keys[value.row[text.row]].tolist()
             values.append(
-                {k: self._buffer.text(a, b) for k, a, b in zip(key, at, stop, strict=True) if b > a}
+                {
+                    k: self._buffer.text(a, b)
+                    for k, a, b in zip(key, text_starts, stop, strict=True)
+                    if b > a
+                }
             )
         return values[0], values[1]
 
@@ -366,10 +370,12 @@ def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _append_stat(before: tuple[Ints, Ints] | None, rows: Ints, values: Ints) -> tuple[Ints, Ints]:
-    if before is None:
+def _append_stat(
+    earlier_stat: tuple[Ints, Ints] | None, rows: Ints, values: Ints
+) -> tuple[Ints, Ints]:
+    if earlier_stat is None:
         return rows, values
-    return np.concatenate([before[0], rows]), np.concatenate([before[1], values])
+    return np.concatenate([earlier_stat[0], rows]), np.concatenate([earlier_stat[1], values])
 
 
 def _join_events(parts: list[Events]) -> Events:

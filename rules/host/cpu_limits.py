@@ -1,4 +1,4 @@
-"""Limits of the host that telemetry shows: CPU quota, NUMA placement and computing threads."""
+"""Limits of the host that telemetry shows: CPU quota, NUMA placement and number of threads."""
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, impact_without_gain
@@ -12,12 +12,12 @@ from advisor.testing import Examples, TraceBuilder
 
 class CpuQuota(Rule):
     """The container has a quota of CPU time per period (usually 100 ms). Once it is spent, the
-    kernel stops every thread of the container until the next period, the training loop and kernel
-    launches included. Short bursts, such as those of DataLoader workers, use it up although the
+    kernel stops every thread of the container until the next period, including the training loop
+    and its launches. Short bursts, such as those of DataLoader workers, use it up although the
     average is low.
 
-    The kernel counts how long threads were stopped (``cpu.stat``), summed over CPUs. Reported from
-    1% of the run's time on."""
+    The kernel counts how long threads were stopped (``cpu.stat``), summed over CPUs. The rule fires
+    at 1% of the run's time."""
 
     id = "cpu-quota"
     title = "The container's CPU quota throttles the process"
@@ -47,20 +47,21 @@ class CpuQuota(Rule):
         samples = [(ns, host) for ns, host in recorded.hosts if host.throttled is not None]
         if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
             return
-        (begin, first), (end, last) = samples[0], samples[-1]
-        stopped = 1e3 * ((last.throttled or 0) - (first.throttled or 0))
-        time = float(end - begin)
-        if stopped < self.min_share * time:
+        (begin, first_sample), (end, last_sample) = samples[0], samples[-1]
+        stopped_ns = 1e3 * ((last_sample.throttled or 0) - (first_sample.throttled or 0))
+        run_ns = float(end - begin)
+        if stopped_ns < self.min_share * run_ns:
             return
-        periods = (last.throttled_periods or 0) - (first.throttled_periods or 0)
+        periods = (last_sample.throttled_periods or 0) - (first_sample.throttled_periods or 0)
         yield Finding(
             summary=(
-                f"The CPU quota stopped threads of this container for {t.format_duration(stopped)} "
-                f"in {t.format_duration(time)}, in {periods} periods."
+                f"The CPU quota stopped threads of this container for "
+                f"{t.format_duration(stopped_ns)} in {t.format_duration(run_ns)}, in {periods} "
+                "periods."
             ),
             evidence=[
-                Evidence("threads stopped", stopped, "ns"),
-                self.compare("over the run's time", stopped / time, "min_share"),
+                Evidence("threads stopped", stopped_ns, "ns"),
+                self.compare("over the run's time", stopped_ns / run_ns, "min_share"),
                 Evidence("periods", periods, "count"),
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
@@ -71,7 +72,7 @@ class CpuQuota(Rule):
     def examples() -> Examples:
         return {
             "a tenth of the time": _throttled(0.1),
-            "never": (_throttled(0.0), "stopped < self.min_share * time"),
+            "never": (_throttled(0.0), "stopped_ns < self.min_share * run_ns"),
             "hardly ever": (_throttled(0.001), "min_share"),
             "not recorded": (_throttled(None), "len(samples) < 2"),
         }
@@ -81,9 +82,9 @@ class NumaMismatch(Rule):
     """The process is pinned to CPUs of another NUMA node than its GPU. Launches and copies cross
     the link between the sockets, and pinned host memory is on the far side.
 
-    Read from the process's affinity and the PCI device's node. A process that may run on several
-    nodes is left alone: the scheduler chooses where it runs. Virtual machines often hide the nodes;
-    then nothing is known."""
+    The rule reads the process's affinity and the PCI device's node. It ignores a process that may
+    run on several nodes, because the scheduler chooses where it runs. Virtual machines often hide
+    the nodes; then the rule is silent."""
 
     id = "numa-mismatch"
     title = "The process is pinned to another NUMA node than its GPU"
@@ -106,10 +107,10 @@ class NumaMismatch(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        gpu, own = recorded.flag("numa_node_gpu"), recorded.flag("numa_node_cpus")
-        if not isinstance(gpu, int) or not isinstance(own, list) or not own or gpu in own:
+        gpu, nodes = recorded.flag("numa_node_gpu"), recorded.flag("numa_node_cpus")
+        if not isinstance(gpu, int) or not isinstance(nodes, list) or not nodes or gpu in nodes:
             return
-        cpus = ", ".join(str(node) for node in own[:8])
+        cpus = ", ".join(str(node) for node in nodes[:8])
         yield Finding(
             summary=(
                 f"The process may only run on the CPUs of node {cpus}, but its GPU is attached to "
@@ -121,7 +122,7 @@ class NumaMismatch(Rule):
                 Evidence("CPUs of the process", recorded.record.rank.cpus, "count"),
             ],
             impact=impact_without_gain(
-                "only a copy from each node shows how much slower the far one is"
+                "only a copy from each node shows how much slower the remote node is"
             ),
             fix=self.fix.format(node=gpu),
             code=self.code.format(node=gpu),
@@ -131,8 +132,8 @@ class NumaMismatch(Rule):
     def examples() -> Examples:
         return {
             "the other socket": _pinned(1, [0]),
-            "the same node": (_pinned(1, [1]), "gpu in own"),
-            "not pinned": (_pinned(1, [0, 1]), "gpu in own"),
+            "the same node": (_pinned(1, [1]), "gpu in nodes"),
+            "not pinned": (_pinned(1, [0, 1]), "gpu in nodes"),
             "nodes not recorded": (_pinned(None, [0]), "not isinstance(gpu, int)"),
         }
 
@@ -143,11 +144,11 @@ def _throttled(share: float | None) -> TraceBuilder:
     r.steps(100, 10)
     us = 100 * 10_000
 
-    def host(passed: float) -> HostSample:
+    def host(elapsed: float) -> HostSample:
         if share is None:
             return HostSample()
         return HostSample(
-            throttled=round(passed * share * us), throttled_periods=round(passed * 10)
+            throttled=round(elapsed * share * us), throttled_periods=round(elapsed * 10)
         )
 
     r.watch(host=host)
@@ -163,13 +164,13 @@ def _pinned(gpu: int | None, cpus: list[int]) -> TraceBuilder:
 
 class ThreadOversubscription(Rule):
     """Every training process computes with as many threads as PyTorch is set to use, by default one
-    per core of the whole machine. DataLoader workers come on top. Together they are more than 1.5
-    times the cores that the processes may use, so threads wait for each other at every parallel
+    per core of the whole machine. DataLoader workers come on top. Together they exceed 1.5 times
+    the cores that the processes may use, so threads wait for each other at every parallel
     operation.
 
-    Threads that sleep cost nothing, so the cores must be busy as well. At least 90% of them must
-    be, by this process and its workers or on the whole machine. In a container, PyTorch counts the
-    machine's cores and not the quota's. torchrun sets one thread per process unless it is set."""
+    Sleeping threads cost nothing, so at least 90% of the cores must be busy as well, in this
+    process and its workers or on the whole machine. In a container, PyTorch counts the machine's
+    cores and not the quota's. torchrun sets one thread per process unless it is set."""
 
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"
@@ -201,15 +202,15 @@ class ThreadOversubscription(Rule):
         ranks = local_ranks(a)
         ratio = ranks * (threads + workers) / cpus
         if ratio <= self.max_ratio or ranks * threads <= cpus:
-            return  # loader-workers looks at more workers than cores
-        own, machine = recorded.host("process_cpu"), recorded.host("cpu")
+            return  # loader-workers checks for more workers than cores
+        process_cpu, machine_cpu = recorded.host("process_cpu"), recorded.host("cpu")
         throttled = recorded.host("throttled")
         busy = max(
-            ranks * float(own.mean()) / 100 / cpus if len(own) else 0.0,
-            float(machine.mean()) / 100 if len(machine) else 0.0,
+            ranks * float(process_cpu.mean()) / 100 / cpus if len(process_cpu) else 0.0,
+            float(machine_cpu.mean()) / 100 if len(machine_cpu) else 0.0,
         )
-        stopped = len(throttled) > 1 and throttled[-1] > throttled[0]
-        if busy < self.min_busy and not stopped:
+        is_throttled = len(throttled) > 1 and throttled[-1] > throttled[0]
+        if busy < self.min_busy and not is_throttled:
             return
         best = max(1, cpus // ranks - min(workers, cpus // ranks - 1))
         yield Finding(
@@ -226,7 +227,7 @@ class ThreadOversubscription(Rule):
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
             impact=impact_without_gain("the record does not show what fewer threads save; try it"),
-            known_cost=a.trains_on_host,  # operators in threads are then the step
+            known_cost=a.trains_on_host,  # the step then consists of threaded operators
             fix=self.fix.format(threads=t.count_noun(best, "thread")),
             code=self.code.format(best=best),
         )

@@ -1,4 +1,4 @@
-"""Every step launches the same kernels one by one, and the GPU waits for it."""
+"""Steps that launch the same kernels one by one while the GPU waits."""
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
@@ -29,12 +29,11 @@ class CudaGraphsUnused(Rule):
     """Every step launches the same kernels in the same order, one call per kernel, and the GPU
     waits for the launches. A CUDA graph would launch them all with one call.
 
-    It needs what launch-bound needs: GPU idle time that launching explains, and a GPU that is not
+    The rule needs the same as launch-bound: GPU idle time caused by launches, and a GPU that is not
     busy. It also needs a window without a graph launch. In two or more steps the kernels must have
     the same names in the same order on each stream. Calls that wait for the GPU inside a step,
-    which a capture does not allow, are counted and named. Data-dependent shapes show as differing
-    kernels or as waits. Both rules are alternatives for the same time: only one of them is ranked.
-    """
+    which a capture does not allow, are counted and named. Data-dependent shapes appear as differing
+    kernels or as waits. Both rules offer fixes for the same time: only one of them is ranked."""
 
     id = "cuda-graphs-unused"
     title = "Every step repeats the same launches without CUDA graphs"
@@ -53,11 +52,11 @@ class CudaGraphsUnused(Rule):
     min_share = Threshold(0.10, "of the step, idle for launches", XPROF_LAUNCH)
     max_busy = Threshold(0.80, "of the step, the GPU is busy", GPU_IDLE)
     min_launches = Threshold(
-        30, "launches per step: with fewer, launching is not the problem", OURS
+        30, "launches per step; with fewer, launching is not the problem", OURS
     )
 
     min_apart = Threshold(
-        10, "launches between two waits for the GPU: fewer make every capture impossible", OURS
+        10, "launches between two waits for the GPU; with fewer, no capture is possible", OURS
     )
 
     code = (
@@ -129,15 +128,15 @@ class CudaGraphsUnused(Rule):
         share = gaps.idle / a.span_ns
         if share < self.min_share or gaps.launches < self.min_launches or not gaps.at_launches:
             return
-        static = repeats_kernels(a)
-        if static is None:
+        is_static = repeats_kernels(a)
+        if is_static is None:
             yield SkippedCheck(
                 what="whether the same kernels repeat in every step, as CUDA graphs need",
                 why="the trace marks fewer than two steps",
                 record="schedule(wait=1, warmup=2, active=3) and profiler.step() in the loop",
             )
             return
-        if not static:
+        if not is_static:
             return
         waits = find_capture_blockers(a)
         if not can_capture(gaps.launches, waits, self.min_apart):
@@ -149,7 +148,7 @@ class CudaGraphsUnused(Rule):
         fix = f"{fix} {waits.others}".rstrip()
         if is_compiled(a):
             fix = f"The model is compiled already: change only the mode. {fix}"
-        edits = capture_edits(static, waits)
+        edits = capture_edits(is_static, waits)
         yield Finding(
             fix=fix,
             summary=(
@@ -190,7 +189,7 @@ class CudaGraphsUnused(Rule):
             _launches(busy, 60, us=60)
         return {
             "the same small kernels": b,
-            "changing kernels": (changing, "not static"),
+            "changing kernels": (changing, "not is_static"),
             "a graph": (graph, "gaps.graph_launches"),
             "busy GPU": (busy, "gaps.busy_share > self.max_busy"),
             "a read after every second kernel": (reads, "min_apart"),

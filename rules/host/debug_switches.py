@@ -13,15 +13,15 @@ from advisor.rules.support.common import amount_per_step, of_step
 from advisor.testing import Examples, TraceBuilder
 
 Slows = Literal["always", "gpu", "ranks", "perhaps"]
-"""Programs that a setting slows for certain: every one, one on a GPU, one of several ranks; or it
-depends on what is not recorded."""
+"""Programs that a setting certainly slows: all, those on a GPU, or those of several ranks.
+``perhaps``: it depends on something that is not recorded."""
 
 
 class Setting(NamedTuple):
     name: str
     """Name of the setting, with its value."""
     why: str
-    """Text that says what the setting costs."""
+    """Reason why the setting costs time."""
     cure: str
     slows: Slows
 
@@ -65,18 +65,19 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], str, Slows]] = {
     "TORCHDYNAMO_DISABLE": (("1",), "torch.compile does nothing", "perhaps"),
     "TORCH_COMPILE_DISABLE": (("1",), "torch.compile does nothing", "perhaps"),
 }
-"""Variable: the values that turn it on (none: any but 0 and empty), what it costs, and whom."""
+"""Variable -> values that turn it on (if none: all but 0 and empty), why it costs time, and which
+programs it slows."""
 
 
 class AnomalyDetection(Rule):
     """Anomaly detection is on in a trace. After each node of the backward pass PyTorch checks its
-    gradients for NaN: ``aten::isnan``, ``aten::_is_any_true`` and a read of the answer, right
+    gradients for NaN: ``aten::isnan``, ``aten::_is_any_true`` and a read of the answer, directly
     inside ``autograd::engine::evaluate_function``. Each operator of the forward pass keeps its
     Python stack. On a GPU each check waits for the device.
 
     The gain is the time of these checks and, where Python stacks were recorded, of formatting the
-    kept ones. Without stacks the formatting hides inside the operators of the forward pass: the
-    gain is a lower bound. A recorded run also shows the flag: ``debug-switches``."""
+    kept ones. Without stacks, the formatting is part of the forward operators' time, and the gain
+    is a lower bound. A recorded run also shows the flag: see ``debug-switches``."""
 
     id = "anomaly-detection"
     title = "Anomaly detection is on"
@@ -120,35 +121,37 @@ class AnomalyDetection(Rule):
 
 
 _CHECKS = r"^aten::(?:isnan|_is_any_true|item)$"
-_FORMATS = r"(?:^|/)traceback\.py\(\d+\): format_stack$"
+_FORMATTING = r"(?:^|/)traceback\.py\(\d+\): format_stack$"
 
 
 class AnomalyCost:
-    """Time that anomaly detection takes in the analysed steps, as far as the trace shows it."""
+    """Cost of anomaly detection in the analysed steps, as far as the trace shows it."""
 
     def __init__(self, a: Analysis) -> None:
         names = a.trace.cpu["name"]
-        checked = name_matches(names, r"^aten::isnan$").to_numpy().nonzero()[0]
-        node = rows_around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), checked)
-        nodes = name_matches(names, f"^{NODE_PREFIX}").to_numpy()
-        self.checks = int((nodes[node] & (node >= 0)).sum()) if len(checked) else 0
-        """Number of checks of gradients, in the whole trace."""
-        self.runs_backward = bool(nodes.any())
+        check_rows = name_matches(names, r"^aten::isnan$").to_numpy().nonzero()[0]
+        node = rows_around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), check_rows)
+        is_node = name_matches(names, f"^{NODE_PREFIX}").to_numpy()
+        self.checks = int((is_node[node] & (node >= 0)).sum()) if len(check_rows) else 0
+        """Number of gradient checks in the whole trace."""
+        self.runs_backward = bool(is_node.any())
         self._a = a
-        stacks = name_matches(names, _FORMATS).to_numpy()
-        self.stacks = float(a.trace.cpu["dur"].filter(pl.Series(stacks)).sum())
-        """Time of formatting stacks in the whole trace, ns; 0: Python stacks were not recorded."""
+        is_formatting = name_matches(names, _FORMATTING).to_numpy()
+        self.stacks = float(a.trace.cpu["dur"].filter(pl.Series(is_formatting)).sum())
+        """Time of formatting stacks in the whole trace, ns; 0 if Python stacks were not
+        recorded."""
 
     @property
     def edits(self) -> list[Edit]:
-        """Edits that remove checks and formatting; recording Python stacks lengthens that."""
+        """Edits that remove checks and formatting. The range allows for the overhead of recording
+        Python stacks."""
         checks = Select(on="host", kind=("op",), name=_CHECKS, under=f"^{NODE_PREFIX}")
         result = [Edit(op="remove", select=checks)]
         if self._a.device_id is not None:
             kernels = Select(on="gpu", under=r"^aten::(?:isnan|_is_any_true)$")
             result.append(Edit(op="remove", select=kernels))
         if self.stacks:
-            select = Select(on="host", kind=("python",), name=_FORMATS)
+            select = Select(on="host", kind=("python",), name=_FORMATTING)
             result.append(
                 Edit(op="scale", select=select, factor=0.0, factor_low=0.0, factor_high=0.5)
             )
@@ -156,14 +159,14 @@ class AnomalyCost:
 
     @property
     def certainty(self) -> dict[str, Any]:
-        """Fields of a finding: the gain is a lower bound where formatting is not recorded."""
+        """Fields of a finding. The gain is a lower bound if formatting was not recorded."""
         if self.stacks:
             return {"confidence_notes": ["recording Python stacks lengthens Python time"]}
         return {"known_cost": True}
 
     @property
     def evidence(self) -> list[Evidence]:
-        """Checks of gradients, and time of formatting stacks, per step."""
+        """Gradient checks and time of formatting stacks, per step."""
         shown = [amount_per_step(self._a, "checks of gradients for NaN", self.checks, "count")]
         if self.stacks:
             shown.append(amount_per_step(self._a, "time that formats stacks", self.stacks))
@@ -171,11 +174,11 @@ class AnomalyCost:
 
     @property
     def summary(self) -> str:
-        """Sentences on what anomaly detection does, and the time that it takes."""
-        does = f"{_KEEPS_STACKS} for NaN"
+        """Sentences on what anomaly detection does and how long it takes."""
+        effect = f"{_KEEPS_STACKS} for NaN"
         if not self.stacks:
-            return f"{does}. Without Python stacks in the recording only the checks are measured."
-        return f"{does}. Formatting stacks takes {of_step(self._a, self.stacks)}."
+            return f"{effect}. Without Python stacks in the recording only the checks are measured."
+        return f"{effect}. Formatting stacks takes {of_step(self._a, self.stacks)}."
 
 
 class DebugSwitches(Rule):
@@ -183,11 +186,10 @@ class DebugSwitches(Rule):
     removes all overlap of host and GPU. Anomaly detection doubles the host's work in the backward
     pass. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds a collective to every collective.
 
-    Read from the process's flags when its first step began, and from its environment. A setting
-    that is on for part of the program only may be missed, or reported where it is off again. What
-    anomaly detection takes is read from the profiled steps, where it is on in them; what other
-    settings take is not recorded. Settings for GPUs and for several ranks count only where there
-    are such."""
+    The rule reads the process's flags at its first step, and its environment. A setting that is on
+    for only part of the program may be missed, or reported although it is off again. If anomaly
+    detection is on in the profiled steps, they show its cost; the cost of other settings is not
+    recorded. Settings for GPUs and for several ranks count only in such programs."""
 
     id = "debug-switches"
     title = "Debug settings are on"
@@ -218,7 +220,7 @@ class DebugSwitches(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         cost = AnomalyCost(a)
-        settings = [s for s in _settings_on(a, cost) if _concerns(s, a)]
+        settings = [s for s in _settings_on(a, cost) if _affects(s, a)]
         if not settings:
             return
         names = ", ".join(setting.name for setting in settings)
@@ -279,7 +281,7 @@ def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
         if name == ANOMALY and cost.checks:
             on, value = True, True
         elif name == ANOMALY and cost.runs_backward:
-            slows = "perhaps"  # the profiled steps do not check: it is off again
+            slows = "perhaps"  # it is off again: the profiled steps do not check
         if on:
             result.append(Setting(f"{name} = {value}", why, cure, slows))
     for name, (settings, why, slows) in _VARIABLES.items():
@@ -294,7 +296,7 @@ def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
     return result
 
 
-def _concerns(setting: Setting, a: Analysis) -> bool:
+def _affects(setting: Setting, a: Analysis) -> bool:
     if setting.slows == "gpu":
         return not a.trains_on_host
     if setting.slows == "ranks" and a.recorded is not None:

@@ -1,4 +1,4 @@
-"""Python inside the model's forward pass that runs no operator."""
+"""Python code in the model's forward pass that runs no operator."""
 
 from collections import Counter
 from typing import ClassVar
@@ -32,23 +32,24 @@ from advisor.testing import Examples, TraceBuilder
 
 FORWARD = "advisor::forward"
 """The recorder's range around calls of the model."""
-WORK = ("op", "runtime")
-NEAR = 4
-"""Operators before or after a stretch, of which the nearest one with a known line counts."""
+WORK_KINDS = ("op", "runtime")
+MAX_NEAR = 4
+"""Number of operators before or after a stretch among which the nearest one with a known line is
+used."""
 
 
 class ForwardCode(Rule):
-    """Python inside ``forward`` adds to each step where the training computes on the CPU. Examples
-    are tables and masks that are the same every time, and numbers handled in loops or with NumPy.
+    """Python inside ``forward`` lengthens each step if the training computes on the CPU. Examples
+    are constant tables and masks that are recomputed, and numbers processed in loops or with NumPy.
 
-    Counted are stretches of the recorder's forward range without an operator. They last a
-    millisecond or more, or a twentieth of a short step. Python around operators takes some
-    microseconds each and has its own rules. Waits for collectives do not count, such as those for
-    buffers that DistributedDataParallel broadcasts.
+    The rule counts stretches of the recorder's forward range without an operator. They must last a
+    millisecond, or a twentieth of a short step. Python around operators takes some microseconds
+    each and has its own rules. Waits for collectives do not count, such as those for buffers that
+    DistributedDataParallel broadcasts.
 
     The function is the one in which the recorder sampled most Python stacks, outside methods named
-    ``forward``. Where none is there, it is the line between those of the operators before and
-    after. Where half of the samples are in one kind of library function, such as one that makes a
+    ``forward``. Without such samples, it is the line between those of the operators before and
+    after. If half of the samples are in one kind of library function, such as one that makes a
     window, the advice is about that."""
 
     id = "forward-code"
@@ -66,15 +67,15 @@ class ForwardCode(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer",
     )
 
-    min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
-    min_stretch = Threshold(1.0, "ms without an operator: longer than Python around one", CHOSEN)
+    min_share = Threshold(0.10, "of the step; twice the threshold for a waiting GPU", XPROF)
+    min_stretch = Threshold(1.0, "ms without an operator, longer than Python around one", CHOSEN)
     min_stretch_share = Threshold(0.05, "of the step, for a shorter stretch", CHOSEN)
-    min_samples = Threshold(8, "samples in a function, to name it", OURS)
-    min_gain_share = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
+    min_samples = Threshold(8, "samples in a function at which it is named", OURS)
+    min_gain_share = Threshold(0.5, "of the time is gained at least; some may have to stay", CHOSEN)
 
     fix = (
         "Compute what does not change once, in the constructor, and keep it with register_buffer. "
-        "Compute the rest with operators on whole tensors, or in the DataLoader's workers."
+        "Compute everything else with operators on whole tensors, or in the DataLoader's workers."
     )
     code = (
         'self.register_buffer("table", make_table(length), persistent=False)   # in __init__\n'
@@ -89,16 +90,18 @@ class ForwardCode(Rule):
         recorded = recorded_steps(a)
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
-        stretches = self._without_operators(a)
+        stretches = self._find_stretches(a)
         lengths = stretches.end - stretches.start
-        each_step = a.span_ns / a.step_count
-        long = lengths >= min(self.min_stretch * 1e6, self.min_stretch_share * each_step)
-        ns = int(lengths[long].sum())
+        step_ns = a.span_ns / a.step_count
+        is_long = lengths >= min(self.min_stretch * 1e6, self.min_stretch_share * step_ns)
+        ns = int(lengths[is_long].sum())
         if ns < self.min_share * a.span_ns:
             return
-        place = self._function(a) or self._enclosed(a, stretches.start[long], stretches.end[long])
-        use = find_library_use(self._samples(a))
-        each = ns / a.step_count
+        place = self._find_function(a) or self._find_line(
+            a, stretches.start[is_long], stretches.end[is_long]
+        )
+        library_use = find_library_use(self._list_samples(a))
+        ns_per_step = ns / a.step_count
         where = f"{place.function} ({place.file}:{place.line})" if place is not None else ""
         yield Finding(
             summary=(
@@ -108,11 +111,11 @@ class ForwardCode(Rule):
                     if where
                     else "advisor record --deep shows its lines."
                 )
-                + ("" if use is None else use.sentence("that time"))
+                + ("" if library_use is None else library_use.sentence("that time"))
             ),
             evidence=[
                 amount_per_step(a, "forward without an operator", ns),
-                amount_per_step(a, "stretches", int(long.sum()), "count"),
+                amount_per_step(a, "stretches", int(is_long.sum()), "count"),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 Evidence("longest stretch", int(lengths.max()), "ns"),
                 steps_seen(recorded),
@@ -120,18 +123,18 @@ class ForwardCode(Rule):
             where=[] if place is None else [place],
             impact=impact_per_step(
                 a,
-                0.9 * each,
-                low=self.min_gain_share * each,
+                0.9 * ns_per_step,
+                low=self.min_gain_share * ns_per_step,
                 high=int(lengths.sum()) / a.step_count,
                 method="recorded time without an operator",
                 of_median=True,
             ),
-            **({} if use is None else use.advice("the forward pass")),
+            **({} if library_use is None else library_use.advice("the forward pass")),
         )
 
     @staticmethod
-    def _samples(a: Analysis) -> list[SampledStack]:
-        """Return the stacks sampled in forward that are in no function of PyTorch."""
+    def _list_samples(a: Analysis) -> list[SampledStack]:
+        """Return the stacks sampled in forward whose innermost frame is not PyTorch's."""
         return [
             stack
             for stack in recorded_steps(a).stacks
@@ -139,25 +142,26 @@ class ForwardCode(Rule):
         ]
 
     @staticmethod
-    def _without_operators(a: Analysis) -> Intervals:
+    def _find_stretches(a: Analysis) -> Intervals:
         cpu = a.trace.cpu.filter(pl.col("thread") == a.trace.main_thread)
         forward = cpu.filter(pl.col("name").cast(pl.String) == FORWARD)
-        work = cpu.filter(pl.col("kind").is_in(WORK))
-        inside, busy = (
+        work = cpu.filter(pl.col("kind").is_in(WORK_KINDS))
+        forward_spans, work_spans = (
             union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
             for rows in (forward, work)
         )
-        waits = a.breakdown.all_communication  # DistributedDataParallel's, or the model's own
-        return subtract(subtract(intersect(inside, a.spans), busy), waits)
+        waits = a.breakdown.all_communication  # of DistributedDataParallel, or of the model itself
+        return subtract(subtract(intersect(forward_spans, a.spans), work_spans), waits)
 
-    def _function(self, a: Analysis) -> Location | None:
-        """The innermost function of most samples in forward, and its line of most: the user's, or
-        a library's that is not PyTorch's. In methods named ``forward`` operators run."""
+    def _find_function(self, a: Analysis) -> Location | None:
+        """Return the innermost function with most samples in forward, and its line with most. It is
+        in the user's code or a library other than PyTorch. Methods named ``forward`` run operators,
+        and do not count."""
         functions: Counter[tuple[str, str]] = Counter()
         lines: Counter[tuple[str, str, int]] = Counter()
-        for stack in self._samples(a):
-            own = next((name for name in reversed(stack.frames) if frame_rank(name) == 2), None)
-            frame = None if own is None else parse_frame(own)
+        for stack in self._list_samples(a):
+            user = next((name for name in reversed(stack.frames) if frame_rank(name) == 2), None)
+            frame = None if user is None else parse_frame(user)
             if frame is None:
                 continue
             if frame.function.rpartition(".")[2] != "forward":
@@ -172,29 +176,32 @@ class ForwardCode(Rule):
         return Location(file=function[0], line=line, function=function[1])
 
     @staticmethod
-    def _enclosed(a: Analysis, start: Ints, end: Ints) -> Location | None:
-        """The line between those of the operators before and after most of the time; of several
+    def _find_line(a: Analysis, start: Ints, end: Ints) -> Location | None:
+        """Return the line between the operators before and after most of the time; of several
         lines, the last."""
         stacks, main = recorded_steps(a).stacks, a.trace.main_thread
         cpu = a.trace.cpu
-        own = np.unique(outermost_aten(a))
-        own = own[own >= 0]
-        own = own[(cpu["thread"].gather(own) == main).to_numpy()]
-        ts, names = cpu["ts"].to_numpy()[own], cpu["name"].gather(own).cast(pl.String).to_list()
+        ops = np.unique(outermost_aten(a))
+        ops = ops[ops >= 0]
+        ops = ops[(cpu["thread"].gather(ops) == main).to_numpy()]
+        ts, names = cpu["ts"].to_numpy()[ops], cpu["name"].gather(ops).cast(pl.String).to_list()
         lines = {
             name: line_of_function(stacks, normalize_operator_name(name)) for name in set(names)
         }
         times: Counter[tuple[str, str, int, int]] = Counter()
-        for first, last, at in zip(start, end, np.searchsorted(ts, start), strict=True):
+        for gap_start, gap_end, op in zip(start, end, np.searchsorted(ts, start), strict=True):
             before, after = (
-                next((line.location for name in near if (line := lines[name]) is not None), None)
-                for near in (reversed(names[max(0, at - NEAR) : at]), names[at : at + NEAR])
+                next((line.location for name in nearby if (line := lines[name]) is not None), None)
+                for nearby in (
+                    reversed(names[max(0, op - MAX_NEAR) : op]),
+                    names[op : op + MAX_NEAR],
+                )
             )
             if before is None or after is None or before.function != after.function:
                 continue
             if before.file == after.file and (before.line or 0) < (after.line or 0):
                 key = before.file or "", before.function or "", before.line or 0, after.line or 0
-                times[key] += int(last - first)
+                times[key] += int(gap_end - gap_start)
         if not times:
             return None
         (file, function, above, below), ns = times.most_common(1)[0]
@@ -209,8 +216,8 @@ class ForwardCode(Rule):
             "without samples": _forward(samples=0),
             "in a short step": _forward(stretch=500, rest=1_000),
             "Python around operators": (_forward(stretch=300, times=12), "min_stretch"),
-            "small beside the rest": (_forward(rest=40_000), "min_share"),
-            "the loop's own code": (_forward(inside=False), "ns < self.min_share * a.span_ns"),
+            "small compared with the step": (_forward(rest=40_000), "min_share"),
+            "the loop's own code": (_forward(in_forward=False), "ns < self.min_share * a.span_ns"),
             "a GPU trains": (_forward(gpu="A100"), "not a.trains_on_host"),
             "waits for other ranks": (_forward(collective=True), "ns < self.min_share * a.span_ns"),
         }
@@ -222,19 +229,19 @@ def _forward(
     times: int = 1,
     rest: float = 8_000,
     samples: int = 20,
-    inside: bool = True,
+    in_forward: bool = True,
     gpu: str | None = None,
     collective: bool = False,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu, rank=0, world_size=2) if collective else TraceBuilder(gpu=gpu)
     for _ in b.steps():
-        if not inside:
+        if not in_forward:
             b.host(stretch)
         with b.range(FORWARD):
             for _ in range(times):
                 if collective:
                     b.host_collective("broadcast", 1344, stretch, wait=True)
-                elif inside:
+                elif in_forward:
                     b.host(stretch)
                 b.on_host("aten::mm", rest / times)
         if gpu:

@@ -26,29 +26,30 @@ from advisor.testing import Examples, TraceBuilder
 
 PAUSED = "steps with a pause of 1 ms or more"
 MIN_SPREAD = 0.2
-"""Share of the mean pause by which pauses must differ, for a line through the steps to count."""
+"""Minimum spread of the pauses, as a share of the mean pause, at which a line through the steps is
+fitted."""
 MIN_MARGIN = 0.1
-"""Least margin, share of the gain: a cured recording gained 84 ms per step where pauses took 80."""
+"""Minimum margin, as a share of the gain: a cured recording gained 84 ms per step where pauses took
+80."""
 
 
 class GcPauses(Rule):
     """Python's cyclic garbage collector runs inside the training loop and pauses it. A full
-    collection looks at every container object of the process, so it takes longer the more of them
-    the program keeps. Above all, these are datasets held as Python lists and dictionaries. In a job
-    of several ranks each pause delays all ranks, and they pause at different times.
+    collection visits every container object of the process, so it takes longer the more of them the
+    program keeps. Most are usually datasets kept as Python lists and dictionaries. In a job of
+    several ranks each pause delays all ranks, and they pause at different times.
 
-    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1% of the steps'
-    time, or where one step lost more than 50 ms to them. Pauses of fewer than 3 steps show no rate:
-    a long one is a note. A step that takes twice the median or more, and for the most part not
-    because of its pauses, is left out. It compiles, or saves. The gain is the pauses times how much
-    steps grow with them (a line through the steps, and twice its error). A pause costs nothing
-    while the GPU works through its queue.
+    Pauses are measured by ``gc.callbacks``. The rule reports pauses that take more than 1% of the
+    steps' time, or more than 50 ms of one step. Pauses in fewer than 3 steps do not show a rate: a
+    long one gives a note. A step of at least twice the median that is mostly not due to its pauses
+    is left out: it compiles or saves. The gain is the pauses times how much steps grow with them (a
+    line through the steps, and twice its error). A pause costs nothing while the GPU works through
+    its queue.
 
-    Pauses that are as long in each step leave no line to draw. Where the host computes the steps,
-    they are lost time all the same. Where a GPU does, no more of them is lost than it idles in the
-    profiled steps. Either the program asks for them, with ``gc.collect()``: the recorder counts the
-    calls of each line that does. Or each step makes so many objects that Python collects by itself.
-    """
+    If pauses are equally long in each step, no line can be fitted. They are lost time if the host
+    computes the steps. If a GPU does, they cost at most its idle time in the profiled steps. Either
+    the program calls ``gc.collect()``, and the recorder counts the calls by line. Or each step
+    creates so many objects that Python collects by itself."""
 
     id = "gc-pauses"
     title = "Garbage collection pauses the loop"
@@ -72,11 +73,13 @@ class GcPauses(Rule):
     min_pause_ms = Threshold(50.0, "ms lost to pauses in one step", CHOSEN)
     min_steps = Threshold(20, "steps without a profiler", GPUPROF)
     max_other = Threshold(
-        2.0, "times its pauses, what a step of two medians or more takes beyond the median", CHOSEN
+        2.0,
+        "times its pauses, for the time beyond the median of a step of two medians or more",
+        CHOSEN,
     )
 
     min_pauses = Threshold(
-        3, "steps with a pause of 1 ms or more: fewer show neither rate nor range", CHOSEN
+        3, "steps with a pause of 1 ms or more; fewer show neither rate nor range", CHOSEN
     )
     min_step_share = Threshold(
         0.9, "of the steps have at least half of the mean pause, or a call of gc.collect()", CHOSEN
@@ -91,7 +94,7 @@ class GcPauses(Rule):
         "import gc\n"
         "for step, batch in enumerate(loader):\n"
         "    train_step(batch)\n"
-        "    if step == 10:          # what exists now stays\n"
+        "    if step == 10:          # keeps what exists now\n"
         "        gc.collect()\n"
         "        gc.freeze()"
     )
@@ -99,18 +102,18 @@ class GcPauses(Rule):
     falsified_by = "the same step times with gc.disable()"
     confidence = 0.85
     cases = {
-        "made in each step": {
+        "created in each step": {
             "title": "Garbage collection pauses each step",
-            "fix": "Make fewer objects in a step: keep results in tensors or arrays, not in tuples "
-            "and lists. By default Python collects after 700 or 2,000 new objects: let it collect "
-            "less often. Memory of reference cycles then stays longer.",
+            "fix": "Create fewer objects in a step: keep results in tensors or arrays, not in "
+            "tuples and lists. By default Python collects after 700 or 2,000 new objects: let it "
+            "collect less often. Memory of reference cycles is then freed later.",
             "code": "import gc\ngc.set_threshold(100_000, 20, 20)      # before the loop",
         },
-        "in each step": {
+        "requested in each step": {
             "title": "The program asks for a garbage collection in each step",
             "fix": "Take gc.collect() out of the loop: Python collects by itself, and a tensor is "
-            "freed when its last reference goes. Collect every N steps where reference cycles "
-            "hold much memory.",
+            "freed with its last reference. Collect every N steps if reference cycles hold much "
+            "memory.",
             "code": "if step % 1000 == 0:      # not in each step\n    gc.collect()",
             "verify": "Record again: the pauses are gone. Watch memory: reference cycles stay.",
             "confidence": 0.9,
@@ -131,33 +134,37 @@ class GcPauses(Rule):
             return
         pause, dur = recorded.column("gc")[recorded.timed], recorded.timed_durations
         beyond = np.maximum(0.0, dur - recorded.median)
-        # a step that compiles makes many objects, which are collected in it: once
-        usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
-        pause, dur, beyond = pause[usual], dur[usual], beyond[usual]
+        # a step that compiles creates many objects that are collected in it, but only once
+        is_usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
+        pause, dur, beyond = pause[is_usual], dur[is_usual], beyond[is_usual]
         share = float(pause.sum()) / float(dur.sum())
         longest = float(pause.max())
         if share < self.min_share and longest < self.min_pause_ms * 1e6:
             return
-        each = bool((pause >= 0.5 * pause.mean()).mean() >= self.min_step_share)
+        in_each_step = bool((pause >= 0.5 * pause.mean()).mean() >= self.min_step_share)
         paused = int((pause >= 1e6).sum())
-        impact = _lost_in_each(a, float(np.median(pause))) if each else None
+        impact = _estimate_equal_pauses(a, float(np.median(pause))) if in_each_step else None
         if impact is None:
             lost = float(np.minimum(pause, beyond).sum()) / len(dur)
             if a.is_device_bound or lost < 0.2 * float(pause.sum()) / len(dur):
-                return  # the GPU had work meanwhile: the steps are no longer
-            if paused < self.min_pauses and not each:
-                yield from self._of_few(a, pause, paused, share)
+                return  # the GPU had work meanwhile, so the steps are not longer
+            if paused < self.min_pauses and not in_each_step:
+                yield from self._note_few(a, pause, paused, share)
                 return
             impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
-        places, calls = _asked_for(a)
-        asked = calls >= self.min_step_share
-        words = self.case("in each step" if asked else "made in each step") if each else {}
+        places, calls = _find_collect_calls(a)
+        requested = calls >= self.min_step_share
+        texts = (
+            self.case("requested in each step" if requested else "created in each step")
+            if in_each_step
+            else {}
+        )
         yield Finding(
             summary=(
                 f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
                 f"per step on average ({share:.1%}), up to {t.format_duration(longest)} in one "
-                f"step. {'Every' if each else 'A'} step"
-                + (" has such a pause." if each else " with a pause is that much longer.")
+                f"step. {'Every' if in_each_step else 'A'} step"
+                + (" has such a pause." if in_each_step else " with a pause is that much longer.")
             ),
             evidence=[
                 Evidence("pauses", float(pause.mean()), "ns", per="step"),
@@ -167,13 +174,13 @@ class GcPauses(Rule):
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            where=places if asked or not each else [],
+            where=places if requested or not in_each_step else [],
             impact=impact,
-            **words,
+            **texts,
         )
 
-    def _of_few(self, a: Analysis, pause: Floats, paused: int, share: float) -> Outcomes:
-        """Note long pauses of which too few were seen for a rate."""
+    def _note_few(self, a: Analysis, pause: Floats, paused: int, share: float) -> Outcomes:
+        """Report long pauses as a note if too few were recorded for a rate."""
         longest = float(pause.max())
         if longest < self.min_pause_ms * 1e6:
             return
@@ -187,8 +194,8 @@ class GcPauses(Rule):
                 self.compare("share of the steps' time", share, "min_share"),
                 self.compare(PAUSED, paused, "min_pauses", "count"),
             ],
-            where=_asked_for(a)[0],
-            impact=impact_without_gain("so few pauses show no rate"),
+            where=_find_collect_calls(a)[0],
+            impact=impact_without_gain("too few pauses to show a rate"),
             informational=True,
         )
 
@@ -223,9 +230,9 @@ class GcPauses(Rule):
         }
 
 
-def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
-    """Estimate the cost of equally long pauses in each step: all of them where the host computes,
-    else at most the device's idle time. ``pause``: ns per step. ``None``: unknown."""
+def _estimate_equal_pauses(a: Analysis, pause: float) -> Impact | None:
+    """Estimate the cost of equal pauses (ns per step) in each step: all of them if the host
+    computes, or else at most the device's idle time. ``None`` if unknown."""
     if a.trains_on_host:
         method = "pauses of the host, which computes the steps"
         return impact_per_step(a, pause, low=(1 - MIN_MARGIN) * pause, method=method)
@@ -235,40 +242,45 @@ def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
     return impact_per_step(a, pause, low=0.0, method=method, kind="upper bound")
 
 
-def _asked_for(a: Analysis) -> tuple[list[Location], float]:
-    """Find lines that ask for full collections, and their calls per step: by the trace's frames,
-    else the recorder's notes, which give the last power of two."""
+def _find_collect_calls(a: Analysis) -> tuple[list[Location], float]:
+    """Return lines that call for full collections, and their calls per step. They come from the
+    trace's frames, or else from the recorder, which counts in powers of two."""
     calls = name_matches(a.trace.cpu["name"], r"^<built-in function collect>$").to_numpy().nonzero()
     if len(calls[0]):
-        within = len(rows_in_steps(a, calls[0]))
-        return [locate_row(a, int(calls[0][0]), count=len(calls[0]))], within / max(a.step_count, 1)
+        in_steps = len(rows_in_steps(a, calls[0]))
+        return [locate_row(a, int(calls[0][0]), count=len(calls[0]))], in_steps / max(
+            a.step_count, 1
+        )
     record = recorded_steps(a).record
-    lines = {(_text(noted, "file"), _line(noted)): noted for noted in record.events_of("collect")}
-    # a recording without numbers of calls: as many as steps
-    times = [noted.get("times", len(record.steps)) for noted in lines.values()]
-    count = 2 * sum(number for number in times if type(number) is int)
+    lines = {
+        (_read_text(event, "file"), _read_line(event)): event
+        for event in record.events_of("collect")
+    }
+    # without recorded numbers of calls, assume one per step
+    call_counts = [event.get("times", len(record.steps)) for event in lines.values()]
+    count = 2 * sum(number for number in call_counts if type(number) is int)
     places = [
-        Location(file=file, line=line, function=_text(noted, "function"))
-        for (file, line), noted in list(lines.items())[:3]
+        Location(file=file, line=line, function=_read_text(event, "function"))
+        for (file, line), event in list(lines.items())[:3]
         if file is not None
     ]
     return places, count / max(len(record.steps), 1)
 
 
-def _text(noted: dict[str, Any], key: str) -> str | None:
-    value = noted.get(key)
+def _read_text(event: dict[str, Any], key: str) -> str | None:
+    value = event.get(key)
     return re.sub(r"\s+", " ", value)[:1000] if isinstance(value, str) else None
 
 
-def _line(noted: dict[str, Any]) -> int | None:
-    value = noted.get("line")
+def _read_line(event: dict[str, Any]) -> int | None:
+    value = event.get("line")
     return value if type(value) is int and 0 < value < 10**9 else None
 
 
 def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
-    """The pauses times how much a step grows with them: the slope of a line through the steps, and
-    twice its error (White's, since steps with pauses scatter more). Where all pauses are similar no
-    line can be drawn, and the time lost is an upper bound."""
+    """Estimate the pauses times how much a step grows with them: the slope of a line through the
+    steps, and twice its error (White's, since steps with pauses scatter more). If all pauses are
+    similar no line can be fitted, and the time lost is an upper bound."""
     mean, count = float(pause.mean()), len(pause)
     deviation = pause - mean
     square = float(np.square(deviation).sum())
@@ -301,15 +313,15 @@ def _gc_run(
     b = b or TraceBuilder()
     r = b.record_of_run(devices=[RecordedDevice()] if b.head["deviceProperties"] else [])
     for n in range(steps):
-        here = pause if n % every == 0 else 0.0
-        r.step(20 + (here if longer is None else longer * (here > 0)), gc=here, forward=5)
+        ms = pause if n % every == 0 else 0.0
+        r.step(20 + (ms if longer is None else longer * (ms > 0)), gc=ms, forward=5)
     if asked:
         r.event("collect", file="train.py", line=9, function="main", times=asked)
     return b
 
 
 def _window(*, gpu: bool = True, idle: float = 0.0) -> TraceBuilder:
-    """Steps of 28 ms, on the host or on a GPU that idles so long (µs)."""
+    """Build steps of 28 ms, on the host or on a GPU that idles for ``idle`` µs."""
     b = TraceBuilder("A100" if gpu else None)
     for _ in b.steps():
         if gpu:

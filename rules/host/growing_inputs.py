@@ -1,4 +1,4 @@
-"""Each training step computes on all that earlier steps collected."""
+"""Training steps that compute on everything that earlier steps collected."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class GrowingInputs(Rule):
-    """The training loop computes a metric, a mean or a distance on everything that it has collected
-    so far, in each step. The n-th step works on n batches, so steps take longer and longer, and
-    the run's time grows with the square of its length.
+    """The training loop computes a metric, a mean or a distance in each step, on everything
+    collected so far. The n-th step works on n batches, so steps take longer and longer, and the
+    run's time grows with the square of its length.
 
-    The recorded shapes show it. The same call of an operator has more values in each step than in
-    the one before, always by about the same number. Passes of inference are left out: a cache of
-    keys and values grows so by design.
+    The recorded shapes show this. In each step, the same call of an operator has more values than
+    in the previous step, always by about the same number. Inference is left out: a cache of keys
+    and values grows this way by design.
 
-    The gain is the time of these operators in the window. In a recorded run on a CPU it is that of
-    the run's steps, whose inputs are as much larger as they come later."""
+    The gain is the time of these operators in the window. In a recorded run on a CPU, it is
+    extrapolated to the run's steps, whose inputs grow in the same way."""
 
     id = "growing-inputs"
-    title = "Each step computes on all that earlier steps collected"
+    title = "Each step computes on everything that earlier steps collected"
     training_only = True
     found_in: ClassVar[tuple[str, ...]] = ("recorded/growing_metric.slow",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/growing_metric.cured", *CURED_RECORDINGS)
@@ -52,15 +52,15 @@ class GrowingInputs(Rule):
         "https://lightning.ai/docs/torchmetrics/stable/classification/auroc.html",
     )
 
-    min_steps = Threshold(3, "steps in a row, each with more values than the one before", CHOSEN)
+    min_steps = Threshold(3, "consecutive steps, each with more values than the last", CHOSEN)
     max_uneven = Threshold(1.05, "times the smallest growth from step to step", CHOSEN)
     min_share = Threshold(0.05, "of the step in these operators", XPROF)
     best_factor = Factor(1.2, "times that time at best: larger inputs miss the caches", CHOSEN)
-    worst_factor = Factor(0.2, "of the time remains at most: the step's own part", CHOSEN)
+    worst_factor = Factor(0.2, "of the time remains at most, for the step's own values", CHOSEN)
 
     fix = (
-        "Let each step only add to the metric, and compute it at the end, or every few hundred "
-        "steps. Or keep sums, counts or bins in place of all values."
+        "Only add to the metric in each step, and compute it at the end, or every few hundred "
+        "steps. Or keep sums, counts or bins instead of all values."
     )
     code = (
         "metric.update(scores.detach(), labels)      # in each step\n"
@@ -79,20 +79,20 @@ class GrowingInputs(Rule):
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.used.height < self.min_steps:
             return
         calls = _calls_by_place(a)
-        found = [each for each in calls if self._grows(each.values)]
-        if not found:
+        growing = [call for call in calls if self._is_growing(call.values)]
+        if not growing:
             return
-        rows = np.sort(np.concatenate([each.rows for each in found]))
+        rows = np.sort(np.concatenate([call.rows for call in growing]))
         ns = time_of_operators(a, rows)
         if ns < self.min_share * a.span_ns:
             return
-        costliest = max(found, key=lambda each: each.ns)
+        costliest = max(growing, key=lambda call: call.ns)
         values = costliest.values
         yield Finding(
             summary=(
                 f"{costliest.name} works on {values[0]:,} values in the first recorded step and "
                 f"on {values[-1]:,} in the last, about {np.diff(values).mean():,.0f} more in each. "
-                f"{t.count_noun(len(found), 'such call')} of a step: {of_step(a, ns)}."
+                f"{t.count_noun(len(growing), 'such call')} of a step: {of_step(a, ns)}."
             ),
             evidence=[
                 self.compare("steps in a row with more values", len(values), "min_steps", "count"),
@@ -101,25 +101,27 @@ class GrowingInputs(Rule):
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows, top=1),
-            **self._effect(a, rows, ns, costliest),
+            **self._estimate_effect(a, rows, ns, costliest),
         )
 
-    def _grows(self, values: list[int]) -> bool:
-        more = np.diff(values)
-        return bool(len(more) and more.min() > 0 and more.max() <= self.max_uneven * more.min())
+    def _is_growing(self, values: list[int]) -> bool:
+        rise = np.diff(values)
+        return bool(len(rise) and rise.min() > 0 and rise.max() <= self.max_uneven * rise.min())
 
-    def _effect(self, a: Analysis, rows: Rows, ns: int, costliest: _Calls) -> dict[str, Any]:
-        """Take these operators out of the steps. Of a run on a CPU: their time in its steps, in
-        proportion to what was collected by then."""
+    def _estimate_effect(
+        self, a: Analysis, rows: Rows, ns: int, costliest: _Calls
+    ) -> dict[str, Any]:
+        """Return the impact or the edits that remove these operators. In a recorded run on a CPU,
+        their time grows in proportion to the collected values."""
         if a.recorded is not None and a.device_id is None:
-            inside = a.recorded.kept_by_window(a.trace.meta.window)
-            steps, window = (np.flatnonzero(each) for each in (a.recorded.used, inside))
+            in_window = a.recorded.kept_by_window(a.trace.meta.window)
+            steps, window = (np.flatnonzero(mask) for mask in (a.recorded.used, in_window))
             if len(steps) and len(window):
                 values = costliest.values
                 growth = (values[-1] - values[0]) / (len(values) - 1)
-                seen = sum(values) / len(values) / growth
-                later = 1 + max(0.0, float(steps.mean() - window.mean())) / seen
-                time = later * ns / a.step_count
+                steps_collected = sum(values) / len(values) / growth
+                growth_factor = 1 + max(0.0, float(steps.mean() - window.mean())) / steps_collected
+                time = growth_factor * ns / a.step_count
                 impact = impact_per_step(
                     a,
                     time,
@@ -137,37 +139,37 @@ class GrowingInputs(Rule):
             "a metric on all scores": _training(),
             "on a CPU": _training(gpu=None),
             "in a recorded run": _training(gpu=None, recorded=True),
-            "sizes that vary": (_training(sizes=(9000, 9700, 9200, 9900)), "not found"),
-            "always as much": (_training(sizes=(9000,) * 4), "not found"),
+            "sizes that vary": (_training(sizes=(9000, 9700, 9200, 9900)), "not growing"),
+            "always as much": (_training(sizes=(9000,) * 4), "not growing"),
             "two steps": (_training(sizes=(9000, 10000)), "min_steps"),
             "hardly any time": (_training(us=4), "min_share"),
         }
 
 
 class _Calls(NamedTuple):
-    """The same call of each step."""
+    """The same call in each step."""
 
     name: str
     rows: Rows
     values: list[int]
-    """Number of values of its inputs."""
+    """Number of input values in each step."""
     ns: int
 
 
 def _calls_by_place(a: Analysis) -> list[_Calls]:
-    """List calls that each used step has: the n-th call of an operator, where all steps have as
-    many of it."""
+    """Return calls that occur in each used step: the n-th call of an operator, if all steps have
+    equally many."""
     ops = outermost_in_steps(a).filter(pl.col("inputs").is_not_null()).sort("ts")
     ops = ops.with_columns(step=step_of_call(a.steps, ops["ts"].to_numpy())).drop_nulls("step")
-    steps_of = {index: n for n, index in enumerate(a.steps.used["index"].sort())}
-    sizes = {index: _values(inputs_at(a, index)) for index in ops["inputs"].unique()}
-    of_name: dict[str, list[list[tuple[int, int, int]]]] = defaultdict(
-        lambda: [[] for _ in steps_of]
+    step_number = {index: n for n, index in enumerate(a.steps.used["index"].sort())}
+    sizes = {index: _count_values(inputs_at(a, index)) for index in ops["inputs"].unique()}
+    by_name: dict[str, list[list[tuple[int, int, int]]]] = defaultdict(
+        lambda: [[] for _ in step_number]
     )
     for row, name, ns, index, step in ops.select("row", "name", "ns", "inputs", "step").iter_rows():
-        of_name[name][steps_of[step]].append((row, ns, sizes[index]))
+        by_name[name][step_number[step]].append((row, ns, sizes[index]))
     result = []
-    for name, steps in of_name.items():
+    for name, steps in by_name.items():
         if len({len(calls) for calls in steps}) != 1:
             continue
         for calls in zip(*steps, strict=True):
@@ -177,9 +179,9 @@ def _calls_by_place(a: Analysis) -> list[_Calls]:
     return result
 
 
-def _values(inputs: OpInputs) -> int:
-    lists = [shape for at in range(len(inputs)) for shape in inputs.shapes(at)]
-    return sum(prod(shape) for shape in [*(each.shape for each in inputs.tensors), *lists])
+def _count_values(inputs: OpInputs) -> int:
+    lists = [shape for position in range(len(inputs)) for shape in inputs.shapes(position)]
+    return sum(prod(shape) for shape in [*(tensor.shape for tensor in inputs.tensors), *lists])
 
 
 def _training(

@@ -40,13 +40,13 @@ class LaunchBound(Rule):
     """The GPU finishes its kernels faster than the host launches them, so it idles between them.
     The step is as slow as Python, the dispatcher and the launch calls.
 
-    The rule counts GPU idle time in pieces of at most 200 µs. Meanwhile the thread that launches
-    the next kernel is inside operators, Python frames or the launch call itself. A longer piece is
-    one slow call, not many launches, and has its own rules. So has a loop of many short calls
-    before one launch. It counts as one where most of that time is in gaps with more than 1 ms of
-    it. Waits for data, copies, syncs, allocation, compilation and the profiler are not counted.
-    Python without stacks is not either, because nothing shows that it is Python; the gain is then
-    rather larger than estimated.
+    The rule counts GPU idle time in pieces of at most 200 µs, during which the thread that launches
+    the next kernel is in operators, Python frames or the launch call itself. Longer pieces come
+    from one slow call, not from many launches, and have their own rules. So has a loop of many
+    short calls before one launch: most of its time is in gaps with more than 1 ms of it. Waits for
+    data, copies, syncs, allocation, compilation and the profiler are not counted. Without stacks,
+    Python is not counted either, because nothing identifies it; the gain is then larger than
+    estimated.
 
     Small kernels alone prove nothing: a busy GPU may have thousands of them in its queue (a public
     V100 trace: 45% of the kernels below 10 µs at 96% busy). So the rule is silent while the GPU
@@ -69,10 +69,10 @@ class LaunchBound(Rule):
     )
     validation_note = (
         "fires on h100_bert_small_inference (7% busy), b200_eager (13%) and nccl_collectives "
-        "(24%). There idle time by HTA's definition of host wait bounds it from above. Fires on "
-        "DLRM and SAM, where idle time before late launches bounds it. Silent on video inference "
-        "on an MI300X, whose idle time lies before the first kernel. Silent on A100 and V100 "
-        "training (84 and 96% busy, half of the kernels below 10 µs)"
+        "(24%). There HTA's host wait is an upper bound of this idle time. Fires on DLRM and SAM, "
+        "where idle time before late launches is the bound. Silent on video inference on an "
+        "MI300X, which idles before the first kernel. Silent on A100 and V100 training (84 and 96% "
+        "busy, half of the kernels below 10 µs)"
     )
     sources = (
         Citation(
@@ -90,17 +90,17 @@ class LaunchBound(Rule):
 
     min_share = Threshold(0.10, "of the step, idle for this reason", XPROF_LAUNCH)
     max_healthy_share = Threshold(
-        0.05, "of the step, idle for this reason: below it launches keep up", XPROF
+        0.05, "of the step, idle for this reason; below it, launches keep up", XPROF
     )
     max_busy = Threshold(
-        0.80, "of the step, the GPU is busy: above it the host is not the problem", GPU_IDLE
+        0.80, "of the step, the GPU is busy; above it, the host is not the problem", GPU_IDLE
     )
     min_launches = Threshold(
-        30, "launches per step: with fewer, launching is not the problem", OURS
+        30, "launches per step; with fewer, launching is not the problem", OURS
     )
 
     min_apart = Threshold(
-        10, "launches between two waits for the GPU: fewer make every capture impossible", OURS
+        10, "launches between two waits for the GPU; with fewer, no capture is possible", OURS
     )
 
     max_half = Threshold(
@@ -134,7 +134,7 @@ class LaunchBound(Rule):
             "fix": "Replay the kernels as CUDA graphs, as they are the same in every step. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.'
         },
-        "graphs are used already": {
+        "graphs are already used": {
             "fix": "Capture the launches that are still outside CUDA graphs too, or fuse them with "
             "torch.compile."
         },
@@ -145,29 +145,29 @@ class LaunchBound(Rule):
         "the kernels differ at the same shapes": {
             "fix": 'Capture the model alone, with torch.compile(mode="reduce-overhead") or CUDA '
             "graphs. Its shapes are the same in every step, but the kernels are not: a branch "
-            "beside it changes them."
+            "outside the model changes them."
         },
         "something waits": {
             "fix": "First remove {waits} for the GPU: {names}. A capture allows no waits."
         },
         "a larger batch fits": {
-            "fix": "Double the batch, then measure: that raises throughput, and needs another "
+            "fix": "Double the batch, then measure: that raises throughput, and needs a different "
             "learning rate.",
             "code": "{code}\n\n"
-            "# or twice the batch, for throughput, with another learning rate\n"
+            "# or twice the batch, for throughput, with a different learning rate\n"
             "loader = DataLoader(..., batch_size=2 * batch_size)",
         },
         "sizes vary outside the dense layers": {
             "fix": "Replay only the dense layers as CUDA graphs{without}. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.',
-            "code": "# the dense layers alone: sizes of the others vary from batch to batch\n"
+            "code": "# the dense layers alone: sizes of other layers vary between batches\n"
             "# model.dense: your name for these layers\n"
             'model.dense = torch.compile(model.dense, mode="reduce-overhead")',
         },
         "in every case": {
             "fix": "Otherwise give each launch more work: {ways}fewer small operators."
         },
-        "the model is compiled already": {
+        "the model is already compiled": {
             "fix": 'Compile with mode="reduce-overhead" if shapes repeat: it replays the kernels '
             "of the compiled model as CUDA graphs."
         },
@@ -206,7 +206,7 @@ class LaunchBound(Rule):
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
             )
             return
-        yield from self._queued(a)
+        yield from self._check_queued(a)
         share = gaps.idle / a.span_ns
         if gaps.busy_share > self.max_busy:
             if share < self.max_healthy_share and gaps.launches >= self.min_launches:
@@ -218,13 +218,13 @@ class LaunchBound(Rule):
         if share < self.min_share or gaps.launches < self.min_launches:
             return
         if not gaps.at_launches:
-            return  # something slow before a launch, in many calls
-        static, waits = repeats_kernels(a), find_capture_blockers(a)
+            return  # slow code before a launch, in many calls
+        is_static, waits = repeats_kernels(a), find_capture_blockers(a)
         if not can_capture(gaps.launches, waits, self.min_apart):
-            return  # no graph can hold them, and the waits come first
-        stacks = bool(a.trace.meta.with_stack)
-        edits = capture_edits(static, waits)
-        dense = idle_in_dense_layers(a) if waits.dense_only else 0
+            return  # no graph can contain them: the waits must go first
+        has_stacks = bool(a.trace.meta.with_stack)
+        edits = capture_edits(is_static, waits)
+        dense_idle = idle_in_dense_layers(a) if waits.dense_only else 0
         yield Finding(
             summary=(
                 f"The GPU idles for {of_step(a, gaps.idle)} until the host launches more. Each "
@@ -234,61 +234,61 @@ class LaunchBound(Rule):
             ),
             evidence=[
                 amount_per_step(a, "idle for launches", gaps.idle),
-                *([amount_per_step(a, "of it, in dense layers", dense)] if dense else []),
+                *([amount_per_step(a, "of it, in dense layers", dense_idle)] if dense_idle else []),
                 self.compare("share", share, "min_share", per=a.per),
                 amount_per_step(a, "idle in slower calls, or before the first launch", gaps.longer),
                 self.compare("GPU busy", gaps.busy_share, "max_busy"),
                 self.compare("launches", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("median kernel", gaps.kernel_ns, "ns"),
                 Evidence("kernels below 10 µs", gaps.short, "share", None, "TraceLens"),
-                Evidence("the same kernels in every step", YES_OR_NO[static]),
+                Evidence("the same kernels in every step", YES_OR_NO[is_static]),
                 Evidence("graph launches", gaps.graph_launches, "count"),
             ],
             where=locate_gaps(a, edits),
-            **self._advice(a, static, waits, gaps),
+            **self._advice(a, is_static, waits, gaps),
             edits=edits,
             needs="" if waits.dense_only else "sizes repeat",
-            confidence=0.75 if stacks else 0.85,
+            confidence=0.75 if has_stacks else 0.85,
             confidence_notes=["recording Python stacks lengthens host time most"]
-            if stacks
+            if has_stacks
             else ["profiling itself lengthens host time"],
         )
 
-    def _queued(self, a: Analysis) -> Outcomes:
-        """Report idle time although work is queued: its cause is not in the trace."""
+    def _check_queued(self, a: Analysis) -> Outcomes:
+        """Report GPU idle time while work is queued. Its cause is not in the trace."""
         idle = queued_idle_ns(a)
         if idle >= self.min_share * a.span_ns:
             yield SkippedCheck(
                 what=f"why the GPU idles for {of_step(a, idle)} while work is queued for it",
                 why="the cause is not in the trace: events were filtered out, or another process "
                 "uses the GPU",
-                record="all activities, unfiltered, on a GPU that nobody else uses",
+                record="all activities, unfiltered, on a GPU without other processes",
             )
 
     def _advice(
-        self, a: Analysis, static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps
+        self, a: Analysis, is_static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps
     ) -> dict[str, Any]:
         fix, code = self.fix, self.code
         count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
         if gaps.graph_launches:
-            fix = self.case("graphs are used already")["fix"]
+            fix = self.case("graphs are already used")["fix"]
         elif waits.dense_only:
             without = f"; leave the {count} for the GPU outside: {waits.names}" * bool(
                 waits.own_per_step
             )
             fix, code = self.case("sizes vary outside the dense layers", without=without).values()
-        elif static is not False and is_compiled(a):
-            fix = self.case("the model is compiled already")["fix"]
-        elif static is False:
-            shapes = shapes_by_step(a, _MODEL)
-            same = len(shapes) > 1 and len(set(shapes.tolist())) == 1
-            how = "at the same shapes" if same else "from step to step"
-            fix = self.case(f"the kernels differ {how}")["fix"]
-        elif static:
+        elif is_static is not False and is_compiled(a):
+            fix = self.case("the model is already compiled")["fix"]
+        elif is_static is False:
+            shapes = shapes_by_step(a, _MODEL_OPS)
+            same_shapes = len(shapes) > 1 and len(set(shapes.tolist())) == 1
+            condition = "at the same shapes" if same_shapes else "from step to step"
+            fix = self.case(f"the kernels differ {condition}")["fix"]
+        elif is_static:
             fix = self.case("the same kernels in every step")["fix"]
-        graphs, _, more = fix.partition(". ")
+        graphs, _, remaining = fix.partition(". ")
         others = "" if gaps.graph_launches else waits.others
-        # in one sentence, as a short report shows the first alone
+        # in one sentence, because a short report shows only the first
         if waits.own_per_step and not gaps.graph_launches and not waits.dense_only:
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
             graphs = f"{graphs}; {t.lower_first(remove)}"
@@ -296,22 +296,22 @@ class LaunchBound(Rule):
         elif DDP_TIMERS in others:
             later = "first profile later steps: in its first ones DDP waits to time itself"
             graphs = f"{graphs.removesuffix('.')}; {later}"
-        if self._may_grow(a, gaps):
+        if self._can_double_batch(a, gaps):
             double, code = self.case("a larger batch fits", code=code).values()
             graphs = f"{graphs.removesuffix('.')}. Or {t.lower_first(double)}"
-        otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
-        fix = " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
+        otherwise = self.case("in every case", ways="".join(f"{w}, " for w in _list_ways(a)))["fix"]
+        fix = " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, remaining, otherwise]))
         return {"fix": fix, "code": code}
 
-    def _may_grow(self, a: Analysis, gaps: LaunchGaps) -> bool:
-        """Return whether twice the batch fits into memory and idle time, and is a choice: requests
-        make that of a server or of a model that generates."""
+    def _can_double_batch(self, a: Analysis, gaps: LaunchGaps) -> bool:
+        """Return whether twice the batch fits into memory and idle time, and can be chosen. In a
+        server or a generating model, requests determine the batch."""
         memory, passes = a.memory, a.passes
-        served = passes is not None and any(mark.phase != FORWARD for mark in passes.marks)
-        if served or gaps.graph_launches or memory.is_empty():
+        is_served = passes is not None and any(mark.phase != FORWARD for mark in passes.marks)
+        if is_served or gaps.graph_launches or memory.is_empty():
             return False
-        held, capacity = (memory[name].to_numpy() for name in ("peak_reserved", "capacity"))
-        return gaps.busy_share <= self.max_half and bool((held <= self.max_half * capacity).all())
+        used, capacity = (memory[name].to_numpy() for name in ("peak_reserved", "capacity"))
+        return gaps.busy_share <= self.max_half and bool((used <= self.max_half * capacity).all())
 
     @staticmethod
     def examples() -> Examples:
@@ -369,8 +369,8 @@ class LaunchBound(Rule):
         }
 
 
-def _ways(a: Analysis) -> list[str]:
-    """Return what makes launches larger, without what the trace shows to be done or absent."""
+def _list_ways(a: Analysis) -> list[str]:
+    """Return ways to make launches larger, except those already in use or not applicable."""
     ways = ["a larger batch"]
     updates = rows_launched_under(a, OPTIMIZER_STEP)
     fused = name_matches(a.trace.gpu["name"], kernel_work.FUSED).to_numpy()
@@ -385,9 +385,9 @@ def _small_kernels(b: TraceBuilder, count: int) -> None:
     b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
-_MODEL = (
+_MODEL_OPS = (
     r"^aten::(?:addmm|mm|bmm|baddbmm|cudnn_convolution|miopen_convolution|convolution"
     r"|scaled_dot_product_attention|_scaled_dot_product_\w+_attention)$"
 )
-"""Operators whose shapes are those of the model: keys and values of a growing cache, too."""
+"""Operators that show the model's shapes, including keys and values of a growing cache."""
 YES_OR_NO = {None: None, True: "yes", False: "no"}

@@ -1,4 +1,4 @@
-"""The loop's own code, in a trace with Python stacks."""
+"""Time of the loop's own code, in traces with Python stacks."""
 
 import re
 from typing import NamedTuple
@@ -27,16 +27,18 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LoopCode(LoopRule):
-    """The loop's own code adds to each step where the training computes on the CPU. It waits
-    (``time.sleep``, a server, a lock), logs, computes metrics, clips by hand or prepares a batch.
+    """The loop's own code lengthens each step if the training computes on the CPU. It waits
+    (``time.sleep``, a server, a lock), logs, computes metrics, clips gradients by hand or prepares
+    a batch.
 
-    It needs Python stacks. The rule counts the main thread outside the loader, calls of modules,
-    the backward pass, the optimizer and waits for other threads. Operators whose gradient is
-    computed do not count either. The rule names the deepest function of your code that has most of
-    that time, with what it calls: Python and operators. Of a function that also trains, such as the
-    loop itself, only its own Python counts, not PyTorch's around operators. In programs without
-    modules and without a backward pass operators may be the model: only Python counts there. Where
-    a GPU trains, its idle time says what the host's code costs, and other rules look at that."""
+    The rule needs Python stacks. It counts time of the main thread outside the loader, calls of
+    modules, the backward pass, the optimizer and waits for other threads. Operators whose gradient
+    is computed do not count either. The rule names the deepest function of your code that has most
+    of that time, including the Python and operators that it calls. In a function that also trains,
+    such as the loop itself, only its own Python counts, not PyTorch's Python around operators. In
+    programs without modules and without a backward pass, operators may be the model, so only Python
+    counts. If a GPU trains, its idle time shows the cost of the host's code, and other rules check
+    it."""
 
     id = "loop-code"
     title = "The loop's own code takes much of the step"
@@ -47,44 +49,50 @@ class LoopCode(LoopRule):
         "norm of gradients by hand, a simulated environment"
     )
 
-    min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
+    min_share = Threshold(0.10, "of the step; twice the threshold for a waiting GPU", XPROF)
     max_callee_share = Threshold(
-        0.8, "of a function's time in one that it calls: that one is named", CHOSEN
+        0.8, "of a function's time in one that it calls; then the called function is named", CHOSEN
     )
 
     def check(self, a: Analysis) -> Outcomes:
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
         code = LoopTime(a)
-        place = code.largest(self.max_callee_share)
-        if place is None:
+        function = code.largest(self.max_callee_share)
+        if function is None:
             return
-        ns, name = place.ns, place.name
+        ns, name = function.ns, function.name
         if ns < self.min_share * a.span_ns or ns < self.min_ms * 1e6 * a.step_count:
             return
-        many = place.of_tensors and place.operators >= self.min_tensor_operators * a.step_count
-        alone = place.largest_part == labels.clean(name)
-        inside = None if alone else place.largest_part
-        location = locate_row(a, place.row, op=inside, count=place.calls)
-        runs = amount_per_step(a, "operators in it", place.operators, "count")
-        use = None if many else find_library_use(place.stacks, timed=True)
+        many = (
+            function.of_tensors and function.operators >= self.min_tensor_operators * a.step_count
+        )
+        own_python = function.largest_part == labels.clean(name)
+        main_part = None if own_python else function.largest_part
+        location = locate_row(a, function.row, op=main_part, count=function.calls)
+        operator_evidence = amount_per_step(a, "operators in it", function.operators, "count")
+        use = None if many else find_library_use(function.stacks, timed=True)
         yield Finding(
             summary=(
                 f"{location.function} ({location.file}:{location.line}) takes {of_step(a, ns)} on "
                 "the main thread outside loading, forward, backward and optimizer, most of it in "
-                f"{'its own Python' if alone else place.largest_part}."
-                + (f" It runs {round(place.operators / a.step_count):,} operators." if many else "")
+                f"{'its own Python' if own_python else function.largest_part}."
+                + (
+                    f" It runs {round(function.operators / a.step_count):,} operators."
+                    if many
+                    else ""
+                )
             ),
             evidence=[
                 amount_per_step(a, "time of this function", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-                *([runs] if place.operators else []),
+                *([operator_evidence] if function.operators else []),
             ],
             where=[location],
             edits=[
                 scale_edit(
                     Select(on="host", kind=("python",), name=exact_pattern([name])),
-                    *(1 - saved * ns / place.total_ns for saved in (0.9, 1.0, 0.5)),
+                    *(1 - saved * ns / function.total_ns for saved in (0.9, 1.0, 0.5)),
                 )
             ],
             confidence_notes=["recording Python stacks lengthens Python time"],
@@ -122,7 +130,7 @@ class LoopCode(LoopRule):
             with device.python("train.py(30): main"):
                 device.host(3000)
                 device.product(300)
-        clipped, learnt = TraceBuilder(gpu=None), TraceBuilder(gpu=None)
+        clipped, trained = TraceBuilder(gpu=None), TraceBuilder(gpu=None)
         for _ in clipped.steps():
             with clipped.python("train.py(30): main"):
                 with clipped.python("nn.Module: Net_0"):
@@ -130,34 +138,34 @@ class LoopCode(LoopRule):
                 with clipped.python("train.py(12): clip"):
                     for _ in range(40):
                         clipped.on_host("aten::norm", 50)
-        for number in learnt.steps():
-            with learnt.python("train.py(30): main"):
-                with learnt.python("train.py(12): loss"), learnt.op("aten::mm", sequence=number):
-                    learnt.host(3000)
+        for number in trained.steps():
+            with trained.python("train.py(30): main"):
+                with trained.python("train.py(12): loss"), trained.op("aten::mm", sequence=number):
+                    trained.host(3000)
                 node = "autograd::engine::evaluate_function: MmBackward0"
                 with (
-                    learnt.python("torch/_tensor.py(566): backward"),
-                    learnt.op(node, sequence=number),
+                    trained.python("torch/_tensor.py(566): backward"),
+                    trained.op(node, sequence=number),
                 ):
-                    learnt.host(3000)
+                    trained.host(3000)
         return {
             "sleep in the loop": b,
             "gradients clipped one by one": clipped,
-            "a loss as a function": (learnt, "ns < self.min_share * a.span_ns"),
+            "a loss as a function": (trained, "ns < self.min_share * a.span_ns"),
             "Python around operators": (light, "min_share"),
             "PyTorch around small operators": (modules, "ns < self.min_share * a.span_ns"),
-            "before the steps": (before, "place is None"),
+            "before the steps": (before, "function is None"),
             "a GPU trains": (device, "not a.trains_on_host"),
             "a small model": (small, "min_ms"),
         }
 
 
-_RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
-"""The recorder's own code; collections of garbage, which another rule looks at."""
+_EXCLUDED = r"(?:^|/)advisor/recorder/|<built-in function collect>"
+"""The recorder's own code, and garbage collections, which another rule checks."""
 
 
 class FunctionTime(NamedTuple):
-    """Time that a function of the user's takes in the analysed steps."""
+    """Time of a function of the user's code in the analysed steps."""
 
     name: str
     """Name of its frames."""
@@ -170,18 +178,19 @@ class FunctionTime(NamedTuple):
     calls: int
     """Number of its calls."""
     operators: int
-    """Number of operators that run in it; those inside operators are not counted."""
+    """Number of operators that run in it, without nested ones."""
     largest_part: str
-    """The Python or operator with most of the time."""
+    """Name of the Python function or operator with most of the time."""
     of_tensors: bool
-    """Whether that is an operator, a method of PyTorch or the function itself, no other library."""
+    """Whether that is an operator, a method of PyTorch or the function itself, not another
+    library."""
     stacks: list[SampledStack]
-    """Python stacks of its time; samples are µs."""
+    """Python stacks of its time; samples are in µs."""
 
 
 class LoopTime:
-    """Time of the main thread outside loading, forward, backward and optimizer, by the functions of
-    the user's code around it."""
+    """Time of the main thread outside loading, forward, backward and optimizer, by function of the
+    user's code."""
 
     def __init__(self, a: Analysis) -> None:
         self._a = a
@@ -189,140 +198,142 @@ class LoopTime:
         names = trace.cpu["name"]
         self._names = names
         self._parent = stacks.parent_rows(trace)
-        own = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _RECORDS).to_numpy()
-        own &= ~name_matches(names, NESTED).to_numpy()
-        self._function = stacks.innermost_ancestor(self._parent, own)
-        """The user's function around each row, -1: none; aligned with ``trace.cpu``."""
-        trains = name_matches(names, TRAINS).to_numpy()
-        graph = np.zeros(trace.cpu.height, dtype=bool)
-        graph[a.forward_op[a.forward_op >= 0]] = True
-        unwanted = trains | graph | name_matches(names, _RECORDS).to_numpy()
-        self._left_out = stacks.innermost_ancestor(self._parent, unwanted) >= 0
-        self._rows = self._counted(bool(trains.any()))
-        training = self._function[np.flatnonzero(trains)]
-        self._trainers = set(self._chains(training[training >= 0])["name"].to_list())
+        is_user = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _EXCLUDED).to_numpy()
+        is_user &= ~name_matches(names, NESTED).to_numpy()
+        self._function = stacks.innermost_ancestor(self._parent, is_user)
+        """Row of the user's function around each row of ``trace.cpu``; -1 if there is none."""
+        is_training = name_matches(names, TRAINS).to_numpy()
+        in_graph = np.zeros(trace.cpu.height, dtype=bool)
+        in_graph[a.forward_op[a.forward_op >= 0]] = True
+        excluded = is_training | in_graph | name_matches(names, _EXCLUDED).to_numpy()
+        self._is_excluded = stacks.innermost_ancestor(self._parent, excluded) >= 0
+        self._rows = self._measure_rows(bool(is_training.any()))
+        training = self._function[np.flatnonzero(is_training)]
+        self._trainers = set(self._list_enclosing(training[training >= 0])["name"].to_list())
 
-    def _counted(self, trains: bool) -> pl.DataFrame:
-        """The main thread's time by row: ``row``, ``function`` (row around it), ``ns``, ``python``
-        (outside operators and PyTorch's Python)."""
+    def _measure_rows(self, trains: bool) -> pl.DataFrame:
+        """Return the main thread's time by row: ``row``, ``function`` (its row), ``ns``, ``python``
+        (whether outside operators and PyTorch's Python)."""
         a = self._a
         main = a.trace.main_thread
         assert main is not None
         pieces = a.timeline.pieces_within(main, a.spans.start, a.spans.end)
         python, dispatch = CODE["python"], CODE["dispatch"]
-        wanted = (pieces.row >= 0) & np.isin(
+        is_counted = (pieces.row >= 0) & np.isin(
             pieces.code, [python, dispatch] if trains else [python]
         )
-        rows = pieces.row[wanted]
+        rows = pieces.row[is_counted]
         frame = self._function[rows].astype(np.int64)
-        inside, loop = (
+        pytorch_row, loop_row = (
             stacks.innermost_ancestor(self._parent, name_matches(self._names, pattern).to_numpy())[
                 rows
             ]
             for pattern in (PYTORCH, OF_LOOP)
         )
-        own = (pieces.code[wanted] == python) & ~((inside > frame) & ~(loop > frame))
+        is_python = (pieces.code[is_counted] == python) & ~(
+            (pytorch_row > frame) & ~(loop_row > frame)
+        )
         return (
             pl.DataFrame(
                 {
                     "row": rows.astype(np.int64),
                     "function": frame,
-                    "ns": (pieces.end - pieces.start)[wanted],
-                    "python": own,
+                    "ns": (pieces.end - pieces.start)[is_counted],
+                    "python": is_python,
                 }
             )
-            .filter((pl.col("function") >= 0) & ~pl.Series(self._left_out[rows]))
+            .filter((pl.col("function") >= 0) & ~pl.Series(self._is_excluded[rows]))
             .group_by("row", "function", "python")
             .agg(pl.col("ns").sum())
         )
 
-    def _chains(self, functions: Rows) -> pl.DataFrame:
-        """All functions of the user's around these rows: ``function``, ``around``, ``name``."""
-        of = np.unique(functions).astype(np.int64)
-        levels, at = [], of
-        while (at >= 0).any():
-            of, at = of[at >= 0], at[at >= 0]
-            levels.append(pl.DataFrame({"function": of, "around": at}))
-            above = self._parent[at]
-            at = np.where(above >= 0, self._function[np.maximum(above, 0)], -1).astype(np.int64)
+    def _list_enclosing(self, functions: Rows) -> pl.DataFrame:
+        """Return all the user's functions around these rows: ``function``, ``around``, ``name``."""
+        origins = np.unique(functions).astype(np.int64)
+        levels, rows = [], origins
+        while (rows >= 0).any():
+            origins, rows = origins[rows >= 0], rows[rows >= 0]
+            levels.append(pl.DataFrame({"function": origins, "around": rows}))
+            parent = self._parent[rows]
+            rows = np.where(parent >= 0, self._function[np.maximum(parent, 0)], -1).astype(np.int64)
         if not levels:
             return pl.DataFrame({"function": [], "around": [], "name": []})
         table = pl.concat(levels)
         return table.with_columns(name=self._names.gather(table["around"]).cast(pl.String))
 
-    def largest(self, most: float) -> FunctionTime | None:
-        """The deepest function with at least ``most`` of the time of the one that has most; of a
-        function that also trains, its own Python alone counts."""
+    def largest(self, min_share: float) -> FunctionTime | None:
+        """Return the deepest function with at least ``min_share`` of the largest function's time.
+        In a function that also trains, only its own Python counts."""
         rows = self._rows
         if rows.is_empty():
             return None
-        chains = self._chains(rows["function"].to_numpy())
+        chains = self._list_enclosing(rows["function"].to_numpy())
         helpers = chains.filter(~pl.col("name").is_in(list(self._trainers)))
         inclusive = (
             rows.join(helpers.unique(["function", "name"]), on="function")
             .group_by("name")
             .agg(pl.col("ns").sum())
         )
-        named = chains.filter(pl.col("function") == pl.col("around"))
-        alone = rows.filter("python").join(named, on="function")
-        alone = alone.filter(pl.col("name").is_in(list(self._trainers)))
-        alone = alone.group_by("name").agg(pl.col("ns").sum())
-        table = pl.concat([inclusive, alone]).sort("ns", "name", descending=[True, False])
+        own_names = chains.filter(pl.col("function") == pl.col("around"))
+        own_python = rows.filter("python").join(own_names, on="function")
+        own_python = own_python.filter(pl.col("name").is_in(list(self._trainers)))
+        own_python = own_python.group_by("name").agg(pl.col("ns").sum())
+        table = pl.concat([inclusive, own_python]).sort("ns", "name", descending=[True, False])
         if table.is_empty():
             return None
         name, ns = table.row(0)
-        own = name in self._trainers
-        if not own:
-            within = helpers.filter(pl.col("name") == name)["function"].unique()
-            below = (
-                rows.filter(pl.col("function").is_in(within.to_list()))
+        is_trainer = name in self._trainers
+        if not is_trainer:
+            inner = helpers.filter(pl.col("name") == name)["function"].unique()
+            callees = (
+                rows.filter(pl.col("function").is_in(inner.to_list()))
                 .join(helpers.unique(["function", "name"]), on="function")
                 .group_by("name")
                 .agg(pl.col("ns").sum())
-                .filter(pl.col("ns") >= most * ns)
+                .filter(pl.col("ns") >= min_share * ns)
             )
             depth = (
                 helpers.with_columns(depth=self._a.trace.cpu["depth"].gather(helpers["around"]))
                 .group_by("name")
                 .agg(pl.col("depth").max())
             )
-            below = below.join(depth, on="name").sort("depth", "name", descending=[True, False])
-            name, ns = below.row(0)[:2]
-        return self._describe(name, ns, own=own)
+            callees = callees.join(depth, on="name").sort("depth", "name", descending=[True, False])
+            name, ns = callees.row(0)[:2]
+        return self._describe(name, ns, only_python=is_trainer)
 
-    def _describe(self, name: str, ns: int, *, own: bool) -> FunctionTime:
+    def _describe(self, name: str, ns: int, *, only_python: bool) -> FunctionTime:
         cpu = self._a.trace.cpu
         frames = np.flatnonzero((self._names == name).to_numpy())
         ts, end = (cpu["ts"].to_numpy()[frames], (cpu["ts"] + cpu["dur"]).to_numpy()[frames])
-        held = intersect(union(ts, end), self._a.spans).total
-        here = np.zeros(cpu.height, dtype=bool)
-        here[frames] = True
-        rows = self._rows.filter("python") if own else self._rows
-        inside = stacks.climb_stack(self._parent, here, rows["row"].to_numpy()) >= 0
-        rows = rows.filter(pl.Series(inside))
-        if own:
-            rows = rows.filter(pl.Series(here[rows["function"].to_numpy()]))
+        frames_ns = intersect(union(ts, end), self._a.spans).total
+        in_frames = np.zeros(cpu.height, dtype=bool)
+        in_frames[frames] = True
+        rows = self._rows.filter("python") if only_python else self._rows
+        is_inside = stacks.climb_stack(self._parent, in_frames, rows["row"].to_numpy()) >= 0
+        rows = rows.filter(pl.Series(is_inside))
+        if only_python:
+            rows = rows.filter(pl.Series(in_frames[rows["function"].to_numpy()]))
         called = rows.with_columns(name=self._names.gather(rows["row"]).cast(pl.String))
         called = called.with_columns(pl.col("name").str.replace(r" of .* at 0x\w+>$", ">"))
         parts = called.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name")
-        operators = 0 if own else self._operators(here)
+        operators = 0 if only_python else self._count_operators(in_frames)
         top = parts["name"][-1]
-        library = stacks.parse_frame(top) is not None and not re.search(PYTORCH, top)
-        seen = frames[(end > self._a.spans.start.min()) & (ts < self._a.spans.end.max())]
+        is_library = stacks.parse_frame(top) is not None and not re.search(PYTORCH, top)
+        frames_in_steps = frames[(end > self._a.spans.start.min()) & (ts < self._a.spans.end.max())]
         return FunctionTime(
             name=name,
-            row=int(rows.sort("ns")["function"][-1]) if own else int(seen[-1]),
+            row=int(rows.sort("ns")["function"][-1]) if only_python else int(frames_in_steps[-1]),
             ns=int(ns),
-            total_ns=max(int(held), int(ns), 1),
-            calls=len(seen),
+            total_ns=max(int(frames_ns), int(ns), 1),
+            calls=len(frames_in_steps),
             operators=operators,
             largest_part=labels.clean(top),
-            of_tensors=top == name or not library,
+            of_tensors=top == name or not is_library,
             stacks=stacks_of_rows(self._a, rows["row"].to_numpy(), rows["ns"].to_numpy()),
         )
 
-    def _operators(self, here: NDArray[np.bool_]) -> int:
-        """Count operators of the analysed steps inside these rows, without those inside others."""
+    def _count_operators(self, in_frames: NDArray[np.bool_]) -> int:
+        """Count operators of the analysed steps inside these rows, without nested ones."""
         rows = rows_in_steps(self._a, stacks.outermost_rows(self._a.trace))
-        rows = rows[~self._left_out[rows]]
-        return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
+        rows = rows[~self._is_excluded[rows]]
+        return int((stacks.climb_stack(self._parent, in_frames, rows) >= 0).sum())

@@ -1,4 +1,4 @@
-"""Phases of the loop that are no training, from the run's record."""
+"""Time of the loop outside the training phases, from the run's record."""
 
 import re
 from collections.abc import Mapping
@@ -45,61 +45,61 @@ from advisor.rules.support.loop_operators import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-_FIND = "Find this code first: advisor record --deep shows its lines."
-_SORTS = r"^aten::(?:arg|m)?sort$"
-_SOME_VALUES: Mapping[str, Any] = {
+_LOCATE = "Find this code first: advisor record --deep shows its lines."
+_SORT_OPS = r"^aten::(?:arg|m)?sort$"
+_SORT_TEXTS: Mapping[str, Any] = {
     "assumptions": ("only the largest or smallest values are used",),
     "falsified_by": "a result that needs the order of all values",
     "alternatives": "sort",
 }
-"""Assumption of the advice for a sort."""
+"""Texts shared by the advice for sorts."""
 
 
 class _OwnCode(NamedTuple):
-    """The loop's own code in a step; times in ns, of the run's step."""
+    """The loop's own code in a step of the run; times in ns."""
 
     ns: float
     by_hand: float
-    """Time without that of operators that nothing replaces."""
+    """Time without operators that have no replacement."""
     of_window: float
-    """Time of the run's step over that of the window's."""
+    """Ratio of the run's step time to the window's."""
     rows: Rows
     replaceable: Rows
-    """Rows of operators that the backward pass goes through and something replaces."""
+    """Rows of operators that have a backward pass and a replacement."""
     line: HottestLine | None
     case: str
     """``the loss``, ``many operators`` or empty."""
     largest: dict[str, float]
 
 
-def _gain_of(a: Analysis, own: float, what: str, *, loss: bool = False) -> Impact:
-    """Return the gain of a fix for code of so much recorded time, ns of a step. A loss is
-    computed all the same, in another way."""
+def _estimate_gain(a: Analysis, own: float, subject: str, *, loss: bool = False) -> Impact:
+    """Return the gain of a fix for code that takes ``own`` ns per step. A loss is still computed,
+    but in another way."""
     return impact_per_step(
         a,
         (0.4 if loss else 0.9) * own,
         low=0 if loss else 0.5 * own,
         high=own,
-        method=f"recorded host time of {what}",
+        method=f"recorded host time of {subject}",
         of_median=not recorded_steps(a).varies,
     )
 
 
 class LoopPhases(LoopRule):
-    """Code between training phases adds to each step where the training computes on the CPU.
-    Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
-    ``between steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation
-    between steps is left out, and so are pauses for garbage collection. The Python stacks that the
-    recorder samples outside its windows name the function. Where they show that one function takes
-    the time, half as much is reported. Those in calls of torch.distributed are
-    no code of the loop but a wait for other ranks. Their share is left out too.
+    """Code between training phases lengthens each step if the training computes on the CPU. Without
+    stacks, which loop-code needs, this rule takes its time from the recorder's phases: ``between
+    steps`` and ``other`` are not loading, forward, backward or optimizer. Evaluation between steps
+    and garbage collection are left out. The Python stacks that the recorder samples outside its
+    windows name the function. If they show that one function takes the time, half the threshold
+    suffices. Samples in calls of torch.distributed are waits for other ranks. Their share is left
+    out too.
 
-    Where half of these stacks are in one kind of library function, such as ``json.dumps``, the
-    advice is about that. Where half run Python itself, it is to replace a loop over elements.
-    Products of matrices, and losses that are one function of PyTorch already, have no replacement.
-    They gain nothing, and are named where they are most of this time. If their loss is over many
-    classes, the labels that it ignores may save much: ignored-labels reports that where the
-    recorder met the loss."""
+    If half of these stacks are in one kind of library function, such as ``json.dumps``, the advice
+    is about that. If half run Python itself, the advice is to replace a loop over elements. Matrix
+    products, and losses that are already one function of PyTorch, have no replacement. They have no
+    gain, and are named if they take most of this time. If such a loss is over many classes,
+    skipping ignored labels may save much: ignored-labels reports that if the recorder saw the
+    loss."""
 
     id = "loop-phases"
     subject = HOST_CODE
@@ -109,7 +109,7 @@ class LoopPhases(LoopRule):
         "title": "Code outside the model takes much of the step",
         "cases": {
             "unknown": {
-                "fix": f"{_FIND} {LoopRule.inference['fix']}",
+                "fix": f"{_LOCATE} {LoopRule.inference['fix']}",
                 "code": "advisor record --deep serve.py",
             }
         },
@@ -120,8 +120,9 @@ class LoopPhases(LoopRule):
             "title": "Operators outside the model, such as the loss, take much of the step",
             "fix": "Use PyTorch's own functions. cross_entropy takes logits and class numbers, in "
             "place of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
-            "in place of sigmoid and logarithm. torch.cdist makes distances of all pairs without a "
-            "tensor of their differences. With torch.compile you fuse what has no such function.",
+            "in place of sigmoid and logarithm. torch.cdist computes distances of all pairs "
+            "without a tensor of their differences. Use torch.compile to fuse code without such a "
+            "function.",
             "code": "loss = F.cross_entropy(logits, target)\n"
             "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()\n\n"
             "distances = torch.cdist(a, b)\n"
@@ -132,28 +133,29 @@ class LoopPhases(LoopRule):
         },
         "scores": {
             "title": "Scores of many classes, for a loss, take much of the step",
-            "fix": "Check how many labels the loss ignores: the recording does not show it. If it "
-            "ignores many, compute scores only where there is a label. Loss and gradients stay the "
-            "same.",
+            "fix": "Check how many labels the loss ignores, because the recording does not show "
+            "it. If it ignores many, compute scores only where there is a label. Loss and "
+            "gradients stay the same.",
             "code": "keep = labels != -100                  # or your ignore_index\n"
             "loss = F.cross_entropy(head(hidden[keep]), labels[keep])",
             "assumptions": ("the loss ignores many labels", "only the loss uses the scores"),
-            "falsified_by": "few labels that are ignored",
+            "falsified_by": "a loss that ignores few labels",
         },
         "products": {
             "title": "{operator} outside the model takes much of the step",
-            "fix": "Check whether all of its result is used, and whether it is the same in "
-            "several steps. This is one call of PyTorch already: only a smaller input or fewer "
-            "calls take less time.",
-            "assumptions": ("part of its result is not used, or is known from a step before",),
+            "fix": "Check whether all of its result is used, and whether it is the same in several "
+            "steps. This is already one call of PyTorch: only a smaller input or fewer calls save "
+            "time.",
+            "assumptions": ("part of its result is not used, or is known from an earlier step",),
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
-        "unknown": {"fix": f"{_FIND} {LoopRule.fix}", "code": "advisor record --deep train.py"},
+        "unknown": {"fix": f"{_LOCATE} {LoopRule.fix}", "code": "advisor record --deep train.py"},
         "Python": {
             "title": "A loop in Python outside the model takes much of the step",
-            "fix": "Replace the loop over elements by operators on whole NumPy arrays or tensors. "
-            "Libraries have such loops too: torchvision.ops.batched_nms for overlapping boxes. "
-            "Compute once what is the same for many steps.",
+            "fix": "Replace the loop over elements with operators on whole NumPy arrays or "
+            "tensors. Libraries have replacements for some loops, such as "
+            "torchvision.ops.batched_nms for overlapping boxes. Compute once what is the same for "
+            "many steps.",
             "code": "# all pairs in one operator, not a loop in a loop; a, b: NumPy arrays\n"
             "both = np.minimum(a[:, None], b[None, :])\n"
             "keep = (both > limit).any(axis=1)",
@@ -162,29 +164,27 @@ class LoopPhases(LoopRule):
         },
         "a sort": {
             "title": "Sorting outside the model takes much of the step",
-            "fix": "Take the values that are used with torch.topk: it does not sort all. "
-            "torch.kthvalue finds one value of an order.",
+            "fix": "Select the values that are used with torch.topk, which does not sort all. "
+            "torch.kthvalue finds a single value by rank.",
             "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
             "# the smallest: largest=False",
-            **_SOME_VALUES,
+            **_SORT_TEXTS,
         },
         "a sort before sampling": {
             "title": "Sorting outside the model takes much of the step",
-            "fix": "Take the largest values with torch.topk first: it does not sort all. Then "
+            "fix": "First take the largest values with torch.topk, which does not sort all. Then "
             "normalise, add up and sample only these.",
             "code": "values, ids = torch.topk(logits, k)     # not torch.sort(logits)\n"
             "probs = values.softmax(-1)\n"
             "token = ids.gather(-1, torch.multinomial(probs, 1))",
-            **_SOME_VALUES,
+            **_SORT_TEXTS,
         },
     }
-    min_sort_share = Threshold(
-        0.2, "of this time in sorts, from which they are named first", CHOSEN
-    )
-    max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
+    min_sort_share = Threshold(0.2, "of this time in sorts at which they are named first", CHOSEN)
+    max_small_us = Threshold(100, "µs per operator on average; longer ones do real work", CHOSEN)
     min_operator_share = Threshold(
         1 / 3,
-        "of this time in operators: otherwise a loop over tensors is not what takes it",
+        "of this time in operators; otherwise a loop over tensors is not the cause",
         CHOSEN,
     )
     min_product_share = Threshold(
@@ -193,12 +193,12 @@ class LoopPhases(LoopRule):
     min_python_share = Threshold(
         0.5, "of this time's samples in lines that call no operator or library", CHOSEN
     )
-    min_classes = Threshold(1000, "classes: scores of fewer are seldom what takes time", CHOSEN)
+    min_classes = Threshold(1000, "classes; scores of fewer seldom take much time", CHOSEN)
     min_loss_share = Threshold(
-        1 / 3, "of this time the backward pass goes through: it is the loss", CHOSEN
+        1 / 3, "of this time in code with a backward pass, which is then the loss", CHOSEN
     )
     min_share = Threshold(
-        LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
+        LOOP_SHARE, "of the step; four times the threshold for a waiting GPU", XPROF
     )
     min_named_share = Threshold(
         0.10, "of the step in one function that sampled stacks name, as in loop-code", XPROF
@@ -226,17 +226,21 @@ class LoopPhases(LoopRule):
             (recorded.mean if recorded.varies else recorded.median) or 0.0,
             sum(spent.values()) - pauses,
         )
-        ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
+        ns = (
+            ns * recorded.loop_share
+            if recorded.loop_share is not None
+            else ns - _wait_time(a, step)
+        )
         line = recorded.hottest_line(LOOP)
-        limit = self._limit(recorded, line)
+        limit = self._find_limit(recorded, line)
         if not step or ns < limit * step or ns < self.min_ms * 1e6:
             return
         rows = operators_beside_training(a)
         differentiated = differentiated_operators(a, rows)
-        learnt = min(ns, operator_time(a, differentiated) * step / max(a.step_ns, 1))
-        loss = learnt >= self.min_loss_share * ns
-        ns -= 0 if loss else learnt
-        limit = self.min_share if loss else limit
+        differentiated_ns = min(ns, operator_time(a, differentiated) * step / max(a.step_ns, 1))
+        is_loss = differentiated_ns >= self.min_loss_share * ns
+        ns -= 0 if is_loss else differentiated_ns
+        limit = self.min_share if is_loss else limit
         if ns < limit * step or ns < self.min_ms * 1e6:
             return
         operators = len(rows) / max(a.step_count, 1)
@@ -245,43 +249,47 @@ class LoopPhases(LoopRule):
             and line.library_function is None
             and operators >= self.min_tensor_operators
         )
-        spent_in_them = operator_time(a, rows)
+        operator_ns = operator_time(a, rows)
         of_window = step / max(a.step_ns, 1)
-        computes = spent_in_them * of_window >= self.min_operator_share * ns
-        many = many and computes
-        many = many and spent_in_them <= self.max_small_us * 1e3 * operators
-        whole = whole_operators(a, rows) if loss else None
-        fixed = 0.0 if whole is None else operator_time(a, whole.rows)
-        by_hand = ns - fixed * of_window
+        runs_operators = operator_ns * of_window >= self.min_operator_share * ns
+        many = many and runs_operators
+        many = many and operator_ns <= self.max_small_us * 1e3 * operators
+        fixed = whole_operators(a, rows) if is_loss else None
+        fixed_ns = 0.0 if fixed is None else operator_time(a, fixed.rows)
+        by_hand = ns - fixed_ns * of_window
         replaceable = by_hand >= self.min_share * step
         if (
-            whole is not None
-            and fixed >= self.min_product_share * spent_in_them
+            fixed is not None
+            and fixed_ns >= self.min_product_share * operator_ns
             and not replaceable
         ):
-            yield from self._whole(a, whole, line, fixed * of_window / step)
+            yield from self._report_fixed(a, fixed, line, fixed_ns * of_window / step)
             return
-        largest = largest_operators(a, rows) if computes else {}
-        parts = differentiated[~np.isin(differentiated, [] if whole is None else whole.rows)]
-        case = "the loss" if loss else "many operators" if many else ""
-        code = _OwnCode(ns, by_hand, of_window, rows, parts, line, case, largest)
-        gain, place, texts, sentence = self._cure(a, code)
+        largest = largest_operators(a, rows) if runs_operators else {}
+        replaceable_ops = differentiated[
+            ~np.isin(differentiated, [] if fixed is None else fixed.rows)
+        ]
+        case = "the loss" if is_loss else "many operators" if many else ""
+        code = _OwnCode(ns, by_hand, of_window, rows, replaceable_ops, line, case, largest)
+        gain, place, texts, sentence = self._choose_fix(a, code)
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of the "
                 f"{'mean' if recorded.varies else 'median'} step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
-                + "The backward pass goes through much of it. " * loss
-                + (sentence or _most_of_it(line))
-                + name_operators(largest, spent_in_them)
+                + "The backward pass goes through much of it. " * is_loss
+                + (sentence or _describe_line(line))
+                + name_operators(largest, operator_ns)
             ),
-            evidence=self._evidence(recorded, spent, line, ns, step, operators if many else None),
+            evidence=self._list_evidence(
+                recorded, spent, line, ns, step, operators if many else None
+            ),
             where=[] if place is None else [place],
             impact=gain,
             **texts,
         )
 
-    def _evidence(
+    def _list_evidence(
         self,
         recorded: StepRecords,
         spent: dict[str, float],
@@ -290,8 +298,8 @@ class LoopPhases(LoopRule):
         step: float,
         operators: float | None,
     ) -> list[Evidence]:
-        """Return what shows that the loop's own code takes ``ns`` of a ``step``. ``spent``: ns by
-        phase; ``operators``: number per step, ``None`` where they do not matter."""
+        """Return evidence that the loop's own code takes ``ns`` of a ``step``. ``spent`` is ns by
+        phase; ``operators`` is the number per step, or ``None`` if it does not matter."""
         share = self.compare("share", ns / step, "min_share", per="step")
         if line is not None and ns < self.min_share * step:
             share = self.compare(
@@ -306,96 +314,96 @@ class LoopPhases(LoopRule):
             evidence.append(Evidence("operators in it", operators, "count", per="step"))
         return [*evidence, steps_seen(recorded)]
 
-    def _cure(
+    def _choose_fix(
         self, a: Analysis, code: _OwnCode
     ) -> tuple[Impact, Location | None, dict[str, Any], str]:
-        """Return the gain, the place and the texts of what to do about the code, and the sentence
-        on a library function that takes most of it (``""``: none does)."""
+        """Return the gain, place and texts of the fix, and a sentence on the library function that
+        takes most of the time (empty if none does)."""
         recorded, line, loss = recorded_steps(a), code.line, code.case == "the loss"
         gain = impact_per_step(a, code.by_hand, of_median=not recorded.varies)
         place = None if line is None else line.location
         if line is not None:
             own = line.share * code.by_hand
             own += backward_of(a, code.replaceable) * code.of_window if loss else 0
-            gain = _gain_of(a, own, "this function", loss=loss)
-        sorts = sum(own for name, own in code.largest.items() if re.search(_SORTS, name))
-        most = max(code.largest.values(), default=0)
-        if sorts and (sorts >= self.min_sort_share * code.ns if code.case else sorts == most):
-            if code.case:  # the rest of this code stays
-                gain = _gain_of(a, sorts * code.of_window, "the sorts")
+            gain = _estimate_gain(a, own, "this function", loss=loss)
+        sorts = sum(own for name, own in code.largest.items() if re.search(_SORT_OPS, name))
+        largest_ns = max(code.largest.values(), default=0)
+        if sorts and (sorts >= self.min_sort_share * code.ns if code.case else sorts == largest_ns):
+            if code.case:  # the other code stays
+                gain = _estimate_gain(a, sorts * code.of_window, "the sorts")
             names = a.trace.cpu["name"].gather(code.rows)
             samples = name_matches(names, r"^aten::multinomial$").any()
             return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
         if code.case:
             return gain, place, self.case(code.case), ""
-        sampled = [each for each in recorded.stacks if each.part == LOOP]
+        sampled = [stack for stack in recorded.stacks if stack.part == LOOP]
         use, part, share = find_library_use(sampled), "it", 1.0
         if use is None and line is not None:  # what the function with most of it spends time on
             frame, part = f": {line.location.function}", str(line.location.function)
-            inside = [each for each in sampled if any(f.endswith(frame) for f in each.frames)]
+            inside = [stack for stack in sampled if any(f.endswith(frame) for f in stack.frames)]
             use = find_library_use(inside)
-            share = sum(each.samples for each in inside) / sum(each.samples for each in sampled)
-        known = {} if use is None else use.advice("the step")
-        if use is None or not known:
-            python = line is not None and not code.largest
-            python = python and share_of_python(sampled) >= self.min_python_share
-            unknown = place is None and not code.largest
-            case = "Python" if python else "unknown" if unknown else ""
+            share = sum(stack.samples for stack in inside) / sum(s.samples for s in sampled)
+        advice = {} if use is None else use.advice("the step")
+        if use is None or not advice:
+            is_python = line is not None and not code.largest
+            is_python = is_python and share_of_python(sampled) >= self.min_python_share
+            is_unknown = place is None and not code.largest
+            case = "Python" if is_python else "unknown" if is_unknown else ""
             return gain, place, self.case(case) if case else {}, ""
-        of_function = gain.high_ns
-        gain = _gain_of(a, use.time.share * share * code.ns, "this library function")
-        if share < 1 and of_function and gain.high_ns:  # at best its preparations go too
-            gain = replace(gain, high_ns=max(gain.high_ns, of_function))
-        return gain, use.time.location or place, known, use.sentence(part).strip()
+        function_ns = gain.high_ns
+        gain = _estimate_gain(a, use.time.share * share * code.ns, "this library function")
+        if share < 1 and function_ns and gain.high_ns:  # at best its preparations go too
+            gain = replace(gain, high_ns=max(gain.high_ns, function_ns))
+        return gain, use.time.location or place, advice, use.sentence(part).strip()
 
-    def _whole(
-        self, a: Analysis, whole: WholeOperators, line: HottestLine | None, share: float
+    def _report_fixed(
+        self, a: Analysis, fixed: WholeOperators, line: HottestLine | None, share: float
     ) -> Outcomes:
-        """Report products and the like, which nothing can replace: what they are, and for a loss
-        over many classes what may be left out of them."""
-        scores = whole.classes >= self.min_classes
-        if scores and recorded_steps(a).record.events_of("labels"):
-            return  # what the loss ignores is known: ignored-labels reports it
-        ns, name = operator_time(a, whole.rows), str(a.trace.cpu["name"][whole.row])
+        """Report products and losses that have no replacement. For a loss over many classes, advise
+        on ignored labels."""
+        many_classes = fixed.classes >= self.min_classes
+        if many_classes and recorded_steps(a).record.events_of("labels"):
+            return  # ignored labels were recorded: ignored-labels reports them
+        ns, name = operator_time(a, fixed.rows), str(a.trace.cpu["name"][fixed.row])
         place = None if line is None else line.location
         yield Finding(
             summary=(
                 f"Products and losses outside the model's call take {share:.0%} of the step, "
-                f"without their backward pass. Most of it is {whole.name(a)}"
+                f"without their backward pass. Most of it is {fixed.name(a)}"
                 + ("." if place is None else f", at {place.function} ({place.file}:{place.line}).")
             ),
             evidence=[
-                Evidence("products and losses beside the model", ns, "ns", per="step"),
+                Evidence("products and losses outside the model", ns, "ns", per="step"),
                 self.compare("share", share, "min_share", per="step"),
-                *([Evidence("classes", whole.classes, "count")] if scores else []),
+                *([Evidence("classes", fixed.classes, "count")] if many_classes else []),
                 steps_seen(recorded_steps(a)),
             ],
             where=[place or Location(op=name)],
             impact=impact_without_gain(
                 "how many labels the loss ignores was not recorded"
-                if scores
-                else "the recording does not show that part of this work is not needed"
+                if many_classes
+                else "the recording does not show which part of this work is unnecessary"
             ),
-            **self.case("scores" if scores else "products", operator=labels.clean(name)),
+            **self.case("scores" if many_classes else "products", operator=labels.clean(name)),
         )
 
-    def _limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
-        """Share of the step from which this time is reported: less where the sampled stacks show
-        that one function takes it. Of a function that also trains, such as the loop itself,
-        PyTorch's code around operators does not count."""
+    def _find_limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
+        """Return the minimum share of the step at which this time is reported. It is lower if the
+        sampled stacks show that one function takes it. In a function that also trains, PyTorch's
+        code around operators does not count."""
         if line is None:
             return float(self.min_share)
-        place, own, total = line.location, 0, 0
+        place, own_samples, total = line.location, 0, 0
         trains = any(
-            stack.part in ("forward", "backward", "optimizer") and _position(stack, place) >= 0
+            stack.part in ("forward", "backward", "optimizer") and _find_frame(stack, place) >= 0
             for stack in recorded.stacks
         )
-        for stack in (each for each in recorded.stacks if each.part == LOOP):
-            inside, total = _position(stack, place), total + stack.samples
-            below = stack.frames[inside + 1 :] if inside >= 0 and trains else ()
-            pytorch = any(re.search(PYTORCH, f) and not re.search(OF_LOOP, f) for f in below)
-            own += stack.samples * (inside >= 0 and not pytorch)
-        return float(min(self.min_share, self.min_named_share * total / max(own, 1)))
+        for stack in (stack for stack in recorded.stacks if stack.part == LOOP):
+            frame_index, total = _find_frame(stack, place), total + stack.samples
+            inner_frames = stack.frames[frame_index + 1 :] if frame_index >= 0 and trains else ()
+            pytorch = any(re.search(PYTORCH, f) and not re.search(OF_LOOP, f) for f in inner_frames)
+            own_samples += stack.samples * (frame_index >= 0 and not pytorch)
+        return float(min(self.min_share, self.min_named_share * total / max(own_samples, 1)))
 
     @staticmethod
     def examples() -> Examples:
@@ -403,7 +411,7 @@ class LoopPhases(LoopRule):
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
         loss, mined, counts, order, drawn = (_recorded(forward=2, backward=2) for _ in range(5))
-        for b, learnt, name in (
+        for b, is_differentiated, name in (
             (loss, True, "aten::log"),
             (mined, True, "aten::log"),
             (counts, False, "aten::log"),
@@ -413,13 +421,13 @@ class LoopPhases(LoopRule):
             for number in b.steps():
                 with b.range("advisor::forward"):
                     b.on_host("aten::linear", 2000)
-                b.on_host(name, 6000, sequence=number if learnt else None)
+                b.on_host(name, 6000, sequence=number if is_differentiated else None)
                 if b is mined:
                     b.on_host("aten::sort", 3000)
                 if b is drawn:
                     b.on_host("aten::multinomial", 50)
                 node = "autograd::engine::evaluate_function: LogBackward0"
-                b.on_host(node, 2000, sequence=number if learnt else None)
+                b.on_host(node, 2000, sequence=number if is_differentiated else None)
         return {
             "a loss by hand": loss,
             "a sort in the loss": mined,
@@ -440,8 +448,9 @@ class LoopPhases(LoopRule):
         }
 
 
-def _waits(a: Analysis, step: float) -> float:
-    """Waits per step for collectives that the loop itself calls, by the window, ns of the run."""
+def _wait_time(a: Analysis, step: float) -> float:
+    """Return the waits per step for collectives that the loop itself calls, ns, scaled from the
+    window to the run."""
     table = a.collectives
     if a.device_id is not None or table.is_empty() or not a.step_ns:
         return 0.0
@@ -451,18 +460,21 @@ def _waits(a: Analysis, step: float) -> float:
     return float(waits) / a.step_count * step / a.step_ns
 
 
-def _most_of_it(line: HottestLine | None) -> str:
+def _describe_line(line: HottestLine | None) -> str:
     if line is None:
         return "advisor record --deep shows its lines."
-    place, inside = line.location, f", in {line.library_function}" if line.library_function else ""
+    place, library = (
+        line.location,
+        f", in {line.library_function}" if line.library_function else "",
+    )
     return (
         f"{line.share:.0%} of the sampled stacks are in {place.function} "
-        f"({place.file}:{place.line}){inside}."
+        f"({place.file}:{place.line}){library}."
     )
 
 
-def _position(stack: SampledStack, place: Location) -> int:
-    """Return where a function's innermost frame is in a stack; -1: nowhere."""
+def _find_frame(stack: SampledStack, place: Location) -> int:
+    """Return the index of a function's innermost frame in a stack; -1 if it has none."""
     for index in reversed(range(len(stack.frames))):
         frame = parse_frame(stack.frames[index])
         if frame is not None and (frame.file, frame.function) == (place.file, place.function):

@@ -1,4 +1,4 @@
-"""Hooks on modules or gradients take much of the step."""
+"""Hooks on modules or gradients that take much of the step."""
 
 from typing import ClassVar
 
@@ -17,10 +17,10 @@ class ModuleHooks(Rule):
     ``register_full_backward_hook``, ``Tensor.register_hook``, ``wandb.watch``) run in every step
     and at every layer. What they compute and read is part of the forward or the backward pass.
 
-    The Python stacks that the recorder samples show it. PyTorch calls such a function where a
-    module's ``forward`` ends, or from the engine of the backward pass. Its time is its share of the
-    samples, of the mean step. Where a GPU trains, that time may be hidden behind the device, and
-    other rules look at what waits."""
+    Sampled Python stacks show them: PyTorch calls such a function at the end of a module's
+    ``forward``, or from the engine of the backward pass. The estimate is its share of the samples
+    times the mean step. If a GPU trains, that time may be hidden behind the device's work, and
+    other rules check what waits."""
 
     id = "module-hooks"
     title = "Hooks on modules or gradients take much of the step"
@@ -34,7 +34,7 @@ class ModuleHooks(Rule):
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
     min_samples = Threshold(8, "samples in hooks", OURS)
-    min_gain_share = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
+    min_gain_share = Threshold(0.5, "of the time is gained at least; some may have to stay", CHOSEN)
 
     fix = (
         "Compute in the hook only every N steps, or register it for one step and remove it. Keep "
@@ -47,7 +47,7 @@ class ModuleHooks(Rule):
     )
     verify = "Record again: fewer sampled stacks are in the hook, and the step is shorter."
     falsified_by = "the same step time without the hooks"
-    assumptions = ("the hooks only watch: the model's results do not need them",)
+    assumptions = ("the hooks only observe: the model's results do not need them",)
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
@@ -116,13 +116,13 @@ def _run(frames: list[str], samples: int = 30) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     run = b.record_of_run()
     run.steps(60, 10, forward=6, backward=4)
-    rest = 40 if samples > 8 else 20
+    other_samples = 40 if samples > 8 else 20
     names = [
         "train.py(30): main",
         _CALL,
         "torch/nn/modules/linear.py(134): Linear.forward",
         *frames,
     ]
-    own = [0, *range(3, len(names))]
-    run.event("stacks", frames=names, stacks=[[rest, [0, 1, 2]], [samples, own]])
+    hook_frames = [0, *range(3, len(names))]
+    run.event("stacks", frames=names, stacks=[[other_samples, [0, 1, 2]], [samples, hook_frames]])
     return b

@@ -1,4 +1,4 @@
-"""A library that prepares an operator again for each new input shape."""
+"""Libraries that prepare an operator again for each new input shape."""
 
 from typing import Any
 
@@ -36,9 +36,9 @@ _PAD_CODE = (
     "    more[dim] = -x.shape[dim] % unit\n"
     "    x = torch.cat([x, x.new_zeros(more)], dim)"
 )
-_ENDS = (
-    " In the run's last steps the shapes repeat: they lose {left:.0%} of this. The gain is of runs "
-    "that go on to bring new shapes, and of the start of others."
+_ENDING_NOTE = (
+    " In the run's last steps the shapes repeat: they lose only {left:.0%} of this. The gain "
+    "applies to runs with ever new shapes, and to the start of others."
 )
 _OFF_CODE = f"torch.backends.cudnn.benchmark = False\n\n# or keep it, with{_PAD_CODE[1:]}"
 
@@ -46,23 +46,22 @@ _OFF_CODE = f"torch.backends.cudnn.benchmark = False\n\n# or keep it, with{_PAD_
 class NewInputShapes(Rule):
     """A library prepares an operator for each input shape: it builds a plan, compiles or loads a
     kernel, or times algorithms. It keeps the result, so that the next call with that shape takes
-    microseconds. Where most steps bring new shapes, the host prepares all the time, and the GPU
-    idles.
+    microseconds. If most steps have new shapes, the host prepares all the time, and the GPU idles.
 
-    Three causes are common. With ``cudnn.benchmark`` each new shape of a convolution has up to 10
-    algorithms timed. The attention of cuDNN plans for each length, so a decoder whose cache grows
-    by a token pays for each. Products load another kernel for another size.
+    Three causes are common. With ``cudnn.benchmark``, cuDNN times up to 10 algorithms for each new
+    shape of a convolution. cuDNN attention makes a plan for each length, so a decoder whose cache
+    grows pays for each token. Products load another kernel for another size.
 
-    The figure is the host time of calls that are the first of their shapes and types. It counts
-    only the operator's self time, from 1 ms on. Calls with repeated shapes have to be fast, by a
-    factor of 10: an operator that is always slow has another cause. Without such calls, the rule
-    knows convolutions, cuDNN's attention, recurrent layers and products by name. It must happen in
-    3 steps and in more than half of them. The first steps of a run with fixed shapes are start-up.
+    The figure is the host time of the first calls with given shapes and types. It counts only the
+    operator's self time, from 1 ms on. Calls with repeated shapes must be 10 times as fast: an
+    operator that is always slow has another cause. Without such calls, the rule knows convolutions,
+    cuDNN attention, recurrent layers and products by name. It must happen in at least 3 steps and
+    in more than half of them. The first steps of a run with fixed shapes are start-up.
 
-    The gain falls as shapes repeat. The low end of its range is what the last quarter of the
-    recorded run still loses; without a record, nothing.
+    The gain falls as shapes repeat. The low end of its range is the loss in the last quarter of the
+    recorded run, or zero without a record.
 
-    Needs shapes."""
+    The rule needs shapes."""
 
     id = "new-input-shapes"
     title = "A library prepares operators again for each new input shape"
@@ -87,10 +86,12 @@ class NewInputShapes(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in such calls", XPROF)
-    trials = Factor(10, "algorithms of a shape, where the trace does not show them", OURS)
-    last_part = Factor(0.25, "of the run's steps show what its end still loses", OURS)
-    min_last = Threshold(4, "steps that show it", OURS)
-    max_left = Threshold(0.5, "of the loss in the last steps, up to which it ends by itself", OURS)
+    trials = Factor(10, "algorithms per shape, if the trace does not show them", OURS)
+    last_part = Factor(0.25, "of the run's steps, at its end, show the remaining loss", OURS)
+    min_last = Threshold(4, "steps to measure it", OURS)
+    max_left = Threshold(
+        0.5, "of the loss remains in the last steps; below it, the problem ends by itself", OURS
+    )
 
     fix = _PAD + " Run each size once before the loop."
     code = _PAD_CODE
@@ -100,19 +101,19 @@ class NewInputShapes(Rule):
     confidence = 0.85
     cases = {
         SEARCH: {
-            "fix": "Set torch.backends.cudnn.benchmark = False: the search pays only where shapes "
+            "fix": "Set torch.backends.cudnn.benchmark = False: the search pays off only if shapes "
             "repeat. Or keep it and pad inputs to a few sizes, which saves all preparation.",
             "code": _OFF_CODE,
         },
         UNKNOWN: {
             "fix": f"{_PAD} If torch.backends.cudnn.benchmark is on, switch it off: the search "
-            "pays only where shapes repeat.",
+            "pays off only if shapes repeat.",
             "code": _OFF_CODE,
         },
         ATTENTION: {
-            "fix": "Choose the flash or memory-efficient backend of attention, which prepares "
-            "nothing for a shape. Or pad lengths to a few sizes. In decoding, use a cache of fixed "
-            "size.",
+            "fix": "Choose the flash or memory-efficient backend of attention, which needs no "
+            "preparation per shape. Or pad lengths to a few sizes. In decoding, use a cache of "
+            "fixed size.",
             "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n\n"
             "# EFFICIENT_ATTENTION where there is a mask\n"
             "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):\n"
@@ -130,47 +131,55 @@ class NewInputShapes(Rule):
         ns = int(calls["dur"].sum())
         if ns < self.min_share * a.span_ns:
             return
-        groups = [self._group(a, name, own) for (name,), own in calls.group_by("name")]
+        groups = [
+            self._describe_calls(a, name, advised) for (name,), advised in calls.group_by("name")
+        ]
         groups.sort(key=lambda group: -group["ns"])
-        first, steps = groups[0], a.steps.used.height
-        own = [group for group in groups if group["cause"] == first["cause"]]
-        saved = sum((1 - group["left"]) * group["ns"] for group in own)
-        still = self._still_lost(a, saved / max(a.span_ns, 1))
-        ends = "" if still is None or still > self.max_left else _ENDS.format(left=still)
+        main, steps = groups[0], a.steps.used.height
+        advised = [group for group in groups if group["cause"] == main["cause"]]
+        saved = sum((1 - group["left"]) * group["ns"] for group in advised)
+        still_lost = self._measure_remaining_loss(a, saved / max(a.span_ns, 1))
+        ending = (
+            ""
+            if still_lost is None or still_lost > self.max_left
+            else _ENDING_NOTE.format(left=still_lost)
+        )
         edits: list[Edit] = []
         for group in groups:
-            edits += _edits(group, still or 0.0, advised=group["cause"] == first["cause"])
+            edits += _edits(group, still_lost or 0.0, advised=group["cause"] == main["cause"])
         touched = calls["step"].n_unique()
-        usual = first["usual"]
-        before = f", {t.format_duration(usual)} with one that came before" if usual else ""
-        timed = f" It times {first['trials']:.0f} algorithms each time." if first["trials"] else ""
+        usual = main["usual"]
+        repeated = f", {t.format_duration(usual)} with one that came before" if usual else ""
+        timing = f" It times {main['trials']:.0f} algorithms each time." if main["trials"] else ""
         evidence = [
             amount_per_step(a, "host time of calls with new shapes", ns),
             self.compare("share", ns / max(a.span_ns, 1), "min_share", per=a.per),
             amount_per_step(a, "calls with new shapes", calls.height, "count"),
             Evidence("steps with new shapes", touched, "count"),
-            Evidence("median call with a new shape", first["median"], "ns"),
+            Evidence("median call with a new shape", main["median"], "ns"),
             Evidence("median call with a repeated shape", usual, "ns"),
         ]
-        if first["trials"]:
-            evidence.append(Evidence("algorithms timed in a call", first["trials"], "count"))
-        if still is not None:
-            evidence.append(Evidence("share of it that the run's last steps lose", still, "share"))
+        if main["trials"]:
+            evidence.append(Evidence("algorithms timed in a call", main["trials"], "count"))
+        if still_lost is not None:
+            evidence.append(
+                Evidence("share of it that the run's last steps lose", still_lost, "share")
+            )
         yield Finding(
             summary=(
-                f"Calls with new input shapes take {of_step(a, ns)}. {first['name']} takes "
-                f"{t.format_duration(first['median'])} with a new shape{before}.{timed} New "
-                f"shapes come in {touched} of {steps} steps.{ends}"
+                f"Calls with new input shapes take {of_step(a, ns)}. {main['name']} takes "
+                f"{t.format_duration(main['median'])} with a new shape{repeated}."
+                f"{timing} New shapes come in {touched} of {steps} steps.{ending}"
             ),
             evidence=evidence,
             where=costliest_places(a, calls["host"].to_numpy(), calls["dur"].to_numpy()),
             edits=edits,
-            title=_TITLES[first["cause"]].format(operator=first["name"]),
-            **self.case(first["cause"]),
+            title=_TITLES[main["cause"]].format(operator=main["name"]),
+            **self.case(main["cause"]),
         )
 
-    def _group(self, a: Analysis, name: str, calls: pl.DataFrame) -> dict[str, Any]:
-        """Describe the calls of one operator: their time, cause, and what the fix leaves of it."""
+    def _describe_calls(self, a: Analysis, name: str, calls: pl.DataFrame) -> dict[str, Any]:
+        """Return the time and cause of one operator's calls, and the share that the fix leaves."""
         flag = None if a.recorded is None else a.recorded.flag("cudnn.benchmark")
         trials, cause = float(np.median(calls["trials"].to_numpy())), OTHER
         if _ATTENTION in name:
@@ -186,25 +195,25 @@ class NewInputShapes(Rule):
             "left": min(1.0, repeated + stays),
         }  # fmt: skip
 
-    def _still_lost(self, a: Analysis, share: float) -> float | None:
-        """Return how much of such a share of the step the last steps of the run still lose, by
-        their length beside that of the steps around the window; ``None``: not recorded."""
+    def _measure_remaining_loss(self, a: Analysis, share: float) -> float | None:
+        """Return the part of this share of the step that the run's last steps still lose, compared
+        with the steps around the window. ``None`` if not recorded."""
         recorded = a.recorded
         if recorded is None:
             return None
         around = recorded.durations_around(recorded.kept_by_window(a.trace.meta.window))
-        known = recorded.timed_durations
-        last = known[-int(max(len(known) * self.last_part, self.min_last)) :]
-        if len(around) < self.min_last or len(known) < 2 * self.min_last:
+        durations = recorded.timed_durations
+        last_durations = durations[-int(max(len(durations) * self.last_part, self.min_last)) :]
+        if len(around) < self.min_last or len(durations) < 2 * self.min_last:
             return None
-        beside = float(np.median(around))
-        lost = share * beside
-        rest = float(np.median(last)) - (beside - lost)
-        return None if lost <= 0 else min(1.0, max(0.0, rest / lost))
+        window_step = float(np.median(around))
+        lost = share * window_step
+        excess = float(np.median(last_durations)) - (window_step - lost)
+        return None if lost <= 0 else min(1.0, max(0.0, excess / lost))
 
     @staticmethod
     def examples() -> Examples:
-        """Return cases: a search, attention that grows, products; and shapes that repeat."""
+        """Return a search, growing attention and products, and traps whose shapes repeat."""
         return {
             "algorithms are timed": _convolutions(),
             "a switch that the record knows": _convolutions(trials=0, benchmark=True),
@@ -223,23 +232,24 @@ class NewInputShapes(Rule):
         }
 
 
-def _edits(group: dict[str, Any], still: float, *, advised: bool) -> list[Edit]:
-    """Shorten the calls of an operator to what the fix leaves; at worst for as long as shapes stay
-    new, at best to a repeated call. Operators that only padding helps are shorter at best."""
+def _edits(group: dict[str, Any], remaining_loss: float, *, advised: bool) -> list[Edit]:
+    """Shorten the calls of an operator to the share that the fix leaves: at best to a repeated
+    call, at worst only while shapes are new. Operators that only padding helps get shorter only at
+    best."""
     name, left = exact_pattern([group["name"]]), group["left"]
     host = Select(on="host", name=name, at="new_shape")
     if not advised:
         return [scale_edit(host, 1.0, group["repeated"], 1.0)]
-    edits = [scale_edit(host, left, group["repeated"], 1 - still * (1 - left))]
+    edits = [scale_edit(host, left, group["repeated"], 1 - remaining_loss * (1 - left))]
     if group["trials"]:
         part = 1 / group["trials"]
         work = Select(on="gpu", under=name, at="new_shape")
-        edits.append(scale_edit(work, part, part, 1 - still * (1 - part)))
+        edits.append(scale_edit(work, part, part, 1 - remaining_loss * (1 - part)))
     return edits
 
 
 def _convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBuilder:
-    """Pages of another width in each step, through two convolutions."""
+    """Build steps with pages of a different width each, through two convolutions."""
     b = TraceBuilder()
     for number in b.steps(5):
         width = 320 + 16 * number
@@ -267,14 +277,14 @@ def _attention(
     rest: float = 2000,
     late: float | None = None,
 ) -> TraceBuilder:
-    """Decoding steps of four layers, whose length grows by one per step or stays."""
+    """Build decoding steps of four layers, whose length grows by one per step or stays the same."""
     b = TraceBuilder()
     for number in b.steps(5):
         length = 14 + number * grows
         for layer in range(1 + others):
-            new = layer == 0 and (grows or number == 0)
+            is_new = layer == 0 and (grows or number == 0)
             shapes = [[80, 16, 1, 64], [80, 16, length, 64]]
-            b.run(name, "flash_fprop", 20, shapes, "c10::Half", host_us=us if new else repeated)
+            b.run(name, "flash_fprop", 20, shapes, "c10::Half", host_us=us if is_new else repeated)
         b.run("aten::mm", "nvjet_gemm", rest)
         b.sync()
     if late is not None:

@@ -1,4 +1,4 @@
-"""Some steps take much longer because the loop writes a checkpoint or a log in them."""
+"""Steps that take much longer because the loop writes a checkpoint or a log in them."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class SavingRule(Rule):
-    """Base of the rules about saving and logging in the loop: what to do about it."""
+    """Base of the rules about saving and logging in the loop; it has the advice."""
 
     alternatives = "saving"
     references: ClassVar[tuple[str, ...]] = (
@@ -59,7 +59,7 @@ class SavingRule(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "saving": {
             "fix": "Save asynchronously: copy the state to pinned host memory and write it from "
-            "another thread or process. Save less often, and from one rank only where ranks have "
+            "another thread or process. Save less often, and from one rank only if all ranks have "
             "the same state.",
             "code": "import torch.distributed.checkpoint as dcp\n"
             "state = {'model': model.state_dict()}   # and what else you save now\n"
@@ -80,12 +80,13 @@ class PeriodicStalls(SavingRule):
     A stall is a step longer than 1.5 times the median and by more than five median absolute
     deviations. It is explained when frames or ranges that save or log take at least half of its
     time beyond the median. They must take more than in other steps, on the thread that drives the
-    step. Such are ``torch.save``, distributed checkpoint, ``save_checkpoint`` …, and TensorBoard,
-    W&B and MLflow. At least two such steps among twenty or more are needed: one may be coincidence,
-    and few steps do not show what is usual. Saves on another thread block nothing and do not count.
+    step. Examples are ``torch.save``, distributed checkpoint, ``save_checkpoint`` …, TensorBoard,
+    W&B and MLflow. The rule needs at least two such steps among twenty or more: one may be
+    coincidence, and few steps do not show what is usual. Saves on another thread block nothing and
+    do not count.
 
     The impact is time over the recorded window, not per step: how often it happens outside is
-    unknown. Evaluation is wanted work, and is not reported."""
+    unknown. Evaluation is intended, and is not reported."""
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
@@ -94,8 +95,8 @@ class PeriodicStalls(SavingRule):
     silent_in = (*SILENT_TRACES, "workloads/periodic_checkpoint")
     validation_note = "a CPU recording that saves its state; silent with an asynchronous save"
 
-    min_steps = Threshold(20, "steps: fewer do not show what is usual", GPUPROF)
-    min_stalls = Threshold(2, "stalls: one may be coincidence", OURS)
+    min_steps = Threshold(20, "steps; fewer do not show what is usual", GPUPROF)
+    min_stalls = Threshold(2, "stalls; one may be coincidence", OURS)
     min_explained = Threshold(0.5, "of the stalls' excess", OURS)
     min_share = Threshold(0.02, "of the window", OURS)
     min_factor = Threshold(
@@ -115,7 +116,7 @@ class PeriodicStalls(SavingRule):
         median = float(np.median(dur))
         is_long = dur > longest_usual_step(dur, self.min_factor, self.min_deviations)
         for cause, pattern in SAVING_AND_LOGGING.items():
-            rows = self._rows(a, pattern, main)
+            rows = self._find_rows(a, pattern, main)
             if not len(rows):
                 continue
             ts = a.trace.cpu["ts"].to_numpy()[rows]
@@ -125,18 +126,18 @@ class PeriodicStalls(SavingRule):
             )
             usual = float(np.median(in_cause[~is_long]))
             excess = dur - median
-            more = np.minimum(in_cause - usual, excess)
-            stalls = is_long & (more >= self.min_explained * excess)
-            lost = float(more[stalls].sum())
-            number = int(stalls.sum())
-            if number < self.min_stalls or lost < self.min_share * dur.sum():
+            excess_in_cause = np.minimum(in_cause - usual, excess)
+            stalls = is_long & (excess_in_cause >= self.min_explained * excess)
+            lost = float(excess_in_cause[stalls].sum())
+            stall_count = int(stalls.sum())
+            if stall_count < self.min_stalls or lost < self.min_share * dur.sum():
                 continue
-            begin, until = steps["ts"].to_numpy()[stalls], steps["end"].to_numpy()[stalls]
-            step = np.searchsorted(begin, ts, side="right") - 1
-            here = rows[(step >= 0) & (ts < until[np.maximum(step, 0)])]
+            stall_begin, stall_end = steps["ts"].to_numpy()[stalls], steps["end"].to_numpy()[stalls]
+            step = np.searchsorted(stall_begin, ts, side="right") - 1
+            rows_in_stalls = rows[(step >= 0) & (ts < stall_end[np.maximum(step, 0)])]
             yield Finding(
                 summary=(
-                    f"{t.count_noun(number, 'step')} of {steps.height} take "
+                    f"{t.count_noun(stall_count, 'step')} of {steps.height} take "
                     f"{t.format_duration(float(dur[stalls].mean()))} instead of "
                     f"{t.format_duration(median)}, because {cause} in them. That is "
                     f"{t.format_duration(lost)} of the recorded window ({lost / dur.sum():.1%})."
@@ -144,11 +145,11 @@ class PeriodicStalls(SavingRule):
                 evidence=[
                     Evidence("time in stalls", lost, "ns"),
                     self.compare("share of the window", lost / float(dur.sum()), "min_share"),
-                    self.compare("stalled steps", number, "min_stalls", "count"),
+                    self.compare("stalled steps", stall_count, "min_stalls", "count"),
                     self.compare("steps", steps.height, "min_steps", "count"),
                     Evidence("median step", median, "ns"),
                 ],
-                where=costliest_places(a, here),
+                where=costliest_places(a, rows_in_stalls),
                 impact=impact_over_run(
                     lost, method="time of the stalled steps beyond the median step"
                 ),
@@ -156,7 +157,7 @@ class PeriodicStalls(SavingRule):
             )
 
     @staticmethod
-    def _rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
+    def _find_rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
         cpu = a.trace.cpu
         on_thread = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
         return np.flatnonzero((on_thread & name_matches(cpu["name"], pattern)).to_numpy())
@@ -178,12 +179,12 @@ class PeriodicStalls(SavingRule):
 
 
 class SavingTime(SavingRule):
-    """The training thread saves a checkpoint or logs, and no step runs meanwhile. This rule looks
-    at all of the run, where no stacks were recorded, or too few steps for periodic-stalls. In so
-    many of the Python stacks that the recorder samples, the thread saves or logs.
+    """The training thread saves a checkpoint or logs, and no step runs meanwhile. This rule covers
+    the whole run, if no stacks were recorded, or too few steps for periodic-stalls. It takes the
+    share of the recorder's sampled Python stacks in which the thread saves or logs.
 
-    The time is that share of the mean step, and at most what the loop's own code takes besides
-    loading, forward, backward and optimizer. Where every step saves, loop-phases says so."""
+    The time is that share of the mean step, and at most the time of the loop's own code outside
+    loading, forward, backward and optimizer. If every step saves, loop-phases reports it."""
 
     id = "saving-time"
     title = "Training stops while the loop saves or logs"
@@ -196,7 +197,7 @@ class SavingTime(SavingRule):
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
     min_samples = Threshold(8, "samples in saving or logging", OURS)
     min_gain_share = Threshold(
-        0.5, "of the time is gained at least: copying the state remains", CHOSEN
+        0.5, "of the time is gained at least, because copying the state remains", CHOSEN
     )
 
     verify = "Record again: the mean step is near the median."
@@ -205,18 +206,18 @@ class SavingTime(SavingRule):
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
         stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
-        own = own_phases(recorded).values()
-        usual = sum(float(np.median(times)) for times in own)
-        if not mean or not median or usual >= LOOP_SHARE * median:
+        phases = own_phases(recorded).values()
+        usual_ns = sum(float(np.median(times)) for times in phases)
+        if not mean or not median or usual_ns >= LOOP_SHARE * median:
             return
         outside = recorded.outside_steps_ns / int(recorded.used.sum())
-        loop = sum(float(times.mean()) for times in own) + outside
+        loop_ns = sum(float(times.mean()) for times in phases) + outside
         for cause, pattern in SAVING_AND_LOGGING.items():
             share, saving = share_in(stacks, pattern)
             samples = sum(stack.samples for stack in saving)
             if share < self.min_share or samples < self.min_samples:
                 continue
-            line, spent = hottest_line(saving), min(share * mean, loop)
+            line, spent = hottest_line(saving), min(share * mean, loop_ns)
             yield Finding(
                 summary=(
                     f"The training thread is stopped for {share:.0%} of the run, because {cause} "
@@ -247,7 +248,7 @@ class SavingTime(SavingRule):
             "torch.save in every fourth step": _saving(every=4),
             "few samples": (_saving(every=4, samples=4), "min_samples"),
             "rarely": (_saving(every=40, samples=1000), "min_share"),
-            "in every step": (_saving(every=1), "usual >= LOOP_SHARE * median"),
+            "in every step": (_saving(every=1), "usual_ns >= LOOP_SHARE * median"),
             "not sampled": (_saving(every=4, samples=0), "share < self.min_share"),
         }
 
@@ -257,38 +258,40 @@ def _saving(*, every: int, samples: int = 100) -> TraceBuilder:
     r = b.record_of_run()
     for n in range(80):
         save = 12.0 if n % every == every - 1 else 0.0
-        own: dict[str, Any] = {"between steps": save}
-        r.step(20 + save, forward=8, backward=12, **own)
-    inside = round(samples * 12 / (12 + 20 * every))
+        phases: dict[str, Any] = {"between steps": save}
+        r.step(20 + save, forward=8, backward=12, **phases)
+    samples_in_save = round(samples * 12 / (12 + 20 * every))
     frames = ["train.py(9): main", "train.py(4): save", "torch/serialization.py(1003): save"]
     if samples:
         r.event(
-            "stacks", frames=frames, stacks=[[samples - inside, [0]], [max(inside, 1), [0, 1, 2]]]
+            "stacks",
+            frames=frames,
+            stacks=[[samples - samples_in_save, [0]], [max(samples_in_save, 1), [0, 1, 2]]],
         )
     return b
 
 
-_LEARNS = r"(?i)\b(?:forward|backward)\b|^aten::|^Optimizer\.step"
-"""Work that each step has: it cannot be done less often."""
+_STEP_WORK = r"(?i)\b(?:forward|backward)\b|^aten::|^Optimizer\.step"
+"""Names of work that is part of each step and cannot be done less often."""
 
 
 class LongStep(Rule):
-    """A step takes several times as long as the others: the loop saves a checkpoint in it,
-    evaluates, or compiles for a new shape. Figures of the other steps say nothing about it.
+    """A step takes several times as long as the others: the loop saves a checkpoint, evaluates, or
+    compiles for a new shape in it. The figures of the other steps do not show this.
 
-    The rule names the longest step, its length and what ran in it. It looks at the ranges, Python
-    frames, operators and calls of the main thread that take more time than in the other steps. Of
-    these it names the innermost one that explains at least half of the difference. The first step
-    of the recording is left out, because it has the costs of starting. Stalls that repeat and that
-    frames or ranges explain are the subject of periodic-stalls. Work that the record of the run
-    shows every few steps is the subject of periodic-work."""
+    The rule names the longest step, its length and what ran in it. It compares the ranges, Python
+    frames, operators and calls of the main thread with the other steps. It names the innermost one
+    that explains at least half of the difference. The first step of the recording is left out,
+    because it includes start-up. Repeated stalls that frames or ranges explain are reported by
+    periodic-stalls. Work that the run's record shows every few steps is reported by
+    periodic-work."""
 
     id = "long-step"
     title = "One step takes several times as long as the others"
     silent_in = SILENT_TRACES
     references = SavingRule.references
 
-    min_steps = Threshold(4, "steps: fewer do not show what is usual", OURS)
+    min_steps = Threshold(4, "steps; fewer do not show what is usual", OURS)
     min_factor = Threshold(3.0, "times the median step", OURS)
     min_share = Threshold(0.05, "of the recorded steps' time, beyond the median", OURS)
     min_explained = Threshold(0.5, "of the difference", OURS)
@@ -327,23 +330,25 @@ class LongStep(Rule):
         number = re.search(r"\d+$", step["name"])
         if work is not None and number is not None and work.contains(int(number[0])):
             return
-        what, took = _what_ran(a, steps, longest, self.min_explained * excess)
-        compiling = _compiling_time(a, step)
+        name, name_ns = _find_longest_name(a, steps, longest, self.min_explained * excess)
+        compiling = _measure_compiling(a, step)
         if compiling < self.min_explained * excess:
-            compiling = took if re.search(_COMPILERS, what) else 0.0
-        others = a.steps.used.filter(pl.col("ts") != step["ts"])["dur"].to_numpy().mean()
-        because = f", {t.format_duration(took)} of it in {labels.clean(what)}" if what else ""
+            compiling = name_ns if re.search(_COMPILERS, name) else 0.0
+        mean_other = a.steps.used.filter(pl.col("ts") != step["ts"])["dur"].to_numpy().mean()
+        reason = f", {t.format_duration(name_ns)} of it in {labels.clean(name)}" if name else ""
         if compiling:
-            because = f", {t.format_duration(compiling)} of it compiling or loading code"
-        saving = any(re.search(pattern, what) for pattern in list(SAVING_AND_LOGGING.values())[:1])
-        case = "compiling" if compiling else "saving" if saving else ""
-        if not case and re.search(_LEARNS, what):
+            reason = f", {t.format_duration(compiling)} of it compiling or loading code"
+        is_saving = any(
+            re.search(pattern, name) for pattern in list(SAVING_AND_LOGGING.values())[:1]
+        )
+        case = "compiling" if compiling else "saving" if is_saving else ""
+        if not case and re.search(_STEP_WORK, name):
             case = "inside the model"
         yield Finding(
             title=f"{step['name']} takes {dur[longest] / median:.0f}× as long as the others",
             summary=(
-                f"{step['name']} takes {t.format_duration(dur[longest])}{because}; the other "
-                f"profiled steps take {t.format_duration(others)} on average."
+                f"{step['name']} takes {t.format_duration(dur[longest])}{reason}; the other "
+                f"profiled steps take {t.format_duration(mean_other)} on average."
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),
@@ -353,7 +358,7 @@ class LongStep(Rule):
                     excess / float(dur.sum()),
                     "min_share",
                 ),
-                Evidence("what is longer in it", what or None),
+                Evidence("what is longer in it", name or None),
             ],
             impact=impact_over_run(excess, method="time of this step beyond the median step"),
             **(self.case(case) if case else {}),
@@ -378,11 +383,12 @@ _COMPILERS = (
     r"torch/_(?:dynamo|inductor|functorch)/|^Torch-Compiled|triton/.*: compile$|CachingAutotuner"
     r"|nvrtcCompileProgram|^(?:cu|hip)(?:Module|Library)Load"
 )
-"""Frames and calls of a compiler, or of loading what it made."""
+"""Frames and calls of a compiler, or of loading compiled code."""
 
 
-def _compiling_time(a: Analysis, step: dict[str, Any]) -> float:
-    """Return a step's time in which the device idles as the host compiles or loads code, ns."""
+def _measure_compiling(a: Analysis, step: dict[str, Any]) -> float:
+    """Return the time, ns, in which the device idles during a step because the host compiles or
+    loads code."""
     if a.device_id is None:
         return 0.0
     gaps = a.gaps.filter(pl.col("cause") == "compile")
@@ -391,9 +397,11 @@ def _compiling_time(a: Analysis, step: dict[str, Any]) -> float:
     return float(covered_length(begin, end, union(ts, ts + gaps["dur"].to_numpy()))[0])
 
 
-def _what_ran(a: Analysis, steps: pl.DataFrame, index: int, least: float) -> tuple[str, float]:
-    """Find the innermost name on the main thread with ``least`` ns more in one step than in the
-    mean other one. Return it and its time there, ns; ``""``: nothing that was recorded."""
+def _find_longest_name(
+    a: Analysis, steps: pl.DataFrame, index: int, min_ns: float
+) -> tuple[str, float]:
+    """Return the innermost name on the main thread that takes at least ``min_ns`` more in this step
+    than in the mean other step, and its time, ns. The name is empty if there is none."""
     cpu = a.trace.cpu.filter(
         (pl.col("thread") == (-1 if a.trace.main_thread is None else a.trace.main_thread))
         & ~pl.col("name").cast(pl.String).is_in(steps["name"].to_list())
@@ -401,14 +409,14 @@ def _what_ran(a: Analysis, steps: pl.DataFrame, index: int, least: float) -> tup
     begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
     ts = cpu["ts"].to_numpy()
     step = np.searchsorted(begin, ts, side="right") - 1
-    inside = (step >= 0) & (ts < end[np.maximum(step, 0)])
-    here = pl.Series(step == index)
+    in_any_step = (step >= 0) & (ts < end[np.maximum(step, 0)])
+    in_step = pl.Series(step == index)
     table = (
-        cpu.with_columns(own=pl.col("dur") * here, other=pl.col("dur") * ~here)
-        .filter(pl.Series(inside))
+        cpu.with_columns(own=pl.col("dur") * in_step, other=pl.col("dur") * ~in_step)
+        .filter(pl.Series(in_any_step))
         .group_by("name")
         .agg(pl.col("own").sum(), pl.col("other").sum() / max(1, steps.height - 1))
-        .filter(pl.col("own") - pl.col("other") >= least)
+        .filter(pl.col("own") - pl.col("other") >= min_ns)
         .sort("own", "name")
     )
     return (str(table["name"][0]), float(table["own"][0])) if table.height else ("", 0.0)
@@ -426,11 +434,11 @@ def _training(
     for n in b.steps(steps):
         b.product(2000, wait=True)
         if n % every == every - 1:
-            _stall(b, frame, annotation, thread)
+            _add_stall(b, frame, annotation, thread)
     return b
 
 
-def _stall(b: TraceBuilder, frame: str, annotation: str, thread: int | None) -> None:
+def _add_stall(b: TraceBuilder, frame: str, annotation: str, thread: int | None) -> None:
     if thread is not None:
         with b.thread(thread), b.python(frame):
             b.host(9000)

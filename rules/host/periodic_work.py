@@ -1,4 +1,4 @@
-"""Work of the loop that comes every few steps and takes much of the run."""
+"""Work that the loop does every few steps and that takes much of the run."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -26,20 +26,20 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class PeriodicWork(Rule):
-    """The loop does something every N steps that takes much of the run. Examples are a validation,
-    metrics, and advantages before the minibatches of a rollout. The median step does not contain
-    it, and a profiled window may miss it.
+    """The loop does something every N steps that takes much of the run. Examples are validation,
+    metrics, and computing advantages before the minibatches of a rollout. The median step does not
+    contain it, and a profiled window may miss it.
 
-    Counted is the recorder's time between and in steps outside loading, forward, backward and
-    optimizer, beyond the median step's, with validation and without garbage collection. It must
-    exceed half a median step and come at equal distances. Where several distances are a multiple,
-    profiled steps lie between, which do not count.
+    The rule counts time in and between steps outside loading, forward, backward and optimizer,
+    beyond the median step's. Validation is included, garbage collection is not. The time must
+    exceed half a median step and recur at equal distances. Distances may be a multiple if profiled
+    steps, which do not count, are in between.
 
     The function is the one whose share of the sampled Python stacks is near the work's share of the
-    run. It contains no backward pass and no optimizer step. The gain is at most the mean step less
-    the median one. A host that runs ahead of the GPU waits for it now and then, and loses nothing.
-    So there the GPU must idle too, and the function must not be a synchronization. What saves or
-    logs is saving-time's subject."""
+    run. It contains no backward pass and no optimizer step. The gain is at most the mean step minus
+    the median step. A host that runs ahead of the GPU waits for it now and then, but loses nothing.
+    In that case the GPU must idle too, and the function must not be a synchronization. Saving and
+    logging are reported by saving-time."""
 
     id = "periodic-work"
     title = "Code that runs every few steps takes much of the run"
@@ -54,29 +54,31 @@ class PeriodicWork(Rule):
     )
     references = ("https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",)
 
-    min_share = Threshold(0.05, "of the run with what lies between steps", XPROF)
+    min_share = Threshold(0.05, "of the run, including the time between steps", XPROF)
     min_kept = Threshold(
-        0.5, "of the work must be gain where the host runs ahead: it waits for the GPU", CHOSEN
+        0.5, "of the work must be gain if the host runs ahead, because it waits for the GPU", CHOSEN
     )
     min_near = Threshold(
-        0.5, "of the work's share of the run, at least, in samples of the function", OURS
+        0.5, "of the work's share of the run, at least, in the function's samples", OURS
     )
     min_all = Threshold(
-        0.9, "of the work's share of the run in samples of the code: all of the work is there", OURS
+        0.9,
+        "of the work's share of the run in the code's samples: it is all of the work",
+        OURS,
     )
     min_gain_share = Threshold(
-        0.5, "of the gain at least: some of the work may have to stay", CHOSEN
+        0.5, "of the gain at least, because some of the work may have to stay", CHOSEN
     )
 
     fix = (
-        "Compute it with operators on whole tensors in place of a Python loop, and read results "
+        "Compute it with operators on whole tensors instead of a Python loop, and read results "
         "once. Or run it less often, on less data, or in another thread or process while the steps "
-        "go on."
+        "continue."
     )
     code = ""
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "validation": {
-            "fix": "Compute metrics on the GPU, and copy the result alone to the host. Validate "
+            "fix": "Compute metrics on the GPU, and copy only the result to the host. Validate "
             "under torch.inference_mode() with a larger batch, on less data or less often.",
             "code": CONFUSION_MATRIX,
             "alternatives": "between steps",
@@ -84,7 +86,7 @@ class PeriodicWork(Rule):
     }
     verify = "Record again: the mean step is near the median, with less time between the steps."
     falsified_by = "the same mean step without this work"
-    assumptions = ("the work can be made shorter, rarer or parallel",)
+    assumptions = ("the work can be made shorter, less frequent or parallel",)
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
@@ -99,7 +101,7 @@ class PeriodicWork(Rule):
         )
         if code is not None and code.waits:
             return
-        if recorded.host_is_ahead and (code is None or not self._idles(work)):
+        if recorded.host_is_ahead and (code is None or not self._device_idles(work)):
             return
         where = f"{t.format_duration(work.per_step)} per step on average"
         yield Finding(
@@ -108,7 +110,7 @@ class PeriodicWork(Rule):
                 f"Every {work.period} steps the loop spends {t.format_duration(work.each)} outside "
                 f"loading, forward, backward and optimizer. That is {where}, {work.share:.0%} of "
                 f"the {t.format_duration(work.step)} from one step to the next. "
-                + self._name(code, work)
+                + self._describe_code(code, work)
             ),
             evidence=[
                 Evidence("time of this work per step", work.per_step, "ns"),
@@ -119,12 +121,12 @@ class PeriodicWork(Rule):
                 steps_seen(recorded),
             ],
             where=[] if code is None else [code.location],
-            impact=self._impact(a, work, self._part_blamed(code, work)),
+            impact=self._estimate_impact(a, work, self._share_in_code(code, work)),
             **(self.case("validation") if work.outside else {}),
         )
 
     def _is_other_work(self, recorded: StepRecords, work: RecurringWork) -> bool:
-        """Return whether other rules look at this: saving, logging, compiling, a new epoch."""
+        """Return whether other rules report this: saving, logging, compiling, a new epoch."""
         if not work.outside and work.period == recorded.epoch_steps:
             return True
         spent = work.per_step * int(recorded.used.sum())
@@ -135,40 +137,40 @@ class PeriodicWork(Rule):
             for pattern in SAVING_AND_LOGGING.values()
         )
 
-    def _idles(self, work: RecurringWork) -> bool:
-        """Return whether the device idles during the work too."""
+    def _device_idles(self, work: RecurringWork) -> bool:
+        """Return whether the device also idles during the work."""
         if work.outside:
             return True
         if work.on_device is not None:
             return work.on_device >= self.min_kept * work.each
         return work.gain >= self.min_kept * work.per_step
 
-    def _part_blamed(self, code: SampledCode | None, work: RecurringWork) -> float:
-        """Return the share of the work in the code that is named, by samples; 1: none is named."""
-        near = 1.0 if code is None else code.share / work.share
-        return 1.0 if near >= self.min_all else near
+    def _share_in_code(self, code: SampledCode | None, work: RecurringWork) -> float:
+        """Return the share of the work, by samples, in the named code; 1 if none is named."""
+        share = 1.0 if code is None else code.share / work.share
+        return 1.0 if share >= self.min_all else share
 
-    def _name(self, code: SampledCode | None, work: RecurringWork) -> str:
+    def _describe_code(self, code: SampledCode | None, work: RecurringWork) -> str:
         if code is None:
             return "advisor record --deep shows its lines."
-        inside = f", in {code.library_function}" if code.library_function else ""
-        part = self._part_blamed(code, work)
-        gain = f" The gain is of these {part:.0%} of the work." * (part < 1)
-        return f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}.{gain}"
+        library_text = f", in {code.library_function}" if code.library_function else ""
+        part = self._share_in_code(code, work)
+        gain = f" The gain covers only these {part:.0%} of the work." * (part < 1)
+        return f"{code.share:.0%} of the sampled stacks are in {code.place}{library_text}.{gain}"
 
-    def _impact(self, a: Analysis, work: RecurringWork, part: float) -> Any:
-        """Gain per step, or over the run where the work lies outside the steps; ``part``: of the
-        work that the finding blames."""
+    def _estimate_impact(self, a: Analysis, work: RecurringWork, part: float) -> Any:
+        """Return the gain per step, or over the run if the work is outside the steps. ``part`` is
+        the share of the work in the named code."""
         recorded = recorded_steps(a)
         if work.outside:
-            whole = float(recorded.after_first_ns)
-            gain = part * work.gain / work.step * whole
+            run_ns = float(recorded.after_first_ns)
+            gain = part * work.gain / work.step * run_ns
             return impact_over_run(
                 0.9 * gain,
                 low=self.min_gain_share * gain,
                 high=gain,
                 method="share of the steps beyond the median step x time after the first step",
-                total=whole,
+                total=run_ns,
             )
         gain = part * work.gain / work.step * (recorded.mean or 0.0)
         return impact_per_step(
@@ -190,7 +192,7 @@ class PeriodicWork(Rule):
                 _every(16, 40, leaf="torch/cuda/__init__.py(1162): synchronize"),
                 "code.waits",
             ),
-            "the host runs ahead": (_every(16, 40, device=9.5), "not self._idles(work)"),
+            "the host runs ahead": (_every(16, 40, device=9.5), "not self._device_idles(work)"),
             "a checkpoint": (
                 _every(16, 40, leaf="torch/serialization.py(1003): save"),
                 "self._is_other_work(recorded, work)",
@@ -212,27 +214,27 @@ def _every(
     steps: int = 200,
     at: tuple[int, ...] = (),
 ) -> TraceBuilder:
-    """Steps of 8 ms, of which every ``period``-th has ``ms`` more; ``blamed``: of it in one
-    function."""
+    """Build steps of 8 ms, of which every ``period``-th takes ``ms`` more. ``blamed`` is its share
+    in one function."""
     b = TraceBuilder()
     r = b.record_of_run()
     times = 0
     for n in range(steps):
-        long = n in at or (period and n % period == period - 1)
-        times += bool(long)
-        own: dict[str, Any] = {"between steps": ms if long and not outside else 0.2}
+        is_long = n in at or (period and n % period == period - 1)
+        times += bool(is_long)
+        phases: dict[str, Any] = {"between steps": ms if is_long and not outside else 0.2}
         r.step(
-            7.8 + own["between steps"],
-            evaluation=ms if long and outside else 0.0,
+            7.8 + phases["between steps"],
+            evaluation=ms if is_long and outside else 0.0,
             forward=3,
             backward=4,
             fields={"gpu": {"forward": device * 1e6}} if device and n % 4 == 0 else {},
-            **own,
+            **phases,
         )
-    inside = round(blamed * samples * times * ms / (times * ms + 8 * steps))
+    hits = round(blamed * samples * times * ms / (times * ms + 8 * steps))
     call = "train.py(9): main"
     frames = [call, "train.py(40): work", "torch/_tensor.py(9): backward", leaf or call]
-    stacks = [[samples - inside, [0, 2]], [max(1, inside), [0, 1, *([3] if leaf else [])]]]
+    stacks = [[samples - hits, [0, 2]], [max(1, hits), [0, 1, *([3] if leaf else [])]]]
     if samples:
         r.event("stacks", frames=frames, stacks=stacks)
     return b

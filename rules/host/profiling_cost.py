@@ -1,4 +1,4 @@
-"""Notes on what the profiler itself costs, with nothing to gain in training."""
+"""Notes on the cost of the profiler itself, which do not affect training."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -23,13 +23,13 @@ _NO_GAIN = "it slows the recording, not the program"
 
 class SlowProfiledSteps(Rule):
     """Steps in the profiled window take longer than those before and after it. Host times of the
-    trace are too long by that much, most where operators are small. GPU times are not.
+    trace are too long by that much, most of all if operators are small. GPU times are not.
 
     The rule compares the medians of the steps that the window kept and of the unprofiled steps
-    within 20 steps of them. So a run whose speed drifts is compared with itself. Reported from 10%
+    within 20 steps of them. So drifts in speed during a run do not matter. The rule fires from 10%
     on, unless unprofiled steps vary as much. At least half of the excess must remain in each window
-    when the lower quartiles are compared. The same holds for the medians of its steps and of as
-    many right before it, and right after it."""
+    when lower quartiles are compared. The same holds for the median of the window's steps and the
+    medians of as many steps right before and right after."""
 
     id = "slow-profiled-steps"
     title = "Profiled steps take longer than the others"
@@ -39,7 +39,7 @@ class SlowProfiledSteps(Rule):
     validation_note = "CPU recordings: windows whose steps are longer than those around them"
     sources = (
         Citation("unprofiled steps within 20 steps", "advisor/measure/steps/step_records.py"),
-        Citation("least part of the excess, half", "advisor/measure/steps/step_records.py"),
+        Citation("minimum part of the excess, half", "advisor/measure/steps/step_records.py"),
     )
     references = ("https://github.com/pytorch/pytorch/issues/144455",)
 
@@ -65,14 +65,14 @@ class SlowProfiledSteps(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        kept = recorded.active
-        overhead = recorded.profiler_overhead(kept)
+        active = recorded.active
+        overhead = recorded.profiler_overhead(active)
         if overhead is None or overhead < self.min_effect or recorded.count < self.min_steps:
             return
-        around, profiled = recorded.median_around(kept), recorded.median_of(kept)
+        around, profiled = recorded.median_around(active), recorded.median_of(active)
         assert around is not None and profiled is not None
-        plain = a.trace.memory.is_empty() and not (a.trace.cpu["kind"] == "python").any()
-        case = "without stacks and memory events" if plain and a.trace.cpu.height else ""
+        is_minimal = a.trace.memory.is_empty() and not (a.trace.cpu["kind"] == "python").any()
+        case = "without stacks and memory events" if is_minimal and a.trace.cpu.height else ""
         case = case or ("on the CPU" if a.trains_on_host else "")
         yield Finding(
             summary=(
@@ -97,7 +97,7 @@ class SlowProfiledSteps(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "half as long again": _run(15),
+            "50% longer": _run(15),
             "a slow stretch begins with it": (_run(15, 16), "overhead is None"),
             "hardly longer": (_run(10.5), "min_effect"),
             "no window": (_run(None), "overhead is None"),
@@ -109,12 +109,12 @@ class ProfilerEvents(Rule):
     than without the profiler and idle gaps are wider. Read gains in host time as upper bounds.
 
     Kineto writes the cost of CUPTI and the profiler as rows of category ``overhead``: buffer
-    requests and flushes, instrumentation of kernels, loading of device code. That loading (``Lazy
-    Function Loading``, ``Runtime Triggered Module Loading``) is not the profiler's doing: the
-    window begins too early, and it is gone after some warm-up steps. The cost of the Python tracer
-    and of each recorded call is not in these rows, so this is a lower bound.
+    requests and flushes, instrumentation of kernels, loading of device code. The profiler does not
+    cause the loading (``Lazy Function Loading``, ``Runtime Triggered Module Loading``): the window
+    begins too early, and loading ends after some warm-up steps. The cost of the Python tracer and
+    of each recorded call is not in these rows, so this is a lower bound.
 
-    A note, not a finding: an unprofiled run gains nothing from it."""
+    The result is a note, not a finding: an unprofiled run gains nothing from it."""
 
     id = "profiler-events"
     title = "Profiling took a notable part of the window"
@@ -131,7 +131,7 @@ class ProfilerEvents(Rule):
 
     fix = (
         "Let the profiler warm up before it records, and record fewer things at a time (stacks "
-        "cost most). Set CUDA_MODULE_LOADING=EAGER where code loading shows."
+        "cost most). Set CUDA_MODULE_LOADING=EAGER if code loading appears."
     )
     code = (
         "with profile(schedule=schedule(skip_first=10, wait=1, warmup=3, active=5),\n"
@@ -153,7 +153,7 @@ class ProfilerEvents(Rule):
         },
         RECORDED: {
             "fix": "Keep this recording: gains are of the unprofiled step. For a window with less "
-            "of it, let the profiler warm up for longer.",
+            "overhead, let the profiler warm up for longer.",
             "code": "advisor record --warmup 5 train.py",
         },
     }
@@ -168,8 +168,8 @@ class ProfilerEvents(Rule):
             return
         ts = cpu["ts"].to_numpy()[rows]
         end = ts + cpu["dur"].to_numpy()[rows]
-        spent = intersect(union(ts, end), a.spans)
-        share = spent.total / a.span_ns
+        overhead = intersect(union(ts, end), a.spans)
+        share = overhead.total / a.span_ns
         if share < self.min_share:
             return
         idle = a.gaps.filter(pl.col("cause") == "profiler")["dur"].sum() if a.gaps.height else 0
@@ -188,7 +188,7 @@ class ProfilerEvents(Rule):
                 "times and idle gaps are that much longer than in an unprofiled run."
             ),
             evidence=[
-                Evidence("overhead in the window", spent.total, "ns"),
+                Evidence("overhead in the window", overhead.total, "ns"),
                 self.compare("share of the window", share, "min_share"),
                 Evidence("GPU idle because of it", int(idle), "ns"),
                 Evidence("largest", largest),

@@ -1,4 +1,4 @@
-"""Python that leaves the GPU idle: one function, or all before the first launch of a step."""
+"""Python that leaves the GPU idle: single functions, or all code before a step's first launch."""
 
 import re
 from typing import Any
@@ -42,15 +42,15 @@ from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
 MAX_SPOTS = 3
-"""Functions of one finding, at most. Each takes its part of the least share at least."""
+"""Maximum number of functions in a finding. Each must take its part of the minimum share."""
 _AHEAD = (
-    "# raw: a list of what your loop prepares now, an item for each batch;\n"
+    "# raw: a list of what your loop prepares now, one item per batch;\n"
     "# prepare: a function of one item, which does that in a worker process\n"
     "loader = torch.utils.data.DataLoader(\n"
     "    raw, batch_size=None, collate_fn=prepare, num_workers={workers})\n"
     "for inputs in loader:\n"
 )
-_INPUT = re.compile(
+_INPUT_NAMES = re.compile(
     r"preprocess|image_process|feature_extract|tokeni[sz]|augment|collate|imread|imdecode|featuri[sz]e"
     r"|load_(?:image|video|audio|sample|batch|data)|read_(?:image|video|audio|sample|batch|frame|csv)"
     r"|decode_(?:image|jpe?g|png|video|audio|frame)|(?:make|get|build|next|prepare)_batch|getitem"
@@ -58,9 +58,9 @@ _INPUT = re.compile(
     r"|torchaudio/|torchvision/(?:io|transforms|datasets)|torch/utils/data/",
     re.IGNORECASE,
 )
-"""Names of functions and files that make inputs: of decoding, preprocessing, tokenizing."""
+"""Names of functions and files that prepare inputs: decoding, preprocessing, tokenizing."""
 _ENGINES = r"^(?:vllm|sglang|tensorrt_llm|lmdeploy|xfuser|nemo|verl)/"
-"""Files of engines that run a model, which users seldom change."""
+"""Files of inference and training engines, which users seldom change."""
 AHEAD, OWN, LIBRARY = "input is prepared", "the program's own", "of a library"
 
 
@@ -68,25 +68,28 @@ def _name(spot: dict[str, Any]) -> str:
     return str(spot["function"] or spot["name"])
 
 
-def _place(spot: dict[str, Any]) -> str:
-    """``tokenise (text.py:12)``; a built-in by its name."""
+def _format_place(spot: dict[str, Any]) -> str:
+    """Return ``tokenise (text.py:12)``, or only the name of a built-in."""
     if spot["function"] is None:
         return str(spot["name"])
     return f"{spot['function']} ({spot['file']}:{spot['line']})"
 
 
-def _names(spots: list[dict[str, Any]]) -> list[str]:
-    """Names of the functions, with their places where two have the same."""
+def _distinct_names(spots: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the functions, with their places if two names are equal."""
     names = [_name(spot) for spot in spots]
-    return names if len(set(names)) == len(names) else [_place(spot) for spot in spots]
+    return names if len(set(names)) == len(names) else [_format_place(spot) for spot in spots]
 
 
 def _location(a: Analysis, spot: dict[str, Any]) -> Location:
-    """The function, in a library with the user's line that calls it; its longest call."""
+    """Return the function's location and longest call; for a library, with the user's line that
+    calls it."""
     frame = int(spot["frame"])
     file, line, function = a.location(frame)
-    own = (file, line, function) == (spot["file"], spot["line"], spot["function"])
-    caller = "" if own or file is None else f"called from {file.rsplit('/', 1)[-1]}:{line}"
+    is_function_line = (file, line, function) == (spot["file"], spot["line"], spot["function"])
+    caller = (
+        "" if is_function_line or file is None else f"called from {file.rsplit('/', 1)[-1]}:{line}"
+    )
     return Location(
         file=spot["file"],
         line=spot["line"],
@@ -98,14 +101,15 @@ def _location(a: Analysis, spot: dict[str, Any]) -> Location:
     )
 
 
-def _calls(a: Analysis, spot: dict[str, Any]) -> str:
-    """``8 of load, 54.6 ms``: all calls per step, hidden or not."""
+def _format_calls(a: Analysis, spot: dict[str, Any]) -> str:
+    """Return all calls per step, hidden or not, as ``8 of load, 54.6 ms``."""
     count = max(1, round(spot["count"] / a.step_count))
     return f"{count:,} of {_name(spot)}, {format_duration(spot['total_ns'] / a.step_count)}"
 
 
-def _kind(a: Analysis, spot: dict[str, Any]) -> str:
-    """Return whether a function makes inputs, outside of the model; else whose it is."""
+def _classify(a: Analysis, spot: dict[str, Any]) -> str:
+    """Return the kind of a function: it prepares inputs outside the model, is the program's own, or
+    is a library's."""
     parent = a.trace.cpu["parent"]
     row: int | None = int(spot["frame"])
     in_model = False
@@ -114,26 +118,26 @@ def _kind(a: Analysis, spot: dict[str, Any]) -> str:
         in_model = name.startswith((MODULE, "torch/nn/modules/module.py("))
         row = parent[row]
     file = str(spot["file"] or "")
-    if not in_model and (_INPUT.search(file) or _INPUT.search(_name(spot))):
+    if not in_model and (_INPUT_NAMES.search(file) or _INPUT_NAMES.search(_name(spot))):
         return AHEAD
     return LIBRARY if frame_rank(spot["name"]) < 2 or re.search(_ENGINES, file) else OWN
 
 
 class PythonHotSpot(Rule):
-    """A Python function runs while the GPU has nothing to do and waits for its thread. Making the
-    function faster, or moving it off that thread, shortens the step directly.
+    """A Python function runs while the GPU has no work and waits for this thread. Making the
+    function faster, or moving it off the thread, shortens the step directly.
 
-    It needs Python stacks. For each gap the rule names the function that holds most of its Python
-    time. It is the deepest one, of your code or an installed library, that launches no more than 5%
-    of a step's device work. So it is what keeps the GPU waiting, and not the call around the whole
-    step. The three that take most are counted together, each of a third of the threshold or more.
-    Operators, CUDA calls and the DataLoader are not counted. Only GPU idle time counts: a
-    slow function costs nothing while the GPU works through its queue. A function that takes little
-    time before each of many launches is launch-bound's subject. So the function has to block the
-    GPU for a while in each gap.
+    The rule needs Python stacks. For each gap it names the function with most of the gap's Python
+    time. It is the deepest one, in your code or an installed library, that launches at most 5% of a
+    step's device work. So it is the code that keeps the GPU waiting, and not the call around the
+    whole step. The three largest count together, if each takes a third of the threshold or more.
+    Operators, CUDA calls and the DataLoader are not counted. Only GPU idle time counts: a slow
+    function costs nothing while the GPU works through its queue. If a function takes little time
+    before each of many launches, launch-bound reports it. So the function has to block the GPU for
+    a while in each gap.
 
-    The line is the one where the function begins, as the profiler records it. Recording stacks
-    lengthens Python time, that of many small functions most."""
+    The line is where the function begins, as the profiler records it. Recording stacks lengthens
+    Python time, most of all for many small functions."""
 
     id = "python-hot-spot"
     title = "A Python function leaves the GPU idle"
@@ -154,7 +158,7 @@ class PythonHotSpot(Rule):
         100.0, "µs per gap on average: Python around one launch takes 10 to 80 µs", REAL_HOST
     )
     min_unknown = Threshold(
-        0.05, "of the step, unexplained GPU idle time: enough to ask for stacks", XPROF
+        0.05, "of the step, unexplained GPU idle time at which the rule asks for stacks", XPROF
     )
 
     fix = "Compute the result once and keep it, or do it while the GPU works."
@@ -175,8 +179,8 @@ class PythonHotSpot(Rule):
         },
         LIBRARY: {
             "fix": "Make the call around {names} less often, such as once at the start or for "
-            "several inputs at once. Or switch off the feature that needs it: this is host work "
-            "of {library} itself.",
+            "several inputs at once. Or switch off the feature that needs it: this host work is in "
+            "{library} itself.",
             "assumptions": ("this call, or the feature that needs it, can be left out",),
         },
     }
@@ -205,7 +209,7 @@ class PythonHotSpot(Rule):
         if a.device_id is None or not a.span_ns:
             return
         if not (a.trace.cpu["kind"] == "python").any():
-            yield from self._unknown(a)
+            yield from self._check_unknown(a)
             return
         spots = python_hot_spots(a).filter(
             pl.col("critical_ns") >= self.min_share / MAX_SPOTS * a.span_ns,
@@ -215,23 +219,23 @@ class PythonHotSpot(Rule):
         total = int(spots["critical_ns"].sum())
         if spots.is_empty() or total < self.min_share * a.span_ns:
             return
-        named = [spot | {"kind": _kind(a, spot)} for spot in spots.iter_rows(named=True)]
-        first = named[0]
+        classified = [spot | {"kind": _classify(a, spot)} for spot in spots.iter_rows(named=True)]
+        first = classified[0]
         gaps = python_gaps(a).drop_nulls("frame")
         gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
         gaps = gaps.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         stacks = stacks_of_rows(a, row_numbers(gaps["host"]), int_column(gaps, "dur"))
         use = find_library_use(stacks, timed=True)
-        known = "" if use is None or use.cure is None else use.sentence("this time")
+        note = "" if use is None or use.cure is None else use.sentence("this time")
         yield Finding(
-            title=self._title(named),
-            summary=self._summary(a, named) + known,
+            title=self._write_title(classified),
+            summary=self._write_summary(a, classified) + note,
             evidence=[
                 amount_per_step(a, "GPU idle in these functions", total),
                 self.compare("share", total / a.span_ns, "min_share", per=a.per),
                 *(
-                    Evidence(_place(spot), spot["critical_ns"] / a.step_count, "ns")
-                    for spot in named
+                    Evidence(_format_place(spot), spot["critical_ns"] / a.step_count, "ns")
+                    for spot in classified
                 ),
                 self.compare(
                     "idle time per gap in the first",
@@ -240,42 +244,45 @@ class PythonHotSpot(Rule):
                     "ns",
                     times=1000,
                 ),
-                Evidence("all calls", "; ".join(_calls(a, spot) for spot in named)),
+                Evidence("all calls", "; ".join(_format_calls(a, spot) for spot in classified)),
             ],
-            where=[_location(a, spot) for spot in named],
-            edits=[self._edit(a, gaps, spot) for spot in named],
-            **self._advice(a, named, use),
+            where=[_location(a, spot) for spot in classified],
+            edits=[self._build_edit(a, gaps, spot) for spot in classified],
+            **self._advice(a, classified, use),
             confidence_notes=["recording Python stacks lengthens Python time"],
         )
 
     def _advice(
         self, a: Analysis, spots: list[dict[str, Any]], use: LibraryUse | None
     ) -> dict[str, Any]:
-        """Return advice for each kind of function: only what makes inputs can run ahead. What is
-        known of the library function in them comes first."""
+        """Return advice for each kind of function: only input preparation can run ahead. Advice for
+        a known library function comes first."""
         fix = []
         kinds = [spot["kind"] for spot in spots]
         for kind in dict.fromkeys(kinds):
-            own = [spot for spot, each in zip(spots, kinds, strict=True) if each == kind]
-            names = t.list_names(_names(own))
-            packages = t.list_names(sorted({library_of(spot["name"]) for spot in own}))
+            of_kind = [
+                spot for spot, spot_kind in zip(spots, kinds, strict=True) if spot_kind == kind
+            ]
+            names = t.list_names(_distinct_names(of_kind))
+            packages = t.list_names(sorted({library_of(spot["name"]) for spot in of_kind}))
             values = {"names": names, "library": packages, "workers": "{workers}"}
             fix.append(self.case(kind, **values)["fix"])
         ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
-        cure = None if use is None else use.cure
-        if cure is not None:
-            fix.insert(0, cure.fix)
+        library_cure = None if use is None else use.cure
+        if library_cure is not None:
+            fix.insert(0, library_cure.fix)
         result = {**self.case(AHEAD if ahead else kinds[0]), "fix": " ".join(fix)}
-        if cure is not None and cure.code:
-            result["code"] = cure.code
+        if library_cure is not None and library_cure.code:
+            result["code"] = library_cure.code
         if ahead:
-            result["moved_ns"] = self._time(a, pl.Series(ahead)) / a.step_count
+            result["moved_ns"] = self._measure_time(a, pl.Series(ahead)) / a.step_count
         return result
 
     @staticmethod
-    def _title(spots: list[dict[str, Any]]) -> str:
-        """Name all functions that the gain is of; the library, where they are its inner ones."""
-        names = _names(spots)
+    def _write_title(spots: list[dict[str, Any]]) -> str:
+        """Return a title with all functions of the gain, or with the library if they are its
+        internal ones."""
+        names = _distinct_names(spots)
         if all(spot["kind"] == LIBRARY for spot in spots) and _name(spots[0])[0] == "_":
             return f"Python code of {library_of(spots[0]['name'])} leaves the GPU idle"
         if len(names) == 1:
@@ -283,32 +290,32 @@ class PythonHotSpot(Rule):
         return f"The functions {t.list_names(names)} leave the GPU idle"
 
     @staticmethod
-    def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
-        """Write how long the GPU idles in the worst function, and in the others."""
-        names = _names(spots)
+    def _write_summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
+        """Return how long the GPU idles in the worst function, and in the others."""
+        names = _distinct_names(spots)
         first = spots[0]
         calls = count_noun(max(1, round(first["count"] / a.step_count)), "call")
-        text = (
+        summary = (
             f"The GPU idles for {of_step(a, first['critical_ns'])} while {names[0]} "
             f"runs ({calls}{per_step(a)})"
         )
         if spots[1:]:
-            each = (
+            others = (
                 f"{format_duration(spot['critical_ns'] / a.step_count)} in {name}"
                 for spot, name in zip(spots[1:], names[1:], strict=True)
             )
-            text += f", and for {' and '.join(each)}"
-        return f"{text}."
+            summary += f", and for {' and '.join(others)}"
+        return f"{summary}."
 
-    def _unknown(self, a: Analysis) -> Outcomes:
+    def _check_unknown(self, a: Analysis) -> Outcomes:
         """Report how much idle time Python stacks might explain, where none were recorded."""
         gaps = a.gaps
-        kind = a.trace.cpu["kind"].gather(gaps["host"])
-        unexplained = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
+        host_kind = a.trace.cpu["kind"].gather(gaps["host"])
+        unexplained = (gaps["cause"] == "unknown") & (host_kind != "runtime").fill_null(True)
         idle = int(gaps["dur"].filter(unexplained).sum())
         sampled = () if a.recorded is None else a.recorded.stacks
-        named = code_outside(sampled, COMPUTING, self.min_unknown)  # by sampled-hot-spot
-        if named is None and idle >= self.min_unknown * a.span_ns:
+        sampled_code = code_outside(sampled, COMPUTING, self.min_unknown)
+        if sampled_code is None and idle >= self.min_unknown * a.span_ns:
             yield SkippedCheck(
                 what=(
                     f"which Python code leaves the GPU idle for {of_step(a, idle)} while no "
@@ -320,21 +327,21 @@ class PythonHotSpot(Rule):
             )
 
     @staticmethod
-    def _time(a: Analysis, names: pl.Series) -> int:
-        """Return the time in these functions, hidden or not, ns."""
+    def _measure_time(a: Analysis, names: pl.Series) -> int:
+        """Return the time, ns, in these functions, hidden or not."""
         cpu = a.trace.cpu
         frames = cpu.filter(cpu["name"].is_in(names.cast(pl.Categorical).implode()))
         ts = int_column(frames, "ts")
         return intersect(union(ts, ts + int_column(frames, "dur")), a.spans).total
 
     @staticmethod
-    def _edit(a: Analysis, gaps: pl.DataFrame, spot: dict[str, Any]) -> Edit:
-        """The gap pieces that this function causes: by what runs in it, under its frame. How much
-        of a library's work goes is not known."""
+    def _build_edit(a: Analysis, gaps: pl.DataFrame, spot: dict[str, Any]) -> Edit:
+        """Return the edit for gap pieces that this function causes, selected by the names that run
+        under its frame. For a library's function the range ends at no gain."""
         frame = spot["name"]
         names = a.trace.cpu["name"].gather(gaps["host"])
         in_function = gaps["name"] == frame
-        top = (
+        longest = (
             pl.DataFrame(
                 {"name": names.filter(in_function), "dur": gaps["dur"].filter(in_function)}
             )
@@ -344,7 +351,7 @@ class PythonHotSpot(Rule):
             .head(MAX_NAMES)
             .cast(pl.String)
         )
-        pattern = "|".join(re.escape(name) for name in np.sort(top.to_numpy()))
+        pattern = "|".join(re.escape(name) for name in np.sort(longest.to_numpy()))
         select = Select(
             on="gap", cause=("python",), name=f"^(?:{pattern})$", under=f"^{re.escape(frame)}$"
         )
@@ -394,16 +401,16 @@ class PythonHotSpot(Rule):
 
 
 class CpuBeforeFirstKernel(Rule):
-    """Each step begins with host work before the first GPU work is launched, and the GPU idles
-    until then. This work prepares, collates, augments or tokenizes a batch, or logs.
+    """Each step begins with host work before it launches any GPU work, and the GPU idles until
+    then. This work prepares, collates, augments or tokenizes a batch, or logs.
 
     The rule counts GPU idle time between the start of a step and the first GPU work launched in it.
-    Meanwhile the launching thread is in operators, in Python or in nothing that was recorded. A
-    wait for the DataLoader, for a copy or for the GPU is not counted. When the host is ahead, the
-    GPU still works on the previous step, and the same host work costs nothing.
+    During that time the launching thread is in operators, in Python or in unrecorded code. A wait
+    for the DataLoader, for a copy or for the GPU is not counted. When the host is ahead, the GPU
+    still works on the previous step, and the same host work costs nothing.
 
-    It has to happen in most steps and last a while: any step takes a few hundred microseconds to
-    reach its first launch."""
+    It must happen in most steps and last a while, because any step takes a few hundred microseconds
+    to reach its first launch."""
 
     id = "cpu-before-first-kernel"
     title = "Host work delays the first launch of each step"
@@ -415,7 +422,7 @@ class CpuBeforeFirstKernel(Rule):
         0.05, "of the step, as for the similar wait for a loader", TENSORBOARD, XPROF
     )
     min_ms = Threshold(
-        0.5, "ms per step: any step needs some 0.1 to 0.3 ms to reach its first launch", REAL_HOST
+        0.5, "ms per step; any step needs about 0.1 to 0.3 ms to reach its first launch", REAL_HOST
     )
 
     code = (
@@ -445,12 +452,12 @@ class CpuBeforeFirstKernel(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        lead = step_starts(a)
-        if not len(lead):
+        lead_spans = step_starts(a)
+        if not len(lead_spans):
             return
         gaps = a.gaps.filter(pl.col("cause").is_in(HOST_CAUSES))
         ts, dur = int_column(gaps, "ts"), int_column(gaps, "dur")
-        idle = intersect(union(ts, ts + dur), lead)
+        idle = intersect(union(ts, ts + dur), lead_spans)
         used = a.steps.used
         by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), idle)
         share = idle.total / a.span_ns
@@ -464,18 +471,18 @@ class CpuBeforeFirstKernel(Rule):
                 record="schedule(wait=1, warmup=2, active=5) and profiler.step() in the loop",
             )
             return
-        cost = covered_length(ts, ts + dur, lead)
+        lead_ns = covered_length(ts, ts + dur, lead_spans)
         by_cause = {
-            cause: int(cost[(gaps["cause"] == cause).to_numpy()].sum()) / a.step_count
+            cause: int(lead_ns[(gaps["cause"] == cause).to_numpy()].sum()) / a.step_count
             for cause in HOST_CAUSES
         }
-        stacks = bool((a.trace.cpu["kind"] == "python").any())
-        python = t.format_duration(by_cause["python"] + by_cause["unknown"])
+        has_stacks = bool((a.trace.cpu["kind"] == "python").any())
+        in_python = t.format_duration(by_cause["python"] + by_cause["unknown"])
         yield Finding(
             summary=(
                 f"The GPU idles for {of_step(a, idle.total)} before the first launch, "
-                f"{t.format_duration(by_cause['dispatch'])} of it in operators and {python} in "
-                + ("Python." if stacks else "Python or other code outside operators.")
+                f"{t.format_duration(by_cause['dispatch'])} of it in operators and {in_python} in "
+                + ("Python." if has_stacks else "Python or other code outside operators.")
             ),
             evidence=[
                 amount_per_step(a, "GPU idle before the first launch", idle.total),
@@ -484,18 +491,18 @@ class CpuBeforeFirstKernel(Rule):
                     "median of the steps", float(np.median(by_step)), "min_ms", "ns", times=1e6
                 ),
                 Evidence("of it in operators", by_cause["dispatch"], "ns"),
-                Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
+                Evidence("of it in Python", by_cause["python"] if has_stacks else None, "ns"),
                 Evidence("of it unexplained", by_cause["unknown"], "ns"),
             ],
             where=costliest_places(
-                a, row_numbers(gaps["host"]), cost, ts=ts, dur=dur, gap=int_column(gaps, "gap")
+                a, row_numbers(gaps["host"]), lead_ns, ts=ts, dur=dur, gap=int_column(gaps, "gap")
             ),
             edits=[Edit(op="remove", select=Select(on="gap", cause=HOST_CAUSES, at="step_start"))],
             moved_ns=idle.total / a.step_count,
             confidence_notes=[]
-            if stacks
+            if has_stacks
             else ["without stacks, what runs outside operators is unknown"],
-            **({} if stacks else self.case("without stacks", stacks=stacks_option(a))),
+            **({} if has_stacks else self.case("without stacks", stacks=stacks_option(a))),
         )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A recurrent network that calls its cell for each element of the sequence."""
+"""Recurrent networks that call their cell for each element of the sequence."""
 
 import numpy as np
 import polars as pl
@@ -29,9 +29,9 @@ class RecurrentCells(Rule):
     Each call makes several operators and launches, in the forward pass and again in the backward
     pass. ``nn.LSTM`` and ``nn.GRU`` run the whole sequence in one operator of cuDNN or MIOpen.
 
-    The rule counts ``aten::lstm_cell`` and its relatives outside any other operator. It adds the
-    operators that run about as often in the step: those of the loop, and their backward. The time
-    from one to the next counts too."""
+    The rule counts ``aten::lstm_cell`` and similar operators outside any other operator. It adds
+    the operators that run about as often in the step: those of the loop, and their backward. The
+    time between them counts too."""
 
     id = "recurrent-cells"
     title = "A Python loop calls a recurrent cell for each element of the sequence"
@@ -41,18 +41,18 @@ class RecurrentCells(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTMCell.html",
     )
 
-    min_calls = Threshold(16, "calls of a cell per step: fewer are a step of decoding", OURS)
+    min_calls = Threshold(16, "calls of a cell per step; fewer are a decoding step", OURS)
     min_share = Threshold(0.10, "of the step in these operators and their backward", XPROF)
     min_calls_share = Threshold(
-        0.5, "of the cell's calls: an operator of the loop runs as often", OURS
+        0.5, "of the cell's calls, for an operator to count as part of the loop", OURS
     )
     factor = Factor(0.1, "of the host time remains with one operator for the sequence", OURS)
-    best_factor = Factor(0.03, "of it remains, at best", OURS)
-    worst_factor = Factor(0.3, "of it remains, at worst", OURS)
+    best_factor = Factor(0.03, "of that time remains, at best", OURS)
+    worst_factor = Factor(0.3, "of that time remains, at worst", OURS)
 
     fix = (
         "Use nn.{name} for the whole sequence: one call, in which cuDNN runs all elements and "
-        "layers. Keep the cell only where its next input depends on its output."
+        "layers. Keep the cell only if its next input depends on its output."
     )
     code = (
         "self.rnn = nn.{name}(features, hidden, num_layers=2, batch_first=True)\n"
@@ -70,25 +70,25 @@ class RecurrentCells(Rule):
         cells = table.filter(pl.col("name").str.contains(CELL))
         if len(cells) < self.min_calls * a.step_count:
             return
-        often = table.filter(pl.len().over("name") >= self.min_calls_share * len(cells))
-        ns = int(often["ns"].sum())
+        loop_operators = table.filter(pl.len().over("name") >= self.min_calls_share * len(cells))
+        ns = int(loop_operators["ns"].sum())
         if ns < self.min_share * a.span_ns:
             return
         kinds = cells.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name")
         name = str(kinds["name"][-1])
         module = CLASSES[name.removeprefix("aten::").removesuffix("_cell")]
-        each = round(len(cells) / a.step_count)
-        pattern = exact_pattern(often["name"].unique())
+        count = round(len(cells) / a.step_count)
+        pattern = exact_pattern(loop_operators["name"].unique())
         yield Finding(
             summary=(
-                f"{name} runs {t.count_noun(each, 'time')}{per_step(a)}, once for each element of "
-                f"the sequence. With what runs as often, and their backward, this takes "
-                f"{of_step(a, ns)}."
+                f"{name} runs {t.count_noun(count, 'time')}{per_step(a)}, once for each element of "
+                "the sequence. With the operators that run as often, and their backward, this "
+                f"takes {of_step(a, ns)}."
             ),
             fix=self.fix.format(name=module),
             code=self.code.format(name=module),
             evidence=[
-                self.compare("calls of the cell", each, "min_calls", "count", per=a.per),
+                self.compare("calls of the cell", count, "min_calls", "count", per=a.per),
                 amount_per_step(a, "the loop's operators and their backward", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
@@ -112,18 +112,18 @@ class RecurrentCells(Rule):
             "GRUCell": _cells("aten::gru_cell"),
             "a step of decoding": (_cells("aten::lstm_cell", count=4), "min_calls"),
             "inside nn.LSTM": (
-                _cells("aten::lstm_cell", around="aten::lstm"),
+                _cells("aten::lstm_cell", outer="aten::lstm"),
                 "len(cells) < self.min_calls * a.step_count",
             ),
-            "small beside the rest": (_cells("aten::lstm_cell", rest=200_000), "min_share"),
+            "small compared with the step": (_cells("aten::lstm_cell", rest=200_000), "min_share"),
         }
 
 
-def _cells(name: str, count: int = 64, around: str = "", rest: float = 500) -> TraceBuilder:
+def _cells(name: str, count: int = 64, outer: str = "", rest: float = 500) -> TraceBuilder:
     def step(b: TraceBuilder) -> None:
         for _ in range(count):
-            if around:
-                with b.op(around), b.op(name):
+            if outer:
+                with b.op(outer), b.op(name):
                     b.run("aten::mm", "gemm_kernel", 4, times=2, host_us=20)
             else:
                 with b.op(name):

@@ -1,4 +1,4 @@
-"""A graph that the backward pass goes through more than once."""
+"""Graphs that the backward pass goes through more than once."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -32,16 +32,16 @@ class RepeatedBackward(Rule):
     network's graph: in a GAN, the discriminator's loss then goes back through the generator.
 
     A node of the graph is known by its name and the sequence number of its forward operator. The
-    last run of a node in a step is needed, the ones before are what the fix saves. So are all runs
+    last run of a node in a step is needed; the fix saves the earlier ones. It also saves all runs
     in later steps: a recurrent state that is not detached keeps the graphs of earlier steps. Nodes
     that are differentiated themselves (``create_graph=True``, gradient penalties) do not count.
 
-    Where an optimizer steps between the runs of a node, its losses cannot be added: the advice is
+    If an optimizer steps between the runs of a node, its losses cannot be added, and the advice is
     ``detach()``.
 
     Two calls of ``autograd.grad(output, …, create_graph=True)`` on one output are the exception:
-    both passes begin at the same node. What both run counts once, with the derivatives of its
-    operators in later passes."""
+    both passes begin at the same node. The nodes that both run count once, with the derivatives of
+    their operators in later passes."""
 
     id = "repeated-backward"
     title = "The backward pass goes through the same graph again"
@@ -65,9 +65,9 @@ class RepeatedBackward(Rule):
     min_share = Threshold(0.05, "of the step in nodes that run again", XPROF)
 
     fix = (
-        "Add the losses and call backward() once: the gradients are the same. Where one network "
-        "only judges what another made, detach() that first. Detach the state that one step hands "
-        "to the next."
+        "Add the losses and call backward() once: the gradients are the same. If one network only "
+        "judges the output of another, detach() that output first. Detach the state that one step "
+        "passes to the next."
     )
     code = (
         "loss = loss_class + loss_box + loss_mask\n"
@@ -75,66 +75,72 @@ class RepeatedBackward(Rule):
         "# GAN, discriminator's step: score = discriminator(fake.detach())"
     )
     verify = "Record again: each node runs once per step; the loss of a fixed seed is the same."
-    falsified_by = "each loss's own gradient is needed (PCGrad, GradNorm, split backward passes)"
+    falsified_by = (
+        "code that needs the gradient of each loss (PCGrad, GradNorm, split backward passes)"
+    )
     assumptions = ("only the sum of the gradients is used",)
     confidence = 0.85
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "an update between": {
-            "fix": "Use detach() on what one network hands to another one's loss, and on the "
-            "state that one step hands to the next. An optimizer steps between these passes, so "
-            "their losses cannot be added.",
+            "fix": "Use detach() on the output that one network passes to the loss of another, and "
+            "on the state that one step passes to the next. An optimizer steps between these "
+            "passes, so their losses cannot be added.",
             "code": "score = discriminator(fake.detach())    # GAN, discriminator's step\n"
             "d_loss.backward()                       # without retain_graph=True\n"
             "# a recurrent state, after each step: hidden = hidden.detach()",
-            "falsified_by": "the first loss has to train the network behind the shared graph too",
+            "falsified_by": "a first loss that must also train the network of the shared graph",
             "assumptions": ("the first pass's gradients of the shared graph are not used",),
         },
         "one output twice": {
             "title": "One output is differentiated several times",
-            "fix": "Ask autograd.grad for all inputs in one call. Where the calls differ in "
-            "grad_outputs, give these as one batch with is_grads_batched=True.",
+            "fix": "Ask autograd.grad for all inputs in one call. If the calls differ in "
+            "grad_outputs, pass these as one batch with is_grads_batched=True.",
             "code": "u_x, u_t = torch.autograd.grad(\n"
             "    u, (x, t), grad_outputs=torch.ones_like(u), create_graph=True)",
             "falsified_by": "the same step time with one call",
-            "assumptions": ("the calls have the same grad_outputs, or can be made as one batch",),
+            "assumptions": (
+                "the calls have the same grad_outputs, or can be combined into one batch",
+            ),
         },
     }
 
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns:
             return
-        again = a.repeated_backwards
-        ns, times = measure_time_in(a, again)
+        repeats = a.repeated_backwards
+        ns, time_evidence = measure_time_in(a, repeats)
         if ns < self.min_share * a.span_ns:
             return
         cpu = a.trace.cpu
         rows = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
         ts = cpu["ts"].to_numpy()[rows]
-        inside = covered_length(ts, ts + 1, a.steps.host_spans) > 0
-        repeated = inside & (covered_length(ts, ts + 1, again) > 0)
+        in_steps = covered_length(ts, ts + 1, a.steps.host_spans) > 0
+        repeated = in_steps & (covered_length(ts, ts + 1, repeats) > 0)
         if not repeated.any():
             return
         yield Finding(
             summary=(
-                f"{repeated.sum() / inside.sum():.0%} of the nodes that the backward pass runs are "
-                f"repeats: it goes through one graph several times. They take {of_step(a, ns)}."
+                f"{repeated.sum() / in_steps.sum():.0%} of the nodes that the backward pass runs "
+                f"are repeats: it goes through one graph several times. They take {of_step(a, ns)}."
             ),
             evidence=[
-                amount_per_step(a, "nodes of the backward pass", int(inside.sum()), "count"),
+                amount_per_step(a, "nodes of the backward pass", int(in_steps.sum()), "count"),
                 amount_per_step(a, "of them, run again", int(repeated.sum()), "count"),
-                *times,
+                *time_evidence,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows[repeated], top=1),
             edits=remove_at("repeated_backward"),
-            **self._case_of(a, rows, repeated),
+            **self._choose_case(a, rows, repeated),
         )
 
-    def _case_of(self, a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> Mapping[str, Any]:
-        """Texts of the case that these repeated nodes are: of one output, or an update between."""
+    def _choose_case(
+        self, a: Analysis, rows: Rows, repeated: NDArray[np.bool_]
+    ) -> Mapping[str, Any]:
+        """Return the texts of the case: one output used twice, or an update between passes."""
         if np.isin(rows[repeated], differentiated_nodes(a)).any():
             return self.case("one output twice")
-        return self.case("an update between") if _updated_between(a, rows, repeated) else {}
+        return self.case("an update between") if _is_updated_between(a, rows, repeated) else {}
 
     @staticmethod
     def examples() -> Examples:
@@ -153,9 +159,9 @@ class RepeatedBackward(Rule):
         }
 
 
-def _updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bool:
+def _is_updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bool:
     """Return whether an optimizer steps between the first and the last run of most repeated nodes.
-    ``rows``: all runs of nodes."""
+    ``rows`` has all runs of nodes."""
     cpu = a.trace.cpu
     steps = cpu["ts"].filter(name_matches(cpu["name"], OPTIMIZER_STEP)).sort().to_numpy()
     runs = pl.DataFrame(
@@ -167,8 +173,8 @@ def _updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bo
     )
     key = ("sequence", "name")
     between = pl.col("before").max().over(*key) > pl.col("before").min().over(*key)
-    known = runs.select("sequence", between=between).filter(pl.Series(repeated))
-    share = known.filter(pl.col("sequence").is_not_null())["between"].mean()
+    repeated_runs = runs.select("sequence", between=between).filter(pl.Series(repeated))
+    share = repeated_runs.filter(pl.col("sequence").is_not_null())["between"].mean()
     return isinstance(share, float) and share > 0.5
 
 
@@ -182,8 +188,8 @@ def _training(
     rest: float = 500,
     updates: bool = False,
 ) -> TraceBuilder:
-    """Six layers, and so many backward passes through them and those of ``kept`` earlier steps.
-    ``differentiated``: the first has derivatives of its own; ``twice``: all have."""
+    """Build six layers, and backward passes through them and those of ``kept`` earlier steps.
+    ``differentiated``: the first has derivatives; ``twice``: all have."""
     b = TraceBuilder(gpu=gpu)
     number, graphs = 0, list[range]()
 
@@ -201,10 +207,10 @@ def _training(
         for sequence in graphs[-1]:
             run("aten::linear", sequence)
         number += 6
-        for done in range(passes):
+        for pass_number in range(passes):
             for graph in reversed(graphs):
                 for sequence in reversed(graph):
-                    inner = number if twice or (differentiated and not done) else None
+                    inner = number if twice or (differentiated and not pass_number) else None
                     number += inner is not None
                     run(f"{NODE_PREFIX}AddmmBackward0", sequence, inner)
                     b.on_host(f"{NODE_PREFIX}torch::autograd::AccumulateGrad")

@@ -1,4 +1,4 @@
-"""A line of the user's code that keeps the GPU idle, by the stacks sampled outside windows."""
+"""Lines of the user's code that leave the GPU idle, found by stacks sampled outside windows."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,21 +42,21 @@ IMAGE_CODE = (
     "x = x.float().div_(255).sub_(mean).div_(std)"
 )
 WHOLE_PROGRAM = ("main", "<module>")
-"""Functions that hold a whole program: the line says more."""
+"""Functions that contain a whole program: reports then name the line."""
 
 
 class SampledHotSpot(Rule):
     """The host computes for much of each step, and the GPU idles meanwhile. Examples are images
     prepared in the loop, metrics counted with NumPy, and weights averaged on the CPU.
 
-    Where the profiled window has no Python stacks, python-hot-spot cannot name the code. The
-    recorder samples the stack outside its windows. The rule names the innermost line or function of
+    Without Python stacks in the profiled window, python-hot-spot cannot name the code. But the
+    recorder samples stacks outside its windows. The rule names the innermost line or function of
     your code with most samples. Calls of the model, the backward pass, the optimizer and the loader
-    do not count. Transforms of torchvision are your code, though some are modules.
+    do not count. Transforms of torchvision count as your code, although some are modules.
 
-    The gain is at most that share of the mean step. It is also at most what the GPU idles in the
-    window while the host launches nothing. Gaps of 100 µs or more count: Python around launches has
-    rules of its own. Work that comes every few steps is periodic-work's subject."""
+    The gain is at most that share of the mean step. It is also at most the GPU idle time in the
+    window while the host launches nothing. Gaps of 100 µs or more count: other rules check Python
+    around launches. Work that recurs every few steps is reported by periodic-work."""
 
     id = "sampled-hot-spot"
     subject = HOST_CODE
@@ -68,18 +68,19 @@ class SampledHotSpot(Rule):
     validation_note = (
         "two recordings of an H100 with other programs on it. Images normalized one by one in a "
         "service: 75% of the step predicted, 74% measured. Weights averaged on the CPU: 16% "
-        "predicted, 36% measured on a machine of its own"
+        "predicted, 36% measured on a dedicated machine"
     )
     references = ("https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",)
 
     min_share = Threshold(0.10, "of the step, of idle time and of the samples", XPROF)
     min_gap_us = Threshold(100.0, "µs per gap: Python around one launch takes 10 to 80", REAL_HOST)
     min_samples = Threshold(MIN_SAMPLES, "samples in the line", CHOSEN)
-    min_gain_share = Threshold(0.5, "of the time is gained at least: some has to stay", CHOSEN)
+    min_gain_share = Threshold(0.5, "of the time is gained at least; some has to stay", CHOSEN)
 
     fix = (
-        "Do on the GPU what {line} computes, on the whole batch, with operators on tensors (torch "
-        "in place of NumPy and PIL). Or do it {elsewhere}, while the GPU works on the batch before."
+        "Do the work of {line} on the GPU, on the whole batch, with operators on tensors (torch "
+        "instead of NumPy and PIL). Or do it {elsewhere}, while the GPU works on the previous "
+        "batch."
     )
     code = (
         "# NumPy -> torch on the GPU, on the whole batch\n"
@@ -91,15 +92,15 @@ class SampledHotSpot(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "images": {
             "fix": "Copy the images as uint8, and convert and normalise them on the GPU, a whole "
-            "batch at once: {line} does so on the CPU. Or do it {elsewhere}, while the GPU "
-            "works on the batch before.",
+            "batch at once: {line} does this on the CPU. Or do it {elsewhere}, while the GPU works "
+            "on the previous batch.",
             "code": IMAGE_CODE,
             "references": ("https://docs.pytorch.org/vision/stable/transforms.html",),
         }
     }
     verify = "Record again: the step is shorter by this time, and the GPU is busy for more of it."
-    falsified_by = "the same step time with the work's result taken from a cache"
-    assumptions = ("the work can run on the GPU, or beside it",)
+    falsified_by = "the same step time if the result comes from a cache"
+    assumptions = ("the work can run on the GPU, or in parallel with it",)
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
@@ -109,7 +110,7 @@ class SampledHotSpot(Rule):
             return
         if (a.trace.cpu["kind"] == "python").any() or find_periodic_work(recorded) is not None:
             return
-        gaps = self._gaps(a)
+        gaps = self._find_gaps(a)
         idle = int(gaps["dur"].sum())
         if idle < self.min_share * a.span_ns:
             return
@@ -117,20 +118,20 @@ class SampledHotSpot(Rule):
         if code is None or code.waits:
             return
         gain = min(code.share, idle / a.span_ns) * mean
-        operators = self._operators(a, gaps)
+        operator_text = self._describe_operators(a, gaps)
         place = code.location
         line = place.function if place.line is None else f"line {place.line}"
-        stacks = _stacks_of(recorded.stacks, place)
+        stacks = _stacks_at(recorded.stacks, place)
         use = find_library_use(stacks)
         called = code.library_function or ("" if use is None else use.time.function)
-        inside = f", in {called}" if called else ""
-        images = IMAGES.search(called)
-        cure = None if images or use is None else use.cure
+        library_text = f", in {called}" if called else ""
+        is_image_code = IMAGES.search(called)
+        cure = None if is_image_code or use is None else use.cure
         elsewhere = "in another thread or process"
         if find_loader(a) is not None:
             elsewhere = "in workers of the DataLoader"
         texts: dict[str, Any] = {}
-        if images:
+        if is_image_code:
             texts = self.case("images", line=line, elsewhere=elsewhere)
         else:
             fix = self.fix.format(line=line, elsewhere=elsewhere)
@@ -138,12 +139,12 @@ class SampledHotSpot(Rule):
             texts["code"] = self.code if cure is None else cure.code
         in_line = sum(stack.samples for stack in stacks) >= MIN_LINE_SHARE * code.samples
         yield Finding(
-            title=f"{_named(code, in_line)} leaves the GPU idle",
+            title=f"{_name_code(code, in_line)} leaves the GPU idle",
             summary=(
-                f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
+                f"{code.share:.0%} of the sampled stacks are in {code.place}{library_text}: "
                 f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "
                 f"{of_step(a, idle)} in the profiled window while the host launches nothing"
-                f"{operators}."
+                f"{operator_text}."
             ),
             evidence=[
                 self.compare("share of the sampled stacks", code.share, "min_share"),
@@ -165,31 +166,32 @@ class SampledHotSpot(Rule):
             **texts,
         )
 
-    def _operators(self, a: Analysis, gaps: pl.DataFrame) -> str:
-        """Name the operators on the CPU that take much of the idle time; empty: none does."""
+    def _describe_operators(self, a: Analysis, gaps: pl.DataFrame) -> str:
+        """Return a text on operators on the CPU that take much of the idle time. Empty if none
+        does."""
         idle = gaps.filter(pl.col("cause") == "dispatch")
         names = a.trace.cpu["name"].gather(idle["host"]).cast(pl.String)
         table = pl.DataFrame({"name": names, "ns": idle["dur"]}).group_by("name").agg(pl.sum("ns"))
         longest = table.sort("ns", "name").tail(3).reverse()
         if sum_column(longest["ns"]) < self.min_share * a.span_ns:
             return ""
-        named = [
+        operator_times = [
             f"{name} {t.format_duration(ns / a.step_count)}" for name, ns in longest.iter_rows()
         ]
-        return f", part of it in operators on the CPU ({', '.join(named)})"
+        return f", part of it in operators on the CPU ({', '.join(operator_times)})"
 
-    def _gaps(self, a: Analysis) -> pl.DataFrame:
-        """Return idle time of the GPU, rows of ``Analysis.gaps``, while the host is in no operator
-        that launches work."""
+    def _find_gaps(self, a: Analysis) -> pl.DataFrame:
+        """Return idle time of the GPU, rows of ``Analysis.gaps``, while the host is not in an
+        operator that launches work."""
         outermost = outermost_operator(a.trace)
-        launching = np.zeros(a.trace.cpu.height + 1, dtype=bool)
+        is_launching = np.zeros(a.trace.cpu.height + 1, dtype=bool)
         ops = row_numbers(a.trace.gpu["op"])
-        launching[outermost[ops[ops >= 0]]] = True
-        launching[-1] = False  # no operator
+        is_launching[outermost[ops[ops >= 0]]] = True
+        is_launching[-1] = False  # no operator
         gaps = a.gaps.filter(pl.col("cause").is_in(HOST_CAUSES))
         host = row_numbers(gaps["host"])
-        around = np.where(host >= 0, outermost[np.maximum(host, 0)], -1)
-        gaps = gaps.filter(pl.Series(~launching[around]))
+        outer_op = np.where(host >= 0, outermost[np.maximum(host, 0)], -1)
+        gaps = gaps.filter(pl.Series(~is_launching[outer_op]))
         return gaps.filter(pl.col("dur").sum().over("gap") >= self.min_gap_us * 1e3)
 
     @staticmethod
@@ -211,18 +213,18 @@ class SampledHotSpot(Rule):
         }
 
 
-def _stacks_of(stacks: Sequence[SampledStack], place: Location) -> list[SampledStack]:
-    own = []
+def _stacks_at(stacks: Sequence[SampledStack], place: Location) -> list[SampledStack]:
+    matching = []
     for stack in stacks:
         frames = [frame for name in stack.frames if (frame := parse_frame(name)) is not None]
         if (place.file, place.line, place.function) in [
             (f.file, f.line, f.function) for f in frames
         ]:
-            own.append(stack)
-    return own
+            matching.append(stack)
+    return matching
 
 
-def _named(code: SampledCode, in_line: bool) -> str:
+def _name_code(code: SampledCode, in_line: bool) -> str:
     place = code.location
     if not place.line or not (in_line or place.function in WHOLE_PROGRAM):
         return f"The function {place.function}"
@@ -239,7 +241,7 @@ def _served(
     every: int = 0,
     gpu: str | None = "A100",
 ) -> TraceBuilder:
-    """Steps of 6 ms of host work in ``pieces``, each before a launch."""
+    """Build steps of 6 ms of host work in ``pieces``, each before a launch."""
     b = TraceBuilder(gpu=gpu)
     for _ in b.steps():
         for _ in range(pieces):
@@ -255,17 +257,17 @@ def _served(
             b.sync()
     run = b.record_of_run()
     for n in range(80):
-        more = 20.0 if every and n % every == 0 else 0.0
-        own: dict[str, Any] = {"between steps": 1 + more}
-        run.step(7 + more, forward=5, **own)
+        extra = 20.0 if every and n % every == 0 else 0.0
+        phases: dict[str, Any] = {"between steps": 1 + extra}
+        run.step(7 + extra, forward=5, **phases)
     module = "torch/nn/modules/module.py(1779): Module._wrapped_call_impl"
-    below = {
+    inner = {
         "module": [module, "model.py(3): Net.forward"],
         "wait": ["serve.py(12): prepare", "torch/cuda/__init__.py(1162): synchronize"],
         "": ["serve.py(12): prepare", module, "torchvision/transforms/transforms.py(9): forward"],
     }[place]
     if samples:
-        frames = ["serve.py(9): main", *below, module, "model.py(3): Net.forward"]
-        inside, model = [*range(1 + len(below))], [0, len(frames) - 2, len(frames) - 1]
-        run.event("stacks", frames=frames, stacks=[[samples, inside], [10, model]])
+        frames = ["serve.py(9): main", *inner, module, "model.py(3): Net.forward"]
+        sampled, model = [*range(1 + len(inner))], [0, len(frames) - 2, len(frames) - 1]
+        run.event("stacks", frames=frames, stacks=[[samples, sampled], [10, model]])
     return b

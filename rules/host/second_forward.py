@@ -1,4 +1,4 @@
-"""A training step that runs its forward pass twice."""
+"""Training steps that run their forward pass twice."""
 
 from typing import ClassVar
 
@@ -24,14 +24,13 @@ from advisor.testing import Examples, TraceBuilder
 
 class SecondForward(Rule):
     """A training step runs the model a second time on the same batch. It computes a metric or logs
-    an output, which the first pass has already.
+    an output, which the first pass already provides.
 
-    The sign is layers that run again in the step, each with inputs of the same shapes, and that no
-    backward pass goes through. All layers that are trained have to come again. In a trace, a
-    teacher or a target network of the same architecture looks the same, so the low end of the gain
-    is zero. The recorder compares the module, its weights and its input tensors of 12 forwards in
-    60: where none comes again, the rule is silent. A validation on its own batches runs between the
-    steps, and is not meant."""
+    The rule looks for layers that run again in the step, with inputs of the same shapes and without
+    a backward pass. All trained layers must run again. In a trace, a teacher or a target network of
+    the same architecture looks the same, so the low end of the gain is zero. The recorder compares
+    the module, its weights and its input tensors in 12 of 60 forwards; if none repeats, the rule is
+    silent. Validation on separate batches runs between steps, and does not count."""
 
     id = "second-forward"
     title = "The forward pass runs twice in each step"
@@ -50,15 +49,15 @@ class SecondForward(Rule):
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.Tensor.detach.html",)
 
     min_share = Threshold(0.05, "of the step in layers that run again", XPROF)
-    worst_factor = Factor(1.0, "of the time remains where the second model is another one", CHOSEN)
-    min_forwards = Threshold(12, "recorded forwards that were compared: one sample", CHOSEN)
+    worst_factor = Factor(1.0, "of the time remains if the second model is a different one", CHOSEN)
+    min_forwards = Threshold(12, "compared forwards of the record: one sample", CHOSEN)
     min_again = Threshold(0.2, "of them repeat an earlier one", CHOSEN)
-    worst_of_proven = Factor(0.2, "of the time remains where the recorder saw it", CHOSEN)
+    worst_of_proven = Factor(0.2, "of the time remains if the recorder confirmed it", CHOSEN)
 
     fix = (
         "Keep the outputs of the first forward pass, and compute metrics from them. detach() takes "
-        "them off the graph. Where the second pass needs other settings (no dropout), run it every "
-        "N steps."
+        "them off the graph. If the second pass needs other settings (no dropout), run it every N "
+        "steps."
     )
     code = (
         "logits = model(images)\n"
@@ -73,30 +72,30 @@ class SecondForward(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns:
             return
-        again = a.second_forwards
-        ns = work_launched_in(a, again) if a.device_id is not None else again.total
+        second_passes = a.second_forwards
+        ns = work_launched_in(a, second_passes) if a.device_id is not None else second_passes.total
         if ns < self.min_share * a.span_ns:
             return
-        again_share = self._recorded_share(a)
-        if again_share is not None and again_share < self.min_again:
+        repeated_share = self._read_repeated_share(a)
+        if repeated_share is not None and repeated_share < self.min_again:
             return
         table = outermost_in_steps(a)
         ts = table["ts"].to_numpy()
-        table = table.filter(covered_length(ts, ts + 1, again) > 0)
+        table = table.filter(covered_length(ts, ts + 1, second_passes) > 0)
         table = table.filter(find_layer_operators(table["name"]))
-        select = [Select(on=on, at="second_forward") for on in ("gpu", "host", "gap")]
+        selections = [Select(on=on, at="second_forward") for on in ("gpu", "host", "gap")]
         evidence = [
             amount_per_step(a, "layers that run again", len(table), "count"),
             amount_per_step(a, "time of the second pass", ns),
             self.compare("share", ns / a.span_ns, "min_share", per=a.per),
         ]
         worst = self.worst_factor
-        if again_share is not None:
+        if repeated_share is not None:
             worst = self.worst_of_proven
             evidence.append(
                 self.compare(
                     "forwards with the weights and input of an earlier one",
-                    again_share,
+                    repeated_share,
                     "min_again",
                 )
             )
@@ -109,15 +108,16 @@ class SecondForward(Rule):
             where=costliest_places(
                 a, table["row"].to_numpy(), table["ns"].to_numpy().astype(np.int64), top=1
             ),
-            edits=[scale_edit(each, 0.0, 0.0, worst) for each in select],
-            assumptions=[] if again_share is not None else list(self.assumptions),
+            edits=[scale_edit(select, 0.0, 0.0, worst) for select in selections],
+            assumptions=[] if repeated_share is not None else list(self.assumptions),
         )
 
-    def _recorded_share(self, a: Analysis) -> float | None:
-        """Return the share of compared forwards that repeat an earlier one; ``None``: too few."""
+    def _read_repeated_share(self, a: Analysis) -> float | None:
+        """Return the share of compared forwards that repeat an earlier one, or ``None`` if too few
+        were compared."""
         events = [] if a.recorded is None else a.recorded.record.events_of("repeated_inputs")
-        forwards, again = (sum_of_events(events, key) for key in ("forwards", "again"))
-        return again / forwards if forwards >= self.min_forwards else None
+        forwards, repeats = (sum_of_events(events, key) for key in ("forwards", "again"))
+        return repeats / forwards if forwards >= self.min_forwards else None
 
     @staticmethod
     def examples() -> Examples:
@@ -152,7 +152,7 @@ def _twice(
     trained: bool = False,
     rest: float = 500,
 ) -> TraceBuilder:
-    """A network of six layers that runs so many times in each step."""
+    """Build a network of six layers that runs ``times`` times in each step."""
     b = TraceBuilder(gpu=gpu)
     number = 0
 
@@ -163,12 +163,12 @@ def _twice(
 
     for _ in b.steps():
         passes = []
-        for again in range(times):
-            rows = batch if again else 32
+        for index in range(times):
+            rows = batch if index else 32
             passes.append(range(number, number + 6))
             for layer, sequence in enumerate(passes[-1]):
                 shapes = [[rows, 128 + layer], [128, 128 + layer]]
-                run("aten::linear", shapes, sequence if graph or trained or not again else None)
+                run("aten::linear", shapes, sequence if graph or trained or not index else None)
             number += 6
         for sequences in reversed(passes if trained else passes[:1]):
             for sequence in reversed(sequences):

@@ -1,4 +1,4 @@
-"""Slices of one tensor, taken one by one in a loop, each have a gradient of the whole size."""
+"""Slices that a loop takes from one tensor, each with a gradient of the whole tensor's size."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import summed_duration
 from advisor.testing import Examples, TraceBuilder
 
-BACKWARD = r"^aten::(?:select|slice)_backward$"
+SLICE_BACKWARD = r"^aten::(?:select|slice)_backward$"
 NODE = r"^autograd::engine::evaluate_function: (?:Select|Slice)Backward0$"
 PRODUCT = r"^aten::(?:addmm|mm|bmm|baddbmm|linear)$"
 _LSTM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html"
@@ -35,12 +35,13 @@ _UNBIND = "https://docs.pytorch.org/docs/stable/generated/torch.unbind.html"
 class SliceGradients(Rule):
     """A loop takes slices of one tensor by index (``x[:, t]``). In the backward pass each slice has
     a gradient as large as the whole tensor. PyTorch fills it with zeros, writes the slice, and adds
-    all of them up. For ``n`` slices this is ``n`` times the tensor. ``unbind`` and ``split`` have
-    one gradient for all slices.
+    all of them up. For ``n`` slices this moves ``n`` times the tensor. ``unbind`` and ``split``
+    have one gradient for all slices.
 
-    Counted are ``aten::select_backward`` and ``aten::slice_backward`` with equal sizes in a step.
+    The rule counts ``aten::select_backward`` and ``aten::slice_backward`` with equal sizes in a
+    step.
 
-    The gain is the time of these nodes of the backward pass, less one pass over the tensor."""
+    The gain is the time of these nodes of the backward pass, minus one pass over the tensor."""
 
     id = "slice-gradients"
     title = "Slices taken in a loop have a gradient of the whole tensor each"
@@ -52,12 +53,12 @@ class SliceGradients(Rule):
 
     min_slices = Threshold(16, "slices of one tensor per step", CHOSEN)
     min_share = Threshold(0.05, "of the step in their gradients", XPROF)
-    worst_factor = Factor(0.3, "of the time remains at most: adding up and launches", CHOSEN)
+    worst_factor = Factor(0.3, "of the time remains at most, for sums and launches", CHOSEN)
 
     fix = (
-        "Compute the loop in one operation on the whole tensor, where its passes do not need each "
-        "other (a loss per class). Else take the slices with one call of unbind before the loop, "
-        "or split for parts of several entries."
+        "Compute the loop in one operation on the whole tensor, if its iterations are independent "
+        "(a loss per class). Otherwise take the slices with one call of unbind before the loop, or "
+        "split for parts of several entries."
     )
     code = (
         "loss = f(x, dims=(0, 2, 3)).mean()    # all entries of dim 1 at once\n\n"
@@ -66,8 +67,8 @@ class SliceGradients(Rule):
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "a recurrent cell": {
-            "fix": "Take the slices with one call of unbind before the loop, or split for parts "
-            "of several entries. A whole loop of cells is one call of nn.LSTM or nn.GRU.",
+            "fix": "Take the slices with one call of unbind before the loop, or split for parts of "
+            "several entries. One call of nn.LSTM or nn.GRU replaces a whole loop of cells.",
             "code": "# not for t in range(x.shape[1]): x_t = x[:, t]\n"
             "for x_t in x.unbind(dim=1):\n"
             "    state = cell(x_t, state)",
@@ -81,10 +82,12 @@ class SliceGradients(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count:
             return
-        kinds = [kind for kind in _kinds(a) if len(kind.rows) >= self.min_slices * a.step_count]
-        if not kinds:
+        groups = [
+            group for group in _group_slices(a) if len(group.rows) >= self.min_slices * a.step_count
+        ]
+        if not groups:
             return
-        rows = np.sort(np.concatenate([kind.rows for kind in kinds]))
+        rows = np.sort(np.concatenate([group.rows for group in groups]))
         on_gpu = a.device_id is not None
         if on_gpu:
             ns = summed_duration(a, rows_launched_under(a, NODE) & a.in_window)
@@ -93,14 +96,14 @@ class SliceGradients(Rule):
             ns = sum_column(a.trace.cpu["dur"].gather(rows_in_steps(a, nodes)))
         if ns < self.min_share * a.span_ns:
             return
-        most = max(kinds, key=lambda kind: len(kind.rows))
-        slices = len(most.rows) / a.step_count
+        largest = max(groups, key=lambda group: len(group.rows))
+        slices = len(largest.rows) / a.step_count
         products = np.flatnonzero(name_matches(a.trace.cpu["name"], PRODUCT).to_numpy())
-        recurrent = len(rows_in_steps(a, products)) >= len(most.rows)  # one for each slice
+        is_recurrent = len(rows_in_steps(a, products)) >= len(largest.rows)  # one per slice
         remains = 1 / slices
         yield Finding(
             summary=(
-                f"{slices:.0f} slices per step of a tensor of {most.sizes} each have a gradient "
+                f"{slices:.0f} slices per step of a tensor of {largest.sizes} each have a gradient "
                 f"of the tensor's size. Their backward takes {of_step(a, ns)}."
             ),
             evidence=[
@@ -117,7 +120,7 @@ class SliceGradients(Rule):
                     Select(on="host", kind=("op",), name=NODE),
                 )
             ],
-            **(self.case("a recurrent cell") if recurrent else {}),
+            **(self.case("a recurrent cell") if is_recurrent else {}),
         )
 
     @staticmethod
@@ -126,31 +129,33 @@ class SliceGradients(Rule):
             "a loop over time": _loop(),
             "on a CPU": _loop(gpu=None),
             "a few slices": (_loop(count=3), "min_slices"),
-            "slices of different tensors": (_loop(one_tensor=False), "not kinds"),
+            "slices of different tensors": (_loop(one_tensor=False), "not groups"),
             "hardly any time": (_loop(us=1), "min_share"),
         }
 
 
-class _Kind(NamedTuple):
+class _SliceGroup(NamedTuple):
     sizes: str
     rows: Rows
 
 
-def _kinds(a: Analysis) -> list[_Kind]:
-    """Return gradients of slices in the analysed window, by the size of the whole tensor."""
+def _group_slices(a: Analysis) -> list[_SliceGroup]:
+    """Return gradients of slices in the analysed window, by the whole tensor's size."""
     cpu = a.trace.cpu
-    rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], BACKWARD).to_numpy()))
+    rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], SLICE_BACKWARD).to_numpy()))
     calls = pl.DataFrame({"row": rows, "inputs": cpu["inputs"].gather(rows)}).drop_nulls()
-    sizes = {index: _sizes(a, index) for index in calls["inputs"].unique().sort()}
+    sizes = {index: _format_size(a, index) for index in calls["inputs"].unique().sort()}
     by_size: dict[str, list[int]] = {}
     for row, index in calls.iter_rows():
         if sizes[index]:
             by_size.setdefault(sizes[index], []).append(row)
-    return [_Kind(size, np.array(own, dtype=np.int64)) for size, own in by_size.items()]
+    return [
+        _SliceGroup(size, np.array(members, dtype=np.int64)) for size, members in by_size.items()
+    ]
 
 
-def _sizes(a: Analysis, index: int) -> str:
-    """Write the size of the whole tensor, as ``16 × 80 × 64``; empty: it was not recorded."""
+def _format_size(a: Analysis, index: int) -> str:
+    """Return the size of the whole tensor, as ``16 × 80 × 64``. Empty if it was not recorded."""
     return " × ".join(str(size) for size in inputs_at(a, index).integers(1) or [])
 
 

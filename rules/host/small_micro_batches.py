@@ -1,4 +1,4 @@
-"""Gradients are accumulated over micro-batches that are too small to keep the device busy."""
+"""Accumulation of gradients over micro-batches that are too small to keep the device busy."""
 
 from collections import Counter
 from typing import ClassVar, NamedTuple
@@ -30,37 +30,37 @@ _LAYER = r"^aten::(?:linear|addmm|mm|bmm|conv[123]d|convolution|lstm|gru|embeddi
 
 
 class Passes(NamedTuple):
-    """Equal passes forward and backward of each step."""
+    """Equal forward and backward passes of each step."""
 
     number: int
-    """Passes per optimizer step."""
+    """Number of passes per optimizer step."""
     operators: pl.DataFrame
-    """Their outermost operators: ``row, name, ts, ns, inputs``."""
+    """Outermost operators of the passes: ``row, name, ts, ns, inputs``."""
     starts: list[int]
-    """Begin of the first pass of each step, ns …"""
+    """Start of the first pass of each step, ns."""
     ends: list[int]
-    """… and end of the last."""
+    """End of the last pass of each step, ns."""
 
     @property
     def accumulate(self) -> bool:
-        """Whether each adds to gradients of weights."""
+        """Whether each pass adds to the gradients of weights."""
         added = self.operators["name"] == _ACCUMULATES
         return int(added.sum()) >= self.number * len(self.starts)
 
 
 class SmallMicroBatches(Rule):
-    """The step runs several passes forward and backward before the optimizer, and each consists of
-    short calls. A call costs the host as much for one sample as for a few: Python, the dispatch,
-    waking threads or launching a kernel. One pass over a larger micro-batch pays it once. The sum
-    of the gradients stays the same.
+    """The step runs several forward and backward passes before the optimizer, and each consists of
+    short calls. A call costs the host as much for one sample as for a few: Python, dispatch, waking
+    threads or launching a kernel. One pass over a larger micro-batch has this cost only once. The
+    sum of the gradients stays the same.
 
     Passes are equal by the shapes of their layers, and one optimizer step follows them. Operators
-    of 0.3 ms or more count as work of their own, which grows with the batch. On a GPU the host's
-    time is what shrinks: nothing is saved where the device sets the pace.
+    of 0.3 ms or more count as real work, which grows with the batch. On a GPU only the host's time
+    shrinks: nothing is saved if the device sets the pace.
 
-    Passes that add nothing to gradients of weights are not meant, nor those with a sign of
-    gradients between them. In meta-learning and in attacks on the input a pass needs the result of
-    the one before."""
+    Passes that do not add to gradients of weights do not count, nor do those with ``aten::sign``
+    between them. In meta-learning and in attacks on the input a pass needs the result of the
+    previous one."""
 
     id = "small-micro-batches"
     title = "Gradients are accumulated over small micro-batches"
@@ -77,23 +77,21 @@ class SmallMicroBatches(Rule):
     )
     validation_note = (
         "a CPU recording, torch 2.13, and its cure: 3.31 ms predicted, 4.04 ms measured. A "
-        "classifier of sentences one by one, in no test: 124 ms predicted, 120 ms measured"
+        "classifier of single sentences, not in the tests: 124 ms predicted, 120 ms measured"
     )
     references = (
         "https://huggingface.co/docs/transformers/perf_train_gpu_one#gradient-accumulation",
     )
 
     min_passes = Threshold(4, "equal passes for one optimizer step", CHOSEN)
-    max_call_us = Threshold(
-        300, "µs, the median of an operator: else it is work of its own", CHOSEN
-    )
+    max_call_us = Threshold(300, "µs, the median of an operator; longer ones are real work", CHOSEN)
     min_share = Threshold(0.3, "of the step in short calls of these passes", CHOSEN)
     saved = Factor(0.9, "of what a larger micro-batch can save at most", CHOSEN)
-    worst_saved = Factor(0.4, "of it, where the calls are half work", CHOSEN)
+    worst_saved = Factor(0.4, "of it, if half of the calls' time is real work", CHOSEN)
 
     fix = (
-        "Use a larger micro-batch and as many times fewer accumulation steps, as far as memory "
-        "allows. The gradients are the same; batch norm and dropout see other samples."
+        "Use a larger micro-batch and proportionally fewer accumulation steps, as far as memory "
+        "allows. The gradients are the same; batch norm and dropout see different samples."
     )
     code = (
         "micro_batch = {count} * micro_batch        # as far as memory allows\n"
@@ -106,7 +104,7 @@ class SmallMicroBatches(Rule):
         }
     }
     verify = "Record again: fewer passes per step, and more samples per second."
-    falsified_by = "passes that need the result of the one before, or a batch that does not fit"
+    falsified_by = "passes that need the result of the previous one, or a batch that does not fit"
     assumptions = ("memory for a larger micro-batch is free",)
     confidence = 0.75
 
@@ -118,14 +116,14 @@ class SmallMicroBatches(Rule):
             return
         if passes.number < self.min_passes or not passes.accumulate:
             return
-        usual = pl.col("ns").median().over("name") <= self.max_call_us * 1000
-        short, long = passes.operators.filter(usual), passes.operators.filter(~usual)
-        whole = union(np.array(passes.starts), np.array(passes.ends))
+        is_short = pl.col("ns").median().over("name") <= self.max_call_us * 1000
+        short, long = passes.operators.filter(is_short), passes.operators.filter(~is_short)
+        pass_spans = union(np.array(passes.starts), np.array(passes.ends))
         ts, dur = (long[name].to_numpy() for name in ("ts", "ns"))
-        ns = whole.total - intersect(whole, union(ts, ts + dur)).total
+        ns = pass_spans.total - intersect(pass_spans, union(ts, ts + dur)).total
         if ns < self.min_share * a.span_ns:
             return
-        once = 1 - 1 / passes.number
+        gain = 1 - 1 / passes.number
         layers = passes.operators.filter(pl.col("name").str.contains(_LAYER))
         select = Select(
             on="host",
@@ -143,11 +141,11 @@ class SmallMicroBatches(Rule):
                 self.compare("passes", passes.number, "min_passes", "count"),
                 amount_per_step(a, "short calls and time between them", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-                Evidence("calls per pass", len(short) / len(whole) / passes.number, "count"),
+                Evidence("calls per pass", len(short) / len(pass_spans) / passes.number, "count"),
             ],
             where=costliest_places(a, layers["row"].to_numpy(), layers["ns"].to_numpy(), top=1),
             edits=[
-                scale_edit(select, 1 - self.saved * once, 1 - once, 1 - self.worst_saved * once)
+                scale_edit(select, 1 - self.saved * gain, 1 - gain, 1 - self.worst_saved * gain)
             ],
             code=code.format(count=passes.number),
         )
@@ -169,7 +167,7 @@ class SmallMicroBatches(Rule):
 
 
 def _find_passes(a: Analysis) -> Passes | None:
-    """Find the equal passes of all analysed steps; ``None``: they differ, or there are others."""
+    """Return the equal passes of all analysed steps, or ``None`` if passes differ."""
     table = outermost_in_steps(a).sort("ts")
     cpu = a.trace.cpu
     updates = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], OPTIMIZER_STEP).to_numpy()))
@@ -178,47 +176,47 @@ def _find_passes(a: Analysis) -> Passes | None:
     step = np.searchsorted(cpu["ts"].to_numpy()[updates], table["ts"].to_numpy())
     node = table["name"].str.starts_with(NODE_PREFIX).to_numpy()
     layer = table["name"].str.contains(_LAYER).to_numpy()
-    begins, ends, kinds = _runs(step, node, layer, table["inputs"].to_list())
-    counts = Counter(each for each, _ in begins)
+    begins, ends, kinds = _split_passes(step, node, layer, table["inputs"].to_list())
+    counts = Counter(step_number for step_number, _ in begins)
     if len(set(counts.values())) != 1 or len(counts) != a.step_count or len(set(kinds)) != 1:
         return None
-    inside = np.zeros(len(table), dtype=bool)
+    in_pass = np.zeros(len(table), dtype=bool)
     for (_, begin), end in zip(begins, ends, strict=True):
-        inside[begin : end + 1] = True
-    signs = np.flatnonzero((table["name"] == "aten::sign").to_numpy())
-    own = np.searchsorted([begin for _, begin in begins], signs) % counts[begins[0][0]]
-    if own.any():
+        in_pass[begin : end + 1] = True
+    sign_rows = np.flatnonzero((table["name"] == "aten::sign").to_numpy())
+    position = np.searchsorted([begin for _, begin in begins], sign_rows) % counts[begins[0][0]]
+    if position.any():
         return None  # between two passes of a step
-    at, until = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
+    starts, ends_ns = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
     count = counts[begins[0][0]]
     return Passes(
         count,
-        table.filter(pl.Series(inside)),
-        [int(at[begin]) for _, begin in begins[::count]],
-        [int(until[end]) for end in ends[count - 1 :: count]],
+        table.filter(pl.Series(in_pass)),
+        [int(starts[begin]) for _, begin in begins[::count]],
+        [int(ends_ns[end]) for end in ends[count - 1 :: count]],
     )
 
 
-def _runs(
+def _split_passes(
     step: np.ndarray, node: np.ndarray, layer: np.ndarray, inputs: list[int | None]
 ) -> tuple[list[tuple[int, int]], list[int], list[tuple[int | None, ...]]]:
-    """Return passes from a first layer to the last backward node: (step, first row), last row, and
-    the inputs of their layers."""
+    """Return the passes, each from its first layer to its last backward node: (step, first row),
+    last row, and the inputs of its layers."""
     begins: list[tuple[int, int]] = []
     ends: list[int] = []
     kinds: list[tuple[int | None, ...]] = []
-    own: list[int] = []
-    last = -1
-    for at in [*np.flatnonzero(node | layer).tolist(), None]:  # None: the end
-        if own and last >= 0 and (at is None or layer[at] or step[at] != step[own[0]]):
-            begins.append((int(step[own[0]]), own[0]))
-            ends.append(last)
-            kinds.append(tuple(inputs[n] for n in own))
-            own, last = [], -1
-        if at is not None and layer[at]:
-            own.append(at)
-        elif at is not None and own:
-            last = at
+    layers: list[int] = []
+    end = -1
+    for row in [*np.flatnonzero(node | layer).tolist(), None]:  # None marks the end
+        if layers and end >= 0 and (row is None or layer[row] or step[row] != step[layers[0]]):
+            begins.append((int(step[layers[0]]), layers[0]))
+            ends.append(end)
+            kinds.append(tuple(inputs[n] for n in layers))
+            layers, end = [], -1
+        if row is not None and layer[row]:
+            layers.append(row)
+        elif row is not None and layers:
+            end = row
     return begins, ends, kinds
 
 
@@ -234,7 +232,7 @@ def _training(
     weights: bool = True,
     between: str = "",
 ) -> TraceBuilder:
-    """Passes of one model, or of ``models`` in turn, with 20 layers each."""
+    """Build passes of one model, or of ``models`` in turn, with 20 layers each."""
     b = TraceBuilder(gpu=gpu)
 
     def run(name: str, shapes: list[list[int]] | None, host_us: float) -> None:

@@ -28,35 +28,36 @@ from advisor.rules.support.common import (
 from advisor.testing import Examples, TraceBuilder
 
 MIN_PERIOD = 5
-"""Shortest period in steps: a loader with a few workers has a period of its own."""
+"""Minimum period in steps. A loader with a few workers has a shorter period of its own."""
 MIN_LONG_STEPS = 4
-"""Number of long steps that a period takes."""
+"""Minimum number of long steps for a period."""
 MIN_REGULAR = 0.8
-"""Share of the distances that must be equal, within one step."""
+"""Minimum share of the distances that are equal, within one step."""
 
 
 class LongSteps(NamedTuple):
-    """Long steps among those that count."""
+    """Long steps among the timed ones."""
 
     rows: Ints
     """Positions among all steps of the record."""
     excess: Floats
-    """Time of each beyond the median, ns; with the time between steps that went into validation and
-    checkpoints."""
+    """Time of each step beyond the median, ns, including validation and checkpoints between
+    steps."""
     period: int | None
-    """Steps from one long step to the next, if that is regular."""
+    """Number of steps from one long step to the next, or ``None`` if irregular."""
 
 
 def find_long_steps(recorded: StepRecords) -> LongSteps:
-    """The long steps of a record. Validation between two steps counts with the step after it."""
+    """Return the long steps of a record. Validation between two steps counts toward the later
+    step."""
     steps, dur = np.flatnonzero(recorded.timed), recorded.timed_durations
     if not len(steps):
         return LongSteps(steps, np.zeros(0), None)
     median = float(np.median(dur))
     is_long = dur > longest_usual_step(dur)
     rows = steps[is_long]
-    some = recorded.host_is_ahead  # of every few steps the length is known: others may be long
-    return LongSteps(rows, dur[is_long] - median, None if some else _find_period(rows))
+    partly_timed = recorded.host_is_ahead  # only some steps are timed: others may be long
+    return LongSteps(rows, dur[is_long] - median, None if partly_timed else _find_period(rows))
 
 
 def _find_period(rows: Ints) -> int | None:
@@ -69,8 +70,8 @@ def _find_period(rows: Ints) -> int | None:
 
 
 def find_causes(recorded: StepRecords, long_steps: LongSteps) -> list[tuple[str, float]]:
-    """Phases that take longer than usual in the long steps: (phase, ns over all of them), largest
-    first. Garbage collection is listed as well, and stays in the phase around it."""
+    """Return phases that take longer than usual in the long steps: (phase, ns over all of them),
+    largest first. Garbage collection is listed too, and also stays in its phase."""
     causes = []
     for name, values in recorded.phases.items():
         usual = float(np.median(values[recorded.used]))
@@ -82,9 +83,9 @@ def find_causes(recorded: StepRecords, long_steps: LongSteps) -> list[tuple[str,
     return sorted(causes, key=lambda item: -item[1])
 
 
-def _compiling(recorded: StepRecords, lost: float) -> str:
-    """Write a sentence if compiling explains the time that long steps lose; empty: it does not, or
-    no stacks were sampled."""
+def _describe_compiling(recorded: StepRecords, lost: float) -> str:
+    """Return a sentence if compiling explains the time lost in long steps. Empty if it does not, or
+    without samples."""
     spent = time_compiling(recorded)
     if not lost or spent < MOSTLY_COMPILING * lost:
         return ""
@@ -92,7 +93,7 @@ def _compiling(recorded: StepRecords, lost: float) -> str:
 
 
 def _list_causes(causes: list[tuple[str, float]]) -> str:
-    """``other 3 ms, 1 ms in garbage collection``: collection is part of the phases."""
+    """Return ``other 3 ms, 1 ms in garbage collection``. Collection is part of the phases."""
     collected = {"garbage collection": "{1} in {0}"}
     return ", ".join(
         collected.get(name, "{0} {1}").format(name, t.format_duration(ns))
@@ -105,16 +106,16 @@ class RegularStalls(Rule):
     """Every n-th step takes much longer than the others, over the whole run. The loop does
     something every n steps, such as logging, a checkpoint, clearing a cache, or garbage collection.
 
-    A long step takes more than 1.5 times the median and lies more than five median absolute
-    deviations above it. There must be at least four, five or more steps apart, at equal distances.
-    The phase that is longer in them shows where to look: ``other`` is the loop's own code after the
+    A long step takes more than 1.5 times the median, and exceeds it by more than five median
+    absolute deviations. There must be at least four, at equal distances of five or more steps. The
+    phase that is longer in them shows where to look: ``other`` is the loop's own code after the
     optimizer step, ``data`` the loader. Validation loops and checkpoints that the recorder
-    recognized are no part of a step and do not count. Where a program infers, a longer forward may
-    be the first pass of a new request, and is left out.
+    recognized are not part of a step and do not count. In inference, a longer forward may be the
+    first pass of a new request, and is left out.
 
-    The rule periodic-stalls names what is saved or logged, from the stacks of a profiled window.
-    This rule needs no window, but sees no cause. Where the loop's own code takes the time
-    (``other`` or ``between steps``), periodic-work says so."""
+    From the stacks of a profiled window, periodic-stalls names what is saved or logged. This rule
+    needs no window, but does not see the cause. If the loop's own code takes the time (``other`` or
+    ``between steps``), periodic-work reports it."""
 
     id = "regular-stalls"
     title = "Every n-th step stalls"
@@ -154,7 +155,7 @@ class RegularStalls(Rule):
             return
         causes = find_causes(recorded, stalls)
         phase = causes[0][0] if causes else "other"
-        compiling = _compiling(recorded, lost)
+        compiling = _describe_compiling(recorded, lost)
         if phase == "forward" and a.inference is not None:
             return
         if phase in OWN_PHASES and not compiling and find_periodic_work(recorded) is not None:
@@ -206,15 +207,14 @@ class StepJitter(Rule):
     mean step is well above the median. In a job of several ranks every rank waits for the slowest
     of each step, so the jitter of one costs all.
 
-    Where steps become at least twice as long at once and stay so, it names the first of them.
+    If steps suddenly become at least twice as long and stay so, the rule names the first of them.
 
     Jitter is reported where the 99th percentile is at least twice the median (gpuprof) and steps
-    beyond that lose 3% of the time. It needs a hundred steps or more. Where other programs use a
-    quarter of the machine's CPUs, in all or during the long steps, they are the likelier cause. The
-    rule then abstains. Steps with an
-    unusual batch shape are compared with each other, because sequences of different lengths are no
-    jitter. The summary names the phase that is longer in the long steps, and the garbage collection
-    in it."""
+    beyond that lose 3% of the time. It needs a hundred steps or more. If other programs use a
+    quarter of the machine's CPUs, overall or during the long steps, they are the more likely cause,
+    and the rule abstains. Steps with an unusual batch shape are compared with each other, because
+    sequences of different lengths are not jitter. The summary names the phase that is longer in the
+    long steps, and garbage collection in it."""
 
     id = "step-jitter"
     title = "Some steps take much longer than most"
@@ -231,12 +231,12 @@ class StepJitter(Rule):
     min_ratio = Threshold(2.0, "99th percentile over median", GPUPROF)
     min_excess = Threshold(0.03, "of the time, lost in steps beyond that ratio", CHOSEN)
     max_others = Threshold(
-        0.25, "of the machine's CPUs: other programs are then the likelier cause", CHOSEN
+        0.25, "of the machine's CPUs; above it, other programs are the more likely cause", CHOSEN
     )
 
     fix = (
-        "Look at the phase that is longer, and what it does in the long steps. Another program on "
-        "the machine lengthens all phases."
+        "Find what the longer phase does in the long steps. Another program on the machine "
+        "lengthens all phases."
     )
     cases = {
         "compiling": COMPILING,
@@ -245,8 +245,8 @@ class StepJitter(Rule):
         },
         "data": {"fix": "Look for a slow sample or a full disk: the phase 'data' is the loader."},
         "between steps": {
-            "fix": "Look at the loop's own code, or at a wait for a batch that comes from no "
-            "DataLoader: they are the phase 'between steps'."
+            "fix": "Check the loop's own code, or a wait for a batch that does not come from a "
+            "DataLoader: both are in the phase 'between steps'."
         },
         "garbage collection": {"fix": "Move garbage collection to fixed steps."},
         "slower from one step on": {
@@ -263,10 +263,12 @@ class StepJitter(Rule):
         recorded = recorded_steps(a)
         if not recorded.median:
             return
-        used, dur = recorded.timed, recorded.timed_durations
-        expected = _expect(dur, recorded.column("shapes")[used], recorded.column("samples")[used])
+        timed, dur = recorded.timed, recorded.timed_durations
+        expected = _expected_durations(
+            dur, recorded.column("shapes")[timed], recorded.column("samples")[timed]
+        )
         if (first := find_jump(dur / expected, self.min_ratio)) is not None:
-            yield self._slower(recorded, first)
+            yield self._build_slower_finding(recorded, first)
             return
         if recorded.count < self.min_steps:
             return
@@ -278,7 +280,7 @@ class StepJitter(Rule):
         if ratio < self.min_ratio or excess < self.min_excess or stalls.period is not None:
             return
         if len(stalls.rows) < 2 or find_periodic_work(recorded) is not None:
-            return  # a single one may be coincidence
+            return  # a single long step may be coincidence
         causes = [(name, ns) for name, ns in find_causes(recorded, stalls)[:3] if ns > 0]
         others = _cpu_share_of_others(recorded, stalls.rows)
         if others is not None and others >= self.max_others:
@@ -289,18 +291,18 @@ class StepJitter(Rule):
                 record="a run on a machine without other load",
             )
             return
-        compiling = _compiling(recorded, lost)
-        eager = a.trains_on_host and recorded.flag("compile") == 0
-        case = "compiling" if compiling else "" if eager else "may compile"
-        longer = f", in '{causes[0][0]}'" if causes else ""
+        compiling = _describe_compiling(recorded, lost)
+        is_eager = a.trains_on_host and recorded.flag("compile") == 0
+        case = "compiling" if compiling else "" if is_eager else "may compile"
+        in_phase = f", in '{causes[0][0]}'" if causes else ""
         yield Finding(
-            title=f"{len(stalls.rows)} of {len(dur):,} steps take much longer than most{longer}",
+            title=f"{len(stalls.rows)} of {len(dur):,} steps take much longer than most{in_phase}",
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the median of "
                 f"{t.format_duration(recorded.median)} or more. The long steps lose "
                 f"{t.format_duration(lost)} together. {compiling}"
                 f"Longer phases: {_list_causes(causes) or 'not recorded'}. The longest: "
-                f"{_name_longest(recorded, stalls)}."
+                f"{_list_longest(recorded, stalls)}."
             ),
             evidence=[
                 self.compare("99th percentile over the usual step", ratio, "min_ratio", ""),
@@ -314,24 +316,24 @@ class StepJitter(Rule):
             **self._advice(case, [name for name, _ in causes]),
         )
 
-    def _slower(self, recorded: StepRecords, first: int) -> Finding:
-        """Return the finding on steps that are long from one step on."""
+    def _build_slower_finding(self, recorded: StepRecords, first: int) -> Finding:
+        """Return the finding on steps that are longer from one step on."""
         steps, dur = np.flatnonzero(recorded.timed), recorded.timed_durations
         before, after = (float(np.median(part)) for part in (dur[:first], dur[first:]))
-        late = LongSteps(steps[first:], np.maximum(dur[first:] - before, 0.0), None)
-        number, times = recorded.steps[steps[first]].n, f"{after / before:.2g}"
-        lost = float(late.excess.sum())
+        late_steps = LongSteps(steps[first:], np.maximum(dur[first:] - before, 0.0), None)
+        number, factor = recorded.steps[steps[first]].n, f"{after / before:.2g}"
+        lost = float(late_steps.excess.sum())
         return Finding(
-            title=f"From step {number} on, steps take {times} times as long",
+            title=f"From step {number} on, steps take {factor} times as long",
             summary=(
                 f"The median grows from {t.format_duration(before)} to {t.format_duration(after)} "
-                f"at once, and {t.count_noun(len(late.rows), 'step')} lose "
+                f"at once, and {t.count_noun(len(late_steps.rows), 'step')} lose "
                 f"{t.format_duration(lost)} together. Longer phases: "
-                f"{_list_causes(find_causes(recorded, late)) or 'not recorded'}."
+                f"{_list_causes(find_causes(recorded, late_steps)) or 'not recorded'}."
             ),
             evidence=[
                 self.compare("late over early median", after / before, "min_ratio", ""),
-                Evidence("long steps", len(late.rows), "count"),
+                Evidence("long steps", len(late_steps.rows), "count"),
                 steps_seen(recorded),
             ],
             impact=impact_over_run(lost, method="time of the late steps beyond the early median"),
@@ -339,11 +341,11 @@ class StepJitter(Rule):
         )
 
     def _advice(self, case: str, causes: Sequence[str]) -> dict[str, Any]:
-        """Return the advice of the case, with what helps in the phases that are longer."""
+        """Return the advice of the case, and that for the longer phases."""
         advice = dict(self.case(case)) if case else {"fix": self.fix}
         if case != "compiling":
-            own = [self.case(name)["fix"] for name in causes if name in self.cases]
-            advice["fix"] = " ".join([advice["fix"], *own])
+            phase_fixes = [self.case(name)["fix"] for name in causes if name in self.cases]
+            advice["fix"] = " ".join([advice["fix"], *phase_fixes])
         return advice
 
     @staticmethod
@@ -371,12 +373,12 @@ class StepJitter(Rule):
 
 
 MIN_SIDE = 5
-"""Number of steps on either side of a jump."""
+"""Minimum number of steps on either side of a jump."""
 
 
 def find_jump(ratio: Floats, times: float) -> int | None:
-    """Return the first step from which on steps are ``times`` as long at once, and stay so.
-    ``ratio``: durations over the usual one of their batch shape."""
+    """Return the first step from which on steps suddenly take ``times`` as long, and stay so.
+    ``ratio`` is each duration over the usual one for its batch shape."""
     for first in range(MIN_SIDE, len(ratio) - MIN_SIDE + 1):
         before, after = ratio[:first], ratio[first:]
         if min(after[0], np.median(after[:MIN_SIDE])) < times * before[-MIN_SIDE:].max():
@@ -387,8 +389,8 @@ def find_jump(ratio: Floats, times: float) -> int | None:
     return None
 
 
-def _name_longest(recorded: StepRecords, long_steps: LongSteps) -> str:
-    """Name the longest steps by their numbers: ``steps 44, 31 and 90``."""
+def _list_longest(recorded: StepRecords, long_steps: LongSteps) -> str:
+    """Return the numbers of the longest steps: ``steps 44, 31 and 90``."""
     rows = long_steps.rows[np.argsort(-long_steps.excess)][:3]
     named = t.list_names(str(recorded.steps[row].n) for row in rows)
     return f"{'step' if len(rows) == 1 else 'steps'} {named}"
@@ -403,8 +405,8 @@ def _regular(
             b.product(9000, wait=True)
     r = b.record_of_run()
     for n in range(200):
-        slow = n in at or (every and n % every == every - 1)
-        ms = 60.0 if slow else 10.0
+        is_slow = n in at or (every and n % every == every - 1)
+        ms = 60.0 if is_slow else 10.0
         phases: dict[str, Any] = {"forward": 5.0} | ({phase: ms - 5} if phase != "other" else {})
         r.step(ms, **phases)
     return b
@@ -414,27 +416,27 @@ _LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
 
 
 def _cpu_share_of_others(recorded: StepRecords, rows: Ints) -> float | None:
-    """Return the share of the machine's CPUs that other programs use, in the run or while these
-    steps run, whichever is more; ``None``: not recorded. A sample is of the time before it."""
+    """Return the share of the machine's CPUs that other programs use, in the run or during these
+    steps, whichever is larger. ``None`` if not recorded. A sample covers the time before it."""
     total = recorded.record.rank.cpus_total
-    known = [
+    loads = [
         (at, max(0.0, (host.cpu - host.process_cpu / total) / 100))
         for at, host in recorded.hosts
         if total and host.cpu is not None and host.process_cpu is not None
     ]
-    if len(known) < 3:
+    if len(loads) < 3:
         return None
-    at, others = np.array([each[0] for each in known]), np.array([each[1] for each in known])
+    at, others = (np.array([load[0] for load in loads]), np.array([load[1] for load in loads]))
     begin = np.array([recorded.steps[row].t for row in rows])
     end = begin + recorded.dur[rows]
-    inside = ((at[:, None] > begin) & (np.roll(at, 1)[:, None] < end)).any(axis=1)
-    meanwhile = float(others[inside].mean()) if inside.sum() >= 3 else 0.0
-    return max(float(others.mean()), meanwhile)
+    during_steps = ((at[:, None] > begin) & (np.roll(at, 1)[:, None] < end)).any(axis=1)
+    share_during_steps = float(others[during_steps].mean()) if during_steps.sum() >= 3 else 0.0
+    return max(float(others.mean()), share_during_steps)
 
 
-def _expect(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
-    """The usual length of each step: the median of those with the same batch shape, where there
-    are at least five of them, else of all."""
+def _expected_durations(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
+    """Return the usual length of each step: the median of steps with the same batch shape if there
+    are at least five, or else of all steps."""
     expected = np.full(len(dur), float(np.median(dur)))
     kind = np.where(np.isnan(shapes), samples, shapes)
     for value in np.unique(kind[~np.isnan(kind)]):

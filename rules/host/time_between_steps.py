@@ -1,4 +1,4 @@
-"""Much of a run lies between its training steps."""
+"""Time of a run between its training steps."""
 
 import re
 from collections import Counter
@@ -18,9 +18,9 @@ from advisor.testing import Examples, TraceBuilder
 
 class TimeBetweenSteps(Rule):
     """Much of the run is spent between the training steps: evaluation, checkpoints, rollouts,
-    generation of samples. The recorder tells this time from that of the steps.
+    generation of samples. The recorder measures this time apart from the steps.
 
-    Evaluation is wanted, but how often it runs and on how much data is a choice. It needs no
+    Evaluation is intended, but how often it runs and on how much data is a choice. It needs no
     gradients and allows larger batches than training. What comes before the first step (imports,
     making the model) does not count."""
 
@@ -35,11 +35,11 @@ class TimeBetweenSteps(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
     )
 
-    min_share = Threshold(0.30, "of the time of steps and what lies between them", CHOSEN)
-    min_steps = Threshold(20, "steps: fewer do not show how often it comes", CHOSEN)
+    min_share = Threshold(0.30, "of the time in and between steps", CHOSEN)
+    min_steps = Threshold(20, "steps; fewer do not show how often it happens", CHOSEN)
     saved_share = Factor(0.5, "of that time, by evaluating half as often", CHOSEN)
     min_paused_share = Threshold(
-        0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN
+        0.5, "of the steps follow a pause; evaluation is less frequent", CHOSEN
     )
 
     fix = (
@@ -61,14 +61,14 @@ class TimeBetweenSteps(Rule):
     cases = {
         "before each step": {
             "fix": "If these are rollouts, step several environments at once, in their own "
-            "processes. Infer for all in one batch, and take several steps with each rollout.",
+            "processes. Infer for all in one batch, and train several steps on each rollout.",
             "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
-            "assumptions": ("rollouts can run beside each other",),
+            "assumptions": ("rollouts can run in parallel",),
         },
         "rollouts": {
-            "fix": "Call the policy once for all environments, not once for each: it takes a first "
-            "dimension of samples. Step the environments in processes of their own, and take "
-            "several training steps with each rollout.",
+            "fix": "Call the policy once for all environments, not once for each: it accepts a "
+            "batch dimension. Step the environments in separate processes, and train several steps "
+            "on each rollout.",
             "code": "with torch.inference_mode():\n"
             "    actions = policy(torch.as_tensor(observations))   # of all environments\n"
             "observations, rewards, *_ = envs.step(actions.cpu().numpy())",
@@ -83,25 +83,25 @@ class TimeBetweenSteps(Rule):
         steps = int(recorded.used.sum())
         if steps < self.min_steps or recorded.inference or end <= begin:
             return
-        whole = recorded.after_first_ns
-        if outside < self.min_share * whole:
+        run_ns = recorded.after_first_ns
+        if outside < self.min_share * run_ns:
             return
-        times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
-        each = times >= self.min_paused_share * steps
-        place = _rollout_of(recorded.stacks)
-        case = "rollouts" if place is not None else "before each step" if each else ""
-        what = "rollouts" if place is not None else "evaluation, checkpoints and the like"
+        pauses = sum(step.evaluation > 0 for step in recorded.steps if step.n)
+        before_most_steps = pauses >= self.min_paused_share * steps
+        place = _find_rollout(recorded.stacks)
+        case = "rollouts" if place is not None else "before each step" if before_most_steps else ""
+        purpose = "rollouts" if place is not None else "evaluation, checkpoints and similar work"
         yield Finding(
             summary=(
-                f"{t.format_duration(outside)} ({outside / whole:.0%} of the time after the first "
-                f"step) lie between the training steps, in {t.count_noun(times, 'pause')} "
-                + ("before most steps." if each else f"for {what}.")
+                f"{t.format_duration(outside)} ({outside / run_ns:.0%} of the time after the first "
+                f"step) are between the training steps, in {t.count_noun(pauses, 'pause')} "
+                + ("before most steps." if before_most_steps else f"for {purpose}.")
             ),
             where=[] if place is None else [place],
             evidence=[
                 Evidence("time between steps", outside, "ns"),
-                self.compare("share of the run", outside / whole, "min_share"),
-                Evidence("pauses", times, "count"),
+                self.compare("share of the run", outside / run_ns, "min_share"),
+                Evidence("pauses", pauses, "count"),
                 steps_seen(recorded),
             ],
             impact=impact_over_run(
@@ -126,18 +126,18 @@ _ROLLOUT = re.compile(
     r"|: (?:\w+\.)*_?(?:(?:collect_|do_|run_)?rollouts?|act|(?:select|choose|sample)_actions?"
     r"|collect_(?:experience|trajector(?:y|ies)|samples)|self_play)$"
 )
-"""Frames of code that lets a policy act in environments: libraries of these, usual names."""
+"""Frames of code that runs a policy in environments: their libraries and usual function names."""
 
 
-def _rollout_of(samples: Sequence[SampledStack]) -> Location | None:
-    """Return the user's line that most sampled stacks of rollouts are in, outside of modules;
-    ``None``: there are too few of them."""
+def _find_rollout(samples: Sequence[SampledStack]) -> Location | None:
+    """Return the user's line with most sampled stacks of rollouts, outside modules. ``None`` if
+    there are too few."""
     lines: Counter[str] = Counter()
     for stack in samples:
-        outer = stack.frames[: model_call(stack.frames)]
-        own = [frame for frame in outer if stacks.frame_rank(frame) == 2]
-        if own and any(map(_ROLLOUT.search, stack.frames)):
-            lines[own[-1]] += stack.samples
+        outer_frames = stack.frames[: model_call(stack.frames)]
+        user_frames = [frame for frame in outer_frames if stacks.frame_rank(frame) == 2]
+        if user_frames and any(map(_ROLLOUT.search, stack.frames)):
+            lines[user_frames[-1]] += stack.samples
     frame = parse_frame(max(lines, key=lines.__getitem__)) if lines else None
     if frame is None or lines.total() < stacks.MIN_SAMPLES:
         return None

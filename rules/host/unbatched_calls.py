@@ -1,4 +1,4 @@
-"""Loops in Python over samples or elements, where one call with all of them would do."""
+"""Python loops over samples or elements that one call could replace."""
 
 import re
 from contextlib import nullcontext
@@ -37,15 +37,15 @@ _CARRIES_RESULTS = re.compile(rf"^aten::(?:{_RESULTS})$")
 activations, recurrent cells, keys and values; or updates of the weights."""
 _COLLECTS = ("aten::stack", "aten::cat")
 _SUPPLIES = ("aten::select", "aten::slice", "aten::index", "aten::narrow")
-_TAKES_APART = ("aten::unbind", "aten::split", "aten::chunk")
+_SPLITS = ("aten::unbind", "aten::split", "aten::chunk")
 _JOIN = r"^aten::(?:stack|cat)$"
-_APART = r"^enumerate\(DataLoader\)|^Optimizer\."
-"""Loops over samples that become a batch, and over parameters."""
-_CALLS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution|lstm|gru)$")
-"""Calls of a model for one sample, which another rule reports."""
+_EXCLUDED_LOOPS = r"^enumerate\(DataLoader\)|^Optimizer\."
+"""Loops that collate samples into a batch, and loops over parameters."""
+_MODEL_OPS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution|lstm|gru)$")
+"""Operators of a model that is called per sample, which another rule reports."""
 LIST = ("TensorList", "Scalar")
 MAX_LISTED = 30
-"""Tensors of a list whose sizes PyTorch's profiler writes."""
+"""Maximum length of tensor lists whose sizes PyTorch's profiler writes."""
 
 
 class UnbatchedCalls(Rule):
@@ -54,11 +54,11 @@ class UnbatchedCalls(Rule):
     does the arithmetic in hardly more time than one sample.
 
     The rule looks for products with the input of one sample: a vector, or a first dimension of 1.
-    They come again 16 times or more in each step with equal shapes. They lie between operators that
-    take samples out of a batch or join as many results. The rule is silent where a call may need
-    the result of the one before. That is where something between the calls reads or samples a
-    result, joins two activations (recurrent cells, residuals, keys and values), or goes backward. A
-    loop over equal layers takes nothing out of a batch and joins nothing."""
+    They repeat 16 times or more in each step with equal shapes, between operators that take samples
+    out of a batch or join as many results. The rule is silent if a call may need the result of the
+    previous one. That is the case if code between the calls reads or samples a result, joins two
+    activations (recurrent cells, residuals, keys and values), or runs a backward pass. A loop over
+    equal layers takes nothing out of a batch and joins nothing."""
 
     id = "unbatched-calls"
     sampled_part = "forward"
@@ -78,18 +78,18 @@ class UnbatchedCalls(Rule):
     min_calls_share = Threshold(0.9, "of the calls", CHOSEN)
     factor = Factor(0.15, "of the time in one call", CHOSEN)
     best_factor, worst_factor = (
-        Factor(0.03, "of the time in one call, where a sample is hardly any work", CHOSEN),
-        Factor(0.5, "of the time in one call, where a sample is work of its own", CHOSEN),
+        Factor(0.03, "of the time in one call, if a sample is hardly any work", CHOSEN),
+        Factor(0.5, "of the time in one call, if a sample is much work", CHOSEN),
     )
 
     fix = (
-        "Call the model once with the whole batch: modules take a first dimension of samples. "
-        "Where the code is written for one sample, torch.vmap does the same. Pad samples of "
-        "different lengths, or sort them into groups of one length."
+        "Call the model once with the whole batch: modules accept a batch dimension. If the code "
+        "is written for one sample, torch.vmap does the same. Pad samples of different lengths, or "
+        "sort them into groups of one length."
     )
     code = "out = net(batch)                  # not torch.stack([net(x) for x in batch])"
-    verify = "Record again: the operators of the model come once per step."
-    falsified_by = "calls that need the result of the call before"
+    verify = "Record again: the operators of the model run once per step."
+    falsified_by = "calls that need the result of the previous call"
     assumptions = ("the calls do not need each other's results",)
     confidence = 0.7
 
@@ -99,30 +99,30 @@ class UnbatchedCalls(Rule):
         table = outermost_in_steps(a)
         products = table.filter(pl.col("name").str.contains(_PRODUCTS.pattern))
         counted = products.group_by("name", "inputs").agg(pl.len()).sort("len", "name", "inputs")
-        least = self.min_calls * a.step_count
-        single = [
+        min_count = self.min_calls * a.step_count
+        candidates = [
             row
-            for row in counted.filter(pl.col("len") >= least).iter_rows()
-            if _one_sample(a, row[1])
+            for row in counted.filter(pl.col("len") >= min_count).iter_rows()
+            if _is_one_sample(a, row[1])
         ]
-        if not single:
+        if not candidates:
             return
-        name, inputs, count = single[-1]
+        name, inputs, count = candidates[-1]
         calls = table.filter((pl.col("name") == name) & (pl.col("inputs") == inputs))["row"]
         between = table.filter(pl.col("row").is_between(calls.min(), calls.max()))
         between = between.with_columns(step=_step_of(a, between["ts"].to_numpy()))
-        first = between.filter(pl.col("row").is_in(calls.implode()))
-        first = first.group_by("step").agg(
+        step_spans = between.filter(pl.col("row").is_in(calls.implode()))
+        step_spans = step_spans.group_by("step").agg(
             pl.col("ts").min().alias("begin"), pl.col("ts").max().alias("end")
         )
-        between = between.join(first, on="step").filter(
+        between = between.join(step_spans, on="step").filter(
             (pl.col("ts") >= pl.col("begin")) & (pl.col("ts") <= pl.col("end"))
         )
         joins = between.filter(pl.col("name").str.contains(_DEPENDS.pattern))
-        depends = any(not _is_scalar(a, index) for index in joins["inputs"].to_list())
-        if depends:
+        is_dependent = any(not _is_scalar(a, index) for index in joins["inputs"].to_list())
+        if is_dependent:
             return
-        if not _of_batch(a, table, count, self.min_calls_share):
+        if not _is_over_batch(a, table, count, self.min_calls_share):
             return
         names = (
             between.group_by("name")
@@ -133,26 +133,26 @@ class UnbatchedCalls(Rule):
             table.filter(pl.col("name").str.starts_with(NODE_PREFIX)).group_by("name").agg(pl.len())
         )
         nodes = nodes.filter(pl.col("len") >= self.min_calls_share * count)
-        chosen = [*names["name"].to_list(), *nodes["name"].to_list()]
-        work = table.filter(pl.col("name").is_in(chosen))
-        ns = int(work["ns"].sum())
+        loop_names = [*names["name"].to_list(), *nodes["name"].to_list()]
+        loop_ops = table.filter(pl.col("name").is_in(loop_names))
+        ns = int(loop_ops["ns"].sum())
         if ns < self.min_share * a.span_ns:
             return
-        each = round(count / a.step_count)
+        number = round(count / a.step_count)
         yield Finding(
             summary=(
-                f"{labels.clean(name)} runs {each} times per step on one sample each, with equal "
+                f"{labels.clean(name)} runs {number} times per step on one sample each, with equal "
                 f"shapes. These calls and their backward take {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "calls and their backward", ns),
-                self.compare("calls on one sample", each, "min_calls", "count", per=a.per),
+                self.compare("calls on one sample", number, "min_calls", "count", per=a.per),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=exact_pattern(chosen), at="loop"),
+                    Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop"),
                     self.factor,
                     self.best_factor,
                     self.worst_factor,
@@ -164,12 +164,12 @@ class UnbatchedCalls(Rule):
     def examples() -> Examples:
         return {
             "one sample at a time": _calls(),
-            "a recurrent loop": (_calls("aten::add"), "depends"),
-            "a rollout": (_calls("aten::item"), "depends"),
-            "layers of one size": (_calls(batch=False), "not _of_batch"),
-            "a batch in each call": (_calls(rows=8), "not single"),
+            "a recurrent loop": (_calls("aten::add"), "is_dependent"),
+            "a rollout": (_calls("aten::item"), "is_dependent"),
+            "layers of one size": (_calls(batch=False), "not _is_over_batch"),
+            "a batch in each call": (_calls(rows=8), "not candidates"),
             "a few calls": (_calls(count=6), "min_calls"),
-            "small beside the rest": (_calls(rest=200_000), "min_share"),
+            "small compared with the step": (_calls(rest=200_000), "min_share"),
         }
 
 
@@ -179,10 +179,10 @@ class LoopedOperators(Rule):
     microseconds, forward and backward, for hardly any arithmetic. One operator with indices does
     the same for all elements.
 
-    Looked for are ``torch.stack`` or ``torch.cat`` of a long list, and operators that run 64 times
-    or more in the step for each of them. The rule is silent where something between reads a
-    result or joins two of them, as a recurrence does: then the order matters. Joins inside a
-    DataLoader are batches. Python between the loop's operators goes with them."""
+    The rule looks for ``torch.stack`` or ``torch.cat`` of a long list, and for operators that run
+    64 times or more in the step for each of them. It is silent if code in between reads a result or
+    joins two of them, as a recurrence does, because then the order matters. Joins inside a
+    DataLoader make batches and do not count. Python between the loop's operators counts too."""
 
     id = "looped-operators"
     title = "A Python loop runs operators on one element at a time"
@@ -198,14 +198,12 @@ class LoopedOperators(Rule):
     min_calls = Threshold(64, "calls of an operator for one join of their results", CHOSEN)
     min_share = Threshold(0.10, "of the step in the loop's operators and their backward", XPROF)
     factor = Factor(0.1, "of the time, with one operator for all elements", CHOSEN)
-    worst_factor = Factor(
-        0.4, "of the time remains at most, where elements are work of their own", CHOSEN
-    )
+    worst_factor = Factor(0.4, "of the time remains at most, if elements are much work", CHOSEN)
 
     fix = (
-        "Replace the loop by operators on all elements. Gather rows with one index tensor, and sum "
-        "or average groups with index_add or scatter_reduce. Broadcast or use torch.vmap for the "
-        "rest. Build index tensors once, outside of the step."
+        "Replace the loop with operators on all elements. Gather rows with one index tensor, and "
+        "sum or average groups with index_add or scatter_reduce. Broadcast or use torch.vmap for "
+        "other code. Build index tensors once, outside the step."
     )
     code = (
         "# source, target: index tensors, one entry per pair; made once\n"
@@ -213,7 +211,7 @@ class LoopedOperators(Rule):
         "mean = total / count[:, None]   # not torch.stack([x[n].mean(0) for n in ...])"
     )
     verify = "Record again: the step has a few operators in place of thousands."
-    falsified_by = "elements that need the result of the element before"
+    falsified_by = "elements that need the result of the previous element"
     assumptions = ("the elements do not need each other's results",)
     confidence = 0.7
 
@@ -221,15 +219,15 @@ class LoopedOperators(Rule):
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
-        table = table.filter(~pl.Series(_of_other_rules(a, table["row"].to_numpy())))
-        joins = _long_joins(a, table)
+        table = table.filter(~pl.Series(_is_excluded(a, table["row"].to_numpy())))
+        joins = _count_long_joins(a, table)
         if joins < a.step_count:
             return
         counts = table.group_by("name").agg(pl.len(), pl.col("ns").sum(), pl.col("inputs").first())
         counts = counts.filter(pl.col("len") >= self.min_calls * joins)
-        chosen = counts["name"].to_list()
-        forward = [name for name in chosen if not name.startswith(NODE_PREFIX)]
-        if not forward or any(_CALLS.match(name) for name in forward):
+        loop_names = counts["name"].to_list()
+        forward = [name for name in loop_names if not name.startswith(NODE_PREFIX)]
+        if not forward or any(_MODEL_OPS.match(name) for name in forward):
             return
         if _carries_results(a, counts):
             return
@@ -237,25 +235,25 @@ class LoopedOperators(Rule):
         if ns < self.min_share * a.span_ns:
             return
         loop = table.filter(pl.col("name").is_in(forward))
-        each = round(len(loop) / len(forward) / a.step_count)
+        number = round(len(loop) / len(forward) / a.step_count)
         names = ", ".join(
             loop.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name")["name"][-3:]
         )
         yield Finding(
             summary=(
-                f"A loop runs {names} about {each:,} times per step and joins the results with "
+                f"A loop runs {names} about {number:,} times per step and joins the results with "
                 f"one call. With their backward this takes {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "the loop's operators and their backward", ns),
-                self.compare("calls of each", each / joins * a.step_count, "min_calls", "count"),
+                self.compare("calls of each", number / joins * a.step_count, "min_calls", "count"),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
             known_cost=True,
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("op",), name=exact_pattern(chosen), at="loop"),
+                    Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop"),
                     self.factor,
                     self.factor / 2,
                     self.worst_factor,
@@ -270,22 +268,22 @@ class LoopedOperators(Rule):
             "without gradients": _graph(trains=False),
             "a recurrence": (_graph(between="aten::add"), "_carries_results"),
             "a loop that reads results": (_graph(between="aten::item"), "_carries_results"),
-            "a model for each sample": (_graph(between="aten::linear"), "_CALLS"),
+            "a model for each sample": (_graph(between="aten::linear"), "_MODEL_OPS"),
             "a batch is collated": (_graph(loader=True), "joins < a.step_count"),
             "few tensors": (_graph(count=12), "joins < a.step_count"),
             "a list of some tensors": (_graph(count=40), "min_calls"),
-            "small beside the rest": (_graph(rest=200_000), "min_share"),
+            "small compared with the step": (_graph(rest=200_000), "min_share"),
         }
 
 
 def _step_of(a: Analysis, ts: np.ndarray) -> np.ndarray:
-    """Return the number of the analysed step that each instant is in, 1 first."""
+    """Return the number of the analysed step at each time, starting with 1."""
     step: np.ndarray = np.searchsorted(a.steps.used["ts"].to_numpy(), ts, side="right")
     return step
 
 
-def _one_sample(a: Analysis, index: int | None) -> bool:
-    """Return whether the first input is of one sample: a vector, or a first dimension of 1."""
+def _is_one_sample(a: Analysis, index: int | None) -> bool:
+    """Return whether the first input is one sample: a vector, or a first dimension of 1."""
     tensor = None if index is None else inputs_at(a, index).tensor(0)
     if tensor is None or tensor.elements < 2:
         return False
@@ -293,28 +291,30 @@ def _one_sample(a: Analysis, index: int | None) -> bool:
 
 
 def _is_scalar(a: Analysis, index: int | None) -> bool:
-    """Return whether all tensors are numbers, such as a sum of losses."""
+    """Return whether all tensors are single numbers, such as a sum of losses."""
     tensors = [] if index is None else inputs_at(a, index).tensors
     return bool(tensors) and all(tensor.elements <= 1 for tensor in tensors)
 
 
-def _of_batch(a: Analysis, table: pl.DataFrame, count: int, nearly: float) -> bool:
-    """Return whether samples are taken out of a batch, or as many results joined."""
-    each = nearly * count / a.step_count
-    taken = table.filter(pl.col("name").is_in(_SUPPLIES))
-    if len(taken) >= nearly * count:
+def _is_over_batch(a: Analysis, table: pl.DataFrame, count: int, min_share: float) -> bool:
+    """Return whether samples are taken out of a batch, or as many results are joined."""
+    samples_per_step = min_share * count / a.step_count
+    supplies = table.filter(pl.col("name").is_in(_SUPPLIES))
+    if len(supplies) >= min_share * count:
         return True
-    unbound = table.filter(pl.col("name").is_in(_TAKES_APART))["inputs"].drop_nulls().unique()
+    unbound = table.filter(pl.col("name").is_in(_SPLITS))["inputs"].drop_nulls().unique()
     for index in unbound.to_list():
         tensor = inputs_at(a, index).tensor(0)
-        if tensor is not None and any(each <= size <= 2 * each for size in tensor.shape):
+        if tensor is not None and any(
+            samples_per_step <= size <= 2 * samples_per_step for size in tensor.shape
+        ):
             return True
-    joined = table.filter(pl.col("name").is_in(_COLLECTS))["inputs"].drop_nulls().unique()
-    return any(_list_length(a, index) >= each for index in joined.to_list())
+    collects = table.filter(pl.col("name").is_in(_COLLECTS))["inputs"].drop_nulls().unique()
+    return any(_list_length(a, index) >= samples_per_step for index in collects.to_list())
 
 
 def _list_length(a: Analysis, index: int) -> int:
-    """Return the number of tensors in the list that is the first input; 0: it is none."""
+    """Return the length of the tensor list that is the first input; 0 if it is not a list."""
     try:
         dims = msgspec.json.decode(a.trace.inputs["dims"][index])
     except (msgspec.DecodeError, RecursionError):
@@ -324,7 +324,7 @@ def _list_length(a: Analysis, index: int) -> int:
 
 
 def _calls(
-    also: str = "", *, batch: bool = True, rows: int = 0, count: int = 32, rest: float = 1000
+    between: str = "", *, batch: bool = True, rows: int = 0, count: int = 32, rest: float = 1000
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     shape = [rows, 128] if rows else [128]
@@ -332,8 +332,8 @@ def _calls(
         for _ in range(count):
             b.on_host("aten::linear", 60, [shape, [256, 128], [256]])
             b.on_host("aten::relu", 10, [[256]])
-            if also:
-                b.on_host(also, 2, [[256], [256]])
+            if between:
+                b.on_host(between, 2, [[256], [256]])
         if batch:
             b.on_host("aten::stack", 20, [[[256]] * count])
         for _ in range(count):
@@ -342,25 +342,25 @@ def _calls(
     return b
 
 
-def _long_joins(a: Analysis, table: pl.DataFrame) -> int:
-    """Calls of stack or cat with a list of more than 30 tensors: the profiler leaves out the sizes
-    of longer lists."""
+def _count_long_joins(a: Analysis, table: pl.DataFrame) -> int:
+    """Return the number of stack or cat calls on more than 30 tensors. The profiler leaves out the
+    sizes of longer lists."""
     joins = table.filter(pl.col("name").str.contains(_JOIN) & pl.col("inputs").is_not_null())
     shapes = [inputs_at(a, index).shapes(0) for index in joins["inputs"]]
     return sum(not listed or len(listed) > MAX_LISTED for listed in shapes)
 
 
-def _carries_results(a: Analysis, often: pl.DataFrame) -> bool:
-    """Return whether an operator of the loop reads a result, or joins two."""
+def _carries_results(a: Analysis, loop_ops: pl.DataFrame) -> bool:
+    """Return whether an operator of the loop reads a result or joins two."""
     return any(
         _CARRIES_RESULTS.match(name) and not _is_scalar(a, index)
-        for name, index in often.select("name", "inputs").iter_rows()
+        for name, index in loop_ops.select("name", "inputs").iter_rows()
     )
 
 
-def _of_other_rules(a: Analysis, rows: np.ndarray) -> np.ndarray:
-    inside: np.ndarray = rows_under(a, _APART)[rows]
-    return inside
+def _is_excluded(a: Analysis, rows: np.ndarray) -> np.ndarray:
+    is_excluded: np.ndarray = rows_under(a, _EXCLUDED_LOOPS)[rows]
+    return is_excluded
 
 
 def _graph(

@@ -71,10 +71,10 @@ class CpuQuota(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a tenth of the time": _throttled(0.1),
-            "never": (_throttled(0.0), "stopped_ns < self.min_share * run_ns"),
-            "hardly ever": (_throttled(0.001), "min_share"),
-            "not recorded": (_throttled(None), "len(samples) < 2"),
+            "a tenth of the time": _build_throttled_run(0.1),
+            "never": (_build_throttled_run(0.0), "stopped_ns < self.min_share * run_ns"),
+            "hardly ever": (_build_throttled_run(0.001), "min_share"),
+            "not recorded": (_build_throttled_run(None), "len(samples) < 2"),
         }
 
 
@@ -131,14 +131,14 @@ class NumaMismatch(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "the other socket": _pinned(1, [0]),
-            "the same node": (_pinned(1, [1]), "gpu in nodes"),
-            "not pinned": (_pinned(1, [0, 1]), "gpu in nodes"),
-            "nodes not recorded": (_pinned(None, [0]), "not isinstance(gpu, int)"),
+            "the other socket": _build_pinned_run(1, [0]),
+            "the same node": (_build_pinned_run(1, [1]), "gpu in nodes"),
+            "not pinned": (_build_pinned_run(1, [0, 1]), "gpu in nodes"),
+            "nodes not recorded": (_build_pinned_run(None, [0]), "not isinstance(gpu, int)"),
         }
 
 
-def _throttled(share: float | None) -> TraceBuilder:
+def _build_throttled_run(share: float | None) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run(cpus=4)
     r.steps(100, 10)
@@ -155,7 +155,7 @@ def _throttled(share: float | None) -> TraceBuilder:
     return b
 
 
-def _pinned(gpu: int | None, cpus: list[int]) -> TraceBuilder:
+def _build_pinned_run(gpu: int | None, cpus: list[int]) -> TraceBuilder:
     b = TraceBuilder()
     flags = {"numa_node_cpus": cpus, "numa_nodes": 2}
     b.record_of_run(flags=flags if gpu is None else {**flags, "numa_node_gpu": gpu}).steps(10, 10)
@@ -235,16 +235,16 @@ class ThreadOversubscription(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "eight ranks of 32 threads": _threads(32, 32, ranks=8, machine=97),
-            "a container's quota": _threads(64, 2, own=200),
-            "one thread per rank": (_threads(1, 8, ranks=8, machine=97), "threads < 2"),
-            "idle cores": (_threads(32, 32, ranks=8, machine=20), "min_busy"),
-            "as many threads as cores": (_threads(8, 8, own=790), "ratio <= self.max_ratio"),
-            "not recorded": (_threads(None, 8, own=790), "not isinstance(threads, int)"),
+            "eight ranks of 32 threads": _build_threads(32, 32, ranks=8, machine=97),
+            "a container's quota": _build_threads(64, 2, own=200),
+            "one thread per rank": (_build_threads(1, 8, ranks=8, machine=97), "threads < 2"),
+            "idle cores": (_build_threads(32, 32, ranks=8, machine=20), "min_busy"),
+            "as many threads as cores": (_build_threads(8, 8, own=790), "ratio <= self.max_ratio"),
+            "not recorded": (_build_threads(None, 8, own=790), "not isinstance(threads, int)"),
         }
 
 
-def _threads(
+def _build_threads(
     threads: int | None, cpus: int, *, ranks: int = 1, own: float = 50, machine: float = 10
 ) -> TraceBuilder:
     b = TraceBuilder()

@@ -176,17 +176,17 @@ class CudaGraphsUnused(Rule):
         b, changing, graph, busy, reads = (TraceBuilder() for _ in range(5))
         for _ in reads.steps():
             for _ in range(30):
-                _launches(reads, 2)
+                _add_launches(reads, 2)
                 reads.item()
         for _ in b.steps():
-            _launches(b, 60)
+            _add_launches(b, 60)
         for number in changing.steps():
-            _launches(changing, 60 + number)
+            _add_launches(changing, 60 + number)
         for _ in graph.steps():
             graph.graph_launch([("elementwise_kernel", 2.0)] * 60)
             graph.host(300)
         for _ in busy.steps():
-            _launches(busy, 60, us=60)
+            _add_launches(busy, 60, us=60)
         return {
             "the same small kernels": b,
             "changing kernels": (changing, "not is_static"),
@@ -196,5 +196,5 @@ class CudaGraphsUnused(Rule):
         }
 
 
-def _launches(b: TraceBuilder, count: int, us: float = 4) -> None:
+def _add_launches(b: TraceBuilder, count: int, us: float = 4) -> None:
     b.run("aten::add", "elementwise_kernel", us, times=count, host_us=20)

@@ -113,10 +113,13 @@ class AnomalyDetection(Rule):
             with by_hand.op(f"{NODE_PREFIX}MmBackward0"):
                 by_hand.on_host("aten::mm", 2000)
         return {
-            "without stacks": _anomalous(),
-            "with stacks": _anomalous(stacks=True),
+            "without stacks": _build_checked_steps(),
+            "with stacks": _build_checked_steps(stacks=True),
             "the program's own check": (by_hand, "not cost.checks"),
-            "a recorded run": (_recorded({ANOMALY: True}, _anomalous()), "a.recorded is not None"),
+            "a recorded run": (
+                _build_run({ANOMALY: True}, _build_checked_steps()),
+                "a.recorded is not None",
+            ),
         }
 
 
@@ -247,17 +250,17 @@ class DebugSwitches(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "anomaly mode": _recorded({ANOMALY: True}),
-            "anomaly mode in the trace": _recorded({}, _anomalous()),
-            "blocking launches": _recorded({}, _on_gpu(), CUDA_LAUNCH_BLOCKING="1"),
-            "several": _recorded({"sync_debug_mode": 1}, PYTORCH_JIT="0", PYTHONTRACEMALLOC="25"),
-            "all off": (_recorded({ANOMALY: False, "sync_debug_mode": 0}), "not settings"),
+            "anomaly mode": _build_run({ANOMALY: True}),
+            "anomaly mode in the trace": _build_run({}, _build_checked_steps()),
+            "blocking launches": _build_run({}, _build_gpu_steps(), CUDA_LAUNCH_BLOCKING="1"),
+            "several": _build_run({"sync_debug_mode": 1}, PYTORCH_JIT="0", PYTHONTRACEMALLOC="25"),
+            "all off": (_build_run({ANOMALY: False, "sync_debug_mode": 0}), "not settings"),
             "no GPU, one process": (
-                _recorded({}, CUDA_LAUNCH_BLOCKING="1", NCCL_DEBUG="TRACE"),
+                _build_run({}, CUDA_LAUNCH_BLOCKING="1", NCCL_DEBUG="TRACE"),
                 "not settings",
             ),
             "harmless values": (
-                _recorded(
+                _build_run(
                     {},
                     CUDA_LAUNCH_BLOCKING="0",
                     NCCL_DEBUG="WARN",
@@ -304,7 +307,7 @@ def _affects(setting: Setting, a: Analysis) -> bool:
     return True
 
 
-def _anomalous(*, stacks: bool = False) -> TraceBuilder:
+def _build_checked_steps(*, stacks: bool = False) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         with b.op("aten::mm", sequence=1):
@@ -320,14 +323,14 @@ def _anomalous(*, stacks: bool = False) -> TraceBuilder:
     return b
 
 
-def _on_gpu() -> TraceBuilder:
+def _build_gpu_steps() -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps():
         b.product(300, wait=True)
     return b
 
 
-def _recorded(flags: dict[str, Any], b: TraceBuilder | None = None, **env: str) -> TraceBuilder:
+def _build_run(flags: dict[str, Any], b: TraceBuilder | None = None, **env: str) -> TraceBuilder:
     b = b or TraceBuilder()
     b.record_of_run(flags=flags, env=env).steps(10, 10)
     return b

@@ -212,22 +212,28 @@ class ForwardCode(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a table made in each forward": _forward(),
-            "without samples": _forward(samples=0),
-            "in a short step": _forward(stretch=500, rest=1_000),
-            "Python around operators": (_forward(stretch=300, times=12), "min_stretch"),
-            "small compared with the step": (_forward(rest=40_000), "min_share"),
-            "the loop's own code": (_forward(in_forward=False), "ns < self.min_share * a.span_ns"),
-            "a GPU trains": (_forward(gpu="A100"), "not a.trains_on_host"),
-            "waits for other ranks": (_forward(collective=True), "ns < self.min_share * a.span_ns"),
+            "a table made in each forward": _build_steps(),
+            "without samples": _build_steps(samples=0),
+            "in a short step": _build_steps(stretch=500, other_us=1_000),
+            "Python around operators": (_build_steps(stretch=300, times=12), "min_stretch"),
+            "small compared with the step": (_build_steps(other_us=40_000), "min_share"),
+            "the loop's own code": (
+                _build_steps(in_forward=False),
+                "ns < self.min_share * a.span_ns",
+            ),
+            "a GPU trains": (_build_steps(gpu="A100"), "not a.trains_on_host"),
+            "waits for other ranks": (
+                _build_steps(collective=True),
+                "ns < self.min_share * a.span_ns",
+            ),
         }
 
 
-def _forward(
+def _build_steps(
     *,
     stretch: float = 4_000,
     times: int = 1,
-    rest: float = 8_000,
+    other_us: float = 8_000,
     samples: int = 20,
     in_forward: bool = True,
     gpu: str | None = None,
@@ -243,11 +249,11 @@ def _forward(
                     b.host_collective("broadcast", 1344, stretch, wait=True)
                 elif in_forward:
                     b.host(stretch)
-                b.on_host("aten::mm", rest / times)
+                b.on_host("aten::mm", other_us / times)
         if gpu:
-            b.product(rest)
+            b.product(other_us)
     run = b.record_of_run()
-    step = (rest + stretch * times) / 1000
+    step = (other_us + stretch * times) / 1000
     run.steps(60, step, forward=step)
     if samples:
         call = "torch/nn/modules/module.py(1789): Module._call_impl"

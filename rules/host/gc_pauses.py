@@ -151,7 +151,7 @@ class GcPauses(Rule):
             if paused < self.min_pauses and not in_each_step:
                 yield from self._note_few(a, pause, paused, share)
                 return
-            impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
+            impact = _estimate_impact(a, pause.astype(float), dur.astype(float), lost)
         places, calls = _find_collect_calls(a)
         requested = calls >= self.min_step_share
         texts = (
@@ -202,31 +202,40 @@ class GcPauses(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a long pause now and then": _gc_run(every=10, pause=60),
-            "a short pause in every other step": _gc_run(every=2, pause=1),
-            "two long pauses in the whole run": _gc_run(every=40, pause=60, steps=54),
-            "in each step, on the host": _gc_run(every=1, pause=8, b=_window(gpu=False)),
-            "asked for in each step": _gc_run(every=1, pause=8, asked=128, b=_window(gpu=False)),
-            "in each step, the GPU waits": _gc_run(every=1, pause=8, b=_window(idle=12_000)),
+            "a long pause now and then": _build_gc_run(every=10, pause=60),
+            "a short pause in every other step": _build_gc_run(every=2, pause=1),
+            "two long pauses in the whole run": _build_gc_run(every=40, pause=60, steps=54),
+            "in each step, on the host": _build_gc_run(
+                every=1, pause=8, b=_build_window(gpu=False)
+            ),
+            "asked for in each step": _build_gc_run(
+                every=1, pause=8, asked=128, b=_build_window(gpu=False)
+            ),
+            "in each step, the GPU waits": _build_gc_run(
+                every=1, pause=8, b=_build_window(idle=12_000)
+            ),
             "in each step, behind a GPU's work": (
-                _gc_run(every=1, pause=8, b=_window(idle=100)),
+                _build_gc_run(every=1, pause=8, b=_build_window(idle=100)),
                 "a.is_device_bound",
             ),
             "steps with pauses are no longer": (
-                _gc_run(every=10, pause=4, longer=0),
+                _build_gc_run(every=10, pause=4, longer=0),
                 "lost < 0.2 * float(pause.sum()) / len(dur)",
             ),
             "in steps that compile": (
-                _gc_run(every=60, pause=400, longer=4000),
+                _build_gc_run(every=60, pause=400, longer=4000),
                 "longest < self.min_pause_ms * 1000000.0",
             ),
             "one in the whole run": (
-                _gc_run(every=100, pause=46, steps=54),
+                _build_gc_run(every=100, pause=46, steps=54),
                 "longest < self.min_pause_ms * 1000000.0",
             ),
-            "hardly any": (_gc_run(every=50, pause=1), "min_pause_ms"),
-            "no pauses": (_gc_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
-            "few steps": (_gc_run(every=2, pause=60, steps=12), "min_steps"),
+            "hardly any": (_build_gc_run(every=50, pause=1), "min_pause_ms"),
+            "no pauses": (
+                _build_gc_run(every=10, pause=0),
+                "longest < self.min_pause_ms * 1000000.0",
+            ),
+            "few steps": (_build_gc_run(every=2, pause=60, steps=12), "min_steps"),
         }
 
 
@@ -277,7 +286,7 @@ def _read_line(event: dict[str, Any]) -> int | None:
     return value if type(value) is int and 0 < value < 10**9 else None
 
 
-def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
+def _estimate_impact(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
     """Estimate the pauses times how much a step grows with them: the slope of a line through the
     steps, and twice its error (White's, since steps with pauses scatter more). If all pauses are
     similar no line can be fitted, and the time lost is an upper bound."""
@@ -301,7 +310,7 @@ def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
     )
 
 
-def _gc_run(
+def _build_gc_run(
     *,
     every: int,
     pause: float,
@@ -320,7 +329,7 @@ def _gc_run(
     return b
 
 
-def _window(*, gpu: bool = True, idle: float = 0.0) -> TraceBuilder:
+def _build_window(*, gpu: bool = True, idle: float = 0.0) -> TraceBuilder:
     """Build steps of 28 ms, on the host or on a GPU that idles for ``idle`` µs."""
     b = TraceBuilder("A100" if gpu else None)
     for _ in b.steps():

@@ -136,13 +136,13 @@ class GrowingInputs(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a metric on all scores": _training(),
-            "on a CPU": _training(gpu=None),
-            "in a recorded run": _training(gpu=None, recorded=True),
-            "sizes that vary": (_training(sizes=(9000, 9700, 9200, 9900)), "not growing"),
-            "always as much": (_training(sizes=(9000,) * 4), "not growing"),
-            "two steps": (_training(sizes=(9000, 10000)), "min_steps"),
-            "hardly any time": (_training(us=4), "min_share"),
+            "a metric on all scores": _build_training(),
+            "on a CPU": _build_training(gpu=None),
+            "in a recorded run": _build_training(gpu=None, recorded=True),
+            "sizes that vary": (_build_training(sizes=(9000, 9700, 9200, 9900)), "not growing"),
+            "always as much": (_build_training(sizes=(9000,) * 4), "not growing"),
+            "two steps": (_build_training(sizes=(9000, 10000)), "min_steps"),
+            "hardly any time": (_build_training(us=4), "min_share"),
         }
 
 
@@ -184,7 +184,7 @@ def _count_values(inputs: OpInputs) -> int:
     return sum(prod(shape) for shape in [*(tensor.shape for tensor in inputs.tensors), *lists])
 
 
-def _training(
+def _build_training(
     *,
     gpu: str | None = "A100",
     us: float = 800,

@@ -317,7 +317,7 @@ class LaunchBound(Rule):
     def examples() -> Examples:
         eager, python = TraceBuilder(), TraceBuilder()
         for _ in eager.steps():
-            _small_kernels(eager, 100)
+            _add_small_kernels(eager, 100)
         for _ in python.steps():
             with python.python("train.py(10): step"):
                 for _ in range(60):
@@ -328,15 +328,15 @@ class LaunchBound(Rule):
         for _ in queue.steps():
             queue.run("aten::add", "elementwise_kernel", 9, times=300, host_us=1)
         for _ in few.steps():
-            _small_kernels(few, 4)
+            _add_small_kernels(few, 4)
         for _ in loader.steps():
             loader.loader_wait(9000)
-            _small_kernels(loader, 30)
+            _add_small_kernels(loader, 30)
         for _ in slow.steps():
             with slow.python("train.py(10): step"):
                 with slow.python("data.py(5): tokenise"):
                     slow.host(9000)
-                _small_kernels(slow, 30)
+                _add_small_kernels(slow, 30)
         for _ in calls.steps():
             with calls.python("train.py(10): step"):
                 for _ in range(300):
@@ -351,7 +351,7 @@ class LaunchBound(Rule):
                 for _ in range(300):
                     with later.python("data.py(5): lookup"):
                         later.host(30)
-                _small_kernels(later, 1)
+                _add_small_kernels(later, 1)
                 later.sync()
         for _ in graph.steps():
             graph.graph_launch([("elementwise_kernel", 10.0)] * 100)
@@ -381,7 +381,7 @@ def _list_ways(a: Analysis) -> list[str]:
     return ways
 
 
-def _small_kernels(b: TraceBuilder, count: int) -> None:
+def _add_small_kernels(b: TraceBuilder, count: int) -> None:
     b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 

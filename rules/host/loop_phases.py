@@ -407,10 +407,10 @@ class LoopPhases(LoopRule):
 
     @staticmethod
     def examples() -> Examples:
-        stacks = _recorded(forward=2, backward=2)
+        stacks = _build_run(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
-        loss, mined, counts, order, drawn = (_recorded(forward=2, backward=2) for _ in range(5))
+        loss, mined, counts, order, drawn = (_build_run(forward=2, backward=2) for _ in range(5))
         for b, is_differentiated, name in (
             (loss, True, "aten::log"),
             (mined, True, "aten::log"),
@@ -434,16 +434,16 @@ class LoopPhases(LoopRule):
             "metrics by hand": counts,
             "a sort of all values": order,
             "a sort before sampling": drawn,
-            "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
-            "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
-            "a function of a sixth of the step": _recorded(sampled=20, forward=4.3, backward=4),
-            "a sixth of the step, not sampled": (_recorded(forward=4.3, backward=4), "min_share"),
+            "a wait between steps": _build_run(forward=2, backward=2, **{"between steps": 6}),
+            "stacks were sampled": _build_run(sampled=20, forward=2, backward=2),
+            "a function of a sixth of the step": _build_run(sampled=20, forward=4.3, backward=4),
+            "a sixth of the step, not sampled": (_build_run(forward=4.3, backward=4), "min_share"),
             "PyTorch in the loop itself": (
-                _recorded(sampled=20, clips=1, forward=4.3, backward=4),
+                _build_run(sampled=20, clips=1, forward=4.3, backward=4),
                 "min_share",
             ),
-            "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
-            "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
+            "evaluation": (_build_run(evaluation=20, forward=3.5, backward=6), "min_share"),
+            "a small model": (_build_run(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
 
@@ -482,7 +482,7 @@ def _find_frame(stack: SampledStack, place: Location) -> int:
     return -1
 
 
-def _recorded(ms: float = 10, sampled: int = 0, clips: int = 0, **phases: float) -> TraceBuilder:
+def _build_run(ms: float = 10, sampled: int = 0, clips: int = 0, **phases: float) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     run = b.record_of_run()
     run.steps(60, ms, **phases)

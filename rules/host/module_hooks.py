@@ -86,23 +86,25 @@ class ModuleHooks(Rule):
     def examples() -> Examples:
         engine = ["torch/_tensor.py(623): Tensor.backward", f"{_GRAPH}: _engine_run_backward"]
         return {
-            "a hook after forward": _run([_CALL, f"{_MODULE}: Module._call_impl.inner", _HOOK]),
-            "a hook of a gradient": _run([*engine, _HOOK]),
+            "a hook after forward": _build_run(
+                [_CALL, f"{_MODULE}: Module._call_impl.inner", _HOOK]
+            ),
+            "a hook of a gradient": _build_run([*engine, _HOOK]),
             "a model's own function": (
-                _run([_CALL, "model.py(9): Net.forward", "model.py(20): attend"]),
+                _build_run([_CALL, "model.py(9): Net.forward", "model.py(20): attend"]),
                 "not hooks",
             ),
             "forward under another name": (
-                _run([_CALL, "peft/lora.py(9): lora_forward"]),
+                _build_run([_CALL, "peft/lora.py(9): lora_forward"]),
                 "not hooks",
             ),
             "a decorated forward": (
-                _run(
+                _build_run(
                     [_CALL, "models/utils.py(9): returns_tuple.wrapper", "model.py(9): Net.forward"]
                 ),
                 "not hooks",
             ),
-            "a few samples": (_run([_CALL, _HOOK], samples=4), "min_samples"),
+            "a few samples": (_build_run([_CALL, _HOOK], samples=4), "min_samples"),
         }
 
 
@@ -112,7 +114,7 @@ _CALL = f"{_MODULE}: Module._call_impl"
 _HOOK = "train.py(7): watch.hook"
 
 
-def _run(frames: list[str], samples: int = 30) -> TraceBuilder:
+def _build_run(frames: list[str], samples: int = 30) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     run = b.record_of_run()
     run.steps(60, 10, forward=6, backward=4)

@@ -146,7 +146,7 @@ class NewInputShapes(Rule):
         )
         edits: list[Edit] = []
         for group in groups:
-            edits += _edits(group, still_lost or 0.0, advised=group["cause"] == main["cause"])
+            edits += _build_edits(group, still_lost or 0.0, advised=group["cause"] == main["cause"])
         touched = calls["step"].n_unique()
         usual = main["usual"]
         repeated = f", {t.format_duration(usual)} with one that came before" if usual else ""
@@ -215,24 +215,24 @@ class NewInputShapes(Rule):
     def examples() -> Examples:
         """Return a search, growing attention and products, and traps whose shapes repeat."""
         return {
-            "algorithms are timed": _convolutions(),
-            "a switch that the record knows": _convolutions(trials=0, benchmark=True),
-            "not known whether algorithms are timed": _convolutions(trials=0),
-            "attention of growing length": _attention(),
-            "attention of a run that ends with repeated lengths": _attention(late=12),
-            "products": _attention(name="aten::addmm"),
-            "start-up": (_attention(grows=False), "calls.is_empty()"),
-            "slow with every shape": (_attention(repeated=40_000), "calls.is_empty()"),
+            "algorithms are timed": _build_convolutions(),
+            "a switch that the record knows": _build_convolutions(trials=0, benchmark=True),
+            "not known whether algorithms are timed": _build_convolutions(trials=0),
+            "attention of growing length": _build_attention(),
+            "attention of a run that ends with repeated lengths": _build_attention(late=12),
+            "products": _build_attention(name="aten::addmm"),
+            "start-up": (_build_attention(grows=False), "calls.is_empty()"),
+            "slow with every shape": (_build_attention(repeated=40_000), "calls.is_empty()"),
             "an unknown operator that never repeats": (
-                _attention(name="mine::parse", others=0),
+                _build_attention(name="mine::parse", others=0),
                 "calls.is_empty()",
             ),
-            "short plans": (_attention(us=700), "calls.is_empty()"),
-            "little": (_attention(us=2000, rest=200_000), "min_share"),
+            "short plans": (_build_attention(us=700), "calls.is_empty()"),
+            "little": (_build_attention(us=2000, other_us=200_000), "min_share"),
         }
 
 
-def _edits(group: dict[str, Any], remaining_loss: float, *, advised: bool) -> list[Edit]:
+def _build_edits(group: dict[str, Any], remaining_loss: float, *, advised: bool) -> list[Edit]:
     """Shorten the calls of an operator to the share that the fix leaves: at best to a repeated
     call, at worst only while shapes are new. Operators that only padding helps get shorter only at
     best."""
@@ -248,7 +248,7 @@ def _edits(group: dict[str, Any], remaining_loss: float, *, advised: bool) -> li
     return edits
 
 
-def _convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBuilder:
+def _build_convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBuilder:
     """Build steps with pages of a different width each, through two convolutions."""
     b = TraceBuilder()
     for number in b.steps(5):
@@ -263,18 +263,18 @@ def _convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBui
         b.run("aten::relu", "elementwise_kernel", 200)
         b.sync()
     if benchmark is not None:
-        _recorded(b, {"cudnn.benchmark": benchmark}, 40, 40)
+        _add_record(b, {"cudnn.benchmark": benchmark}, 40, 40)
     return b
 
 
-def _attention(
+def _build_attention(
     *,
     name: str = "aten::_cudnn_attention_forward",
     us: float = 40_000,
     repeated: float = 60,
     others: int = 3,
     grows: bool = True,
-    rest: float = 2000,
+    other_us: float = 2000,
     late: float | None = None,
 ) -> TraceBuilder:
     """Build decoding steps of four layers, whose length grows by one per step or stays the same."""
@@ -285,14 +285,14 @@ def _attention(
             is_new = layer == 0 and (grows or number == 0)
             shapes = [[80, 16, 1, 64], [80, 16, length, 64]]
             b.run(name, "flash_fprop", 20, shapes, "c10::Half", host_us=us if is_new else repeated)
-        b.run("aten::mm", "nvjet_gemm", rest)
+        b.run("aten::mm", "nvjet_gemm", other_us)
         b.sync()
     if late is not None:
-        _recorded(b, {}, 45, late)
+        _add_record(b, {}, 45, late)
     return b
 
 
-def _recorded(b: TraceBuilder, flags: dict[str, object], ms: float, late: float) -> None:
+def _add_record(b: TraceBuilder, flags: dict[str, object], ms: float, late: float) -> None:
     run = b.record_of_run(flags=flags)
     run.steps(12, ms)
     run.steps(5, ms, window=0)

@@ -166,15 +166,17 @@ class PeriodicStalls(SavingRule):
     def examples() -> Examples:
         save = "torch/serialization.py(900): save"
         return {
-            "torch.save": _training(frame="torch/serialization.py(900): save"),
-            "a range": _training(annotation="save_checkpoint"),
-            "TensorBoard": _training(frame="torch/utils/tensorboard/writer.py(370): add_histogram"),
-            "evaluation": (_training(frame="train.py(90): evaluate"), "not len(rows)"),
-            "no cause in the trace": (_training(), "not len(rows)"),
-            "on another thread": (_training(frame=save, thread=77), "not len(rows)"),
-            "few steps": (_training(frame=save, steps=12, every=5), "min_steps"),
-            "one save": (_training(frame=save, steps=24, every=20), "min_stalls"),
-            "in every step": (_training(frame=save, every=1), "not len(rows)"),
+            "torch.save": _build_training(frame="torch/serialization.py(900): save"),
+            "a range": _build_training(annotation="save_checkpoint"),
+            "TensorBoard": _build_training(
+                frame="torch/utils/tensorboard/writer.py(370): add_histogram"
+            ),
+            "evaluation": (_build_training(frame="train.py(90): evaluate"), "not len(rows)"),
+            "no cause in the trace": (_build_training(), "not len(rows)"),
+            "on another thread": (_build_training(frame=save, thread=77), "not len(rows)"),
+            "few steps": (_build_training(frame=save, steps=12, every=5), "min_steps"),
+            "one save": (_build_training(frame=save, steps=24, every=20), "min_stalls"),
+            "in every step": (_build_training(frame=save, every=1), "not len(rows)"),
         }
 
 
@@ -245,15 +247,15 @@ class SavingTime(SavingRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "torch.save in every fourth step": _saving(every=4),
-            "few samples": (_saving(every=4, samples=4), "min_samples"),
-            "rarely": (_saving(every=40, samples=1000), "min_share"),
-            "in every step": (_saving(every=1), "usual_ns >= LOOP_SHARE * median"),
-            "not sampled": (_saving(every=4, samples=0), "share < self.min_share"),
+            "torch.save in every fourth step": _build_saving(every=4),
+            "few samples": (_build_saving(every=4, samples=4), "min_samples"),
+            "rarely": (_build_saving(every=40, samples=1000), "min_share"),
+            "in every step": (_build_saving(every=1), "usual_ns >= LOOP_SHARE * median"),
+            "not sampled": (_build_saving(every=4, samples=0), "share < self.min_share"),
         }
 
 
-def _saving(*, every: int, samples: int = 100) -> TraceBuilder:
+def _build_saving(*, every: int, samples: int = 100) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     r = b.record_of_run()
     for n in range(80):
@@ -372,10 +374,10 @@ class LongStep(Rule):
         for n in twice.steps(8):
             twice.product(5000 if n == 5 else 2000, wait=True)
         return {
-            "a checkpoint": _training(frame=save, steps=8, every=6),
-            "a new shape is compiled": _training(frame=compiles, steps=8, every=6),
+            "a checkpoint": _build_training(frame=save, steps=8, every=6),
+            "a new shape is compiled": _build_training(frame=compiles, steps=8, every=6),
             "twice as long": (twice, "min_factor"),
-            "three steps": (_training(frame=save, steps=4, every=3), "min_steps"),
+            "three steps": (_build_training(frame=save, steps=4, every=3), "min_steps"),
         }
 
 
@@ -422,7 +424,7 @@ def _find_longest_name(
     return (str(table["name"][0]), float(table["own"][0])) if table.height else ("", 0.0)
 
 
-def _training(
+def _build_training(
     *,
     frame: str = "",
     annotation: str = "",

@@ -184,25 +184,25 @@ class PeriodicWork(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a loop over time before every 16 updates": _every(16, 40),
-            "a validation on the host every 8 steps": _every(8, 40, outside=True),
-            "a part of it in other functions": _every(16, 40, blamed=0.6),
-            "without samples": _every(16, 40, samples=0),
+            "a loop over time before every 16 updates": _build_run(16, 40),
+            "a validation on the host every 8 steps": _build_run(8, 40, outside=True),
+            "a part of it in other functions": _build_run(16, 40, blamed=0.6),
+            "without samples": _build_run(16, 40, samples=0),
             "the host waits for the GPU": (
-                _every(16, 40, leaf="torch/cuda/__init__.py(1162): synchronize"),
+                _build_run(16, 40, leaf="torch/cuda/__init__.py(1162): synchronize"),
                 "code.waits",
             ),
-            "the host runs ahead": (_every(16, 40, device=9.5), "not self._device_idles(work)"),
+            "the host runs ahead": (_build_run(16, 40, device=9.5), "not self._device_idles(work)"),
             "a checkpoint": (
-                _every(16, 40, leaf="torch/serialization.py(1003): save"),
+                _build_run(16, 40, leaf="torch/serialization.py(1003): save"),
                 "self._is_other_work(recorded, work)",
             ),
-            "a short one": (_every(64, 6, steps=640), "work.gain < self.min_share * work.step"),
-            "at random": (_every(0, 40, at=(12, 31, 90, 130, 190)), "work is None"),
+            "a short one": (_build_run(64, 6, steps=640), "work.gain < self.min_share * work.step"),
+            "at random": (_build_run(0, 40, at=(12, 31, 90, 130, 190)), "work is None"),
         }
 
 
-def _every(
+def _build_run(
     period: int,
     ms: float,
     *,

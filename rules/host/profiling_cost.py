@@ -97,10 +97,10 @@ class SlowProfiledSteps(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "50% longer": _run(15),
-            "a slow stretch begins with it": (_run(15, 16), "overhead is None"),
-            "hardly longer": (_run(10.5), "min_effect"),
-            "no window": (_run(None), "overhead is None"),
+            "50% longer": _build_run(15),
+            "a slow stretch begins with it": (_build_run(15, 16), "overhead is None"),
+            "hardly longer": (_build_run(10.5), "min_effect"),
+            "no window": (_build_run(None), "overhead is None"),
         }
 
 
@@ -222,7 +222,7 @@ class ProfilerEvents(Rule):
         }
 
 
-def _run(profiled: float | None, later: float = 10) -> TraceBuilder:
+def _build_run(profiled: float | None, later: float = 10) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run()
     r.steps(30, 10)

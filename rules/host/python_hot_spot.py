@@ -64,7 +64,7 @@ _ENGINES = r"^(?:vllm|sglang|tensorrt_llm|lmdeploy|xfuser|nemo|verl)/"
 AHEAD, OWN, LIBRARY = "input is prepared", "the program's own", "of a library"
 
 
-def _name(spot: dict[str, Any]) -> str:
+def _format_name(spot: dict[str, Any]) -> str:
     return str(spot["function"] or spot["name"])
 
 
@@ -77,11 +77,11 @@ def _format_place(spot: dict[str, Any]) -> str:
 
 def _distinct_names(spots: list[dict[str, Any]]) -> list[str]:
     """Return the names of the functions, with their places if two names are equal."""
-    names = [_name(spot) for spot in spots]
+    names = [_format_name(spot) for spot in spots]
     return names if len(set(names)) == len(names) else [_format_place(spot) for spot in spots]
 
 
-def _location(a: Analysis, spot: dict[str, Any]) -> Location:
+def _build_location(a: Analysis, spot: dict[str, Any]) -> Location:
     """Return the function's location and longest call; for a library, with the user's line that
     calls it."""
     frame = int(spot["frame"])
@@ -104,7 +104,7 @@ def _location(a: Analysis, spot: dict[str, Any]) -> Location:
 def _format_calls(a: Analysis, spot: dict[str, Any]) -> str:
     """Return all calls per step, hidden or not, as ``8 of load, 54.6 ms``."""
     count = max(1, round(spot["count"] / a.step_count))
-    return f"{count:,} of {_name(spot)}, {format_duration(spot['total_ns'] / a.step_count)}"
+    return f"{count:,} of {_format_name(spot)}, {format_duration(spot['total_ns'] / a.step_count)}"
 
 
 def _classify(a: Analysis, spot: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _classify(a: Analysis, spot: dict[str, Any]) -> str:
         in_model = name.startswith((MODULE, "torch/nn/modules/module.py("))
         row = parent[row]
     file = str(spot["file"] or "")
-    if not in_model and (_INPUT_NAMES.search(file) or _INPUT_NAMES.search(_name(spot))):
+    if not in_model and (_INPUT_NAMES.search(file) or _INPUT_NAMES.search(_format_name(spot))):
         return AHEAD
     return LIBRARY if frame_rank(spot["name"]) < 2 or re.search(_ENGINES, file) else OWN
 
@@ -246,7 +246,7 @@ class PythonHotSpot(Rule):
                 ),
                 Evidence("all calls", "; ".join(_format_calls(a, spot) for spot in classified)),
             ],
-            where=[_location(a, spot) for spot in classified],
+            where=[_build_location(a, spot) for spot in classified],
             edits=[self._build_edit(a, gaps, spot) for spot in classified],
             **self._advice(a, classified, use),
             confidence_notes=["recording Python stacks lengthens Python time"],
@@ -283,7 +283,7 @@ class PythonHotSpot(Rule):
         """Return a title with all functions of the gain, or with the library if they are its
         internal ones."""
         names = _distinct_names(spots)
-        if all(spot["kind"] == LIBRARY for spot in spots) and _name(spots[0])[0] == "_":
+        if all(spot["kind"] == LIBRARY for spot in spots) and _format_name(spots[0])[0] == "_":
             return f"Python code of {library_of(spots[0]['name'])} leaves the GPU idle"
         if len(names) == 1:
             return f"The function {names[0]} leaves the GPU idle"

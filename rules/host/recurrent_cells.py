@@ -108,18 +108,23 @@ class RecurrentCells(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "LSTMCell": _cells("aten::lstm_cell"),
-            "GRUCell": _cells("aten::gru_cell"),
-            "a step of decoding": (_cells("aten::lstm_cell", count=4), "min_calls"),
+            "LSTMCell": _build_cells("aten::lstm_cell"),
+            "GRUCell": _build_cells("aten::gru_cell"),
+            "a step of decoding": (_build_cells("aten::lstm_cell", count=4), "min_calls"),
             "inside nn.LSTM": (
-                _cells("aten::lstm_cell", outer="aten::lstm"),
+                _build_cells("aten::lstm_cell", outer="aten::lstm"),
                 "len(cells) < self.min_calls * a.step_count",
             ),
-            "small compared with the step": (_cells("aten::lstm_cell", rest=200_000), "min_share"),
+            "small compared with the step": (
+                _build_cells("aten::lstm_cell", other_us=200_000),
+                "min_share",
+            ),
         }
 
 
-def _cells(name: str, count: int = 64, outer: str = "", rest: float = 500) -> TraceBuilder:
+def _build_cells(
+    name: str, count: int = 64, outer: str = "", other_us: float = 500
+) -> TraceBuilder:
     def step(b: TraceBuilder) -> None:
         for _ in range(count):
             if outer:
@@ -131,6 +136,6 @@ def _cells(name: str, count: int = 64, outer: str = "", rest: float = 500) -> Tr
         for _ in range(count):
             with b.op("autograd::engine::evaluate_function: ThnnFusedLstmCellBackward0"):
                 b.run("aten::mm", "gemm_kernel", 4, times=3, host_us=20)
-        b.on_host("aten::lerp_", rest)
+        b.on_host("aten::lerp_", other_us)
 
     return example_steps(step)

@@ -145,17 +145,17 @@ class RepeatedBackward(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "two losses, each with its own backward pass": _training(2),
-            "on a CPU": _training(2, gpu=None),
-            "each loss updates a network of its own": _training(2, updates=True),
-            "a state that is not detached": _training(1, kept=1),
-            "one backward pass": (_training(1), "ns < self.min_share * a.span_ns"),
+            "two losses, each with its own backward pass": _build_training(2),
+            "on a CPU": _build_training(2, gpu=None),
+            "each loss updates a network of its own": _build_training(2, updates=True),
+            "a state that is not detached": _build_training(1, kept=1),
+            "one backward pass": (_build_training(1), "ns < self.min_share * a.span_ns"),
             "a gradient penalty": (
-                _training(2, differentiated=True),
+                _build_training(2, differentiated=True),
                 "ns < self.min_share * a.span_ns",
             ),
-            "one output differentiated twice": _training(2, twice=True, gpu=None),
-            "a small shared part": (_training(2, rest=300_000), "min_share"),
+            "one output differentiated twice": _build_training(2, twice=True, gpu=None),
+            "a small shared part": (_build_training(2, other_us=300_000), "min_share"),
         }
 
 
@@ -178,14 +178,14 @@ def _is_updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) ->
     return isinstance(share, float) and share > 0.5
 
 
-def _training(
+def _build_training(
     passes: int,
     *,
     kept: int = 0,
     gpu: str | None = "A100",
     differentiated: bool = False,
     twice: bool = False,
-    rest: float = 500,
+    other_us: float = 500,
     updates: bool = False,
 ) -> TraceBuilder:
     """Build six layers, and backward passes through them and those of ``kept`` earlier steps.
@@ -220,5 +220,5 @@ def _training(
         if differentiated or twice:
             for sequence in reversed(range(number - 6 * (passes if twice else 1), number)):
                 run(f"{NODE_PREFIX}MulBackward0", sequence)
-        b.on_host("aten::add_", rest)
+        b.on_host("aten::add_", other_us)
     return b

@@ -196,20 +196,26 @@ class SampledHotSpot(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        stacks = _served()
+        stacks = _build_service()
         with stacks.step(), stacks.python("serve.py(9): main"):
             stacks.host(300)
         return {
-            "images prepared one by one": _served(),
-            "operators on the CPU": _served(operator="aten::sub"),
+            "images prepared one by one": _build_service(),
+            "operators on the CPU": _build_service(operator="aten::sub"),
             "stacks in the window": (stacks, "(a.trace.cpu['kind'] == 'python').any()"),
-            "the GPU works meanwhile": (_served(kernel=7000), "idle < self.min_share * a.span_ns"),
-            "around each launch": (_served(pieces=60), "min_gap_us"),
-            "inside the model": (_served(place="module"), "code is None"),
-            "waiting for the GPU": (_served(place="wait"), "code.waits"),
-            "not sampled": (_served(samples=0), "code is None"),
-            "every few steps": (_served(every=8), "find_periodic_work(recorded) is not None"),
-            "the CPU computes": (_served(gpu=None), "a.device_id is None"),
+            "the GPU works meanwhile": (
+                _build_service(kernel=7000),
+                "idle < self.min_share * a.span_ns",
+            ),
+            "around each launch": (_build_service(pieces=60), "min_gap_us"),
+            "inside the model": (_build_service(place="module"), "code is None"),
+            "waiting for the GPU": (_build_service(place="wait"), "code.waits"),
+            "not sampled": (_build_service(samples=0), "code is None"),
+            "every few steps": (
+                _build_service(every=8),
+                "find_periodic_work(recorded) is not None",
+            ),
+            "the CPU computes": (_build_service(gpu=None), "a.device_id is None"),
         }
 
 
@@ -231,7 +237,7 @@ def _name_code(code: SampledCode, in_line: bool) -> str:
     return f"Line {place.line} of {Path(place.file or '').name}"
 
 
-def _served(
+def _build_service(
     *,
     operator: str = "",
     kernel: float = 1000,

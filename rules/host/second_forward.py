@@ -122,35 +122,35 @@ class SecondForward(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a forward for metrics": _twice(),
-            "the recorder saw it": _recorded(again=6),
-            "the recorder saw other modules or batches": (_recorded(again=1), "min_again"),
-            "few forwards were compared": _recorded(again=0, forwards=2),
-            "on a CPU": _twice(gpu=None),
-            "with a graph": _twice(graph=True),
-            "one forward": (_twice(times=1), "ns < self.min_share * a.span_ns"),
-            "another batch size": (_twice(batch=48), "ns < self.min_share * a.span_ns"),
-            "both are trained": (_twice(trained=True), "ns < self.min_share * a.span_ns"),
-            "a small one": (_twice(rest=200_000), "min_share"),
+            "a forward for metrics": _build_passes(),
+            "the recorder saw it": _build_run(again=6),
+            "the recorder saw other modules or batches": (_build_run(again=1), "min_again"),
+            "few forwards were compared": _build_run(again=0, forwards=2),
+            "on a CPU": _build_passes(gpu=None),
+            "with a graph": _build_passes(graph=True),
+            "one forward": (_build_passes(times=1), "ns < self.min_share * a.span_ns"),
+            "another batch size": (_build_passes(batch=48), "ns < self.min_share * a.span_ns"),
+            "both are trained": (_build_passes(trained=True), "ns < self.min_share * a.span_ns"),
+            "a small one": (_build_passes(other_us=200_000), "min_share"),
         }
 
 
-def _recorded(*, again: int, forwards: int = 12) -> TraceBuilder:
-    b = _twice(gpu=None)
+def _build_run(*, again: int, forwards: int = 12) -> TraceBuilder:
+    b = _build_passes(gpu=None)
     r = b.record_of_run()
     r.steps(60, 10, forward=4, backward=5)
     r.event("repeated_inputs", forwards=forwards, again=again)
     return b
 
 
-def _twice(
+def _build_passes(
     *,
     gpu: str | None = "A100",
     times: int = 2,
     batch: int = 32,
     graph: bool = False,
     trained: bool = False,
-    rest: float = 500,
+    other_us: float = 500,
 ) -> TraceBuilder:
     """Build a network of six layers that runs ``times`` times in each step."""
     b = TraceBuilder(gpu=gpu)
@@ -173,5 +173,5 @@ def _twice(
         for sequences in reversed(passes if trained else passes[:1]):
             for sequence in reversed(sequences):
                 run("autograd::engine::evaluate_function: AddmmBackward0", [], sequence)
-        b.on_host("aten::add_", rest)
+        b.on_host("aten::add_", other_us)
     return b

@@ -126,11 +126,11 @@ class SliceGradients(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a loop over time": _loop(),
-            "on a CPU": _loop(gpu=None),
-            "a few slices": (_loop(count=3), "min_slices"),
-            "slices of different tensors": (_loop(one_tensor=False), "not groups"),
-            "hardly any time": (_loop(us=1), "min_share"),
+            "a loop over time": _build_loop(),
+            "on a CPU": _build_loop(gpu=None),
+            "a few slices": (_build_loop(count=3), "min_slices"),
+            "slices of different tensors": (_build_loop(one_tensor=False), "not groups"),
+            "hardly any time": (_build_loop(us=1), "min_share"),
         }
 
 
@@ -159,7 +159,7 @@ def _format_size(a: Analysis, index: int) -> str:
     return " × ".join(str(size) for size in inputs_at(a, index).integers(1) or [])
 
 
-def _loop(
+def _build_loop(
     *, gpu: str | None = "A100", count: int = 64, one_tensor: bool = True, us: float = 40
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)

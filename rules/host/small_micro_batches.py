@@ -153,16 +153,16 @@ class SmallMicroBatches(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "eight passes of a few samples": _training(),
-            "on a GPU that waits": _training(gpu="A100"),
-            "in Hugging Face's Trainer": _training(trainer="transformers"),
-            "one pass": (_training(passes=1), "min_passes"),
-            "gradients of the input": (_training(weights=False), "passes.accumulate"),
-            "an attack on the input": (_training(between="aten::sign"), "passes is None"),
-            "three models": (_training(passes=6, models=3), "passes is None"),
-            "an update after each pass": (_training(updates=True), "passes is None"),
-            "long calls": (_training(backward_us=400), "min_share"),
-            "the GPU sets the pace": (_training(gpu="A100", us=900), "a.is_device_bound"),
+            "eight passes of a few samples": _build_training(),
+            "on a GPU that waits": _build_training(gpu="A100"),
+            "in Hugging Face's Trainer": _build_training(trainer="transformers"),
+            "one pass": (_build_training(passes=1), "min_passes"),
+            "gradients of the input": (_build_training(weights=False), "passes.accumulate"),
+            "an attack on the input": (_build_training(between="aten::sign"), "passes is None"),
+            "three models": (_build_training(passes=6, models=3), "passes is None"),
+            "an update after each pass": (_build_training(updates=True), "passes is None"),
+            "long calls": (_build_training(backward_us=400), "min_share"),
+            "the GPU sets the pace": (_build_training(gpu="A100", us=900), "a.is_device_bound"),
         }
 
 
@@ -220,7 +220,7 @@ def _split_passes(
     return begins, ends, kinds
 
 
-def _training(
+def _build_training(
     *,
     gpu: str | None = None,
     passes: int = 8,

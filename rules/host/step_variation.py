@@ -186,19 +186,25 @@ class RegularStalls(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "every 20 steps": _regular(20, "forward"),
+            "every 20 steps": _build_stalls(20, "forward"),
             "the loop's own code": (
-                _regular(20, "other"),
+                _build_stalls(20, "other"),
                 "find_periodic_work(recorded) is not None",
             ),
-            "every 25 steps": _regular(25, "data"),
-            "irregular": (_regular(0, "other", at=(12, 31, 90, 130, 190)), "stalls.period is None"),
+            "every 25 steps": _build_stalls(25, "data"),
+            "irregular": (
+                _build_stalls(0, "other", at=(12, 31, 90, 130, 190)),
+                "stalls.period is None",
+            ),
             "a new request every 20 tokens": (
-                _regular(20, "forward", inference=True),
+                _build_stalls(20, "forward", inference=True),
                 "a.inference is not None",
             ),
-            "twice": (_regular(0, "other", at=(50, 100)), "stalls.period is None"),
-            "every second batch, from two workers": (_regular(2, "data"), "stalls.period is None"),
+            "twice": (_build_stalls(0, "other", at=(50, 100)), "stalls.period is None"),
+            "every second batch, from two workers": (
+                _build_stalls(2, "data"),
+                "stalls.period is None",
+            ),
         }
 
 
@@ -351,24 +357,30 @@ class StepJitter(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10),
-            "slower from one step on": _irregular(lambda n: 20 if n < 31 else 180, steps=60),
-            "steps that compile": _irregular(lambda n: 50 if n in _LONG else 10, compiles=True),
-            "even steps": (_irregular(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
+            "irregular long steps": _build_jitter(lambda n: 50 if n in _LONG else 10),
+            "slower from one step on": _build_jitter(lambda n: 20 if n < 31 else 180, steps=60),
+            "steps that compile": _build_jitter(lambda n: 50 if n in _LONG else 10, compiles=True),
+            "even steps": (_build_jitter(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
             "at regular distances": (
-                _irregular(lambda n: 60 if n % 20 == 19 else 10),
+                _build_jitter(lambda n: 60 if n % 20 == 19 else 10),
                 "stalls.period is not None",
             ),
             "batches of another shape": (
-                _irregular(lambda n: 50 if n in _LONG else 10, shapes=True),
+                _build_jitter(lambda n: 50 if n in _LONG else 10, shapes=True),
                 "ratio < self.min_ratio",
             ),
-            "one step": (_irregular(lambda n: 500 if n == 150 else 10), "ratio < self.min_ratio"),
+            "one step": (
+                _build_jitter(lambda n: 500 if n == 150 else 10),
+                "ratio < self.min_ratio",
+            ),
             "a crowded machine": (
-                _irregular(lambda n: 50 if n in _LONG else 10, machine=99),
+                _build_jitter(lambda n: 50 if n in _LONG else 10, machine=99),
                 "max_others",
             ),
-            "a short run": (_irregular(lambda n: 50 if n in _LONG else 10, steps=80), "min_steps"),
+            "a short run": (
+                _build_jitter(lambda n: 50 if n in _LONG else 10, steps=80),
+                "min_steps",
+            ),
         }
 
 
@@ -396,7 +408,7 @@ def _list_longest(recorded: StepRecords, long_steps: LongSteps) -> str:
     return f"{'step' if len(rows) == 1 else 'steps'} {named}"
 
 
-def _regular(
+def _build_stalls(
     every: int, phase: str, *, at: tuple[int, ...] = (), inference: bool = False
 ) -> TraceBuilder:
     b = TraceBuilder()
@@ -447,7 +459,7 @@ def _expected_durations(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
     return floor
 
 
-def _irregular(
+def _build_jitter(
     ms: object,
     *,
     shapes: bool = False,

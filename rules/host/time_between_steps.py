@@ -61,14 +61,14 @@ class TimeBetweenSteps(Rule):
     cases = {
         "before each step": {
             "fix": "If these are rollouts, step several environments at once, in their own "
-            "processes. Infer for all in one batch, and train several steps on each rollout.",
+            "processes. Infer for all in one batch, and take several steps with each rollout.",
             "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
             "assumptions": ("rollouts can run in parallel",),
         },
         "rollouts": {
             "fix": "Call the policy once for all environments, not once for each: it accepts a "
-            "batch dimension. Step the environments in separate processes, and train several steps "
-            "on each rollout.",
+            "batch dimension. Step the environments in separate processes, and take several "
+            "training steps with each rollout.",
             "code": "with torch.inference_mode():\n"
             "    actions = policy(torch.as_tensor(observations))   # of all environments\n"
             "observations, rewards, *_ = envs.step(actions.cpu().numpy())",
@@ -113,11 +113,11 @@ class TimeBetweenSteps(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "evaluation every ten steps": _evaluated(every=10, ms=400),
-            "rollouts every ten steps": _evaluated(every=10, ms=400, rollouts=True),
-            "a rollout before each step": _evaluated(every=1, ms=12),
-            "a short evaluation": (_evaluated(every=20, ms=40), "min_share"),
-            "a few steps": (_evaluated(every=3, ms=400, steps=12), "min_steps"),
+            "evaluation every ten steps": _build_run(every=10, ms=400),
+            "rollouts every ten steps": _build_run(every=10, ms=400, rollouts=True),
+            "a rollout before each step": _build_run(every=1, ms=12),
+            "a short evaluation": (_build_run(every=20, ms=40), "min_share"),
+            "a few steps": (_build_run(every=3, ms=400, steps=12), "min_steps"),
         }
 
 
@@ -144,7 +144,7 @@ def _find_rollout(samples: Sequence[SampledStack]) -> Location | None:
     return frame.location
 
 
-def _evaluated(*, every: int, ms: float, steps: int = 80, rollouts: bool = False) -> TraceBuilder:
+def _build_run(*, every: int, ms: float, steps: int = 80, rollouts: bool = False) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run()
     if rollouts:

@@ -163,13 +163,13 @@ class UnbatchedCalls(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "one sample at a time": _calls(),
-            "a recurrent loop": (_calls("aten::add"), "is_dependent"),
-            "a rollout": (_calls("aten::item"), "is_dependent"),
-            "layers of one size": (_calls(batch=False), "not _is_over_batch"),
-            "a batch in each call": (_calls(rows=8), "not candidates"),
-            "a few calls": (_calls(count=6), "min_calls"),
-            "small compared with the step": (_calls(rest=200_000), "min_share"),
+            "one sample at a time": _build_calls(),
+            "a recurrent loop": (_build_calls("aten::add"), "is_dependent"),
+            "a rollout": (_build_calls("aten::item"), "is_dependent"),
+            "layers of one size": (_build_calls(batch=False), "not _is_over_batch"),
+            "a batch in each call": (_build_calls(rows=8), "not candidates"),
+            "a few calls": (_build_calls(count=6), "min_calls"),
+            "small compared with the step": (_build_calls(other_us=200_000), "min_share"),
         }
 
 
@@ -264,15 +264,15 @@ class LoopedOperators(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a mean by node": _graph(),
-            "without gradients": _graph(trains=False),
-            "a recurrence": (_graph(between="aten::add"), "_carries_results"),
-            "a loop that reads results": (_graph(between="aten::item"), "_carries_results"),
-            "a model for each sample": (_graph(between="aten::linear"), "_MODEL_OPS"),
-            "a batch is collated": (_graph(loader=True), "joins < a.step_count"),
-            "few tensors": (_graph(count=12), "joins < a.step_count"),
-            "a list of some tensors": (_graph(count=40), "min_calls"),
-            "small compared with the step": (_graph(rest=200_000), "min_share"),
+            "a mean by node": _build_graph(),
+            "without gradients": _build_graph(trains=False),
+            "a recurrence": (_build_graph(between="aten::add"), "_carries_results"),
+            "a loop that reads results": (_build_graph(between="aten::item"), "_carries_results"),
+            "a model for each sample": (_build_graph(between="aten::linear"), "_MODEL_OPS"),
+            "a batch is collated": (_build_graph(loader=True), "joins < a.step_count"),
+            "few tensors": (_build_graph(count=12), "joins < a.step_count"),
+            "a list of some tensors": (_build_graph(count=40), "min_calls"),
+            "small compared with the step": (_build_graph(other_us=200_000), "min_share"),
         }
 
 
@@ -323,8 +323,8 @@ def _list_length(a: Analysis, index: int) -> int:
     return len(first) if isinstance(first, list) and all(isinstance(x, list) for x in first) else 0
 
 
-def _calls(
-    between: str = "", *, batch: bool = True, rows: int = 0, count: int = 32, rest: float = 1000
+def _build_calls(
+    between: str = "", *, batch: bool = True, rows: int = 0, count: int = 32, other_us: float = 1000
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     shape = [rows, 128] if rows else [128]
@@ -338,7 +338,7 @@ def _calls(
             b.on_host("aten::stack", 20, [[[256]] * count])
         for _ in range(count):
             b.on_host(f"{NODE_PREFIX}AddmmBackward0", 80)
-        b.on_host("aten::lerp_", rest)
+        b.on_host("aten::lerp_", other_us)
     return b
 
 
@@ -363,13 +363,13 @@ def _is_excluded(a: Analysis, rows: np.ndarray) -> np.ndarray:
     return is_excluded
 
 
-def _graph(
+def _build_graph(
     *,
     count: int = 100,
     trains: bool = True,
     between: str = "",
     loader: bool = False,
-    rest: float = 300,
+    other_us: float = 300,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps(4):
@@ -381,7 +381,7 @@ def _graph(
                     b.on_host(between, 5, [[4, 32], [4, 32]])
             with b.op("aten::stack", [[], []] if count > 30 else [[[32]] * count, []], LIST):
                 b.host(100)
-        b.on_host("aten::softmax", rest)
+        b.on_host("aten::softmax", other_us)
         for _ in range(count if trains else 0):
             b.on_host("autograd::engine::evaluate_function: MeanBackward1", 20)
     return b

@@ -138,7 +138,7 @@ class DenseExperts(Rule):
                     amount_per_step(a, "choices", len(mixture.layers), "count"),
                     Evidence("experts", experts, "count"),
                     self.compare("chosen", chosen / experts, "max_chosen"),
-                    self.compare("for nothing", central / a.span_ns, "min_share", per=a.per),
+                    self.compare("wasted", central / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, forward_rows),
                 edits=[scale_operators(a, rows, (central, unchosen * ns, self.least * central))],
@@ -189,13 +189,13 @@ class DenseExperts(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "two of eight": _mixture(),
-            "on a GPU": _mixture(gpu="A100"),
-            "in inference": _mixture(trains=False),
-            "six of eight": (_mixture(chosen=6), "not choices"),
-            "experts of their own tokens": (_mixture(rows=80), "not products"),
-            "layers behind a choice": (_mixture(weighs=False), "_are_weighed"),
-            "hardly any time": (_mixture(us=8), "min_share"),
+            "two of eight": _build_mixture(),
+            "on a GPU": _build_mixture(gpu="A100"),
+            "in inference": _build_mixture(trains=False),
+            "six of eight": (_build_mixture(chosen=6), "not choices"),
+            "experts of their own tokens": (_build_mixture(rows=80), "not products"),
+            "layers behind a choice": (_build_mixture(weighs=False), "_are_weighed"),
+            "hardly any time": (_build_mixture(us=8), "min_share"),
         }
 
 
@@ -226,7 +226,7 @@ def _are_weighed(calls: list[Call], choice: Choice) -> bool:
     return weights >= choice.experts
 
 
-def _mixture(
+def _build_mixture(
     *, gpu: str | None = None, chosen: int = 2, rows: int = 320, weighs: bool = True,
     trains: bool = True, us: float = 500,
 ) -> TraceBuilder:  # fmt: skip

@@ -193,17 +193,20 @@ class DoublePrecision(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a model of doubles": _products("double"),
-            "a model of floats": (_products("float"), "ns < self.min_share * a.span_ns"),
-            "a few doubles": (_products("double", us=100, rest=6000), "min_share"),
-            "on a GPU": _products("double", gpu="A100"),
-            "masks of doubles on a GPU": _masks(_DOUBLE_KERNEL, "double"),
-            "doubles by the kernel's name": _masks(_DOUBLE_KERNEL, None),
+            "a model of doubles": _build_products("double"),
+            "a model of floats": (_build_products("float"), "ns < self.min_share * a.span_ns"),
+            "a few doubles": (_build_products("double", us=100, other_us=6000), "min_share"),
+            "on a GPU": _build_products("double", gpu="A100"),
+            "masks of doubles on a GPU": _build_masks(_DOUBLE_KERNEL, "double"),
+            "doubles by the kernel's name": _build_masks(_DOUBLE_KERNEL, None),
             "a scalar that is a double": (
-                _masks("void resize<float>(int, double, float const*)", None),
+                _build_masks("void resize<float>(int, double, float const*)", None),
                 "ns < self.min_share * a.span_ns",
             ),
-            "floats on a GPU": (_products("float", gpu="A100"), "ns < self.min_share * a.span_ns"),
+            "floats on a GPU": (
+                _build_products("float", gpu="A100"),
+                "ns < self.min_share * a.span_ns",
+            ),
         }
 
 
@@ -264,7 +267,7 @@ def _find_double_kernels(a: Analysis) -> np.ndarray:
 _DOUBLE_KERNEL = "void (anonymous namespace)::upsample_bilinear2d_out_frame<double>(int, double)"
 
 
-def _masks(kernel: str, dtype: str | None) -> TraceBuilder:
+def _build_masks(kernel: str, dtype: str | None) -> TraceBuilder:
     b = TraceBuilder("A100")
     shape = None if dtype is None else [[64, 1, 256, 256]]
     for _ in b.steps():
@@ -273,8 +276,8 @@ def _masks(kernel: str, dtype: str | None) -> TraceBuilder:
     return b
 
 
-def _products(
-    dtype: str, *, us: float = 3000, rest: float = 2000, gpu: str | None = None
+def _build_products(
+    dtype: str, *, us: float = 3000, other_us: float = 2000, gpu: str | None = None
 ) -> TraceBuilder:
     b = TraceBuilder(gpu)
     for _ in b.steps():
@@ -285,5 +288,5 @@ def _products(
             with b.op("aten::tanh", [[128, 1200]], dtype):
                 b.launch("void at::native::vectorized_elementwise_kernel<2>", us)
             b.sync()
-        b.on_host("aten::relu", rest)
+        b.on_host("aten::relu", other_us)
     return b

@@ -179,19 +179,21 @@ class DroppedPositions(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "logits of the last position": _model(),
-            "on a GPU": _model(gpu="A100"),
-            "in inference": _model(trains=False),
-            "the first four positions": _model(taker="aten::slice", args=["1", "0", "4", "1"]),
-            "after slices of everything": _model(slices_all=True),
+            "logits of the last position": _build_model(),
+            "on a GPU": _build_model(gpu="A100"),
+            "in inference": _build_model(trains=False),
+            "the first four positions": _build_model(
+                taker="aten::slice", args=["1", "0", "4", "1"]
+            ),
+            "after slices of everything": _build_model(slices_all=True),
             "all but the last": (
-                _model(taker="aten::slice", args=["1", "0", "31", "1"]),
+                _build_model(taker="aten::slice", args=["1", "0", "31", "1"]),
                 "not parts",
             ),
-            "some features": (_model(args=["2", "0"]), "not parts"),
-            "read again": (_model(other_reader="aten::mean"), "readers != [at]"),
-            "a part of something else": (_model(product="aten::tanh"), "not product_takers"),
-            "hardly any time": (_model(us=20), "min_share"),
+            "some features": (_build_model(args=["2", "0"]), "not parts"),
+            "read again": (_build_model(other_reader="aten::mean"), "readers != [at]"),
+            "a part of something else": (_build_model(product="aten::tanh"), "not product_takers"),
+            "hardly any time": (_build_model(us=20), "min_share"),
         }
 
 
@@ -240,7 +242,7 @@ def _find_product_shape(a: Analysis, name: str, index: int | None) -> Shape | No
     return (*shapes[0][:-1], shapes[1][PRODUCTS[name]])
 
 
-def _model(
+def _build_model(
     *,
     gpu: str | None = None,
     product: str = "aten::linear",

@@ -103,11 +103,11 @@ class FoldableBatchNorm(Rule):
         training, after a linear layer, and small compared with the convolutions."""
         cudnn = "void cudnn::bn_fw_inf_1C11_kernel_NCHW<float, float, true, 1>(…)"
         return {
-            "cuDNN": _network(cudnn),
-            "MIOpen": _network("MIOpenBatchNormFwdInferSpatialEst"),
-            "training": (_network("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>"), "not ns"),
-            "after a linear layer": (_network(cudnn, before="aten::linear"), "not ns"),
-            "small": (_network(cudnn, us=5), "min_share"),
+            "cuDNN": _build_network(cudnn),
+            "MIOpen": _build_network("MIOpenBatchNormFwdInferSpatialEst"),
+            "training": (_build_network("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>"), "not ns"),
+            "after a linear layer": (_build_network(cudnn, before="aten::linear"), "not ns"),
+            "small": (_build_network(cudnn, us=5), "min_share"),
         }
 
 
@@ -133,7 +133,7 @@ def _follows_convolution(a: Analysis, rows: kernel_work.Mask) -> kernel_work.Mas
     return result
 
 
-def _network(kernel: str, us: float = 100, before: str = "aten::conv2d") -> TraceBuilder:
+def _build_network(kernel: str, us: float = 100, before: str = "aten::conv2d") -> TraceBuilder:
     shapes = [[64, 256, 56, 56], [256, 256, 1, 1]]
 
     def body(b: TraceBuilder) -> None:

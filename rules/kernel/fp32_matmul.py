@@ -468,23 +468,25 @@ class Fp32Matmul(Rule):
             b.run("aten::mm", tf32, 1500, [[4096, 4096], [4096, 4096]])
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 200, [[4096, 33], [33, 647]])
 
-        unknown = _training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
+        unknown = _build_training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
         unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
         guard = "share < self.min_share"
-        unnamed = _training("V100", "float", "volta_sgemm_128x128_nn", 10000)
+        unnamed = _build_training("V100", "float", "volta_sgemm_128x128_nn", 10000)
         unnamed.head["deviceProperties"] = []
         return {
             "a GPU without a name": unnamed,
-            "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
-            "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
+            "TF32 off on an A100": _build_training(
+                "A100", "float", "ampere_sgemm_128x128_nn", 8000
+            ),
+            "FP32 on a V100": _build_training("V100", "float", "volta_sgemm_128x128_nn", 10000),
             "an unknown GPU": (unknown, "name is None"),
-            "BF16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), guard),
-            "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), guard),
-            "TF32 is on": (_training("A100", "float", tf32, 1500), guard),
+            "BF16 as nvjet": (_build_training("H100", "c10::BFloat16", nvjet, 300), guard),
+            "BF16 as wmma_tensorop": (_build_training("H100", "c10::BFloat16", wmma, 900), guard),
+            "TF32 is on": (_build_training("A100", "float", tf32, 1500), guard),
             "TF32 is on, an odd shape is left": (example_steps(mixed), guard),
             "bound by reading the weights": (example_steps(gemv), "max_bandwidth_share"),
             "the device is mostly idle": (example_steps(idle), "min_step_share"),
-            "operands are cast from BF16": (_adapters(), "self._casts(a, slow)"),
+            "operands are cast from BF16": (_build_adapters(), "self._casts(a, slow)"),
         }
 
 
@@ -670,13 +672,13 @@ class MixedPrecisionOff(Fp32Matmul):
         guard = "share < self.min_share"
         tf32 = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
         return {
-            "FP32 on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
+            "FP32 on an A100": _build_training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
             "no TF32: the other rule": (
-                _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
+                _build_training("V100", "float", "volta_sgemm_128x128_nn", 10000),
                 "target is None",
             ),
-            "TF32 is on": (_training("A100", "float", tf32, 1500), guard),
-            "operands are cast from BF16": _adapters(),
+            "TF32 is on": (_build_training("A100", "float", tf32, 1500), guard),
+            "operands are cast from BF16": _build_adapters(),
         }
 
 
@@ -696,12 +698,12 @@ def _list_switches(a: Analysis) -> list[Evidence]:
     return [Evidence(name, str(flags[name])) for name in names if name in flags]
 
 
-def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
+def _build_training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
     shapes = [[4096, 4096], [4096, 4096]]
     return example_steps(lambda b: b.run("aten::mm", kernel, us, shapes, dtype, times=3), gpu)
 
 
-def _adapters() -> TraceBuilder:
+def _build_adapters() -> TraceBuilder:
     """Build a BF16 base with FP32 adapters, and a norm that computes in FP32."""
     shape, small = [4096, 4096], [4096, 512]
     kernel = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"

@@ -410,28 +410,30 @@ class HandwrittenOperator(Rule):
         cast = ["copy_", "pow", "mean", "add", "rsqrt", "mul", "copy_", "mul"]
         chain = ["pow", "mean", "add", "rsqrt", "mul"]
         return {
-            "RMS normalisation, in FP32": _step(cast),
-            "layer normalisation": _step(
+            "RMS normalisation, in FP32": _build_step(cast),
+            "layer normalisation": _build_step(
                 ["mean", "sub", "pow", "mean", "add", "sqrt", "div", "mul", "add"]
             ),
-            "layer normalisation, with std": _step(
+            "layer normalisation, with std": _build_step(
                 ["mean", "std", "sub", "mul", "add", "div", "add"]
             ),
-            "softmax": _step(["amax", "sub", "exp", "sum", "div"]),
-            "rotary embedding": _step(["mul", "neg", "cat", "mul", "add"]),
-            "rotary embedding, by halves": _step(["mul", "mul", "sub", "mul", "mul", "add", "cat"]),
-            "GELU, with erf": _step(["mul", "div", "erf", "add", "mul"]),
-            "GELU": _step(["pow", "mul", "add", "mul", "tanh", "add", "mul"]),
-            "fused": (_step(["native_layer_norm", "gelu", "_softmax"]), "table.is_empty()"),
-            "a loss": (_step(["sub", "pow", "mean"]), "table.is_empty()"),
+            "softmax": _build_step(["amax", "sub", "exp", "sum", "div"]),
+            "rotary embedding": _build_step(["mul", "neg", "cat", "mul", "add"]),
+            "rotary embedding, by halves": _build_step(
+                ["mul", "mul", "sub", "mul", "mul", "add", "cat"]
+            ),
+            "GELU, with erf": _build_step(["mul", "div", "erf", "add", "mul"]),
+            "GELU": _build_step(["pow", "mul", "add", "mul", "tanh", "add", "mul"]),
+            "fused": (_build_step(["native_layer_norm", "gelu", "_softmax"]), "table.is_empty()"),
+            "a loss": (_build_step(["sub", "pow", "mean"]), "table.is_empty()"),
             "an optimizer's arithmetic": (
-                _step(["mul", "add", "mul", "sqrt", "add", "div"]),
+                _build_step(["mul", "add", "mul", "sqrt", "add", "div"]),
                 "table.is_empty()",
             ),
-            "tensors that shrink": (_step(chain, shrink=True), "table.is_empty()"),
-            "an unknown GPU": (_step(chain, gpu=None), "memory is None"),
-            "small compared with products": (_step(chain, products=60_000), "min_share"),
-            "no shapes": (_step(chain, shapes=False), "table.is_empty()"),
+            "tensors that shrink": (_build_step(chain, shrink=True), "table.is_empty()"),
+            "an unknown GPU": (_build_step(chain, gpu=None), "memory is None"),
+            "small compared with products": (_build_step(chain, products=60_000), "min_share"),
+            "no shapes": (_build_step(chain, shapes=False), "table.is_empty()"),
         }
 
 
@@ -477,7 +479,7 @@ class _ChainSizes:
         return self._size_of_row[row]
 
 
-def _step(
+def _build_step(
     ops: list[str],
     *,
     shapes: bool = True,

@@ -314,14 +314,14 @@ class KernelOccupancyLimited(CounterRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "registers": _example(theoretical=16.7, sm=40, dram=30, registers=5),
-            "memory is busy": (_example(theoretical=16.7, dram=85), "k.limit != 'latency'"),
-            "high occupancy": (_example(theoretical=100, sm=40), "max_occupancy"),
+            "registers": _build_example(theoretical=16.7, sm=40, dram=30, registers=5),
+            "memory is busy": (_build_example(theoretical=16.7, dram=85), "k.limit != 'latency'"),
+            "high occupancy": (_build_example(theoretical=100, sm=40), "max_occupancy"),
             "a tile for tensor cores": (
-                _example(theoretical=16.7, sm=32, **{_TENSOR_OPS: 45.9e9}),
+                _build_example(theoretical=16.7, sm=32, **{_TENSOR_OPS: 45.9e9}),
                 "k.on_tensor_cores",
             ),
-            "small grid": (_example(theoretical=16.7, sm=5, waves=0.1), "k.waves < 1"),
+            "small grid": (_build_example(theoretical=16.7, sm=5, waves=0.1), "k.waves < 1"),
         }
 
 
@@ -368,9 +368,9 @@ class KernelUncoalesced(ExcessRule):
     def examples() -> Examples:
         little = {EXCESS_SECTORS: 50, SECTORS: 1000}
         return {
-            "strided": _example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000}),
-            "coalesced": (_example(l1=80, **little), "min_excess"),
-            "not collected": (_example(l1=80), "excess is None"),
+            "strided": _build_example(l1=80, sm=20, **{EXCESS_SECTORS: 875, SECTORS: 1000}),
+            "coalesced": (_build_example(l1=80, **little), "min_excess"),
+            "not collected": (_build_example(l1=80), "excess is None"),
         }
 
 
@@ -395,8 +395,8 @@ class KernelBankConflicts(ExcessRule):
     def examples() -> Examples:
         little = {CONFLICTS: 50, WAVEFRONTS: 1000}
         return {
-            "columns": _example(l1=90, sm=20, **{CONFLICTS: 750, WAVEFRONTS: 1000}),
-            "padded": (_example(l1=90, **little), "min_excess"),
+            "columns": _build_example(l1=90, sm=20, **{CONFLICTS: 750, WAVEFRONTS: 1000}),
+            "padded": (_build_example(l1=90, **little), "min_excess"),
         }
 
 
@@ -435,8 +435,8 @@ class KernelRegisterSpills(CounterRule):
         spilled = {LOCAL.format("ld"): 300.0, LOCAL.format("st"): 200.0, ALL_SECTORS: 1000.0}
         little = {LOCAL.format("ld"): 30.0, LOCAL.format("st"): 20.0, ALL_SECTORS: 1000.0}
         return {
-            "spills": _example(l1=85, sm=30, **spilled),
-            "no spills": (_example(l1=85, **little), "min_share"),
+            "spills": _build_example(l1=85, sm=30, **spilled),
+            "no spills": (_build_example(l1=85, **little), "min_share"),
         }
 
 
@@ -476,10 +476,13 @@ class KernelPartialWave(CounterRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "tail": _example(waves=1.1, sm=40),
-            "many waves": (_example(waves=12.8, sm=40), "min_lost"),
-            "small grid": (_example(waves=0.1, sm=5), "k.waves < 1"),
-            "a unit is busy all the same": (_example(waves=1.1, l1=97), "_latency_share(k) < 0.1"),
+            "tail": _build_example(waves=1.1, sm=40),
+            "many waves": (_build_example(waves=12.8, sm=40), "min_lost"),
+            "small grid": (_build_example(waves=0.1, sm=5), "k.waves < 1"),
+            "a unit is busy all the same": (
+                _build_example(waves=1.1, l1=97),
+                "_latency_share(k) < 0.1",
+            ),
         }
 
 
@@ -510,8 +513,8 @@ class KernelDivergence(CounterRule):
     def examples() -> Examples:
         """Return a kernel in which eight of 32 threads are active, and traps."""
         return {
-            "branches": _example(sm=85, dram=20, **{THREADS: 8.0}),
-            "together": (_example(sm=85, **{THREADS: 31.0}), "max_threads"),
+            "branches": _build_example(sm=85, dram=20, **{THREADS: 8.0}),
+            "together": (_build_example(sm=85, **{THREADS: 31.0}), "max_threads"),
         }
 
 
@@ -565,12 +568,14 @@ class KernelWarpStalls(CounterRule):
 
     @staticmethod
     def examples() -> Examples:
-        stall = {_stall("long_scoreboard"): 12.0}
-        even = {_stall(name): 1.0 for name in ("long_scoreboard", "barrier", "wait", "membar")}
+        stall = {_stall_metric("long_scoreboard"): 12.0}
+        even = {
+            _stall_metric(name): 1.0 for name in ("long_scoreboard", "barrier", "wait", "membar")
+        }
         return {
-            "loads": _example(sm=20, dram=30, **{_stall("long_scoreboard"): 12.0}),
-            "memory is busy": (_example(dram=85, **stall), "k.limit != 'latency'"),
-            "many small": (_example(sm=20, **even), "min_stall"),
+            "loads": _build_example(sm=20, dram=30, **{_stall_metric("long_scoreboard"): 12.0}),
+            "memory is busy": (_build_example(dram=85, **stall), "k.limit != 'latency'"),
+            "many small": (_build_example(sm=20, **even), "min_stall"),
         }
 
 
@@ -579,11 +584,11 @@ def _drop_negligible(share: float, measured: float) -> CounterSaving | None:
     return CounterSaving(share, measured) if share >= 0.01 else None
 
 
-def _stall(name: str) -> str:
+def _stall_metric(name: str) -> str:
     return f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio"
 
 
-def _example(
+def _build_example(
     *,
     sm: float = 10.0,
     dram: float = 10.0,
@@ -611,7 +616,7 @@ def _example(
             "sm__maximum_warps_per_active_cycle_pct": theoretical,
             "launch__waves_per_multiprocessor": waves,
             "launch__occupancy_limit_registers": registers,
-            _stall("selected"): 1.0,
+            _stall_metric("selected"): 1.0,
             **metrics,
         },
     )

@@ -191,18 +191,18 @@ class LayoutTransposes(Rule):
             b.run("aten::copy_", copy, 300, [shape], "c10::Half")
 
         return {
-            "cuDNN": _network("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", 90),
-            "MIOpen": _network("batched_transpose_16x64_pack_1x4_ediv_1x2_half", 90),
-            "channels last": (_network(None, 0), "share < self.min_share"),
+            "cuDNN": _build_network("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", 90),
+            "MIOpen": _build_network("batched_transpose_16x64_pack_1x4_ediv_1x2_half", 90),
+            "channels last": (_build_network(None, 0), "share < self.min_share"),
             "one small transpose": (
-                _network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
+                _build_network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
                 "share < self.min_share",
             ),
             "transposes without a convolution": (example_steps(multiply), "not conv_ns"),
         }
 
 
-def _network(transpose: str | None, us: float) -> TraceBuilder:
+def _build_network(transpose: str | None, us: float) -> TraceBuilder:
     shapes = [[64, 256, 56, 56], [256, 256, 3, 3]]
 
     def body(b: TraceBuilder) -> None:

@@ -108,23 +108,23 @@ class LowBandwidth(BelowRate):
         rate), and traps."""
         shape = [[4096, 8192], [4096, 8192]]
         return {
-            "a transposed input": _step(
+            "a transposed input": _build_step(
                 "aten::add", [[4096, 8192], [4096, 8192]], 600, strides=[[1, 4096], [8192, 1]]
             ),
-            "two memory orders": _step(
+            "two memory orders": _build_step(
                 "aten::add",
                 [[64, 512, 32, 32], [64, 512, 32, 32]],
                 600,
                 strides=[[524288, 1, 16384, 512], [524288, 1024, 32, 1]],
             ),
-            "short rows": _step(
+            "short rows": _build_step(
                 "aten::native_layer_norm",
                 [[524288, 64], [], [64], [64], []],
                 600,
                 types=["c10::Half", "ScalarList", "c10::Half", "c10::Half", "Scalar"],
             ),
             # 1 MB: microseconds at the rate
-            "a sum down the columns": _step(
+            "a sum down the columns": _build_step(
                 "aten::cumsum",
                 [[8192, 8], []],
                 1400,
@@ -132,7 +132,7 @@ class LowBandwidth(BelowRate):
                 kernel="void at::native::tensor_kernel_scan_outer_dim<long, unsigned int>",
             ),
             "a sort": (
-                _step(
+                _build_step(
                     "aten::sort",
                     [[8192, 8], []],
                     1400,
@@ -141,13 +141,16 @@ class LowBandwidth(BelowRate):
                 ),
                 "slow.is_empty()",
             ),
-            "near the rate": (_step("aten::add", shape, 145), "max_efficiency"),
-            "small tensors": (_step("aten::add", [[128, 64], [128, 64]], 9), "slow.is_empty()"),
+            "near the rate": (_build_step("aten::add", shape, 145), "max_efficiency"),
+            "small tensors": (
+                _build_step("aten::add", [[128, 64], [128, 64]], 9),
+                "slow.is_empty()",
+            ),
             "small compared with products": (
-                _step("aten::add", shape, 600, products=100_000),
+                _build_step("aten::add", shape, 600, products=100_000),
                 "min_share",
             ),
-            "no shapes": (_step("aten::add", None, 600), "slow.is_empty()"),
+            "no shapes": (_build_step("aten::add", None, 600), "slow.is_empty()"),
         }
 
 
@@ -200,7 +203,7 @@ def _explain(op: str, family: str, kernel: str, inputs: OpInputs | None) -> Slow
     return SlowCause("the recorded inputs do not show why")
 
 
-def _step(
+def _build_step(
     op: str,
     shapes: list[list[int]] | None,
     us: float,

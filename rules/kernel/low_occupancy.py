@@ -184,10 +184,10 @@ class LowOccupancy(Rule):
             b.run("aten::mm", kernel, 2000, [[4096, 4096]] * 2, "c10::BFloat16", **limits)
 
         return {
-            "registers": _kernel(168, 600),
-            "few registers": (_kernel(32, 600), "max_occupancy"),
-            "full bandwidth": (_kernel(168, 130), "max_bandwidth"),
-            "a small grid": (_kernel(32, 600, blocks=16), "max_occupancy"),
+            "registers": _build_kernel(168, 600),
+            "few registers": (_build_kernel(32, 600), "max_occupancy"),
+            "full bandwidth": (_build_kernel(168, 130), "max_bandwidth"),
+            "a small grid": (_build_kernel(32, 600, blocks=16), "max_occupancy"),
             "a tensor-core kernel": (
                 example_steps(product),
                 "kernel_work.summed_duration(a, rows) < self.min_share * total",
@@ -195,7 +195,7 @@ class LowOccupancy(Rule):
         }
 
 
-def _kernel(registers: int, us: float, blocks: int = 4096) -> TraceBuilder:
+def _build_kernel(registers: int, us: float, blocks: int = 4096) -> TraceBuilder:
     return example_steps(
         lambda b: b.run(
             "aten::add",

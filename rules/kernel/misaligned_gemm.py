@@ -331,24 +331,24 @@ class MisalignedGemm(Rule):
         gradient = _TN.replace("_tn", "_nt")
         nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
         traps = {
-            "an odd number of tokens": _products(_TN, 8191, 1024, 4096, strides=strides),
-            "an odd number of tokens, no strides": _products(_TN, 8191, 1024, 4096),
-            "an odd number of tokens is K of the weight gradient": _products(
+            "an odd number of tokens": _build_products(_TN, 8191, 1024, 4096, strides=strides),
+            "an odd number of tokens, no strides": _build_products(_TN, 8191, 1024, 4096),
+            "an odd number of tokens is K of the weight gradient": _build_products(
                 gradient, 1024, 8191, 4096, strides=[[1, 1024], [4096, 1]]
             ),
-            "odd K alone, layout not known": _products(_TENSILE, 8192, 1021, 4096),
-            "aligned": _products(_TN, 8192, 1024, 4096),
-            "TMA": _products(nvjet, 8191, 1024, 4096, gpu="H100"),
-            "full FP32": _products("ampere_sgemm_128x128_nn", 4096, 1021, 4097, "float"),
-            "a vector": _products(_TN, 8192, 1024, 1),
+            "odd K alone, layout not known": _build_products(_TENSILE, 8192, 1021, 4096),
+            "aligned": _build_products(_TN, 8192, 1024, 4096),
+            "TMA": _build_products(nvjet, 8191, 1024, 4096, gpu="H100"),
+            "full FP32": _build_products("ampere_sgemm_128x128_nn", 4096, 1021, 4097, "float"),
+            "a vector": _build_products(_TN, 8192, 1024, 1),
         }
         return {
-            "the kernel was compiled for narrow loads": _products(align2, 8192, 1024, 50258),
-            "odd N, by the strides": _products(_TN, 8192, 1024, 50257, strides=strides),
-            "odd K, by the layout in the name": _products(_TN, 8192, 1021, 4096),
-            "an odd N, in every layout": _products(_TENSILE, 8192, 1024, 50257),
-            "odd K and M, in every layout": _products(_TENSILE, 8191, 1021, 4096),
-            "TF32 with an odd N": _products(tf32, 4096, 1024, 9375, "float"),
+            "the kernel was compiled for narrow loads": _build_products(align2, 8192, 1024, 50258),
+            "odd N, by the strides": _build_products(_TN, 8192, 1024, 50257, strides=strides),
+            "odd K, by the layout in the name": _build_products(_TN, 8192, 1021, 4096),
+            "an odd N, in every layout": _build_products(_TENSILE, 8192, 1024, 50257),
+            "odd K and M, in every layout": _build_products(_TENSILE, 8191, 1021, 4096),
+            "TF32 with an odd N": _build_products(tf32, 4096, 1024, 9375, "float"),
             **{name: (b, "share < self.min_share") for name, b in traps.items()},
         }
 
@@ -408,7 +408,7 @@ class GemmLayout:
     def growth(self, unit: int) -> float:
         """Return the work of the padded product over that of this one. Sizes are padded to a
         multiple of ``PAD_TO``, short ones to a multiple of ``unit``."""
-        return prod(_padded(n, unit) / n for n in (self.k, self.n))
+        return prod(_pad_size(n, unit) / n for n in (self.k, self.n))
 
     def misaligned(self, kernel: str, unit: int) -> list[str] | None:
         """Return the contiguous dimensions that are not a multiple of ``unit``, as text. ``None``
@@ -428,7 +428,7 @@ class GemmLayout:
             lengths = []
         size = dict(zip("MKN", self.sizes, strict=True))
         dims = [
-            f"{dim} = {size[dim]} (pad to {_padded(size[dim], unit)})"
+            f"{dim} = {size[dim]} (pad to {_pad_size(size[dim], unit)})"
             for dim in sorted({along_a, along_b, "N"})
             if size[dim] % unit
         ]
@@ -443,11 +443,11 @@ class GemmLayout:
         size = {dim: n for dim, n in zip("MKN", self.sizes, strict=True) if n % unit}
         dims = {"N"} & size.keys() | ({"K", "M"} if {"K", "M"} <= size.keys() else set())
         return [
-            f"{dim} = {size[dim]} (pad to {_padded(size[dim], unit)})" for dim in sorted(dims)
+            f"{dim} = {size[dim]} (pad to {_pad_size(size[dim], unit)})" for dim in sorted(dims)
         ] or None
 
 
-def _padded(size: int, unit: int) -> int:
+def _pad_size(size: int, unit: int) -> int:
     if not size % unit:
         return size
     to = -(-size // PAD_TO) * PAD_TO
@@ -458,7 +458,7 @@ _TN = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
 _TENSILE = "Cijk_some_kernel_MT128x128x32"
 
 
-def _products(
+def _build_products(
     kernel: str,
     m: int,
     k: int,

@@ -201,7 +201,7 @@ class PairwiseBroadcast(Rule):
                 where=costliest_places(a, made),
                 edits=[scale_operators(a, rows, saved)],
                 alternatives="fuse" if a.device_id is not None else "loss",
-                **self.case(case, code=_einsum(costliest)),
+                **self.case(case, code=_write_einsum(costliest)),
             )
 
     def _find_pairs(self, a: Analysis) -> Iterator[tuple[list[Pairs], Rows]]:
@@ -254,34 +254,34 @@ class PairwiseBroadcast(Rule):
         power, total = ("aten::pow", ["", "2"]), ("aten::sum", ["", "[-1]", "False"])
         norm = ("aten::linalg_vector_norm", ["", "2", "[-1]", "False"])
         return {
-            "squared distances": _pairs("aten::sub", power, total),
-            "on a GPU": _pairs("aten::sub", power, total, gpu="A100"),
-            "distances": _pairs("aten::sub", norm),
-            "absolute differences": _pairs("aten::sub", ("aten::abs", []), total),
-            "products": _pairs("aten::mul", total),
-            "cosine similarities": _pairs("aten::cosine_similarity", dim="-1"),
-            "forward and backward": _pairs("aten::sub", power, total, backward=True),
-            "little of the step": (_pairs("aten::mul", total, rest=900_000), "min_share"),
+            "squared distances": _build_pairs("aten::sub", power, total),
+            "on a GPU": _build_pairs("aten::sub", power, total, gpu="A100"),
+            "distances": _build_pairs("aten::sub", norm),
+            "absolute differences": _build_pairs("aten::sub", ("aten::abs", []), total),
+            "products": _build_pairs("aten::mul", total),
+            "cosine similarities": _build_pairs("aten::cosine_similarity", dim="-1"),
+            "forward and backward": _build_pairs("aten::sub", power, total, backward=True),
+            "little of the step": (_build_pairs("aten::mul", total, other_us=900_000), "min_share"),
             "one of both is as large": (
-                _pairs("aten::mul", total, full_operand=True),
+                _build_pairs("aten::mul", total, full_operand=True),
                 "min_growth",
             ),
-            "a small tensor": (_pairs("aten::mul", total, width=16, rows=128), "min_bytes"),
-            "a narrow one": (_pairs("aten::mul", total, width=1, rows=1100), "not by_shape"),
+            "a small tensor": (_build_pairs("aten::mul", total, width=16, rows=128), "min_bytes"),
+            "a narrow one": (_build_pairs("aten::mul", total, width=1, rows=1100), "not by_shape"),
             "absolute differences of a narrow one": (
-                _pairs("aten::sub", ("aten::abs", []), total, width=2, rows=800),
+                _build_pairs("aten::sub", ("aten::abs", []), total, width=2, rows=800),
                 "max_left",
             ),
             "a kernel of each pair is needed": (
-                _pairs("aten::sub", power, ("aten::exp", []), total),
+                _build_pairs("aten::sub", power, ("aten::exp", []), total),
                 "not by_shape",
             ),
             "the pairs are read again": (
-                _pairs("aten::sub", power, total, read_by="aten::sigmoid"),
+                _build_pairs("aten::sub", power, total, read_by="aten::sigmoid"),
                 "readers is not None",
             ),
             "a sum over the rows": (
-                _pairs("aten::mul", ("aten::sum", ["", "[0]", "False"])),
+                _build_pairs("aten::mul", ("aten::sum", ["", "[0]", "False"])),
                 "not by_shape",
             ),
         }
@@ -319,7 +319,7 @@ def _match_reduction(
     return Pairs(case, pair, reduced, rows)
 
 
-def _einsum(pairs: Pairs) -> str:
+def _write_einsum(pairs: Pairs) -> str:
     """Return the einsum call on both tensors without their dimensions of size 1."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     terms, sizes = [], []
@@ -362,7 +362,7 @@ def _find_readers(a: Analysis, shapes: Collection[Shape]) -> dict[Shape, list[in
     return result
 
 
-def _pairs(
+def _build_pairs(
     first: str,
     *following: tuple[str, list[str]],
     gpu: str | None = None,
@@ -371,7 +371,7 @@ def _pairs(
     full_operand: bool = False,
     backward: bool = False,
     dim: str = "",
-    rest: float = 2000,
+    other_us: float = 2000,
     read_by: str = "",
 ) -> TraceBuilder:
     """Build steps that combine all pairs of ``rows`` rows."""
@@ -393,6 +393,6 @@ def _pairs(
         if backward:
             with b.op("autograd::engine::evaluate_function: SubBackward0", sequence=1):
                 run("aten::neg", [result], [""])
-        b.on_host("aten::gelu", rest)
+        b.on_host("aten::gelu", other_us)
         b.sync()
     return b

@@ -118,7 +118,7 @@ class PointwiseBeforePart(Rule):
                     amount_per_step(a, "time of this arithmetic", ns),
                     amount_per_step(a, "calls", len(rows), "count"),
                     self.compare("part that is used", arithmetic.used, "max_used"),
-                    self.compare("for nothing", saved / a.span_ns, "min_share", per=a.per),
+                    self.compare("wasted", saved / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, rows),
                 edits=[scale_operators(a, rows, (saved, ns, 0.8 * saved))],
@@ -128,14 +128,17 @@ class PointwiseBeforePart(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "normalised, then resized": _pictures(),
-            "on a GPU": _pictures(gpu="A100"),
-            "a dataset, then indexed": _pictures(taker="aten::index"),
-            "a picture, then cropped": _pictures(taker="aten::slice"),
-            "most of it is taken": (_pictures(taker="aten::slice", end="1000"), "self.max_used"),
-            "another reads it": (_pictures(reader=True), "not wasted"),
-            "with a mask of pixels": (_pictures(other=[1, 1, 1080, 1920]), "not wasted"),
-            "hardly any time": (_pictures(us=20), "min_share"),
+            "normalised, then resized": _build_pictures(),
+            "on a GPU": _build_pictures(gpu="A100"),
+            "a dataset, then indexed": _build_pictures(taker="aten::index"),
+            "a picture, then cropped": _build_pictures(taker="aten::slice"),
+            "most of it is taken": (
+                _build_pictures(taker="aten::slice", end="1000"),
+                "self.max_used",
+            ),
+            "another reads it": (_build_pictures(reader=True), "not wasted"),
+            "with a mask of pixels": (_build_pictures(other=[1, 1, 1080, 1920]), "not wasted"),
+            "hardly any time": (_build_pictures(us=20), "min_share"),
         }
 
 
@@ -220,7 +223,7 @@ def _used_share(name: str, x: OpInputs, shape: Shape) -> float | None:
     return None
 
 
-def _pictures(
+def _build_pictures(
     *, gpu: str | None = None, taker: str = RESIZES[1], end: str = "224", reader: bool = False,
     other: list[int] | None = None, us: float = 4000,
 ) -> TraceBuilder:  # fmt: skip

@@ -195,22 +195,28 @@ class RebuiltWeights(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "autocast over float32 weights": _network("cast"),
-            "weight normalisation": _network("norm"),
-            "on a CPU": _network("norm", gpu=None),
-            "an index that each query normalises": _search(2_000_000),
-            "a table of positions": _positions(),
-            "positions on a CPU": _positions(gpu=None),
+            "autocast over float32 weights": _build_network("cast"),
+            "weight normalisation": _build_network("norm"),
+            "on a CPU": _build_network("norm", gpu=None),
+            "an index that each query normalises": _build_search(2_000_000),
+            "a table of positions": _build_positions(),
+            "positions on a CPU": _build_positions(gpu=None),
             "an embedding of positions": (
-                _positions("aten::embedding"),
+                _build_positions("aten::embedding"),
                 "ns < self.min_share * a.span_ns",
             ),
-            "lengths that vary": (_positions(varying=True), "ns < self.min_share * a.span_ns"),
-            "a small index": (_search(600), "ns < self.min_share * a.span_ns"),
-            "weights of 16 bits": (_network("none"), "ns < self.min_share * a.span_ns"),
-            "trained weights": (_network("cast", trained=True), "ns < self.min_share * a.span_ns"),
-            "only inputs are cast": (_network("input"), "ns < self.min_share * a.span_ns"),
-            "little": (_network("cast", rest=300_000), "min_share"),
+            "lengths that vary": (
+                _build_positions(varying=True),
+                "ns < self.min_share * a.span_ns",
+            ),
+            "a small index": (_build_search(600), "ns < self.min_share * a.span_ns"),
+            "weights of 16 bits": (_build_network("none"), "ns < self.min_share * a.span_ns"),
+            "trained weights": (
+                _build_network("cast", trained=True),
+                "ns < self.min_share * a.span_ns",
+            ),
+            "only inputs are cast": (_build_network("input"), "ns < self.min_share * a.span_ns"),
+            "little": (_build_network("cast", other_us=300_000), "min_share"),
         }
 
 
@@ -221,8 +227,8 @@ def _autocast_type(a: Analysis) -> str:
     return "torch.float16" if half > bfloat else "torch.bfloat16"
 
 
-def _network(
-    made: str, *, gpu: str | None = "A100", trained: bool = False, rest: float = 500
+def _build_network(
+    made: str, *, gpu: str | None = "A100", trained: bool = False, other_us: float = 500
 ) -> TraceBuilder:
     """Build six linear layers under autocast; ``made`` is what each recomputes first."""
     b = TraceBuilder(gpu=gpu)
@@ -256,11 +262,11 @@ def _network(
                 node = "autograd::engine::evaluate_function: ToCopyBackward0"
                 with b.op(node, sequence=sequence):
                     work(20)
-        b.on_host("aten::add_", rest)
+        b.on_host("aten::add_", other_us)
     return b
 
 
-def _search(rows: int) -> TraceBuilder:
+def _build_search(rows: int) -> TraceBuilder:
     """Build queries against an index of ``rows`` rows, which is normalised before each product."""
     b = TraceBuilder(gpu="A100")
     for _ in b.steps():
@@ -274,7 +280,7 @@ def _search(rows: int) -> TraceBuilder:
     return b
 
 
-def _positions(
+def _build_positions(
     made_by: str = "aten::mul", *, gpu: str | None = "A100", varying: bool = False
 ) -> TraceBuilder:
     """A table of sines for each position, or what an operator with a weight makes of positions."""

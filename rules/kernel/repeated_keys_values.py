@@ -243,19 +243,19 @@ class RepeatedKeysValues(Rule):
     def examples() -> Examples:
         few = "len(repeats) < self.min_repeats"
         return {
-            "decoding on a GPU": _model(),
-            "decoding on a CPU": _model(gpu=None),
-            "prefill": _model(queries=512),
-            "prefill with a mask": _model(queries=512, mask=[1, 1, 512, 512]),
-            "attention by hand": _model(by_hand=True),
-            "repeat_interleave": _model(copy=INTERLEAVE),
-            "tokens before heads": _model(tokens_first=True),
-            "repeat": _model(copy=REPEAT),
-            "a copy without a repeat": (_model(times=1), few),
-            "keys as they are": (_model(copy=""), few),
-            "repeated for the batch": (_model(copy=INTERLEAVE, dim=0), few),
-            "other heads than the queries'": (_model(heads=16), few),
-            "little of the step": (_model(rest=200_000), "min_share"),
+            "decoding on a GPU": _build_model(),
+            "decoding on a CPU": _build_model(gpu=None),
+            "prefill": _build_model(queries=512),
+            "prefill with a mask": _build_model(queries=512, mask=[1, 1, 512, 512]),
+            "attention by hand": _build_model(by_hand=True),
+            "repeat_interleave": _build_model(copy=INTERLEAVE),
+            "tokens before heads": _build_model(tokens_first=True),
+            "repeat": _build_model(copy=REPEAT),
+            "a copy without a repeat": (_build_model(times=1), few),
+            "keys as they are": (_build_model(copy=""), few),
+            "repeated for the batch": (_build_model(copy=INTERLEAVE, dim=0), few),
+            "other heads than the queries'": (_build_model(heads=16), few),
+            "little of the step": (_build_model(other_us=200_000), "min_share"),
         }
 
 
@@ -424,7 +424,7 @@ def _to_heads_first(tensor: Tensor, name: str) -> Shape:
     return (batch, second, first, size) if name in HEADS_LAST else tensor.shape
 
 
-def _model(
+def _build_model(
     *,
     gpu: str | None = "A100",
     queries: int = 1,
@@ -435,7 +435,7 @@ def _model(
     tokens_first: bool = False,
     by_hand: bool = False,
     mask: Sequence[int] = (),
-    rest: float = 500,
+    other_us: float = 500,
 ) -> TraceBuilder:
     """Build steps of two layers: 8 heads of 2048 keys, repeated to 32, on 4 sequences."""
     b = TraceBuilder(gpu)
@@ -463,7 +463,7 @@ def _model(
 
     for _ in b.steps():
         for _ in range(2):
-            b.compute("aten::linear", rest, [[4, queries, 4096], [4096, 4096]], half)
+            b.compute("aten::linear", other_us, [[4, queries, 4096], [4096, 4096]], half)
             repeat()
             repeat()
             keys = repeated if copy else grouped

@@ -150,21 +150,21 @@ class SeparableFilter(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a displacement field": _smoothing(trains=False),
-            "in a loss": _smoothing(mask="[True, False, False]"),
-            "of three channels, on a GPU": _smoothing(
+            "a displacement field": _build_filter(trains=False),
+            "in a loss": _build_filter(mask="[True, False, False]"),
+            "of three channels, on a GPU": _build_filter(
                 3, 11, gpu="A100", mask="[True, False, False]"
             ),
-            "trained": (_smoothing(mask="[True, True, False]"), "convolution.output_mask[1]"),
+            "trained": (_build_filter(mask="[True, True, False]"), "convolution.output_mask[1]"),
             "three channels without training": (
-                _smoothing(3, trains=False),
+                _build_filter(3, trains=False),
                 "weight[0] > channels",
             ),
-            "a layer of a network": (_smoothing(64), "weight[0] > channels"),
-            "a bank of filters": (_smoothing(1, outer=8), "weight is None"),
-            "small": (_smoothing(size=13), "min_size_on_cpu"),
-            "small, on a GPU": (_smoothing(size=7, gpu="A100"), "min_size"),
-            "hardly any time": (_smoothing(us=20), "min_share"),
+            "a layer of a network": (_build_filter(64), "weight[0] > channels"),
+            "a bank of filters": (_build_filter(1, outer=8), "weight is None"),
+            "small": (_build_filter(size=13), "min_size_on_cpu"),
+            "small, on a GPU": (_build_filter(size=7, gpu="A100"), "min_size"),
+            "hardly any time": (_build_filter(us=20), "min_share"),
         }
 
 
@@ -209,7 +209,7 @@ def _find_places(a: Analysis, filter_: Filter) -> list[Location]:
     return places if line is None else [line.location, *places]
 
 
-def _smoothing(
+def _build_filter(
     channels: int = 1,
     size: int = 21,
     *,

@@ -141,31 +141,31 @@ class SlowAttention(BelowRate):
         bf16 = "c10::BFloat16"
         # 8 x 16 heads, 4096 x 4096 pairs, 2 x 2 x 64 each: 0.55 TFLOP take 3.4 ms at 60% of 271
         return {
-            "small heads in FP32": _model(
+            "small heads in FP32": _build_model(
                 16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
             ),
-            "FlashAttention 2 on Hopper": _model(
+            "FlashAttention 2 on Hopper": _build_model(
                 64, 1024, "c10::BFloat16", 1000, "void pytorch_flash::flash_fwd_kernel", "H100"
             ),
             "at 60% of the rate": (
-                _model(64, 4096, bf16, 3400, "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"),
+                _build_model(64, 4096, bf16, 3400, "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"),
                 "max_efficiency",
             ),
             "a kernel for this GPU": (
-                _model(64, 1024, bf16, 1000, _CUDNN_ON_HOPPER, "H100"),
+                _build_model(64, 1024, bf16, 1000, _CUDNN_ON_HOPPER, "H100"),
                 "slow.is_empty()",
             ),
             "small compared with products": (
-                _model(16, 1024, bf16, 300, kernel, products=30_000),
+                _build_model(16, 1024, bf16, 300, kernel, products=30_000),
                 "min_share",
             ),
-            "no shapes": (_model(16, 4096, None, 9000, kernel), "slow.is_empty()"),
-            "an unknown GPU": (_model(16, 4096, bf16, 9000, kernel, None), "slow.is_empty()"),
-            "bound by launches": (_model(16, 16, bf16, 9, kernel), "slow.is_empty()"),
+            "no shapes": (_build_model(16, 4096, None, 9000, kernel), "slow.is_empty()"),
+            "an unknown GPU": (_build_model(16, 4096, bf16, 9000, kernel, None), "slow.is_empty()"),
+            "bound by launches": (_build_model(16, 16, bf16, 9, kernel), "slow.is_empty()"),
         }
 
 
-def _model(
+def _build_model(
     width: int,
     tokens: int,
     dtype: str | None,

@@ -180,17 +180,17 @@ class SlowConvolution(BelowRate):
         fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
         return {
             # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
-            "no tensor cores": _network(
+            "no tensor cores": _build_network(
                 [64, 256, 28, 28], [64, 256, 1, 1], 900, "implicit_convolve_sgemm<__half, 128>"
             ),
-            "a few channels": _network([64, 6, 224, 224], [6, 6, 3, 3], 2000),
+            "a few channels": _build_network([64, 6, 224, 224], [6, 6, 3, 3], 2000),
             # 59 GFLOP: 0.22 ms
             "at half the rate": (
-                _network([64, 256, 28, 28], [256, 256, 3, 3], 440, fast),
+                _build_network([64, 256, 28, 28], [256, 256, 3, 3], 440, fast),
                 "max_efficiency",
             ),
             "full FP32": (
-                _network(
+                _build_network(
                     [64, 256, 28, 28],
                     [64, 256, 1, 1],
                     900,
@@ -200,14 +200,17 @@ class SlowConvolution(BelowRate):
                 "slow.is_empty()",
             ),
             "no arguments": (
-                _network([64, 256, 28, 28], [64, 256, 1, 1], 900, arguments=False),
+                _build_network([64, 256, 28, 28], [64, 256, 1, 1], 900, arguments=False),
                 "slow.is_empty()",
             ),
-            "bound by launches": (_network([1, 64, 7, 7], [64, 64, 3, 3], 12), "slow.is_empty()"),
+            "bound by launches": (
+                _build_network([1, 64, 7, 7], [64, 64, 3, 3], 12),
+                "slow.is_empty()",
+            ),
         }
 
 
-def _network(
+def _build_network(
     data: list[int],
     weight: list[int],
     us: float,
@@ -328,19 +331,19 @@ class CudnnBenchmarkOff(Rule):
         switch = "recorded.flag('cudnn.benchmark') is not False"
         deterministic: dict[str, object] = {"cudnn.benchmark": False, "cudnn.deterministic": True}
         return {
-            "one shape": _run(),
-            "on": (_run({"cudnn.benchmark": True}), switch),
-            "shapes that change": (_run(kinds=5), "min_constant"),
+            "one shape": _build_run(),
+            "on": (_build_run({"cudnn.benchmark": True}), switch),
+            "shapes that change": (_build_run(kinds=5), "min_constant"),
             "no convolutions": (
-                _run(kernel="ampere_sgemm_128x64_nn", op="aten::mm"),
+                _build_run(kernel="ampere_sgemm_128x64_nn", op="aten::mm"),
                 "share < self.min_share",
             ),
-            "deterministic": (_run(deterministic), "recorded.flag('cudnn.deterministic')"),
-            "not recorded": (_run({}), switch),
+            "deterministic": (_build_run(deterministic), "recorded.flag('cudnn.deterministic')"),
+            "not recorded": (_build_run({}), switch),
         }
 
 
-def _run(
+def _build_run(
     flags: dict[str, object] | None = None,
     *,
     kinds: int = 1,

@@ -118,26 +118,29 @@ class SlowGemm(BelowRate):
         misaligned."""
         return {
             # 4 tiles, 69 GFLOP: 0.25 ms at the rate, and all units could share the sum
-            "few tiles, a long sum": _products([256, 524288], [524288, 256], 2500),
+            "few tiles, a long sum": _build_products([256, 524288], [524288, 256], 2500),
             # 14 x 8 tiles for 108 units; 0.24 TFLOP
-            "a round and a bit": _products([1792, 65536], [65536, 1024], 2600),
+            "a round and a bit": _build_products([1792, 65536], [65536, 1024], 2600),
             # 96 MB take 0.06 ms
-            "tiny products": _products([65536, 16, 16], [65536, 16, 16], 900, "aten::bmm"),
+            "tiny products": _build_products([65536, 16, 16], [65536, 16, 16], 900, "aten::bmm"),
             # 0.55 TFLOP in 2.9 ms
-            "at 70% of the rate": (_products([8192, 4096], [4096, 8192], 2900), "max_efficiency"),
-            # a vector times 134 MB: 0.1 ms
-            "reads its weights at full speed": (
-                _products([1, 8192], [8192, 8192], 100),
+            "at 70% of the rate": (
+                _build_products([8192, 4096], [4096, 8192], 2900),
                 "max_efficiency",
             ),
-            "bound by launches": (_products([64, 256], [256, 64], 9), "slow.is_empty()"),
+            # a vector times 134 MB: 0.1 ms
+            "reads its weights at full speed": (
+                _build_products([1, 8192], [8192, 8192], 100),
+                "max_efficiency",
+            ),
+            "bound by launches": (_build_products([64, 256], [256, 64], 9), "slow.is_empty()"),
             "full FP32": (
-                _products(
+                _build_products(
                     [256, 65536], [65536, 256], 2500, dtype="float", kernel="ampere_sgemm_128x64_nn"
                 ),
                 "slow.is_empty()",
             ),
-            "odd rows": (_products([256, 65536], [65536, 255], 2500), "slow.is_empty()"),
+            "odd rows": (_build_products([256, 65536], [65536, 255], 2500), "slow.is_empty()"),
         }
 
 
@@ -177,7 +180,7 @@ def explain_slow_product(p: MatrixProduct, units: int | None, *, amd: bool) -> l
     return [*vendor, SlowCause(f"{size} runs on a kernel that does not suit it")]
 
 
-def _products(
+def _build_products(
     left: list[int],
     right: list[int],
     us: float,

@@ -208,7 +208,7 @@ class SlowOperatorArguments(Rule):
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, rows, dur),
-                edits=[] if on_gpu else _edits(a, slow_calls),
+                edits=[] if on_gpu else _build_edits(a, slow_calls),
                 impact=impact_without_gain(reason) if on_gpu else None,
                 informational=on_gpu,
                 **self.case(case, **costliest.texts),
@@ -220,15 +220,15 @@ class SlowOperatorArguments(Rule):
         for name, x, rows in arguments.calls_by_inputs(a, exact_pattern(names)):
             dur = a.trace.cpu["dur"].to_numpy()[rows]
             if name in FFTS:
-                reasons = self._fft(a, name, x)
+                reasons = self._check_fft(a, name, x)
             elif name in SORTS:
-                reasons = self._sort(arguments.find_sorted_part(a, name, x, rows))
+                reasons = self._check_sort(arguments.find_sorted_part(a, name, x, rows))
             else:
-                reasons = self._reduction(name, x, float(np.median(dur)), rate)
+                reasons = self._check_reduction(name, x, float(np.median(dur)), rate)
             for reason in reasons:
                 yield SlowCall(name, rows, int(dur.sum()), *reason)
 
-    def _fft(self, a: Analysis, name: str, x: OpInputs) -> Iterator[Reason]:
+    def _check_fft(self, a: Analysis, name: str, x: OpInputs) -> Iterator[Reason]:
         lengths = arguments.fft_lengths(name, x)
         shares = [
             self._remaining_of_fft(*length_and_kind, a.device_id is not None)
@@ -267,7 +267,7 @@ class SlowOperatorArguments(Rule):
             return REAL if real else COMPLEX
         return REAL_SMALL if real else UNCHANGED
 
-    def _sort(self, part: arguments.SortedPart | None) -> Iterator[Reason]:
+    def _check_sort(self, part: arguments.SortedPart | None) -> Iterator[Reason]:
         if part is None:
             return
         size, taken = part.size, part.taken
@@ -281,7 +281,9 @@ class SlowOperatorArguments(Rule):
             part._asdict() | {"note": "" if part.from_first else "   # in reverse order"},
         )
 
-    def _reduction(self, name: str, x: OpInputs, ns: float, rate: float | None) -> Iterator[Reason]:
+    def _check_reduction(
+        self, name: str, x: OpInputs, ns: float, rate: float | None
+    ) -> Iterator[Reason]:
         reduction, data = REDUCTIONS[name], x.tensor(0)
         dims = arguments.outer_dims(x, reduction.dims)
         if data is None or not dims:
@@ -315,40 +317,43 @@ class SlowOperatorArguments(Rule):
     def examples() -> Examples:
         norm, std = ["2", "[0]", "False"], ["[0]", "1", "False"]
         return {
-            "a convolution of length 2 L - 1": _fft(2999),
-            "a spectrum of prime length": _fft(1021, pad=False),
-            "real, 3^4 times 5^2": _fft(2025),
-            "the factor 61": _fft(1952),
-            "on a GPU": _fft(2999, gpu="A100"),
-            "a good length": (_fft(3000), "not slow_lengths"),
-            "a complex one of 3^7": (_fft(2187, OF_COMPLEX), "not slow_lengths"),
-            "the factor 37": (_fft(1184), "max_even_factor"),
-            "complex, 11^3": (_fft(1331, OF_COMPLEX), "max_other_factor"),
-            "the factor 97 on a GPU": (_fft(1940, gpu="A100"), "max_gpu_factor"),
-            "short ones": (_fft(125), "min_length"),
-            "little of the step": (_fft(2999, rest=200_000), "min_share"),
-            "the first of a sort": _sort("0", "16"),
-            "the last of an argsort": _sort("-16", str(2**63 - 1), SORTS[1]),
-            "half of the elements": (_sort("0", "512"), "max_left"),
-            "a median": (_sort("511", "513"), "part is None"),
-            "a whole ranking": (_sort("0", "16", then="aten::cumsum"), "part is None"),
-            "a stable sort": (_sort("0", "16", stable=True), "part is None"),
-            "a norm over the first dimension": _reduce(NORM, norm),
-            "a standard deviation": _reduce("aten::std", std),
-            "argmax over classes": _reduce("aten::argmax", ["0", "False"]),
-            "over the innermost": (_reduce(NORM, ["2", "[1]", "False"]), "not dims"),
+            "a convolution of length 2 L - 1": _build_fft(2999),
+            "a spectrum of prime length": _build_fft(1021, pad=False),
+            "real, 3^4 times 5^2": _build_fft(2025),
+            "the factor 61": _build_fft(1952),
+            "on a GPU": _build_fft(2999, gpu="A100"),
+            "a good length": (_build_fft(3000), "not slow_lengths"),
+            "a complex one of 3^7": (_build_fft(2187, OF_COMPLEX), "not slow_lengths"),
+            "the factor 37": (_build_fft(1184), "max_even_factor"),
+            "complex, 11^3": (_build_fft(1331, OF_COMPLEX), "max_other_factor"),
+            "the factor 97 on a GPU": (_build_fft(1940, gpu="A100"), "max_gpu_factor"),
+            "short ones": (_build_fft(125), "min_length"),
+            "little of the step": (_build_fft(2999, other_us=200_000), "min_share"),
+            "the first of a sort": _build_sort("0", "16"),
+            "the last of an argsort": _build_sort("-16", str(2**63 - 1), SORTS[1]),
+            "half of the elements": (_build_sort("0", "512"), "max_left"),
+            "a median": (_build_sort("511", "513"), "part is None"),
+            "a whole ranking": (_build_sort("0", "16", then="aten::cumsum"), "part is None"),
+            "a stable sort": (_build_sort("0", "16", stable=True), "part is None"),
+            "a norm over the first dimension": _build_reduction(NORM, norm),
+            "a standard deviation": _build_reduction("aten::std", std),
+            "argmax over classes": _build_reduction("aten::argmax", ["0", "False"]),
+            "over the innermost": (_build_reduction(NORM, ["2", "[1]", "False"]), "not dims"),
             "in 16 bits": (
-                _reduce(NORM, norm, "c10::Half"),
+                _build_reduction(NORM, norm, "c10::Half"),
                 "data.dtype not in ('float', 'double')",
             ),
-            "fast in this library": (_reduce(NORM, norm, us=1400), "min_slowdown"),
-            "elementwise operators are as slow": (_reduce(NORM, norm, add=6000), "min_slowdown"),
-            "nothing to compare with": (_reduce(NORM, norm, add=0), "rate is None"),
-            "a norm of order 3": (_reduce(NORM, ["3", "[0]", "False"]), "code is None"),
+            "fast in this library": (_build_reduction(NORM, norm, us=1400), "min_slowdown"),
+            "elementwise operators are as slow": (
+                _build_reduction(NORM, norm, add=6000),
+                "min_slowdown",
+            ),
+            "nothing to compare with": (_build_reduction(NORM, norm, add=0), "rate is None"),
+            "a norm of order 3": (_build_reduction(NORM, ["3", "[0]", "False"]), "code is None"),
         }
 
 
-def _edits(a: Analysis, slow_calls: list[SlowCall]) -> list[Edit]:
+def _build_edits(a: Analysis, slow_calls: list[SlowCall]) -> list[Edit]:
     """Scale each operator. An edit selects all of its calls; its factor leaves the time of those
     that are not slow."""
     result = []
@@ -362,7 +367,9 @@ def _edits(a: Analysis, slow_calls: list[SlowCall]) -> list[Edit]:
     return result
 
 
-def _call(b: TraceBuilder, name: str, shape: list[int], given: Sequence[str], **op: Any) -> None:
+def _add_call(
+    b: TraceBuilder, name: str, shape: list[int], given: Sequence[str], **op: Any
+) -> None:
     """Add a call of an operator on a contiguous tensor, with arguments."""
     strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
     scalars: list[list[int]] = [[]] * len(given)
@@ -371,42 +378,42 @@ def _call(b: TraceBuilder, name: str, shape: list[int], given: Sequence[str], **
             b.launch("regular_bluestein_fft", op["host_us"])
 
 
-def _fft(
+def _build_fft(
     length: int,
     name: str = TO_COMPLEX,
     *,
     pad: bool = True,
     gpu: str | None = None,
-    rest: float = 2000,
+    other_us: float = 2000,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu)
     for _ in b.steps():
         if pad:
-            _call(b, "aten::constant_pad_nd", [64, 100], [f"[0, {length - 100}]"], host_us=9)
-        _call(b, name, [64, length], ["[1]"], host_us=3000)
-        b.on_host("aten::gelu", rest)
+            _add_call(b, "aten::constant_pad_nd", [64, 100], [f"[0, {length - 100}]"], host_us=9)
+        _add_call(b, name, [64, length], ["[1]"], host_us=3000)
+        b.on_host("aten::gelu", other_us)
         b.sync()
     return b
 
 
-def _sort(
+def _build_sort(
     start: str, end: str, name: str = SORTS[0], *, then: str = "aten::slice", stable: bool = False
 ) -> TraceBuilder:
     b = TraceBuilder(None)
     for _ in b.steps():
-        _call(b, name, [256, 1024], [*["True"] * stable, "-1", "True"], host_us=6000)
-        _call(b, then, [256, 1024], ["1", start, end, "1"], dtypes="long int", host_us=9)
+        _add_call(b, name, [256, 1024], [*["True"] * stable, "-1", "True"], host_us=6000)
+        _add_call(b, then, [256, 1024], ["1", start, end, "1"], dtypes="long int", host_us=9)
         b.on_host("aten::gelu", 2000)
     return b
 
 
-def _reduce(
+def _build_reduction(
     name: str, given: list[str], dtype: str = "float", *, us: float = 40_000, add: float = 200
 ) -> TraceBuilder:
     b = TraceBuilder(None)
     for _ in b.steps():
         if add:
-            _call(b, "aten::add", [2, 400_000], [], host_us=add)
-        _call(b, name, [2, 400_000], given, dtypes=dtype, host_us=us)
+            _add_call(b, "aten::add", [2, 400_000], [], host_us=add)
+        _add_call(b, name, [2, 400_000], given, dtypes=dtype, host_us=us)
         b.on_host("aten::gelu", 2000)
     return b

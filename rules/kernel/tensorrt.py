@@ -101,8 +101,8 @@ class TensorRTReformat(EngineLayers):
         """Return an int8 engine with a sixth of its time in reformats, and traps."""
         other = example_steps(lambda b: b.run("aten::copy_", "reformat_kernel", 4000))
         return {
-            "around additions": example_steps(lambda b: _engine(b, "int8", 400)),
-            "the input's": (example_steps(lambda b: _engine(b, "int8", 40)), "min_share"),
+            "around additions": example_steps(lambda b: _add_engine(b, "int8", 400)),
+            "the input's": (example_steps(lambda b: _add_engine(b, "int8", 40)), "min_share"),
             "another program": (other, "rows.any()"),
         }
 
@@ -141,13 +141,13 @@ class TensorrtFp32Layers(EngineLayers):
         """Return an fp32 engine, and traps."""
         other = example_steps(lambda b: b.run("aten::conv2d", "implicit_convolve_sgemm", 4000))
         return {
-            "no flags": example_steps(lambda b: _engine(b, "fp32", 0)),
-            "fp16": (example_steps(lambda b: _engine(b, "fp16", 0)), "rows.any()"),
+            "no flags": example_steps(lambda b: _add_engine(b, "fp32", 0)),
+            "fp16": (example_steps(lambda b: _add_engine(b, "fp16", 0)), "rows.any()"),
             "another program": (other, "rows.any()"),
         }
 
 
-def _engine(b: TraceBuilder, precision: str, reformats: float) -> None:
+def _add_engine(b: TraceBuilder, precision: str, reformats: float) -> None:
     for layer in range(4):
         b.launch(f"CaskConvolution_{precision} layer{layer}.conv + relu", 500)
         if reformats:

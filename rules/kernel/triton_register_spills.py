@@ -116,15 +116,15 @@ class TritonRegisterSpills(Rule):
     def examples() -> Examples:
         """Return a product that keeps a tile of 128 by 256 in four warps, and traps."""
         return {
-            "a large tile": _example(spilled=1664),
-            "a few registers": (_example(spilled=32), "min_spilled"),
-            "hardly runs": (_example(spilled=1664, us=1), "min_share"),
-            "an array of sin": (_example(local=40, spilled=0), "not k.kernel.spilled"),
-            "another compilation": (_example(spilled=1664, threads=256), "not len(k.rows)"),
+            "a large tile": _build_example(spilled=1664),
+            "a few registers": (_build_example(spilled=32), "min_spilled"),
+            "hardly runs": (_build_example(spilled=1664, us=1), "min_share"),
+            "an array of sin": (_build_example(local=40, spilled=0), "not k.kernel.spilled"),
+            "another compilation": (_build_example(spilled=1664, threads=256), "not len(k.rows)"),
         }
 
 
-def _example(
+def _build_example(
     *, us: float = 900, local: int = 1664, spilled: int, threads: int = 128
 ) -> TraceBuilder:
     b = TraceBuilder()

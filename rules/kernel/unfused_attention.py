@@ -328,8 +328,8 @@ class UnfusedAttention(Rule):
                 b.op("aten::scaled_dot_product_attention"),
                 b.op("aten::_scaled_dot_product_attention_math"),
             ):
-                _attention(b)
-            _linear(b)
+                _add_attention(b)
+            _add_linear(b)
 
         half, gemm = "c10::Half", "ampere_fp16_s16816gemm_fp16_128x128_ldg8"
         softmax = "void (anonymous namespace)::"
@@ -358,13 +358,13 @@ class UnfusedAttention(Rule):
 
         guard = "share < self.min_share"
         return {
-            "by hand": _model(_attention),
+            "by hand": _build_model(_add_attention),
             "PyTorch's math fallback": example_steps(fall_back),
-            "training": _model(_training),
-            "flash attention": (_model(fused), guard),
-            "a classifier's softmax": (_model(classifier), guard),
-            "a router of experts": (_model(experts), guard),
-            "products of embeddings": (_model(interaction), guard),
+            "training": _build_model(_add_training),
+            "flash attention": (_build_model(fused), guard),
+            "a classifier's softmax": (_build_model(classifier), guard),
+            "a router of experts": (_build_model(experts), guard),
+            "products of embeddings": (_build_model(interaction), guard),
         }
 
 
@@ -372,19 +372,19 @@ TOKENS = 1024
 SCORES = [128, TOKENS, TOKENS]
 
 
-def _model(block: Callable[[TraceBuilder], None]) -> TraceBuilder:
+def _build_model(block: Callable[[TraceBuilder], None]) -> TraceBuilder:
     def body(b: TraceBuilder) -> None:
         for _ in range(3):
-            _linear(b)
+            _add_linear(b)
             block(b)
 
     return example_steps(body)
 
 
-def _training(b: TraceBuilder) -> None:
+def _add_training(b: TraceBuilder) -> None:
     """Add the forward pass, and the backward of the second product, the softmax and the first
     product."""
-    _attention(b)
+    _add_attention(b)
     for node in ("BmmBackward0", "SoftmaxBackward0", "BmmBackward0"):
         with b.op(f"autograd::engine::evaluate_function: {node}"):
             if node == "SoftmaxBackward0":
@@ -395,12 +395,12 @@ def _training(b: TraceBuilder) -> None:
             b.run("aten::bmm", kernel, 200, [SCORES, [128, TOKENS, 64]], "c10::Half", times=2)
 
 
-def _linear(b: TraceBuilder) -> None:
+def _add_linear(b: TraceBuilder) -> None:
     kernel = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn"
     b.run("aten::mm", kernel, 500, [[8192, 1024], [1024, 1024]], "c10::Half")
 
 
-def _attention(b: TraceBuilder) -> None:
+def _add_attention(b: TraceBuilder) -> None:
     gemm, half = "ampere_fp16_s16816gemm_fp16_128x128_ldg8", "c10::Half"
     pointwise = "void at::native::vectorized_elementwise_kernel<4, BinaryFunctor<Half>>"
     softmax = "void (anonymous namespace)::softmax_warp_forward<c10::Half, float>"

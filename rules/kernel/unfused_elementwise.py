@@ -267,17 +267,17 @@ class UnfusedElementwise(Rule):
     @staticmethod
     def examples() -> Examples:
         def compiled(b: TraceBuilder) -> None:
-            _product(b)
+            _add_product(b)
             for n in range(4):
                 b.launch(f"triton_poi_fused_add_mul_tanh_{n}", 300)
 
         def single(b: TraceBuilder) -> None:
             for _ in range(4):
-                _product(b)
-                _pointwise(b, "aten::relu", [64, 1024, 1024])
+                _add_product(b)
+                _add_pointwise(b, "aten::relu", [64, 1024, 1024])
 
         def normalised(b: TraceBuilder) -> None:
-            _product(b)
+            _add_product(b)
             for op, kernel in (
                 ("aten::add", "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>"),
                 ("aten::native_layer_norm", "void vectorized_layer_norm_kernel<float, float>"),
@@ -286,25 +286,28 @@ class UnfusedElementwise(Rule):
                 b.run(op, kernel, 300, [[64, 1024, 1024]], "float")
 
         def batch_normalised(b: TraceBuilder) -> None:
-            _product(b)
+            _add_product(b)
             shape = [[64, 256, 64, 64]]
             b.run("aten::cudnn_batch_norm", "void cudnn::bn_fw_tr_1C11_kernel", 300, shape, "float")
             b.run("aten::relu", "void vectorized_elementwise_kernel<4, relu>", 300, shape, "float")
 
         def different(b: TraceBuilder) -> None:
-            _product(b)
+            _add_product(b)
             for n in range(1, 9):
-                _pointwise(b, "aten::mul", [n, 1024, 1024])
+                _add_pointwise(b, "aten::mul", [n, 1024, 1024])
 
         return {
-            "an activation by hand": _step(8, [64, 1024, 1024]),
-            "no shapes": _step(8, None),
+            "an activation by hand": _build_step(8, [64, 1024, 1024]),
+            "no shapes": _build_step(8, None),
             "a layer norm between an addition and a cast": example_steps(normalised),
             "compiled": (example_steps(compiled), "share < self.min_share"),
             "one kernel after each product": (example_steps(single), "min_chain"),
             "batch norm and activation": (example_steps(batch_normalised), "min_chain"),
             "parameters of different sizes": (example_steps(different), "min_chain"),
-            "a short chain beside long products": (_step(3, [4, 1024, 1024], 20), "min_share"),
+            "a short chain beside long products": (
+                _build_step(3, [4, 1024, 1024], 20),
+                "min_share",
+            ),
         }
 
 
@@ -341,21 +344,21 @@ def _is_one_loop(shape: tuple[int, ...] | None, next_shape: tuple[int, ...] | No
     return len(small) <= len(large) and all(size in (1, large_size) for size, large_size in ends)
 
 
-def _product(b: TraceBuilder) -> None:
+def _add_product(b: TraceBuilder) -> None:
     kernel = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn"
     b.run("aten::mm", kernel, 600, [[4096, 4096], [4096, 4096]], "c10::Half")
 
 
-def _pointwise(b: TraceBuilder, op: str, shape: list[int] | None, us: float = 300) -> None:
+def _add_pointwise(b: TraceBuilder, op: str, shape: list[int] | None, us: float = 300) -> None:
     kernel = "void at::native::vectorized_elementwise_kernel<4, BinaryFunctor<Half>>"
     b.run(op, kernel, us, None if shape is None else [shape, shape], "c10::Half")
 
 
-def _step(count: int, shape: list[int] | None, us: float = 300) -> TraceBuilder:
+def _build_step(count: int, shape: list[int] | None, us: float = 300) -> TraceBuilder:
     def body(b: TraceBuilder) -> None:
-        _product(b)
+        _add_product(b)
         for n in range(count):
-            _pointwise(b, "aten::mul" if n % 2 else "aten::add", shape, us)
-        _product(b)
+            _add_pointwise(b, "aten::mul" if n % 2 else "aten::add", shape, us)
+        _add_product(b)
 
     return example_steps(body)

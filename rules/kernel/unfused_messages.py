@@ -118,14 +118,14 @@ class UnfusedMessages(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a graph convolution": example_steps(_convolve),
+            "a graph convolution": example_steps(_add_convolution),
             "no more edges than nodes": (
-                example_steps(lambda b: _convolve(b, edges=100_000)),
+                example_steps(lambda b: _add_convolution(b, edges=100_000)),
                 "min_edges",
             ),
-            "hardly any time": (example_steps(lambda b: _convolve(b, us=5)), "min_share"),
+            "hardly any time": (example_steps(lambda b: _add_convolution(b, us=5)), "min_share"),
             "experts compute in between": (
-                example_steps(lambda b: _convolve(b, between="aten::mm")),
+                example_steps(lambda b: _add_convolution(b, between="aten::mm")),
                 "not chains",
             ),
         }
@@ -182,7 +182,7 @@ def _match_chain(
     return Chain(rows, nodes, edges, width, edges * width * (messages.width or 4), 1 + products)
 
 
-def _convolve(
+def _add_convolution(
     b: TraceBuilder, *, edges: int = 2_000_000, us: float = 900, between: str = "aten::mul"
 ) -> None:
     nodes, width = 100_000, 16

@@ -150,16 +150,16 @@ class WaveQuantisation(Rule):
         threads and 128 registers)."""
 
         def wait(b: TraceBuilder) -> None:
-            _run(b, 1024, 20, 238)
+            _add_run(b, 1024, 20, 238)
             b.host(2000)
 
         nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
         return {
-            "just above one wave": _product(238),
-            "just below two waves": (_product(430), "min_waste"),
-            "just above one wave, at 90% of the rate": (_product(238, us=560), "min_waste"),
-            "ten waves and a bit": (_product(2170), "table.is_empty()"),
-            "persistent": (_product(238, nvjet), "table.is_empty()"),
+            "just above one wave": _build_product(238),
+            "just below two waves": (_build_product(430), "min_waste"),
+            "just above one wave, at 90% of the rate": (_build_product(238, us=560), "min_waste"),
+            "ten waves and a bit": (_build_product(2170), "table.is_empty()"),
+            "persistent": (_build_product(238, nvjet), "table.is_empty()"),
             "the device waits": (example_steps(wait), "min_busy"),
         }
 
@@ -186,17 +186,17 @@ def _measure_headroom(a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float
 _KERNEL = "ampere_bf16_s16816gemm_bf16_128x64_ldg8_tn"
 
 
-def _run(b: TraceBuilder, size: int, us: float, blocks: int, kernel: str = _KERNEL) -> None:
+def _add_run(b: TraceBuilder, size: int, us: float, blocks: int, kernel: str = _KERNEL) -> None:
     shapes = [[size, size], [size, size]]
     grid = {"blocks": blocks, "threads": 256, "registers": 128}
     b.run("aten::mm", kernel, us, shapes, "c10::BFloat16", **grid)
 
 
-def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilder:
+def _build_product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilder:
     # 0.14 TFLOP: 56% of the rate, or what 1.1 of 2 waves leave
     def body(b: TraceBuilder) -> None:
         for _ in range(5):
-            _run(b, 4096, us, blocks, kernel)
+            _add_run(b, 4096, us, blocks, kernel)
 
     return example_steps(body)
 

@@ -339,7 +339,7 @@ class DataDependentShapes(BlockingRule):
         mask, integers, host, item = (TraceBuilder() for _ in range(4))
         for _ in mask.steps():
             mask.product(300, 6)
-            _masked_index(mask)
+            _add_masked_index(mask)
             mask.product(300, 6)
         for _ in integers.steps():
             integers.product(300, 6)
@@ -442,7 +442,7 @@ class BlockingPinnedCopy(BlockingRule):
         }
 
 
-def _masked_index(b: TraceBuilder) -> None:
+def _add_masked_index(b: TraceBuilder) -> None:
     with b.op("aten::index"):
         with b.op("aten::nonzero"):
             b.launch("cub::DeviceReduceSingleTileKernel", 5)

@@ -318,21 +318,21 @@ class ImplicitSync(Rule):
             TraceBuilder() for _ in range(8)
         )
         for _ in item.steps():
-            _work(item)
+            _add_work(item)
             item.item()
             item.host(1500)
         for _ in copied.steps():
-            _work(copied)
+            _add_work(copied)
             copied.to("DtoH", 4096, pinned=False)
             copied.host(1500)
         for _ in host_tensor.steps():
-            _work(host_tensor)
+            _add_work(host_tensor)
             for _ in range(20):
                 with host_tensor.op("aten::item"):
                     host_tensor.on_host("aten::_local_scalar_dense")
             host_tensor.sync()
         for _ in late.steps():
-            _work(late)  # the GPU has long been idle when the read comes
+            _add_work(late)  # the GPU has long been idle when the read comes
             late.host(8000)
             late.item()
             late.host(2000)
@@ -342,14 +342,14 @@ class ImplicitSync(Rule):
                 loop.host(10)
                 loop.item()
         for _ in numpy.steps():
-            _work(numpy)
+            _add_work(numpy)
             numpy.to("DtoH", 1 << 20, pinned=False)
             numpy.host(3000)
         for _ in at_end.steps():
-            _work(at_end)
+            _add_work(at_end)
         at_end.sync()
         with result.step():
-            _work(result)
+            _add_work(result)
             result.to("DtoH", 1 << 20, pinned=False)
         return {
             "loss.item() every step": item,
@@ -363,7 +363,7 @@ class ImplicitSync(Rule):
         }
 
 
-def _work(b: TraceBuilder) -> None:
+def _add_work(b: TraceBuilder) -> None:
     b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, [[1024, 1024], [1024, 1024]], times=10)
 
 

@@ -208,22 +208,25 @@ class DtypeInflation(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "converted, then copied": _training("copy_"),
-            "divided, then copied": _training("div"),
-            "x.to(device, dtype)": _training("direct"),
-            "bytes are sent": (_training("device"), "steps < self.min_steps_share * a.step_count"),
-            "hidden under compute": (_training("copy_", stream=13), "not exposed"),
-            "floats from the start": (_training("none"), "a.trace.inputs.is_empty()"),
+            "converted, then copied": _build_training("copy_"),
+            "divided, then copied": _build_training("div"),
+            "x.to(device, dtype)": _build_training("direct"),
+            "bytes are sent": (
+                _build_training("device"),
+                "steps < self.min_steps_share * a.step_count",
+            ),
+            "hidden under compute": (_build_training("copy_", stream=13), "not exposed"),
+            "floats from the start": (_build_training("none"), "a.trace.inputs.is_empty()"),
             "only a small mask is converted": (
-                _training("mask"),
+                _build_training("mask"),
                 "steps < self.min_steps_share * a.step_count",
             ),
             "two copies, one conversion": (
-                _training("copy_", more=1),
+                _build_training("copy_", more=1),
                 "steps < self.min_steps_share * a.step_count",
             ),
             "shapes are not recorded": (
-                _training("copy_", shapes=False),
+                _build_training("copy_", shapes=False),
                 "a.trace.inputs.is_empty()",
             ),
         }
@@ -233,7 +236,9 @@ _IMAGES = [64, 3, 224, 224]
 _COUNT = 64 * 3 * 224 * 224
 
 
-def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) -> TraceBuilder:
+def _build_training(
+    how: str, *, stream: int = 7, shapes: bool = True, more: int = 0
+) -> TraceBuilder:
     b = TraceBuilder()
 
     def convert(dims: list[int]) -> None:
@@ -485,12 +490,12 @@ class PingPong(Rule):
             with offload.python("train.py(10): train_step"):
                 offload.product(2000)
                 with offload.range("Optimizer.step#CPUAdam.step"):
-                    _round_trip(offload)
+                    _add_round_trip(offload)
         for _ in library.steps(5):
             with library.python("train.py(10): train_step"):
                 library.product(2000)
                 with library.python("deepspeed/runtime/engine.py(2000): step"):
-                    _round_trip(library)
+                    _add_round_trip(library)
         for _ in sizes.steps(5):
             with sizes.python("train.py(10): train_step"):
                 sizes.product(2000)
@@ -498,12 +503,12 @@ class PingPong(Rule):
                 sizes.copy("HtoD", 8 << 20, pinned=False)
         for _ in plain.steps(5):
             plain.product(2000)
-            _round_trip(plain)
+            _add_round_trip(plain)
         for step in once.steps(5):
             with once.python("train.py(10): train_step"):
                 once.product(2000)
                 if step in (1, 3):
-                    _round_trip(once)
+                    _add_round_trip(once)
         return {
             "sorted on the CPU": reorder,
             "clamped on the CPU, without stacks": clamp,
@@ -526,6 +531,6 @@ class PingPong(Rule):
         }
 
 
-def _round_trip(b: TraceBuilder) -> None:
+def _add_round_trip(b: TraceBuilder) -> None:
     b.copy("DtoH", 16 << 20, pinned=False)
     b.copy("HtoD", 16 << 20, pinned=False)

@@ -381,7 +381,7 @@ def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None
         ("two_ranks_rank0", r"best 24\.9", "ncu -k"),
         (
             "pairs/loader_autograd_workers4",
-            "for Volta and Turing, which later GPUs run",
+            "for Volta and Turing; later GPUs run",
             "does not name its GPU|no TF32",
         ),
     ],

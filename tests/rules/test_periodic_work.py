@@ -25,4 +25,4 @@ def test_the_gain_is_of_the_part_of_the_work_that_the_named_code_takes() -> None
     for end in ("gain_ns", "low_ns", "high_ns"):
         ratio = getattr(part.impact, end) / getattr(whole.impact, end)
         assert ratio == pytest.approx(0.6, abs=0.05)
-    assert "The gain is of these" in part.summary and "The gain is of" not in whole.summary
+    assert "The gain covers only these" in part.summary and "The gain covers" not in whole.summary

@@ -168,9 +168,9 @@ class ThreadOversubscription(Rule):
     the cores that the processes may use, so threads wait for each other at every parallel
     operation.
 
-    Sleeping threads cost nothing, so at least 90% of the cores must be busy as well, in this
-    process and its workers or on the whole machine. In a container, PyTorch counts the machine's
-    cores and not the quota's. torchrun sets one thread per process unless it is set."""
+    Sleeping threads cost nothing, so at least 90% of the cores must be busy as well. This process
+    and its workers count, or the whole machine. In a container, PyTorch counts the machine's cores
+    and not the quota's. torchrun sets one thread per process unless it is set."""
 
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"

@@ -40,7 +40,7 @@ class LaunchBound(Rule):
     """The GPU finishes its kernels faster than the host launches them, so it idles between them.
     The step is as slow as Python, the dispatcher and the launch calls.
 
-    The rule counts GPU idle time in pieces of at most 200 µs, during which the thread that launches
+    The rule counts GPU idle time in pieces of at most 200 µs. During them, the thread that launches
     the next kernel is in operators, Python frames or the launch call itself. Longer pieces come
     from one slow call, not from many launches, and have their own rules. So has a loop of many
     short calls before one launch: most of its time is in gaps with more than 1 ms of it. Waits for

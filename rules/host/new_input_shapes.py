@@ -49,8 +49,8 @@ class NewInputShapes(Rule):
     microseconds. If most steps have new shapes, the host prepares all the time, and the GPU idles.
 
     Three causes are common. With ``cudnn.benchmark``, cuDNN times up to 10 algorithms for each new
-    shape of a convolution. cuDNN attention makes a plan for each length, so a decoder whose cache
-    grows pays for each token. Products load another kernel for another size.
+    shape of a convolution. The attention of cuDNN makes a plan for each length, so a decoder whose
+    cache grows pays for each token. Products load another kernel for another size.
 
     The figure is the host time of the first calls with given shapes and types. It counts only the
     operator's self time, from 1 ms on. Calls with repeated shapes must be 10 times as fast: an

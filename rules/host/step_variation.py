@@ -217,8 +217,8 @@ class StepJitter(Rule):
 
     Jitter is reported where the 99th percentile is at least twice the median (gpuprof) and steps
     beyond that lose 3% of the time. It needs a hundred steps or more. If other programs use a
-    quarter of the machine's CPUs, overall or during the long steps, they are the more likely cause,
-    and the rule abstains. Steps with an unusual batch shape are compared with each other, because
+    quarter of the machine's CPUs, overall or during the long steps, they are the more likely cause.
+    The rule then abstains. Steps with an unusual batch shape are compared with each other, because
     sequences of different lengths are not jitter. The summary names the phase that is longer in the
     long steps, and garbage collection in it."""
 

@@ -54,11 +54,11 @@ class UnbatchedCalls(Rule):
     does the arithmetic in hardly more time than one sample.
 
     The rule looks for products with the input of one sample: a vector, or a first dimension of 1.
-    They repeat 16 times or more in each step with equal shapes, between operators that take samples
+    They repeat 16 times or more in each step with equal shapes. Operators around them take samples
     out of a batch or join as many results. The rule is silent if a call may need the result of the
-    previous one. That is the case if code between the calls reads or samples a result, joins two
-    activations (recurrent cells, residuals, keys and values), or runs a backward pass. A loop over
-    equal layers takes nothing out of a batch and joins nothing."""
+    previous one. Code between the calls then reads or samples a result, joins two activations
+    (recurrent cells, residuals, keys and values), or runs a backward pass. A loop over equal layers
+    takes nothing out of a batch and joins nothing."""
 
     id = "unbatched-calls"
     sampled_part = "forward"
@@ -179,10 +179,10 @@ class LoopedOperators(Rule):
     microseconds, forward and backward, for hardly any arithmetic. One operator with indices does
     the same for all elements.
 
-    The rule looks for ``torch.stack`` or ``torch.cat`` of a long list, and for operators that run
-    64 times or more in the step for each of them. It is silent if code in between reads a result or
-    joins two of them, as a recurrence does, because then the order matters. Joins inside a
-    DataLoader make batches and do not count. Python between the loop's operators counts too."""
+    The rule looks for ``torch.stack`` or ``torch.cat`` of a long list, and operators that run 64
+    times or more in the step for each. It is silent if code in between reads a result or joins two
+    of them, as a recurrence does, because then the order matters. Joins inside a DataLoader make
+    batches and do not count. Python between the loop's operators counts too."""
 
     id = "looped-operators"
     title = "A Python loop runs operators on one element at a time"

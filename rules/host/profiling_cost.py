@@ -111,8 +111,8 @@ class ProfilerEvents(Rule):
     Kineto writes the cost of CUPTI and the profiler as rows of category ``overhead``: buffer
     requests and flushes, instrumentation of kernels, loading of device code. The profiler does not
     cause the loading (``Lazy Function Loading``, ``Runtime Triggered Module Loading``): the window
-    begins too early. Loading ends after some warm-up steps. The cost of the Python tracer and of each
-    recorded call is not in these rows, so this is a lower bound.
+    begins too early. Loading ends after some warm-up steps. The cost of the Python tracer and of
+    each recorded call is not in these rows, so this is a lower bound.
 
     The result is a note, not a finding: an unprofiled run gains nothing from it."""
 

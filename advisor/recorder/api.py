@@ -1,4 +1,4 @@
-"""Recording API: ``advisor.profile``, one object that is decorator, context manager and more.
+"""Recording API: ``advisor.profile``, an object that is a decorator, a context manager and more.
 
 ::
 
@@ -9,8 +9,8 @@
             with rec.phase("forward"): ...
     advisor.step()                       # a step ends here, wherever one is recorded
 
-``ADVISOR=0`` makes all of it a no-op. A second recording inside a first one is a no-op too, with
-a warning. A decorator's recording ends where another begins after its functions have returned."""
+``ADVISOR=0`` makes all of this a no-op. A recording inside another one is a no-op too, with a
+warning. A decorator's recording ends when another begins after its functions have returned."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("advisor")
 LEVEL: Final = "KINETO_LOG_LEVEL"
 SILENT: Final = "6"
-"""Log level above all of Kineto's. Kineto logs each start and stop of a profiler to stderr. The C
-environment sets the level when a process first profiles. Nothing is redirected, for the program's
-own threads write to stderr meanwhile."""
-_PROCESS = os.getpid()
+"""Log level above all of Kineto's levels. Kineto logs each start and stop of a profiler to stderr,
+with the level that the C environment has when a process first profiles. stderr is not redirected,
+because the program's own threads write to it meanwhile."""
+_MAIN_PID = os.getpid()
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Recorder:
-    """Recorder of what runs inside it. Keywords are the options; ``step=True``: each call of the
-    decorated function is one step (else the recorder finds out)."""
+    """Recorder of the code that runs inside it. Keywords are the options. ``step=True`` makes each
+    call of the decorated function one step; by default, the recorder finds the steps."""
 
     def __init__(self, out: str | None = None, *, step: bool | None = None, **options: Any) -> None:
         if out is not None:
             options["out"] = str(out)
-        RecordOptions().with_changes(**options)  # a wrong keyword fails at its own line
+        RecordOptions().with_changes(**options)  # so that a wrong keyword fails at its own line
         self._keywords = options
         self._step = step
         self._session: RecordingSession | None = None
@@ -74,7 +74,7 @@ class Recorder:
     ) -> Recorder: ...
 
     def __call__(self, out: Any = None, /, *, step: bool | None = None, **options: Any) -> Any:
-        """Decorate a function, or make a recorder with other options."""
+        """Decorate a function, or return a recorder with other options."""
         if callable(out):
             return self._decorate(out)
         merged = {**self._keywords, **options}
@@ -103,31 +103,32 @@ class Recorder:
             self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the recording, write what is left, and print where it is."""
+        """End the recording, write what remains, and print where it is."""
         session, self._session = self._session, None
         if session is not None:
             end_recording(session, error)
 
     @property
     def path(self) -> Path | None:
-        """The run directory; ``None`` if nothing is being recorded, or it is not made yet."""
+        """Run directory, or ``None`` if nothing is being recorded or it does not exist yet."""
         session = self._session
         if session is None or session.writer.folder is None:
             return None
         return session.writer.folder.parent
 
-    # -- what the user says ---------------------------------------------------------------------
+    # -- calls of the program -------------------------------------------------------------------
 
     def step(self) -> None:
         """End the current step here."""
         step()
 
     def phase(self, name: str) -> PhaseRange:
-        """Return a context manager: the time inside counts to phase ``name``."""
+        """Return a context manager whose time counts as phase ``name``."""
         return PhaseRange(name)
 
     def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
-        """Iterate over a loader: each batch is a step, and waiting for it is its phase ``data``."""
+        """Iterate over a loader. Each batch is a step, and the wait for it is the phase
+        ``data``."""
         from advisor.recorder.session import current_session
 
         session = current_session()
@@ -144,10 +145,10 @@ class Recorder:
                 return
             try:
                 yield batch
-            except GeneratorExit:  # the loop was left by break: after a whole step, or before
-                _contained(session, lambda: session.end_loop(broken_off=True))
+            except GeneratorExit:  # the program left the loop by break, after or within a step
+                _run_safely(session, lambda: session.end_loop(broken_off=True))
                 raise
-            _contained(session, session.on_step_end)
+            _run_safely(session, session.on_step_end)
 
     # -- as a decorator -------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class Recorder:
         if inspect.isasyncgenfunction(function):
 
             @functools.wraps(function)
-            async def values(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            async def run_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
                 with _Call(self):
                     inner = function(*args, **kwargs)
                     try:
@@ -173,33 +174,33 @@ class Recorder:
                     finally:
                         await inner.aclose()
 
-            return values
+            return run_async_generator
         if inspect.isgeneratorfunction(function):
 
             @functools.wraps(function)
-            def items(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            def run_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
                 with _Call(self):
                     return (yield from function(*args, **kwargs))
 
-            return items
+            return run_generator
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def awaited(*args: Any, **kwargs: Any) -> Any:
+            async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
                 with _Call(self):
                     return await function(*args, **kwargs)
 
-            return awaited
+            return run_coroutine
 
         @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def run_function(*args: Any, **kwargs: Any) -> Any:
             with _Call(self):
                 return function(*args, **kwargs)
 
-        return called
+        return run_function
 
     def begin(self, entry: str = "context") -> None:
-        """Begin to record, until ``close`` or the end of the process; not with ``ADVISOR=0``."""
+        """Begin to record until ``close`` or the end of the process, unless ``ADVISOR=0``."""
         if switched_off() or self._session is not None:
             return
         self._session = open_session(entry, self._keywords, self)
@@ -212,7 +213,7 @@ class Recorder:
         session = self._session
         return self._depth == 0 and session is not None and session.entry == "decorator"
 
-    def _refuse(self) -> None:
+    def _warn_active(self) -> None:
         """Warn once that a recording is already active."""
         if not self._warned:
             self._warned = True
@@ -225,7 +226,7 @@ class _Call:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._before = 0
-        self._ours = self._first = False
+        self._ours = self._is_first_call = False
 
     def __enter__(self) -> None:
         recorder = self._recorder
@@ -237,10 +238,10 @@ class _Call:
             recorder._session = None
             recorder.begin("decorator")
             session = recorder._session
-            self._first = True
+            self._is_first_call = True
         elif not session.listening:
-            _contained(session, session.listen)
-            self._first = True
+            _run_safely(session, session.listen)
+            self._is_first_call = True
         if session is not None:
             self._ours = True
             self._before = session.steps.count
@@ -257,25 +258,25 @@ class _Call:
         if not self._ours or session is None:
             return
         if error is not None and not isinstance(error, GeneratorExit | StopIteration):
-            session.on_exception(error)  # who catches it may call again
+            session.on_exception(error)  # a caller that catches it may call again
             return
         if recorder._step:
-            _contained(session, session.on_step_end)
-        elif self._first:
-            _contained(session, lambda: self._detect_inner_loop(session))
+            _run_safely(session, session.on_step_end)
+        elif self._is_first_call:
+            _run_safely(session, lambda: self._detect_inner_loop(session))
 
     def _detect_inner_loop(self, session: RecordingSession) -> None:
         if session.count() - self._before > 1:
-            # the loop is inside: until the next call there is nothing to record
+            # the loop is inside the function: there is nothing to record until the next call
             session.pause()
             if hasattr(sys, "ps1"):  # a notebook or a prompt, which may stay for days
                 self._recorder.close()
-            elif os.getpid() != _PROCESS or parent_process() is not None:
-                session.writer.flush()  # a child may leave without a word
+            elif os.getpid() != _MAIN_PID or parent_process() is not None:
+                session.writer.flush()  # a child may exit without notice
 
 
 class PhaseRange:
-    """Context manager whose time counts to the named phase: ``data``, ``h2d``, ``forward``,
+    """Context manager whose time counts as the named phase: ``data``, ``h2d``, ``forward``,
     ``backward``, ``optimizer``, or a name of your own."""
 
     __slots__ = ("_before", "_name", "_session")
@@ -313,17 +314,17 @@ def step() -> None:
 
     session = current_session()
     if session is not None and session.on_watched_thread() and not session.in_loop:
-        _contained(session, session.on_step_end)
+        _run_safely(session, session.on_step_end)
 
 
 def phase(name: str) -> PhaseRange:
-    """Return a context manager: the time inside counts to this phase of the step."""
+    """Return a context manager whose time counts as this phase of the step."""
     return PhaseRange(name)
 
 
 def silence_kineto() -> None:
-    """Silence Kineto's log from the first window on. A level that the user has chosen stays.
-    ``os.environ``, which programs look at, does not show the change."""
+    """Silence Kineto's log from the first window on, unless the user has set a level.
+    ``os.environ``, which programs read, does not show the change."""
     if LEVEL not in os.environ:
         os.putenv(LEVEL, SILENT)
 
@@ -347,7 +348,7 @@ def open_session(
             other = current_session()
         if other is not None:
             if recorder is not None:
-                recorder._refuse()
+                recorder._warn_active()
             return None
         import torch
 
@@ -365,7 +366,7 @@ def open_session(
             session.finish()
             raise
         return session
-    except Exception as error:  # whatever is wrong with recording, training begins
+    except Exception as error:  # whatever fails in recording, training must begin
         log.warning("advisor: not recording: %s: %s", type(error).__name__, error)
         return None
 
@@ -378,8 +379,8 @@ def end_recording(session: RecordingSession, error: BaseException | None = None)
         from advisor.recorder.folder import print_message
 
         run = session.writer.folder
-        where = "" if run is None else f" What was recorded until then: {run.parent}"
-        print_message(f"recording stopped early: {session.problem}.{where}")
+        location = "" if run is None else f" Recorded until then: {run.parent}"
+        print_message(f"recording stopped early: {session.problem}.{location}")
     elif session.writer.folder is not None and session.rank == 0:
         from advisor.recorder.folder import print_result
 
@@ -401,7 +402,7 @@ def _fetch(session: RecordingSession, iterator: Iterator[_T]) -> _T:
     return session.fetch(iterator) if session.on_watched_thread() else next(iterator)
 
 
-def _contained(session: RecordingSession, call: Callable[[], None]) -> None:
+def _run_safely(session: RecordingSession, call: Callable[[], None]) -> None:
     if session.finished:
         return
     try:

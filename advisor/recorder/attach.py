@@ -1,9 +1,9 @@
-"""Client for ``advisor record --attach``: a live inference server profiles itself for some seconds.
+"""Client for ``advisor record --attach``: makes a live inference server profile itself for seconds.
 
 vLLM and SGLang have ``/start_profile`` and ``/stop_profile``
 (https://docs.vllm.ai/en/stable/contributing/profiling/,
 https://docs.sglang.io/developer_guide/benchmark_and_profiling.html). Whatever happens in between,
-the profiler is asked to stop."""
+the client asks the profiler to stop."""
 
 import http.client
 import json
@@ -21,21 +21,21 @@ from urllib.parse import urlsplit
 from advisor.core.errors import AdvisorError
 
 MAX_SECONDS = 120.0
-"""Longest profile, s: a trace of two minutes of a server has hundreds of millions of events."""
+"""Maximum length of a profile, s: two minutes of a server are hundreds of millions of events."""
 ANSWER_SECONDS = 15.0
 """Timeout for an answer of a running server, s."""
 STOP_SECONDS = 1800.0
 """Timeout for a stop, s: the engine first writes its files, minutes for a large model."""
-STOPS = 3
+MAX_STOP_TRIES = 3
 MAX_ANSWER = 1 << 20
-"""Most bytes read of an answer."""
+"""Maximum number of bytes read of an answer."""
 HOW_TO_ENABLE = {
     "vllm": "start vLLM with --profiler-config "
     '\'{"profiler": "torch", "torch_profiler_dir": "/traces"}\' '
     "(before 0.13: VLLM_TORCH_PROFILER_DIR=/traces)",
     "sglang": "set SGLANG_TORCH_PROFILER_DIR=/traces for the server, or give --out",
 }
-_KINDS = (("vllm", "/version"), ("sglang", "/get_server_info"), ("sglang", "/server_info"))
+_VERSION_PATHS = (("vllm", "/version"), ("sglang", "/get_server_info"), ("sglang", "/server_info"))
 
 
 class Server(NamedTuple):
@@ -45,11 +45,11 @@ class Server(NamedTuple):
     host: str
     port: int
     base: str
-    """Path in front of those of the endpoints."""
+    """Path that precedes the paths of the endpoints."""
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
-        """Send a request; return the answer's status and text. Redirects are not followed. Raises
-        OSError and http.client.HTTPException."""
+        """Send a request and return the answer's status and text. Redirects are not followed.
+        Raises OSError and http.client.HTTPException."""
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=seconds)
         try:
@@ -69,13 +69,13 @@ class AttachedRecording(NamedTuple):
     seconds: float
     """Time between start and stop, s."""
     interrupted: bool
-    """True if it was ended early; the profiler was stopped all the same."""
+    """True if it ended early. The profiler was stopped anyway."""
     files: list[Path]
-    """New files in the named folder; empty if none was named, or it is on another machine."""
+    """New files in the given folder. Empty if none was given, or it is on another machine."""
 
 
 def server_of(url: str) -> Server:
-    """Parse a server's address. Raises AdvisorError if it is none."""
+    """Parse a server's address. Raises AdvisorError if it is invalid."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -91,15 +91,18 @@ def server_of(url: str) -> Server:
 
 def engine_of(server: Server) -> str:
     """Return ``vllm`` or ``sglang``. Raises AdvisorError if no such engine answers."""
-    for engine, path in _KINDS:
+    for engine, path in _VERSION_PATHS:
         try:
             status, text = server.ask("GET", path)
         except (OSError, http.client.HTTPException) as error:
-            raise AdvisorError(f"{_name(server)}: no server answers ({_why(error)})") from None
+            raise AdvisorError(
+                f"{_url_of(server)}: no server answers ({_reason_of(error)})"
+            ) from None
         if status == 200 and _is_object(text):
             return engine
     raise AdvisorError(
-        f"{_name(server)}: neither vLLM nor SGLang; name it with --engine if it has /start_profile"
+        f"{_url_of(server)}: neither vLLM nor SGLang; name it with --engine if it has "
+        "/start_profile"
     )
 
 
@@ -110,16 +113,16 @@ def attach(
     folder: Path | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> AttachedRecording:
-    """Have a server profile itself for ``seconds``. ``folder``: where its files are written, as
-    seen from the server (SGLang is asked to write there; vLLM decides when it starts).
+    """Make a server profile itself for ``seconds``. ``folder``: where it writes its files, as seen
+    from the server (SGLang is asked to write there; vLLM sets its folder when it starts).
 
-    Raises AdvisorError: no such server, or it does not profile. Where the profiler may have
-    started and could not be stopped, the error says so."""
+    Raises AdvisorError if there is no such server, or it does not profile. The error says if the
+    profiler may have started and could not be stopped."""
     if not 0 < seconds <= MAX_SECONDS:
         raise AdvisorError(f"--seconds: above 0, at most {MAX_SECONDS:.0f}")
     server = server_of(url)
     known = engine or engine_of(server)
-    before = _files(folder)
+    files_before = _list_files(folder)
     body: dict[str, Any] | None = None
     if known == "sglang":
         body = {"activities": ["CPU", "GPU"], "record_shapes": True, "with_stack": True}
@@ -129,71 +132,75 @@ def attach(
     interrupted = False
     with _signals_as_interrupts():
         try:
-            # whatever goes wrong from here on, the profiler may run
-            _start(server, known, body)
+            # the profiler may run from here on, whatever goes wrong
+            _start_profile(server, known, body)
             begun = time.monotonic()
-            say(f"{known} profiles itself for {seconds:g} s: send it requests")
+            say(f"{known} profiles itself for {seconds:g} s. Send it requests")
             threading.Event().wait(seconds)
         except KeyboardInterrupt:
             interrupted = True
         except AttachRefused as error:
             raise AdvisorError(str(error)) from None
         except BaseException:
-            _stop(server)
+            _stop_profile(server)
             raise
-        took = time.monotonic() - begun
-        say("stopping: the engine writes its files, which takes minutes for a large model")
-        _stop(server)
-    return AttachedRecording(known, took, interrupted, sorted(_files(folder) - before))
+        duration = time.monotonic() - begun
+        say("stopping: the engine writes its files, which can take minutes for a large model")
+        _stop_profile(server)
+    return AttachedRecording(
+        known, duration, interrupted, sorted(_list_files(folder) - files_before)
+    )
 
 
 class AttachRefused(Exception):
-    """Server refusal to profile: its profiler is not enabled."""
+    """Server's refusal to profile, because its profiler is not enabled."""
 
 
-def _start(server: Server, engine: str, body: dict[str, Any] | None) -> None:
+def _start_profile(server: Server, engine: str, body: dict[str, Any] | None) -> None:
     try:
         status, text = server.ask("POST", "/start_profile", body)
     except (OSError, http.client.HTTPException) as error:
         raise AdvisorError(
-            f"{_name(server)}: no answer to /start_profile ({_why(error)}); it was asked to stop"
+            f"{_url_of(server)}: no answer to /start_profile ({_reason_of(error)}); it was asked "
+            "to stop"
         ) from None
     if status in (404, 405, 501):
         raise AttachRefused(
-            f"{_name(server)}: it has no profiler on; {HOW_TO_ENABLE.get(engine, '')}"
+            f"{_url_of(server)}: its profiler is not enabled; {HOW_TO_ENABLE.get(engine, '')}"
         )
     if status >= 300:
         raise AdvisorError(
-            f"{_name(server)}: /start_profile answered {status} ({' '.join(text.split())[:100]}); "
-            "it was asked to stop"
+            f"{_url_of(server)}: /start_profile answered {status} "
+            f"({' '.join(text.split())[:100]}); it was asked to stop"
         )
 
 
-def _stop(server: Server) -> None:
-    """Ask the server to stop profiling, up to ``STOPS`` times. Raises AdvisorError on failure."""
+def _stop_profile(server: Server) -> None:
+    """Ask the server to stop profiling, up to ``MAX_STOP_TRIES`` times. Raises AdvisorError on
+    failure."""
     why = ""
-    for attempt in range(STOPS):
+    for attempt in range(MAX_STOP_TRIES):
         try:
             status, text = server.ask("POST", "/stop_profile", seconds=STOP_SECONDS)
-        except KeyboardInterrupt:  # not before it has been asked
+        except KeyboardInterrupt:  # ask the server first
             why = "interrupted"
             continue
         except (OSError, http.client.HTTPException) as error:
-            why = _why(error)
+            why = _reason_of(error)
         else:
             if status < 300:
                 return
             why = f"it answered {status} ({' '.join(text.split())[:100]})"
         time.sleep(0.2 * 2**attempt)
     raise AdvisorError(
-        f"{_name(server)}: the profiler may still run, /stop_profile failed ({why}); send "
-        f"'curl -X POST {_name(server)}/stop_profile' or restart the server"
+        f"{_url_of(server)}: the profiler may still run, /stop_profile failed ({why}); send "
+        f"'curl -X POST {_url_of(server)}/stop_profile' or restart the server"
     )
 
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the profiler is stopped first."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the profiler stops first."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -202,15 +209,15 @@ def _signals_as_interrupts() -> Iterator[None]:
         yield
         return
     names = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
-    old = {number: signal.signal(number, interrupt) for number in names}
+    old_handlers = {number: signal.signal(number, interrupt) for number in names}
     try:
         yield
     finally:
-        for number, handler in old.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def _files(folder: Path | None) -> set[Path]:
+def _list_files(folder: Path | None) -> set[Path]:
     try:
         return set() if folder is None else {p for p in folder.rglob("*.json*") if p.is_file()}
     except OSError:
@@ -224,13 +231,13 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _name(server: Server) -> str:
+def _url_of(server: Server) -> str:
     scheme = "https" if server.secure else "http"
     host = f"[{server.host}]" if ":" in server.host else server.host
     return f"{scheme}://{host}:{server.port}{server.base}"
 
 
-def _why(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     if isinstance(error, TimeoutError | socket.timeout):
         return "timed out"
     return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)[:100]

@@ -1,4 +1,4 @@
-"""Daemon thread beside the training that mostly sleeps."""
+"""Daemon thread in the training process that mostly sleeps."""
 
 import os
 import threading
@@ -6,25 +6,25 @@ from abc import ABC, abstractmethod
 
 
 class BackgroundThread(ABC):
-    """Daemon thread that runs ``work`` from ``start`` until ``stop``, which sets ``over``.
+    """Daemon thread that runs ``work`` from ``start`` until ``stop``, which sets ``stop_event``.
 
-    Nothing it meets reaches the caller, whatever a driver, ``/proc`` or a disk does: it is a thread
-    of somebody's training process. A failure ends it. In a forked child it is not running."""
+    It runs in the user's training process, so no failure of a driver, ``/proc`` or a disk reaches
+    the caller. A failure ends the thread. It does not run in a forked child."""
 
     name: str
     stop_seconds = 0.5
-    """Time that ``stop`` waits for the thread, s."""
+    """Maximum time that ``stop`` waits for the thread, s."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        """Error that ended the thread early; ``None`` if none did."""
+        """Error that ended the thread early, or ``None`` if there was none."""
         self.stop_event = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid: int | None = None
 
     @abstractmethod
     def work(self) -> None:
-        """Work in the thread until ``over`` is set."""
+        """Work in the thread until ``stop_event`` is set."""
 
     def start(self) -> None:
         """Start the thread. A second call does nothing."""
@@ -34,13 +34,13 @@ class BackgroundThread(ABC):
         thread = threading.Thread(target=self._run, name=f"advisor {self.name}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads, or the interpreter is going down
+        except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             self.problem = str(error)
             return
         self._thread = thread
 
     def stop(self) -> None:
-        """End the thread after its current piece of work. May be called at any time."""
+        """End the thread after its current piece of work. It may be called at any time."""
         thread = self._thread
         if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
             return

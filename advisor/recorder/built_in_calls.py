@@ -1,18 +1,18 @@
-"""Name of the function in C that a frame is calling: such a function has no frame of its own.
+"""Name of the C function that a frame is calling, because C functions have no frame.
 
-The frame's current instruction is a call, and the instructions that load what it calls begin at the
-same place of the source. Nothing of the program is run, and no attribute of its objects is read."""
+The frame's current instruction is a call, and the instructions that load its function begin at the
+same source position. This runs no code of the program, and reads no attribute of its objects."""
 
 import dis
 import sys
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 
 MAX_CODE = 1 << 14
-"""Largest code that is looked at, bytes of instructions: a few milliseconds."""
-_CALLS = ("CALL", "PRECALL", "CALL_KW", "CALL_FUNCTION_EX")
-_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
-"""Instructions that load a variable; some versions have longer names for faster variants."""
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+"""Maximum size of code to examine, bytes of instructions: a few milliseconds."""
+_CALL_OPS = ("CALL", "PRECALL", "CALL_KW", "CALL_FUNCTION_EX")
+_VARIABLE_OPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
+"""Instructions that load a variable. Some versions have faster variants with longer names."""
+_ATTRIBUTE_OPS = ("LOAD_ATTR", "LOAD_METHOD")
 _OPERATORS = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow",
     "@": "matmul", "&": "and_", "|": "or_", "^": "xor", "<": "lt", ">": "gt", "==": "eq",
@@ -22,35 +22,35 @@ _OPERATORS = {
 }  # fmt: skip
 """Symbols and instructions with the functions of ``operator`` that do the same; ``<=`` counts as
 ``<``."""
-_STACK = ("PUSH_NULL", "KW_NAMES", "EXTENDED_ARG", "CACHE", "NOP")
-"""Instructions that change no value."""
+_NEUTRAL_OPS = ("PUSH_NULL", "KW_NAMES", "EXTENDED_ARG", "CACHE", "NOP")
+"""Instructions that do not change a value."""
 
 
 def called_function(frame: FrameType) -> str:
     """Return what a frame is calling: ``numpy.array`` for a function of a module, ``.read`` for a
-    method of an object; empty: no call, or one of something without a name."""
-    parts = _names_of_call(frame.f_code, frame.f_lasti)
+    method of an object, or an empty text if it calls nothing or something without a name."""
+    parts = _find_call_names(frame.f_code, frame.f_lasti)
     if not parts:
         return ""
     root, *attributes = parts
     if not root:
         return f".{attributes[-1]}" if attributes else ""
-    known = frame.f_globals.get(root, frame.f_builtins.get(root))
-    if known is None and attributes:  # imported in the function
-        known = sys.modules.get(root)
-    if type(known) is ModuleType:
-        return ".".join((str(vars(known).get("__name__", root)), *attributes))
+    value = frame.f_globals.get(root, frame.f_builtins.get(root))
+    if value is None and attributes:  # imported in the function
+        value = sys.modules.get(root)
+    if type(value) is ModuleType:
+        return ".".join((str(vars(value).get("__name__", root)), *attributes))
     if attributes:
         return f".{attributes[-1]}"
-    if type(known) in (BuiltinFunctionType, FunctionType, type):
-        module = known.__module__
+    if type(value) in (BuiltinFunctionType, FunctionType, type):
+        module = value.__module__
         return f"{module}.{root}" if type(module) is str else root
     return ""
 
 
 def operator_function(frame: FrameType) -> str:
-    """Return the function of the ``operator`` module that the frame's current instruction runs, as
-    ``operator.pow`` for ``a ** b``; empty: another instruction."""
+    """Return the function of the ``operator`` module that does the same as the frame's current
+    instruction, such as ``operator.pow`` for ``a ** b``. Empty for another instruction."""
     code, offset = frame.f_code, frame.f_lasti
     if len(code.co_code) > MAX_CODE or offset < 0:
         return ""
@@ -63,40 +63,40 @@ def operator_function(frame: FrameType) -> str:
     return ""
 
 
-def _names_of_call(code: CodeType, offset: int) -> list[str]:
-    """Return the names that a call is written with, ``["np", "array"]``; an empty first one stands
+def _find_call_names(code: CodeType, offset: int) -> list[str]:
+    """Return the names that a call consists of, such as ``["np", "array"]``. The first one is empty
     for an expression."""
     if len(code.co_code) > MAX_CODE or offset < 0:
         return []
-    before: list[dis.Instruction] = []
+    instructions: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):
         if instruction.offset >= offset:
             break
-        before.append(instruction)
+        instructions.append(instruction)
     else:
         return []
-    if instruction.offset != offset or instruction.opname not in _CALLS:
+    if instruction.offset != offset or instruction.opname not in _CALL_OPS:
         return []
-    start = _start(instruction)
+    start = _start_position(instruction)
     if start is None:
         return []
     names: list[str] = []
-    for each in before:
-        whole = each.positions == instruction.positions  # a part of the same call
-        if _start(each) != start or whole or each.opname in _STACK:
+    for earlier in instructions:
+        is_call_part = earlier.positions == instruction.positions  # part of the same call
+        if _start_position(earlier) != start or is_call_part or earlier.opname in _NEUTRAL_OPS:
             continue
-        if each.opname.startswith(_ATTRIBUTES) and isinstance(each.argval, str):
-            names = [*(names or [""]), each.argval]
-        elif each.opname.startswith(_NAMES) and isinstance(each.argval, str):
-            names = [each.argval]
+        if earlier.opname.startswith(_ATTRIBUTE_OPS) and isinstance(earlier.argval, str):
+            names = [*(names or [""]), earlier.argval]
+        elif earlier.opname.startswith(_VARIABLE_OPS) and isinstance(earlier.argval, str):
+            names = [earlier.argval]
         else:
             names = [""]
     return names
 
 
-def _start(instruction: dis.Instruction) -> tuple[int, int] | None:
-    """Return where an instruction's expression begins in the source: line and column."""
-    place = instruction.positions
-    if place is None or place.lineno is None or place.col_offset is None:
+def _start_position(instruction: dis.Instruction) -> tuple[int, int] | None:
+    """Return the line and column where an instruction's expression begins in the source."""
+    position = instruction.positions
+    if position is None or position.lineno is None or position.col_offset is None:
         return None
-    return place.lineno, place.col_offset
+    return position.lineno, position.col_offset

@@ -1,8 +1,8 @@
 """Facts recorded once about a run and its processes: command, versions, flags, limits, devices.
 
-Nothing here raises or imports: torch and others are looked up among the modules that are loaded
-already, CUDA is only asked when the process has initialised it, and what cannot be had is left
-out. No environment variable is kept that is not on the list."""
+Nothing here raises or imports packages: torch and others are only looked up among the loaded
+modules, CUDA is only queried after the process has initialised it, and unavailable facts are left
+out. Only the listed environment variables are kept."""
 
 import gc
 import multiprocessing
@@ -25,7 +25,7 @@ from advisor.core.run_directory import Manifest, RankInfo, RecordedDevice
 _T = TypeVar("_T")
 
 GIT_SECONDS = 2.0
-"""Timeout of a git command, s; a repository that takes longer is not described."""
+"""Timeout of a git command, s. A repository that takes longer is not described."""
 
 PACKAGES = """
     torch torchvision torchaudio triton numpy transformers accelerate datasets tokenizers peft
@@ -59,12 +59,12 @@ ENV = set(
         SLURM_LOCALID
         """.split()
 )
-"""Names of the environment variables that are recorded, without credentials. Others never are."""
+"""Names of the environment variables that are recorded, without credentials. No others are."""
 ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_")
 
 
 def build_manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
-    """Return the run's manifest. ``entry``: what began the recording, e.g. ``decorator``."""
+    """Return the run's manifest. ``entry``: what began the recording, such as ``decorator``."""
     commit, dirty = _try(git_state) or (None, None)
     return Manifest(
         run_id=run_id,
@@ -73,35 +73,35 @@ def build_manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest
         entry=entry,
         git_commit=commit,
         git_dirty=dirty,
-        world_size=_try(lambda: _of_job("world_size")),
+        world_size=_try(lambda: _read_job_value("world_size")),
         versions=_try(list_versions) or {},
         options=options,
     )
 
 
 def rank_info() -> RankInfo:
-    """Return the facts about this process: where it runs, its devices, limits and flags."""
+    """Return the facts about this process: its placement, devices, limits and flags."""
     unix, perf = clock_anchors()
     cgroup = _try(Cgroup)
     return RankInfo(
-        rank=_try(lambda: _of_job("rank")),
-        local_rank=_int(os.environ.get("LOCAL_RANK")),
+        rank=_try(lambda: _read_job_value("rank")),
+        local_rank=_parse_int(os.environ.get("LOCAL_RANK")),
         pid=os.getpid(),
         anchor_unix_ns=unix,
         anchor_perf_ns=perf,
         devices=_try(list_devices) or [],
         cpus=_try(lambda: usable_cpus(cgroup)),
         cpus_total=os.cpu_count(),
-        memory_bytes=_try(lambda: _memory(cgroup)),
+        memory_bytes=_try(lambda: _usable_memory(cgroup)),
         flags=_try(read_flags) or {},
         env=_try(environment) or {},
         ulimits=_try(ulimits) or {},
-        shm_bytes=_try(_shm),
+        shm_bytes=_try(_shm_bytes),
     )
 
 
 def clock_anchors() -> tuple[int, int]:
-    """Return one instant as (Unix time, ``perf_counter_ns``), ns: the most exact of five tries."""
+    """Return one instant as (Unix time, ``perf_counter_ns``), ns, the most exact of five tries."""
     best: tuple[int, int, int] | None = None
     for _ in range(5):
         before = time.perf_counter_ns()
@@ -117,15 +117,15 @@ def clock_anchors() -> tuple[int, int]:
 
 
 def command_line() -> list[str]:
-    """Return the command as it was typed, as far as the interpreter knows."""
-    given = list(getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv])
-    if given:
-        given[0] = Path(given[0]).name
-    return given
+    """Return the command as it was typed, as far as the interpreter knows it."""
+    words = list(getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv])
+    if words:
+        words[0] = Path(words[0]).name
+    return words
 
 
 def environment() -> dict[str, str]:
-    """Return the recorded environment variables that are set, secrets hidden."""
+    """Return the recorded environment variables that are set, with secrets hidden."""
     return {
         name: HIDDEN if is_secret_name(name) else clean_value(value)
         for name, value in sorted(os.environ.items())
@@ -137,21 +137,21 @@ def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
     """Return (commit, uncommitted changes in tracked files) of the repository around a folder."""
     folder = folder or Path.cwd()
     options = "--porcelain=v2 --branch --untracked-files=no --ignore-submodules"
-    status = _git(folder, "status", *options.split())
+    status = _run_git(folder, "status", *options.split())
     if status is None:
-        return _head(folder), None
+        return _read_head(folder), None
     lines = status.decode("utf-8", "replace").splitlines()
     oid = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), None)
     commit = oid if oid is not None and _is_commit(oid) else None
     return commit, any(not line.startswith("#") for line in lines)
 
 
-def _git(folder: Path, *words: str) -> bytes | None:
-    """Return git's output; ``None`` if it failed or is not installed.
+def _run_git(folder: Path, *words: str) -> bytes | None:
+    """Return git's output, or ``None`` if it failed or is not installed.
 
-    Without a pipe: loader workers that are forked just now would inherit its other end, and
-    whoever reads from it wait until they end, which may be when training does. Popen makes none,
-    not even its own, with a full path, an open file and ``close_fds=False``."""
+    Uses no pipe: loader workers that are forked meanwhile would inherit its other end, and the
+    reader would wait until they end, perhaps when training ends. Popen creates no pipe, not even
+    its own, with a full path, an open file and ``close_fds=False``."""
     program = shutil.which("git")
     if program is None:
         return None
@@ -159,7 +159,7 @@ def _git(folder: Path, *words: str) -> bytes | None:
     env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         with tempfile.TemporaryFile() as out:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -170,13 +170,13 @@ def _git(folder: Path, *words: str) -> bytes | None:
                 check=False,
             )
             out.seek(0)
-            return out.read() if done.returncode == 0 else None
+            return out.read() if process.returncode == 0 else None
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _head(folder: Path) -> str | None:
-    """Return the commit from the files of .git, where git cannot be run; ``None`` if unknown."""
+def _read_head(folder: Path) -> str | None:
+    """Return the commit from the files of .git, without running git, or ``None`` if unknown."""
     for place in (folder.resolve(), *folder.resolve().parents):
         git = place / ".git"
         if git.is_file():
@@ -205,7 +205,7 @@ def _is_commit(text: str) -> bool:
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of loaded packages, of CUDA and the like, and of the system, by name."""
+    """Return the versions of loaded packages, CUDA, HIP, cuDNN, NCCL and the system, by name."""
     result = {"advisor": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         version = _try(lambda name=name: getattr(sys.modules.get(name), "__version__", None))  # type: ignore[misc]
@@ -213,40 +213,40 @@ def list_versions() -> dict[str, str]:
             result[name] = str(version)[:100]
     torch = sys.modules.get("torch")
     if torch is not None:
-        result |= _texts(
+        result |= _read_texts(
             {
                 "cuda": lambda: torch.version.cuda,
                 "hip": lambda: torch.version.hip,
-                "cudnn": lambda: _ask(torch, "backends.cudnn.version"),
-                "nccl": lambda: _nccl(torch),
+                "cudnn": lambda: _get_attribute(torch, "backends.cudnn.version"),
+                "nccl": lambda: _nccl_version(torch),
             }
         )
     result["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     return result
 
 
-def _nccl(torch: Any) -> str | None:
-    """Return NCCL's version; ``None`` without CUDA or before it is initialised: torch complains."""
+def _nccl_version(torch: Any) -> str | None:
+    """Return NCCL's version, or ``None`` without initialised CUDA, where torch complains."""
     if torch.version.cuda is None or not torch.cuda.is_initialized():
         return None
     version = torch.cuda.nccl.version()
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
-def _texts(getters: dict[str, Callable[[], Any]]) -> dict[str, str]:
+def _read_texts(getters: dict[str, Callable[[], Any]]) -> dict[str, str]:
     values = {name: _try(get) for name, get in getters.items()}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _of_job(name: str) -> int | None:
-    """Return ``rank`` or ``world_size`` from torch, else the launcher; ``None`` if unknown."""
+def _read_job_value(name: str) -> int | None:
+    """Return ``rank`` or ``world_size`` from torch or the launcher, or ``None`` if unknown."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(getattr(distributed, f"get_{name}")())
-    return _int(os.environ.get(name.upper()))
+    return _parse_int(os.environ.get(name.upper()))
 
 
-def _int(text: str | None) -> int | None:
+def _parse_int(text: str | None) -> int | None:
     return int(text) if text is not None and text.strip().isdecimal() else None
 
 
@@ -254,20 +254,20 @@ def _int(text: str | None) -> int | None:
 
 
 def usable_cpus(cgroup: Cgroup | None = None) -> int:
-    """Return the CPUs that the process may use: its affinity, or the container's quota if lower."""
+    """Return the number of usable CPUs: the affinity, or the container's quota if lower."""
     cores = count_cores()
     quota = cgroup.cpu_quota() if cgroup is not None else None
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def _memory(cgroup: Cgroup | None) -> int | None:
+def _usable_memory(cgroup: Cgroup | None) -> int | None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup.memory_limit() if cgroup is not None else None
     return total if limit is None else min(total, limit)
 
 
 def ulimits() -> dict[str, int]:
-    """Return the soft resource limits by name; -1: unlimited."""
+    """Return the soft resource limits by name, -1 if unlimited."""
     import resource
 
     result = {}
@@ -279,7 +279,7 @@ def ulimits() -> dict[str, int]:
     return result
 
 
-def _shm() -> int | None:
+def _shm_bytes() -> int | None:
     stat = os.statvfs("/dev/shm")
     return stat.f_blocks * stat.f_frsize
 
@@ -291,7 +291,7 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def cpu_list(text: str) -> set[int]:
-    """Parse a set of CPUs as the kernel writes it: ``0-3,8,10-11``."""
+    """Parse a set of CPUs in the kernel's format, such as ``0-3,8,10-11``."""
     result: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -301,20 +301,20 @@ def cpu_list(text: str) -> set[int]:
 
 
 def numa_nodes(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
-    """Return (number of NUMA nodes with CPUs, those in the process's affinity, or ``None``)."""
+    """Return the number of NUMA nodes with CPUs, and the nodes in the process's affinity."""
     nodes = {}
-    for place in sorted(folder.glob("node[0-9]*")):
-        cpus = cpu_list((place / "cpulist").read_text(encoding="ascii"))
+    for path in sorted(folder.glob("node[0-9]*")):
+        cpus = cpu_list((path / "cpulist").read_text(encoding="ascii"))
         if cpus:
-            nodes[int(place.name.removeprefix("node"))] = cpus
+            nodes[int(path.name.removeprefix("node"))] = cpus
     if not nodes or not hasattr(os, "sched_getaffinity"):
         return None, None
-    own = os.sched_getaffinity(0)
-    return len(nodes), sorted(number for number, cpus in nodes.items() if cpus & own)
+    affinity = os.sched_getaffinity(0)
+    return len(nodes), sorted(number for number, cpus in nodes.items() if cpus & affinity)
 
 
 def gpu_node(bus: str, folder: Path = PCI) -> int | None:
-    """Return the NUMA node of a PCI device (``0000:3b:00.0``); ``None`` if it is unknown."""
+    """Return the NUMA node of a PCI device (``0000:3b:00.0``), or ``None`` if unknown."""
     node = int((folder / bus.lower() / "numa_node").read_text(encoding="ascii"))
     return node if node >= 0 else None
 
@@ -323,15 +323,15 @@ def gpu_node(bus: str, folder: Path = PCI) -> int | None:
 
 
 def read_flags() -> dict[str, Any]:
-    """Return the flags that advice needs, by their torch spelling; unknown ones are left out."""
-    nodes, own = _try(numa_nodes) or (None, None)
+    """Return the flags that rules use, by their name in torch, without unknown ones."""
+    nodes, own_nodes = _try(numa_nodes) or (None, None)
     result: dict[str, Any] = {
         "gc_enabled": gc.isenabled(),
         "gc_threshold": list(gc.get_threshold()),
         "gc_frozen": gc.get_freeze_count(),
         "start_method": _try(lambda: multiprocessing.get_start_method(allow_none=True)),
         "numa_nodes": nodes,
-        "numa_node_cpus": own,
+        "numa_node_cpus": own_nodes,
     }
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -356,50 +356,50 @@ _FLAGS = {
     "mem_efficient_sdp": "backends.cuda.mem_efficient_sdp_enabled",
     "math_sdp": "backends.cuda.math_sdp_enabled",
 }
-"""Flags by name, each with the attribute or function of torch that gives it."""
+"""Flags by name, each with the attribute or function of torch that returns it."""
 
 
 def _torch_flags(torch: Any) -> dict[str, Callable[[], Any]]:
     result: dict[str, Callable[[], Any]] = {
-        name: lambda path=path: _ask(torch, path)  # type: ignore[misc]
+        name: lambda path=path: _get_attribute(torch, path)  # type: ignore[misc]
         for name, path in _FLAGS.items()
     }
     return result | {
-        "cuda.matmul.allow_tf32": lambda: _tf32(torch.backends.cuda.matmul),
-        "cudnn.allow_tf32": lambda: _tf32(torch.backends.cudnn),
-        "autocast": lambda: _autocast(torch),
-        "compile": _compiled,
+        "cuda.matmul.allow_tf32": lambda: _allows_tf32(torch.backends.cuda.matmul),
+        "cudnn.allow_tf32": lambda: _allows_tf32(torch.backends.cudnn),
+        "autocast": lambda: _autocast_dtype(torch),
+        "compile": _count_graphs,
         "arch_list": lambda: torch.cuda.get_arch_list() or None,
         "sync_debug_mode": lambda: _if_cuda(torch, torch.cuda.get_sync_debug_mode),
-        "numa_node_gpu": lambda: _if_cuda(torch, lambda: gpu_node(_bus(torch))),
+        "numa_node_gpu": lambda: _if_cuda(torch, lambda: gpu_node(_bus_id(torch))),
     }
 
 
-def _ask(torch: Any, path: str) -> Any:
+def _get_attribute(torch: Any, path: str) -> Any:
     for name in path.split("."):
         torch = getattr(torch, name)
     return torch() if callable(torch) else torch
 
 
-def _tf32(backend: Any) -> bool | None:
-    """Return whether TF32 is allowed; by the newer setting if both were mixed and torch raises."""
+def _allows_tf32(backend: Any) -> bool | None:
+    """Return whether TF32 is allowed, by the newer setting if mixed settings make torch raise."""
     try:
         return bool(backend.allow_tf32)
     except RuntimeError:
         return str(backend.fp32_precision) == "tf32"
 
 
-def _autocast(torch: Any) -> str | None:
-    """Return the dtype of the open autocast region; ``None`` if none is open here, which says
-    nothing about other places of the program."""
+def _autocast_dtype(torch: Any) -> str | None:
+    """Return the dtype of the open autocast region, or ``None`` if none is open here. Other places
+    of the program may still use autocast."""
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
             return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
     return None
 
 
-def _compiled() -> int | None:
-    """Return the number of graphs that torch.compile has made so far."""
+def _count_graphs() -> int | None:
+    """Return the number of graphs that torch.compile has compiled so far."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return 0
@@ -407,12 +407,12 @@ def _compiled() -> int | None:
 
 
 def _if_cuda(torch: Any, get: Callable[[], _T]) -> _T | None:
-    """Call ``get`` only in a process that already uses the GPU, else return ``None``. Asking would
-    initialise CUDA, after which forked DataLoader workers cannot."""
+    """Call ``get`` only in a process that already uses the GPU, else return ``None``. The call
+    would initialise CUDA, after which forked DataLoader workers cannot do so."""
     return get() if torch.cuda.is_initialized() else None
 
 
-def _bus(torch: Any) -> str:
+def _bus_id(torch: Any) -> str:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return (
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
@@ -421,13 +421,13 @@ def _bus(torch: Any) -> str:
 
 
 def list_devices() -> list[RecordedDevice]:
-    """Return the visible GPUs, the current one first; empty before CUDA is initialised."""
+    """Return the visible GPUs, the current one first. Empty before CUDA is initialised."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
     current = torch.cuda.current_device()
     order = [current, *(i for i in range(torch.cuda.device_count()) if i != current)]
-    driver = _try(_driver)
+    driver = _try(_driver_version)
     result = []
     for index in order:
         properties = torch.cuda.get_device_properties(index)
@@ -436,7 +436,7 @@ def list_devices() -> list[RecordedDevice]:
             RecordedDevice(
                 index=index,
                 name=str(properties.name),
-                uuid=None if uuid is None else _prefixed(str(uuid)),
+                uuid=None if uuid is None else _prefix_uuid(str(uuid)),
                 total_bytes=int(properties.total_memory),
                 capability=f"{properties.major}.{properties.minor}",
                 driver=driver,
@@ -445,11 +445,11 @@ def list_devices() -> list[RecordedDevice]:
     return result
 
 
-def _prefixed(uuid: str) -> str:
+def _prefix_uuid(uuid: str) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
-def _driver() -> str | None:
+def _driver_version() -> str | None:
     from advisor.recorder.nvml import open_nvml
 
     nvml = open_nvml()
@@ -462,9 +462,9 @@ def _driver() -> str | None:
 
 
 def _try(get: Callable[[], _T]) -> _T | None:
-    """Return a value, or ``None`` whatever goes wrong: these facts never justify a failure of the
-    training around them, and what torch or the system raises is not ours to enumerate."""
+    """Return a value, or ``None`` whatever goes wrong: these facts never justify a failure of
+    training, and torch or the system may raise any error."""
     try:
         return get()
-    except Exception:  # of torch, a driver or the system: any
+    except Exception:  # torch, a driver or the system may raise anything
         return None

@@ -1,14 +1,14 @@
-"""Logs of torch.compile and NCCL kept in the run: graph breaks, guards, times, kernels; the path
+"""Logs of torch.compile and NCCL kept in the run: graph breaks, guards, times, kernels, the path
 between GPUs, and the topology of the node.
 
-torch hands structured records to the handlers of one logger, as ``TORCH_TRACE=FOLDER`` writes them
-(https://github.com/pytorch/tlparse). It makes them only where there is a handler, and some take it
-long: whole graphs as text. So the logger's list of handlers says that it is empty for all records
-but the few that are kept. Where the user has set ``TORCH_TRACE``, theirs is the log.
+torch passes structured records to the handlers of one logger, as ``TORCH_TRACE=FOLDER`` writes them
+(https://github.com/pytorch/tlparse). It makes them only if there is a handler, and some are slow to
+make, such as whole graphs as text. So the logger's list of handlers claims to be empty except for
+the few records to keep. If the user has set ``TORCH_TRACE``, only the user's log is written.
 
-Where the user has set ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE``, this process's file is copied, NCCL's
-lines alone. The topology is asked for once on each node of a job, at the lowest priority. Both are
-the work of a thread that sleeps; training waits for none of it."""
+If the user has set ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE``, NCCL's lines of this process's file are
+copied. The topology is queried once per node of a job, at the lowest priority. Both happen in a
+thread that mostly sleeps, and training does not wait for it."""
 
 import json
 import logging
@@ -33,20 +33,20 @@ from advisor.recorder.background import BackgroundThread
 LOGGER = "torch.__trace"
 CHOSEN_BY_USER = ("TORCH_TRACE", "TORCH_DTRACE")
 MAX_BYTES, MAX_RECORD = 16 << 20, 256 << 10
-"""Most bytes kept of a process, and of one record."""
+"""Maximum number of bytes kept per process and per record."""
 _ARTIFACTS = ("dynamo_graph_break_reason", "recompile_reasons")
-_METRICS = frozenset(
+_METRIC_FIELDS = frozenset(
     (
         "compile_id", "co_name", "co_filename", "co_firstlineno", "duration_us",
         "entire_frame_compile_time_s", "inductor_compile_time_s", "recompile_reason", "fail_reason",
         "cudagraph_skip_reason",
     )
 )  # fmt: skip
-"""Fields kept of a compilation's metrics; the others are settings, which are long."""
-_KEPT = {
-    # which line of the program each node of the graph is of, without the code
+"""Fields to keep of a compilation's metrics. The others are settings, which are long."""
+_LINES_TO_KEEP = {
+    # the line of the program that each node of the graph comes from, without the code
     "dynamo_output_graph": re.compile(r"^ *(# File: .+?:\d+ in [^,]+|\w+(?=:| =))", re.MULTILINE),
-    # which nodes each kernel is made of
+    # the nodes that each kernel consists of
     "inductor_output_code": re.compile(
         r"^( *# [\w ]*Source Nodes: .+| *(?:triton|cpp)_\w+(?:\.run)?(?=\()"
         r"|(?:triton|cpp)_\w+ = async_compile|.*extern_kernels\.\w+(?=\())",
@@ -55,7 +55,7 @@ _KEPT = {
 }
 
 
-_PLACE = re.compile(r'^ *File ".+", line \d+, in ')
+_STACK_LINE = re.compile(r'^ *File ".+", line \d+, in ')
 
 
 class CompileRecord(Struct):
@@ -65,26 +65,26 @@ class CompileRecord(Struct):
 
 
 class _Selective(list[Any]):
-    """Handlers of the logger; false in ``trace_structured`` for records that are not kept."""
+    """Handlers of the logger, false in ``trace_structured`` for records that are not kept."""
 
     def __bool__(self) -> bool:
         if len(self) != 1:
             return bool(len(self))
-        asks = sys._getframe(1)
-        if asks.f_code.co_name != "trace_structured":
+        caller = sys._getframe(1)
+        if caller.f_code.co_name != "trace_structured":
             return True
-        known = asks.f_locals
-        kind = known.get("name")
+        caller_locals = caller.f_locals
+        kind = caller_locals.get("name")
         if kind == "artifact":
             try:
-                return known["metadata_fn"]().get("name") in _ARTIFACTS
-            except Exception:  # in the middle of somebody's compilation
+                return caller_locals["metadata_fn"]().get("name") in _ARTIFACTS
+            except Exception:  # in the middle of the program's compilation
                 return False
-        return kind in _KEPT or kind == "compilation_metrics"
+        return kind in _LINES_TO_KEEP or kind == "compilation_metrics"
 
 
 class CompileLogHandler(logging.Handler):
-    """Handler that passes on the records to keep, in torch's own format. Never raises."""
+    """Handler that passes on the records to keep in torch's own format. Never raises."""
 
     def __init__(self, put: Callable[[CompileRecord], None]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class CompileLogHandler(logging.Handler):
         """Add the handler, unless the user has one or torch has no such logger."""
         log = logging.root.manager.loggerDict.get(LOGGER)
         if isinstance(log, logging.Logger) and not any(map(os.environ.get, CHOSEN_BY_USER)):
-            # torch's own handler takes itself away when it is used first without TORCH_TRACE
+            # torch's own handler removes itself on its first use without TORCH_TRACE
             log.handlers = _Selective([*log.handlers, self])
 
     def remove(self) -> None:
@@ -109,8 +109,10 @@ class CompileLogHandler(logging.Handler):
         if os.getpid() != self._pid or self._bytes > MAX_BYTES:
             return
         try:
-            text = _text(record, record.__dict__["metadata"], record.__dict__.get("payload"))
-        except Exception:  # in the middle of somebody's compilation
+            text = _encode_record(
+                record, record.__dict__["metadata"], record.__dict__.get("payload")
+            )
+        except Exception:  # in the middle of the program's compilation
             self._bytes = MAX_BYTES + 1
             return
         if text is not None:
@@ -118,46 +120,50 @@ class CompileLogHandler(logging.Handler):
             self._put(CompileRecord(text))
 
 
-def _text(record: logging.LogRecord, metadata: dict[str, Any], payload: Any) -> bytes | None:
-    """Return a record's encoded lines; ``None`` if it is not kept."""
+def _encode_record(
+    record: logging.LogRecord, metadata: dict[str, Any], payload: Any
+) -> bytes | None:
+    """Return a record's encoded lines, or ``None`` if it is not kept."""
     metrics = metadata.get("compilation_metrics")
-    kind = next((kind for kind in _KEPT if kind in metadata), "")
+    kind = next((kind for kind in _LINES_TO_KEEP if kind in metadata), "")
     lines: list[str] = []
     if isinstance(metrics, dict):
-        kept = {
+        kept_metrics = {
             name: clean_value(value) if isinstance(value, str) else value
             for name, value in metrics.items()
-            if name in _METRICS and value is not None
+            if name in _METRIC_FIELDS and value is not None
         }
-        metadata = {**metadata, "compilation_metrics": kept}
+        metadata = {**metadata, "compilation_metrics": kept_metrics}
     elif kind:
         metadata = {**metadata, kind: {}}
-        lines = [str(found[1]) for found in _KEPT[kind].finditer(str(payload))]
+        lines = [str(found[1]) for found in _LINES_TO_KEEP[kind].finditer(str(payload))]
     elif metadata.get("artifact", {}).get("name") in _ARTIFACTS:
-        # torch's own stack stands behind the user's, of which only places are kept
-        what = str(payload).partition("\nTraceback (most recent call last)")[0]
-        what, user, stack = what.partition("User code trace")
-        places = [line for line in stack.split("\n") if _PLACE.match(line)]
-        lines = [*clean_value(what).split("\n"), *([f"{user}back:", *places] if user else [])]
+        # torch's own stack follows the user's, of which only the places are kept
+        message = str(payload).partition("\nTraceback (most recent call last)")[0]
+        message, user, stack = message.partition("User code trace")
+        places = [line for line in stack.split("\n") if _STACK_LINE.match(line)]
+        lines = [*clean_value(message).split("\n"), *([f"{user}back:", *places] if user else [])]
     else:
         return None
-    at = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
-    place = f"{record.pathname.rpartition('/')[2]}:{record.lineno}"
-    head = f"V{at}.{int(record.msecs) * 1000:06} {record.process} {place}] {json.dumps(metadata)}"
+    when = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+    source = f"{record.pathname.rpartition('/')[2]}:{record.lineno}"
+    head = (
+        f"V{when}.{int(record.msecs) * 1000:06} {record.process} {source}] {json.dumps(metadata)}"
+    )
     text = "\n\t".join([head, *lines])
     return text[:MAX_RECORD].encode("utf-8", "replace")
 
 
 MAX_COPIED = 4 << 20
-"""Most bytes read of NCCL's log: what it says of the path is at the start."""
-EVERY_SECONDS, ASK_SECONDS = 30.0, 30.0
+"""Maximum number of bytes read of NCCL's log, whose start describes the path."""
+COPY_SECONDS, TOPOLOGY_SECONDS = 30.0, 30.0
 COMMANDS = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"))
 MAX_LINE = 4096
-_OF_NCCL = re.compile(rb"CCL (?:INFO|WARN|version)")
+_NCCL_LINE = re.compile(rb"CCL (?:INFO|WARN|version)")
 
 
 class NetworkKeeper(BackgroundThread):
-    """Thread that keeps NCCL's log and the topology in a rank's folder, until ``stop``."""
+    """Thread that keeps NCCL's log and the topology in a rank's folder until ``stop``."""
 
     name = "network"
     stop_seconds = 2.0
@@ -167,26 +173,26 @@ class NetworkKeeper(BackgroundThread):
         self._folder = folder
         self._source = log_file(os.environ)
         self._size = -1
-        self._asks = is_first_of_several(os.environ)
+        self._asks_topology = is_first_of_several(os.environ)
 
     def start(self) -> None:
         """Start the thread, if there is anything to keep."""
-        if self._source is not None or self._asks:
+        if self._source is not None or self._asks_topology:
             super().start()
 
     def work(self) -> None:
-        """Ask for the topology once; copy the log now and then, and at the end."""
+        """Query the topology once. Copy the log at intervals and at the end."""
         with suppress(Exception):
-            topology = ask_topology() if self._asks else None
+            topology = ask_topology() if self._asks_topology else None
             if topology is not None:
                 (self._folder / TOPOLOGY).write_bytes(topology)
         while self._source is not None:
-            stopped = self.stop_event.wait(EVERY_SECONDS)
-            self._copy(self._source)
+            stopped = self.stop_event.wait(COPY_SECONDS)
+            self._copy_log(self._source)
             if stopped:
                 return
 
-    def _copy(self, source: Path) -> None:
+    def _copy_log(self, source: Path) -> None:
         """Copy NCCL's lines of the log, if it has grown."""
         if not source.is_file() or source.stat().st_size == self._size or self._size >= MAX_COPIED:
             return
@@ -196,7 +202,7 @@ class NetworkKeeper(BackgroundThread):
         kept = [
             clean_value(line[:MAX_LINE].decode("utf-8", "replace"))
             for line in data.split(b"\n")
-            if _OF_NCCL.search(line[:MAX_LINE])
+            if _NCCL_LINE.search(line[:MAX_LINE])
         ]
         hidden = self._folder / f".{NCCL_LOG}"
         hidden.write_text("\n".join([*kept, ""]), encoding="utf-8")
@@ -204,40 +210,40 @@ class NetworkKeeper(BackgroundThread):
 
 
 def log_file(env: os._Environ[str] | dict[str, str]) -> Path | None:
-    """Return the path of NCCL's log for this process; ``None`` if it writes none or to the
-    terminal. ``%h`` and ``%p`` are host and process, as NCCL's docs of ``NCCL_DEBUG_FILE`` say."""
+    """Return the path of NCCL's log for this process, or ``None`` if it writes none or to the
+    terminal. ``%h`` and ``%p`` are host and process, as in NCCL's docs of ``NCCL_DEBUG_FILE``."""
     name = env.get("NCCL_DEBUG_FILE", "")
     if not name or env.get("NCCL_DEBUG", "").upper() not in ("INFO", "TRACE", "WARN"):
         return None
     host = socket.gethostname()
-    known = {"%h": host, "%p": str(os.getpid()), "%%": "%"}
-    path = Path(re.sub("%[hp%]", lambda found: known[found[0]], name))
+    values = {"%h": host, "%p": str(os.getpid()), "%%": "%"}
+    path = Path(re.sub("%[hp%]", lambda match: values[match[0]], name))
     return None if str(path).startswith("/dev/") else path
 
 
 def is_first_of_several(env: os._Environ[str] | dict[str, str]) -> bool:
-    """Return whether the process is the first on its node, in a job of several."""
+    """Return whether the process is the first on its node, in a job of several processes."""
     return env.get("WORLD_SIZE", "1") not in ("", "0", "1") and env.get("LOCAL_RANK", "0") == "0"
 
 
 def ask_topology() -> bytes | None:
-    """Return the output of the first installed tool of ``COMMANDS``; ``None`` if none is, or it
-    failed. Uses no pipe, for the reason that ``environment._git`` gives."""
+    """Return the output of the first installed tool of ``COMMANDS``, or ``None`` if none is
+    installed or it fails. Uses no pipe, for the reason given in ``environment._run_git``."""
     import tempfile
 
-    found = next((c for c in COMMANDS if shutil.which(c[0]) is not None), None)
-    if found is None:
+    tool = next((c for c in COMMANDS if shutil.which(c[0]) is not None), None)
+    if tool is None:
         return None
-    command = [str(shutil.which(found[0])), *found[1:]]
+    command = [str(shutil.which(tool[0])), *tool[1:]]
     if (nice := shutil.which("nice")) is not None:
         command = [nice, "-n", "19", *command]
     try:
         with tempfile.TemporaryFile() as out:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL,
-                close_fds=False, timeout=ASK_SECONDS, check=False,
+                close_fds=False, timeout=TOPOLOGY_SECONDS, check=False,
             )  # fmt: skip
             out.seek(0)
-            return out.read(MAX_COPIED) if done.returncode == 0 else None
+            return out.read(MAX_COPIED) if process.returncode == 0 else None
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,9 +1,9 @@
-"""Gradients that are computed in vain: no optimizer holds the parameter, as with a base model that
-was not frozen, or the gradient is dropped before its optimizer steps, as where a GAN's
-discriminator loss goes backward through the generator.
+"""Detects gradients that are computed in vain. Either no optimizer has the parameter, as with a
+base model that was not frozen, or the gradient is dropped before its optimizer steps, as when a
+GAN's discriminator loss goes backward through the generator.
 
-Looked for once, at a few early optimizer steps, by a hook that is removed afterwards. Parameters,
-gradients and optimizers are held weakly; no value of a tensor is read."""
+The search runs once, at a few early optimizer steps, in a hook that is then removed. References to
+parameters, gradients and optimizers are weak, and no value of a tensor is read."""
 
 import re
 from collections import Counter
@@ -16,19 +16,19 @@ from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.tape import THREAD
 
 FIRST, SECOND = 3, 8
-"""Optimizer steps before which gradients are looked at: both times a new one is in use."""
+"""Numbers of the optimizer steps before which gradients are examined; both must be new."""
 MAX_ROUNDS = 12
-"""Most optimizer steps, from ``SECOND`` on, at which gradients are looked at where several
-optimizers step in turn: two rounds of them."""
+"""Maximum number of optimizer steps, from ``SECOND`` on, at which gradients are examined if several
+optimizers take turns: two rounds of them."""
 MAX_MODULES = 16
 MAX_PARAMETERS = 4096
-"""Most parameters of which an event is written."""
+"""Maximum number of parameters for which an event is written."""
 MAX_NAMES = 5
 MAX_PASSES = 4
 
 
 class _Gradient(NamedTuple):
-    """A parameter with a gradient, as it was at the first look."""
+    """Parameter with a gradient, as it was at the first check."""
 
     name: str
     parameter: Any
@@ -39,26 +39,26 @@ class _Gradient(NamedTuple):
     size: int
     """Bytes of the gradient."""
     model: tuple[int, str]
-    """Identity and class of the model that holds it."""
+    """Id and class of the model that has the parameter."""
     updated: bool = False
-    """True if the parameter changed between the looks: an optimizer, or the program itself."""
+    """True if an optimizer or the program changed the parameter between the checks."""
 
 
-class _Look(NamedTuple):
-    """Gradients before a step of an optimizer, by the identity of the parameter."""
+class _Check(NamedTuple):
+    """Gradients before a step of an optimizer, by the id of the parameter."""
 
     optimizer: int
     gradients: dict[int, _Gradient]
     made: set[int]
-    """New gradients since the look before …"""
+    """Parameters with a new gradient since the previous check."""
     decided: set[int]
-    """… whose own optimizer has stepped since …"""
+    """Those parameters whose own optimizer has stepped since then."""
     dropped: set[int]
-    """… and did not use them."""
+    """Those parameters whose optimizer stepped without using the gradient."""
 
 
 class UnusedGradientFinder:
-    """Finder of such parameters. ``write_event(kind, data)`` writes a ``gradients`` event, of which
+    """Finder of unused gradients. ``write_event(kind, data)`` writes ``gradients`` events, of which
     the last one of a run counts, and a ``dropped_gradients`` event."""
 
     def __init__(
@@ -69,10 +69,10 @@ class UnusedGradientFinder:
         self._modules: dict[int, Any] = {}
         self._optimizers: dict[int, Any] = {}
         self._steps = 0
-        self._seen: list[_Gradient] = []
+        self._first_gradients: list[_Gradient] = []
         self._searching = True
-        """True until it is known which parameters no optimizer holds."""
-        self._looks: list[_Look] = []
+        """True until it is known which parameters are in no optimizer."""
+        self._checks: list[_Check] = []
         self._handle: Any = None
         self._done = False
 
@@ -86,7 +86,7 @@ class UnusedGradientFinder:
                 return
             try:
                 self._on_step(optimizer)
-            except Exception:  # a module or a tensor of another kind: nothing is known of it
+            except Exception:  # an unknown kind of module or tensor
                 self._stop()
 
         if self._handle is None and not self._done:
@@ -99,63 +99,65 @@ class UnusedGradientFinder:
             handle.remove()
 
     def add_module(self, module: Any) -> None:
-        """Note a model, whose forward ran before the first backward."""
+        """Note a model whose forward ran before the first backward."""
         if len(self._modules) < MAX_MODULES and id(module) not in self._modules:
             self._modules[id(module)] = ref(module)
 
     def _stop(self) -> None:
         self._done = True
-        self._seen, self._looks = [], []
+        self._first_gradients, self._checks = [], []
         self.remove()
 
     def _on_step(self, optimizer: Any) -> None:
-        known = self._optimizers.get(id(optimizer))
-        new = known is None or known() is not optimizer
-        if new:
+        reference = self._optimizers.get(id(optimizer))
+        is_new = reference is None or reference() is not optimizer
+        if is_new:
             self._optimizers[id(optimizer)] = ref(optimizer)
         self._steps += 1
         if self._searching:
-            self._search(new)
+            self._search_unused(is_new)
         optimizers = len(self._optimizers)
-        last = SECOND + min(MAX_ROUNDS, 2 * optimizers) - 1 if optimizers > 1 else SECOND
-        if optimizers > 1 and SECOND <= self._steps <= last:
-            self._look(optimizer)
-            if len(self._looks) == last - SECOND + 1:
+        last_step = SECOND + min(MAX_ROUNDS, 2 * optimizers) - 1 if optimizers > 1 else SECOND
+        if optimizers > 1 and SECOND <= self._steps <= last_step:
+            self._check_dropped(optimizer)
+            if len(self._checks) == last_step - SECOND + 1:
                 self._report_dropped()
-        if not self._searching and self._steps >= last:
+        if not self._searching and self._steps >= last_step:
             self._stop()
 
-    def _search(self, new: bool) -> None:
-        """Look for parameters that no optimizer holds. ``new``: this one never stepped before."""
+    def _search_unused(self, is_new: bool) -> None:
+        """Search for parameters in no optimizer. ``is_new``: this optimizer has not stepped
+        before."""
         if self._steps == FIRST:
-            self._seen = self._gradients()
+            self._first_gradients = self._list_gradients()
         elif self._steps == SECOND:
-            now = {id(one.parameter()): one for one in self._gradients()}
-            self._seen = [
-                one._replace(updated=one.version != after.version)
-                for one in self._seen
-                if (after := now.get(id(one.parameter()))) is not None and _is_new(one, after)
+            gradients = {id(gradient.parameter()): gradient for gradient in self._list_gradients()}
+            self._first_gradients = [
+                gradient._replace(updated=gradient.version != after.version)
+                for gradient in self._first_gradients
+                if (after := gradients.get(id(gradient.parameter()))) is not None
+                and _is_new(gradient, after)
             ]
-            self._report()
-        elif self._steps > SECOND and new:  # one that steps less often than the others
-            self._report()
+            self._report_unused()
+        elif self._steps > SECOND and is_new:  # an optimizer that steps less often than the others
+            self._report_unused()
 
-    def _gradients(self) -> list[_Gradient]:
-        """List parameters with a gradient, in the order of the models."""
+    def _list_gradients(self) -> list[_Gradient]:
+        """List the parameters with a gradient, in the order of the models."""
         from torch._C import DisableTorchFunction
         from torch.nn import Module
 
         result: list[_Gradient] = []
-        known: set[int] = set()
+        seen: set[int] = set()
         with DisableTorchFunction():
-            for weak in self._modules.values():
-                module = weak()
+            for reference in self._modules.values():
+                module = reference()
                 if module is None:
                     continue
                 for name, parameter in Module.named_parameters(module):
-                    if id(parameter) in known or not parameter.requires_grad:
+                    if id(parameter) in seen or not parameter.requires_grad:
                         continue
-                    known.add(id(parameter))
+                    seen.add(id(parameter))
                     gradient = parameter.grad
                     if gradient is None:
                         continue
@@ -173,58 +175,69 @@ class UnusedGradientFinder:
                     )
         return result
 
-    def _report(self) -> None:
-        """Write what no optimizer holds. If there is any, an optimizer that steps later may hold
-        it: the search goes on."""
-        held: set[int] = set()
-        for weak in self._optimizers.values():
-            optimizer = weak()
+    def _report_unused(self) -> None:
+        """Write the parameters that are in no optimizer. If there are any, continue the search: an
+        optimizer that steps later may have them."""
+        optimized: set[int] = set()
+        for reference in self._optimizers.values():
+            optimizer = reference()
             for group in [] if optimizer is None else optimizer.param_groups:
-                held.update(map(id, group["params"]))
-        own = [id(one.parameter()) in held for one in self._seen]
-        rows = [(one, one.updated or is_held) for one, is_held in zip(self._seen, own, strict=True)]
-        unused = [one for one, is_used in rows if not is_used and one.parameter() is not None]
-        # an optimizer of copies in another precision holds no parameter of any model
-        if not unused or not any(own) or len(rows) > MAX_PARAMETERS:
+                optimized.update(map(id, group["params"]))
+        is_optimized = [id(gradient.parameter()) in optimized for gradient in self._first_gradients]
+        rows = [
+            (gradient, gradient.updated or is_held)
+            for gradient, is_held in zip(self._first_gradients, is_optimized, strict=True)
+        ]
+        unused = [
+            gradient
+            for gradient, is_used in rows
+            if not is_used and gradient.parameter() is not None
+        ]
+        # an optimizer of copies in another precision has no parameter of any model
+        if not unused or not any(is_optimized) or len(rows) > MAX_PARAMETERS:
             if self._steps > SECOND:
                 self._write_event("gradients", {"unused": 0})
             self._searching = False
             return
         self._write_event("gradients", _describe(rows))
 
-    def _look(self, optimizer: Any) -> None:
-        """Note which gradients are new before this step, and which new ones of its parameters at
-        earlier steps of other optimizers are gone by now."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        now = {id(one.parameter()): one for one in self._gradients()}
-        before = self._looks[-1].gradients if self._looks else {}
-        for look in self._looks:
-            if look.optimizer == id(optimizer):
+    def _check_dropped(self, optimizer: Any) -> None:
+        """Note which gradients are new before this step. For the optimizer's parameters, also note
+        which new gradients from earlier steps of other optimizers are gone by now."""
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gradients = {id(gradient.parameter()): gradient for gradient in self._list_gradients()}
+        before = self._checks[-1].gradients if self._checks else {}
+        for check in self._checks:
+            if check.optimizer == id(optimizer):
                 continue
-            for key in look.made & held:
-                one, after = look.gradients[key], now.get(key)
-                gone = after is None or one.gradient() is not after.gradient()
-                if key not in look.decided and gone and (not after or after.version == one.version):
-                    look.dropped.add(key)
-                look.decided.add(key)
+            for key in check.made & optimized:
+                gradient, after = check.gradients[key], gradients.get(key)
+                is_gone = after is None or gradient.gradient() is not after.gradient()
+                if (
+                    key not in check.decided
+                    and is_gone
+                    and (not after or after.version == gradient.version)
+                ):
+                    check.dropped.add(key)
+                check.decided.add(key)
         made = {
             key
-            for key, one in now.items()
-            if (known := before.get(key)) is None or _is_new(known, one)
+            for key, gradient in gradients.items()
+            if (earlier := before.get(key)) is None or _is_new(earlier, gradient)
         }
-        self._looks.append(_Look(id(optimizer), now, made, set(), set()))
+        self._checks.append(_Check(id(optimizer), gradients, made, set(), set()))
 
     def _report_dropped(self) -> None:
-        """Write the passes whose gradients of another optimizer's parameters are dropped."""
+        """Write the passes that drop gradients of another optimizer's parameters."""
         passes: list[dict[str, Any]] = []
-        for look in self._looks[1:]:
+        for check in self._checks[1:]:
             rows = [
-                (one, key not in look.dropped)
-                for key, one in look.gradients.items()
-                if key in look.made
+                (gradient, key not in check.dropped)
+                for key, gradient in check.gradients.items()
+                if key in check.made
             ]
             described = _describe(rows)
-            if look.dropped and len(rows) <= MAX_PARAMETERS and described not in passes:
+            if check.dropped and len(rows) <= MAX_PARAMETERS and described not in passes:
                 passes.append(described)
         if passes:
             self._write_event("dropped_gradients", {"passes": passes[:MAX_PASSES]})
@@ -232,32 +245,36 @@ class UnusedGradientFinder:
 
 def _describe(rows: list[tuple[_Gradient, bool]]) -> dict[str, Any]:
     """Describe parameters with a gradient, in the order of the models, and whether each is used."""
-    unused = [one for one, is_used in rows if not is_used]
-    learn = {one.model for one, is_used in rows if is_used}
-    models = {one.model for one in unused}
-    shapes = list(dict.fromkeys(one.shape for one, _ in rows))
-    number = {shape: n + 1 for n, shape in enumerate(shapes)}
+    unused = [gradient for gradient, is_used in rows if not is_used]
+    used_models = {gradient.model for gradient, is_used in rows if is_used}
+    unused_models = {gradient.model for gradient in unused}
+    shapes = list(dict.fromkeys(gradient.shape for gradient, _ in rows))
+    shape_number = {shape: n + 1 for n, shape in enumerate(shapes)}
     sizes: Counter[str] = Counter()
-    for one in unused:
-        sizes[re.sub(r"\b\d+\b", "*", one.name.rpartition(".")[0])] += one.size
+    for gradient in unused:
+        sizes[re.sub(r"\b\d+\b", "*", gradient.name.rpartition(".")[0])] += gradient.size
     return {
         "unused": len(unused),
         "total": len(rows),
-        "bytes": sum(one.size for one in unused),
+        "bytes": sum(gradient.size for gradient in unused),
         "modules": [name for name, _ in sizes.most_common(MAX_NAMES)],
-        # classes of the models, if no other gradient of theirs is used
-        "models": [] if models & learn else sorted({name for _, name in models})[:MAX_NAMES],
+        # classes of the models, if none of their other gradients is used
+        "models": []
+        if unused_models & used_models
+        else sorted({name for _, name in unused_models})[:MAX_NAMES],
         "shapes": [list(shape) for shape in shapes],
         # the number of the shape, negative if unused
-        "order": [number[one.shape] * (1 if is_used else -1) for one, is_used in rows],
+        "order": [
+            shape_number[gradient.shape] * (1 if is_used else -1) for gradient, is_used in rows
+        ],
     }
 
 
 def _is_new(before: _Gradient, after: _Gradient) -> bool:
-    """Return whether a gradient was computed since the first look."""
+    """Return whether a gradient was computed since the first check."""
     gradient = before.gradient()
-    same = gradient is not None and gradient is after.gradient()
-    return not same or before.gradient_version != after.gradient_version
+    is_same = gradient is not None and gradient is after.gradient()
+    return not is_same or before.gradient_version != after.gradient_version
 
 
 hide_from_warnings(globals())

@@ -1,10 +1,10 @@
-"""Recording of a program without a change to its code: begins once it has imported torch.
+"""Recording of a program without changes to its code, from its import of torch on.
 
-``advisor record`` sets ``PYTHONPATH`` to a folder with a sitecustomize that notices it and calls
-``begin``; so the processes that torchrun or a script starts are watched too. A directory is only
-made by one that trains: helpers and DataLoader workers leave nothing but a note of what was seen.
-Each process notes how far it came (``inject/sitecustomize.py``), and that is read here, for what is
-said if nothing was recorded. Imports no torch."""
+``advisor record`` sets ``PYTHONPATH`` to a folder with a sitecustomize that notices the import and
+calls ``begin``, also in processes that torchrun or a script starts. Only a process that trains
+creates a directory: other processes and DataLoader workers only leave a note. Each process notes
+how far it came (``inject/sitecustomize.py``). If nothing was recorded, this module derives the
+reason from these notes. It does not import torch."""
 
 import atexit
 import json
@@ -25,45 +25,45 @@ from advisor.recorder.options import explain_unsupported
 log = logging.getLogger("advisor")
 
 STOP_AFTER = "ADVISOR_STOP_AFTER"
-"""Variable with the steps after which the process ends: Scalene's pass is too slow for all."""
+"""Variable with the number of steps after which the process ends, for the slow Scalene pass."""
 Note = Callable[[str], None]
 """Function that writes a line for ``advisor record``."""
 
 
 def begin(note: Note) -> None:
-    """Begin to record; the directory is made when training starts. Never raises: the user's import
-    of torch is around it."""
+    """Begin to record. The directory is created when training starts. Never raises, because it runs
+    within the user's import of torch."""
     try:
-        _begin(note)
+        _begin_recording(note)
     except Exception as error:
         note(f"problem {type(error).__name__}: {error}")
         log.warning("advisor: not recording: %s: %s", type(error).__name__, error)
 
 
-def _begin(note: Note) -> None:
+def _begin_recording(note: Note) -> None:
     from advisor.recorder import api
 
     limit = os.environ.get(STOP_AFTER, "")
     if limit.isdecimal():
-        _leave_after(int(limit))
+        _end_process_after(int(limit))
         return
     session = api.open_session("command", {}, lazy=True)
     if session is None:
         import torch
 
-        note(f"problem {explain_unsupported(torch.__version__) or 'it did not begin'}")
+        note(f"problem {explain_unsupported(torch.__version__) or 'recording did not begin'}")
         return
     if multiprocessing.parent_process() is not None:
-        _leave_workers_alone(session)
-        # a forked one ends without the handlers of atexit
+        _exclude_workers(session)
+        # a forked worker ends without atexit handlers
         from multiprocessing.util import Finalize
 
-        Finalize(None, _end, (session, note, os.getpid()), exitpriority=0)
-    atexit.register(_end, session, note, os.getpid())
+        Finalize(None, _end_recording, (session, note, os.getpid()), exitpriority=0)
+    atexit.register(_end_recording, session, note, os.getpid())
 
 
-def _end(session: Any, note: Note, process: int) -> None:
-    """End the recording with the interpreter; an uncaught exception is its last one."""
+def _end_recording(session: Any, note: Note, process: int) -> None:
+    """End the recording at interpreter exit, with the uncaught exception if there is one."""
     if os.getpid() != process:
         return
     from advisor.recorder import api
@@ -77,7 +77,7 @@ def _end(session: Any, note: Note, process: int) -> None:
         note(f"seen {json.dumps(session.steps.event_counts)}")
 
 
-def _leave_workers_alone(session: Any) -> None:
+def _exclude_workers(session: Any) -> None:
     """Stop recording in a process that turns out to be a DataLoader worker."""
     from torch.utils.data import _utils
 
@@ -90,35 +90,37 @@ def _leave_workers_alone(session: Any) -> None:
     _utils.worker._worker_loop = _worker_loop
 
 
-def _leave_after(limit: int) -> None:
+def _end_process_after(limit: int) -> None:
     """End the process after ``limit`` steps. Nothing is recorded."""
     from advisor.recorder.tape_reader import CallCounter
 
-    def ended(count: int) -> None:
+    def end_process(count: int) -> None:
         if count >= limit:
             counter.stop()
-            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+            raise SystemExit(0)  # not an Exception, so hooks and most programs do not catch it
 
-    counter = CallCounter(ended)
+    counter = CallCounter(end_process)
     counter.start()
 
 
 NOTES: Final = "ADVISOR_NOTES"
-"""Variable with the folder for notes, one file per process."""
+"""Variable with the folder for notes, which has one file per process."""
 MAX_FILES, MAX_BYTES = 10_000, 64_000
-"""Most notes read, and bytes of each: a program may start any number of processes."""
+"""Maximum number of notes to read, and bytes of each: a program may start many processes."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
-_WITH_VALUE = "cmWX"
-"""Options of the interpreter that take a value; after the first two, all words are the
-program's."""
-DECORATE = "Put @advisor.profile on the function that trains instead: it needs no start-up file."
+_OPTIONS_WITH_VALUE = "cmWX"
+"""Options of the interpreter that take a value. After the first two, all words belong to the
+program."""
+DECORATOR_ADVICE = (
+    "Instead, put @advisor.profile on the training function: it needs no start-up file."
+)
 
 
 @contextmanager
 def note_folder() -> Iterator[Path]:
-    """Make a folder for the notes of a program's processes, while it runs. Yields an empty path if
-    none can be made."""
+    """Create a folder for the notes of a program's processes while it runs. Yields an empty path if
+    that fails."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(scratch_folder())
@@ -128,136 +130,136 @@ def note_folder() -> Iterator[Path]:
 
 
 def explain_unreachable(words: list[str]) -> str:
-    """Return the reason why a command cannot be recorded, judging by its words; empty if there is
-    none. A script with a first line (``#!``) is taken for its interpreter."""
-    for command in (words, _shebang(words[0])):
-        option = _isolating(command)
+    """Return the reason why a command cannot be recorded, judging by its words, or an empty text.
+    For a script with a ``#!`` line, its interpreter is checked."""
+    for command in (words, _read_shebang(words[0])):
+        option = _find_isolating_option(command)
         if option:
             return (
-                f"python {option} skips the start-up file by which recording begins: run it "
-                f"without {option}, or put @advisor.profile on the function that trains."
+                f"python {option} skips the start-up file that begins the recording. Run it "
+                f"without {option}, or put @advisor.profile on the training function."
             )
     return ""
 
 
-def _shebang(file: str) -> list[str]:
+def _read_shebang(file: str) -> list[str]:
     try:
         with Path(file).open("rb") as program:
-            first = program.read(256).split(b"\n", 1)[0]
+            line = program.read(256).split(b"\n", 1)[0]
     except OSError:
         return []
-    words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
+    words = line[2:].decode("utf-8", "replace").split() if line.startswith(b"#!") else []
     if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if word != "-S" and "=" not in word]
     return words
 
 
-def _isolating(words: list[str]) -> str:
-    """Return the option of a Python command that keeps it from reading PYTHONPATH or start-up
-    files: ``-I``, ``-E``, ``-S``; empty if it has none."""
+def _find_isolating_option(words: list[str]) -> str:
+    """Return the option of a Python command (``-I``, ``-E`` or ``-S``) that makes it ignore
+    PYTHONPATH or start-up files, or an empty text."""
     if not words or not _PYTHON.fullmatch(Path(words[0]).name):
         return ""
-    rest = iter(words[1:])
-    for word in rest:
+    options = iter(words[1:])
+    for word in options:
         if word == "--" or not word.startswith("-") or word == "-":
             return ""
         if word.startswith("--"):
             continue
-        for place, letter in enumerate(word[1:], 1):
+        for position, letter in enumerate(word[1:], 1):
             if letter in "IES":
                 return f"-{letter}"
-            if letter in _WITH_VALUE:
+            if letter in _OPTIONS_WITH_VALUE:
                 if letter in "cm":
                     return ""
-                if place == len(word) - 1:
-                    next(rest, None)
+                if position == len(word) - 1:
+                    next(options, None)
                 break
     return ""
 
 
 def explain_nothing_recorded(folder: Path, code: int = 0) -> str:
-    """Return some sentences on why nothing was recorded, from the notes, and what to do about it.
-    ``code``: the program's exit code."""
-    lines = _read(folder)
-    if failed := list_problems(folder):
-        return f"recording stopped by itself: {failed[0]}."
-    seen = [
+    """Return sentences that explain, from the notes, why nothing was recorded and what to do about
+    it. ``code``: the program's exit code."""
+    lines = _read_notes(folder)
+    if problems := list_problems(folder):
+        return f"recording stopped early: {problems[0]}."
+    counts = [
         result
-        for result in map(_counts, _lines_with_prefix(lines, "seen "))
+        for result in map(_parse_counts, _lines_with_prefix(lines, "seen "))
         if any(result.values())
     ]
-    most = max(seen, key=lambda result: sum(result.values()), default=None)
-    if code and not any(result["optimized"] for result in seen):
+    best = max(counts, key=lambda result: sum(result.values()), default=None)
+    if code and not any(result["optimized"] for result in counts):
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         ended = f"the program ended with {how} before a training step was seen"
-        if not most:
+        if not best:
             return f"{ended}."
         crashed = code < 0 or code == 1 or code > 128  # 1: an exception that nobody caught
-        return f"{ended}, only {_describe_counts(most)}" + ("" if crashed else f" {_advice(most)}")
-    if most:
-        return f"no training step was seen, only {_describe_counts(most)} {_advice(most)}"
-    without = _lines_with_prefix(lines, "without ")
-    if without:
+        return f"{ended}, only {_describe_counts(best)}" + ("" if crashed else f" {_advise(best)}")
+    if best:
+        return f"no training step was seen, only {_describe_counts(best)} {_advise(best)}"
+    pythons = _lines_with_prefix(lines, "without ")
+    if pythons:
         return (
-            f"torch was imported by a Python that has no advisor, {without[0]}. Install it there: "
+            f"torch was imported by a Python without advisor, {pythons[0]}. Install it there: "
             f"{install_command('record')}."
         )
     if "torch" in lines:
         return (
-            "torch was imported, but no batch, forward, backward or optimizer's step was seen. "
-            "End each step with advisor.step() where that happens in a way of its own."
+            "torch was imported, but no batch, forward, backward or optimizer step was seen. "
+            "If the program trains in another way, end each step with advisor.step()."
         )
     if lines:
         count = sum(line.startswith("python ") for line in lines)
         return (
-            f"none of the program's Python processes imported torch ({count:,} ran). One that is "
-            "started without the program's environment is not seen."
+            f"none of the program's Python processes imported torch ({count:,} ran). Processes "
+            "started without the program's environment are not seen."
         )
     return (
-        "no Python of the program read the start-up file by which recording begins. That is so "
-        "with python -I, -E or -S, where the environment is emptied (env -i, sudo) or PYTHONPATH "
-        f"is set anew, and in containers and on other machines. {DECORATE}"
+        "no Python process of the program read the start-up file that begins the recording. Causes "
+        "are python -I, -E or -S, an emptied environment (env -i, sudo), a replaced PYTHONPATH, "
+        f"a container or another machine. {DECORATOR_ADVICE}"
     )
 
 
 def list_problems(folder: Path) -> list[str]:
-    """Return the reasons why recording stopped early, in any of the processes."""
-    return _lines_with_prefix(_read(folder), "problem ")
+    """Return the reasons why recording stopped early in any of the processes."""
+    return _lines_with_prefix(_read_notes(folder), "problem ")
 
 
-def _describe_counts(seen: dict[str, int]) -> str:
+def _describe_counts(counts: dict[str, int]) -> str:
     names = (
-        ("fetched", "a DataLoader's batch", "batches of a DataLoader"),
+        ("fetched", "DataLoader batch", "DataLoader batches"),
         ("forwards", "forward", "forwards"),
         ("backwards", "backward", "backwards"),
-        ("optimized", "optimizer's step", "optimizer's steps"),
+        ("optimized", "optimizer step", "optimizer steps"),
     )
-    there = [
-        f"{seen[key]:,} {item if seen[key] == 1 else many}"
-        for key, item, many in names
-        if seen[key]
+    present = [
+        f"{counts[key]:,} {singular if counts[key] == 1 else plural}"
+        for key, singular, plural in names
+        if counts[key]
     ]
-    missing = [item for key, item, _ in names[1:] if not seen[key]]
-    text = ", ".join(there).replace("1 a ", "1 ")
-    return f"{text} (no {', no '.join(missing)})." if missing else f"{text}."
+    missing = [singular for key, singular, _ in names[1:] if not counts[key]]
+    joined = ", ".join(present).replace("1 a ", "1 ")
+    return f"{joined} (no {', no '.join(missing)})." if missing else f"{joined}."
 
 
-def _advice(seen: dict[str, int]) -> str:
+def _advise(seen: dict[str, int]) -> str:
     if seen["backwards"]:
         return (
-            "If the weights are updated by hand, say where a step ends: advisor.step() after the "
-            "update."
+            "If the program updates weights by hand, mark the end of each step: advisor.step() "
+            "after the update."
         )
     if seen["fetched"] or seen["forwards"]:
         return (
-            "A loop that does not train (inference, generate) is found from three forwards of a "
-            "model on; where they are not seen (in another thread, compiled whole), say where a "
+            "A loop that does not train (inference, generate) is found after three forwards of a "
+            "model. If they are not seen (in another thread, or compiled as a whole), mark where a "
             "step ends: 'import advisor', and advisor.step() at the end of each iteration."
         )
     return "End each step with advisor.step()."
 
 
-def _read(folder: Path) -> list[str]:
+def _read_notes(folder: Path) -> list[str]:
     lines: list[str] = []
     if folder == Path():
         return lines
@@ -278,7 +280,7 @@ def _lines_with_prefix(lines: list[str], word: str) -> list[str]:
     return [line[len(word) :][:300] for line in lines if line.startswith(word)]
 
 
-def _counts(text: str) -> dict[str, int]:
+def _parse_counts(text: str) -> dict[str, int]:
     try:
         result: Any = json.loads(text)
     except ValueError:

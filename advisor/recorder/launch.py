@@ -1,8 +1,8 @@
 """Launcher of ``advisor record``: starts the program, waits for it, and prints the result.
 
-The program runs in processes of its own, exactly as it would: ``__main__``, arguments, standard
-streams and the terminal's process group are its own. Only the environment differs, by
-``PYTHONPATH`` (see ``inject/sitecustomize.py``) and ``ADVISOR_*``. Imports no torch."""
+The program runs in its own processes, exactly as without advisor: with its own ``__main__``,
+arguments, standard streams and process group. Only the environment differs: ``PYTHONPATH`` (see
+``inject/sitecustomize.py``) and ``ADVISOR_*``. This module does not import torch."""
 
 import importlib.util
 import os
@@ -34,15 +34,15 @@ from advisor.recorder.folder import (
 from advisor.recorder.injection import STOP_AFTER
 from advisor.recorder.options import resolve_options
 
-PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals passed on to the program. SIGINT and SIGQUIT are not: they come from the terminal, which
-sends them to the program as well."""
+FORWARDED_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals to pass on to the program. SIGINT and SIGQUIT are not: the terminal sends them to the
+program as well."""
 
 
 def command_line(program: list[str]) -> list[str]:
-    """Return the command to start: a script or ``-m module`` gets this Python in front.
+    """Return the command to start, with this Python in front of a script or ``-m module``.
 
-    Raises AdvisorError: no such program."""
+    Raises AdvisorError if there is no such program."""
     first = program[0]
     if first == "-m":
         return [sys.executable, *program]
@@ -52,40 +52,42 @@ def command_line(program: list[str]) -> list[str]:
         return [sys.executable, *program]
     result = shutil.which(first)
     if result is None:
-        # of the same environment, though its bin folder is not on the path
-        beside = Path(sys.executable).with_name(first)
-        if beside.is_file():
-            return [str(beside), *program[1:]]
-        if _for_python(Path(first)):
+        # in the same environment, whose bin folder is not on the path
+        sibling = Path(sys.executable).with_name(first)
+        if sibling.is_file():
+            return [str(sibling), *program[1:]]
+        if _is_python_program(Path(first)):
             return [sys.executable, *program]
-        raise AdvisorError(f"{first}: neither a script (*.py) nor a command on the path")
+        raise AdvisorError(f"{first}: neither a script (*.py) nor a command on the PATH")
     return [result, *program[1:]]
 
 
 def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
-    """Return a line about options of advisor given after the program, which gets them; empty if
-    there are none, or the script's text has them."""
-    place = next((n for n, word in enumerate(program) if word.endswith((".py", ".pyw"))), None)
-    if place is None:
+    """Return a warning about options of advisor that are given after the program and so go to it.
+    Empty if there are none, or if the script's text contains them."""
+    index = next((n for n, word in enumerate(program) if word.endswith((".py", ".pyw"))), None)
+    if index is None:
         return ""
-    script, *after = program[place:]
-    given = [word.partition("=")[0] for word in after]
-    wrong = [name for name in dict.fromkeys(given) if name in options]
+    script, *arguments = program[index:]
+    option_names = [word.partition("=")[0] for word in arguments]
+    misplaced = [name for name in dict.fromkeys(option_names) if name in options]
     try:
         text = Path(script).read_text("utf-8", "replace")
     except OSError:
         return ""
-    words = {name: name[2:].replace("-", "_") for name in wrong}
-    wrong = [n for n in wrong if n not in text and not re.search(rf"\b{words[n]}\b", text)]
-    if not wrong:
+    identifiers = {name: name[2:].replace("-", "_") for name in misplaced}
+    misplaced = [
+        n for n in misplaced if n not in text and not re.search(rf"\b{identifiers[n]}\b", text)
+    ]
+    if not misplaced:
         return ""
-    names = " and ".join(wrong)
-    return f"{names} behind {script} goes to the program; put it before the program for advisor"
+    names = " and ".join(misplaced)
+    return f"{names} after {script} goes to the program; for advisor, put it before the program"
 
 
-def _for_python(path: Path) -> bool:
+def _is_python_program(path: Path) -> bool:
     """Return whether Python would run a path: a folder or an archive with ``__main__``, or a script
-    whose first line says so and that is no command (``chmod +x``)."""
+    whose first line names Python and that is not a command (``chmod +x``)."""
     if path.is_dir():
         return (path / "__main__.py").is_file()
     try:
@@ -97,34 +99,35 @@ def _for_python(path: Path) -> bool:
 
 
 def record(words: list[str], options: Mapping[str, Any]) -> int:
-    """Run and record the program; return its exit code. Raises AdvisorError: no run directory."""
-    decided = resolve_options(**options)
-    made = missing_folders(decided.out)
+    """Run and record the program, and return its exit code. Raises AdvisorError: no run
+    directory."""
+    resolved = resolve_options(**options)
+    created = missing_folders(resolved.out)
     try:
-        run_dir = new_run(decided.out)
+        run_dir = new_run(resolved.out)
     except OSError as error:
         raise AdvisorError(
-            f"{decided.out or 'runs'}: no run directory can be made ({error.strerror or error})"
+            f"{resolved.out or 'runs'}: cannot create a run directory ({error.strerror or error})"
         ) from None
     reason = reach.explain_unreachable(words)
     if reason:
-        print_message(f"this will not be recorded: {reason}")
+        print_message(f"this program cannot be recorded: {reason}")
     with reach.note_folder() as folder:
         try:
             code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
-            parts = _recorded(run_dir)
+            runs = _recorded_runs(run_dir)
         finally:
-            if run_dir != Path(decided.out or "runs").absolute():
-                made.insert(0, run_dir)
-            remove_empty(made)
-        if not parts:
+            if run_dir != Path(resolved.out or "runs").absolute():
+                created.insert(0, run_dir)
+            remove_empty(created)
+        if not runs:
             print_message(
                 f"nothing was recorded: {reason or reach.explain_nothing_recorded(folder, code)}"
             )
             return code
         problems = reach.list_problems(folder)
-    for part in parts:
-        print_result(part, analyse=decided.report)
+    for part in runs:
+        print_result(part, analyse=resolved.report)
     for problem in problems[:1]:
         print_message(f"recording stopped early: {problem}.")
     return code
@@ -140,62 +143,62 @@ def environment(run_dir: Path, options: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def _recorded(run_dir: Path) -> list[Path]:
-    """Return the run directory, and those that the program's later trainings made beside it."""
-    beside = [run_dir, *run_dir.parent.glob(f"{run_dir.name}_[0-9r]*")]
-    return sorted(path for path in beside if (path / rundir.MANIFEST).is_file())
+def _recorded_runs(run_dir: Path) -> list[Path]:
+    """Return the run directory, and the sibling directories of the program's later trainings."""
+    candidates = [run_dir, *run_dir.parent.glob(f"{run_dir.name}_[0-9r]*")]
+    return sorted(path for path in candidates if (path / rundir.MANIFEST).is_file())
 
 
 def run(words: list[str], env: Mapping[str, str]) -> int:
-    """Run a command with our streams, pass signals on, and return its exit code; -N: signal N ended
-    it. Raises AdvisorError if it cannot be started."""
-    before: dict[int, Any] = {}
-    early: list[int] = []
+    """Run a command with our streams, pass signals on, and return its exit code, or -N if signal N
+    ended it. Raises AdvisorError if it cannot be started."""
+    old_handlers: dict[int, Any] = {}
+    early_signals: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if process is None:
-            early.append(number)
+            early_signals.append(number)
         else:
             process.send_signal(number)
 
-    def leave_it(number: int, frame: FrameType | None) -> None:
-        """Ignore the signal: the terminal has sent it to the program too."""
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """Ignore the signal, which the terminal has sent to the program too."""
 
-    for name in PASSED_ON:
-        _handle(name, pass_on, before)
+    for name in FORWARDED_SIGNALS:
+        _install_handler(name, pass_on, old_handlers)
     for name in ("SIGINT", "SIGQUIT"):
-        _handle(name, leave_it, before)
+        _install_handler(name, ignore, old_handlers)
     try:
         process = subprocess.Popen(words, env=dict(env))
-        for number in early:
+        for number in early_signals:
             process.send_signal(number)
         return process.wait()
     except OSError as error:
         raise AdvisorError(f"{words[0]}: cannot be started ({error.strerror or error})") from None
     finally:
-        for number, old in before.items():
+        for number, old in old_handlers.items():
             signal.signal(number, old)
 
 
-def _handle(
-    name: str, handler: Callable[[int, FrameType | None], None], before: dict[int, Any]
+def _install_handler(
+    name: str, handler: Callable[[int, FrameType | None], None], old_handlers: dict[int, Any]
 ) -> None:
     number = getattr(signal, name, None)
-    # one that our caller ignores (nohup) is ignored by the program too
+    # a signal that our caller ignores (nohup) is ignored by the program too
     if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-        before[number] = signal.signal(number, handler)
+        old_handlers[number] = signal.signal(number, handler)
 
 
 def exit_like_program(code: int) -> NoReturn:
-    """End this process as the program ended: with its exit code, or by the same signal."""
+    """End this process as the program ended, with the same exit code or signal."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code < 0:
         with suppress(ImportError, ValueError, OSError):
             import resource
 
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program's own core is enough
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program's core dump is enough
         with suppress(OSError, ValueError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -204,33 +207,33 @@ def exit_like_program(code: int) -> NoReturn:
 
 
 def under_scalene(program: list[str], steps: int, out: str = "") -> None:
-    """Run the script again under Scalene, unrecorded, for ``steps`` steps. The profile goes to the
-    newest run's first rank. What the script writes, it writes again.
+    """Run the script again under Scalene for ``steps`` steps, without recording. The profile goes
+    to the first rank of the newest run. The script repeats all its output.
 
-    Only CPU time is sampled: Scalene's other modes start a torch profiler of their own, and slow
-    training sixfold. Raises AdvisorError: no script, no Scalene, no profile."""
+    Only CPU time is sampled: Scalene's other modes start a torch profiler and slow training
+    sixfold. Raises AdvisorError if there is no script, no Scalene or no profile."""
     if not program[0].endswith(".py"):
-        raise AdvisorError(f"{program[0]}: Scalene runs scripts (*.py) only")
+        raise AdvisorError(f"{program[0]}: Scalene only runs scripts (*.py)")
     if importlib.util.find_spec("scalene") is None:
         raise AdvisorError(f"Scalene is not installed: {install_command('scalene')}")
-    run_dir = _newest(out)
+    run_dir = _find_newest_run(out)
     hidden = run_dir / "rank0" / f".{rundir.SCALENE}"
-    # cpu-only, no stacks, no async: anything more would start a profiler or cost memory
+    # cpu-only, no stacks, no async: other modes would start a profiler or use much memory
     words = [sys.executable, "-m", "scalene", "run", "--cpu-only", "--no-stacks", "--no-async"]
     words += ["-o", str(hidden), program[0], "---", *program[1:]]
     env = environment(run_dir, {})
     env[STOP_AFTER] = str(steps)
-    print(f"advisor: once more under Scalene, {count_noun(steps, 'step')}", file=sys.stderr)
+    print(f"advisor: running again under Scalene, {count_noun(steps, 'step')}", file=sys.stderr)
     run(words, env)
     if not hidden.is_file():
-        raise AdvisorError(f"{program[0]}: Scalene left no profile")
+        raise AdvisorError(f"{program[0]}: Scalene wrote no profile")
     hidden.replace(run_dir / "rank0" / rundir.SCALENE)
 
 
-def _newest(out: str) -> Path:
+def _find_newest_run(out: str) -> Path:
     """Return the newest run directory. Raises AdvisorError if there is none."""
-    wanted = Path(out) if out else Path("runs") / "*"
-    runs = [p for p in wanted.parent.glob(f"{wanted.name}*") if (p / rundir.MANIFEST).is_file()]
+    pattern = Path(out) if out else Path("runs") / "*"
+    runs = [p for p in pattern.parent.glob(f"{pattern.name}*") if (p / rundir.MANIFEST).is_file()]
     if not runs:
-        raise AdvisorError(f"{wanted}: nothing was recorded that Scalene's lines could join")
+        raise AdvisorError(f"{pattern}: there is no recorded run to add Scalene's lines to")
     return max(runs, key=lambda path: (path / rundir.MANIFEST).stat().st_mtime)

@@ -1,11 +1,10 @@
 """Hook that times the forwards of outermost modules, by replacing the code of ``Module.__call__``.
 
-The function stays the same object, under the same name: it is given other code, which does what
-the original does and, where no module's call is open, reports one. So nothing is set on models
-(they are copied, pickled, scripted and exported as they are), torch's own look at the function
-finds what it expects, and dynamo treats the frame as it treats torch's: it has the file name and
-the line of the original. While an outermost call is open the function has its own code, so that
-submodules cost nothing."""
+The function stays the same object with the same name. It gets other code, which does the same as
+the original and also reports a call if no module's call is open. So models have no attributes of
+ours (they are copied, pickled, scripted and exported unchanged), torch finds the function that it
+expects, and dynamo treats the frame like torch's, with the file name and line of the original.
+During an outermost call, the function has its original code, so submodules cost nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from advisor.recorder.tape import PART_OF_GRADIENTS
 
 _FOLDER = str(Path(__file__).parent)
 _NAME = "_wrapped_call_impl"
-_OURS = "_advisor_here", "_advisor_inside", "_advisor_thread", "_advisor_forward"
+_GLOBAL_NAMES = "_advisor_here", "_advisor_inside", "_advisor_thread", "_advisor_forward"
 _SOURCE = f"""
 def {_NAME}(self, *args, **kwargs):
     if not (
@@ -35,13 +34,13 @@ def {_NAME}(self, *args, **kwargs):
     else:
         return self._call_impl(*args, **kwargs)
 """
-"""Code of torch's ``_wrapped_call_impl`` since 2.2, after a test of our own. Dynamo takes the
-test's first part as true and so never reaches our call."""
+"""Code of torch's ``_wrapped_call_impl`` since 2.2, after our own test. Dynamo takes the test's
+first part as true and so never reaches our call."""
 
 
 class ModuleCalls:
     """Hook on ``Module.__call__``. ``make(calls)`` returns ``forward(module, args, kwargs)``, which
-    makes a call that is outermost in the watched thread. ``hook_state`` is the tape's."""
+    makes an outermost call in the watched thread. ``hook_state`` belongs to the tape."""
 
     def __init__(
         self,
@@ -58,49 +57,49 @@ class ModuleCalls:
             raise AttributeError("Module._call_impl")
         self.function = function
         self.original = function.__code__
-        self.code = _in_place_of(self.original)
+        self.code = _compile_at_original(self.original)
         self.reported = False
-        """True while calls are to be reported: code taken out for a while is put in again."""
+        """True while calls are reported: code that was removed for a while is restored."""
         self._values = hook_state, PART_OF_GRADIENTS, get_ident, make(self)
 
     def install(self) -> None:
-        """Report calls, unless other code has changed the function."""
+        """Start reporting calls, unless other code has changed the function."""
         function = self.function
         if function.__code__ is self.original:
-            function.__globals__.update(zip(_OURS, self._values, strict=True))
+            function.__globals__.update(zip(_GLOBAL_NAMES, self._values, strict=True))
             self.reported = True
             function.__code__ = self.code
 
     def remove(self) -> None:
-        """Stop reporting. A call already running in another thread may still be reported."""
+        """Stop reporting calls. A running call in another thread may still be reported."""
         self.reported = False
         if self.function.__code__ is self.code:
             self.function.__code__ = self.original
 
 
-def _in_place_of(original: CodeType) -> CodeType:
-    """Compile our code at the place of the original's last line, where tracebacks point anyway."""
+def _compile_at_original(original: CodeType) -> CodeType:
+    """Compile our code at the position of the original's last line, where tracebacks point."""
     lines = [line for _, _, line in original.co_lines() if line]
-    last = max(lines, default=original.co_firstlineno)
-    places = [p for p in original.co_positions() if p[0] == last and p[2] is not None]
-    begin = min((p[2] for p in places if p[2] is not None), default=0)
-    end = max((p[3] for p in places if p[3] is not None), default=0)
+    last_line = max(lines, default=original.co_firstlineno)
+    positions = [p for p in original.co_positions() if p[0] == last_line and p[2] is not None]
+    begin = min((p[2] for p in positions if p[2] is not None), default=0)
+    end = max((p[3] for p in positions if p[3] is not None), default=0)
     tree = ast.parse(_SOURCE)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            node.lineno, node.end_lineno = original.co_firstlineno, last
+            node.lineno, node.end_lineno = original.co_firstlineno, last_line
         elif hasattr(node, "lineno"):
-            node.lineno = node.end_lineno = last  # type: ignore[attr-defined]
+            node.lineno = node.end_lineno = last_line  # type: ignore[attr-defined]
             node.col_offset, node.end_col_offset = begin, end  # type: ignore[attr-defined]
-    space: dict[str, Any] = {}
-    exec(compile(tree, original.co_filename, "exec"), space)  # our own text, above
-    code: CodeType = space[_NAME].__code__
+    namespace: dict[str, Any] = {}
+    exec(compile(tree, original.co_filename, "exec"), namespace)  # our own text, above
+    code: CodeType = namespace[_NAME].__code__
     return code.replace(co_qualname=original.co_qualname)
 
 
 def leave_to_dynamo() -> None:
-    """Have dynamo skip our frames, as it skips torch's own. Otherwise it would compile those that
-    it meets inside a compiled call."""
+    """Have dynamo skip our frames, as it skips torch's own. Otherwise it would compile the ones
+    inside a compiled call."""
     try:
         from torch._C import _dynamo
 
@@ -108,46 +107,46 @@ def leave_to_dynamo() -> None:
         if hasattr(eval_frame, "set_code_exec_strategy"):
             action = eval_frame._FrameAction
             strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-            for code in _codes():
+            for code in _find_codes():
                 eval_frame.set_code_exec_strategy(code, strategy)
         else:
-            for code in _codes():
+            for code in _find_codes():
                 eval_frame.skip_code(code)
     except (ImportError, AttributeError, TypeError):
         return
 
 
 def hide_from_warnings(names: dict[str, Any]) -> None:
-    """Have ``warnings`` and ``logging`` skip a module's functions when they count frames up to the
-    caller's line, as they skip the import system's, by file name."""
+    """Have ``warnings`` and ``logging`` skip a module's functions when they look for the caller's
+    line, as they skip the import system's functions, by file name."""
 
-    def hidden(code: CodeType) -> CodeType:
-        inner = (hidden(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    def hide(code: CodeType) -> CodeType:
+        inner = (hide(c) if isinstance(c, CodeType) else c for c in code.co_consts)
         file = f"{names['__file__']} (importlib._bootstrap)"
         return code.replace(co_filename=file, co_consts=tuple(inner))
 
     for value in list(names.values()):
         for function in vars(value).values() if isinstance(value, type) else [value]:
             if isinstance(function, FunctionType) and function.__module__ == names["__name__"]:
-                function.__code__ = hidden(function.__code__)
+                function.__code__ = hide(function.__code__)
 
 
-def _codes() -> set[CodeType]:
-    """Return the code of all loaded functions of this package, inner functions included."""
+def _find_codes() -> set[CodeType]:
+    """Return the code of all loaded functions of this package, including inner functions."""
     package = __name__.rpartition(".")[0]
     result: set[CodeType] = set()
-    todo: list[Any] = []
+    pending: list[Any] = []
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(f"{package}."):
             for value in list(vars(module).values()):
-                todo += vars(value).values() if isinstance(value, type) else [value]
-    while todo:
-        value = todo.pop()
+                pending += vars(value).values() if isinstance(value, type) else [value]
+    while pending:
+        value = pending.pop()
         value = getattr(value, "fget", None) or getattr(value, "__func__", value)
         code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
         if not isinstance(code, CodeType) or code in result:
             continue
         if code.co_filename.startswith(_FOLDER):
             result.add(code)
-            todo += code.co_consts
+            pending += code.co_consts
     return result

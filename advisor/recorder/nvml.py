@@ -1,9 +1,9 @@
-"""NVML client: what the driver reports about each GPU, as far as this user may ask.
+"""NVML client: what the driver reports about each GPU to this user.
 
 Devices are matched by UUID, because CUDA and NVML number them differently. A query that a device
-does not support, or that this user may not make, is asked once and never again, and its value is
-``None``. A device that is lost in mid-run is left alone from then on. ``nvidia-ml-py`` (module
-``pynvml``) is optional."""
+does not support, or that this user may not make, runs only once, and its value is ``None``. A
+device that is lost during a run is not queried again. ``nvidia-ml-py`` (module ``pynvml``) is
+optional."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from advisor.core.run_directory import GpuSample
 _T = TypeVar("_T")
 
 MAX_FAILURES = 5
-"""Failures in a row, for other reasons, after which a query is given up as well."""
+"""Number of consecutive failures, for other reasons, after which a query is given up too."""
 KIB = 1024
 GPM = {
     "sm_util": "SM_UTIL", "sm_occupancy": "SM_OCCUPANCY", "tensor": "ANY_TENSOR_UTIL",
     "dram": "DRAM_BW_UTIL", "fp64": "FP64_UTIL", "fp32": "FP32_UTIL", "fp16": "FP16_UTIL",
     "integer": "INTEGER_UTIL",
 }  # fmt: skip
-"""GPM metrics recorded (Hopper and later), by name after ``NVML_GPM_METRIC_``; values in %."""
+"""Recorded GPM metrics (Hopper and later), by their name after ``NVML_GPM_METRIC_``, in %."""
 GPM_MIN_NS = 200_000_000
-"""Least interval between two GPM samples, ns: their difference is the metric."""
+"""Minimum interval between two GPM samples, ns: their difference is the metric."""
 
 
 def open_nvml() -> Nvml | str:
-    """Return an open NVML, or the reason why it cannot be opened, as text."""
+    """Return an open NVML, or the reason why it cannot be opened."""
     try:
         import pynvml
     except ImportError:
@@ -42,7 +42,7 @@ def open_nvml() -> Nvml | str:
         code = getattr(error, "value", None)
         if code == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
             return "no NVIDIA driver"
-        return f"the NVIDIA driver cannot be asked ({error})"
+        return f"the NVIDIA driver cannot be queried ({error})"
     return Nvml(pynvml)
 
 
@@ -51,36 +51,39 @@ class Nvml:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.driver: str | None = self._value("nvmlSystemGetDriverVersion")
+        self.driver: str | None = self._call("nvmlSystemGetDriverVersion")
         self._open = True
 
     def devices(self, *, every: bool = False) -> list[NvmlDevice]:
-        """Return every GPU, or those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+        """Return every GPU, or only the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
         variable = None if every else os.environ.get("CUDA_VISIBLE_DEVICES")
-        return [NvmlDevice(self.module, handle) for handle in select_visible(variable, self._all())]
+        return [
+            NvmlDevice(self.module, handle)
+            for handle in select_visible(variable, self._list_handles())
+        ]
 
-    def _all(self) -> list[tuple[str, Any]]:
-        """Return (UUID, handle) of every GPU in NVML's order, each GPU's MIG slices after it."""
+    def _list_handles(self) -> list[tuple[str, Any]]:
+        """Return (UUID, handle) of every GPU in NVML's order, each followed by its MIG slices."""
         nv = self.module
         result = []
-        for index in range(self._value("nvmlDeviceGetCount") or 0):
-            handle = self._value("nvmlDeviceGetHandleByIndex", index)
+        for index in range(self._call("nvmlDeviceGetCount") or 0):
+            handle = self._call("nvmlDeviceGetHandleByIndex", index)
             if handle is None:
                 continue
             result.append((self._uuid(handle), handle))
-            mode = self._value("nvmlDeviceGetMigMode", handle)
+            mode = self._call("nvmlDeviceGetMigMode", handle)
             if not mode or mode[0] != nv.NVML_DEVICE_MIG_ENABLE:
                 continue
-            for number in range(self._value("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-                part = self._value("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+            for number in range(self._call("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+                part = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
                 if part is not None:
                     result.append((self._uuid(part), part))
         return result
 
     def _uuid(self, handle: Any) -> str:
-        return str(self._value("nvmlDeviceGetUUID", handle) or "")
+        return str(self._call("nvmlDeviceGetUUID", handle) or "")
 
-    def _value(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         try:
             value = getattr(self.module, name)(*arguments)
         except (self.module.NVMLError, AttributeError):
@@ -88,25 +91,25 @@ class Nvml:
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     def close(self) -> None:
-        """Shut NVML down; it counts its users."""
+        """Shut NVML down, which counts its users."""
         if self._open:
             self._open = False
-            self._value("nvmlShutdown")
+            self._call("nvmlShutdown")
 
 
 def select_visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]:
-    """Return the devices that ``CUDA_VISIBLE_DEVICES`` names, of those that are ``present``.
+    """Return the devices among ``present`` that ``CUDA_VISIBLE_DEVICES`` names.
 
-    As CUDA reads it: numbers, UUIDs or their beginnings, and nothing after the first entry that
-    names no device. Numbers are taken in NVML's order, which is CUDA's with
+    As in CUDA, entries are numbers, UUIDs or their beginnings, and the first entry that names no
+    device ends the list. Numbers follow NVML's order, which is CUDA's order with
     ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or among equal GPUs."""
-    whole = [handle for uuid, handle in present if not uuid.startswith("MIG-")]
+    gpus = [handle for uuid, handle in present if not uuid.startswith("MIG-")]
     if variable is None:
-        return whole
+        return gpus
     result: list[_T] = []
     for entry in (part.strip() for part in variable.split(",")):
         if entry.isdecimal():
-            match = [whole[int(entry)]] if int(entry) < len(whole) else []
+            match = [gpus[int(entry)]] if int(entry) < len(gpus) else []
         elif entry.startswith(("GPU-", "MIG-")):
             wanted = entry.lower()
             match = [handle for uuid, handle in present if uuid.lower().startswith(wanted)]
@@ -119,42 +122,42 @@ def select_visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> l
 
 
 def to_text(value: Any) -> str | None:
-    """Return a string of NVML's, which older bindings give as bytes; ``None`` for ``None``."""
+    """Return a string of NVML, which is bytes in older bindings, as text. Keep ``None``."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return None if value is None else str(value)
 
 
 class NvmlDevice:
-    """GPU, or MIG slice of one, with the queries that it supports."""
+    """GPU or MIG slice, with the queries that it supports."""
 
     def __init__(self, module: Any, handle: Any) -> None:
         self.nv = module
         self.handle = handle
         self.lost = False
-        """True once the driver has lost the GPU: it is not queried again."""
+        """True once the driver has lost the GPU, which is then not queried again."""
         self._given_up: set[str] = set()
         self._failures: dict[str, int] = {}
         mig = self._ask("nvmlDeviceIsMigDeviceHandle", handle)
         board = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if mig else None
         self.board = handle if board is None else board
-        """Handle of the whole GPU: clocks, power and temperature are the board's."""
+        """Handle of the whole GPU, which has the clocks, power and temperature."""
         self.instance: int | None = self._ask("nvmlDeviceGetGpuInstanceId", handle) if mig else None
         self.uuid = to_text(self._ask("nvmlDeviceGetUUID", handle))
         self.name = to_text(self._ask("nvmlDeviceGetName", handle))
-        self._events = self._watch()
+        self._events = self._watch_errors()
         self._gpm = _Gpm.open(self)
         self._pcie: tuple[int, int, int] | None = None
-        self._static = self._constants()
+        self._static = self._read_constants()
 
     def sample(self, *, slow: bool, own: Iterable[int] = ()) -> GpuSample | None:
-        """Return the GPU's state; ``slow``: with the costly queries. ``own``: processes not to
-        count as others. ``None`` if the device is lost and no XID error says why."""
+        """Return the GPU's state, or ``None`` if the device is lost without an XID error. ``slow``:
+        include the costly queries. ``own``: processes not to count as others."""
         gpu = GpuSample(uuid=self.uuid, **self._static)
-        self._fast(gpu)
+        self._read_fast(gpu)
         if slow and not self.lost:
-            self._slow(gpu, set(own))
-        gpu.xid = self._errors()
+            self._read_slow(gpu, set(own))
+        gpu.xid = self._read_errors()
         return gpu if gpu.xid or not self.lost else None
 
     def close(self) -> None:
@@ -166,9 +169,9 @@ class NvmlDevice:
             events, self._events = self._events, None
             self._ask("nvmlEventSetFree", events)
 
-    # -- the queries ----------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
-    def _constants(self) -> dict[str, Any]:
+    def _read_constants(self) -> dict[str, Any]:
         nv, board = self.nv, self.board
         threshold = getattr(nv, "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN", 1)
         clock, temperature = "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetTemperatureThreshold"
@@ -180,7 +183,7 @@ class NvmlDevice:
             "pcie_width_max": self._ask("nvmlDeviceGetMaxPcieLinkWidth", board),
         }
 
-    def _fast(self, gpu: GpuSample) -> None:
+    def _read_fast(self, gpu: GpuSample) -> None:
         nv, handle, board = self.nv, self.handle, self.board
         used = self._ask("nvmlDeviceGetUtilizationRates", handle)
         if used is not None:
@@ -190,26 +193,26 @@ class NvmlDevice:
             gpu.memory_used, gpu.memory_total = int(memory.used), int(memory.total)
         gpu.sm_clock = self._ask("nvmlDeviceGetClockInfo", board, nv.NVML_CLOCK_SM)
         gpu.memory_clock = self._ask("nvmlDeviceGetClockInfo", board, nv.NVML_CLOCK_MEM)
-        gpu.throttle = self._first(
+        gpu.throttle = self._ask_first(
             ("nvmlDeviceGetCurrentClocksEventReasons", board),
             ("nvmlDeviceGetCurrentClocksThrottleReasons", board),
         )
         gpu.power = self._ask("nvmlDeviceGetPowerUsage", board)
         gpu.energy = self._ask("nvmlDeviceGetTotalEnergyConsumption", board)
-        gpu.temperature = self._first(
+        gpu.temperature = self._ask_first(
             ("nvmlDeviceGetTemperatureV", board, nv.NVML_TEMPERATURE_GPU),
             ("nvmlDeviceGetTemperature", board, nv.NVML_TEMPERATURE_GPU),
         )
         gpu.gpm = self._gpm.sample() if self._gpm is not None else None
 
-    def _slow(self, gpu: GpuSample, own: set[int]) -> None:
+    def _read_slow(self, gpu: GpuSample, own: set[int]) -> None:
         nv, board = self.nv, self.board
         gpu.power_limit = self._ask("nvmlDeviceGetEnforcedPowerLimit", board)
         gpu.pcie_gen = self._ask("nvmlDeviceGetCurrPcieLinkGeneration", board)
         gpu.pcie_width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", board)
         gpu.pcie_tx, gpu.pcie_rx = self._pcie_rates()
-        gpu.nvlink_tx = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 0xFFFFFFFF)
-        gpu.nvlink_rx = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 0xFFFFFFFF)
+        gpu.nvlink_tx = self._read_field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 0xFFFFFFFF)
+        gpu.nvlink_rx = self._read_field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 0xFFFFFFFF)
         kinds = nv.NVML_MEMORY_ERROR_TYPE_CORRECTED, nv.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         gpu.ecc_corrected, gpu.ecc_uncorrected = (
             self._ask("nvmlDeviceGetTotalEccErrors", board, kind, nv.NVML_VOLATILE_ECC)
@@ -219,24 +222,24 @@ class NvmlDevice:
         if rows is not None:
             gpu.remapped_rows = int(rows[0]) + int(rows[1])
             gpu.remap_pending = bool(rows[2]) or bool(rows[3])
-        gpu.processes, gpu.processes_bytes = self._others(own)
+        gpu.processes, gpu.processes_bytes = self._other_processes(own)
 
-    def _others(self, own: set[int]) -> tuple[int | None, int | None]:
-        """Return the number of other processes and their memory, bytes. Both ``None`` if ``own`` is
-        given but not in the list: process numbers are then another container's."""
+    def _other_processes(self, own: set[int]) -> tuple[int | None, int | None]:
+        """Return the number of other processes and their memory, bytes. Both are ``None`` if the
+        list has no process of ``own``: its process ids are then from outside this container."""
         running = self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle)
         if running is None or (own and not own & {int(p.pid) for p in running}):
             return None, None
         others = [process for process in running if int(process.pid) not in own]
         sizes = [process.usedGpuMemory for process in others]
-        known = all(size is not None and 0 <= size < 1 << 50 for size in sizes)
-        return len(others), sum(map(int, sizes)) if known else None
+        has_sizes = all(size is not None and 0 <= size < 1 << 50 for size in sizes)
+        return len(others), sum(map(int, sizes)) if has_sizes else None
 
     def _pcie_rates(self) -> tuple[int | None, int | None]:
-        """Return bytes per second to and from the host: from counters, else measured by the driver
-        over 20 ms, during which the call blocks."""
-        tx = self._field("NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
-        rx = self._field("NVML_FI_DEV_PCIE_COUNT_RX_BYTES")
+        """Return bytes per second to and from the host, from counters. Without counters, the driver
+        measures them over 20 ms, during which the call blocks."""
+        tx = self._read_field("NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
+        rx = self._read_field("NVML_FI_DEV_PCIE_COUNT_RX_BYTES")
         if tx is not None and rx is not None:
             now, before = time.perf_counter_ns(), self._pcie
             self._pcie = (now, tx, rx)
@@ -251,8 +254,8 @@ class NvmlDevice:
             rates.append(None if value is None else int(value) * KIB)
         return rates[0], rates[1]
 
-    def _field(self, name: str, scope: int = 0) -> int | None:
-        """Return a field's integer value; ``None`` if the device has none."""
+    def _read_field(self, name: str, scope: int = 0) -> int | None:
+        """Return a field's integer value, or ``None`` if the device does not have it."""
         number = getattr(self.nv, name, None)
         if number is None or name in self._given_up:
             return None
@@ -270,8 +273,8 @@ class NvmlDevice:
         kind = kinds.get(values[0].valueType)
         return None if kind is None else int(getattr(values[0].value, kind))
 
-    def _watch(self) -> Any:
-        """Return an event set that collects XID errors; ``None`` if there is none."""
+    def _watch_errors(self) -> Any:
+        """Return an event set that collects XID errors, or ``None`` if not supported."""
         events = self._ask("nvmlEventSetCreate")
         if events is None:
             return None
@@ -283,8 +286,8 @@ class NvmlDevice:
             return None
         return events
 
-    def _errors(self) -> list[int]:
-        """Return the XID errors since the last call, at most a hundred."""
+    def _read_errors(self) -> list[int]:
+        """Return the XID errors since the last call, at most 100."""
         if self._events is None:
             return []
         result: list[int] = []
@@ -294,14 +297,14 @@ class NvmlDevice:
                 result.append(int(wait(self._events, 0).eventData))
         except self.nv.NVMLError as error:
             if error.value != self.nv.NVML_ERROR_TIMEOUT:
-                self._failed("nvmlEventSetWait_v2", error)
+                self._on_failure("nvmlEventSetWait_v2", error)
                 events, self._events = self._events, None
                 self._ask("nvmlEventSetFree", events)
         return result
 
     # -- asking ---------------------------------------------------------------------------------
 
-    def _first(self, *queries: tuple[Any, ...]) -> Any:
+    def _ask_first(self, *queries: tuple[Any, ...]) -> Any:
         """Return the first answer to a query under its newer and older names, or ``None``."""
         for name, *arguments in queries:
             value = self._ask(name, *arguments)
@@ -310,7 +313,7 @@ class NvmlDevice:
         return None
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Return a query's answer; ``None`` if the device or the driver has none."""
+        """Return a query's answer, or ``None`` if the device or the driver has none."""
         key = name if len(arguments) < 2 else f"{name}{arguments[1:]}"
         if self.lost or key in self._given_up:
             return None
@@ -321,31 +324,31 @@ class NvmlDevice:
         try:
             value = query(*arguments)
         except self.nv.NVMLError as error:
-            self._failed(key, error)
+            self._on_failure(key, error)
             return None
         self._failures.pop(key, None)
         return value
 
-    def _failed(self, key: str, error: Any) -> None:
+    def _on_failure(self, key: str, error: Any) -> None:
         nv = self.nv
         code = getattr(error, "value", None)
         if code in (nv.NVML_ERROR_GPU_IS_LOST, nv.NVML_ERROR_UNINITIALIZED):
             self.lost = True
             return
-        never = {
+        permanent = {
             nv.NVML_ERROR_NOT_SUPPORTED,
             nv.NVML_ERROR_NO_PERMISSION,
             nv.NVML_ERROR_FUNCTION_NOT_FOUND,
             nv.NVML_ERROR_INVALID_ARGUMENT,
         }
         self._failures[key] = self._failures.get(key, 0) + 1
-        if code in never or self._failures[key] >= MAX_FAILURES:
+        if code in permanent or self._failures[key] >= MAX_FAILURES:
             self._failures.pop(key, None)
             self._given_up.add(key)
 
 
 class _Gpm:
-    """GPM metrics of one device: differences between two samples (Hopper and later)."""
+    """GPM metrics of a device, which are differences between two samples (Hopper and later)."""
 
     def __init__(self, device: NvmlDevice, samples: list[Any]) -> None:
         self.device = device
@@ -361,7 +364,7 @@ class _Gpm:
 
     @classmethod
     def open(cls, device: NvmlDevice) -> _Gpm | None:
-        """Open a device's GPM; ``None`` if it has none, or this user may not read it."""
+        """Open a device's GPM. Return ``None`` if it has none, or this user may not read it."""
         support = device._ask("nvmlGpmQueryDeviceSupport", device.board)
         if support is None or not support.isSupportedDevice:
             return None
@@ -369,16 +372,16 @@ class _Gpm:
         if any(sample is None for sample in samples):
             return None
         result = cls(device, samples)
-        result._take()
+        result._take_sample()
         return result
 
     def sample(self) -> dict[str, float] | None:
-        """Return the metrics since the last sample; ``None`` if that is too recent, or refused."""
+        """Return the metrics since the last sample, or ``None`` if it is too recent or refused."""
         now = time.perf_counter_ns()
         if self.at and now - self.at < GPM_MIN_NS:
             return None
-        first = not self.at
-        if not self._take() or first:
+        is_first = not self.at
+        if not self._take_sample() or is_first:
             return None
         nv, request = self.device.nv, self.request
         request.version = nv.NVML_GPM_METRICS_GET_VERSION
@@ -396,8 +399,9 @@ class _Gpm:
                 result[name] = round(float(metric.value), 2)
         return result or None
 
-    def _take(self) -> bool:
-        """Take a new second sample; the one before becomes the first. Return whether it worked."""
+    def _take_sample(self) -> bool:
+        """Take a new second sample, and make the previous one the first. Return whether it
+        worked."""
         self.samples.reverse()
         newest = self.samples[1]
         if self.device.instance is None:

@@ -1,5 +1,5 @@
-"""Sampler of GPU and host in a thread, a few times a second. Of the host: CPU, memory, swap, disk,
-and throttling by the CPU quota."""
+"""Sampler of GPU and host in a thread, a few times a second. Host samples have CPU, memory, swap,
+disk, and throttling by the CPU quota."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from advisor.recorder.background import BackgroundThread
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
 MAX_HZ = 20.0
-"""Highest rate, samples per second: faster sampling slowed the training thread (100 Hz: by a third)
-and held the driver's lock."""
+"""Maximum number of samples per second: faster sampling slowed the training thread (by a third at
+100 Hz) and held the driver's lock."""
 
 
 class Sampler(BackgroundThread):
     """Daemon thread that calls ``write`` with a ``run_directory.Sample`` ``hz`` times a second,
     until ``stop``.
 
-    Cheap queries are made for every sample, costly ones (processes, ECC, PCIe, children, disk)
+    Each sample has the cheap queries. The costly ones (processes, ECC, PCIe, children, disk) run
     every ``slow_every_s``."""
 
     name = "telemetry"
@@ -39,7 +39,8 @@ class Sampler(BackgroundThread):
         self.interval = 1 / min(max(hz, 1e-3), MAX_HZ)
         self.slow_every_s = slow_every_s
         self.without_gpu: str | None = None
-        """Reason why there are no GPU samples; ``None``: there are, or sampling has not begun."""
+        """Reason why there are no GPU samples, or ``None`` if there are or sampling has not
+        begun."""
 
     def work(self) -> None:
         with SampleSource() as source:
@@ -63,9 +64,9 @@ class Sampler(BackgroundThread):
 
 
 class SampleSource:
-    """Context manager that samples the GPUs, through NVML, and the host. By default the GPUs this
-    process sees, where it and its children are not counted as others; ``every``: all GPUs of the
-    machine, and all processes count."""
+    """Context manager that samples the host, and the GPUs through NVML. By default, it samples the
+    GPUs that this process sees, and does not count it and its children as other processes. With
+    ``every``, it samples all GPUs of the machine and counts all processes."""
 
     def __init__(self, *, every: bool = False) -> None:
         self.host = HostSampler()
@@ -80,7 +81,7 @@ class SampleSource:
                 self.without_gpu = "no GPU is visible to this process"
 
     def sample(self, *, slow: bool) -> Sample:
-        """Return one sample of GPUs and host. ``slow``: with the costly queries."""
+        """Return one sample of GPUs and host. ``slow``: include the costly queries."""
         now = time.perf_counter_ns()
         host = self.host.sample(slow=slow)
         gpus: list[GpuSample] = []
@@ -108,21 +109,21 @@ class SampleSource:
 
 
 class HostSampler:
-    """Sampler of the host and of this process with its children. psutil is optional: without it
-    only the container's own figures are there.
+    """Sampler of the host and of this process with its children. psutil is optional: without it,
+    samples only have the container's figures.
 
-    Listing children means looking at every process of the machine where the kernel keeps no list
-    of them, so it is done for slow samples only."""
+    If the kernel keeps no list of children, finding them means examining every process of the
+    machine, so only slow samples do it."""
 
     def __init__(self) -> None:
-        self.psutil = _psutil()
+        self.psutil = _import_psutil()
         self.cgroup = Cgroup()
         self.limit = self.cgroup.memory_limit()
         self._process = self.psutil.Process() if self.psutil is not None else None
         self._children: dict[int, Any] = {}
-        self._spent: dict[int, float] = {}
-        self._at: float | None = None
-        self._cpu: tuple[float, float] | None = None
+        self._cpu_seconds: dict[int, float] = {}
+        self._sampled_at: float | None = None
+        self._cpu_times: tuple[float, float] | None = None
 
     @property
     def pids(self) -> set[int]:
@@ -130,7 +131,7 @@ class HostSampler:
         return {os.getpid(), *self._children}
 
     def sample(self, *, slow: bool) -> HostSample:
-        """Return the host's state. Shares of CPU are since the sample before."""
+        """Return the host's state. CPU shares are since the previous sample."""
         host = HostSample()
         throttled = self.cgroup.throttled()
         if throttled is not None:
@@ -141,56 +142,56 @@ class HostSampler:
         try:
             if slow:
                 self._children = self._find_children()
-                host.children_rss = self._resident()
+                host.children_rss = self._children_memory()
                 host.swap_used = int(psutil.swap_memory().used)
                 disk = psutil.disk_io_counters()
                 if disk is not None:
                     host.disk_read, host.disk_write = int(disk.read_bytes), int(disk.write_bytes)
-            host.cpu = self._machine()
+            host.cpu = self._machine_use()
             self._add_workers()
-            host.process_cpu, host.children_cpu = self._own()
+            host.process_cpu, host.children_cpu = self._process_use()
             host.rss = int(process.memory_info().rss)
-            host.memory_available = self._available()
+            host.memory_available = self._available_memory()
         except (OSError, RuntimeError, ValueError, psutil.Error):
-            return host  # what was read before stays; containers hide much of /proc
+            return host  # keep what was read so far; containers hide much of /proc
         return host
 
-    def _machine(self) -> float | None:
-        """Return the use of all CPUs since the last sample, %; ``None`` at the first."""
+    def _machine_use(self) -> float | None:
+        """Return the use of all CPUs since the last sample, %, or ``None`` for the first sample."""
         times = self.psutil.cpu_times()  # type: ignore[union-attr]
-        # guest time is inside user time already
+        # user time already includes guest time
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         idle = times.idle + getattr(times, "iowait", 0.0)
-        before, self._cpu = self._cpu, (total, idle)
+        before, self._cpu_times = self._cpu_times, (total, idle)
         if before is None or total <= before[0]:
             return None
         share = float(1 - (idle - before[1]) / (total - before[0]))
         return round(100 * min(1.0, max(0.0, share)), 1)
 
-    def _own(self) -> tuple[float | None, float | None]:
-        """Return the use by the process and its children, and by these alone, % of one CPU;
-        ``None`` at the first."""
+    def _process_use(self) -> tuple[float | None, float | None]:
+        """Return the CPU use of the process with its children, and of the children alone, % of one
+        CPU, or ``None`` for the first sample."""
         now = time.perf_counter()
-        used = by_children = 0.0
+        total = children = 0.0
         spent: dict[int, float] = {}
         for pid, process in {os.getpid(): self._process, **self._children}.items():
             try:
                 times = process.cpu_times()
             except (OSError, self.psutil.Error):  # type: ignore[union-attr]
-                continue  # a worker that has ended since
+                continue  # a worker that has ended
             spent[pid] = times.user + times.system
-            since = max(0.0, spent[pid] - self._spent.get(pid, spent[pid]))
-            used += since
-            by_children += since * (pid in self._children)
-        before, self._at, self._spent = self._at, now, spent
+            increment = max(0.0, spent[pid] - self._cpu_seconds.get(pid, spent[pid]))
+            total += increment
+            children += increment * (pid in self._children)
+        before, self._sampled_at, self._cpu_seconds = self._sampled_at, now, spent
         if before is None or now <= before:
             return None, None
-        return round(100 * used / (now - before), 1), round(100 * by_children / (now - before), 1)
+        return round(100 * total / (now - before), 1), round(100 * children / (now - before), 1)
 
     def _add_workers(self) -> None:
-        """Add processes that ``multiprocessing`` started since the children were listed."""
-        known = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
-        for worker in list(known):
+        """Add processes that ``multiprocessing`` has started since children were last listed."""
+        workers = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
+        for worker in list(workers):
             pid = getattr(getattr(worker, "_popen", None), "pid", None)
             if isinstance(pid, int) and pid not in self._children:
                 try:
@@ -198,8 +199,8 @@ class HostSampler:
                 except self.psutil.Error:  # type: ignore[union-attr]
                     continue  # it has ended
 
-    def _resident(self) -> int | None:
-        """Return the resident memory of the children, bytes; ``None`` without children."""
+    def _children_memory(self) -> int | None:
+        """Return the resident memory of the children, bytes, or ``None`` without children."""
         sizes = []
         for child in self._children.values():
             try:
@@ -208,7 +209,7 @@ class HostSampler:
                 continue
         return sum(sizes) if sizes else None
 
-    def _available(self) -> int:
+    def _available_memory(self) -> int:
         """Return the bytes available without swapping, within the container's limit."""
         free = int(self.psutil.virtual_memory().available)  # type: ignore[union-attr]
         used = self.cgroup.memory_used() if self.limit is not None else None
@@ -217,20 +218,20 @@ class HostSampler:
         return max(0, min(free, self.limit - used))
 
     def _find_children(self) -> dict[int, Any]:
-        """Return all descendants by process id; from the kernel's own lists where it keeps them."""
+        """Return all descendants by process id, from the kernel's own lists if it keeps them."""
         psutil = self.psutil
         assert psutil is not None
         result: dict[int, Any] = {}
-        waiting = [os.getpid()]
-        while waiting:
-            pid = waiting.pop()
-            children = _children(pid)
+        pending = [os.getpid()]
+        while pending:
+            pid = pending.pop()
+            children = _list_children(pid)
             if children is None:
-                every = self._process.children(recursive=True)  # type: ignore[union-attr]
-                return {child.pid: self._children.get(child.pid, child) for child in every}
+                descendants = self._process.children(recursive=True)  # type: ignore[union-attr]
+                return {child.pid: self._children.get(child.pid, child) for child in descendants}
             for child in children:
                 if child not in result:
-                    waiting.append(child)
+                    pending.append(child)
                     try:
                         result[child] = self._children.get(child) or psutil.Process(child)
                     except psutil.Error:
@@ -238,21 +239,21 @@ class HostSampler:
         return result
 
 
-def _children(pid: int) -> list[int] | None:
-    """Return a process's children from ``/proc``; ``None`` if the kernel keeps no list."""
+def _list_children(pid: int) -> list[int] | None:
+    """Return a process's children from ``/proc``, or ``None`` if the kernel keeps no list."""
     tasks = Path(f"/proc/{pid}/task")
     result = []
     try:
         for task in tasks.iterdir():
             result += [int(x) for x in (task / "children").read_text(encoding="ascii").split()]
     except FileNotFoundError:
-        return None if tasks.is_dir() else []  # not there at all, or the process has ended
+        return None if tasks.is_dir() else []  # the kernel has no list, or the process has ended
     except OSError:
         return []
     return result
 
 
-def _psutil() -> ModuleType | None:
+def _import_psutil() -> ModuleType | None:
     try:
         import psutil
     except ImportError:

@@ -1,12 +1,12 @@
-"""Window of a fixed length for a program in which no step is seen.
+"""Window of a fixed duration for a program in which no step is seen.
 
-Where a program has no loader, module, backward or optimizer (a solver of tensor operators), nothing
-says where a step ends, and no window opens. Then one opens after some seconds, for a moment. Its
-trace has no steps; the operators and their lines are there.
+If a program has no loader, module, backward or optimizer (a solver made of tensor operators),
+nothing shows where a step ends, and no window opens. So a short one opens after some seconds. Its
+trace has no steps, but it has the operators and their lines.
 
 A profiler starts and stops in the thread whose operators it records. So the main thread is asked to
-call back, as for a signal: the interpreter calls between two bytecodes (``Py_AddPendingCall``), at
-once where Python code runs, after the call where that is in C."""
+call us back, as for a signal: the interpreter makes the call between two bytecodes
+(``Py_AddPendingCall``), at once if Python code runs, or after the current call into C."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ if TYPE_CHECKING:
     from advisor.recorder.session import RecordingSession
 
 WAIT_SECONDS = 8.0
-"""Time without any activity of a training or an inference before the window opens, s …"""
+"""Time without any training or inference activity before the window opens, s."""
 WINDOW_SECONDS = 1.5
-"""… its length, s …"""
+"""Duration of the window, s."""
 RETRY_SECONDS, MAX_TRIES = 0.1, 300
-"""… and how often the main thread is asked, s and times: it may be inside of torch's code."""
+"""Interval, s, and maximum number of requests to the main thread, which may be in torch's code."""
 LATE_SECONDS = 1.0
-"""Delay of a call back, s, after which it does nothing: the main thread was waiting."""
+"""Delay of a callback, s, after which it does nothing: the main thread was waiting."""
 
 
 class _Request:
-    """Request to the main thread: the call, until when (s, monotonic), and whether it was there."""
+    """Request to the main thread: the call, its deadline (s, monotonic), and whether it was
+    answered."""
 
-    what: Callable[[], None] | None = None
+    action: Callable[[], None] | None = None
     until = 0.0
     answered = threading.Event()
 
 
-def _answer(_: int) -> int:
-    what, _Request.what = _Request.what, None
+def _run_request(_: int) -> int:
+    action, _Request.action = _Request.action, None
     try:
-        if what is not None and time.monotonic() < _Request.until:
-            what()
+        if action is not None and time.monotonic() < _Request.until:
+            action()
     finally:
         _Request.answered.set()
     return 0
 
 
-_ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_answer)
-"""The function that the interpreter is given. It lives as long as the process: a call may come when
-nobody waits for it any more."""
+_RUN_REQUEST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run_request)
+"""Function that is given to the interpreter. It lives as long as the process, because a call may
+come after the last request was given up."""
 
 
 class TimedWindow(BackgroundThread):
-    """Thread that opens the window if ``session`` sees nothing, and closes it."""
+    """Thread that opens and closes the window if ``session`` sees no activity."""
 
     name = "timed window"
 
@@ -65,37 +66,42 @@ class TimedWindow(BackgroundThread):
         super().__init__()
         self._session = session
         self.samples: list[tuple[str, dict[str, Any]]] = []
-        """Events of the stacks sampled after the window. If steps follow, they are of no step."""
+        """Events of the stacks sampled after the window, which belong to no step."""
 
     def work(self) -> None:
         windows = self._session.windows
-        if self.stop_event.wait(WAIT_SECONDS) or self._seen() or not windows.enabled:
+        if self.stop_event.wait(WAIT_SECONDS) or self._is_moot() or not windows.enabled:
             return
-        opened = self._ask(windows.open_timed, lambda: windows.profiling or self._seen())
+        opened = self._call_in_main(
+            windows.open_timed, lambda: windows.profiling or self._is_moot()
+        )
         if not opened or not windows.timed:
             return
         self.stop_event.wait(WINDOW_SECONDS)
-        if self._ask(windows.close_timed, lambda: not windows.profiling):
+        if self._call_in_main(windows.close_timed, lambda: not windows.profiling):
             session = self._session
             sampler = StackSampler(
                 lambda: session.tape.hook_state[THREAD],
-                self._seen,
+                self._is_moot,
                 lambda kind, data: self.samples.append((kind, data)),
             )
             sampler.stop_event = self.stop_event
             sampler.work()
 
-    def _seen(self) -> bool:
-        """Return whether a step, or what may become one, was seen; or nothing more can be."""
+    def _is_moot(self) -> bool:
+        """Return whether a step or possible part of one was seen, or no step can be seen any
+        more."""
         session = self._session
         counts = session.steps.event_counts
-        seen = session.recorded or session.steps.explicit or session.in_loop
-        main = session.tape.hook_state[THREAD] == threading.main_thread().ident
-        others = counts["forwards"] + counts["backwards"] + counts["optimized"]
-        return bool(seen or others or session.finished or not session.listening or not main)
+        has_steps = session.recorded or session.steps.explicit or session.in_loop
+        is_main_thread = session.tape.hook_state[THREAD] == threading.main_thread().ident
+        passes = counts["forwards"] + counts["backwards"] + counts["optimized"]
+        return bool(
+            has_steps or passes or session.finished or not session.listening or not is_main_thread
+        )
 
-    def _ask(self, what: Callable[[], None], is_done: Callable[[], bool]) -> bool:
-        """Have the main thread call ``what`` until ``is_done``. Return whether it is."""
+    def _call_in_main(self, action: Callable[[], None], is_done: Callable[[], bool]) -> bool:
+        """Have the main thread call ``action`` until ``is_done``. Return whether it is done."""
         _Request.answered.set()
         for _ in range(MAX_TRIES):
             if _Request.answered.is_set():
@@ -103,18 +109,18 @@ class TimedWindow(BackgroundThread):
                     break
                 _Request.answered.clear()
                 _Request.until = time.monotonic() + LATE_SECONDS
-                _Request.what = lambda: self._contained(what)
-                if ctypes.pythonapi.Py_AddPendingCall(_ANSWER, None):  # too many are waiting
+                _Request.action = lambda: self._run_safely(action)
+                if ctypes.pythonapi.Py_AddPendingCall(_RUN_REQUEST, None):  # too many are waiting
                     _Request.answered.set()
             if self.stop_event.wait(RETRY_SECONDS):
                 break
-        _Request.what = None
+        _Request.action = None
         return is_done()
 
-    def _contained(self, what: Callable[[], None]) -> None:
+    def _run_safely(self, action: Callable[[], None]) -> None:
         session = self._session
         try:
             if session.listening and session.on_watched_thread():
-                what()
+                action()
         except Exception as error:
             session.on_internal_error(error)

@@ -1,14 +1,14 @@
-"""Watchers beside the recorder: NVTX and trace ranges, CUDA events, allocator counters, and what is
-kept when memory runs out: a snapshot and an event, while the exception continues unchanged.
+"""Watchers of phases and memory: NVTX and trace ranges, CUDA events, allocator counters. When
+memory runs out, a snapshot and an event are written, and the exception continues unchanged.
 
-For Nsight Systems they are NVTX ranges in a domain of our own. The ``nvtx`` package, because
+Nsight Systems gets NVTX ranges in a domain of our own. They use the ``nvtx`` package, because
 ``torch.cuda.nvtx`` raises in builds without CUDA. A domain with cached attributes costs some 0.1 µs
-a range; without a tool attached the package hands out a dummy, and then no range is made at all.
+per range. Without an attached tool, the package returns a dummy domain, and no ranges are made.
 
-CUDA events are recorded and never waited for; a few steps later, when they have passed, their times
-are read. Both happen in the training thread and not while it captures a graph: a query in any other
-thread would end a capture with an error. Nothing of this before the process itself has initialised
-CUDA. Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be."""
+CUDA events are recorded and never waited for. Their times are read a few steps later, when they
+have completed. Both happen in the training thread, but not while it captures a graph: a query in
+another thread would end the capture with an error. None of this happens before the process itself
+initialises CUDA. docs/overhead.md gives their cost on a GPU, or says that it is not measured."""
 
 import logging
 import sys
@@ -56,13 +56,13 @@ class TraceRanges:
         self._tape.add_watcher(self)
 
     def end(self) -> None:
-        """Close the open ranges before the profiler stops."""
+        """Close the open ranges, before the profiler stops."""
         self._tape.remove_watcher(self)
         while self._open:
             self._close()
 
     def on_enter(self, phase: int) -> None:
-        """Open the range of a phase. None under a mode or a trace: it would be taken for a call."""
+        """Open the range of a phase, unless a mode or a trace would take it for a call."""
         import torch
         from torch.profiler import record_function
 
@@ -74,7 +74,7 @@ class TraceRanges:
         self._open.append(opened)
 
     def on_leave(self, phase: int) -> None:
-        """Close the range of a phase; none is open if the phase began before the window."""
+        """Close the range of a phase, unless the phase began before the window."""
         if self._open:
             self._close()
 
@@ -92,7 +92,7 @@ def is_intercepted(torch: Any) -> bool:
 
 
 def make_ranges(tape: Tape) -> Ranges | None:
-    """Return the NVTX ranges of the phases; ``None`` if no tool would see them."""
+    """Return the NVTX ranges of the phases, or ``None`` if no tool would see them."""
     try:
         import nvtx
     except ImportError:
@@ -102,17 +102,17 @@ def make_ranges(tape: Tape) -> Ranges | None:
 
 
 MEMORY_EVERY_NS = 250_000_000
-"""Least interval between queries of the allocator, ns: an answer costs some 30 µs."""
-MARKS_APART_NS = 100_000_000
-"""Least interval from one measured step to the next, ns: some 25 events, of 5 to 10 µs each, are
-made for a step and what is around it …"""
+"""Minimum interval between queries of the allocator, ns: a query costs some 30 µs."""
+MARKS_EVERY_NS = 100_000_000
+"""Minimum interval between two measured steps, ns. A step and its surroundings take some 25 events
+of 5 to 10 µs each."""
 LONG_STEP_NS = 50_000_000
-"""… and duration from which every step is measured, ns: some 0.2% of its time."""
-MAX_APART = 0.25
-"""Largest difference between device and host time of a step, as a share of device time, if the host
+"""Minimum duration of a step, ns, from which every step is measured, at some 0.2% of its time."""
+MAX_HOST_GAP = 0.25
+"""Maximum difference between device and host time of a step, as a share of device time, if the host
 waits for the device in each step."""
 MAX_POOL = 1024
-"""Most events kept for reuse."""
+"""Maximum number of events kept for reuse."""
 
 
 class EventTimes:
@@ -126,7 +126,7 @@ class EventTimes:
         self.host_ns = host_ns
         """Duration of the step on the host, ns."""
         self.times: list[int] | None = None
-        """Device time by phase number, ns; ``None`` if unknown."""
+        """Device time by phase number, ns, or ``None`` if unknown."""
         self.done = False
 
 
@@ -134,76 +134,77 @@ class PhaseEventTimer:
     """Watcher that makes CUDA events where phases begin and end, for one step in ``every``: for all
     steps if they are long, and for a few per second if they are short.
 
-    What happens in each step, an optimizer's step or a forward, is a *tick*; ``ticks`` says how
-    many a step has. Events are made for two steps' ticks: whatever a step's boundary is, one whole
-    step lies between."""
+    An event that happens in each step, an optimizer step or a forward, is a *tick*. ``ticks``
+    returns their number per step. CUDA events are made for the ticks of two steps, so that they
+    include one complete step, whatever its boundary is."""
 
     def __init__(self, tape: Tape, torch: Any, every: int, ticks: Callable[[], int]) -> None:
         self._tape = tape
         self._torch = torch
         self.host_is_ahead = False
-        """True once the host was seen to launch a step well before the device ran it: times between
-        steps on the host then say nothing."""
-        self._pause = max(every, 3) - 2
+        """True once the host launched a step well before the device ran it. Then times between
+        steps on the host are meaningless."""
+        self._skipped_steps = max(every, 3) - 2
         self._ticks = ticks
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
-        self._asked: deque[EventTimes] = deque()
+        self._readings: deque[EventTimes] = deque()
         self._steps = 0
-        """Most steps that events are being made for; 0: none are made …"""
-        self._left = 0
-        """… and ticks until that ends or, if none are made, until some may be."""
-        self._since = 0
-        """Start of making events, ns."""
+        """Maximum number of steps for which events are being made, or 0 if none are made."""
+        self._ticks_left = 0
+        """Number of ticks until the making of events ends or, if none are made, until it may
+        begin."""
+        self._started_ns = 0
+        """Time at which the making of events began, ns."""
 
     def ask(self, marks: list[tuple[int, Any]], phases: int, host_ns: int) -> EventTimes:
-        """Return the device times of a step, to be filled in later. Any thread may call it."""
+        """Return the device times of a step, which are filled in later. Any thread may call it."""
         reading = EventTimes(marks, phases, host_ns)
-        self._asked.append(reading)
+        self._readings.append(reading)
         return reading
 
     def answer(self) -> None:
         """Read the events that have completed. Called in the training thread."""
-        asked = self._asked
-        if not asked or self._torch._C._cuda_isCurrentStreamCapturing():
+        readings = self._readings
+        if not readings or self._torch._C._cuda_isCurrentStreamCapturing():
             return
-        while asked:
-            reading = asked[0]
+        while readings:
+            reading = readings[0]
             try:
                 if not reading.marks[-1][1].query():
                     return
-            except RuntimeError:  # the device failed: the training thread will hear of it
+            except RuntimeError:  # the device failed: the training thread gets the error too
                 return
             reading.times = phase_times(reading.marks, reading.phases)
             if reading.times is not None:
                 device_ns = sum(reading.times)
-                self.host_is_ahead |= abs(device_ns - reading.host_ns) > MAX_APART * device_ns
+                self.host_is_ahead |= abs(device_ns - reading.host_ns) > MAX_HOST_GAP * device_ns
             reading.done = True
-            asked.popleft()
-            # the last one is also the next step's first
+            readings.popleft()
+            # the last event is also the first of the next step
             self._pool.extend(event for _, event in reading.marks[:-1])
 
     def on_tick(self) -> None:
         """Read completed events at a tick, and start or stop making new ones."""
         self.answer()
-        self._left -= 1
-        if self._left > 0:
+        self._ticks_left -= 1
+        if self._ticks_left > 0:
             return
         now = perf_counter_ns()
-        if self._steps and now - self._since >= self._steps * LONG_STEP_NS:
-            self._make(1, now)
+        if self._steps and now - self._started_ns >= self._steps * LONG_STEP_NS:
+            self._start_events(1, now)
         elif self._steps:
             self.end()
-        elif now - self._since >= MARKS_APART_NS and is_cuda_initialised(self._torch):
-            self._make(2, now)
+        elif now - self._started_ns >= MARKS_EVERY_NS and is_cuda_initialised(self._torch):
+            self._start_events(2, now)
             self._tape.add_watcher(self)
 
-    def _make(self, steps: int, now: int) -> None:
-        self._steps, self._since = steps, now
-        self._left = steps * self._ticks()
+    def _start_events(self, steps: int, now: int) -> None:
+        self._steps, self._started_ns = steps, now
+        self._ticks_left = steps * self._ticks()
 
     def end(self) -> None:
         """Stop making events for now."""
-        self._left, self._steps = self._pause * self._ticks(), 0
+        self._ticks_left, self._steps = self._skipped_steps * self._ticks(), 0
         if self._tape.remove_watcher(self):
             self._tape.log.extend((MARKS_END, 0))
 
@@ -217,12 +218,12 @@ class PhaseEventTimer:
         event.record()
         self._tape.log.extend((CUDA_EVENT, (phase, event)))
 
-    on_leave = on_enter  # the phase around the one that ended goes on
+    on_leave = on_enter  # the phase around the ended one continues
 
 
 def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
-    """Return the device time by phase number, ns, from each event to the next; ``None`` if they are
-    of devices or streams that cannot be compared."""
+    """Return the device time by phase number, ns, from each event to the next, or ``None`` if their
+    devices or streams cannot be compared."""
     spent = [0] * phases
     try:
         for (phase, event), (_, after) in pairwise(marks):
@@ -242,14 +243,15 @@ class AllocatorStats:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._last = 0
+        self._sampled_ns = 0
 
     def sample(self) -> tuple[int, int, int, int] | None:
-        """Return bytes in tensors, reserved bytes, peak in tensors, retries; ``None``: too soon."""
+        """Return bytes in tensors, reserved bytes, peak in tensors, retries, or ``None`` if too
+        soon."""
         now = perf_counter_ns()
-        if now - self._last < MEMORY_EVERY_NS or not is_cuda_initialised(self._torch):
+        if now - self._sampled_ns < MEMORY_EVERY_NS or not is_cuda_initialised(self._torch):
             return None
-        self._last = now
+        self._sampled_ns = now
         stats = self._torch.cuda.memory_stats()
         return (
             stats.get("allocated_bytes.all.current", 0),
@@ -262,13 +264,13 @@ class AllocatorStats:
 log = logging.getLogger("advisor")
 MAX_MESSAGE = 2000
 MAX_ENTRIES = 1_000_000
-"""Most events of the allocator's history: some GB of host memory."""
+"""Maximum number of events in the allocator's history: some GB of host memory."""
 
 
 class OutOfMemoryHook:
-    """Recorder of CUDA's out-of-memory errors. ``write_event(data)`` writes an ``oom`` event, once
-    a run for each error that ends it and once for the first that was met. ``history``: events of
-    the allocator to keep for the snapshot; 0: none."""
+    """Recorder of CUDA's out-of-memory errors. ``write_event(data)`` writes an ``oom`` event for
+    each error that ends the run. The first error of all writes the snapshot. ``history``: number of
+    allocator events to keep for the snapshot, or 0 for none."""
 
     def __init__(self, write_event: Callable[[dict[str, Any]], None], history: int = 0) -> None:
         self._write_event = write_event
@@ -279,31 +281,31 @@ class OutOfMemoryHook:
         self._snapshot: str | None = None
 
     def install(self) -> None:
-        """Have the allocator call us when it fails, while the memory is still full."""
+        """Have the allocator call us when an allocation fails, while the memory is still full."""
         torch = sys.modules.get("torch")
         attach = getattr(getattr(torch, "_C", None), "_cuda_attach_out_of_memory_observer", None)
         if attach is None or self._observing or torch is None or not torch.cuda.is_initialized():
             return
         self._observing = True
-        self._keep_history(torch)
-        attach(self._observed)  # there is no way to detach: it does nothing the second time
+        self._switch_on_history(torch)
+        attach(self._on_full)  # it cannot be detached, but only its first call has an effect
 
-    def _keep_history(self, torch: Any) -> None:
-        """Switch on the allocator's history, if it is wanted and the program has not."""
+    def _switch_on_history(self, torch: Any) -> None:
+        """Switch on the allocator's history, if it is wanted and the program has not done so."""
         if not self._history:
             return
         try:
             if torch._C._cuda_isHistoryEnabled():
-                return  # the program's own, with its own bounds
+                return  # the program's own history, with its own limits
             torch.cuda.memory._record_memory_history(
                 "all", context="all", stacks="python", max_entries=self._history
             )
             self._switched_on = True
-        except (RuntimeError, AttributeError, TypeError) as error:  # another PyTorch
+        except (RuntimeError, AttributeError, TypeError) as error:  # another version of PyTorch
             log.warning("advisor: no memory history: %s", error)
 
     def close(self) -> None:
-        """Switch off the history that was switched on."""
+        """Switch off the history, if this recorder switched it on."""
         torch = sys.modules.get("torch")
         if not self._switched_on or torch is None:
             return
@@ -314,28 +316,28 @@ class OutOfMemoryHook:
             log.warning("advisor: memory history stays on: %s", error)
 
     def on_exception(self, error: BaseException) -> None:
-        """Write an ``oom`` event if the exception is for lack of device memory."""
+        """Write an ``oom`` event if the exception is an out-of-memory error of the device."""
         if not is_out_of_memory(error):
             return
-        allocated, reserved = _allocator()
+        allocated, reserved = _allocator_bytes()
         self._write_event(
             {
                 "message": str(error)[:MAX_MESSAGE],
-                "snapshot": self._snapshot or self._dump(),
+                "snapshot": self._snapshot or self._write_snapshot(),
                 "allocated": allocated,
                 "reserved": reserved,
             }
         )
 
-    def _observed(self, device: int, alloc: int, device_alloc: int, device_free: int) -> None:
+    def _on_full(self, device: int, alloc: int, device_alloc: int, device_free: int) -> None:
         try:
             if self._snapshot is None and self.folder is not None:
-                self._snapshot = self._dump()
-        except Exception as error:  # called from inside the allocator: nothing may leave this
+                self._snapshot = self._write_snapshot()
+        except Exception as error:  # called inside the allocator: no error may leave this function
             log.warning("advisor: no memory snapshot: %s", error)
 
-    def _dump(self) -> str | None:
-        """Write the allocator's snapshot; return the file's name, or ``None`` if there is none."""
+    def _write_snapshot(self) -> str | None:
+        """Write the allocator's snapshot. Return the file's name, or ``None`` if there is none."""
         torch = sys.modules.get("torch")
         if torch is None or self.folder is None or not torch.cuda.is_initialized():
             return None
@@ -350,14 +352,14 @@ class OutOfMemoryHook:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception is torch's for a full device."""
+    """Return whether an exception is torch's error for a full device."""
     kind = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
     if kind is None:
         kind = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)
     return kind is not None and isinstance(error, kind)
 
 
-def _allocator() -> tuple[int | None, int | None]:
+def _allocator_bytes() -> tuple[int | None, int | None]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None, None

@@ -1,12 +1,11 @@
-"""Writer's thread: makes the run directory and writes what the training thread hands on.
+"""Writer's thread: creates the run directory and writes what the training thread passes on.
 
-It reads the tape and encodes five times a second, and appends whole lines once. Everything slow is
-done here: git and versions for the manifest, the directory, CUDA events that have passed, looking
-for trouble and for requests. The first error of the disk ends the recording, with one warning.
+It reads the tape and encodes records five times a second, and appends complete lines once a second.
+It does everything slow: git and versions for the manifest, the directory, completed CUDA events,
+the detection of slowdowns and requests. The first disk error ends the recording with one warning.
 
-A run may go on for months: after every ``SINGLE`` lines of steps, a line stands for twice as many
-steps as before, with their sums. Those that differ from the ones around them stay lines of their
-own."""
+A run may last for months. After every ``SINGLE`` lines of steps, a line covers twice as many steps
+as before, with their sums. Steps that differ from their neighbours keep their own lines."""
 
 from __future__ import annotations
 
@@ -35,33 +34,33 @@ from advisor.recorder.slowdown import SlowdownWatch
 from advisor.recorder.steps import RecordedStep
 
 READ_SECONDS = 0.2
-"""Interval at which the tape is read, s: what waits on it fits the caches. Read once a second, the
-training thread was measured to wait for the interpreter 3 to 4 µs per step; so, not at all."""
+"""Interval at which the tape is read, s, so that unread entries fit the caches. With reads once a
+second, the training thread waited 3 to 4 µs per step for the interpreter; now it does not wait."""
 EVERY_SECONDS = 1.0
 """Interval at which records are written to disk, s."""
 MAX_QUEUE = 200_000
-"""Most records that wait for a slow disk; older ones are dropped."""
+"""Maximum number of records that wait for a slow disk. Older ones are dropped."""
 YIELD_SECONDS = 1e-4
-"""Sleep between pieces of work, s: the training thread must not wait for the interpreter."""
+"""Sleep between pieces of work, s, so that the training thread does not wait."""
 MAX_WAITING = 4096
-"""Most steps that wait for their CUDA events; beyond, the oldest is written without."""
+"""Maximum number of steps that wait for their CUDA events. Beyond it, the oldest one does not."""
 STOP_SECONDS = 10.0
 SINGLE = 10_000
-"""Step lines after which each line stands for twice as many steps."""
+"""Number of step lines after which each line covers twice as many steps."""
 OUTLIER, MAX_OUTLIERS = 1.5, SINGLE // 4
-"""Ratio to the last line's mean step from which a step gets its own line, and most such lines."""
+"""Ratio to the last line's mean step for a step to get its own line, and maximum of such lines."""
 END_BYTES = 4096
-"""Space of the last steps given up on a full disk, bytes, for the line that says why it ends."""
+"""Size of the last steps to drop on a full disk, bytes, for the line that explains the end."""
 NO_INFERENCE = threading.Event()
-"""Record to ``put`` when a training begins: drops the inference steps recorded before it."""
+"""Record to ``put`` when training begins: drops the inference steps recorded before it."""
 NO_STEPS = threading.Event()
-"""Record to ``put`` when training steps turn out wrong: drops those recorded so far."""
+"""Record to ``put`` when training steps turn out wrong: drops the ones recorded so far."""
 REQUEST = "window.request"
-"""File in the run directory that ``advisor window RUN`` touches to ask for a window."""
+"""File in the run directory that ``advisor window RUN`` touches to request a window."""
 
 
 class Writer:
-    """Writer of one rank's files. Any thread may call ``put``; the rest is the thread's own."""
+    """Writer of one rank's files. Any thread may call ``put``; the rest is for its own thread."""
 
     def __init__(
         self,
@@ -81,24 +80,24 @@ class Writer:
         self._waiting: deque[RecordedStep | RepeatedBlock] = deque()
         self._open_wanted = threading.Event()
         self._wake = threading.Event()
-        self._over = False
+        self._stopping = False
         self._thread: threading.Thread | None = None
         self._files: dict[type, Lines] = {}
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._written_at = 0.0
         self.folder: Path | None = None
-        """Folder of this rank; ``None`` until it exists."""
+        """Folder of this rank, or ``None`` until it exists."""
         self.read: Callable[[], None] | None = None
-        """Function that reads the tape; it calls ``put`` with the steps."""
+        """Function that reads the tape and calls ``put`` with the steps."""
         self.resolve: Callable[[Any], Batch] | None = None
         """Function that describes a batch from the training thread's note."""
         self.on_open: Callable[[Path], None] | None = None
         """Function called in the writer's thread once the folder exists."""
         self.slowdown: SlowdownWatch | None = None
         self.on_window_request: Callable[[str, bool], None] | None = None
-        """Function that requests a window: the reason, and whether the user asked for it."""
+        """Function that requests a window, with the reason and whether the user asked for it."""
         self.host_is_ahead: Callable[[], bool] = lambda: False
-        """Function that tells whether only device times show how long a step takes."""
+        """Function that returns whether only device times show the duration of a step."""
         self._by_device = False
 
     def start(self) -> None:
@@ -107,7 +106,7 @@ class Writer:
         self._thread.start()
 
     def open(self) -> None:
-        """Allow the run directory to be made: there is something to write."""
+        """Allow the creation of the run directory, because there is something to write."""
         if not self._open_wanted.is_set():
             self._open_wanted.set()
             self._wake.set()
@@ -124,7 +123,7 @@ class Writer:
         self._queue.append(record)
 
     def flush(self, seconds: float = STOP_SECONDS) -> None:
-        """Wait until all records put so far are on disk, at most ``seconds``."""
+        """Wait until all records put so far are on disk, for at most ``seconds``."""
         done = threading.Event()
         self._queue.append(done)
         self._wake.set()
@@ -132,8 +131,8 @@ class Writer:
             done.wait(seconds)
 
     def stop(self) -> None:
-        """Write what is left and end the thread."""
-        self._over = True
+        """Write what remains and end the thread."""
+        self._stopping = True
         self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -143,47 +142,47 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            while not self._over:
+            while not self._stopping:
                 self._wake.wait(READ_SECONDS)
                 self._wake.clear()
-                self._round()
-            self._round(last=True)
+                self._work()
+            self._work(last=True)
         except OSError as error:
             self._failed(f"{self.folder or self._out or 'runs'}: {error.strerror or error}")
-            self._say_why(error)
+            self._write_end_reason(error)
         except Exception as error:
-            # This is a thread of somebody's training process: whatever it is, it ends here.
+            # this thread runs in the user's training process, so no error may leave it
             self._failed(f"{type(error).__name__}: {error}")
         finally:
             for lines in self._files.values():
                 with suppress(OSError):
                     lines.close()
-            self._release()
+            self._release_waiters()
 
-    def _say_why(self, error: OSError) -> None:
+    def _write_end_reason(self, error: OSError) -> None:
         """Write the last event on a disk that may be full, in place of some of the last steps."""
         steps, events = self._files.get(RecordedStep), self._files.get(rundir.Event)
         if events is None or not isinstance(steps, StepLines):
             return
         end = {"steps": steps.written, "reason": "disk", "message": error.strerror or str(error)}
         events.forget()
-        for given_up in (False, True):
+        for drop_steps in (False, True):
             with suppress(OSError):
-                if given_up:
+                if drop_steps:
                     steps.shorten(END_BYTES)
                 events.add(rundir.Event(t=time.perf_counter_ns(), kind="end", data=end))
                 events.flush()
                 return
 
-    def _round(self, *, last: bool = False) -> None:
+    def _work(self, *, last: bool = False) -> None:
         if self.read is not None:
             self.read()
         if self.folder is None:
             if not self._open_wanted.is_set():
                 if last:
-                    self._release()
+                    self._release_waiters()
                 return
-            self._make()
+            self._create_folder()
         waiters: list[threading.Event] = []
         for _ in range(len(self._queue)):
             record = self._queue.popleft()
@@ -200,28 +199,28 @@ class Writer:
                 waiters.append(record)
             else:
                 self._files[type(record)].add(record)
-        self._steps(last or bool(waiters))
-        at = time.monotonic()
-        if last or waiters or at - self._written_at >= EVERY_SECONDS:
-            self._written_at = at
+        self._write_steps(last or bool(waiters))
+        now = time.monotonic()
+        if last or waiters or now - self._written_at >= EVERY_SECONDS:
+            self._written_at = now
             for lines in self._files.values():
                 if isinstance(lines, StepLines) and (last or waiters):
                     lines.join()
                 lines.flush()
-            self._requests()
+            self._check_requests()
         for waiter in waiters:
             waiter.set()
 
-    def _release(self) -> None:
-        """Release all threads that wait in ``flush``, because this one has ended."""
+    def _release_waiters(self) -> None:
+        """Release all threads that wait in ``flush``, because this thread has ended."""
         for record in list(self._queue):
             if isinstance(record, threading.Event):
                 record.set()
 
-    def _make(self) -> None:
+    def _create_folder(self) -> None:
         number, world = self._rank()
         folder = rank_folder(self._out, number, world)
-        # the bare minimum first: a process that is killed now leaves a directory that can be read
+        # the minimum first, so that a process killed now leaves a readable directory
         manifest, rank = self._describe(folder.parent.name)
         write_once(folder.parent / rundir.MANIFEST, manifest)
         write_once(folder / rundir.RANK, rank)
@@ -233,11 +232,11 @@ class Writer:
             CompileRecord: Lines(folder / rundir.COMPILE_LOG),
         }
         self.folder = folder
-        self._asked_at = time.time()
+        self._requested_at = time.time()
         if self.on_open is not None:
             self.on_open(folder)
 
-    def _steps(self, all_of_them: bool) -> None:
+    def _write_steps(self, all_of_them: bool) -> None:
         """Write steps in order, as soon as their CUDA events have completed."""
         if not self._waiting:
             return
@@ -253,15 +252,15 @@ class Writer:
             if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
                 break
             self._waiting.popleft()
-            step = self._record(result)
+            step = self._make_row(result)
             if not self._waiting:
                 step.rss = resident
             self._files[RecordedStep if result.trains else InferenceStep].add(step)
             if result.window is None and not result.exporting:
-                self._watch([step.dur], sum(step.gpu.values()) if step.gpu else None)
+                self._check_slowdown([step.dur], sum(step.gpu.values()) if step.gpu else None)
 
-    def _watch(self, lengths: list[int], device: int | None = None) -> None:
-        """Check steps outside windows for a slowdown; ``device``: the step's time there, ns."""
+    def _check_slowdown(self, lengths: list[int], device: int | None = None) -> None:
+        """Check steps outside windows for a slowdown. ``device``: the step's device time, ns."""
         if self.slowdown is not None and self.on_window_request is not None:
             if self.host_is_ahead():
                 if not self._by_device:
@@ -274,7 +273,7 @@ class Writer:
                 self.on_window_request(reason, False)
 
     def _block(self, block: RepeatedBlock, resident: int | None) -> None:
-        """Write steps that were read together, formatted like the lines of ``_record``."""
+        """Write steps that were read together, in the format of single step lines."""
         steps = self._files[RecordedStep]
         assert isinstance(steps, StepLines)
         uniform = (
@@ -285,8 +284,10 @@ class Writer:
             return
         if steps.every > 1 or any(0 in column for _, column in block.phases if any(column)):
             for step in block.steps():
-                self._files[RecordedStep].add(self._record(step))
-            self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
+                self._files[RecordedStep].add(self._make_row(step))
+            self._check_slowdown(
+                [end - begin for begin, end in zip(block.begins, block.ends, strict=True)]
+            )
             return
         phases = [(phase, column) for phase, column in block.phases if column[0]]
         names = (json.dumps(self._names[phase]).replace("%", "%%") for phase, _ in phases)
@@ -297,21 +298,21 @@ class Writer:
         first = f',"micro":{block.micro}' if block.micro != 1 else ""
         ends = [first] * count
         if block.batches and uniform:
-            ends = [first + self._described(block.batches[0])] * count
+            ends = [first + self._encode_batches(block.batches[0])] * count
         elif block.batches:
-            ends = [first + self._described(batches) for batches in block.batches]
+            ends = [first + self._encode_batches(batches) for batches in block.batches]
         if resident is not None:
             ends[-1] += f',"rss":{resident}'
         numbers = range(block.n, block.n + count)
         columns = (numbers, block.begins, lengths, *(column for _, column in phases), ends)
         text = line * count % tuple(chain.from_iterable(zip(*columns, strict=True)))
         steps.add_lines(text.encode(), count)
-        self._watch(lengths)
+        self._check_slowdown(lengths)
 
     def _join_block(self, block: RepeatedBlock, steps: StepLines) -> None:
-        """Write steps that were read together, several to a line."""
-        like = rundir.StepRow(n=0, t=0, dur=0, micro=block.micro)
-        self._describe_batches(like, block.batches[0] if block.batches else [])
+        """Write steps that were read together, several per line."""
+        template = rundir.StepRow(n=0, t=0, dur=0, micro=block.micro)
+        self._describe_batches(template, block.batches[0] if block.batches else [])
         lengths = list(map(sub, block.ends, block.begins))
         phases = [(self._names[phase], column) for phase, column in block.phases if any(column)]
         size = 1 if steps.has_outlier(lengths) else steps.every
@@ -319,22 +320,22 @@ class Writer:
             part = slice(i, i + size)
             count = len(lengths[part])
             step = msgspec.structs.replace(
-                like, n=block.n + i, t=block.begins[i], dur=sum(lengths[part]), of=count,
+                template, n=block.n + i, t=block.begins[i], dur=sum(lengths[part]), of=count,
                 phases={name: ns for name, column in phases if (ns := sum(column[part]))},
-                samples=None if like.samples is None else like.samples * count,
-                bytes=None if like.bytes is None else like.bytes * count,
+                samples=None if template.samples is None else template.samples * count,
+                bytes=None if template.bytes is None else template.bytes * count,
             )  # fmt: skip
             steps.add(step)
-        self._watch(lengths)
+        self._check_slowdown(lengths)
 
-    def _described(self, glances: list[Any]) -> str:
+    def _encode_batches(self, notes: list[Any]) -> str:
         """Return the batches' fields as JSON text that starts with a comma."""
         step = rundir.StepRow(n=0, t=0, dur=0)
-        self._describe_batches(step, glances)
+        self._describe_batches(step, notes)
         values = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
         return "".join(f',"{name}":{value}' for name, value in values if value is not None)
 
-    def _record(self, result: RecordedStep) -> rundir.StepRow:
+    def _make_row(self, result: RecordedStep) -> rundir.StepRow:
         names = self._names
         phases = {names[i]: ns for i, ns in enumerate(result.phases) if ns}
         step = rundir.StepRow(
@@ -356,10 +357,10 @@ class Writer:
             step.allocated, step.reserved, step.peak, step.retries = result.memory
         return step
 
-    def _describe_batches(self, step: rundir.StepRow, glances: list[Any]) -> None:
-        batches = [glance for glance in glances if glance is not None]
+    def _describe_batches(self, step: rundir.StepRow, notes: list[Any]) -> None:
+        batches = [note for note in notes if note is not None]
         if batches and self.resolve is not None:
-            # those that were not seen (a loader that is not asked through us) are not counted
+            # batches that were not seen (from a loader without our hooks) are not counted
             for batch in map(self.resolve, batches):
                 if batch.samples is not None:
                     step.samples = (step.samples or 0) + batch.samples
@@ -368,22 +369,22 @@ class Writer:
                 if batch.padding is not None:
                     step.padding = batch.padding
 
-    def _requests(self) -> None:
-        """Request a window if the user asked for one since the last look."""
+    def _check_requests(self) -> None:
+        """Request a window if the user asked for one since the last check."""
         if self.folder is None or self.on_window_request is None:
             return
         try:
-            at = (self.folder.parent / REQUEST).stat().st_mtime
+            requested_at = (self.folder.parent / REQUEST).stat().st_mtime
         except OSError:
             return
-        if at > self._asked_at:
-            self._asked_at = at
+        if requested_at > self._requested_at:
+            self._requested_at = requested_at
             self.on_window_request("asked for", True)
 
 
 class Lines:
-    """Append-only file of JSON lines. ``add`` keeps, ``flush`` writes what was kept in one call. A
-    killed process leaves complete lines; only a disk that fills up can cut the last one."""
+    """Append-only file of JSON lines. ``add`` keeps records, and ``flush`` writes them in one call.
+    A killed process leaves complete lines; only a full disk can cut the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -399,67 +400,67 @@ class Lines:
         self._kept += b"\n"
 
     def flush(self) -> None:
-        """Write what was kept. Raises OSError; then the kept records are dropped, and no partial
-        line is left in the file."""
+        """Write the kept records. On an OSError, they are dropped, and the file keeps no partial
+        line."""
         if not self._kept:
             return
-        kept, self._kept = self._kept, bytearray()
+        data, self._kept = self._kept, bytearray()
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self._path, flags, 0o644)
-        done = 0
+        written = 0
         try:
-            while done < len(kept):
-                done += os.write(self._descriptor, memoryview(kept)[done:])
+            while written < len(data):
+                written += os.write(self._descriptor, memoryview(data)[written:])
         except OSError:
-            whole = kept.rfind(b"\n", 0, done) + 1
-            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - done + whole)
+            complete = data.rfind(b"\n", 0, written) + 1
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written + complete)
             raise
 
     def forget(self) -> None:
-        """Drop the records kept, unwritten."""
+        """Drop the kept records without writing them."""
         self._kept = bytearray()
 
     def remove(self) -> None:
-        """Delete the file and the records kept."""
+        """Delete the file and the kept records."""
         self.close()
         self.forget()
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file; records kept are not written."""
+        """Close the file without writing the kept records."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class StepLines(Lines):
-    """File of step lines; in a long run, one line stands for several consecutive steps."""
+    """File of step lines. In a long run, one line covers several consecutive steps."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.every = 1
-        """Steps per line, unless something sets a step apart."""
+        """Number of steps per line, except for steps that differ from their neighbours."""
         self.written = 0
         """Number of steps so far."""
         self._lines = self._outliers = 0
-        self._several: list[rundir.StepRow] = []
-        self._usual = 0
+        self._pending: list[rundir.StepRow] = []
+        self._mean_ns = 0
         """Mean duration of a step in the last joined line, ns."""
 
     def add(self, record: msgspec.Struct) -> None:
-        """Keep a step for the next ``flush``, by itself or joined with its neighbours."""
+        """Keep a step for the next ``flush``, alone or joined with its neighbours."""
         assert isinstance(record, rundir.StepRow)
         self.written += record.of
-        if self.every == 1 or self._stands_alone(record):
+        if self.every == 1 or self._needs_own_line(record):
             self.join()
-            self._line(record)
+            self._add_line(record)
             return
-        several = self._several
-        if several and (record.micro, record.shapes) != (several[0].micro, several[0].shapes):
+        pending = self._pending
+        if pending and (record.micro, record.shapes) != (pending[0].micro, pending[0].shapes):
             self.join()
-        self._several.append(record)
-        if sum(step.of for step in self._several) >= self.every:
+        self._pending.append(record)
+        if sum(step.of for step in self._pending) >= self.every:
             self.join()
 
     def add_lines(self, lines: bytes, count: int) -> None:
@@ -470,7 +471,7 @@ class StepLines(Lines):
 
     def remove(self) -> None:
         super().remove()
-        self._several.clear()
+        self._pending.clear()
         self.every, self.written, self._lines = 1, 0, 0
 
     def shorten(self, size: int) -> None:
@@ -478,43 +479,43 @@ class StepLines(Lines):
         lines = self._path.read_bytes()
         os.truncate(self._path, lines.rfind(b"\n", 0, max(0, len(lines) - size)) + 1)
 
-    def _stands_alone(self, step: rundir.StepRow) -> bool:
+    def _needs_own_line(self, step: rundir.StepRow) -> bool:
         """Return whether a step needs its own line: in a window, after a pause, or long."""
         if step.window is not None or step.exporting:
             return True
-        quiet = not (step.evaluation or step.unused_graphs)
-        if quiet and not self.has_outlier([step.dur // step.of]):
+        is_ordinary = not (step.evaluation or step.unused_graphs)
+        if is_ordinary and not self.has_outlier([step.dur // step.of]):
             return False
         self._outliers += 1
         return self._outliers <= MAX_OUTLIERS
 
     def has_outlier(self, lengths: list[int]) -> bool:
         """Return whether one of these durations, ns, is long compared with the last line."""
-        return bool(self._usual) and max(lengths) > OUTLIER * self._usual
+        return bool(self._mean_ns) and max(lengths) > OUTLIER * self._mean_ns
 
     def join(self) -> None:
-        """Write the joined line, though it is not full."""
-        several, self._several = self._several, []
-        if not several:
+        """Write the joined line, even if it is not full."""
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        whole = several[-1]
-        whole.n, whole.t = several[0].n, several[0].t
-        for step in several[:-1]:
-            whole.of += step.of
-            whole.dur += step.dur
-            whole.gc += step.gc
-            whole.evaluation += step.evaluation
-            whole.unused_graphs += step.unused_graphs
+        joined = pending[-1]
+        joined.n, joined.t = pending[0].n, pending[0].t
+        for step in pending[:-1]:
+            joined.of += step.of
+            joined.dur += step.dur
+            joined.gc += step.gc
+            joined.evaluation += step.evaluation
+            joined.unused_graphs += step.unused_graphs
             for name, ns in step.phases.items():
-                whole.phases[name] = whole.phases.get(name, 0) + ns
-            whole.samples = _sum(whole.samples, step.samples)
-            whole.bytes = _sum(whole.bytes, step.bytes)
-            whole.gpu = whole.gpu or step.gpu
-            whole.rss = whole.rss or step.rss
-        self._usual = whole.dur // whole.of
-        self._line(whole)
+                joined.phases[name] = joined.phases.get(name, 0) + ns
+            joined.samples = _add_known(joined.samples, step.samples)
+            joined.bytes = _add_known(joined.bytes, step.bytes)
+            joined.gpu = joined.gpu or step.gpu
+            joined.rss = joined.rss or step.rss
+        self._mean_ns = joined.dur // joined.of
+        self._add_line(joined)
 
-    def _line(self, step: rundir.StepRow) -> None:
+    def _add_line(self, step: rundir.StepRow) -> None:
         super().add(step)
         self._count(1)
 
@@ -525,5 +526,5 @@ class StepLines(Lines):
             self.every *= 2
 
 
-def _sum(a: int | None, b: int | None) -> int | None:
+def _add_known(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b

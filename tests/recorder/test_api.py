@@ -389,4 +389,4 @@ def test_an_inner_failure_is_repeated_at_the_end(
             if number == 4:
                 recorder._session.on_internal_error(RuntimeError("on purpose"))
     said = " ".join(capfd.readouterr().err.split())
-    assert "recording stopped early: RuntimeError: on purpose. What was recorded until then" in said
+    assert "recording stopped early: RuntimeError: on purpose. Recorded until then" in said

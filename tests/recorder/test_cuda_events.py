@@ -62,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             assert self.at is not None and end.at is not None
             return played.slower * (end.at - self.at) / 1e6
 
-    monkeypatch.setattr(watchers, "MARKS_APART_NS", 0)
+    monkeypatch.setattr(watchers, "MARKS_EVERY_NS", 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "memory_stats", dict)
@@ -99,7 +99,7 @@ def test_steps_that_are_short_are_timed_a_few_times_a_second(
     training: Any, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events cost some microseconds each: what is spent on them a second has a bound."""
-    monkeypatch.setattr(watchers, "MARKS_APART_NS", 100_000_000)
+    monkeypatch.setattr(watchers, "MARKS_EVERY_NS", 100_000_000)
     begin = time.monotonic()
     with Recorder(str(tmp_path / "run"), **QUIET):
         while time.monotonic() < begin + 1:

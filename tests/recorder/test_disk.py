@@ -129,7 +129,7 @@ def test_blocks_of_steps_are_joined_as_single_ones_are(
                 writer._block(block, None)
             else:
                 for step in block.steps():
-                    lines.add(writer._record(step))
+                    lines.add(writer._make_row(step))
         lines.join()
         lines.flush()
         lines.close()

@@ -274,7 +274,7 @@ def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
         assert session is not None
         for number, batch in enumerate(training.loader(20, collate_fn=in_a_dictionary)):
             if number == 5:
-                monkeypatch.setattr(batch_module, "_collect", lambda *_: 1 / 0)
+                monkeypatch.setattr(batch_module, "_collect_tensors", lambda *_: 1 / 0)
             training.learn((batch["x"], batch["y"]))
     assert len(caplog.messages) == 1
     assert "ZeroDivisionError" in caplog.messages[0]

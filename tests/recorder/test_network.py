@@ -88,7 +88,7 @@ def test_nothing_is_kept_where_nothing_was_asked_for(
 def test_a_tool_that_fails_or_hangs_delays_nobody(
     script: str, training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(framework_logs, "ASK_SECONDS", 1.0)
+    monkeypatch.setattr(framework_logs, "TOPOLOGY_SECONDS", 1.0)
     tool(tools, "nvidia-smi", script)
     folder = record(training, tmp_path / "run")
     assert not (folder / TOPOLOGY).exists()

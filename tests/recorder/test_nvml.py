@@ -26,7 +26,7 @@ def test_no_package_no_driver_and_a_broken_driver_are_told_apart(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=12))
     assert open_nvml() == "no NVIDIA driver"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=999))
-    assert "cannot be asked" in str(open_nvml())
+    assert "cannot be queried" in str(open_nvml())
 
 
 def test_an_open_nvml_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:

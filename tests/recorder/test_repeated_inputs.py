@@ -128,13 +128,13 @@ def test_the_caller_is_named_by_its_line(recorded: Recorded) -> None:
 
 
 def test_blocks_all_over_a_large_tensor_are_compared() -> None:
-    from advisor.recorder.repeated_inputs import BLOCK, MAX_BLOCKS, _checksum
+    from advisor.recorder.repeated_inputs import BLOCK_BYTES, MAX_BLOCKS, _checksum
 
-    values = torch.zeros(4 * BLOCK * MAX_BLOCKS, dtype=torch.uint8)
+    values = torch.zeros(4 * BLOCK_BYTES * MAX_BLOCKS, dtype=torch.uint8)
     sums = {_checksum(values)}
-    for index in (0, 17 * BLOCK, len(values) - 1):
+    for index in (0, 17 * BLOCK_BYTES, len(values) - 1):
         other = values.clone()
-        other[index : index + 4 * BLOCK] = 1
+        other[index : index + 4 * BLOCK_BYTES] = 1
         sums.add(_checksum(other))
     assert len(sums) == 4
     assert _checksum(values.view(2, -1).T) is None

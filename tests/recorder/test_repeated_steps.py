@@ -158,7 +158,7 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
         if together:
             writer._block(block, 512)
         else:
-            steps = [writer._record(step) for step in block.steps()]
+            steps = [writer._make_row(step) for step in block.steps()]
             steps[-1].rss = 512
             for step in steps:
                 writer._files[RecordedStep].add(step)

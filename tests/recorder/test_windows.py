@@ -105,13 +105,13 @@ def test_long_steps_are_not_waited_for(
 def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = Writer._make
+    make = Writer._create_folder
 
     def slow(writer: Writer) -> None:
         time.sleep(1.0)
         make(writer)
 
-    monkeypatch.setattr(Writer, "_make", slow)
+    monkeypatch.setattr(Writer, "_create_folder", slow)
     record = run(tmp_path, training, 20, skip=10, warmup=1, active=4)
     assert record.events_of("window")[-1]["state"] == "done"
     assert steps_of(tmp_path / "run" / "rank0" / "trace_w0.json.gz") == [11, 12, 13, 14]
@@ -124,7 +124,7 @@ def test_a_trace_that_has_no_folder_is_given_up_at_once(
         time.sleep(0.5)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Writer, "_make", full)
+    monkeypatch.setattr(Writer, "_create_folder", full)
     begun = time.monotonic()
     with Recorder(str(tmp_path / "run"), skip=10, warmup=1, active=4, **CALM):
         for _ in range(20):

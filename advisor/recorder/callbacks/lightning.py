@@ -1,7 +1,7 @@
 """Callback for Lightning: ``Trainer(callbacks=[AdvisorCallback()])``.
 
-Do not give Lightning's own ``PyTorchProfiler`` beside it: two profilers crash a process; windows
-are left out while another one is active."""
+Do not use Lightning's own ``PyTorchProfiler`` at the same time: two profilers crash a process, so
+no windows open while another profiler is active."""
 
 from typing import Any
 

@@ -10,8 +10,8 @@ from advisor.recorder.api import Recorder
 class AdvisorCallback(TrainerCallback):
     """Callback that records ``Trainer.train``. Keywords are the recorder's options.
 
-    The trainer does not tell its callbacks of an exception: then the recording ends with the
-    process, and what was recorded until then is on the disk."""
+    The trainer does not inform its callbacks of an exception. Then the recording ends with the
+    process, and what was recorded until then is on disk."""
 
     def __init__(self, out: str | None = None, **options: Any) -> None:
         super().__init__()

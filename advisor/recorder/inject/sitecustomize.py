@@ -1,9 +1,9 @@
-"""Start-up file that begins the recording in a process of ``advisor record``, once torch is
-imported, and runs the user's own sitecustomize. On PYTHONPATH in front of everything else.
+"""Start-up file that begins the recording in a process of ``advisor record`` once torch is
+imported, and runs the user's own sitecustomize. It is the first entry of PYTHONPATH.
 
-Not a module of the package: the interpreter imports it by its bare name, in every Python that the
-program starts, of any version and with or without advisor. So it imports nothing that is not there
-already, advisor itself only after torch, and nothing but the user's own errors may leave it."""
+It is not a module of the package: the interpreter imports it by its bare name in every Python that
+the program starts, of any version, with or without advisor. So it only imports loaded modules, and
+advisor itself only after torch. No errors except the user's own may leave it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import os
 import sys
 
 MYPY = False
-if MYPY:  # the module ``typing`` is not loaded for this
+if MYPY:  # so that ``typing`` is not loaded at run time
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
 TORCH = "torch"
 HERE = os.path.dirname(__file__)  # noqa: PTH120
-"""Path of this folder, as PYTHONPATH has it."""
+"""Path of this folder, as in PYTHONPATH."""
 RECORDING = "advisor.recorder.injection"
 BEGIN = "ADVISOR_BEGIN"
-"""Variable with the module that replaces the recording: ``before_program()`` is called at once,
-``begin(note)`` after the import of torch."""
+"""Variable with the module that replaces the recording. Its ``before_program()`` is called at once,
+and its ``begin(note)`` after the import of torch."""
 NOTES = "ADVISOR_NOTES"
-"""Variable with a folder of ``advisor record``, for each process's notes on how far it came."""
+"""Variable with the folder where each process notes its progress for ``advisor record``."""
 
 
 def note(text: str) -> None:
-    """Append a line for ``advisor record``, which prints a reason if nothing was recorded."""
+    """Append a line for ``advisor record``, which explains why if nothing was recorded."""
     folder = os.environ.get(NOTES)
     if not folder:
         return
@@ -46,73 +46,73 @@ def note(text: str) -> None:
 class TorchImportHook:
     """Finder that notices any import of torch, and leaves the import unchanged.
 
-    Looking for torch is not importing it (``importlib.util.find_spec`` asks only), an import can
+    A search for torch is not an import (``importlib.util.find_spec`` only searches), an import can
     fail and be tried again, and other finders may come before this one, after it, or in its place.
-    So nothing is decided when torch is looked for: the loader that is found tells when it has run
-    torch's code. It is found in two places, for either can be passed by: among the finders
-    (editable installs have one of their own), and in ``PathFinder``, that most of them ask."""
+    So the recording only begins when the loader has run torch's code. The loader is found in two
+    places, because either can be bypassed: among the finders (editable installs have their own),
+    and in ``PathFinder``, which most of them use."""
 
     def __init__(self) -> None:
-        self._asking: set[int] = set()  # threads in which the other finders are being asked
+        self._searching: set[int] = set()  # threads in which the other finders are searching
         self._path_finder: Any = None
-        self._original: Any = None
-        self._ours: Any = None
+        self._original_find_spec: Any = None
+        self._own_find_spec: Any = None
         self._running = 0
         self._begun = False
 
     def install(self) -> None:
         """Begin at once if torch is loaded, else wait for its import."""
-        if self._loaded():
+        if self._is_loaded():
             self.begin()
             return
         sys.meta_path.insert(0, self)
         for finder in sys.meta_path:
             if getattr(finder, "__name__", "") == "PathFinder":
-                self._hook(finder)
+                self._wrap_path_finder(finder)
                 break
 
-    def _hook(self, finder: Any) -> None:
-        self._original = finder.__dict__["find_spec"]
-        original = self._original.__func__
+    def _wrap_path_finder(self, finder: Any) -> None:
+        self._original_find_spec = finder.__dict__["find_spec"]
+        original = self._original_find_spec.__func__
 
         def find_spec(cls: Any, fullname: str, path: Any = None, target: Any = None) -> Any:
             """Find a module in ``sys.path`` or in ``path``."""
             spec = original(cls, fullname, path, target)
-            return self._watched(spec) if fullname == TORCH else spec
+            return self._watch_loader(spec) if fullname == TORCH else spec
 
-        self._path_finder, self._ours = finder, classmethod(find_spec)
-        finder.find_spec = self._ours
+        self._path_finder, self._own_find_spec = finder, classmethod(find_spec)
+        finder.find_spec = self._own_find_spec
 
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find torch as the other finders do, and watch its loader; ``None`` for other modules."""
+        """Find torch with the other finders, and watch its loader. Ignore other modules."""
         if fullname != TORCH:
-            if TORCH in sys.modules and not self._running and self._loaded():
-                self.begin()  # it came by a way of its own
+            if TORCH in sys.modules and not self._running and self._is_loaded():
+                self.begin()  # torch was imported in another way
             return None
-        thread = _ident()
-        if thread in self._asking:  # another finder asks all of them
+        thread = _thread_id()
+        if thread in self._searching:  # another finder calls all finders
             return None
-        self._asking.add(thread)
+        self._searching.add(thread)
         try:
             for finder in list(sys.meta_path):
                 find = None if finder is self else getattr(finder, "find_spec", None)
                 spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
                 if spec is not None:
-                    return self._watched(spec)
+                    return self._watch_loader(spec)
             return None
         finally:
-            self._asking.discard(thread)
+            self._searching.discard(thread)
 
-    def _watched(self, spec: ModuleSpec | None) -> ModuleSpec | None:
+    def _watch_loader(self, spec: ModuleSpec | None) -> ModuleSpec | None:
         loader: Any = getattr(spec, "loader", None)
         run: Any = getattr(loader, "exec_module", None)
         if self._begun or run is None or getattr(run, "advisor", False):
             return spec
 
         def exec_module(module: ModuleType) -> None:
-            if getattr(module, "__name__", None) != TORCH:  # of one zip file, with others
+            if getattr(module, "__name__", None) != TORCH:  # another module in the same zip file
                 run(module)
                 return
             self._running += 1
@@ -123,37 +123,37 @@ class TorchImportHook:
             vars(loader).pop("exec_module", None)
             self.begin()
 
-        # an import that fails shows no frame of ours: the interpreter leaves out its own
+        # a failed import shows no frame of ours: the interpreter hides frames with this file name
         exec_module.__code__ = exec_module.__code__.replace(
             co_filename="<frozen importlib._bootstrap_external>"
         )
         exec_module.advisor = True  # type: ignore[attr-defined]
-        # of this one loader: its type, which programs look at, stays what it is. Where that is
-        # not possible, ``find_spec`` will see that torch is there.
+        # on this loader only: its type, which programs examine, stays unchanged. If that is not
+        # possible, ``find_spec`` will notice that torch is loaded.
         if hasattr(loader, "__dict__"):
             loader.exec_module = exec_module
         return spec
 
     @staticmethod
-    def _loaded() -> bool:
-        """Return whether torch itself has been imported, completely."""
+    def _is_loaded() -> bool:
+        """Return whether torch itself has been imported completely."""
         module = sys.modules.get(TORCH)
-        if type(module) is not type(sys):  # no module yet (a lazy one), or somebody's stand-in
+        if type(module) is not type(sys):  # a lazy module that is not loaded yet, or a stand-in
             return False
         names = vars(module)
         spec = names.get("__spec__")
         return "Tensor" in names and not getattr(spec, "_initializing", False)
 
     def begin(self) -> None:
-        """Remove the finders and begin to record, once torch is imported."""
+        """Remove the finders and begin to record, because torch is imported."""
         if self._begun:
             return
         self._begun = True
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         finder = self._path_finder
-        if finder is not None and finder.__dict__.get("find_spec") is self._ours:
-            finder.find_spec = self._original
+        if finder is not None and finder.__dict__.get("find_spec") is self._own_find_spec:
+            finder.find_spec = self._original_find_spec
         note("torch")
         try:
             if not _is_advisor():
@@ -168,7 +168,7 @@ class TorchImportHook:
         begin(note)
 
 
-def _ident() -> int:
+def _thread_id() -> int:
     import _thread
 
     return _thread.get_ident()
@@ -176,19 +176,19 @@ def _ident() -> int:
 
 def _is_advisor() -> bool:
     """Return whether the module named advisor is this package. A program may have its own module of
-    that name, which must not be run."""
+    that name, which must not run."""
     if "advisor" in sys.modules:
-        where = getattr(sys.modules["advisor"], "__file__", None)
+        file = getattr(sys.modules["advisor"], "__file__", None)
     else:
         import importlib.util
 
         spec = importlib.util.find_spec("advisor")
-        where = None if spec is None else spec.origin
-    parts = os.path.dirname(where or ""), "recorder", "injection.py"  # noqa: PTH120
-    return bool(where) and os.path.isfile(os.path.join(*parts))  # noqa: PTH113, PTH118
+        file = None if spec is None else spec.origin
+    parts = os.path.dirname(file or ""), "recorder", "injection.py"  # noqa: PTH120
+    return bool(file) and os.path.isfile(os.path.join(*parts))  # noqa: PTH113, PTH118
 
 
-def _chain() -> None:
+def _run_user_sitecustomize() -> None:
     """Import the sitecustomize that this file hides, if there is one."""
     import importlib.machinery
     import importlib.util
@@ -209,11 +209,11 @@ def _chain() -> None:
 
 
 def _leave_path() -> None:
-    """Remove this folder from ``sys.path``; child processes get it by PYTHONPATH."""
+    """Remove this folder from ``sys.path``. Child processes get it from PYTHONPATH."""
     sys.path[:] = [path for path in sys.path if path != HERE]
 
 
-def _record() -> None:
+def _begin_if_wanted() -> None:
     other = os.environ.get(BEGIN)
     if not (os.environ.get("ADVISOR_RUN_DIR") or other):
         return
@@ -232,7 +232,7 @@ def _record() -> None:
 
 try:
     _leave_path()
-    _record()
+    _begin_if_wanted()
 except Exception as error:
     note("without %s (%s: %s)" % (sys.executable, type(error).__name__, error))  # noqa: UP031
-_chain()
+_run_user_sitecustomize()

@@ -240,7 +240,7 @@ def _describe_counts(counts: dict[str, int]) -> str:
         if counts[key]
     ]
     missing = [singular for key, singular, _ in names[1:] if not counts[key]]
-    joined = ", ".join(present).replace("1 a ", "1 ")
+    joined = ", ".join(present)
     return f"{joined} (no {', no '.join(missing)})." if missing else f"{joined}."
 
 

@@ -169,7 +169,7 @@ def test_nothing_of_ours_or_of_the_profilers_is_mixed_into_the_programs_output(
 WAYS = {
     "python -I": ("-- PYTHON -I train.py", "this program cannot be recorded: python -I skips"),
     "a shebang with -S": ("-- ./script", "python -S skips the start-up file"),
-    "an emptied environment": ("-- env -i PYTHON train.py", "where the environment is emptied"),
+    "an emptied environment": ("-- env -i PYTHON train.py", "an emptied environment"),
     "no torch": ("-- PYTHON -c pass", "imported torch (1 ran)"),
     "no Python": ("-- true", "no Python process of the program read the start-up file"),
     "no loop": ("infer.py", "only 2 forwards (no backward, no optimizer step)"),

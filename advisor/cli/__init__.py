@@ -21,10 +21,10 @@ BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 DOCS = "docs/index.md of a checkout of the project"
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""Exception that typer raises for any misuse of the command line; it exports it under no name."""
+"""Exception that typer raises for any misuse of the command line, but does not export."""
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"advisor {__version__}")
         raise typer.Exit
@@ -33,7 +33,8 @@ def _version(wanted: bool) -> None:
 def _advisor(
     ctx: typer.Context,
     _show: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Why a PyTorch training step is slow, what to change, and how much time each fix saves.
@@ -61,37 +62,38 @@ COMMANDS = {
     "record": ("record", "command", "Run a training program and record it."),
     "window": ("record", "window", "Profile the next steps of a run in progress."),
     "monitor": ("monitor", "command", "Watch the GPUs and the host live."),
-    "try": ("try_", "command", "Try the fixes of a program, and measure each."),
-    "lint": ("lint", "command", "Check a program's source for what often costs time."),
+    "try": ("try_", "command", "Try fixes for a program, and measure each."),
+    "lint": ("lint", "command", "Check a program's source for common causes of slow steps."),
     "gate": ("gate", "command", "Fail CI when a run is slower than its baseline."),
-    "ledger": ("ledger", "command", "Compare past predictions with what was measured."),
+    "ledger": ("ledger", "command", "Compare past predictions with measurements."),
     "skill": ("agents", "skill", "Teach a coding agent to use advisor (SKILL.md)."),
     "mcp": ("agents", "mcp", "Serve tools to a coding agent (Model Context Protocol)."),
-    "demo": ("demo", "command", "Show a report of a bundled recording, and what its fix brought."),
+    "demo": ("demo", "command", "Show a report of a bundled recording, and what its fix saved."),
     "rules": ("rules", "app", ""),
     "workloads": ("workloads", "app", ""),
 }
-"""Subcommands: module, attribute to run (``app``: a group with its own commands), help line."""
+"""Subcommands: module, attribute to run (``app`` is a group with its own commands), help line."""
 
 ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
-"""Commands that read, say what they found, and end. They run no program of the user's."""
+"""Commands that read, report their result, and end. They do not run the user's programs."""
 GC_THRESHOLD = 100_000
 """Number of new objects between two searches for cycles; Python's default is 700. Objects here are
-freed by reference counts or last to the end. Searching took an eighth of a small trace's time."""
+freed by reference counts or live to the end. The searches took an eighth of a small trace's
+time."""
 
-ALLOCATOR = ("_RJEM_MALLOC_CONF", "dirty_decay_ms:50,muzzy_decay_ms:0")
-"""Environment variable of the columns' allocator, and its value: return freed pages soon. By
-default it keeps such pages for good, and a large file takes half as much memory again."""
+ALLOCATOR_SETTING = ("_RJEM_MALLOC_CONF", "dirty_decay_ms:50,muzzy_decay_ms:0")
+"""Environment variable of the columns' allocator, with a value that returns freed pages soon. By
+default, it keeps freed pages forever, and a large file takes half as much memory again."""
 
 
 def main() -> None:
     """Run the command line and leave the process with its exit code.
 
-    0: done. 1: ``--fail-on`` hit. 2: bad input or usage, reported in one line on stderr. 130:
-    interrupted. 141: the reader of a pipe went away, as for a program that SIGPIPE ends."""
+    0: success. 1: ``--fail-on`` applied. 2: bad input or usage, reported in one line on stderr.
+    130: interrupted. 141: the reader of a pipe closed it, as for a program that SIGPIPE ends."""
     if sys.argv[1:2] and sys.argv[1] in ANALYSING:
         gc.set_threshold(GC_THRESHOLD, 20, 20)
-        os.environ.setdefault(*ALLOCATOR)  # read when polars is imported
+        os.environ.setdefault(*ALLOCATOR_SETTING)  # read when polars is imported
     sys.exit(run(sys.argv[1:]))
 
 
@@ -100,44 +102,48 @@ def run(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     command = arguments[0] if arguments else ""
-    arguments = [_renamed(command, each) for each in arguments]
+    arguments = [_translate_option(command, argument) for argument in arguments]
     try:
         if command == "explain":
             rule = shlex.join(arguments[1:]) or "ID"
-            raise AdvisorError(f"no command 'explain'; of a rule: advisor rules show {rule}")
+            raise AdvisorError(f"no command 'explain'; for a rule: advisor rules show {rule}")
         if command and command not in COMMANDS and Path(command).exists():
-            raise AdvisorError(f"{command} is no command: advisor analyze {shlex.quote(command)}")
-        code = _command(command).main(args=arguments, prog_name="advisor", standalone_mode=False)
+            raise AdvisorError(
+                f"{command} is not a command: advisor analyze {shlex.quote(command)}"
+            )
+        code = _build_command(command).main(
+            args=arguments, prog_name="advisor", standalone_mode=False
+        )
         sys.stdout.flush()
     except AdvisorError as error:
-        code = _complain(_said(error, arguments), error.exit_code)
+        code = _print_error(_read_message(error, arguments), error.exit_code)
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         return code
     except _UsageError as error:
-        return _complain(_usage(error), BAD_INPUT)
+        return _print_error(_describe_usage_error(error), BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
+        _discard_stdout()
         return BROKEN_PIPE
     except PermissionError as error:
-        place = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return _complain(f"{place}{error.strerror or 'Permission denied'}", BAD_INPUT)
+        file = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return _print_error(f"{file}{error.strerror or 'Permission denied'}", BAD_INPUT)
     except MemoryError:
-        return _complain("out of memory; analyse one rank or fewer steps at a time", BAD_INPUT)
+        return _print_error("out of memory; analyse one rank or fewer steps at a time", BAD_INPUT)
     return code if isinstance(code, int) else 0
 
 
-def _renamed(command: str, argument: str) -> str:
-    """Return an argument with its option's name of today."""
+def _translate_option(command: str, argument: str) -> str:
+    """Return an argument with the current name of its option."""
     option, equals, value = argument.partition("=")
-    return f"{FORMER.get(command, {}).get(option, option)}{equals}{value}"
+    return f"{FORMER_NAMES.get(command, {}).get(option, option)}{equals}{value}"
 
 
 @cache
-def _command(name: str) -> Any:
-    """Build the command line with this subcommand alone, or with all if none has this name."""
+def _build_command(name: str) -> Any:
+    """Build the command line with this subcommand only, or with all if none has this name."""
     app = typer.Typer(
         name="advisor",
         cls=GroupHelp,
@@ -149,20 +155,20 @@ def _command(name: str) -> Any:
     app.callback(invoke_without_command=True)(_advisor)
     for command in [name] if name in COMMANDS else COMMANDS:
         module, attribute, line = COMMANDS[command]
-        home = import_module(f"advisor.cli.{module}")
+        module_object = import_module(f"advisor.cli.{module}")
         if attribute == "app":
-            for each in home.app.registered_commands:
-                each.cls = CommandHelp
-            app.add_typer(home.app, name=command)
+            for subcommand in module_object.app.registered_commands:
+                subcommand.cls = CommandHelp
+            app.add_typer(module_object.app, name=command)
         else:
-            settings = getattr(home, "SETTINGS", None) if attribute == "command" else None
+            settings = getattr(module_object, "SETTINGS", None) if attribute == "command" else None
             add = app.command(command, cls=CommandHelp, short_help=line, context_settings=settings)
-            add(getattr(home, attribute))
+            add(getattr(module_object, attribute))
     return typer.main.get_command(app)
 
 
-def _said(error: AdvisorError, arguments: list[str]) -> str:
-    """Return the message of an error; first print the runs to choose from, if there are several."""
+def _read_message(error: AdvisorError, arguments: list[str]) -> str:
+    """Return an error's message. If there are several runs to choose from, first print them."""
     result = sys.modules.get("advisor.read.runs")
     if result is None or not isinstance(error, result.SeveralRuns):
         return str(error)
@@ -171,36 +177,38 @@ def _said(error: AdvisorError, arguments: list[str]) -> str:
     return offer_runs(error, arguments)
 
 
-def _usage(error: Exception) -> str:
+def _describe_usage_error(error: Exception) -> str:
     """Return the message of a usage error in one line, with the command that shows the help."""
     names = getattr(error, "possibilities", None) or ()
     describe = getattr(error, "format_message", None)
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "advisor"
-    missing = getattr(error, "param", None)
-    if message.startswith("Missing argument") and missing is not None:
-        name = missing.metavar.removeprefix("[--] ").split()[0]
-        return f"no {name} is given: {command} {_arguments(context)} (see '{command} --help')"
-    if "(Possible options" in message:  # of --details and --no-details the first
-        near = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]
-        message = f"{message.partition(' (')[0]}. Did you mean {' or '.join(near)}?"
-    end = message.replace("is not a valid int range", "is no whole number").rstrip(".")
-    return f"{end}{'' if end.endswith('?') else '.'} See '{command} --help'."
+    parameter = getattr(error, "param", None)
+    if message.startswith("Missing argument") and parameter is not None:
+        name = parameter.metavar.removeprefix("[--] ").split()[0]
+        return (
+            f"no {name} is given: {command} {_describe_arguments(context)} (see '{command} --help')"
+        )
+    if "(Possible options" in message:  # for --details and --no-details, only the first
+        suggestions = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]
+        message = f"{message.partition(' (')[0]}. Did you mean {' or '.join(suggestions)}?"
+    sentence = message.replace("is not a valid int range", "must be an integer").rstrip(".")
+    return f"{sentence}{'' if sentence.endswith('?') else '.'} See '{command} --help'."
 
 
-def _arguments(context: Any) -> str:
-    """Return a command's arguments: what was typed, and the names of what is missing."""
+def _describe_arguments(context: Any) -> str:
+    """Return a command's arguments: the given values, and the names of the missing ones."""
     parts = []
-    for each in context.command.params:
-        if each.param_type_name == "argument":
-            given = context.params.get(each.name)
-            parts.append(shlex.quote(given) if isinstance(given, str) else _usage_of(each))
+    for parameter in context.command.params:
+        if parameter.param_type_name == "argument":
+            value = context.params.get(parameter.name)
+            parts.append(shlex.quote(value) if isinstance(value, str) else _format_usage(parameter))
     return " ".join(parts)
 
 
-def _usage_of(argument: Any) -> str:
-    """Return an argument as a usage line has it: ``PATH``, ``PATH...`` or ``[PATH]...``."""
+def _format_usage(argument: Any) -> str:
+    """Return an argument as in a usage line: ``PATH``, ``PATH...`` or ``[PATH]...``."""
     name = str(argument.metavar)
     if " " in name:
         return name
@@ -208,7 +216,7 @@ def _usage_of(argument: Any) -> str:
     return f"{name}{dots}" if argument.required else f"[{name}]{dots}"
 
 
-def _complain(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     from advisor.core.labels import clean
 
     try:
@@ -218,7 +226,7 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-def _forget_stdout() -> None:
+def _discard_stdout() -> None:
     """Redirect stdout to the null device, so that the flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -229,7 +237,7 @@ GROUPS: Final = {
     "Teams, CI and agents": ("gate", "ledger", "mcp", "skill"),
     "Learn": ("demo", "rules", "workloads"),
 }
-"""Headings of the help of ``advisor``, with their subcommands."""
+"""Headings in the help of ``advisor``, with their subcommands."""
 
 HEADINGS: Final = {
     "What to try": "--only --dry-run --budget --allow-write",
@@ -253,15 +261,15 @@ HEADINGS: Final = {
     "GPU and network": "--recorded-gpu --node-size --node-bandwidth",
     "Cost": "--price --prices --paid-gpus --epoch-steps --epoch-samples",
 }
-"""Headings of the options of all subcommands, in order."""
-MAX_PLAIN = 6
-"""Number of options up to which the help lists them without headings."""
+"""Headings for the options of all subcommands, in order."""
+MAX_UNGROUPED = 6
+"""Maximum number of options that the help lists without headings."""
 _RECORDED: Final = {"--gpu": "--recorded-gpu"}
 _PAID: Final = {"--gpus": "--paid-gpus"}
 _NODES: Final = {"--network": "--node-bandwidth"}
 _MESH: Final = {"--from-mesh": "--recorded-mesh"}
 _SNAPSHOT: Final = {"--memory": "--memory-snapshot"}
-FORMER: Final[dict[str, dict[str, str]]] = {
+FORMER_NAMES: Final[dict[str, dict[str, str]]] = {
     **{name: {**_RECORDED, **_PAID} for name in ("report", "gate")},
     "dashboard": {**_RECORDED, **_PAID, **_SNAPSHOT},
     "compare": _PAID,
@@ -282,10 +290,10 @@ FORMER: Final[dict[str, dict[str, str]]] = {
         "--batch-now": "--recorded-batch-size",
     },
 }
-"""Options by subcommand that had another name in an earlier version, and their name now."""
-OTHER: Final = "Other"
-_AT_LEAST = re.compile(r"  \[x>=[\d.]+\]$|; x>=[\d.]+(?=\]$)")
-"""Pattern of typer's note on a number without an upper end (``x>=0``), removed from the help."""
+"""Options by subcommand that had another name in an earlier version, with their current name."""
+OTHER_HEADING: Final = "Other"
+_MINIMUM_NOTE = re.compile(r"  \[x>=[\d.]+\]$|; x>=[\d.]+(?=\]$)")
+"""Pattern of typer's note on a number with only a minimum (``x>=0``), removed from the help."""
 
 
 class CommandHelp(TyperCommand):
@@ -293,8 +301,12 @@ class CommandHelp(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line: options, then arguments."""
-        arguments = [each for each in self.get_params(ctx) if each.param_type_name == "argument"]
-        return ["[OPTIONS]", *map(_usage_of, arguments)]
+        arguments = [
+            parameter
+            for parameter in self.get_params(ctx)
+            if parameter.param_type_name == "argument"
+        ]
+        return ["[OPTIONS]", *map(_format_usage, arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and each heading with its options."""
@@ -305,22 +317,22 @@ class CommandHelp(TyperCommand):
             if record is not None and parameter.param_type_name == "argument":
                 arguments.append(record)
             elif record is not None:
-                line = (record[0], _AT_LEAST.sub("", record[1]))
+                line = (record[0], _MINIMUM_NOTE.sub("", record[1]))
                 options.update(dict.fromkeys(parameter.opts, line))
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
-        own = list(dict.fromkeys(options.values()))
-        under = {"Options": own}
-        if len(own) > MAX_PLAIN + 1:  # and --help
+        all_lines = list(dict.fromkeys(options.values()))
+        lines_by_heading = {"Options": all_lines}
+        if len(all_lines) > MAX_UNGROUPED + 1:  # and --help
             headings = {heading: names.split() for heading, names in HEADINGS.items()}
-            under = {
+            lines_by_heading = {
                 heading: list(dict.fromkeys(options[name] for name in names if name in options))
                 for heading, names in headings.items()
             }
-            listed = [line for lines in under.values() for line in lines]
-            under[OTHER] = [line for line in own if line not in listed]
-        for heading, lines in under.items():
+            listed = [line for lines in lines_by_heading.values() for line in lines]
+            lines_by_heading[OTHER_HEADING] = [line for line in all_lines if line not in listed]
+        for heading, lines in lines_by_heading.items():
             if lines:
                 with formatter.section(heading):
                     formatter.write_dl(lines)
@@ -328,7 +340,7 @@ class CommandHelp(TyperCommand):
             from advisor.read.registry import list_formats
 
             with formatter.section("Formats"):
-                formatter.write("".join(f"  {each}\n" for each in list_formats()))
+                formatter.write("".join(f"  {line}\n" for line in list_formats()))
 
 
 class GroupHelp(TyperGroup):

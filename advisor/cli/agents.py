@@ -9,14 +9,14 @@ import typer
 from advisor.core.errors import AdvisorError, install_command
 from advisor.mcp import SKILL
 
-PLACES = (".claude/skills", ".agents/skills", ".codex/skills")
-"""Folders of a project in which agents look for skills; the first that is there is taken."""
+SKILL_FOLDERS = (".claude/skills", ".agents/skills", ".codex/skills")
+"""Folders of a project in which agents look for skills. The first one that exists is used."""
 
 
 def mcp(
     folders: Annotated[
         list[str],
-        typer.Argument(metavar="FOLDER", help="Folders that may be read; nothing else is."),
+        typer.Argument(metavar="FOLDER", help="The only folders that may be read."),
     ],
     allow_run: Annotated[
         bool,
@@ -26,23 +26,27 @@ def mcp(
         ),
     ] = False,
 ) -> None:
-    """Serve a coding agent (Model Context Protocol, stdio): what is slow, what a fix saves,
-    what-if, compare. Reads below the folders, writes nothing."""
+    """Serve tools to a coding agent (Model Context Protocol, stdio): what is slow, what a fix
+    saves, what-if, compare. It only reads these folders, and writes nothing."""
     from advisor.mcp.answers import AllowedFolders
 
     allowed = AllowedFolders(folders)
     if find_spec("mcp") is None:
-        raise AdvisorError(f"the Model Context Protocol's SDK is missing: {install_command('mcp')}")
+        raise AdvisorError(
+            f"the SDK of the Model Context Protocol is missing: {install_command('mcp')}"
+        )
     from advisor.mcp.tools import serve
 
     serve(allowed, allow_run=allow_run)
 
 
 def skill(
-    action: Annotated[str, typer.Argument(metavar="install|show", help="Write it, or print it.")],
+    action: Annotated[
+        str, typer.Argument(metavar="install|show", help="Write the skill, or print it.")
+    ],
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of skills; default: that of your agent."),
+        typer.Option(metavar="DIR", help="Folder of skills; default: your agent's folder."),
     ] = None,
 ) -> None:
     """Teach a coding agent to use advisor (the SKILL.md convention)."""
@@ -51,14 +55,16 @@ def skill(
         return
     if action != "install":
         raise AdvisorError(f"skill {action}: choose install or show")
-    home = folder or next((Path(p) for p in PLACES if Path(p).is_dir()), Path(PLACES[0]))
-    target = home / "advisor" / "SKILL.md"
+    skills_folder = folder or next(
+        (Path(p) for p in SKILL_FOLDERS if Path(p).is_dir()), Path(SKILL_FOLDERS[0])
+    )
+    target = skills_folder / "advisor" / "SKILL.md"
     text = SKILL.read_text(encoding="utf-8")
     try:
         if target.exists() and target.read_text(encoding="utf-8") != text:
-            raise AdvisorError(f"{target}: is there and differs; remove it first")
+            raise AdvisorError(f"{target}: exists and differs; remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise AdvisorError(f"{target}: cannot be written ({error.strerror or error})") from None
+        raise AdvisorError(f"cannot write {target} ({error.strerror or error})") from None
     print(target)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from advisor.render.renderer import Renderer
 
 FailOn = Literal["critical", "warning"]
-BAR = 24
+BAR_WIDTH = 24
 """Width of the progress bar, characters."""
 Paths = Annotated[
     list[str] | None,
@@ -45,15 +45,15 @@ CsvFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Write the tables (findings, steps, kernels, operators, rooflines, idle) there as "
-        "CSV too.",
+        help="Also write the tables (findings, steps, kernels, operators, rooflines, idle) there "
+        "as CSV.",
     ),
 ]
 TableBy = Annotated[
     Literal["layer", "operator", "mesh"] | None,
     typer.Option(
-        help="Show a table instead of the report: layers (modules), operators by shape with the "
-        "rate that they reach, or the axes of the device mesh with their collectives."
+        help="Show a table instead of the report: layers (modules), operators by shape with their "
+        "rate, or the axes of the device mesh with their collectives."
     ),
 ]
 Top = Annotated[
@@ -68,12 +68,12 @@ FailOnSeverity = Annotated[
 ]
 
 
-MAX_LEFT_OUT = 4
-"""Number of files without a trace that are named."""
+MAX_PROBLEMS = 4
+"""Maximum number of files without a trace to name."""
 
 
-def _left_out(run: Run, paths: list[str]) -> list[str]:
-    """Return what is wrong with each file that is no trace: of those given, and in folders of
+def _list_problems(run: Run, paths: list[str]) -> list[str]:
+    """Return the problem of each file that is not a trace, among the given files and in folders of
     traces."""
     files = [(line, line.partition(": ")[0]) for line in run.problems]
     folder = run.recording is None
@@ -96,38 +96,38 @@ def command(
     options: o.Options,
     progress: o.Progress = True,
 ) -> None:
-    """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves.
+    """Show what is slow in a PyTorch profiler trace, why, what to change, and what it saves.
 
     \b
       advisor analyze trace.json.gz      a trace; several: the ranks of one job
       advisor analyze runs/              the newest run that advisor record wrote
-      advisor analyze snapshot.pickle    what holds the GPU's memory
+      advisor analyze snapshot.pickle    what uses the GPU's memory
     """
     if not paths:
         paths, options = _inputs_without_trace(options)
     if len({*paths}) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise AdvisorError(f"{twice} is given twice; to compare two runs: advisor compare")
+        duplicate = next(path for path in paths if paths.count(path) > 1)
+        raise AdvisorError(f"{duplicate} is given twice; to compare two runs: advisor compare")
     paths = out.newest_run(paths)
     check_ranks(paths, options)
-    wanted = choose_output(paths, format_name, output, csv, table=by is not None)
+    renderer = choose_output(paths, format_name, output, csv, table=by is not None)
     names = RedactionNames(redact)
     examined = examine_paths(paths, options, progress, names)
     report = examined.report
     redaction = names.collect(examined.run)
-    left_out = _left_out(examined.run, paths)
-    for problem in left_out[:MAX_LEFT_OUT]:
-        shown = labels.clean(problem) if redaction is None else "a file"
-        print(f"advisor: left out: {shown}", file=sys.stderr)
-    if more := len(left_out[MAX_LEFT_OUT:]):
-        print(f"advisor: left out: {more} more (see --details)", file=sys.stderr)
+    left_out = _list_problems(examined.run, paths)
+    for problem in left_out[:MAX_PROBLEMS]:
+        text = labels.clean(problem) if redaction is None else "a file"
+        print(f"advisor: left out: {text}", file=sys.stderr)
+    if hidden_count := len(left_out[MAX_PROBLEMS:]):
+        print(f"advisor: left out: {hidden_count} more (see --details)", file=sys.stderr)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
     if by is not None:
         show_table(report, by, top, redaction)
     else:
         deliver(
-            report, wanted, output, top=top, details=details, brief=brief,
+            report, renderer, output, top=top, details=details, brief=brief,
             analysis=examined.main, redact=redaction,
         )  # fmt: skip
     if fail_on is not None and reaches_severity(report, fail_on):
@@ -137,7 +137,9 @@ def command(
         and report.status == "limited"
         and any(i.truncated for i in report.inputs)
     ):
-        raise AdvisorError("--fail-on: the file is cut off, so nothing is judged; record it again")
+        raise AdvisorError(
+            "--fail-on: the file is truncated, so there is no result; record it again"
+        )
 
 
 def choose_output(
@@ -145,14 +147,14 @@ def choose_output(
 ) -> Renderer[Report]:
     """Return the renderer of the report. Raises AdvisorError for options that cannot be combined,
     and for an output that cannot be written."""
-    wanted = out.choose_renderer(REPORTS, format_name, output)
+    renderer = out.choose_renderer(REPORTS, format_name, output)
     if table and (format_name not in (None, "terminal") or output is not None):
         raise AdvisorError("--by prints to the terminal only; drop --format and --output")
     if output is not None:
         out.check_output(output, paths)
     if csv is not None and csv.exists() and not csv.is_dir():
         raise AdvisorError(f"--csv {csv}: give a folder")
-    return wanted
+    return renderer
 
 
 def show_table(
@@ -161,7 +163,7 @@ def show_table(
     top: int | None,
     redact: set[str] | None,
 ) -> None:
-    """Print the table of layers, of operators by shape, or of the device mesh, on the terminal."""
+    """Print the table of layers, of operators by shape, or of the device mesh on the terminal."""
     from advisor.render.document import RenderOptions
     from advisor.render.documents import layers, ranks
 
@@ -174,7 +176,7 @@ def show_table(
 
 
 def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
-    """Return the inputs to analyse where no trace is given, and the options without them: compile
+    """Return the inputs to analyse without a trace, and the options without these inputs: compile
     logs, else the snapshot, else kernel reports. Raises AdvisorError if there are none."""
     read = options.read
     if read.compile_log is not None:
@@ -200,9 +202,9 @@ def check_ranks(paths: list[str], options: Options) -> None:
     if workers is not None and cluster is not None:
         raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
     given = {"--workers": workers, "--cluster": cluster, "--ranks": options.read.ranks or None}
-    asked = [name for name, value in given.items() if value is not None]
-    if asked and "-" in paths:
-        raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
+    given_names = [name for name, value in given.items() if value is not None]
+    if given_names and "-" in paths:
+        raise AdvisorError(f"{given_names[0]}: give files and folders, not standard input")
 
 
 class RankProgress:
@@ -213,15 +215,17 @@ class RankProgress:
         self._announced = False
 
     def __call__(self, done: RanksDone) -> None:
-        """Draw the progress bar; print the address of Dask's dashboard once, if there is one."""
+        """Draw the progress bar. Print the address of Dask's dashboard once, if there is one."""
         if done.dashboard and not self._announced:
             self._announced = True
             print(f"Dask's dashboard: {done.dashboard}", file=sys.stderr)
         if done.ranks == done.total:
             self._shown.show("comparing the ranks")
             return
-        filled = BAR * done.ranks // max(1, done.total)
-        text = f"[{'#' * filled}{'.' * (BAR - filled)}] {done.ranks:,} of {done.total:,} ranks"
+        filled = BAR_WIDTH * done.ranks // max(1, done.total)
+        text = (
+            f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done.ranks:,} of {done.total:,} ranks"
+        )
         self._shown.show(f"{text}, {done.unread:,} not read" if done.unread else text)
 
 
@@ -240,14 +244,14 @@ def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | N
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = error.strerror or str(error)
-        raise AdvisorError(f"--csv {folder}: cannot be made ({why})") from None
+        raise AdvisorError(f"--csv: cannot create {folder} ({why})") from None
     for name, table in result.items():
         out.write(table.text(), folder / f"{name}.csv", [item.path for item in report.inputs])
     print(f"{folder}: {', '.join(f'{name}.csv' for name in result)}", file=sys.stderr)
 
 
 class RedactionNames:
-    """Names of users and hosts found in what is read, to be removed from the output."""
+    """Names of users and hosts in the input, to be removed from the output."""
 
     def __init__(self, wanted: bool) -> None:
         self._names: NameMap | None = None
@@ -258,12 +262,12 @@ class RedactionNames:
 
     @property
     def peek(self) -> Callable[[bytes], None] | None:
-        """Return what a reader calls with each block of bytes; ``None`` if nothing is redacted."""
+        """Function that a reader calls with each block of bytes, or ``None`` without redaction."""
         return None if self._names is None else self._names.scan
 
     def collect(self, *runs: Run) -> set[str] | None:
-        """Return all names found so far and in the folders of recorded runs; ``None`` if nothing is
-        redacted."""
+        """Return all names found so far and in the folders of recorded runs, or ``None`` if nothing
+        is redacted."""
         if self._names is None:
             return None
         for run in runs:
@@ -276,7 +280,7 @@ def examine_paths(
     paths: list[str], options: Options, progress: bool, names: RedactionNames | None = None
 ) -> AnalysisResult:
     """Read and analyse traces with a progress line on stderr. ``names`` collects users and hosts
-    from what is read."""
+    from the input."""
     with out.Progress(progress) as shown:
         peek = None if names is None else names.peek
         options = o.read_options(options, progress=shown.report_bytes, peek=peek)
@@ -284,14 +288,14 @@ def examine_paths(
 
 
 def examine_with(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
-    """Analyse traces with a progress line that the caller goes on using afterwards."""
+    """Analyse traces with a progress line that the caller continues to use."""
     from advisor.advise.engine import examine
 
-    _let_interrupts_through()
+    _allow_interrupts()
     return examine(paths, options, lambda: shown.show("measuring"))
 
 
-def _let_interrupts_through() -> None:
+def _allow_interrupts() -> None:
     """Let Ctrl-C end a blocking read from a pipe. Once polars is imported, its signal handler
     restarts interrupted system calls."""
     if hasattr(signal, "siginterrupt") and threading.current_thread() is threading.main_thread():
@@ -309,8 +313,8 @@ def deliver(
     analysis: Analysis | None = None,
     redact: Iterable[str] | None = None,
 ) -> None:
-    """Render a report and show it, or write it to a file. ``analysis`` is for its timeline.
-    ``redact`` names users and hosts to remove along with other private text; ``None`` removes
+    """Render a report and show it, or write it to a file. ``analysis`` provides its timeline.
+    ``redact`` contains users and hosts to remove, along with other private text; ``None`` removes
     nothing."""
     inputs = [item.path for item in report.inputs]
     clean: Callable[[str], str] = str
@@ -326,7 +330,7 @@ def deliver(
 
 
 def reaches_severity(report: Report, level: FailOn) -> bool:
-    """Tell whether a finding, not a symptom of another, or a risk is at least this severe."""
+    """Return whether a risk, or a finding that is not a symptom, is at least this severe."""
     severities = {"critical"} if level == "critical" else {"critical", "warning"}
     causes = [finding for finding in report.findings if finding.folded_under is None]
     return any(finding.severity in severities for finding in (*causes, *report.risks))

@@ -27,20 +27,20 @@ def command(
             metavar="BEFORE", help="A trace, a folder of one run, or a saved JSON report."
         ),
     ],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The same, after the change.")],
     format_name: Annotated[str | None, o.format_option(COMPARISONS)] = None,
     output: o.Output = None,
     fail_if_slower: Annotated[
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Exit with 1 when the steps are surely slower by more than this, such as 5%.",
+            help="Exit with 1 when the steps are certainly slower by more than this, such as 5%.",
         ),
     ] = None,
     remember: Annotated[
         bool,
         typer.Option(
-            "--remember", help="Add what the fix saved to your ledger: no code, no names."
+            "--remember", help="Add the saving of the fix to your ledger: no code, no names."
         ),
     ] = False,
     *,
@@ -51,9 +51,9 @@ def command(
     redact: o.Redact = False,
     progress: o.Progress = True,
 ) -> None:
-    """Show what became faster or slower from one run to another, and which findings changed."""
+    """Show what became faster or slower between two runs, and which findings changed."""
     bound = parse_share(fail_if_slower)
-    wanted = out.choose_renderer(COMPARISONS, format_name, output)
+    renderer = out.choose_renderer(COMPARISONS, format_name, output)
     if output is not None:
         out.check_output(output, [before, after])
     if before == after == "-":
@@ -67,13 +67,13 @@ def command(
         from advisor.export.redact import redact as redacted
 
         comparison = redacted(comparison, names)
-    out.deliver(wanted, comparison, output, inputs, details=details)
+    out.deliver(renderer, comparison, output, inputs, details=details)
     if bound is not None:
-        _decide(comparison, bound)
+        _apply_bound(comparison, bound)
 
 
 def _append_prediction(comparison: Comparison) -> None:
-    """Record the prediction and its gain in the user's ledger. The runs stay as they are."""
+    """Record the prediction and its gain in the user's ledger. The runs do not change."""
     import time
 
     from advisor.compare.compare import append_prediction
@@ -82,13 +82,13 @@ def _append_prediction(comparison: Comparison) -> None:
 
     file = user_file()
     if append_prediction(comparison, file, unix=int(time.time())):
-        print(f"advisor: what the fix saved is kept in {clean(str(file))}", file=sys.stderr)
+        print(f"advisor: added the saving of the fix to {clean(str(file))}", file=sys.stderr)
 
 
 def _compare(
     before: str, after: str, options: Options, progress: bool, redaction: RedactionNames
 ) -> tuple[Comparison, set[str] | None]:
-    """Return the comparison, and the users and hosts to remove from it (``None``: not redacted)."""
+    """Return the comparison, and the users and hosts to remove from it, or ``None``."""
     from advisor.advise.engine import examine, open_ranks
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
@@ -97,33 +97,33 @@ def _compare(
     if any(saved) and (options.rank is not None or options.window is not None):
         raise AdvisorError("--rank and --window need a trace: a saved report covers one of each")
     if any(saved) and (options.steps is not None or options.read.step_ranges is not None):
-        raise AdvisorError("--steps: a saved report is of the steps it was made of; give the trace")
+        raise AdvisorError("--steps: the steps of a saved report are fixed; give the trace")
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     with out.Progress(progress) as shown:
         options = o.read_options(options, progress=shown.report_bytes, peek=redaction.peek)
-        result = []
+        examined = []
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:
                 continue
             run = open_ranks(path, options)
             shown.show("measuring")
-            result.append(examine(run, options))
+            examined.append(examine(run, options))
         shown.show("comparing")
-        names = redaction.collect(*(item.run for item in result))
+        names = redaction.collect(*(item.run for item in examined))
         if not any(saved):
-            return compare_examined(*result), names
+            return compare_examined(*examined), names
         from advisor.compare.compare import compare_reports
 
-        others = iter(result)
-        reports = [report or next(others).report for report in saved]
-        given = [index for index, report in enumerate(saved) if report is not None]
-        return compare_reports(reports[0], reports[1], (before, after), given), names
+        examined_reports = iter(examined)
+        reports = [report or next(examined_reports).report for report in saved]
+        saved_indices = [index for index, report in enumerate(saved) if report is not None]
+        return compare_reports(reports[0], reports[1], (before, after), saved_indices), names
 
 
-def _decide(comparison: Comparison, bound: float) -> None:
+def _apply_bound(comparison: Comparison, bound: float) -> None:
     """Print on stderr whether the run is slower, and exit with 1 if it is. Raises AdvisorError if
-    step times are not compared: a gate must not pass what it did not measure."""
+    step times are not compared: a gate must not pass an unmeasured run."""
     from advisor.compare.comparison import Bounds
     from advisor.compare.comparison_text import HEADLINES
     from advisor.compare.gate import decide

@@ -30,15 +30,15 @@ Paths = Annotated[
     list[str],
     typer.Argument(
         metavar="PATH",
-        help="Each a trace file, a folder of one run's traces, or a job's report (JSON); or one "
-        "folder of recorded runs.",
+        help="Trace files, folders of one run's traces, or a job's reports (JSON); or one folder "
+        "of recorded runs.",
     ),
 ]
 Host = Annotated[
     str, typer.Option(metavar="ADDRESS", help="Listen on this address; others may connect.")
 ]
 Port = Annotated[
-    int, typer.Option(metavar="N", min=0, max=65535, help="This port, or the next free one.")
+    int, typer.Option(metavar="N", min=0, max=65535, help="Port; the next free one if it is taken.")
 ]
 Browser = Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")]
 NoToken = Annotated[
@@ -58,13 +58,13 @@ PerfettoUrl = Annotated[
 Editor = Annotated[
     str,
     typer.Option(
-        metavar="URL", help="What opens a source, with {file} and {line}; off hides the links."
+        metavar="URL", help="URL that opens a source, with {file} and {line}; off hides the links."
     ),
 ]
 Live = Annotated[bool, typer.Option("--live", help="Follow the run during its recording.")]
 MemorySnapshot = Annotated[
     Path | None,
-    typer.Option("--memory-snapshot", metavar="FILE", help="A memory snapshot of the first path."),
+    typer.Option("--memory-snapshot", metavar="FILE", help="A memory snapshot for the first path."),
 ]
 
 
@@ -95,7 +95,7 @@ def command(
 ) -> None:
     """Show traces and runs in the browser: the step's time, the fixes, and the timeline.
 
-    With several paths the first is compared with each of the others."""
+    With several paths, the first one is compared with each of the others."""
     token = read_token(token_file, no_token=no_token)
     viewer, sources = parse_perfetto(perfetto_url), parse_editor(editor)
     _check_exist(paths)
@@ -133,14 +133,14 @@ def command(
 
 
 def _check_exist(paths: list[str]) -> None:
-    """Raise AdvisorError for a URL or a path that is not there."""
+    """Raise AdvisorError for a URL or a missing path."""
     from advisor.read.remote import urls
 
     for path in paths:
         if urls.is_url(path):
             raise AdvisorError(
-                f"{urls.redact_url(path)}: the dashboard fetches nothing; download it, or open the "
-                "report that advisor analyze --format json --output writes of a job"
+                f"{urls.redact_url(path)}: the dashboard fetches nothing; download it, or open a "
+                "job's report that advisor analyze --format json --output writes"
             )
         if path != "-" and not Path(path).exists():
             raise AdvisorError(f"{path}: no such file or directory")
@@ -151,24 +151,24 @@ def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool)
     from advisor.dashboard.server import open_browser
 
     session.start()
-    # a kill, too, removes what was made for the browser
+    # a kill also removes the files made for the browser
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    forget = None
+    remove_files = None
     try:
-        forget = open_browser(server) if browser else None
+        remove_files = open_browser(server) if browser else None
         server.run()
     finally:
-        if forget is not None:
-            forget()
+        if remove_files is not None:
+            remove_files()
         session.close()
 
 
 def read_token(file: Path | None, *, no_token: bool) -> str | None:
-    """Return the token that the user chose in a file or the environment; ``None`` if there is none.
-    Raises AdvisorError for one that others can read or guess. It is no argument of the command:
-    every user of the machine can read those."""
-    # it is nobody else's, and the browser that is started gets this process's environment
+    """Return the token that the user chose in a file or the environment, or ``None``. Raises
+    AdvisorError for a token that others can read or guess. It is not an argument of the command,
+    because every user of the machine can read arguments."""
+    # it is private, and the browser that is started gets this process's environment
     text, source = os.environ.pop(TOKEN, None), TOKEN
     if no_token and (file is not None or text is not None):
         raise AdvisorError(
@@ -192,13 +192,13 @@ def read_token(file: Path | None, *, no_token: bool) -> str | None:
 def _read_token(file: Path) -> str:
     """Read at most 1,024 bytes of a file. Raises AdvisorError if other users may read it."""
     try:
-        # a pipe would hold the command up until somebody writes into it
-        opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(opened, "rb") as reader:
-            about = os.fstat(reader.fileno())
-            if not stat.S_ISREG(about.st_mode):
+        # a pipe would block the command until something is written to it
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as reader:
+            status = os.fstat(reader.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise AdvisorError(f"--token-file {file}: not a file")
-            if os.name == "posix" and about.st_mode & 0o077:
+            if os.name == "posix" and status.st_mode & 0o077:
                 raise AdvisorError(f"--token-file {file}: others may read it; chmod 600 {file}")
             return reader.read(1024).decode("ascii", "replace")
     except OSError as error:
@@ -207,29 +207,29 @@ def _read_token(file: Path) -> str:
 
 
 def parse_perfetto(text: str) -> str | None:
-    """Parse the address of a Perfetto UI; ``None`` for ``off``. Raises AdvisorError otherwise."""
+    """Parse the address of a Perfetto UI, or return ``None`` for ``off``. Raises AdvisorError."""
     if text.strip().lower() == "off":
         return None
     try:
         parts = urlsplit(text.strip())
-        sound = parts.scheme in ("https", "http") and parts.hostname and not parts.username
-        sound = sound and parts.port != 0
+        is_valid = parts.scheme in ("https", "http") and parts.hostname and not parts.username
+        is_valid = is_valid and parts.port != 0
     except ValueError:
-        sound = False
-    if not sound or len(text) > 500 or not text.isascii() or not text.isprintable():
+        is_valid = False
+    if not is_valid or len(text) > 500 or not text.isascii() or not text.isprintable():
         raise AdvisorError(f"--perfetto-url {text}: give an address such as {PERFETTO}, or off")
     return text.strip()
 
 
 def parse_editor(text: str) -> str:
-    """Parse the address of an editor; empty for ``off``. Raises AdvisorError for anything else."""
+    """Parse the address of an editor, empty for ``off``. Raises AdvisorError if it is invalid."""
     text = text.strip()
     if text.lower() == "off":
         return ""
     scheme, separator, _ = text.partition("://")
-    unsafe = scheme.lower() in ("javascript", "data", "vbscript", "file")
-    sound = separator and scheme.replace("-", "").replace("+", "").isalnum() and "{file}" in text
-    if unsafe or not sound or len(text) > 500 or not text.isascii() or not text.isprintable():
+    is_unsafe = scheme.lower() in ("javascript", "data", "vbscript", "file")
+    is_valid = separator and scheme.replace("-", "").replace("+", "").isalnum() and "{file}" in text
+    if is_unsafe or not is_valid or len(text) > 500 or not text.isascii() or not text.isprintable():
         raise AdvisorError(f"--editor {text}: give an address such as {EDITOR}, or off")
     return text
 
@@ -240,9 +240,9 @@ def _announce(server: DashboardServer, port: int) -> None:
     if port and server.port != port:
         print(f"port {port} is taken; this is the next free one", file=sys.stderr)
     if server.access.token is not None:
-        print("Anybody with the token in this address can connect. Ctrl-C stops the server.")
+        print("Anyone with the token in this address can connect. Ctrl-C stops the server.")
     else:
         print("Ctrl-C stops the server.")
-        who = "every user of this machine" if server.access.is_local_only else "everybody"
+        who = "every user of this machine" if server.access.is_local_only else "everyone"
         print(f"No token: {who} who can reach the address can connect.", file=sys.stderr)
     sys.stdout.flush()

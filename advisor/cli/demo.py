@@ -1,4 +1,4 @@
-"""``advisor demo``: analysis of a real recording, and what its authors' fix really saved."""
+"""``advisor demo``: analysis of a real recording, and what its authors' fix saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ CHANGE = "num_workers=0 → 4"
 def command(
     record: Annotated[
         bool,
-        typer.Option("--record", help="Record a small CNN's training loop here instead (torch)."),
+        typer.Option(
+            "--record", help="Record the training of a small CNN here instead (needs torch)."
+        ),
     ] = False,
     folder: Annotated[
         Path | None,
@@ -62,23 +64,23 @@ def command(
     with ExitStack() as stack:
         if folder is None:
             folder = stack.enter_context(scratch_folder())
-        trace = _record(folder, device, steps)
+        trace = _record_trace(folder, device, steps)
         _analyse(trace, format_name, brief, top)
 
 
 def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
-    """Analyse the recording made before the fix; on a terminal also show what the fix saved."""
+    """Analyse the recording from before the fix. On a terminal, also show what the fix saved."""
     from advisor.advise.engine import Options, examine
     from advisor.cli.output import Progress
     from advisor.compare.compare import compare_examined
 
-    home = Path(__file__).parents[1] / "sample_workloads" / "recordings"
-    paths = [home / f"loader_{when}.json.gz" for when in ("before", "after")]
+    folder = Path(__file__).parents[1] / "sample_workloads" / "recordings"
+    paths = [folder / f"loader_{when}.json.gz" for when in ("before", "after")]
     with Progress() as shown:
         shown.show("analyzing")
         before = examine([str(paths[0])], Options())
-        plain = format_name == "terminal"
-        after = examine([str(paths[1])], Options()) if plain else None
+        is_terminal = format_name == "terminal"
+        after = examine([str(paths[1])], Options()) if is_terminal else None
     if after is None:
         deliver(
             before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief, top=top
@@ -87,18 +89,22 @@ def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
     deliver(before.report, REPORTS.renderer(format_name), brief=brief, top=top)
     predicted = before.report.findings[0].impact
-    out.show(_outcome(predicted, compare_examined(before, after), after.main.steps.host_ns))
+    out.show(
+        _describe_outcome(predicted, compare_examined(before, after), after.main.steps.host_ns)
+    )
     sys.stdout.flush()
 
 
-def _outcome(predicted: Impact | None, c: Comparison, host_ns: float | None) -> str:
-    """Describe what the authors' fix saved, next to what the first finding predicted. ``host_ns``:
-    the step after it by the host's marks, which the GPU's steps end before."""
-    steps = c.steps
+def _describe_outcome(
+    predicted: Impact | None, comparison: Comparison, host_ns: float | None
+) -> str:
+    """Describe what the authors' fix saved, next to the prediction of the first finding.
+    ``host_ns``: the step after the fix by the host's marks; the GPU's steps end earlier."""
+    steps = comparison.steps
     if steps.before is None or steps.after is None or predicted is None or host_ns is None:
-        return "\nThe recording from after the change does not compare with this one.\n"
+        return "\nThe recording from after the change cannot be compared with this one.\n"
     before, after = steps.before.mean_ns, steps.after.mean_ns
-    shown = [t.format_duration(each) for each in (before, host_ns, after)]
+    shown = [t.format_duration(ns) for ns in (before, host_ns, after)]
     range_ = t.format_range(predicted.low_ns or 0, predicted.high_ns or 0)
     gain = f"{t.format_duration(predicted.gain_ns)} less per step ({range_})"
     return (
@@ -109,14 +115,14 @@ def _outcome(predicted: Impact | None, c: Comparison, host_ns: float | None) -> 
     )
 
 
-def _record(folder: Path, device: str | None, steps: int) -> Path:
-    """Record the small CNN of the sample workloads and return the path of the trace."""
+def _record_trace(folder: Path, device: str | None, steps: int) -> Path:
+    """Record the small CNN of the sample workloads, and return the path of the trace."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
     from advisor.cli.output import Progress
     from advisor.sample_workloads import Setup
     from advisor.sample_workloads.running import record
 
-    run = Setup(device=_usable(device))
+    run = Setup(device=_choose_device(device))
     try:
         with Progress() as shown:
             shown.show(
@@ -124,11 +130,11 @@ def _record(folder: Path, device: str | None, steps: int) -> Path:
             )
             return record("simple_cnn", run, folder, steps=steps, memory=False)[0]
     except OSError as error:
-        raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None
+        raise AdvisorError(f"cannot write to {folder}: {error.strerror or error}") from None
 
 
-def _usable(device: str | None) -> str:
-    """Return the device to record on. Raises AdvisorError for one that is not available."""
+def _choose_device(device: str | None) -> str:
+    """Return the device to record on. Raises AdvisorError if it is not available."""
     from advisor.sample_workloads.running import default_device
 
     best = default_device()

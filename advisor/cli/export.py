@@ -28,7 +28,7 @@ def command(
             "--output",
             metavar="FILE",
             help="The trace with our tracks, for ui.perfetto.dev or chrome://tracing; "
-            "packed when it ends in .gz or .zst.",
+            "compressed if it ends in .gz or .zst.",
         ),
     ],
     redact: Annotated[
@@ -43,9 +43,11 @@ def command(
 ) -> None:
     """Write the trace again, with steps, idle gaps by cause and findings as extra tracks."""
     if path == "-":
-        raise AdvisorError("-: a trace to export is read twice; save it to a file first")
+        raise AdvisorError("-: export reads a trace twice; save it to a file first")
     if urls.is_url(path):
-        raise AdvisorError(f"{urls.redact_url(path)}: is read twice for this; download it first")
+        raise AdvisorError(
+            f"{urls.redact_url(path)}: export reads a trace twice; download it first"
+        )
     out.check_output(perfetto, [path])
 
     from advisor.export import build_tracks, write_trace
@@ -64,7 +66,7 @@ def command(
         if names is not None:
             from advisor.export.redact import Redactor
 
-            # before texts are shortened: half a name would not be known any more
+            # before texts are shortened: half a name would not be recognised
             clean = Redactor(names).text
         written = write_trace(
             a.trace,
@@ -79,7 +81,7 @@ def command(
     if written.lost:
         lines.append(f"not an event, left out: {t.count_noun(written.lost, 'element')}")
     if written.repaired:
-        lines.append("bytes that are no UTF-8 were replaced")
+        lines.append("bytes that are not valid UTF-8 were replaced")
     if written.truncated:
-        lines.append("the trace is truncated; what is written ends where it does")
+        lines.append("the trace is truncated, and so is the output")
     print("; ".join(lines), file=sys.stderr)

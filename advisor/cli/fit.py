@@ -26,10 +26,10 @@ def command(
         str, typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot.")
     ],
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Where it is to run, as 'rtx 4090'.")
+        str | None, typer.Option(metavar="NAME", help="Target GPU, such as 'rtx 4090'.")
     ] = None,
     capacity: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 24GiB or 24G.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, such as 24GiB or 24G.")
     ] = None,
     batch_size: Annotated[
         float | None, typer.Option(metavar="N", min=0, help="Target samples per step.")
@@ -46,38 +46,43 @@ def command(
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
-    """Check whether the program fits a GPU, and find the cheapest changes with which it does."""
+    """Check whether the program fits a GPU, and find the cheapest changes that make it fit."""
     if (gpu is None) == (capacity is None):
-        raise AdvisorError("fit: say which GPU with --gpu NAME, or how much with --capacity SIZE")
+        raise AdvisorError("fit: give the GPU with --gpu NAME, or its memory with --capacity SIZE")
     from advisor.advise.memory_fit import DRIVER_SHARE, find_fit
     from advisor.core.gpus import find_gpu, lookup
 
     target = None if gpu is None else find_gpu(gpu).gpu
     size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
-    peak, analysis, record = _history(path, options)
-    scale = _scale(batch_size, recorded_batch_size, record)
+    peak, analysis, record = _read_history(path, options)
+    scale = _compute_scale(batch_size, recorded_batch_size, record)
     device = None
     if analysis is not None and analysis.device_id is not None:
         device = analysis.trace.working_device(analysis.device_id)
-    known = target or lookup(None if device is None else device.name)
-    kept = DRIVER_SHARE if target is not None and target.vendor == "nvidia" else 0.0
-    result = find_fit(peak, analysis, size, gpu=known, ranks=gpus, scale=scale, driver_share=kept)
+    spec = target or lookup(None if device is None else device.name)
+    driver_share = DRIVER_SHARE if target is not None and target.vendor == "nvidia" else 0.0
+    result = find_fit(
+        peak, analysis, size, gpu=spec, ranks=gpus, scale=scale, driver_share=driver_share
+    )
     from advisor.render.documents.project import build_fit
 
-    asked = "" if scale == 1 else f"batch {batch_size:g}, {scale:.3g} times the recorded one"
+    batch_text = "" if scale == 1 else f"batch {batch_size:g}, {scale:.3g} times the recorded one"
     document = build_fit(
-        result, gpu="" if target is None else target.name, batch=asked, request=peak.request or 0
+        result,
+        gpu="" if target is None else target.name,
+        batch=batch_text,
+        request=peak.request or 0,
     )
-    wanted = out.choose_renderer(PREDICTIONS, format_name, output)
-    document = replace(document, data=_plain(result, scale))
-    out.deliver(wanted, document, output, [path], details=True)
+    renderer = out.choose_renderer(PREDICTIONS, format_name, output)
+    document = replace(document, data=_to_plain(result, scale))
+    out.deliver(renderer, document, output, [path], details=True)
 
 
-def _history(
+def _read_history(
     path: str, options: o.Options
 ) -> tuple[PeakMemory, Analysis | None, RankRecord | None]:
     """Return the memory history, the trace that times changes (or ``None``), and the rank's record.
-    Raises AdvisorError if there is no history or its figures contradict each other."""
+    Raises AdvisorError if there is no history, or its values contradict each other."""
     from advisor.advise.one_run import open_first_windows
     from advisor.measure import Analysis
     from advisor.measure.memory.peak_memory import peak_memories
@@ -91,9 +96,9 @@ def _history(
     snapshot = run.snapshots.get(number)
     analysis = None
     if run.traces:
-        made = Analysis(run.window(number), options.steps, snapshot=snapshot)
-        analysis = None if made.only_input is SNAPSHOT else made
-        snapshot = made.snapshot
+        full_analysis = Analysis(run.window(number), options.steps, snapshot=snapshot)
+        analysis = None if full_analysis.only_input is SNAPSHOT else full_analysis
+        snapshot = full_analysis.snapshot
     if analysis is not None:
         peaks = [peak for peak in analysis.gpu_and_host_peaks if peak.device >= 0]
     else:
@@ -106,7 +111,7 @@ def _history(
     peak = peaks[0]
     if peak.is_contradictory:
         raise AdvisorError(
-            f"{peak.snapshot.path}: more bytes in tensors than reserved: its figures contradict "
+            f"{peak.snapshot.path}: more bytes in tensors than reserved: its values contradict "
             "each other"
         )
     if peak.history.is_too_short:
@@ -118,21 +123,21 @@ def _history(
     return peak, analysis, record
 
 
-def _scale(batch: float | None, now: float | None, record: RankRecord | None) -> float:
+def _compute_scale(batch: float | None, recorded: float | None, record: RankRecord | None) -> float:
     if batch is None:
         return 1.0
-    if now is None and record is not None:
+    if recorded is None and record is not None:
         sizes = sorted(step.samples for step in record.steps if step.samples)
-        now = sizes[len(sizes) // 2] if sizes else None
-    if not now:
+        recorded = sizes[len(sizes) // 2] if sizes else None
+    if not recorded:
         raise AdvisorError(
             "fit: the recorded batch is unknown; give it with --recorded-batch-size N"
         )
-    return batch / now
+    return batch / recorded
 
 
 def parse_bytes(text: str) -> int:
-    """Parse ``24GiB`` (binary), ``24G`` or ``24GB`` (decimal) to bytes; else raise AdvisorError."""
+    """Parse ``24GiB`` (binary), ``24G`` or ``24GB`` (decimal) to bytes. Raises AdvisorError."""
     binary = text.strip().upper().removesuffix("IB")
     if binary == text.strip().upper():
         return o.parse_size(text) or 0
@@ -141,10 +146,10 @@ def parse_bytes(text: str) -> int:
     return round(decimal * (1024 / 1000) ** power)
 
 
-def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
-    """Return the result as plain data for JSON; null means unknown."""
+def _to_plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
+    """Return the result as plain data for JSON. Null means unknown."""
 
-    def plain(way: CostedChange) -> dict[str, Any]:
+    def describe(way: CostedChange) -> dict[str, Any]:
         where = way.change.where
         return {
             "change": way.change.name, "bytes": way.bytes, "ns_per_step": way.ns,
@@ -159,6 +164,6 @@ def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
         "reserved": fit.reserved,
         "capacity": fit.capacity, "available": fit.available, "after": fit.reserved_after,
         "batch_scale": scale, "largest_batch_scale": fit.largest_batch,
-        "chosen": [plain(way) for way in fit.chosen],
-        "ways": [plain(way) for way in fit.candidates],
+        "chosen": [describe(way) for way in fit.chosen],
+        "ways": [describe(way) for way in fit.candidates],
     }  # fmt: skip

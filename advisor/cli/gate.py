@@ -1,4 +1,4 @@
-"""``advisor gate``: a run compared with a baseline, for continuous integration."""
+"""``advisor gate``: comparison of a run with a baseline, for continuous integration."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Save = Annotated[
     Path | None, typer.Option("--save", metavar="FILE", help="Save the runs as a baseline in FILE.")
 ]
 MaxSlower = Annotated[
-    str, typer.Option(metavar="SHARE", help="Steps may be slower by this, such as 5%.")
+    str, typer.Option(metavar="SHARE", help="Maximum slowdown of the steps, such as 5%.")
 ]
 MaxMemory = Annotated[
-    str | None, typer.Option(metavar="SHARE", help="The memory peak may be higher by this.")
+    str | None, typer.Option(metavar="SHARE", help="Maximum increase of the memory peak.")
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="Fail too when the steps are not shown to be within bounds."),
+    typer.Option("--strict", help="Also fail if the steps are not shown to be within bounds."),
 ]
 
 
@@ -63,9 +63,9 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Compare a run with a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
-    2: the two do not compare.
+    2: the two cannot be compared.
 
-    In GitHub Actions it writes annotations, and appends to the job summary.
+    In GitHub Actions, it writes annotations and appends to the job summary.
 
     \b
       advisor gate --save baseline.json RUN...   save a baseline
@@ -78,9 +78,9 @@ def command(
         if not paths:
             raise AdvisorError(f"no RUN is given: advisor gate --save {save} RUN")
         out.check_output(save, paths)
-        kept = build_baseline([_measure(path, options, progress) for path in paths], paths)
-        out.write(kept.to_json().decode(), save, paths)
-        count = sum(len(steps.durations_ns) for steps in kept.step_durations)
+        baseline = build_baseline([_analyse_run(path, options, progress) for path in paths], paths)
+        out.write(baseline.to_json().decode(), save, paths)
+        count = sum(len(steps.durations_ns) for steps in baseline.step_durations)
         print(
             f"saved {save}: {count_noun(count, 'step')} of {count_noun(len(paths), 'run')}",
             file=sys.stderr,
@@ -94,7 +94,7 @@ def command(
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import compare_with_baseline
 
-    wanted = out.choose_renderer(DECISIONS, format_name, output)
+    renderer = out.choose_renderer(DECISIONS, format_name, output)
     if output is not None:
         out.check_output(output, paths)
 
@@ -104,21 +104,21 @@ def command(
         strict=strict,
     )
     try:
-        before = _report(paths[0], options, progress)
+        before = _read_report(paths[0], options, progress)
     except AdvisorError as error:
-        if "--save" in str(error):  # an earlier baseline, which may be written over
+        if "--save" in str(error):  # an earlier baseline, which may be overwritten
             raise
         how = "advisor gate --save baseline.json RUN writes one"
         raise AdvisorError(f"no baseline: {str(error).partition('; ')[0]}; {how}") from None
-    after = _report(paths[1], options, progress)
+    after = _read_report(paths[1], options, progress)
     comparison = compare_with_baseline(before, after, bounds)
-    out.deliver(wanted, comparison, output, paths, details=details)
+    out.deliver(renderer, comparison, output, paths, details=details)
     _write_to_workflow(comparison, shown=output is None and format_name == "github")
     if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)
 
 
-def _report(path: str, options: Options, progress: bool) -> Report:
+def _read_report(path: str, options: Options, progress: bool) -> Report:
     """Return the report of a ``--save`` baseline, of a saved report, or of a run to analyse."""
     from advisor.cli.report import read_saved
 
@@ -127,20 +127,20 @@ def _report(path: str, options: Options, progress: bool) -> Report:
             f"{path}: a baseline of an earlier version; save it again with advisor gate --save "
             f"{path} RUN"
         )
-    return read_saved(path) or _measure(path, options, progress)
+    return read_saved(path) or _analyse_run(path, options, progress)
 
 
-def _measure(path: str, options: Options, progress: bool) -> Report:
+def _analyse_run(path: str, options: Options, progress: bool) -> Report:
     from advisor.cli.analyze import examine_paths
 
     return examine_paths([path], options, progress).report
 
 
 def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:
-    """Write annotations and the job summary if GitHub Actions runs this. A summary that cannot be
-    written does not change the decision."""
+    """Write annotations and the job summary if GitHub Actions runs this. A failure to write the
+    summary does not change the decision."""
     if os.environ.get("GITHUB_ACTIONS") == "true" and not shown:
-        # stdout may hold JSON for another program; Actions reads commands from stderr as well
+        # stdout may contain JSON for another program; Actions also reads commands from stderr
         print(DECISIONS.render("github", comparison), end="", file=sys.stderr)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
@@ -149,4 +149,4 @@ def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:
                 file.write(DECISIONS.render("markdown", comparison))
         except OSError as error:
             why = error.strerror or str(error)
-            print(f"advisor: the job summary cannot be written ({why})", file=sys.stderr)
+            print(f"advisor: cannot write the job summary ({why})", file=sys.stderr)

@@ -20,12 +20,12 @@ def command(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|FILE",
-            help="Runs or ledgers; default: your own ledger and the one that is shipped.",
+            help="Runs or ledgers; default: your own ledger and the shipped one.",
         ),
     ] = None,
     format_name: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
-    """Compare past predictions with what was measured."""
+    """Compare past predictions with measurements."""
     from advisor.replay import predictions
 
     files = [path / predictions.FILE if path.is_dir() else path for path in paths or []]
@@ -48,16 +48,17 @@ def _render(rows: list[Prediction], skipped: int, width: int, *, shipped: bool) 
 
     page = Page(width, colour=False)
     if shipped:
-        own = len(rows) - len(predictions.shipped_trials())
-        yours = f"yours: {count_noun(own, 'trial')}" if own else "yours: none yet"
+        own_count = len(rows) - len(predictions.shipped_trials())
+        yours = f"yours: {count_noun(own_count, 'trial')}" if own_count else "yours: none yet"
         page.wrap(
-            "A trial is a fix whose gain was predicted, and measured afterwards. Shipped with "
-            f"advisor: {len(rows) - own}; {yours} (`advisor try --remember train.py` adds them)."
+            "A trial is a fix whose gain was predicted and then measured. Shipped with "
+            f"advisor: {len(rows) - own_count}; {yours} (`advisor try --remember train.py` adds "
+            "them)."
         )
     if not rows:
         page.wrap(
             "No trials yet: `advisor try --remember train.py` adds to your ledger, "
-            "and each tried run has one of its own."
+            "and each tried run has its own ledger."
         )
     for device in sorted({row.device for row in rows}):
         page.section(device or "no GPU")

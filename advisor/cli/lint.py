@@ -19,25 +19,25 @@ def command(
     paths: Annotated[
         list[str], typer.Argument(metavar="PATH", help="Python files, or folders of them.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail: Annotated[bool, typer.Option("--fail", help="Exit with 1 when there is a hint.")] = False,
 ) -> None:
-    """Say what in a training program often costs time, before anything is measured.
+    """Check the source of a training program for common causes of slow steps.
 
-    Nothing is run. Each hint names the rule that shows on a recording whether it costs anything;
-    '# advisor: ignore' on its line takes it away."""
+    Nothing is run. Each hint names the rule that shows on a recording whether it costs time.
+    '# advisor: ignore' on its line removes the hint."""
     from advisor.lint import lint_paths
 
     hints, problems = lint_paths(paths)
     if as_json:
         out.show_json({"schema": SCHEMA, "hints": hints, "problems": problems})
     else:
-        out.show(_text(hints, problems))
+        out.show(_format_hints(hints, problems))
     if fail and hints:
         raise typer.Exit(1)
 
 
-def _text(hints: list[Hint], problems: list[str]) -> str:
+def _format_hints(hints: list[Hint], problems: list[str]) -> str:
     from advisor.core import labels
     from advisor.core import text as t
     from advisor.render.formats.terminal import Page
@@ -56,5 +56,5 @@ def _text(hints: list[Hint], problems: list[str]) -> str:
     for problem in problems:
         page.wrap(labels.clean(problem), style="yellow")
     count = t.count_noun(len(hints), "hint") if hints else "No hints"
-    page.wrap(f"{count}: what they cost, only a recording shows (advisor record).", style="dim")
+    page.wrap(f"{count}: only a recording shows the cost (advisor record).", style="dim")
     return page.getvalue()

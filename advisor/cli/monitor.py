@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import Sample
     from advisor.recorder.telemetry import SampleSource
 
-FIRST_NS = 300_000_000
-"""Delay from the first sample to the second, ns. CPU shares and some GPU counters are differences,
-which the first sample lacks."""
+FIRST_DELAY_NS = 300_000_000
+"""Delay from the first sample to the second, ns. CPU shares and some GPU counters are differences
+between samples, which the first sample does not have."""
 SLOW_EVERY_S = 7.0
 
 
 def command(
-    once: Annotated[bool, typer.Option("--once", help="Show one sample and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one sample and exit.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a sample, a line each.")
+        bool, typer.Option("--json", help="Print one line of JSON per sample.")
     ] = False,
     prometheus: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write each sample for Prometheus' textfile collector."),
     ] = None,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Between two samples.")
+        float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Time between two samples.")
     ] = 1.0,
 ) -> None:
-    """Show GPUs (NVML) and host, live on a terminal, once elsewhere; Ctrl-C ends it."""
+    """Show GPUs (NVML) and host: live on a terminal, otherwise once. Ctrl-C ends it."""
     from advisor.recorder.telemetry import SampleSource
 
     if prometheus is not None:
@@ -46,22 +46,22 @@ def command(
     with SampleSource(every=True) as source:
         try:
             if live:
-                _live(source, interval, prometheus)
+                _show_live(source, interval, prometheus)
             else:
-                for sample in _samples(source, interval, once):
+                for sample in _iterate_samples(source, interval, once):
                     if prometheus is not None:
-                        _write(prometheus, source, sample)
+                        _write_prometheus(prometheus, source, sample)
                     if as_json:
-                        out.show(_json(source, sample))
+                        out.show(_format_json(source, sample))
                     elif once:
-                        out.show(_text(source, sample))
+                        out.show(_format_text(source, sample))
         except KeyboardInterrupt:
-            return  # that is how one ends it
+            return  # the usual way to end it
 
 
-def _samples(source: SampleSource, interval: float, once: bool) -> Iterator[Sample]:
+def _iterate_samples(source: SampleSource, interval: float, once: bool) -> Iterator[Sample]:
     source.sample(slow=True)
-    time.sleep(FIRST_NS / 1e9)
+    time.sleep(FIRST_DELAY_NS / 1e9)
     slow_at = time.monotonic()
     while True:
         now = time.monotonic()
@@ -74,76 +74,76 @@ def _samples(source: SampleSource, interval: float, once: bool) -> Iterator[Samp
         time.sleep(max(0.0, interval - (time.monotonic() - now)))
 
 
-def _live(source: SampleSource, interval: float, prometheus: Path | None) -> None:
+def _show_live(source: SampleSource, interval: float, prometheus: Path | None) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    held: Sample | None = None
+    merged: Sample | None = None
     with Live(screen=True, auto_refresh=False) as screen:
-        for sample in _samples(source, interval, once=False):
-            held = _with_slow(sample, held)
+        for sample in _iterate_samples(source, interval, once=False):
+            merged = _fill_slow_fields(sample, merged)
             if prometheus is not None:
-                _write(prometheus, source, held)
-            screen.update(Text.from_ansi(_text(source, held)), refresh=True)
+                _write_prometheus(prometheus, source, merged)
+            screen.update(Text.from_ansi(_format_text(source, merged)), refresh=True)
 
 
-def _with_slow(sample: Sample, before: Sample | None) -> Sample:
-    """Fill the fields that are sampled seldom from the last sample that had them."""
+def _fill_slow_fields(sample: Sample, previous: Sample | None) -> Sample:
+    """Fill rarely sampled fields from the last sample that had them."""
     from msgspec.structs import fields, replace
 
-    if before is None:
+    if previous is None:
         return sample
-    known = {gpu.uuid: gpu for gpu in before.gpus}
+    previous_gpus = {gpu.uuid: gpu for gpu in previous.gpus}
     gpus = []
     for gpu in sample.gpus:
-        older = known.get(gpu.uuid)
-        kept = {
-            field.name: getattr(older, field.name)
+        previous_gpu = previous_gpus.get(gpu.uuid)
+        values = {
+            field.name: getattr(previous_gpu, field.name)
             for field in fields(gpu)
-            if older is not None and getattr(gpu, field.name) is None
+            if previous_gpu is not None and getattr(gpu, field.name) is None
         }
-        gpus.append(replace(gpu, **kept))
+        gpus.append(replace(gpu, **values))
     host = sample.host
-    if host is not None and host.swap_used is None and before.host is not None:
-        host = replace(host, swap_used=before.host.swap_used)
+    if host is not None and host.swap_used is None and previous.host is not None:
+        host = replace(host, swap_used=previous.host.swap_used)
     return replace(sample, gpus=gpus, host=host)
 
 
-def _names(source: SampleSource) -> dict[str | None, str | None]:
+def _device_names(source: SampleSource) -> dict[str | None, str | None]:
     return {device.uuid: device.name for device in source.devices}
 
 
-def _text(source: SampleSource, sample: Sample) -> str:
+def _format_text(source: SampleSource, sample: Sample) -> str:
     from advisor.render.document import RenderOptions
     from advisor.render.documents.monitor import build
     from advisor.render.formats.terminal import Terminal
 
-    document = build(sample, names=_names(source), without_gpu=source.without_gpu)
+    document = build(sample, names=_device_names(source), without_gpu=source.without_gpu)
     width, colour = out.find_report_width(sys.stdout), out.can_use_colour(sys.stdout)
     return Terminal().draw(document, RenderOptions(width=width, colour=colour, details=True))
 
 
-def _json(source: SampleSource, sample: Sample) -> str:
+def _format_json(source: SampleSource, sample: Sample) -> str:
     import msgspec
 
     from advisor.core.labels import sanitize
 
-    plain = {
+    data = {
         "unix_ns": time.time_ns(),
         "gpus": [
-            {"name": _names(source).get(gpu.uuid), **msgspec.structs.asdict(gpu)}
+            {"name": _device_names(source).get(gpu.uuid), **msgspec.structs.asdict(gpu)}
             for gpu in sample.gpus
         ],
         "host": None if sample.host is None else msgspec.structs.asdict(sample.host),
         "without_gpu": source.without_gpu,
     }
-    return sanitize(msgspec.json.encode(plain)) + "\n"
+    return sanitize(msgspec.json.encode(data)) + "\n"
 
 
-def _write(file: Path, source: SampleSource, sample: Sample) -> None:
+def _write_prometheus(file: Path, source: SampleSource, sample: Sample) -> None:
     from advisor.render.documents.monitor import prometheus
 
     try:
-        out.write(prometheus(sample, _names(source)), file)
+        out.write(prometheus(sample, _device_names(source)), file)
     except AdvisorError as error:
         raise AdvisorError(str(error).replace("--output", "--prometheus")) from None

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from advisor.core.prices import Prices
     from advisor.render.formats import Formats
 else:
-    Options = Any  # commands are given it by with_options, and their other parameters are looked up
+    Options = Any  # with_options passes it to commands, whose other parameters are inspected
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
 ]
 Rank = Annotated[int | None, typer.Option(metavar="N", min=0, help="Show this rank of the run.")]
 Window = Annotated[
-    int | None, typer.Option(metavar="N", min=0, help="Which window of a rank that has several.")
+    int | None, typer.Option(metavar="N", min=0, help="Window to show, if a rank has several.")
 ]
 Rules = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
+    Path | None, typer.Option(metavar="DIR", help="Additional rules: every *.py in this folder.")
 ]
 MaxSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Read at most this much, unpacked (default 16G).")
@@ -53,20 +53,20 @@ Progress = Annotated[
 ]
 
 
-def _one_of(context: typer.Context, parameter: typer.CallbackParam, chosen: bool) -> bool:
-    """Raise AdvisorError where --brief and --details are both given."""
+def _refuse_both(context: typer.Context, parameter: typer.CallbackParam, chosen: bool) -> bool:
+    """Raise AdvisorError if both --brief and --details are given."""
     if chosen and context.params.get("brief" if parameter.name == "details" else "details"):
         raise AdvisorError("--brief and --details: choose one")
     return chosen
 
 
-ALL_DETAILS = "Show evidence, caveats, skipped checks and limits too."
+ALL_DETAILS = "Also show evidence, caveats, skipped checks and limits."
 
 
 def details_option(shown: str) -> typer.models.OptionInfo:
-    """Return the ``--details`` option of a command; ``shown``: what it shows."""
+    """Return the ``--details`` option of a command. ``shown``: help on what it shows."""
     result: typer.models.OptionInfo = typer.Option(
-        "--details/--no-details", show_default=False, callback=_one_of, help=shown
+        "--details/--no-details", show_default=False, callback=_refuse_both, help=shown
     )
     return result
 
@@ -75,7 +75,7 @@ Brief = Annotated[
     bool,
     typer.Option(
         "--brief",
-        callback=_one_of,
+        callback=_refuse_both,
         help="Show the verdict, and the first three fixes with their gains.",
     ),
 ]
@@ -108,7 +108,7 @@ PriceTable = Annotated[
 ]
 PaidGpus = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="GPUs that are paid for; default: one a rank."),
+    typer.Option(metavar="N", min=1, help="GPUs that are paid for; default: one per rank."),
 ]
 
 
@@ -126,12 +126,12 @@ RecordedGpu = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="The GPU that ran the work, such as 'a100 sxm4 80gb', where the file does not say.",
+        help="The GPU that ran the work, such as 'a100 sxm4 80gb', if the file does not say.",
     ),
 ]
 RecordedMesh = Annotated[
     str | None,
-    typer.Option(metavar="MESH", help="The recorded mesh, where collectives do not show it."),
+    typer.Option(metavar="MESH", help="The recorded mesh, if collectives do not show it."),
 ]
 
 
@@ -140,13 +140,13 @@ SAVED_HAS_COST = "the cost in a saved report is fixed; give the trace to change 
 
 
 def chosen_prices(price: str | None, table: Path | None) -> Prices | None:
-    """Return the prices that the options give; ``None`` if neither is used. Raises AdvisorError."""
+    """Return the prices from the options, or ``None`` if neither is given. Raises AdvisorError."""
     if price is None and table is None:
         return None
     from advisor.core.prices import parse_price, read_prices
 
     if price is not None and table is not None:
-        raise AdvisorError("--price and --prices: give one of them")
+        raise AdvisorError("--price and --prices: give only one of them")
     return parse_price(price) if price is not None else read_prices(table)
 
 
@@ -154,16 +154,16 @@ Steps = Annotated[
     str | None,
     typer.Option(
         metavar="A:B|REGEX",
-        help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
-        "that are steps.",
+        help="Steps from A up to, but not including, B, counted from 0; or the names of the "
+        "ranges that are steps.",
     ),
 ]
 MemorySnapshot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
-        "it can be a PATH.",
+        help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; without "
+        "a trace, it can be a PATH.",
     ),
 ]
 KernelProfile = Annotated[
@@ -171,7 +171,7 @@ KernelProfile = Annotated[
     typer.Option(
         metavar="PATH",
         help="A report of Nsight Compute or rocprof (.ncu-rep, .csv), a folder of them, or "
-        "Triton's cache (~/.triton/cache), of the same program; also a PATH of its own.",
+        "Triton's cache (~/.triton/cache), of the same program; without a trace, also a PATH.",
     ),
 ]
 CompileLogs = Annotated[
@@ -179,14 +179,14 @@ CompileLogs = Annotated[
     typer.Option(
         metavar="PATH",
         help="Logs of torch.compile (the folder of TORCH_TRACE, or a file of it) of the same "
-        "program; alone they can be a PATH.",
+        "program; without a trace, they can be a PATH.",
     ),
 ]
 CaptureFile = Annotated[
     str | None,
     typer.Option(
         metavar="TRACE",
-        help="A trace of the capture of the CUDA or HIP graphs that are replayed: names operators, "
+        help="A trace of the capture of the replayed CUDA or HIP graphs: it names the operators, "
         "shapes and lines of their kernels.",
     ),
 ]
@@ -202,30 +202,30 @@ Cluster = Annotated[
 ]
 
 
-_NUMBERS = re.compile(r"\s*[-+]?\w{0,2}\s*:\s*[-+]?\w{0,2}\s*|[-+\d\s.:]*")
+_NUMBER_RANGE = re.compile(r"\s*[-+]?\w{0,2}\s*:\s*[-+]?\w{0,2}\s*|[-+\d\s.:]*")
 
 
 def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
-    """Parse ``A:B``, ``A:`` or ``:B`` to a half-open range; ``None`` for names of ranges, see
-    :func:`step_ranges`. Raises AdvisorError for a malformed or empty range."""
+    """Parse ``A:B``, ``A:`` or ``:B`` to a half-open range. Return ``None`` for names of ranges,
+    see :func:`step_ranges`. Raises AdvisorError for a malformed or empty range."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{0,9}):(\d{0,9})", text.strip())
     if match is None:
-        if _NUMBERS.fullmatch(text) is None:
+        if _NUMBER_RANGE.fullmatch(text) is None:
             return None
         raise AdvisorError(
             f"--steps {text}: give a range A:B of step numbers, such as 2:8 or 2:, or a regular "
-            "expression of the names of the ranges that are steps"
+            "expression for the names of the ranges that are steps"
         )
     first, last = (int(part) if part else None for part in match.groups())
     if last is not None and last <= (first or 0):
-        raise AdvisorError(f"--steps {text}: that range is empty; B is not included")
+        raise AdvisorError(f"--steps {text}: the range is empty, because B is not included")
     return first, last
 
 
 def step_ranges(text: str | None) -> str | None:
-    """Return the pattern of range names in ``--steps``; ``None`` if it has none."""
+    """Return the pattern of range names in ``--steps``, or ``None`` if it has none."""
     return text if text is not None and parse_steps(text) is None else None
 
 
@@ -243,7 +243,7 @@ def parse_size(text: str | None) -> int | None:
     return size
 
 
-# -- options of an analysis: a command names those that it has -------------------------------------
+# -- options of an analysis: each command names its own --------------------------------------------
 
 ANALYSIS: Final[dict[str, Any]] = {
     "rank": Rank, "window": Window, "steps": Steps, "rules": Rules,
@@ -252,33 +252,33 @@ ANALYSIS: Final[dict[str, Any]] = {
     "cluster": Cluster, "price": Price, "prices": PriceTable, "paid_gpus": PaidGpus,
     "recorded_gpu": RecordedGpu, "node_size": NodeSize, "node_bandwidth": NodeBandwidth,
 }  # fmt: skip
-"""Analysis options and their declarations. Each is a field of ``Options`` or ``ReadOptions`` of
-that name, except those that :func:`analysis` translates."""
+"""Analysis options and their declarations. Each is the field of ``Options`` or ``ReadOptions`` with
+the same name, unless :func:`analysis` translates it."""
 
 
 def with_options(*names: str, **own: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces a command's parameter ``options`` by these options of
-    ANALYSIS, in ANALYSIS's order. ``own``: options with a declaration of the command's own."""
+    """Return a decorator that replaces a command's parameter ``options`` with these options of
+    ANALYSIS, in its order. ``own``: options with the command's own declaration."""
     declared = {name: own.get(name, ANALYSIS[name]) for name in ANALYSIS if name in {*names, *own}}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(**given: Any) -> None:
-            options = analysis(**{name: given.pop(name) for name in declared})
-            command(options=options, **given)
+        def run(**values: Any) -> None:
+            options = analysis(**{name: values.pop(name) for name in declared})
+            command(options=options, **values)
 
         parameters: list[inspect.Parameter] = []
-        for each in inspect.signature(command, eval_str=True).parameters.values():
-            if each.name != "options":
-                parameters.append(each)
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            if parameter.name != "options":
+                parameters.append(parameter)
                 continue
             parameters += [
-                inspect.Parameter(name, each.kind, default=None, annotation=annotation)
+                inspect.Parameter(name, parameter.kind, default=None, annotation=annotation)
                 for name, annotation in declared.items()
             ]
-        del run.__wrapped__  # typer looks there
+        del run.__wrapped__  # typer reads it
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
@@ -293,34 +293,34 @@ def analysis(
     prices: Path | None = None,
     **others: Any,
 ) -> Options:
-    """Build the Options of these command-line values; ``others`` are fields taken as they are.
-    Raises AdvisorError for an invalid value."""
+    """Build Options from command-line values. ``others`` are fields that are used unchanged. Raises
+    AdvisorError for an invalid value."""
     from advisor.core.gpus import find_gpu
 
-    chosen, limit = parse_steps(steps), parse_size(max_size)
+    chosen, max_bytes = parse_steps(steps), parse_size(max_size)
     if others.get("recorded_gpu"):
-        find_gpu(others["recorded_gpu"])  # an unknown one ends here, not in one of several files
-    paid = chosen_prices(price, prices)
+        find_gpu(others["recorded_gpu"])  # report an unknown GPU here, not for one of several files
+    price_table = chosen_prices(price, prices)
     from advisor.advise.options import Options
     from advisor.read import ReadOptions
 
-    own = {name for name in others if name in Options.__dataclass_fields__}
+    option_names = {name for name in others if name in Options.__dataclass_fields__}
     read: dict[str, Any] = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in others.items()
-        if name not in own and value is not None
+        if name not in option_names and value is not None
     }
-    if limit is not None:
-        read["max_bytes"] = limit
+    if max_bytes is not None:
+        read["max_bytes"] = max_bytes
     return Options(
         steps=chosen,
         rules_folder=rules,
-        prices=paid,
+        prices=price_table,
         read=ReadOptions(step_ranges=step_ranges(steps), **read),
-        **{name: others[name] for name in own},
+        **{name: others[name] for name in option_names},
     )
 
 
-def read_options(options: Options, **more: Any) -> Options:
+def read_options(options: Options, **changes: Any) -> Options:
     """Return a copy of the options with more fields of :class:`~advisor.read.ReadOptions` set."""
-    return replace(options, read=replace(options.read, **more))
+    return replace(options, read=replace(options.read, **changes))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from advisor.render.formats import Formats
     from advisor.render.renderer import Renderer
 
-PIPED_WIDTH, WIDEST = 80, 120
-"""Width of a report that goes to no terminal, and the largest one, in columns."""
+PIPED_WIDTH, MAX_WIDTH = 80, 120
+"""Width of a report without a terminal, and maximum width, in columns."""
 
 _ASCII: dict[int, int | str] = {
     **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡‡┆┈▪◈▞─│µ×–—−·…≈", "#=+%./\\-:xcmost!_*Mw-|ux----~~"),
@@ -36,17 +36,17 @@ _ASCII: dict[int, int | str] = {
 """ASCII substitutes for a report's characters, for encodings that lack them."""
 
 
-PLAIN = (".txt", ".text", ".log", ".out")
-"""Suffixes of files that get the terminal's report."""
+PLAIN_SUFFIXES = (".txt", ".text", ".log", ".out")
+"""Suffixes of files that get the same report as the terminal."""
 
 
 def choose_renderer(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
-    """Return the renderer that ``--format`` names, else the one of ``--output``'s suffix, else the
+    """Return the renderer for ``--format``, else for the suffix of ``--output``, else the
     terminal's. Raises AdvisorError for an unknown format."""
     if given is None and output is not None:
         given = formats.by_suffix(output)
         suffix = output.suffix.lower()
-        if given is None and suffix[1:].isalpha() and suffix not in PLAIN:
+        if given is None and suffix[1:].isalpha() and suffix not in PLAIN_SUFFIXES:
             known = ", ".join(formats)
             raise AdvisorError(f"{output.name}: no format has this suffix; --format: {known}")
     return formats.renderer(given or "terminal")
@@ -65,7 +65,7 @@ def deliver(
     inputs: Iterable[str | Path] = (),
     **options: Any,
 ) -> None:
-    """Render a subject and show it, or write it to a file that is none of ``inputs``. ``options``:
+    """Render a subject and show it, or write it to a file that is not an input. ``options``:
     fields of :class:`~advisor.render.document.RenderOptions`."""
     from advisor.render.document import RenderOptions
 
@@ -79,22 +79,22 @@ def deliver(
 
 
 def show_document(document: Document, **options: Any) -> None:
-    """Show a document that has no other format than the terminal's, in full."""
+    """Show a document in full. It has only the terminal's format."""
     from advisor.render.formats.terminal import Terminal
 
     deliver(Terminal(), document, details=True, **options)
 
 
 def can_use_colour(stream: TextIO) -> bool:
-    """Tell whether to use colour: only on a terminal, and not with NO_COLOR (no-color.org)."""
+    """Return whether to use colour: only on a terminal, and not with NO_COLOR (no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
 
 
 def find_report_width(stream: TextIO) -> int:
-    """Return the width of a report on this stream: the terminal's, from 40 to 120 (longer lines are
-    hard to read), or 80. It is 78 where the encoding lacks arrows, which become two
+    """Return the width of a report on this stream: the terminal's width, from 40 to 120 (longer
+    lines are hard to read), or 80. It is 78 if the encoding lacks arrows, which then become two
     characters."""
     try:
         "→".encode(getattr(stream, "encoding", None) or "utf-8")
@@ -102,7 +102,7 @@ def find_report_width(stream: TextIO) -> int:
         return PIPED_WIDTH - 2
     if not stream.isatty():
         return PIPED_WIDTH
-    return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, WIDEST))
+    return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, MAX_WIDTH))
 
 
 def show(text: str) -> None:
@@ -118,11 +118,11 @@ def show(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise AdvisorError(f"the report cannot be written to stdout: {error.strerror}") from None
+        raise AdvisorError(f"cannot write the report to stdout: {error.strerror}") from None
 
 
 def show_json(data: Any) -> None:
-    """Show data as JSON, without control characters that a terminal would obey."""
+    """Show data as JSON, without control characters that a terminal would interpret."""
     import msgspec
 
     from advisor.core.labels import sanitize
@@ -131,15 +131,15 @@ def show_json(data: Any) -> None:
 
 
 def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
-    """Raise AdvisorError for an output that cannot be written or is an input, before any work."""
-    for given in inputs:
-        if str(given) != "-" and _same(Path(given), output):
+    """Raise AdvisorError, before any work, for an output that is an input or not writable."""
+    for path in inputs:
+        if str(path) != "-" and _is_same_file(Path(path), output):
             raise AdvisorError(f"--output {output}: that is an input; choose another file")
     if output.is_dir():
         raise AdvisorError(f"--output {output}: that is a folder; give a file name")
-    if _special(output):
+    if _is_special(output):
         return
-    target = _target(output)
+    target = _resolve_target(output)
     if not target.parent.is_dir():
         raise AdvisorError(f"--output {output}: no folder {target.parent}; create it first")
     if not os.access(target.parent, os.W_OK):
@@ -147,16 +147,16 @@ def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def write(text: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
-    """Write the file whole or leave the old one: a temporary file beside it is renamed over it.
+    """Write a complete file or keep the old one, by renaming a temporary sibling file.
 
-    ``inputs``: files that were read, which are never written over."""
+    ``inputs``: files that were read, which are never overwritten."""
     check_output(output, inputs)
     try:
-        if _special(output):  # a device or a pipe cannot be replaced, only written to
+        if _is_special(output):  # a device or a pipe cannot be replaced, only written to
             with output.open("w", encoding="utf-8") as file:
                 file.write(text)
         else:
-            _replace(text, _target(output))
+            _replace(text, _resolve_target(output))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -164,28 +164,28 @@ def write(text: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
 
 
 def _replace(text: str, target: Path) -> None:
-    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        with beside.open("x", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
-            shutil.copymode(target, beside)
-        beside.replace(target)
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _target(output: Path) -> Path:
-    """Return the file to write: a symbolic link is followed, not replaced."""
+def _resolve_target(output: Path) -> Path:
+    """Return the file to write. A symbolic link is followed, not replaced."""
     try:
         return output.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links
         raise AdvisorError(f"--output {output}: cannot be resolved ({error})") from None
 
 
-def _special(output: Path) -> bool:
+def _is_special(output: Path) -> bool:
     try:
         mode = output.stat().st_mode
     except OSError:
@@ -193,26 +193,26 @@ def _special(output: Path) -> bool:
     return not stat.S_ISREG(mode)
 
 
-def _same(one: Path, other: Path) -> bool:
+def _is_same_file(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
     except OSError:
         return False
 
 
-PATIENCE, PAUSE = 1.0, 0.2
-"""Seconds before the first progress line, and between two updates."""
+DELAY_SECONDS, UPDATE_SECONDS = 1.0, 0.2
+"""Delay before the first progress line, and interval between updates, s."""
 
 
 class Progress:
-    """Progress line on stderr: what is being done, for how long. It is wiped at the end.
+    """Progress line on stderr with the current work and its duration. It is erased at the end.
 
-    A thread writes it, so that work which reports nothing in between (one long measurement)
-    still shows that it is alive."""
+    A thread writes it, so that long work without reports of its own (one long measurement) still
+    shows activity."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._what = ""
+        self._text = ""
         self._started = time.monotonic()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -220,7 +220,7 @@ class Progress:
 
     def show(self, what: str) -> None:
         """Set the text of the progress line."""
-        self._what = what
+        self._text = what
 
     def report_bytes(self, path: str, size: int) -> None:
         """Show a file and the uncompressed bytes read of it (for ``ReadOptions.progress``)."""
@@ -248,52 +248,55 @@ class Progress:
             self._write("\r\x1b[K")
 
     def _run(self) -> None:
-        if self._done.wait(PATIENCE):
+        if self._done.wait(DELAY_SECONDS):
             return
-        while not self._done.wait(PAUSE):
-            if self._what:
+        while not self._done.wait(UPDATE_SECONDS):
+            if self._text:
                 seconds = time.monotonic() - self._started
                 room = shutil.get_terminal_size().columns - 1
                 self._shown = True
-                self._write(f"\r\x1b[K{f'{self._what} ({seconds:.0f} s)'[:room]}")
+                self._write(f"\r\x1b[K{f'{self._text} ({seconds:.0f} s)'[:room]}")
 
     def _write(self, text: str) -> None:
         try:
             sys.stderr.write(text)
             sys.stderr.flush()
         except (OSError, UnicodeEncodeError):
-            self._what = ""  # nobody to show it to
+            self._text = ""  # stderr is closed
 
 
 MAX_RUNS = 20
-PROGRAM = 34
-"""Length at which a program's command line is cut, characters."""
+MAX_PROGRAM = 34
+"""Maximum length of a program's command line, characters."""
 
 
 def offer_runs(error: SeveralRuns, arguments: list[str]) -> str:
-    """List the runs on stderr, newest first; return the message with the command for the newest."""
+    """List the runs on stderr, newest first. Return the message with the command for the newest."""
     from advisor.core.labels import clean
     from advisor.core.text import count_noun
     from advisor.read.runs import describe_run
 
     lines = [describe_run(path) for path in error.found[:MAX_RUNS]]
     lines.sort(key=lambda line: line.started_unix_ns, reverse=True)
-    wide = max(len(clean(line.path)) for line in lines)
+    width = max(len(clean(line.path)) for line in lines)
     for line in lines:
-        print(f"  {clean(line.path):<{wide}}  {_about(line)}".rstrip(), file=sys.stderr)
-    more = len(error.found) - len(lines)
-    if more:
-        print(f"  and {count_noun(more, 'older run')}", file=sys.stderr)
+        print(f"  {clean(line.path):<{width}}  {_describe_run(line)}".rstrip(), file=sys.stderr)
+    hidden = len(error.found) - len(lines)
+    if hidden:
+        print(f"  and {count_noun(hidden, 'older run')}", file=sys.stderr)
     chosen = str(lines[0].path)
     words = [chosen if word == error.given else word for word in arguments]
     if chosen not in words:
         return str(error)
-    return f"{error.given} holds runs, listed above; give one: {_typed(words)}"
+    return (
+        f"{error.given} contains several runs, listed above; choose one: {_format_command(words)}"
+    )
 
 
 def newest_run(paths: list[str]) -> list[str]:
-    """Replace a folder of several runs by the newest that can be analysed. Stderr names it, why a
-    newer one is skipped, and the command for another. Other paths are returned unchanged."""
+    """Replace a folder of several runs with the newest one that can be analysed. Print it on
+    stderr, with why newer ones are skipped, and the command for another. Return other paths
+    unchanged."""
     from advisor.core.labels import clean
     from advisor.read.directory import refuse_several
     from advisor.read.runs import SeveralRuns, describe_run
@@ -310,9 +313,9 @@ def newest_run(paths: list[str]) -> list[str]:
             total = len(error.found) if isinstance(error, SeveralRuns) else len(found)
             print(
                 f"{clean(run.path)}, the newest of {total} runs"
-                f"{' that can be analysed' * bool(chosen)}: {_about(run)}",
+                f"{' that can be analysed' * bool(chosen)}: {_describe_run(run)}",
                 *(f"skipped: {clean(new.path)}, {_why_skipped(new)}" for new in lines[:chosen]),
-                f"another: {clean(_typed(['analyze', str((older or lines)[0].path)]))}",
+                f"another: {clean(_format_command(['analyze', str((older or lines)[0].path)]))}",
                 sep="\n",
                 file=sys.stderr,
             )
@@ -321,7 +324,7 @@ def newest_run(paths: list[str]) -> list[str]:
 
 
 def _why_skipped(run: RunLine) -> str:
-    """Say why a run is not the one to analyse; empty if it can be."""
+    """Return the reason why a run cannot be analysed, or an empty text if it can."""
     from advisor.tune.report import FILE
 
     if (run.path / FILE).exists():
@@ -329,11 +332,11 @@ def _why_skipped(run: RunLine) -> str:
     return "" if run.windows or run.steps != 0 else "no steps recorded"
 
 
-def _typed(words: list[str]) -> str:
+def _format_command(words: list[str]) -> str:
     return shlex.join(["advisor", *words])
 
 
-def _about(line: RunLine) -> str:
+def _describe_run(line: RunLine) -> str:
     """Describe a run in a line: ``2026-11-21 16:00  1,024 steps  2 ranks  train.py --epochs 1``."""
     from advisor.core import labels
     from advisor.core import text as t
@@ -349,8 +352,8 @@ def _about(line: RunLine) -> str:
     if not line.windows:
         parts.append("no window")
     if line.command:
-        head, *rest = line.command
+        head, *arguments = line.command
         name = PurePath(head).name
-        words = rest if rest and name.startswith("python") else [name, *rest]
-        parts.append(labels.shorten(labels.clean(shlex.join(words)), PROGRAM))
+        words = arguments if arguments and name.startswith("python") else [name, *arguments]
+        parts.append(labels.shorten(labels.clean(shlex.join(words)), MAX_PROGRAM))
     return "  ".join(parts)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from advisor.replay.project.splits import Instance, PacingRank
 
 MAX_NAMED = 4
-"""Number of GPUs for which the median rank's step is listed."""
+"""Maximum number of GPUs for which the median rank's step is listed."""
 
 
 @o.with_options("node_size", "node_bandwidth", "rank", "steps", "recorded_gpu")
@@ -33,48 +33,52 @@ def command(
     ],
     gpu: Annotated[
         list[str],
-        typer.Option("--gpu", metavar="NAME", help="As 'h200' or 'a100 pcie 80gb'; repeatable."),
+        typer.Option(
+            "--gpu", metavar="NAME", help="Such as 'h200' or 'a100 pcie 80gb'; repeatable."
+        ),
     ] = [],  # noqa: B006
     all_gpus: Annotated[
-        bool, typer.Option("--all", help="All GPUs that are known, or all that have a price.")
+        bool, typer.Option("--all", help="All known GPUs, or all with a price.")
     ] = False,
     prices: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money per hour."),
     ] = None,
     gpus: Annotated[
-        list[int], typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable.")
+        list[int],
+        typer.Option(metavar="N", min=1, help="Number of GPUs of the recorded kind; repeatable."),
     ] = [],  # noqa: B006
     nodes: Annotated[
         int | None, typer.Option(metavar="M", min=1, help="Machines that share --gpus.")
     ] = None,
     instance: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A machine of the price file's [instances].")
+        str | None, typer.Option(metavar="NAME", help="A machine in [instances] of the price file.")
     ] = None,
     recorded_mesh: o.RecordedMesh = None,
     *,
     options: o.Options,
     epoch_steps: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Recorded steps of an epoch, to cost one."),
+        typer.Option(metavar="N", min=1, help="Recorded steps of an epoch, to show its cost."),
     ] = None,
     epoch_samples: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Samples of an epoch, of the whole job.")
     ] = None,
     same_host: Annotated[
-        bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
+        bool,
+        typer.Option("--same-host", help="The GPU is installed in this machine: host time stays."),
     ] = False,
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
     """Predict the step time on another GPU, and its cost there.
 
-    A range is as wide as the largest error of such a projection. More: docs/project.md of a
+    A range is as wide as the largest known error of a projection. More: docs/project.md of a
     checkout."""
     if not gpu and not all_gpus and not gpus:
-        raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
+        raise AdvisorError("project: give a GPU with --gpu NAME, or --all, or --gpus N")
     if gpus and (gpu or all_gpus):
-        raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
+        raise AdvisorError("--gpus N is for the recorded GPU: give it without --gpu and --all")
     from advisor.advise.one_run import open_first_windows
     from advisor.core.files import read_toml
     from advisor.core.prices import read_prices
@@ -82,31 +86,31 @@ def command(
     from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_instance, read_rank
 
     table = read_prices(prices)
-    targets, notes = ([], []) if gpus else _targets(gpu, table, all_gpus=all_gpus)
+    targets, notes = ([], []) if gpus else _choose_targets(gpu, table, all_gpus=all_gpus)
     run = open_first_windows(path, options.read, options.rank)
     pace = find_pacing_rank(run, options.rank, options.steps)
     measured = read_rank(run, pace.slowest, options.steps)
     notes += pace.notes
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
-    wanted = out.choose_renderer(PREDICTIONS, format_name, output)
+    renderer = out.choose_renderer(PREDICTIONS, format_name, output)
     if gpus:
         machine = None
         if instance is not None:
             tables = {} if prices is None else read_toml(prices).get("instances")
             machine = instance, read_instance(tables, instance)
-        document = _splits(
+        document = _compare_splits(
             measured, gpus, nodes, recorded_mesh, machine, table, options, epoch, notes
         )
     else:
         projector, median = Projector(measured, same_host=same_host), None
         if pace.median != pace.slowest:
-            other = read_rank(run, pace.median, options.steps)
-            median = Projector(other, same_host=same_host)
-        document = _on_gpus(projector, median, pace, targets, table, epoch, notes)
-    out.deliver(wanted, document, output, [path], details=True)
+            measured_median = read_rank(run, pace.median, options.steps)
+            median = Projector(measured_median, same_host=same_host)
+        document = _project_onto_gpus(projector, median, pace, targets, table, epoch, notes)
+    out.deliver(renderer, document, output, [path], details=True)
 
 
-def _on_gpus(
+def _project_onto_gpus(
     projector: Projector,
     median: Projector | None,
     pace: PacingRank,
@@ -115,21 +119,21 @@ def _on_gpus(
     epoch: float | None,
     notes: list[str],
 ) -> Document:
-    """Project the slowest rank's step onto the ``targets``, with that of the ``median`` rank."""
+    """Project the steps of the slowest rank and of the ``median`` rank onto the ``targets``."""
     from advisor.render.documents.project import build
     from advisor.replay.project.project import choose_gpus
 
     result = choose_gpus(projector, targets, epoch)
-    ranks = _RankSteps(pace, median, result)
-    data = _plain(projector, result, notes) | {"currency": prices.currency}
+    ranks = _MedianRankSteps(pace, median, result)
+    data = _to_plain(projector, result, notes) | {"currency": prices.currency}
     data |= {"epoch_steps": epoch} | ranks.plain()
     notes = [*notes, *ranks.sentences()]
     document = build(projector, result, notes, prices.currency, epoch)
     return replace(document, data=data)
 
 
-class _RankSteps:
-    """Projected steps of the median rank, next to those of the slowest."""
+class _MedianRankSteps:
+    """Projected steps of the median rank, next to the steps of the slowest rank."""
 
     def __init__(
         self, pace: PacingRank, median: Projector | None, found: tuple[TargetGpu, ...]
@@ -146,88 +150,90 @@ class _RankSteps:
         self.measured = None if median is None else median.a.step_ns
 
     def plain(self) -> dict[str, Any]:
-        """Return the ranks' figures for JSON; ``median`` is null if there is one rank."""
+        """Return the values of the ranks for JSON. ``median`` is null if there is only one rank."""
         ranks = [{"gpu": p.gpu, "step_ns": None if p.refused else p.step_ns} for p in self.median]
-        other = {"rank": self.pace.median, "measured_step_ns": self.measured, "gpus": ranks}
-        return {"rank": self.pace.slowest, "median": other if self.median else None}
+        median = {"rank": self.pace.median, "measured_step_ns": self.measured, "gpus": ranks}
+        return {"rank": self.pace.slowest, "median": median if self.median else None}
 
     def sentences(self) -> list[str]:
-        """Return a line with the median rank's step on the first GPUs; empty for one rank."""
+        """Return a line with the median rank's step on the first GPUs. Empty for one rank."""
         steps = [f"{format_duration(p.step_ns)} on {p.gpu}" for p in self.median if not p.refused]
         if not steps:
             return []
-        more = " …" if len(steps) > MAX_NAMED else ""
-        return [f"the step of rank {self.pace.median}: {', '.join(steps[:MAX_NAMED])}{more}"]
+        ellipsis = " …" if len(steps) > MAX_NAMED else ""
+        return [f"the step of rank {self.pace.median}: {', '.join(steps[:MAX_NAMED])}{ellipsis}"]
 
 
-def _targets(
+def _choose_targets(
     names: list[str], prices: Prices, *, all_gpus: bool
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
-    """Return the GPUs with prices per hour (``None``: unknown), and notes on inexact names."""
+    """Return the GPUs with prices per hour (``None`` if unknown), and notes on inexact names."""
     from advisor.core.gpus import find_gpu, known_gpus
     from advisor.replay.project.project import hourly_prices
 
-    money = hourly_prices(prices)
+    hourly_by_name = hourly_prices(prices)
     matches = {name: find_gpu(name) for name in names}
     chosen = {match.gpu.name: match.gpu for match in matches.values()}
     notes = [note for name, match in matches.items() if (note := match.note(name))]
     if all_gpus:
-        wanted = [g for g in known_gpus() if not money or g.name in money]
-        chosen |= {g.name: g for g in wanted}
-    return [(g, money.get(g.name)) for g in chosen.values()], notes
+        listed = [g for g in known_gpus() if not hourly_by_name or g.name in hourly_by_name]
+        chosen |= {g.name: g for g in listed}
+    return [(g, hourly_by_name.get(g.name)) for g in chosen.values()], notes
 
 
-def _plain(projector: Projector, found: tuple[TargetGpu, ...], notes: list[str]) -> dict[str, Any]:
-    """Return the projections as plain data for JSON; null: it cannot run there, or no price."""
+def _to_plain(
+    projector: Projector, found: tuple[TargetGpu, ...], notes: list[str]
+) -> dict[str, Any]:
+    """Return the projections as plain data for JSON. Null if it cannot run or has no price."""
     from advisor.replay.predictions import count_comparisons
 
     return {
         "schema": 1, "source": projector.recorded_gpu.name,
         "measured_step_ns": projector.a.step_ns, "replayed": projector.replayed,
         "same_host": projector.same_host, "notes": notes, "rests_on": count_comparisons(),
-        "gpus": [_row(c) for c in found],
+        "gpus": [_to_row(c) for c in found],
     }  # fmt: skip
 
 
-def _row(choice: TargetGpu) -> dict[str, Any]:
+def _to_row(choice: TargetGpu) -> dict[str, Any]:
     p = choice.projection
-    kept = {name: v for name, v in p._asdict().items() if name not in ("fit", "measured_ns")}
+    fields = {name: v for name, v in p._asdict().items() if name not in ("fit", "measured_ns")}
     return {
-        **kept, "speedup": p.speedup, "price_per_hour": choice.price,
+        **fields, "speedup": p.speedup, "price_per_hour": choice.price,
         "cost_per_million_steps": choice.cost, "low_cost": choice.low_cost,
         "high_cost": choice.high_cost, "cost_per_epoch": choice.epoch_cost, "memory": p.fit,
         "refused": p.refused or None,
     }  # fmt: skip
 
 
-def _splits(
+def _compare_splits(
     a: Analysis, gpus: list[int], nodes: int | None, recorded_mesh: str | None,
     machine: tuple[str, Instance] | None, prices: Prices, options: o.Options,
     epoch: float | None, notes: list[str],
 ) -> Document:  # fmt: skip
-    """Compare splits of each number of GPUs. ``machine``: its name and its price file entry."""
+    """Compare splits of each number of GPUs. ``machine``: name and entry in the price file."""
     from advisor.core.gpus import find_gpu
     from advisor.measure.comm.links import NodeLinks
     from advisor.render.documents.project import build_splits
     from advisor.replay.project.mesh import MeshProjector, parse_mesh
     from advisor.replay.project.splits import SAME_BATCH, compare_splits
 
-    network, found = options.node_bandwidth, a.hardware
-    price = None if found is None else prices.price_of(found.name)
+    network, gpu_spec = options.node_bandwidth, a.hardware
+    price = None if gpu_spec is None else prices.price_of(gpu_spec.name)
     hourly = None if price is None else price.per_hour
     if nodes is not None and any(count % nodes for count in gpus):
         raise AdvisorError(f"--nodes {nodes}: does not divide --gpus")
     notes = [*notes, SAME_BATCH]
     if machine is not None:
-        name, each = machine
-        if found is None or find_gpu(each.gpu).gpu.name != found.name:
-            raise AdvisorError(f"{name} has {each.gpu}, which was not recorded: see --gpu")
-        if nodes is not None and any(count != nodes * each.gpus for count in gpus):
-            raise AdvisorError(f"--nodes {nodes} of {name} have {nodes * each.gpus} GPUs")
-        network = each.network if network is None else network
-        hourly = hourly if each.price is None else each.price / each.gpus
-        if each.cores is not None:
-            notes.append(f"{name} has {each.cores / each.gpus:g} cores for each GPU")
+        name, instance = machine
+        if gpu_spec is None or find_gpu(instance.gpu).gpu.name != gpu_spec.name:
+            raise AdvisorError(f"{name} has {instance.gpu}, which was not recorded: see --gpu")
+        if nodes is not None and any(count != nodes * instance.gpus for count in gpus):
+            raise AdvisorError(f"--nodes {nodes} of {name} have {nodes * instance.gpus} GPUs")
+        network = instance.network if network is None else network
+        hourly = hourly if instance.price is None else instance.price / instance.gpus
+        if instance.cores is not None:
+            notes.append(f"{name} has {instance.cores / instance.gpus:g} cores for each GPU")
     recorded = None if recorded_mesh is None else parse_mesh(recorded_mesh)
     projector = MeshProjector(a, recorded, NodeLinks(options.node_size, network))
     if machine is not None and nodes is None:
@@ -239,7 +245,9 @@ def _splits(
     }  # fmt: skip
     notes.append("speed: samples of the job per second, over the recorded ones")
     if hourly is not None:
-        many = "a million recorded steps" if epoch is None else f"an epoch, {epoch:,.0f} steps"
-        notes.append(f"cost: of the samples of {many}")
+        cost_basis = (
+            "a million recorded steps" if epoch is None else f"an epoch, {epoch:,.0f} steps"
+        )
+        notes.append(f"cost: of the samples of {cost_basis}")
     document = build_splits(measured, a.step_ns, rows, notes, prices.currency)
     return replace(document, data=data)

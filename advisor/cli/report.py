@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
 
 MAX_REPORT = 16 << 20
-"""Largest saved report that is read, bytes. Usual ones have 100 KB; a malicious one takes forty
-times its size once decoded."""
+"""Maximum size of a saved report, bytes. The usual size is 100 KB. A malicious report takes forty
+times its size when decoded."""
 
 
 @o.with_options(
@@ -45,7 +45,7 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
-    wanted = out.choose_renderer(REPORTS, format_name, output)
+    renderer = out.choose_renderer(REPORTS, format_name, output)
     for target in (html, output):
         if target is not None:
             out.check_output(target, paths)
@@ -67,12 +67,12 @@ def command(
         deliver(result, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
     if html is None or output is not None or format_name is not None:
         deliver(
-            result, wanted, output, details=details, brief=brief, analysis=analysis, redact=names
+            result, renderer, output, details=details, brief=brief, analysis=analysis, redact=names
         )
 
 
 def read_saved(path: str) -> Report | None:
-    """Read a report that ``analyze --format json`` wrote; ``None`` if it is something else."""
+    """Read a report that ``analyze --format json`` wrote, or return ``None`` for other files."""
     from advisor.core import report_file
     from advisor.core.report import SCHEMA, Report
 

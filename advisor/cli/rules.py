@@ -1,4 +1,4 @@
-"""``advisor rules``: list of the rules, and what each looks for."""
+"""``advisor rules``: list of the rules, and what each checks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from advisor.core.errors import AdvisorError, suggest
 if TYPE_CHECKING:
     from advisor.core.rule import Rule
 
-app = typer.Typer(help="List the rules, and what each looks for.", rich_markup_mode=None)
+app = typer.Typer(help="List the rules, and what each checks.", rich_markup_mode=None)
 
-SEE = "see 'advisor rules list'"
+LIST_HINT = "see 'advisor rules list'"
 
 
 @app.callback(invoke_without_command=True)
@@ -27,30 +27,32 @@ def _rules(ctx: typer.Context) -> None:
 
 @app.command("list")
 def list_rules(rules: o.Rules = None) -> None:
-    """List all rules by category, with how far each was validated."""
+    """List all rules by category, with the level of validation of each."""
     from advisor.advise.rule_loading import read_config
     from advisor.render.documents.rule import build_list
 
-    known = _load(rules)
-    off = {name for name, options in read_config().items() if options.get("enabled") is False}
-    out.show_document(build_list(known, disabled=off))
+    all_rules = _load_all_rules(rules)
+    disabled = {name for name, options in read_config().items() if options.get("enabled") is False}
+    out.show_document(build_list(all_rules, disabled=disabled))
 
 
 @app.command("show")
 def show(
-    rule_id: Annotated[str, typer.Argument(metavar="ID", help="As 'advisor rules list' has it.")],
+    rule_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As listed by 'advisor rules list'.")
+    ],
     rules: o.Rules = None,
 ) -> None:
-    """Show what a rule looks for, its cost and its thresholds."""
+    """Show what a rule checks, its cost and its thresholds."""
     from advisor.render.documents.rule import build
 
-    known = {rule.id: rule for rule in _load(rules)}
-    if rule_id not in known:
-        raise AdvisorError(f"no rule {rule_id!r}; {suggest(rule_id, known, SEE)}")
-    out.show_document(build(known[rule_id]))
+    rules_by_id = {rule.id: rule for rule in _load_all_rules(rules)}
+    if rule_id not in rules_by_id:
+        raise AdvisorError(f"no rule {rule_id!r}; {suggest(rule_id, rules_by_id, LIST_HINT)}")
+    out.show_document(build(rules_by_id[rule_id]))
 
 
-def _load(folder: Path | None) -> list[Rule]:
+def _load_all_rules(folder: Path | None) -> list[Rule]:
     """Load every rule with its built-in thresholds, including the rules that are switched off."""
     from advisor.advise.rule_loading import load_rules
 

@@ -1,4 +1,4 @@
-"""``advisor try``: measure what fixes save, without a change to the program's files."""
+"""``advisor try``: measure what fixes save, without changes to the program's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OPTIONS = ("--budget", "--steps", "--warmup", "--only", "--dry-run", "--remember", "--allow-write",
            "--out", "--output", "--format")  # fmt: skip
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Settings for typer, as of ``advisor record``: what follows the program belongs to it."""
+"""Settings for typer, as for ``advisor record``: words after the program belong to it."""
 
 
 def command(
@@ -33,26 +33,26 @@ def command(
             help="train.py args…, -m module args…, or the folder of a recorded run.",
         ),
     ],
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="For everything: 90s, 10m, 1h.")
-    ] = "10m",
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Total time: 90s, 10m, 1h.")] = "10m",
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", min=6, max=100_000, help="Timed steps of a run, at most."),
+        typer.Option(
+            metavar="N", min=6, max=100_000, help="Maximum number of timed steps per run."
+        ),
     ] = None,
     warmup: Annotated[
-        int, typer.Option(metavar="N", min=1, max=100_000, help="Steps before those.")
+        int, typer.Option(metavar="N", min=1, max=100_000, help="Steps before the timed ones.")
     ] = 10,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="KNOB[=SETTING]", help="Try this knob alone; repeatable."),
+        typer.Option(metavar="KNOB[=SETTING]", help="Try only this knob; repeatable."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Record, and say what would be tried.")
+        bool, typer.Option("--dry-run", help="Record, and list what would be tried.")
     ] = False,
     allow_write: Annotated[
         list[str] | None,
-        typer.Option(metavar="DIR", help="Let the program write into DIR; repeatable."),
+        typer.Option(metavar="DIR", help="Allow the program to write to DIR; repeatable."),
     ] = None,
     remember: Annotated[
         bool, typer.Option("--remember", help="Add the outcome to your ledger: no code, no names.")
@@ -66,8 +66,8 @@ def command(
 ) -> None:
     """Try the fixes that can be made while a program starts, and measure each.
 
-    The program runs again and again for some steps, as it is and with one setting changed, side by
-    side. What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
+    The program runs repeatedly for some steps, unchanged and with one setting changed, side by
+    side. Its output goes to a scratch folder. Losses are compared. Ctrl-C keeps the results so far.
     """
     from advisor.cli.output import Progress
     from advisor.core.run_directory import is_run
@@ -75,9 +75,9 @@ def command(
     from advisor.tune.knob import find_knob
     from advisor.tune.pipeline import TrialRequest, command_of, try_program
 
-    limits = _limits(parse_time(budget), steps, warmup)
-    if behind := launch.warn_misplaced(program, OPTIONS):
-        print(f"advisor: {behind}", file=sys.stderr)
+    limits = _make_limits(parse_time(budget), steps, warmup)
+    if warning := launch.warn_misplaced(program, OPTIONS):
+        print(f"advisor: {warning}", file=sys.stderr)
     for name in only or []:
         find_knob(name.partition("=")[0])
     if output is not None:
@@ -85,9 +85,9 @@ def command(
     renderer = choose_renderer(TRIALS, format_name, output)
     recorded = Path(program[0]) if is_run(Path(program[0])) else None
     if recorded is not None and program[1:]:
-        raise AdvisorError(f"options stand before the run: advisor try {' '.join(program[1:])} …")
+        raise AdvisorError(f"options go before the run: advisor try {' '.join(program[1:])} …")
     words = command_of(recorded) if recorded is not None else launch.command_line(program)
-    wanted = TrialRequest(
+    request = TrialRequest(
         limits=limits,
         only=tuple(only or ()),
         dry=dry_run,
@@ -95,18 +95,18 @@ def command(
         allowed=tuple(str(Path(name).resolve()) for name in allow_write or ()),
         out=out,
     )
-    # what ends us in CI, or an agent's server: a report of what is known, and no orphans
+    # CI or an agent's server ends us like this: report what is known, leave no orphans
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Progress(progress) as shown:
-        report, run = try_program(words, recorded, wanted, shown.show)
+        report, run = try_program(words, recorded, request, shown.show)
     deliver(renderer, report, output, details=True)
-    print(f"advisor: {run}: advisor dashboard {run} shows it", file=sys.stderr)
+    print(f"advisor: to see {run}: advisor dashboard {run}", file=sys.stderr)
     if report.interrupted:
         raise typer.Exit(130)
 
 
-def _limits(budget: float, steps: int | None, warmup: int) -> TrialLimits:
-    """Return the limits of the trials. ``budget``: seconds for all; ``steps``: timed ones."""
+def _make_limits(budget: float, steps: int | None, warmup: int) -> TrialLimits:
+    """Return the limits of the trials. ``budget``: total seconds. ``steps``: timed steps."""
     from advisor.tune.rounds import TrialLimits
 
     limits = TrialLimits(budget=budget, warmup=warmup, timeout=max(60.0, budget / 2))

@@ -1,4 +1,4 @@
-"""``advisor whatif``: replay the measured steps with edits that a person writes."""
+"""``advisor whatif``: replay of the measured steps with the user's edits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
 
-EDITS = "As --edit. If none is given, the error lists those of the trace's findings, to paste."
-EXAMPLE, LONGEST_EDITS = "'remove sync'", 400
-"""An edit, and the most characters of a finding's edits that are offered."""
+EDITS_HELP = "As --edit. Without any, the error lists the edits of the trace's findings, to paste."
+EXAMPLE_EDIT, MAX_EDITS_LENGTH = "'remove sync'", 400
+"""Example of an edit, and maximum length of a finding's edits in the list, characters."""
 MAX_TARGETS = 6
-"""Number of targets of the trace that are offered."""
-MAX_NAMES, LONGEST_NAME = 8, 60
-"""Number of names listed in place of an unknown one, and the length of each, characters."""
+"""Maximum number of the trace's targets in the list."""
+MAX_NAMES, MAX_NAME_LENGTH = 8, 60
+"""Maximum number of names to list for an unknown one, and length of each, characters."""
 
 EditLines = Annotated[
     list[str],
@@ -36,14 +36,14 @@ EditLines = Annotated[
         "-e",
         metavar="EDIT",
         help="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example "
-        "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
+        "'scale kernel:softmax 0.2' or 'remove sync:item'; repeatable, edits add up.",
     ),
 ]
 Precision = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="The linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
+        help="Linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
     ),
 ]
 Mesh = Annotated[
@@ -62,17 +62,19 @@ def command(
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
     ],
     changes: Annotated[
-        list[str], typer.Argument(metavar="EDIT", help=EDITS, show_default=False)
+        list[str], typer.Argument(metavar="EDIT", help=EDITS_HELP, show_default=False)
     ] = [],  # noqa: B006
     edit: EditLines = [],  # noqa: B006
     precision: Precision = None,
     mesh: Mesh = None,
     recorded_mesh: o.RecordedMesh = None,
     same_batch: Annotated[
-        bool, typer.Option("--same-batch", help="Keep the job's batch; default: that of a replica.")
+        bool,
+        typer.Option("--same-batch", help="Keep the job's batch; default: the batch of a replica."),
     ] = False,
     micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Micro-batches there; default: as here.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Micro-batches on the mesh; default: as recorded."),
     ] = None,
     *,
     options: o.Options,
@@ -84,17 +86,17 @@ def command(
     graph.
 
     \b
-    What an edit can do, each verb with an example:
+    The verbs of edits, each with an example:
       remove sync:item              drop work, its host time and its wait
       scale kernel:softmax 0.2      multiply its time
       roofline family:gemm 0.75     bring kernels to a share of the GPU's limits
-      resize work 2                 make the batch so many times as large
-      overlap copy:HtoD             move GPU work to a stream of its own
+      resize work 2                 multiply the size of the batch
+      overlap copy:HtoD             move GPU work to its own stream
       async sync                    let a blocking call return at once
       merge family:elementwise 0.5  merge neighbouring kernels
       graph work                    launch from a CUDA graph
-      parallelize loader 4          load in so many worker processes
-      remove_skew comm rank:3       let a rank keep no other rank waiting
+      parallelize loader 4          load in this many worker processes
+      remove_skew comm rank:3       let no other rank wait for a rank
 
     Targets, narrowed by a pattern after a colon: kernel, family, comm, copy, memset, work, layer,
     op, python, range, host, sync, loader, gap. More: docs/whatif.md
@@ -103,38 +105,38 @@ def command(
     from advisor.replay.result import what_if
 
     if path.split()[:1] and path.split()[0] in VERBS and not Path(path).exists():
-        rest = shlex.quote(" ".join([path, *changes]))
-        raise AdvisorError(f"no trace is given: advisor whatif TRACE {rest}")
-    if not any(" " in words for words in changes):  # written without quotes
+        edit_text = shlex.quote(" ".join([path, *changes]))
+        raise AdvisorError(f"no trace is given: advisor whatif TRACE {edit_text}")
+    if not any(" " in words for words in changes):  # an edit without quotes
         changes = [" ".join(changes)] if changes else []
     edit = [*changes, *edit]
     edits = [parse_edit(line) for line in edit]
     from advisor.advise.one_run import open_first_windows
     from advisor.render.documents import whatif as documents
 
-    wanted = out.choose_renderer(PREDICTIONS, format_name, output)
+    renderer = out.choose_renderer(PREDICTIONS, format_name, output)
     if precision is not None and (edits or mesh is not None):
-        raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
+        raise AdvisorError("whatif: give only one of --precision, --mesh and --edit")
     run = open_first_windows(path, options.read, None if edits else options.rank)
     if precision is not None:
-        document = _precision(run, precision, options)
+        document = _project_precision(run, precision, options)
     elif mesh is not None:
-        there = what_if(
+        result = what_if(
             run, edits, steps=options.steps, mesh=mesh, recorded_mesh=recorded_mesh,
             node_size=options.node_size, node_bandwidth=options.node_bandwidth,
             same_batch=same_batch, micro_batches=micro_batches,
         )  # fmt: skip
-        document = replace(documents.build_mesh(there), data={"schema": 1, **there._asdict()})
+        document = replace(documents.build_mesh(result), data={"schema": 1, **result._asdict()})
     elif not edits:
-        raise _no_edit(path, run, options)
+        raise _make_no_edit_error(path, run, options)
     else:
-        document = _edited(run, edit, edits, options)
-    long = details or precision is not None or mesh is not None
-    out.deliver(wanted, document, output, [path], details=long)
+        document = _replay_edits(run, edit, edits, options)
+    show_details = details or precision is not None or mesh is not None
+    out.deliver(renderer, document, output, [path], details=show_details)
 
 
-def _edited(run: Run, lines: list[str], edits: list[Edit], options: o.Options) -> Document:
-    """Replay the steps with edits, which were written as ``lines``. Raises AdvisorError: one
+def _replay_edits(run: Run, lines: list[str], edits: list[Edit], options: o.Options) -> Document:
+    """Replay the steps with edits, which were written as ``lines``. Raises AdvisorError if an edit
     selects nothing."""
     from advisor.render.documents import whatif as documents
     from advisor.replay.result import what_if
@@ -142,16 +144,18 @@ def _edited(run: Run, lines: list[str], edits: list[Edit], options: o.Options) -
     result = what_if(run, edits, options.rank, steps=options.steps)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
         raise AdvisorError(
-            "; ".join(_nothing(run, result, lines[i], i, options.steps) for i in missed)
+            "; ".join(
+                _explain_empty_selection(run, result, lines[i], i, options.steps) for i in missed
+            )
         )
     rows = [row._asdict() | {"edit": e} for row, e in zip(result.edits, lines, strict=True)]
     data = result._asdict() | {"edits": rows}
     return replace(documents.build(result, lines), data=data)
 
 
-def _no_edit(path: str, run: Run, options: o.Options) -> AdvisorError:
-    """Return the error where no edit is given: with the longest targets of the trace, and the edits
-    of its findings, to paste."""
+def _make_no_edit_error(path: str, run: Run, options: o.Options) -> AdvisorError:
+    """Return the error for a call without edits, with the longest targets of the trace, and the
+    edits of its findings to paste."""
     from advisor.advise.engine import examine
     from advisor.advise.finding_text import ranked_findings
     from advisor.core.labels import clean
@@ -161,28 +165,28 @@ def _no_edit(path: str, run: Run, options: o.Options) -> AdvisorError:
 
     examined = examine(run, options)
     targets, steps = largest_targets(examined.main, MAX_TARGETS), examined.main.step_count
-    made: list[str] = []
+    edit_lines: list[str] = []
     for finding in ranked_findings(examined.report):
-        edits = " ".join(_quoted(write_edit(edit)) for edit in finding.edits)
-        if edits and len(edits) <= LONGEST_EDITS:
-            made += [f"{finding.priority:>2}  {finding.title}", f"    {edits}"]
+        edits = " ".join(_quote_edit(write_edit(edit)) for edit in finding.edits)
+        if edits and len(edits) <= MAX_EDITS_LENGTH:
+            edit_lines += [f"{finding.priority:>2}  {finding.title}", f"    {edits}"]
     lines = [f"    {name:<28} {format_duration(ns / steps)}" for name, ns in targets]
-    example = f"'remove {targets[0][0]}'" if targets else EXAMPLE
+    example = f"'remove {targets[0][0]}'" if targets else EXAMPLE_EDIT
     error = AdvisorError(f"no edit is given, such as advisor whatif {shlex.quote(path)} {example}")
     titles = ("Targets of this trace, per step:", "What this trace's fixes change, to paste:")
-    for title, each in zip(titles, (lines, made), strict=True):
-        for line in [title, *each] if each else []:
+    for title, notes in zip(titles, (lines, edit_lines), strict=True):
+        for line in [title, *notes] if notes else []:
             error.add_note(clean(line))
     return error
 
 
-def _quoted(line: str) -> str:
-    """Quote an edit for a shell, with its numbers rounded."""
+def _quote_edit(line: str) -> str:
+    """Quote an edit for a shell, with rounded numbers."""
     line = re.sub(r"\d\.\d{4,}", lambda number: f"{float(number[0]):.3g}", line)
     return shlex.quote(line) if re.search(r'["`!]|\$[\w({]|\\\\', line) else f'"{line}"'
 
 
-def _precision(run: Run, name: str, options: o.Options) -> Document:
+def _project_precision(run: Run, name: str, options: o.Options) -> Document:
     """Predict the step in another number format, and which layers to convert (``--precision``)."""
     from advisor.measure import Analysis
     from advisor.measure.steps.steps import require_used_steps, require_window
@@ -198,7 +202,7 @@ def _precision(run: Run, name: str, options: o.Options) -> Document:
     return replace(build_precision(result), data=data)
 
 
-def _nothing(
+def _explain_empty_selection(
     run: Run,
     result: WhatIfResult,
     line: str,
@@ -211,13 +215,13 @@ def _nothing(
     from advisor.measure import Analysis
     from advisor.replay.selection import find_near_matches
 
-    made = result.edits[index].edit
-    first = result.ranks[0] if result.ranks else run.ranks[0]
-    window = run.window(first if made.rank is None else made.rank)
-    there = find_near_matches(Analysis(window, steps), made.select)
-    said = f"edit {clean(line.strip())!r} selects nothing in these steps"
-    if not there.names:
-        return f"{said}: there are no {there.kind}"
-    shown = list_names((kernel_label(name, LONGEST_NAME) for name in there.names), MAX_NAMES)
-    order = "nearest first" if there.unmatched else "most time first"
-    return f"{said}; {there.kind} here, {order}: {shown}"
+    edit = result.edits[index].edit
+    first_rank = result.ranks[0] if result.ranks else run.ranks[0]
+    window = run.window(first_rank if edit.rank is None else edit.rank)
+    near = find_near_matches(Analysis(window, steps), edit.select)
+    message = f"edit {clean(line.strip())!r} selects nothing in these steps"
+    if not near.names:
+        return f"{message}: there are no {near.kind}"
+    names = list_names((kernel_label(name, MAX_NAME_LENGTH) for name in near.names), MAX_NAMES)
+    order = "nearest first" if near.unmatched else "most time first"
+    return f"{message}; {near.kind} here, {order}: {names}"

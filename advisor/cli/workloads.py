@@ -24,7 +24,7 @@ app = typer.Typer(
     help="Run small programs, each slow on purpose, and their cures.", rich_markup_mode=None
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'advisor workloads list' has it.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As in 'advisor workloads list'.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -43,10 +43,12 @@ def list_workloads() -> None:
     column = max(map(len, result)) + 2
     lines = []
     for name, workload in result.items():
-        about = textwrap.wrap(workload.title, width - column)
-        about += textwrap.wrap(_expects(workload), width - column, break_on_hyphens=False)
-        lines.append(f"{name:<{column}}{about[0]}")
-        lines += [" " * column + more for more in about[1:]]
+        description = textwrap.wrap(workload.title, width - column)
+        description += textwrap.wrap(
+            _describe_findings(workload), width - column, break_on_hyphens=False
+        )
+        lines.append(f"{name:<{column}}{description[0]}")
+        lines += [" " * column + line for line in description[1:]]
     lines += ["", "Run and record one:  advisor workloads run NAME --variant slow|cured"]
     out.show("\n".join(lines) + "\n")
 
@@ -58,7 +60,7 @@ def show(name: Name) -> None:
 
     workload = find(name)
     file = HERE / f"{workload.file}.py"
-    out.show(f"{workload.doc}\n\n{_expects(workload)}\nSource: {file}\n")
+    out.show(f"{workload.doc}\n\n{_describe_findings(workload)}\nSource: {file}\n")
 
 
 @app.command("run")
@@ -68,7 +70,7 @@ def run(
         Literal["slow", "cured"], typer.Option(help="With the bottleneck, or with its cure.")
     ] = "slow",
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda where there is.")
+        str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda if available.")
     ] = None,
     scale: Annotated[
         float | None,
@@ -77,10 +79,10 @@ def run(
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=10_000, help="Steps to trace.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and data.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is recorded."),
+        typer.Option("--output", "-o", metavar="DIR", help="A new folder for the recording."),
     ] = None,
 ) -> None:
     """Run a workload and record it."""
@@ -91,9 +93,11 @@ def run(
         raise AdvisorError(
             f"workloads are PyTorch programs, and PyTorch is missing: {install_command('record')}"
         )
-    folder = _fresh(output or Path("runs", f"{name}-{variant}"), chosen=output is not None)
+    folder = _find_free_folder(
+        output or Path("runs", f"{name}-{variant}"), chosen=output is not None
+    )
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
-    logging.getLogger("torch").setLevel(logging.ERROR)  # what is wrong here is meant to be
+    logging.getLogger("torch").setLevel(logging.ERROR)  # these workloads are slow on purpose
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     from advisor.cli.output import Progress
     from advisor.sample_workloads import running
@@ -112,7 +116,7 @@ def run(
             )
             written = running.record_run(name, setup, folder, steps=steps)
     except OSError as error:
-        raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None
+        raise AdvisorError(f"cannot write to {folder}: {error.strerror or error}") from None
     except ValueError as error:
         raise AdvisorError(str(error)) from None
     size = sum(path.stat().st_size for path in written) / 1e6
@@ -122,8 +126,8 @@ def run(
     )
 
 
-def _expects(workload: Workload) -> str:
-    """Name the findings that a workload must produce, in a line."""
+def _describe_findings(workload: Workload) -> str:
+    """Describe the findings that a workload must produce, in a line."""
     if not workload.finds:
         return "finds nothing: a healthy control"
     where = "" if workload.shown_on == "cpu" else " (on a GPU)"
@@ -131,17 +135,17 @@ def _expects(workload: Workload) -> str:
     return f"finds {' or '.join(workload.finds)}{where}{needs}"
 
 
-def _fresh(folder: Path, *, chosen: bool) -> Path:
-    """Return an empty or new folder: this one, else a numbered one beside it if not chosen."""
+def _find_free_folder(folder: Path, *, chosen: bool) -> Path:
+    """Return this folder if new or empty, else a numbered sibling unless the user chose it."""
 
-    def taken(path: Path) -> bool:
+    def is_taken(path: Path) -> bool:
         return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
-    if not taken(folder):
+    if not is_taken(folder):
         return folder
     if chosen:
-        raise AdvisorError(f"--output {folder}: there is something in it; choose a new folder")
+        raise AdvisorError(f"--output {folder}: not empty; choose a new folder")
     number = 2
-    while taken(folder.with_name(f"{folder.name}-{number}")):
+    while is_taken(folder.with_name(f"{folder.name}-{number}")):
         number += 1
     return folder.with_name(f"{folder.name}-{number}")

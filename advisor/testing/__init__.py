@@ -1,4 +1,4 @@
-"""Small traces written as code, for rule authors and tests."""
+"""Builders of small traces in code, for rule authors and tests."""
 
 from advisor.testing.builder import TraceBuilder
 

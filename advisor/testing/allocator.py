@@ -1,12 +1,11 @@
 """FakeAllocator: a simulation of PyTorch's caching allocator that writes its snapshots.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up to 512 bytes;
-up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from
-segments of their own, a multiple of 2 MiB; the smallest free block of the pool and stream that is
-large enough is taken and split, in the large pool only where more than 1 MiB is left; neighbours
-that are free are merged; before a request fails, segments that hold nothing are given back. The
-layout is that of ``torch/csrc/cuda/Module.cpp``, compared with the functions of
-``torch/cuda/_memory_viz.py`` in the tests."""
+It follows ``c10/cuda/CUDACachingAllocator.cpp``. Requests are rounded up to 512 bytes. Up to 1 MiB,
+they come from segments of 2 MiB; below 10 MiB, from segments of 20 MiB; above, from their own
+segments, a multiple of 2 MiB. The smallest sufficient free block of the pool and stream is used and
+split, in the large pool only if more than 1 MiB remains. Free neighbours are merged. Before a
+request fails, empty segments are freed. The layout is the one of ``torch/csrc/cuda/Module.cpp``,
+which tests compare with the functions of ``torch/cuda/_memory_viz.py``."""
 
 import pickle
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,7 @@ MOVED: Frames = (
 
 
 class DeviceFull(Exception):
-    """Error for a request that could not be met."""
+    """Error for a request that cannot be fulfilled."""
 
 
 @dataclass
@@ -74,7 +73,7 @@ class _Segment:
 
 
 class FakeAllocator:
-    """Caching allocator of one device.
+    """Caching allocator of a device.
 
     >>> m = FakeAllocator(total=80 * GIB)
     >>> with m.at((TRAIN, 12, "main")):
@@ -100,85 +99,88 @@ class FakeAllocator:
         self.events: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
         self.now = 1_760_000_000_000_000
-        self._next = 0x7F00_0000_0000 + device * (1 << 40)
+        self._next_address = 0x7F00_0000_0000 + device * (1 << 40)
         self._stack: Frames = ()
         self._frames: dict[tuple[str, int, str], dict[str, Any]] = {}
         self._stacks: dict[Frames, list[dict[str, Any]]] = {}
 
-    # -- the program ------------------------------------------------------------------------
+    # -- calls of the program ---------------------------------------------------------------
 
     @contextmanager
     def at(self, *frames: tuple[str, int, str]) -> Iterator[None]:
-        """Add frames to the stack of what is done inside."""
-        before, self._stack = self._stack, (*self._stack, *frames)
+        """Add frames to the stack of all calls inside."""
+        outer, self._stack = self._stack, (*self._stack, *frames)
         try:
             yield
         finally:
-            self._stack = before
+            self._stack = outer
 
     @contextmanager
     def alone(self, *frames: tuple[str, int, str]) -> Iterator[None]:
-        """Replace the stack of what is done inside by these frames, for another thread, such as
+        """Replace the stack of all calls inside with these frames, as in another thread, such as
         autograd's, which has no Python frames."""
-        before, self._stack = self._stack, frames
+        outer, self._stack = self._stack, frames
         try:
             yield
         finally:
-            self._stack = before
+            self._stack = outer
 
     def alloc(self, size: int, *, stream: int = 0, pool: tuple[int, int] = (0, 0)) -> int:
-        """Allocate a tensor's memory; return its address. Raises DeviceFull."""
+        """Allocate a tensor's memory, and return its address. Raises DeviceFull."""
         rounded = max(ROUND, -(-size // ROUND) * ROUND)
         large = rounded > SMALL
-        result = self._fit(rounded, stream, large, pool)
-        if result is None and not self._grow(rounded, stream, large, pool):
-            self._give_back()
-            if not self._grow(rounded, stream, large, pool):
-                self._event("oom", self._driver_free(), size, stream, pool)
+        fit = self._find_fit(rounded, stream, large, pool)
+        if fit is None and not self._add_segment(rounded, stream, large, pool):
+            self._free_empty_segments()
+            if not self._add_segment(rounded, stream, large, pool):
+                self._add_event("oom", self._driver_free(), size, stream, pool)
                 raise DeviceFull(size)
-        segment, block = result or self._fit(rounded, stream, large, pool) or _missing()
-        rest = block.size - rounded
-        if rest > SMALL if large else rest >= ROUND:
-            at = segment.blocks.index(block)
-            segment.blocks.insert(at + 1, _Block(block.address + rounded, rest))
+        segment, block = fit or self._find_fit(rounded, stream, large, pool) or _raise_full()
+        remaining = block.size - rounded
+        if remaining > SMALL if large else remaining >= ROUND:
+            index = segment.blocks.index(block)
+            segment.blocks.insert(index + 1, _Block(block.address + rounded, remaining))
             block.size = rounded
         block.state, block.requested = "active_allocated", size
-        block.frames, block.label = self._frames_of_now(), self.label
-        self._event("alloc", block.address, size, stream, pool)
+        block.frames, block.label = self._current_frames(), self.label
+        self._add_event("alloc", block.address, size, stream, pool)
         return block.address
 
     def free(self, address: int, *, pending: bool = False) -> None:
-        """Free a block. ``pending``: another stream still uses it, until ``complete``."""
-        segment, block = self._of(address)
-        self._event("free_requested", address, block.requested, segment.stream, segment.pool)
+        """Free a block. ``pending``: another stream still uses it until ``complete``."""
+        segment, block = self._find_block(address)
+        self._add_event("free_requested", address, block.requested, segment.stream, segment.pool)
         block.state = "active_pending_free"
         if not pending:
             self.complete(address)
 
     def complete(self, address: int) -> None:
-        """Complete a pending free: the other stream has finished with the block."""
-        segment, block = self._of(address)
-        self._event("free_completed", address, block.requested, segment.stream, segment.pool)
+        """Complete a pending free, because the other stream has finished with the block."""
+        segment, block = self._find_block(address)
+        self._add_event("free_completed", address, block.requested, segment.stream, segment.pool)
         block.state, block.requested, block.frames, block.label = "inactive", 0, None, ""
-        at = segment.blocks.index(block)
-        for near in (at + 1, at - 1):
-            if 0 <= near < len(segment.blocks) and segment.blocks[near].state == "inactive":
-                other = segment.blocks[near]
-                first = min(at, near)
+        index = segment.blocks.index(block)
+        for neighbour in (index + 1, index - 1):
+            if (
+                0 <= neighbour < len(segment.blocks)
+                and segment.blocks[neighbour].state == "inactive"
+            ):
+                other = segment.blocks[neighbour]
+                first = min(index, neighbour)
                 merged = _Block(min(block.address, other.address), block.size + other.size)
                 segment.blocks[first : first + 2] = [merged]
-                block, at = merged, first
+                block, index = merged, first
 
     def annotate(self, name: str, stage: str) -> None:
-        """Add a mark, like ``record_function`` with ``global_record_annotations``."""
+        """Add an annotation, like ``record_function`` with ``global_record_annotations``."""
         self.now += 5
         self.annotations.append(
             {"name": name, "stage": stage, "device": self.device, "time_us": self.now}
         )
 
-    # -- the rules --------------------------------------------------------------------------
+    # -- allocation rules -------------------------------------------------------------------
 
-    def _fit(
+    def _find_fit(
         self, size: int, stream: int, large: bool, pool: tuple[int, int]
     ) -> tuple[_Segment, _Block] | None:
         fitting = [
@@ -190,43 +192,45 @@ class FakeAllocator:
         ]
         if not fitting:
             return None
-        return min(fitting, key=lambda each: each[:2])[2:]
+        return min(fitting, key=lambda candidate: candidate[:2])[2:]
 
-    def _grow(self, size: int, stream: int, large: bool, pool: tuple[int, int]) -> bool:
-        need = SMALL_BUFFER if not large else LARGE_BUFFER
+    def _add_segment(self, size: int, stream: int, large: bool, pool: tuple[int, int]) -> bool:
+        segment_size = SMALL_BUFFER if not large else LARGE_BUFFER
         if size >= MIN_LARGE:
-            need = -(-size // ROUND_LARGE) * ROUND_LARGE
-        if need > self._driver_free():
+            segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if segment_size > self._driver_free():
             return False
-        whole = _Block(self._next, need)
-        frames = self._frames_of_now()
-        self.segments.append(_Segment(self._next, need, stream, large, pool, frames, [whole]))
-        self._event("segment_alloc", self._next, need, stream, pool)
-        self._next += need + LARGE_BUFFER
+        block = _Block(self._next_address, segment_size)
+        frames = self._current_frames()
+        self.segments.append(
+            _Segment(self._next_address, segment_size, stream, large, pool, frames, [block])
+        )
+        self._add_event("segment_alloc", self._next_address, segment_size, stream, pool)
+        self._next_address += segment_size + LARGE_BUFFER
         return True
 
-    def _give_back(self) -> None:
+    def _free_empty_segments(self) -> None:
         for segment in [s for s in self.segments if len(s.blocks) == 1]:
             if segment.blocks[0].state == "inactive":
                 self.segments.remove(segment)
-                self._event(
+                self._add_event(
                     "segment_free", segment.address, segment.total, segment.stream, segment.pool
                 )
 
     def _driver_free(self) -> int:
         return self.total - sum(segment.total for segment in self.segments)
 
-    def _of(self, address: int) -> tuple[_Segment, _Block]:
+    def _find_block(self, address: int) -> tuple[_Segment, _Block]:
         for segment in self.segments:
             for block in segment.blocks:
                 if block.address == address and block.state != "inactive":
                     return segment, block
         raise KeyError(address)
 
-    # -- what is written --------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------
 
-    def _frames_of_now(self) -> list[dict[str, Any]] | None:
-        """Return the stack, innermost first; equal stacks are the same list, as in PyTorch."""
+    def _current_frames(self) -> list[dict[str, Any]] | None:
+        """Return the stack, innermost first. Equal stacks are the same list, as in PyTorch."""
         if not self.history:
             return None
         if self._stack not in self._stacks:
@@ -236,7 +240,7 @@ class FakeAllocator:
             ]
         return self._stacks[self._stack]
 
-    def _event(
+    def _add_event(
         self, action: str, address: int, size: int, stream: int, pool: tuple[int, int]
     ) -> None:
         if not self.history:
@@ -247,7 +251,7 @@ class FakeAllocator:
                 "action": action, "device_free" if action == "oom" else "addr": address,
                 "size": size, "stream": stream, "time_us": self.now, "compile_context": "N/A",
                 "user_metadata": self.label, "pool_id": tuple(pool),
-                "frames": self._frames_of_now(),
+                "frames": self._current_frames(),
             }
         )  # fmt: skip
 
@@ -260,7 +264,7 @@ class FakeAllocator:
         return pickle.dumps(self.snapshot(), 4)
 
     def write(self, path: Path) -> Path:
-        """Write the snapshot to a file; return its path."""
+        """Write the snapshot to a file, and return its path."""
         path.write_bytes(self.pickled())
         return path
 
@@ -295,12 +299,12 @@ class FakeAllocator:
         return result
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the history: the events that the ring buffer still holds."""
+        """Return the history: the events that are still in the ring buffer."""
         return self.events if self.max_entries is None else self.events[-self.max_entries :]
 
 
 def merged(devices: Sequence[FakeAllocator]) -> dict[str, Any]:
-    """Merge the snapshots of several devices, in order of their numbers."""
+    """Merge the snapshots of several devices, in the order of their numbers."""
     traces: list[list[dict[str, Any]]] = [[] for _ in range(max(d.device for d in devices) + 1)]
     for item in devices:
         traces[item.device] = item.trace()
@@ -321,7 +325,7 @@ def merged(devices: Sequence[FakeAllocator]) -> dict[str, Any]:
     }
 
 
-def _missing() -> tuple[_Segment, _Block]:
+def _raise_full() -> tuple[_Segment, _Block]:
     raise DeviceFull(0)
 
 
@@ -329,12 +333,12 @@ LINEAR = (f"{TORCH}nn/modules/linear.py", 125, "forward")
 
 
 class Training:
-    """Training of a small transformer in a :class:`FakeAllocator`: allocations, their places and
-    lifetimes as in PyTorch's eager mode.
+    """Training of a small transformer in a :class:`FakeAllocator`, with the allocations, stacks and
+    lifetimes of PyTorch's eager mode.
 
-    ``leak``: each step's loss is kept with its graph's last ``leak`` bytes. ``kept_outputs``: the
-    logits of a step are held until the next step ends. ``late_zero``: gradients are let go
-    of after the next forward pass, not before."""
+    ``leak``: each step keeps its loss with the last ``leak`` bytes of its graph. ``kept_outputs``:
+    the logits of a step are kept until the next step ends. ``late_zero``: gradients are freed
+    after the next forward pass, not before."""
 
     def __init__(
         self,
@@ -356,77 +360,77 @@ class Training:
             self.parameters = [m.alloc(weights) for _ in range(layers)]
         self.gradients: list[int] = []
         self.state: list[int] = []
-        self._old: int | None = None
-        self._new: int | None = None
+        self._old_logits: int | None = None
+        self._new_logits: int | None = None
         self.steps = 0
 
     def step(self) -> None:
-        """Run one step. Raises DeviceFull if memory runs out; allocations then stay as they are."""
+        """Run one step. Raises DeviceFull if memory runs out, and keeps the allocations."""
         m = self.m
         with m.at(*LOOP, (TRAIN, 45, "main")):
             batch = m.alloc(2 * MIB)
-        held = self.forward()
+        activations = self.forward()
         if self.late_zero:
             self.zero()
         with m.at(*LOOP[:1], *BACKWARD):
             seed = m.alloc(4)
-        self.backward(held)
+        self.backward(activations)
         m.free(seed)
         self.update()
         if not self.late_zero:
             self.zero()
         m.free(batch)
-        if self._old is not None:
-            m.free(self._old)
-        self._old = self._new
+        if self._old_logits is not None:
+            m.free(self._old_logits)
+        self._old_logits = self._new_logits
         self.steps += 1
 
     def layer(self) -> list[int]:
-        """Allocate the activations that the forward pass of one layer keeps: three."""
+        """Allocate the three activations that the forward pass of a layer keeps."""
         with self.m.at((MODEL, 62, "forward"), *CALLED):
             return [self.block(line, share) for line, share in ((20, 4), (22, 4), (25, 1))]
 
     def block(self, line: int, quarters: int) -> int:
-        """Allocate one activation of a linear layer, ``quarters`` of the largest one."""
+        """Allocate an activation of a linear layer, ``quarters`` of the largest one."""
         with self.m.at((MODEL, line, "forward"), *CALLED, LINEAR):
             return self.m.alloc(self.activation * quarters // 4)
 
     def forward(self) -> list[int]:
-        """Allocate activations; return them in order, with the logits and the loss last."""
+        """Allocate activations. Return them in order, with the logits and the loss last."""
         m = self.m
         with m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward")):
-            held = [address for _ in range(self.layers) for address in self.layer()]
+            activations = [address for _ in range(self.layers) for address in self.layer()]
             with m.at((MODEL, 66, "forward"), *CALLED, LINEAR):
-                head = m.alloc(self.logits)
+                logits = m.alloc(self.logits)
         if self.kept_outputs:
-            self._new = head
+            self._new_logits = logits
         else:
-            held.append(head)
+            activations.append(logits)
         with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 3458, "cross_entropy")):
-            held += [m.alloc(self.logits), m.alloc(4)]
+            activations += [m.alloc(self.logits), m.alloc(4)]
         if self.leak:
             with m.at(*LOOP, (TRAIN, 49, "main")):
                 m.alloc(self.leak)
-        return held
+        return activations
 
     def backward(self, held: list[int]) -> None:
-        """Allocate gradients, in autograd's thread, and free the activations on the way."""
+        """Allocate gradients in autograd's thread, and free the activations meanwhile."""
         m = self.m
         with m.alone():
             upstream = None
-            fresh = not self.gradients
+            is_first = not self.gradients
             for number in reversed(range(self.layers)):
-                flow = m.alloc(self.activation)
+                gradient_flow = m.alloc(self.activation)
                 if upstream is not None:
                     m.free(upstream)
-                upstream = flow
+                upstream = gradient_flow
                 grad = m.alloc(self.weights)
-                if fresh:
+                if is_first:
                     self.gradients.append(grad)
                 else:
-                    m.free(grad)  # added to the one that is there
-                own = held[number * 3 : number * 3 + 3]
-                for address in reversed(own):
+                    m.free(grad)  # it was added to the existing gradient
+                layer_activations = held[number * 3 : number * 3 + 3]
+                for address in reversed(layer_activations):
                     m.free(address)
             for address in held[3 * self.layers :]:
                 m.free(address)
@@ -434,7 +438,8 @@ class Training:
                 m.free(upstream)
 
     def update(self) -> None:
-        """Run the optimizer: allocate its state in the first step, temporaries in each."""
+        """Run the optimizer, which allocates its state in the first step and temporaries in
+        each."""
         m = self.m
         with m.at(*LOOP[:1], *OPTIMIZER):
             if not self.state:

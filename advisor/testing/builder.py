@@ -1,8 +1,8 @@
 """TraceBuilder: a simulated host, some streams and a clock that write Kineto JSON.
 
-It plays the program: host calls advance the host clock, device work starts when it is launched
-and its stream is free, a synchronising call waits. The result goes through the real reader, so
-an example exercises the same path as a file."""
+It simulates a program: host calls advance the host clock, device work starts when it is launched
+and its stream is free, and a synchronising call waits. The real reader reads the result, so an
+example tests the same code as a file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ GLOO = 1077
 
 
 class TraceBuilder:
-    """Builder of a small trace, written as a program. All times are microseconds.
+    """Builder of a small trace, used like a program. All times are microseconds.
 
     >>> b = TraceBuilder()
     >>> for _ in range(4):
@@ -113,9 +113,9 @@ class TraceBuilder:
         self._profiles: list[KernelProfile] = []
         self._compiled: list[CompiledKernel] = []
         self.logs: dict[str, Any] = {}
-        """Logs beside the trace, by fields of TraceMeta."""
+        """Logs in addition to the trace, by fields of TraceMeta."""
 
-    # -- the host ---------------------------------------------------------------------------
+    # -- host -------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, number: int | None = None) -> Iterator[None]:
@@ -126,7 +126,7 @@ class TraceBuilder:
             yield
 
     def steps(self, count: int = 4) -> Iterator[int]:
-        """Yield ``count`` step numbers: a loop over them runs its body inside each step."""
+        """Yield ``count`` step numbers. A loop over them runs its body inside each step."""
         for number in range(count):
             with self.step():
                 yield number
@@ -149,7 +149,7 @@ class TraceBuilder:
         sequence: int | None = None,
         host_us: float = 2.0,
     ) -> Iterator[None]:
-        """Add an op around what it launches; ``host_us``: its own host time before that."""
+        """Add an op around its launches. ``host_us``: its own host time before them."""
         args: dict[str, Any] = {"External id": self._next()}
         if shapes is not None:
             types = [dtypes] * len(shapes) if isinstance(dtypes, str) else list(dtypes)
@@ -171,34 +171,34 @@ class TraceBuilder:
         us: float = 2.0,
         shapes: Sequence[Sequence[Any]] | None = None,
         dtypes: str | Sequence[str] = "float",
-        **given: Any,
+        **op_args: Any,
     ) -> None:
-        """Add an operator that computes on the host; ``given``: arguments of :meth:`op`."""
-        with self.op(op, shapes, dtypes, host_us=us, **given):
+        """Add an operator that computes on the host. ``op_args``: arguments of :meth:`op`."""
+        with self.op(op, shapes, dtypes, host_us=us, **op_args):
             pass
 
     @contextmanager
     def python(self, frame: str) -> Iterator[None]:
-        """Add a Python frame as the profiler writes it: ``train.py(12): forward``."""
+        """Add a Python frame in the profiler's format: ``train.py(12): forward``."""
         with self._span("python_function", frame, {"Python id": self._next()}):
             self.now += 0.5
             yield
             self.now += 0.5
 
     def host(self, us: float) -> None:
-        """Add host time that the trace does not explain (unless inside a :meth:`python` frame)."""
+        """Add host time that the trace does not explain, unless inside a :meth:`python` frame."""
         self.now += us
 
     def loader_wait(self, us: float, *, workers: int = 2) -> None:
         """Add a wait of the training loop for the next batch, ``us`` long."""
-        which = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
-        with self.range(f"enumerate(DataLoader)#{which}.__next__"):
+        iterator = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
+        with self.range(f"enumerate(DataLoader)#{iterator}.__next__"):
             self.now += us
 
     def call(self, name: str, us: float, correlation: int | None = None, **args: Any) -> None:
         """Add any runtime call."""
-        given = {"correlation": self._next() if correlation is None else correlation, **args}
-        self._emit("cuda_runtime", name, self.now, us, MAIN, self.tid, given)
+        all_args = {"correlation": self._next() if correlation is None else correlation, **args}
+        self._emit("cuda_runtime", name, self.now, us, MAIN, self.tid, all_args)
         self.now += us
 
     def overhead(self, name: str, us: float) -> None:
@@ -208,15 +208,15 @@ class TraceBuilder:
 
     @contextmanager
     def thread(self, tid: int) -> Iterator[None]:
-        """Switch to another host thread, from now on; the caller continues when it is done (as the
-        main thread does while autograd runs backward)."""
+        """Switch to another host thread, and continue with the caller when it ends (as the main
+        thread does while autograd runs backward)."""
         outer, self.tid = self.tid, tid
         try:
             yield
         finally:
             self.tid = outer
 
-    # -- the device -------------------------------------------------------------------------
+    # -- device -----------------------------------------------------------------------------
 
     def launch(
         self,
@@ -233,7 +233,7 @@ class TraceBuilder:
         comm: dict[str, Any] | None = None,
         after: float = 0.0,
     ) -> int:
-        """Launch a kernel of ``us``; return its correlation id. ``after``: its earliest start."""
+        """Launch a kernel of ``us``. Return its correlation id. ``after``: its earliest start."""
         args: dict[str, Any] = {
             "registers per thread": registers,
             "shared memory": shared,
@@ -261,7 +261,7 @@ class TraceBuilder:
         host_us: float = 2.0,
         **launch: Any,
     ) -> None:
-        """Add an op around one kernel, ``times`` over; ``launch``: arguments of :meth:`launch`."""
+        """Add an op around one kernel, ``times`` times. ``launch``: arguments of :meth:`launch`."""
         for _ in range(times):
             with self.op(op, shapes, dtypes, host_us=host_us):
                 self.launch(kernel, us, **launch)
@@ -275,18 +275,18 @@ class TraceBuilder:
         *,
         kernel: str = "ampere_sgemm_128x64_nn",
         host_us: float = 9.0,
-        **given: Any,
+        **op_args: Any,
     ) -> None:
         """Add an operator that computes for ``us``, in a kernel or, without a GPU, on the host.
-        ``given``: arguments of :meth:`op`."""
+        ``op_args``: arguments of :meth:`op`."""
         if not self.head["deviceProperties"]:
-            self.on_host(op, us, shapes, dtypes, **given)
+            self.on_host(op, us, shapes, dtypes, **op_args)
             return
-        with self.op(op, shapes, dtypes, host_us=host_us, **given):
+        with self.op(op, shapes, dtypes, host_us=host_us, **op_args):
             self.launch(kernel, us)
 
     def product(self, us: float, times: int = 1, *, wait: bool = False, **launch: Any) -> None:
-        """Add FP32 matrix products; ``wait``: the host waits for them, as at the end of a step."""
+        """Add FP32 matrix products. ``wait``: the host waits for them, as at the end of a step."""
         self.run("aten::mm", "ampere_sgemm_128x64_nn", us, times=times, **launch)
         if wait:
             self.sync()
@@ -310,29 +310,30 @@ class TraceBuilder:
         stream: int = 7,
         op: str | None = "aten::copy_",
     ) -> None:
-        """Add a copy (``HtoD``, ``DtoH``, ``DtoD``); ``us``: by default 20 GB/s pinned, 6 pageable.
+        """Add a copy (``HtoD``, ``DtoH``, ``DtoD``), by default at 20 GB/s pinned or 6 GB/s
+        pageable.
 
         A blocking copy is followed by ``cudaStreamSynchronize`` inside its op, as PyTorch does
         without ``non_blocking=True``."""
         if us is None:
             us = size / (1000e3 if direction == "DtoD" else 20e3 if pinned else 6e3)
-        host = "Pinned" if pinned else "Pageable"
-        ends = {"HtoD": (host, "Device"), "DtoH": ("Device", host)}.get(
+        host_memory = "Pinned" if pinned else "Pageable"
+        memories = {"HtoD": (host_memory, "Device"), "DtoH": ("Device", host_memory)}.get(
             direction, ("Device", "Device")
         )
-        name = f"Memcpy {direction} ({ends[0]} -> {ends[1]})"
+        name = f"Memcpy {direction} ({memories[0]} -> {memories[1]})"
         args = {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3}
 
-        def act() -> None:
+        def add_copy() -> None:
             self._work("gpu_memcpy", name, us, stream, "cudaMemcpyAsync", args, 0.0)
             if blocking or (not pinned and direction != "DtoD"):
                 self.sync("cudaStreamSynchronize", stream=stream)
 
         if op is None:
-            act()
+            add_copy()
         else:
             with self.op(op):
-                act()
+                add_copy()
 
     def to(self, direction: str, size: int, **copy: Any) -> None:
         """Add a copy made by ``tensor.to``."""
@@ -340,8 +341,8 @@ class TraceBuilder:
             self.copy(direction, size, **copy)
 
     def migrate(self, direction: str, size: int, us: float, *, cause: str = "page fault") -> None:
-        """Add a migration of unified memory's pages (``HtoD``, ``DtoH``) beside the last kernel,
-        named like those from Nsight Systems."""
+        """Add a page migration of unified memory (``HtoD``, ``DtoH``) next to the last kernel,
+        named as in Nsight Systems."""
         ends = ("Managed", "Device") if direction == "HtoD" else ("Device", "Managed")
         name = f"Memcpy {direction} ({ends[0]} -> {ends[1]}) {cause}"
         stream = {"HtoD": 101, "DtoH": 102}[direction]
@@ -368,9 +369,9 @@ class TraceBuilder:
         ends: tuple[int, int] | None = None,
     ) -> None:
         """Add an NCCL collective (``allreduce``, ``_allgather_base``, ``all_to_all``, …) of
-        ``size`` bytes that starts when the compute stream has got this far. ``wait``: the compute
-        stream waits for its end; ``ranks``: of the group, else the first ``group_size``; ``ends``:
-        source and target rank (``send``, ``recv``)."""
+        ``size`` bytes that starts when the compute stream has reached this point. ``wait``: the
+        compute stream waits for its end. ``ranks``: ranks of the group, by default the first
+        ``group_size``. ``ends``: source and target rank (``send``, ``recv``)."""
         width = {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 4)
         args = {
             "Collective name": kind,
@@ -408,9 +409,8 @@ class TraceBuilder:
     def host_collective(
         self, kind: str, size: int, us: float, *, dtype: str = "float", wait: bool = False
     ) -> None:
-        """Add a gloo collective (``allreduce``, ``barrier``, ``allgather``, …) that takes ``us`` in
-        a thread of its own, of ``size`` bytes on this rank; ``wait``: the caller waits for its
-        end."""
+        """Add a gloo collective (``allreduce``, ``barrier``, ``allgather``, …) of ``size`` bytes on
+        this rank that takes ``us`` in its own thread. ``wait``: the caller waits for its end."""
         shape = [size // {"unsigned char": 1, "long int": 8}.get(dtype, 4)]
         with self.op(f"c10d::{kind}{'' if kind == 'barrier' else '_'}"):
             pass
@@ -430,29 +430,31 @@ class TraceBuilder:
         self.call("cudaEventRecord", 1.0)
 
     def wait_stream(self, stream: int, on: int) -> None:
-        """Make ``stream`` wait for all work now on stream ``on`` (record + wait event)."""
+        """Make ``stream`` wait for all current work on stream ``on`` (record + wait event)."""
         self.call("cudaEventRecord", 1.0)
         self.call("cudaStreamWaitEvent", 1.0)
         self._free[stream] = max(self._free.get(stream, 0.0), self._free.get(on, 0.0))
 
     def sync(self, name: str = "cudaDeviceSynchronize", *, stream: int | None = None) -> None:
-        """Make the host wait: for one stream, or for all if ``stream`` is None. Without a GPU there
-        is nothing to wait for."""
+        """Make the host wait for one stream, or for all if ``stream`` is None. Without a GPU, it
+        does not wait."""
         if not self.head["deviceProperties"] and not self._free:
             return
         start = self.now
-        busy = [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
-        self.now = max(self.now + 1.0, *busy)
-        given = {"correlation": self._next()}
-        self._emit("cuda_runtime", name, start, self.now - start, MAIN, self.tid, given)
+        stream_ends = (
+            [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
+        )
+        self.now = max(self.now + 1.0, *stream_ends)
+        correlation = {"correlation": self._next()}
+        self._emit("cuda_runtime", name, start, self.now - start, MAIN, self.tid, correlation)
         if self.cuda_sync_rows:
             kind = "Context Sync" if stream is None else "Stream Sync"
-            on = -1 if stream is None else stream
-            args = {"cuda_sync_kind": kind, "stream": on, **given, "device": 0}
+            waited_stream = -1 if stream is None else stream
+            args = {"cuda_sync_kind": kind, "stream": waited_stream, **correlation, "device": 0}
             self._emit("cuda_sync", kind, start, self.now - start, 0, stream or -1, args)
 
     def item(self, op: str = "aten::item") -> None:
-        """Read one value of a device tensor: ``aten::item`` with its copy and its sync."""
+        """Read a value of a device tensor: ``aten::item`` with its copy and sync."""
         with self.op(op), self.op("aten::_local_scalar_dense"):
             self.copy("DtoH", 4, 1.5, pinned=False, op=None)
 
@@ -481,8 +483,8 @@ class TraceBuilder:
         )
 
     def record_of_run(self, **rank: Any) -> RecordBuilder:
-        """Return the builder of the recorder's files about the run around the window, the same one
-        on every call. ``rank``: fields of ``run_directory.RankInfo``, on the first call."""
+        """Return the builder of the recorder's files for the run around the window, the same one on
+        every call. ``rank``: fields of ``run_directory.RankInfo`` for the first call."""
         from advisor.core.run_directory import RankInfo
         from advisor.testing.record import RecordBuilder
 
@@ -491,7 +493,7 @@ class TraceBuilder:
         return self._record
 
     def memory_snapshot(self, allocator: FakeAllocator) -> None:
-        """Add the allocator's snapshot, as it is now."""
+        """Add the allocator's current snapshot."""
         self._snapshot = allocator.pickled()
 
     def kernel_profile(
@@ -502,7 +504,7 @@ class TraceBuilder:
         block: tuple[int, int, int] | None,
         metrics: dict[str, float],
     ) -> None:
-        """Add hardware counters of one kernel, as from Nsight Compute."""
+        """Add hardware counters of a kernel, as from Nsight Compute."""
         from advisor.core.kernel_profile import KernelProfile, Metric
 
         values = {key: Metric(float(value)) for key, value in metrics.items()}
@@ -510,12 +512,18 @@ class TraceBuilder:
         self._profiles.append(KernelProfile(name, grid, block, duration, values))
 
     def compiled_kernel(self, name: str, **figures: Any) -> None:
-        """Add a kernel in Triton's cache for an A100; ``figures``: fields of CompiledKernel."""
+        """Add a kernel in Triton's cache for an A100. ``figures``: fields of CompiledKernel."""
         from advisor.core.kernel_profile import CompiledKernel
 
-        usual = {"target": "sm_80", "threads": 128, "num_warps": 4, "num_stages": (3,), "shared": 0}
-        usual |= {"registers": 255, "local": 0, "spilled": 0, "place": ("kernels.py", 10)}
-        self._compiled.append(CompiledKernel(name, **{**usual, **figures}))
+        defaults = {
+            "target": "sm_80",
+            "threads": 128,
+            "num_warps": 4,
+            "num_stages": (3,),
+            "shared": 0,
+        }
+        defaults |= {"registers": 255, "local": 0, "spilled": 0, "place": ("kernels.py", 10)}
+        self._compiled.append(CompiledKernel(name, **{**defaults, **figures}))
 
     def compile_log(
         self,
@@ -524,7 +532,7 @@ class TraceBuilder:
         **causes: Mapping[tuple[str, int, str], float],
     ) -> None:
         """Add torch.compile's logs: graph breaks by (file, line, reason), with the functions that
-        follow, and ``causes``, the other lists of ``CompileLog``, with their time, ns."""
+        follow. ``causes``: the other lists of ``CompileLog``, with their times, ns."""
         from advisor.core.auxiliary_inputs import CompileCause, CompileLog, GraphBreak
 
         others = {
@@ -551,24 +559,24 @@ class TraceBuilder:
             without_cuda_graphs=others["without_cuda_graphs"],
         )  # fmt: skip
 
-    # -- the result -------------------------------------------------------------------------
+    # -- result -----------------------------------------------------------------------------
 
     def json(self) -> bytes:
-        """Return the trace as a Kineto file's text."""
+        """Return the trace as the content of a Kineto file."""
         return msgspec.json.encode({**self.head, "traceEvents": self.events})
 
     def write(self, path: Path) -> Path:
-        """Write the trace to a file; return its path."""
+        """Write the trace to a file, and return its path."""
         path.write_bytes(self.json())
         return path
 
     def trace(self) -> Trace:
-        """Return the trace, read by the real reader; a blank one if only records were made."""
+        """Return the trace, read by the real reader, or a blank one if there are only records."""
         from advisor.core.trace import blank_trace
         from advisor.read.registry import read_bytes
 
-        others = self._record, self._snapshot, self.logs or None
-        if not self.events and any(each is not None for each in others):
+        auxiliary = self._record, self._snapshot, self.logs or None
+        if not self.events and any(each is not None for each in auxiliary):
             trace = blank_trace("<TraceBuilder>")
         else:
             trace = read_bytes(self.json(), "<TraceBuilder>")
@@ -584,7 +592,7 @@ class TraceBuilder:
         return replace(trace, meta=replace(meta, **self.logs))
 
     def analysis(self) -> Analysis:
-        """Return the trace and the record, ready to be measured."""
+        """Return the trace and the record as an analysis."""
         from advisor.measure import Analysis
 
         record = None if self._record is None else self._record.build()
@@ -595,7 +603,7 @@ class TraceBuilder:
             snapshot = read_snapshot([self._snapshot], "<TraceBuilder>")
         return Analysis(self.trace(), None, record, snapshot)
 
-    # -- inside -----------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------
 
     def _next(self) -> int:
         self._ids += 1
@@ -629,10 +637,10 @@ class TraceBuilder:
         after: float,
     ) -> int:
         correlation = self._next()
-        given = {"correlation": correlation}
-        driver = call.startswith("cu") and not call.startswith("cuda")
-        cat_of_call = "cuda_driver" if driver else "cuda_runtime"
-        self._emit(cat_of_call, call, self.now, self.launch_us, MAIN, self.tid, given)
+        correlation_args = {"correlation": correlation}
+        is_driver = call.startswith("cu") and not call.startswith("cuda")
+        call_category = "cuda_driver" if is_driver else "cuda_runtime"
+        self._emit(call_category, call, self.now, self.launch_us, MAIN, self.tid, correlation_args)
         self.now += self.launch_us
         self._device(cat, name, us, stream, correlation, args, after)
         return correlation
@@ -649,5 +657,5 @@ class TraceBuilder:
     ) -> None:
         start = max(self.now + self.latency_us, self._free.get(stream, 0.0), after)
         self._free[stream] = start + us
-        where = {"device": 0, "context": 1, "stream": stream, "correlation": correlation}
-        self._emit(cat, name, start, us, 0, stream, {**where, **args})
+        placement = {"device": 0, "context": 1, "stream": stream, "correlation": correlation}
+        self._emit(cat, name, start, us, 0, stream, {**placement, **args})

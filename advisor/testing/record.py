@@ -1,4 +1,4 @@
-"""RecordBuilder: the recorder's files of a run, written as a program."""
+"""RecordBuilder: builds the recorder's files of a run in code."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ class RecordBuilder:
         self._steps: list[StepRow] = []
         self._events: list[Event] = []
         self._samples: list[Sample] = []
-        self._watch: list[
+        self._telemetry: list[
             tuple[Callable[[float], GpuSample | None], Callable[[float], HostSample | None]]
         ] = []
 
@@ -44,18 +44,18 @@ class RecordBuilder:
         fields: dict[str, Any] | None = None,
         **phases: float,
     ) -> None:
-        """Add a step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: other
-        fields of :class:`~advisor.core.run_directory.StepRow`."""
+        """Add a step. ``phases``: milliseconds of each phase; the remaining time is ``other``.
+        ``fields``: other fields of :class:`~advisor.core.run_directory.StepRow`."""
         dur = round(ms * MS)
-        given = {name: round(part * MS) for name, part in phases.items()}
-        given["other"] = dur - sum(given.values())
+        phase_ns = {name: round(part * MS) for name, part in phases.items()}
+        phase_ns["other"] = dur - sum(phase_ns.values())
         self.now += round(evaluation * MS)
         self._steps.append(
             StepRow(
                 n=len(self._steps),
                 t=self.now,
                 dur=dur,
-                phases=given,
+                phases=phase_ns,
                 window=window,
                 gc=round(gc * MS),
                 evaluation=round(evaluation * MS),
@@ -78,9 +78,9 @@ class RecordBuilder:
         gpu: GpuSample | Callable[[float], GpuSample | None] | None = None,
         host: HostSample | Callable[[float], HostSample | None] | None = None,
     ) -> None:
-        """Add telemetry over the whole run: one sample, or a function of the share of the run that
-        has passed (0 to 1)."""
-        self._watch.append(
+        """Add telemetry over the whole run: a constant sample, or a function of the elapsed share
+        of the run (0 to 1)."""
+        self._telemetry.append(
             (gpu if callable(gpu) else lambda _: gpu, host if callable(host) else lambda _: host)
         )
 
@@ -88,12 +88,16 @@ class RecordBuilder:
         """Return the record, with ``samples`` telemetry samples."""
         begin = self._steps[0].t if self._steps else self.now
         result = list(self._samples)
-        for gpu, host in self._watch:
+        for gpu, host in self._telemetry:
             for number in range(samples):
                 share = number / max(1, samples - 1)
-                seen = gpu(share)
-                at = begin + round(share * (self.now - begin))
-                result.append(Sample(t=at, gpus=[] if seen is None else [seen], host=host(share)))
+                gpu_sample = gpu(share)
+                time = begin + round(share * (self.now - begin))
+                result.append(
+                    Sample(
+                        t=time, gpus=[] if gpu_sample is None else [gpu_sample], host=host(share)
+                    )
+                )
         return RankRecord(
             rank=self.rank, steps=self._steps, samples=result, events=self._events, folder="<run>"
         )

@@ -428,7 +428,7 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("analyze notes.md", "notes.md: unknown format (it begins with '# A heading');"),
         ("analyze slow.json --rank 3", "rank 3 (no trace says its rank); leave out --rank"),
         ("analyze slow.json --steps 90:", "steps; give 0:"),
-        ("analyze slow.json --top x", "'x' is no whole number"),
+        ("analyze slow.json --top x", "'x' must be an integer"),
         ("analyze slow.json --recorded-gpu foo100", "such as 'h100 sxm', 'a100 80gb' or"),
         ("analyze slow.json slow.json", "slow.json is given twice; to compare two runs:"),
         ("analyze slow.json --format pdf", "pdf: a report is written as one of agent, github"),
@@ -436,7 +436,7 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
             "analyze slow.json -o x.pdf",
             "x.pdf: no format has this suffix; --format: agent, github,",
         ),
-        ("slow.json", "slow.json is no command: advisor analyze slow.json"),
+        ("slow.json", "slow.json is not a command: advisor analyze slow.json"),
         ("whatif scale work 0.5", "no trace is given: advisor whatif TRACE 'scale work 0.5'"),
         ("gate notes.md slow.json", "no baseline: notes.md: unknown format"),
         (
@@ -455,7 +455,7 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("analyze slow.json --steps foo", "no range is named like 'foo'; there"),
         ("whatif slow.json foo", "no verb 'foo'; there are remove, scale,"),
         ("whatif slow.json remove", "write VERB TARGET[:PATTERN]"),
-        ("explain launch-bound", "of a rule: advisor rules show launch-bound"),
+        ("explain launch-bound", "for a rule: advisor rules show launch-bound"),
     ],
 )
 def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said: str) -> None:

@@ -78,12 +78,12 @@ def test_the_help_has_every_option_under_one_heading(
     shown = advisor(command, "--help").out
     sections = dict(re.findall(r"^([A-Z][^\n:]*):\n((?:  .*\n)+)", shown, re.MULTILINE))
     assert sections["Other"].split() == "-h, --help Show this message and exit.".split()
-    (only,) = cli._command(command).commands.values()
+    (only,) = cli._build_command(command).commands.values()
     own = [option for option in only.params if option.param_type_name == "option"]
     listed = [name for names in groups.HEADINGS.values() for name in names.split()]
     assert len(listed) == len(set(listed))
     assert all(set(option.opts) & set(listed) for option in own)
-    assert set(sections) - {"Arguments", "Formats"} <= {*groups.HEADINGS, groups.OTHER}
+    assert set(sections) - {"Arguments", "Formats"} <= {*groups.HEADINGS, groups.OTHER_HEADING}
     assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
@@ -239,7 +239,7 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
 def test_no_progress_where_nobody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.0)
     with Progress() as shown:
         shown.show("reading")
         time.sleep(0.3)
@@ -253,8 +253,8 @@ def test_progress_waits_a_second_and_leaves_no_trace(monkeypatch: pytest.MonkeyP
     with Progress() as shown:
         shown.show("reading")
     assert terminal.getvalue() == ""
-    monkeypatch.setattr(progress_module, "PATIENCE", 0.01)
-    monkeypatch.setattr(progress_module, "PAUSE", 0.01)
+    monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(progress_module, "UPDATE_SECONDS", 0.01)
     with Progress() as shown:
         shown.report_bytes("/somewhere/\x1b[31mtrace.json", 120_000_000)
         time.sleep(0.2)
@@ -313,22 +313,22 @@ def test_what_may_not_be_read_or_written_is_one_line(
     def refuse(_: str) -> None:
         raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr(cli, "_command", refuse)
+    monkeypatch.setattr(cli, "_build_command", refuse)
     assert cli.run(["analyze"]) == 2
     said = capsys.readouterr().err
     assert said == f"advisor: {name + ': ' if name else ''}Permission denied\n"
 
 
 def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
-    for command, names in cli.FORMER.items():
-        (own,) = cli._command(command).commands.values()
+    for command, names in cli.FORMER_NAMES.items():
+        (own,) = cli._build_command(command).commands.values()
         options = {option for param in own.params for option in param.opts}
         assert {new.partition("=")[0] for new in names.values()} <= options, command
 
 
 def test_a_parameter_has_the_name_of_its_option() -> None:
     """One longer where Python, or the file, has it: ``format_name``, ``all_gpus``, ``as_json``."""
-    commands = cli._command("").commands
+    commands = cli._build_command("").commands
     leaves = {(name, leaf) for name, each in commands.items() for leaf in _leaves(each)}
     other = set()
     for name, command in leaves:

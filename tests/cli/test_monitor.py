@@ -24,14 +24,14 @@ Run = Callable[..., Any]
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = fake.ordinary("GPU-aaaa-1111", processes=[SimpleNamespace(pid=1, usedGpuMemory=5)])
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(found))
-    monkeypatch.setattr(monitor, "FIRST_NS", 1_000_000)
+    monkeypatch.setattr(monitor, "FIRST_DELAY_NS", 1_000_000)
     return found
 
 
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(init_error=12))
-    monkeypatch.setattr(monitor, "FIRST_NS", 1_000_000)
+    monkeypatch.setattr(monitor, "FIRST_DELAY_NS", 1_000_000)
 
 
 def test_without_a_driver_it_says_so_and_shows_the_host(advisor: Run, no_driver: None) -> None:
@@ -103,7 +103,7 @@ def test_costly_fields_stay_until_they_are_asked_again() -> None:
         t=1, gpus=[GpuSample(uuid="a", power=1, ecc_uncorrected=3)], host=HostSample(swap_used=7)
     )
     then = Sample(t=2, gpus=[GpuSample(uuid="a", power=2)], host=HostSample(cpu=5.0))
-    shown = monitor._with_slow(then, first)
+    shown = monitor._fill_slow_fields(then, first)
     assert (shown.gpus[0].power, shown.gpus[0].ecc_uncorrected) == (2, 3)
     assert shown.host is not None and (shown.host.cpu, shown.host.swap_used) == (5.0, 7)
 

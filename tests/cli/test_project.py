@@ -138,7 +138,7 @@ def test_the_gpu_that_is_given_counts_for_more_of_them_too(advisor: Run, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "say which GPU with --gpu NAME, or --all"),
+        ((), "give a GPU with --gpu NAME, or --all"),
         (("--gpu", "voodoo"), "no GPU 'voodoo' is known"),
         (("--gpu", "h2000"), "did you mean NVIDIA H200 SXM, "),
         (("--gpu", "mi30"), "did you mean AMD Instinct MI300X, "),

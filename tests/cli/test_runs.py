@@ -70,7 +70,7 @@ def test_a_folder_of_runs_lists_them_and_says_what_to_type(
     assert "345 steps" in newest and "torchrun" in newest and "\x1b" not in done.err
     assert "12 steps" in older and "train.py --lr 1" in older and "python3" not in older
     assert "2024-10-0" in older  # 20,000 days after 1970
-    typed = shlex.split(last.partition("give one: advisor ")[2])
+    typed = shlex.split(last.partition("choose one: advisor ")[2])
     given = next(i for i, word in enumerate(shlex.split(words)) if word in ("runs", "runs/", "."))
     wanted = shlex.split(words)
     wanted[given] = "runs/2026-11-21_b"
@@ -122,7 +122,7 @@ def test_what_is_in_the_list_is_harmless_and_damaged_runs_are_in_it(
     lines = done.err.splitlines()
     assert done.code == 2 and len(lines) == 22
     assert "and 22 older runs" in lines[-2]
-    assert "give one: advisor whatif runs/2026-11-21_b" in lines[-1]
+    assert "choose one: advisor whatif runs/2026-11-21_b" in lines[-1]
 
 
 def test_traces_that_lie_beside_runs_are_read_and_a_run_itself_is_one(project: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cli import ALLOCATOR
+from advisor.cli import ALLOCATOR_SETTING
 
 MEGABYTES = 60
 MAX_MB = 112
@@ -50,7 +50,7 @@ def test_reading_takes_little_beside_the_trace(form: str, tmp_path: Path) -> Non
     spec.loader.exec_module(bench)
     path = tmp_path / "large.sqlite"
     bench.FORMATS[form][0](path, MEGABYTES)
-    env = {**os.environ, "POLARS_MAX_THREADS": "2", ALLOCATOR[0]: ALLOCATOR[1]}
+    env = {**os.environ, "POLARS_MAX_THREADS": "2", ALLOCATOR_SETTING[0]: ALLOCATOR_SETTING[1]}
     done = subprocess.run(
         [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True, env=env
     )

@@ -346,7 +346,7 @@ def test_what_python_runs_without_a_suffix(tmp_path: Path, monkeypatch: pytest.M
     [
         (("nowhere.py",), "nowhere.py: no such file"),
         (("no-such-command", "x"), "neither a script"),
-        ((), "no PROGRAM is given: advisor record train.py; or a server"),
+        ((), "no PROGRAM is given: advisor record train.py, or for a server"),
     ],
 )
 def test_a_program_that_is_not_there(

@@ -201,7 +201,7 @@ def test_a_program_that_does_not_train_is_one_line(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").write_text("{}")
     assert cli(["try", "run", "--budget", "5"]) == 2  # not taken for a program
-    assert "options stand before the run" in capsys.readouterr().err
+    assert "options go before the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600)])

@@ -193,7 +193,7 @@ def test_other_commands_take_urls_or_say_that_they_do_not(
     assert advisor_cli(["dashboard", url]) == 2
     refused = capsys.readouterr().err.splitlines()
     assert [line.partition(f"{url}: ")[2] for line in refused] == [
-        "is read twice for this; download it first",
-        "the dashboard fetches nothing; download it, or open the report that advisor analyze "
-        "--format json --output writes of a job",
+        "export reads a trace twice; download it first",
+        "the dashboard fetches nothing; download it, or open a job's report that advisor analyze "
+        "--format json --output writes",
     ]

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from advisor.cli import ALLOCATOR
+from advisor.cli import ALLOCATOR_SETTING
 
 ROUNDS = 2
 BATCH = 50_000
@@ -424,5 +424,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("POLARS_MAX_THREADS", "2")
-    os.environ.setdefault(*ALLOCATOR)  # as ``advisor analyze`` does
+    os.environ.setdefault(*ALLOCATOR_SETTING)  # as ``advisor analyze`` does
     main()

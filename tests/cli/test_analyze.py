@@ -506,7 +506,7 @@ def test_a_file_that_is_cut_off_passes_no_gate(advisor: Run) -> None:
         Path("cut.json").write_bytes(file.read(60_000))
     assert advisor("analyze", "cut.json")[0] == 0
     code, _, err = advisor("analyze", "cut.json", "--fail-on", "warning")
-    assert code == 2 and "--fail-on: the file is cut off" in err
+    assert code == 2 and "--fail-on: the file is truncated" in err
 
 
 def test_whatif_without_an_edit_offers_those_of_the_findings(

@@ -130,7 +130,7 @@ def test_a_redacted_export_holds_nothing_private(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["export", "-", "--perfetto", "x.json"], "read twice"),
+        (["export", "-", "--perfetto", "x.json"], "reads a trace twice"),
         (["export", "{trace}"], "--perfetto"),
         (["export", "{trace}", "--perfetto", "{trace}"], "that is an input"),
         (["export", "{trace}", "--perfetto", "no/where.json"], "no folder"),

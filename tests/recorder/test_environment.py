@@ -152,7 +152,7 @@ def test_mixed_tf32_settings_are_read_by_the_newer_one() -> None:
         def allow_tf32(self) -> bool:
             raise RuntimeError("mix of the legacy and new APIs")
 
-    assert environment._tf32(Backend()) is True
+    assert environment._allows_tf32(Backend()) is True
 
 
 # -- git ------------------------------------------------------------------------------------

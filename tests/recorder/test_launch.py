@@ -473,9 +473,9 @@ def test_a_window_of_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train.py", "--deep"], "--deep behind"),
-        (["train.py", "--skip=5", "--active", "3"], "--skip and --active behind"),
-        (["train.py", "--out", "runs/a"], "--out behind"),
+        (["train.py", "--deep"], "--deep after"),
+        (["train.py", "--skip=5", "--active", "3"], "--skip and --active after"),
+        (["train.py", "--out", "runs/a"], "--out after"),
         (["train.py", "--epochs", "1"], ""),
         (["train.py", "--warmup", "1"], ""),
         (["train.py", "--signal", "1"], ""),

@@ -343,7 +343,7 @@ def test_forwards_that_are_no_loop_are_told_how_to_be_marked(
 ) -> None:
     with Recorder(str(tmp_path / "run"), active=0, telemetry=0.0, report=False):
         training.validate(training.loader(2))
-    assert "2 forwards" in caplog.text and "advisor.step()" in caplog.text
+    assert "2 forward passes" in caplog.text and "advisor.step()" in caplog.text
 
 
 def test_a_decorated_generator_keeps_its_steps(training: Any, tmp_path: Path) -> None:

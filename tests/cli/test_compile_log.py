@@ -290,13 +290,13 @@ V1123 20:55:20.489000 8996 torch/_inductor/graph.py:2745] {"inductor_output_code
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_generated_kernel_has_its_operators_and_lines(trimmed: bool, tmp_path: Path) -> None:
-    from advisor.recorder.framework_logs import _KEPT
+    from advisor.recorder.framework_logs import _LINES_TO_KEEP
 
     text = TRITON
     if trimmed:  # as the recorder keeps it
         records = re.split(r"^(?=V1123)", text, flags=re.MULTILINE)[1:]
         kept = []
-        for record, pattern in zip(records, _KEPT.values(), strict=True):
+        for record, pattern in zip(records, _LINES_TO_KEEP.values(), strict=True):
             head, _, payload = record.partition("\n")
             payload = payload.replace("\n\t", "\n").removeprefix("\t")
             kept.append("\n\t".join([head, *(m[1] for m in pattern.finditer(payload))]))

@@ -107,5 +107,5 @@ def test_a_failure_in_the_call_back_goes_to_the_recorder(monkeypatch: pytest.Mon
     def fail() -> None:
         raise OSError("mine")
 
-    thread._contained(fail)
+    thread._run_safely(fail)
     assert [str(each) for each in problems] == ["mine"]

@@ -88,9 +88,9 @@ def test_a_main_thread_that_waits_is_not_called_back_late() -> None:
         on_watched_thread = staticmethod(lambda: True)
 
     thread = TimedWindow(Session())  # type: ignore[arg-type]
-    timed_window._Request.what = lambda: calls.append(1)
+    timed_window._Request.action = lambda: calls.append(1)
     timed_window._Request.until = 0.0
-    assert timed_window._answer(0) == 0 and not calls
+    assert timed_window._run_request(0) == 0 and not calls
     assert thread is not None
 
 

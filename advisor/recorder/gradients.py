@@ -52,9 +52,9 @@ class _Check(NamedTuple):
     made: set[int]
     """Parameters with a new gradient since the previous check."""
     decided: set[int]
-    """Those parameters whose own optimizer has stepped since then."""
+    """Parameters with a new gradient whose own optimizer has stepped since then."""
     dropped: set[int]
-    """Those parameters whose optimizer stepped without using the gradient."""
+    """Parameters whose optimizer stepped without using the new gradient."""
 
 
 class UnusedGradientFinder:

@@ -65,8 +65,7 @@ def command(
         int | None, typer.Option(metavar="N", min=1, help="Samples of an epoch, of the whole job.")
     ] = None,
     same_host: Annotated[
-        bool,
-        typer.Option("--same-host", help="The GPU is installed in this machine: host time stays."),
+        bool, typer.Option("--same-host", help="Put the GPU in this machine: host time stays.")
     ] = False,
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,

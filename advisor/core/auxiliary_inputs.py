@@ -1,4 +1,4 @@
-"""Sources without a trace: the data of logs and dumps, and one :class:`AuxiliaryInput` for each
+"""Sources other than traces: the data of logs and dumps, and one :class:`AuxiliaryInput` per
 source."""
 
 from operator import attrgetter
@@ -10,25 +10,26 @@ from advisor.core.finding import Location, SkippedCheck
 
 
 class AuxiliaryInput(Struct, frozen=True, kw_only=True):
-    """Kind of a file without step times, of which a report can be made without a trace."""
+    """Kind of a file without step times that a report can be made of without a trace."""
 
     name: str
-    """Name, which is ``Scope.step_source`` of a report of it alone."""
+    """Name, and ``Scope.step_source`` of a report on this input alone."""
     field: str
-    """Field of :class:`~advisor.core.trace.TraceMeta` with the data of its files; empty: none."""
+    """Field of :class:`~advisor.core.trace.TraceMeta` with the data of its files. May be empty."""
     description: str
-    """Text for the report's heading. ``{count}``: what was read, with its noun ``counted``."""
+    """Text for the report's heading. ``{count}``: number of items read, with the noun
+    ``counted``."""
     counted: str = ""
     clear: str = ""
-    """Verdict where no rule found anything."""
+    """Verdict if no rule found anything."""
     skipped: SkippedCheck
-    """Checks that are skipped without a trace."""
+    """Check that is skipped without a trace."""
 
     def is_in(self, meta: object) -> bool:
-        """Whether a TraceMeta has data of this kind."""
-        first, _, rest = self.field.partition(".")
-        value: Any = getattr(meta, first)
-        return bool(attrgetter(rest)(value) if rest and value is not None else value)
+        """Return whether a TraceMeta has data of this kind."""
+        name, _, path = self.field.partition(".")
+        value: Any = getattr(meta, name)
+        return bool(attrgetter(path)(value) if path and value is not None else value)
 
 
 class GraphBreak(Struct, frozen=True, kw_only=True):
@@ -39,41 +40,41 @@ class GraphBreak(Struct, frozen=True, kw_only=True):
     line: int
     """Line number in the file."""
     function: str | None
-    """Function around the line; ``null``: not recorded."""
+    """Function around the line, or ``null`` if not recorded."""
     reason: str
-    """Reason that dynamo gives: ``Failed to trace builtin operator``."""
+    """Reason from dynamo, such as ``Failed to trace builtin operator``."""
     explanation: str
-    """First sentence of dynamo's explanation; empty: none."""
+    """First sentence of dynamo's explanation. Empty if there is none."""
     hint: str
-    """First hint of dynamo on what to change; empty: none."""
+    """First hint of dynamo on what to change. Empty if there is none."""
     eager: bool
-    """Whether nothing of the function is compiled: dynamo cannot go on after the break."""
+    """Whether no part of the function is compiled, because dynamo cannot resume after the break."""
     count: int
-    """Number of times that it was met while compiling."""
+    """Number of times that it occurred while compiling."""
     frames: list[str] = field(default_factory=list)
-    """Functions that are compiled from there on, by their numbers in a trace: ``1`` of
+    """Functions that are compiled after the break, by their numbers in a trace: ``1`` of
     ``Torch-Compiled Region: 1/0``."""
     idle_ns: float | None = None
-    """Idle time of the device at the break, per step, ns; ``null``: not measured."""
+    """Idle time of the device at the break, per step, ns, or ``null`` if not measured."""
     gain_ns: float | None = None
-    """Time that the step gains without the break, by its replay, ns; ``null``: not measured."""
+    """Time per step saved without the break, in the replay, ns, or ``null`` if not measured."""
 
 
 class CompileCause(Struct, frozen=True, kw_only=True):
-    """Cause that a function was compiled again, not compiled or compiled without CUDA graphs."""
+    """Reason why a function was recompiled, not compiled, or compiled without CUDA graphs."""
 
     function: str | None
-    """Name of the function; ``null``: not recorded."""
+    """Name of the function, or ``null`` if not recorded."""
     file: str | None
-    """File in which the function begins; ``null``: not recorded."""
+    """File in which the function begins, or ``null`` if not recorded."""
     line: int | None
-    """Line at which it begins; ``null``: not recorded."""
+    """Line at which the function begins, or ``null`` if not recorded."""
     reason: str
-    """Guard that failed, or reason that torch.compile gives."""
+    """Failed guard, or the reason from torch.compile."""
     count: int
     """Number of times that it happened."""
     ns: float | None
-    """Time of these compilations, ns; ``null``: not recorded."""
+    """Time of the compilations for this reason, ns, or ``null`` if not recorded."""
 
 
 class FusedKernel(Struct, frozen=True, kw_only=True):
@@ -82,27 +83,27 @@ class FusedKernel(Struct, frozen=True, kw_only=True):
     name: str
     """Name as in a trace."""
     operators: list[str]
-    """Operators that are fused in it: ``aten.add``."""
+    """Operators fused in it, such as ``aten.add``."""
     lines: list[Location]
-    """Lines of the program that these operators are from; where a name stands for several kernels,
-    of all of them. Empty: not recorded."""
+    """Lines of the program with these operators. If several kernels have this name, lines of all of
+    them. Empty if not recorded."""
     calls: float | None = None
-    """Calls per step of the trace; ``null``: no trace, or the kernel is not in it."""
+    """Calls per step in the trace, or ``null`` if the kernel is not in a trace."""
     ns: float | None = None
-    """Time per step of the trace, ns; ``null``: as above."""
+    """Time per step in the trace, ns, or ``null`` if the kernel is not in a trace."""
 
 
 class CompileLog(Struct, kw_only=True):
     """Data from structured logs of torch.compile (``TORCH_TRACE``)."""
 
     logs: int
-    """Files, one a process. Counts and times are those of the process that has most of each."""
+    """Number of files, one per process. Each count and time is the largest of all processes."""
     compilations: int
-    """Number of frames that were compiled, again or for the first time."""
+    """Number of compiled frames, including recompiled ones."""
     ns: float
-    """Time of these compilations, ns."""
+    """Time of all compilations, ns."""
     inductor_ns: float | None
-    """Part of that time in inductor, ns; ``null``: not recorded."""
+    """Part of ``ns`` in inductor, ns, or ``null`` if not recorded."""
     breaks: list[GraphBreak]
     """Graph breaks, the most frequent first."""
     recompilations: list[CompileCause]
@@ -110,24 +111,25 @@ class CompileLog(Struct, kw_only=True):
     not_compiled: list[CompileCause]
     """Functions that run as plain PyTorch, by cause."""
     without_cuda_graphs: list[CompileCause]
-    """Graphs that are launched kernel by kernel, by cause."""
+    """Graphs launched kernel by kernel, by cause."""
     kernels: list[FusedKernel] = field(default_factory=list)
-    """Kernels that inductor generated; beside a trace by time, the largest first."""
+    """Kernels that inductor generated. With a trace, longest first."""
     damaged: int = 0
-    """Number of records that cannot be read."""
+    """Number of unreadable records."""
 
 
 class CollectiveCall(Struct, frozen=True, kw_only=True):
-    """A collective as one rank called it."""
+    """A call of a collective by one rank."""
 
     rank: int
     """Rank that called it."""
     group: str
     """Name of the process group, and its description."""
     operation: str
-    """Operation: ``all_reduce``; ``send 0->1`` and ``recv 1<-0`` by ranks in the group."""
+    """Operation, such as ``all_reduce``, or ``send 0->1`` and ``recv 1<-0`` by ranks in the
+    group."""
     sequence: int
-    """Number in the group, as torch counts collectives, and sends and receives."""
+    """Number in the group, as torch counts collectives, sends and receives."""
     sizes: list[list[int]]
     """Shapes of its inputs."""
     dtypes: list[str]
@@ -135,7 +137,7 @@ class CollectiveCall(Struct, frozen=True, kw_only=True):
     state: str
     """State of the call: ``scheduled``, ``started`` or ``completed``."""
     where: Location | None
-    """Innermost line outside of libraries; ``null``: no stacks in the dump."""
+    """Innermost line outside libraries, or ``null`` if the dump has no stacks."""
 
 
 class CollectiveProblem(Struct, frozen=True, kw_only=True):
@@ -145,16 +147,16 @@ class CollectiveProblem(Struct, frozen=True, kw_only=True):
         "not called", "no dump", "operation", "order", "size", "dtype", "deadlock",
         "unknown members", "unfinished",
     ]  # fmt: skip
-    """Kind of problem, in the order of these values. Ranks have not called it. Members left no
-    dump. Calls differ in operation, order, size or dtype. Ranks wait for each other in different
-    groups. Some wait in a group whose other members are not recorded. All called it and it has not
+    """Kind of problem, in the order of these values: Ranks have not called the collective. Members
+    left no dump. Calls differ in operation, order, size or dtype. Ranks wait for each other in
+    different groups. Some wait in a group with unrecorded members. All called it, but it has not
     ended."""
     ranks: list[int]
-    """Ranks that cause the problem; where calls differ, those that differ from the majority."""
+    """Ranks that cause the problem. If calls differ, the ranks that differ from the majority."""
     waiting: list[int]
-    """Ranks that are in it and have not finished."""
+    """Ranks that called the collective and have not finished."""
     calls: list[CollectiveCall]
-    """Calls of it, one for each way in which it was called, the most frequent first."""
+    """Calls of the collective, one for each variant, most frequent first."""
     last: list[CollectiveCall]
     """Last call of each of ``ranks``, in any group."""
 
@@ -173,26 +175,26 @@ class FlightRecord(Struct, kw_only=True):
     calls: int
     """Number of collectives, sends and receives in all dumps."""
     problems: list[CollectiveProblem]
-    """Problems, causes first: their ranks wait nowhere else. Empty: all calls match and ended."""
+    """Problems, causes first: their ranks wait nowhere else. Empty if all calls match and ended."""
     damaged: int = 0
-    """Number of entries that cannot be read."""
+    """Number of unreadable entries."""
 
 
 class NetworkLog(Struct, frozen=True, kw_only=True):
-    """The path between GPUs, by logs of NCCL or RCCL (``NCCL_DEBUG=INFO``) and topologies."""
+    """The path between GPUs, from logs of NCCL or RCCL (``NCCL_DEBUG=INFO``) and topologies."""
 
     files: int
     """Number of logs and topologies."""
     versions: list[str] = field(default_factory=list)
     """Versions of the library: ``NCCL 2.21.5+cuda12.4``."""
     hosts: int = 0
-    """Number of hosts with lines in the logs; 0: a topology alone."""
+    """Number of hosts with lines in the logs, or 0 for a topology alone."""
     ranks: int | None = None
-    """Number of ranks of the largest communicator; ``null``: not in the logs."""
+    """Number of ranks of the largest communicator, or ``null`` if not logged."""
     node_ranks: int | None = None
-    """Number of its ranks on one host; ``null``: not in the logs."""
+    """Number of the communicator's ranks on one host, or ``null`` if not logged."""
     networks: dict[str, int] = field(default_factory=dict)
-    """Number of processes by the network that they chose: ``IB``, ``Socket``, a plugin."""
+    """Number of processes by their network: ``IB``, ``Socket``, or a plugin."""
     interfaces: list[str] = field(default_factory=list)
     """IP interfaces that NET/Socket uses."""
     devices: list[str] = field(default_factory=list)
@@ -208,21 +210,21 @@ class NetworkLog(Struct, frozen=True, kw_only=True):
     gdr_enabled: int = 0
     """Number of pairs of GPU and adapter, or of adapters, with GPUDirect RDMA."""
     gdr_disabled: dict[str, int] = field(default_factory=dict)
-    """Number of pairs without GPUDirect RDMA, by reason; empty: the logs give none."""
+    """Number of pairs without GPUDirect RDMA, by reason. Empty if the logs give none."""
     p2p_disabled: int = 0
     """Number of pairs of GPUs whose driver reports that peer access is off."""
     channels: int | None = None
-    """Channels for collectives, the fewest of any communicator of all ranks; ``null``: unknown."""
+    """Minimum number of channels for collectives of communicators of all ranks, or ``null``."""
     nvls_channels: int | None = None
-    """Channels for NVLink SHARP, counted likewise; ``null``: unknown."""
+    """Minimum number of channels for NVLink SHARP of these communicators, or ``null``."""
     nvls: bool | None = None
-    """Whether multicast in the NVSwitch is available; ``null``: unknown."""
+    """Whether multicast in the NVSwitch is available, or ``null`` if unknown."""
     ring: str | None = None
-    """Types of the links in the ring inside of a node and to the network: ``NVL/PIX``."""
+    """Types of the ring's links inside a node and to the network, such as ``NVL/PIX``."""
     ring_gb_per_s: float | None = None
-    """Bandwidth that NCCL expects of the ring, GB/s; ``null``: unknown."""
+    """Ring bandwidth that NCCL expects, GB/s, or ``null`` if unknown."""
     nic_gb_per_s: float | None = None
-    """Bandwidth of a node's adapters together, in one direction, GB/s; ``null``: unknown."""
+    """Total bandwidth of a node's adapters in one direction, GB/s, or ``null`` if unknown."""
     algorithms: dict[str, int] = field(default_factory=dict)
     """Algorithms chosen for collectives (``NCCL_DEBUG_SUBSYS=TUNING``): ``RING/SIMPLE``."""
     warnings: dict[str, int] = field(default_factory=dict)
@@ -238,7 +240,7 @@ class NetworkLog(Struct, frozen=True, kw_only=True):
 
 
 RECORD_TRACE: Final = "a profiler trace, or 'advisor record', "
-BESIDE: Final = RECORD_TRACE + "in the same folder"
+RECORD_IN_FOLDER: Final = RECORD_TRACE + "in the same folder"
 
 SNAPSHOT: Final = AuxiliaryInput(
     name="snapshot",
@@ -246,8 +248,8 @@ SNAPSHOT: Final = AuxiliaryInput(
     description="a memory snapshot, {count}",
     counted="event",
     skipped=SkippedCheck(
-        what="time: steps, kernels, copies, syncs, and what any of them costs",
-        why="a memory snapshot tells of memory alone",
+        what="time: steps, kernels, copies and syncs, and what they cost",
+        why="a memory snapshot only shows memory",
         record=RECORD_TRACE + "and the snapshot with --memory-snapshot",
     ),
 )
@@ -258,7 +260,7 @@ COUNTERS: Final = AuxiliaryInput(
     counted="kernel",
     skipped=SkippedCheck(
         what="steps, idle time, and the gain per step",
-        why="hardware counters of single kernels say nothing of the program around them",
+        why="hardware counters of single kernels say nothing about the program around them",
         record="a profiler trace of the program, and the report with --kernel-profile",
     ),
 )
@@ -269,7 +271,7 @@ TRITON_CACHE: Final = AuxiliaryInput(
     counted="kernel",
     skipped=SkippedCheck(
         what="steps, idle time, and the gain per step",
-        why="a cache of compiled kernels says nothing of the program around them",
+        why="a cache of compiled kernels says nothing about the program around them",
         record="a profiler trace of the program, and the cache with --kernel-profile",
     ),
 )
@@ -279,19 +281,19 @@ FLIGHT_RECORDER: Final = AuxiliaryInput(
     description="dumps of the flight recorder",
     skipped=SkippedCheck(
         what="steps and how long they take",
-        why="a flight-recorder dump says nothing of the steps",
-        record=BESIDE,
+        why="a flight-recorder dump says nothing about the steps",
+        record=RECORD_IN_FOLDER,
     ),
 )
 NETWORK_LOG: Final = AuxiliaryInput(
     name="network log",
     field="network",
     description="logs of NCCL",
-    clear="No fault in the path between GPUs; how much of it is used needs a trace.",
+    clear="No fault in the path between GPUs. A trace shows how much of it is used.",
     skipped=SkippedCheck(
-        what="steps, and what communication takes of them",
-        why="a log of NCCL says nothing of the steps",
-        record=BESIDE,
+        what="steps, and the time of communication in them",
+        why="a log of NCCL says nothing about the steps",
+        record=RECORD_IN_FOLDER,
     ),
 )
 COMPILE_LOG: Final = AuxiliaryInput(
@@ -300,14 +302,14 @@ COMPILE_LOG: Final = AuxiliaryInput(
     description="a log of torch.compile",
     skipped=SkippedCheck(
         what="steps, idle time, and what graph breaks cost",
-        why="a log of torch.compile says nothing of the steps",
+        why="a log of torch.compile says nothing about the steps",
         record=RECORD_TRACE + "and the log with --compile-log",
     ),
 )
 AUXILIARY_INPUTS: Final = (
     SNAPSHOT, COUNTERS, TRITON_CACHE, FLIGHT_RECORDER, NETWORK_LOG, COMPILE_LOG,
 )  # fmt: skip
-"""Auxiliary inputs in order of precedence: of several in one folder the first has the verdict."""
+"""Auxiliary inputs in order of precedence. The first one in a folder determines the verdict."""
 AUXILIARY_INPUTS_BY_NAME: Final = {kind.name: kind for kind in AUXILIARY_INPUTS}
 
 
@@ -335,9 +337,9 @@ class FlightDump(Struct, frozen=True, kw_only=True):
 
     path: str
     rank: int | None
-    """Rank in the file's name; ``None``: it has no number."""
+    """Rank in the file's name, or ``None`` if it has no number."""
     calls: tuple[FlightCall, ...]
-    """Calls in the order in which they were made."""
+    """Calls in order of time."""
     members: dict[str, tuple[int, ...]]
-    """Global ranks of the process groups, by name, as far as the backend keeps them."""
+    """Global ranks of the process groups, by name, if the backend keeps them."""
     damaged: int

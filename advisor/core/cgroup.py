@@ -11,64 +11,70 @@ MOUNT = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 UNLIMITED = 1 << 60
-"""Limit from which cgroup v1 has none: it writes "no limit" as about 2^63 bytes."""
+"""Minimum value that cgroup v1 writes for "no limit", which is about 2^63 bytes."""
 
 
 class Throttled(NamedTuple):
-    """Number of periods in which the CPU quota stopped the group so far, and for how long."""
+    """Number of periods so far in which the CPU quota stopped the group, and the time stopped."""
 
     periods: int
     us: int
-    """Time stopped, of all CPUs of the group together, µs."""
+    """Time stopped, over all CPUs of the group, µs."""
 
 
 class Cgroup:
     """Control group of the process, version 1 or 2, with the groups around it.
 
-    What cannot be read is ``None``: no cgroups, or none that this process may see. ``mount`` and
+    Unreadable values are ``None``: without cgroups, or without access to them. ``mount`` and
     ``self_file`` are for tests."""
 
     def __init__(self, mount: Path = MOUNT, self_file: Path = SELF) -> None:
         self.mount = mount
-        self._paths = _controllers(self_file)
+        self._paths = _read_controllers(self_file)
 
     def cpu_quota(self) -> float | None:
-        """Return the CPUs that the quota allows: the least of the group and those around it."""
+        """Return the CPUs that the quota allows: the minimum of the group and the groups around
+        it."""
         result = []
         for folder in self._folders("cpu"):
-            limit = _read(folder / "cpu.max").split()
+            limit = _read_text(folder / "cpu.max").split()
             if len(limit) == 2 and limit[0] != "max":
-                result.append(_ratio(limit[0], limit[1]))
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+                result.append(_divide(limit[0], limit[1]))
+            quota, period = (
+                _read_text(folder / "cpu.cfs_quota_us"),
+                _read_text(folder / "cpu.cfs_period_us"),
+            )
             if quota and not quota.startswith("-"):
-                result.append(_ratio(quota, period))
+                result.append(_divide(quota, period))
         return min((value for value in result if value is not None), default=None)
 
     def memory_limit(self) -> int | None:
-        """Return the bytes that the group may use: the least limit of it and those around it."""
+        """Return the bytes that the group may use: its lowest limit or one of the groups around
+        it."""
         result = []
         for folder in self._folders("memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
-                value = _read(folder / name)
+                value = _read_text(folder / name)
                 if value.isdecimal() and int(value) < UNLIMITED:
                     result.append(int(value))
         return min(result, default=None)
 
     def memory_used(self) -> int | None:
-        """Return the bytes that the group uses, without files that the kernel can drop."""
+        """Return the bytes that the group uses, without file caches that the kernel can drop."""
         for folder in self._folders("memory"):
             for name in ("memory.current", "memory.usage_in_bytes"):
-                value = _read(folder / name)
+                value = _read_text(folder / name)
                 if value.isdecimal():
-                    stat = _pairs(_read(folder / "memory.stat"))
+                    stat = _parse_pairs(_read_text(folder / "memory.stat"))
                     cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
                     return max(0, int(value) - cache)
         return None
 
     def throttled(self) -> Throttled | None:
-        """Return for how long the CPU quota stopped the group so far; ``None``: no quota."""
+        """Return how long the CPU quota has stopped the group so far, or ``None`` without a
+        quota."""
         for folder in self._folders("cpu"):
-            stat = _pairs(_read(folder / "cpu.stat"))
+            stat = _parse_pairs(_read_text(folder / "cpu.stat"))
             if "nr_throttled" not in stat:
                 continue
             us = stat.get("throttled_usec", stat.get("throttled_time", 0) // 1000)
@@ -76,8 +82,8 @@ class Cgroup:
         return None
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """Yield the group's folder and those around it, innermost first. In a container the path
-        that the kernel gives may not exist under the mount: then only the mount is looked at."""
+        """Yield the folders of the group and the groups around it, innermost first. In a container,
+        the kernel's path may not exist under the mount. Then, only the mount is used."""
         for root, path in (
             (self.mount, self._paths.get("")),
             (self.mount / controller, self._paths.get(controller)),
@@ -92,17 +98,18 @@ class Cgroup:
 
 
 def available_memory(cgroup: Cgroup | None = None, meminfo: Path = MEMINFO) -> int | None:
-    """Return the bytes that this process may still take: what the machine has free, or what is left
-    of the container's limit if that is less. ``None``: not Linux. Arguments are for tests."""
-    free = re.search(r"^MemAvailable:\s+(\d+) kB", _read(meminfo), re.MULTILINE)
-    if free is None:
+    """Return the bytes that this process may still use: the machine's free memory, or the rest of
+    the container's limit if that is less. ``None`` on other systems than Linux. Arguments are for
+    tests."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text(meminfo), re.MULTILINE)
+    if match is None:
         return None
     cgroup = cgroup or Cgroup()
     limit, used = cgroup.memory_limit(), cgroup.memory_used()
-    left = [int(free[1]) * 1024]
+    candidates = [int(match[1]) * 1024]
     if limit is not None and used is not None:
-        left.append(max(0, limit - used))
-    return min(left)
+        candidates.append(max(0, limit - used))
+    return min(candidates)
 
 
 def count_cores() -> int:
@@ -113,8 +120,8 @@ def count_cores() -> int:
 
 
 def resident_memory() -> int | None:
-    """Return the memory that this process holds now, bytes; ``None``: the system does not say. The
-    maximum of ``getrusage`` differs: it starts with the parent's."""
+    """Return the memory that this process uses now, bytes, or ``None`` if unknown. The maximum of
+    ``getrusage`` is not used, as it starts with the parent's."""
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     except (OSError, ValueError, IndexError):
@@ -122,10 +129,10 @@ def resident_memory() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _controllers(file: Path) -> dict[str, str]:
-    """Return the path of the group by controller; ``""``: version 2."""
+def _read_controllers(file: Path) -> dict[str, str]:
+    """Return the path of the group by controller, with ``""`` for version 2."""
     result = {}
-    for line in _read(file).splitlines():
+    for line in _read_text(file).splitlines():
         parts = line.split(":", 2)
         if len(parts) == 3:
             for name in parts[1].split(","):
@@ -133,14 +140,14 @@ def _controllers(file: Path) -> dict[str, str]:
     return result
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _ratio(quota: str, period: str) -> float | None:
+def _divide(quota: str, period: str) -> float | None:
     try:
         value = int(quota) / int(period)
     except (ValueError, ZeroDivisionError):
@@ -148,7 +155,7 @@ def _ratio(quota: str, period: str) -> float | None:
     return value if value > 0 else None
 
 
-def _pairs(text: str) -> dict[str, int]:
+def _parse_pairs(text: str) -> dict[str, int]:
     result = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")

@@ -1,9 +1,9 @@
-"""Charts of a report as data, made by ``advise/report_charts.py`` and part of the JSON; and one
-look for each meaning: the colours of terminal, HTML, notebook and dashboard, in one table.
+"""Charts of a report as data, built by ``advise/report_charts.py`` and part of the JSON. One table
+has the look of each class, for terminal, HTML, notebook and dashboard.
 
-Work is compute green, communication magenta, copies blue, memsets cyan; idle time is warm or grey,
-by its cause. Each colour reads on a light and on a dark ground. Nothing is shown by colour alone:
-where there is no text beside it, a glyph differs too."""
+Compute is green, communication magenta, copies blue, memsets cyan. Idle time is warm or grey, by
+its cause. Each colour is legible on light and dark backgrounds. Nothing is shown by colour alone:
+without text next to it, a glyph differs too."""
 
 from typing import Final, Literal
 
@@ -22,9 +22,9 @@ class Appearance(Struct, frozen=True):
     colour: str
     """Colour, ``#rrggbb``."""
     glyph: str
-    """Character, one column wide; no two classes of one bar have the same."""
+    """Character, one column wide. Each class of a bar has its own."""
     style: str
-    """Nearest of a terminal's own colours."""
+    """Nearest of the terminal's colours."""
 
 
 class Segment(Struct, frozen=True):
@@ -33,7 +33,7 @@ class Segment(Struct, frozen=True):
     kind: Kind
     """Kind: device work, idle time of the device, or time of the host's main thread."""
     key: str
-    """Key: class, cause, or class of host time; ``rest``: several of them."""
+    """Key: class, cause, or class of host time, or ``rest`` for several of them."""
     label: str
     """Name of the part, for the legend."""
     look: Appearance
@@ -55,34 +55,34 @@ class Segment(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Label where it stands by itself, with ``idle: `` before a cause."""
+        """Label outside the legend, with ``idle: `` before a cause."""
         return f"idle: {self.label}" if self.kind == "idle" and self.key != "idle" else self.label
 
 
 class StepBar(Struct, frozen=True):
-    """Bar of the step's time, each instant once."""
+    """Bar of the step's time. Each instant counts once."""
 
     title: str
     """Title of the bar."""
     aside: str
-    """Step that the figures add up to, where the report leads with another; else empty."""
+    """Step that the figures add up to, if the report leads with another. Empty otherwise."""
     per: Per
     """Unit of the figures."""
     work: list[Segment]
-    """Device work by class; without any in the trace, the host's main thread."""
+    """Device work by class, or the host's main thread if the trace has no device work."""
     idle: list[Segment]
     """Idle time of the device by cause."""
     idle_total: Segment | None
-    """Idle time as a whole; ``null``: it was not measured."""
+    """Idle time as a whole, or ``null`` if it was not measured."""
 
     @property
     def segments(self) -> list[Segment]:
-        """All parts in their order; they add up to the step."""
+        """All parts in order. They add up to the step."""
         return [*self.work, *self.idle]
 
     @property
     def heading(self) -> str:
-        """Title and aside in a line."""
+        """Title and aside in one line."""
         return " · ".join(part for part in (self.title, self.aside) if part)
 
     @property
@@ -96,36 +96,36 @@ class StepBar(Struct, frozen=True):
 
     @property
     def alt_text(self) -> str:
-        """Text of the bar for those who do not see it."""
+        """Text alternative of the bar for screen readers."""
         return ", ".join(f"{segment.label} {segment.share_text}" for segment in self.segments)
 
 
 class StepAfterFix(Struct, frozen=True):
-    """Step time once a finding and all before it are fixed."""
+    """Step time after a finding and all findings before it are fixed."""
 
     priority: int | None
-    """Priority of the finding; ``null``: the step as measured, or a finding that is not ranked."""
+    """Priority of the finding, or ``null`` for the measured step or an unranked finding."""
     severity: Severity
     """Severity of the finding."""
     label: str
     """Label of the finding."""
     saved_ns: float
-    """Time that this fix saves on top of those before it, ns."""
+    """Time that this fix saves after the fixes before it, ns."""
     left_ns: float
-    """Step time that is left, ns."""
+    """Remaining step time, ns."""
     saved_share: float
     """Share of the measured step that the fix saves."""
     left_share: float
-    """Share of the measured step that is left."""
+    """Remaining share of the measured step."""
 
     @property
     def number(self) -> str:
-        """Priority as text; empty: none."""
+        """Priority as text. Empty if there is none."""
         return "" if self.priority is None else str(self.priority)
 
     @property
     def saved(self) -> str:
-        """Time saved as text; empty: none."""
+        """Time saved as text. Empty if there is none."""
         return t.format_duration(self.saved_ns) if self.saved_ns else ""
 
     @property
@@ -145,15 +145,15 @@ class FixSequence(Struct, frozen=True):
     per: Per
     """Unit of the figures."""
     bounded: bool
-    """Whether some gain is an upper bound, and with it what is saved."""
+    """Whether some gain is an upper bound, so that the savings are too."""
     measured: StepAfterFix
     """Step as measured, with nothing fixed."""
     fixes: list[StepAfterFix]
-    """Steps after each fix, the most valuable fix first."""
+    """Step after each fix, the most valuable fix first."""
 
     @property
     def bound_prefix(self) -> str:
-        """Prefix of the time saved: ``up to `` where a gain is an upper bound; else empty."""
+        """Prefix of the time saved: ``up to `` if a gain is an upper bound. Empty otherwise."""
         return "up to " * self.bounded
 
     @property
@@ -166,15 +166,15 @@ class RankRow(Struct, frozen=True):
     """Row of one rank."""
 
     rank: int
-    """Number of the rank; below 0: not known."""
+    """Number of the rank, or a negative number if unknown."""
     cells: list[str]
-    """Texts of the columns that ``RankTable.head`` names; ``–``: not measured."""
+    """Texts of the columns in ``RankTable.head``, with ``–`` for values that were not measured."""
     latest: bool
-    """Whether it makes the others wait longest."""
+    """Whether this rank makes the others wait longest."""
 
 
 class RankTable(Struct, frozen=True):
-    """Table of the ranks that are listed, by number."""
+    """Table of the listed ranks, by number."""
 
     head: list[str]
     """Headings of the columns."""
@@ -187,7 +187,7 @@ class RankTable(Struct, frozen=True):
 
     @property
     def more(self) -> str:
-        """Line about the ranks that are not listed; empty: all are."""
+        """Line about the ranks that are not listed. Empty if all are listed."""
         left = self.total - len(self.rows)
         if not left:
             return ""
@@ -195,14 +195,14 @@ class RankTable(Struct, frozen=True):
 
 
 class ReportCharts(Struct, frozen=True):
-    """Charts that every renderer and the dashboard draw, for others to draw the same."""
+    """Charts that every renderer and the dashboard draw."""
 
     bar: StepBar | None
-    """Bar of the step's time; ``null``: it is not measured."""
+    """Bar of the step's time, or ``null`` if it was not measured."""
     fix_sequence: FixSequence | None
-    """Step times that the fixes lead to; ``null``: nothing is ranked."""
+    """Step times after the fixes, or ``null`` if no finding is ranked."""
     ranks: RankTable | None
-    """Table of the ranks, by number; ``null``: one rank."""
+    """Table of the ranks, by number, or ``null`` for one rank."""
 
 
 CLASSES: Final = {
@@ -253,23 +253,23 @@ PHASES: Final = {
 """Looks of the recorder's phases."""
 
 OTHER_LOOK: Final = Appearance("#9a9aa5", "┈", "bright_black")
-"""Look of the sum of what has no name of its own."""
+"""Look of the sum of all parts without their own name."""
 SPARE_GLYPHS: Final = "○◆■△▽◁▷☆◎●"
-"""Glyphs for classes that are in none of the tables."""
+"""Glyphs for classes that are not in the tables."""
 
 
 def host_look(name: str) -> Appearance | None:
-    """Return the look of a class of host time or of a phase; ``None``: it has none."""
+    """Return the look of a class of host time or of a phase, or ``None`` if it has none."""
     return HOST.get(name) or PHASES.get(name)
 
 
 def css_rules() -> str:
     """Return the looks as CSS classes: ``c-compute``, ``c-idle-sync``, ``c-host-python``."""
-    named = {f"c-{key}": look for key, look in CLASSES.items()}
-    named |= {f"c-idle-{key}": look for key, look in CAUSES.items()}
-    named |= {f"c-host-{key}": look for key, look in {**PHASES, **HOST}.items()}
-    named["c-rest"] = OTHER_LOOK
+    looks = {f"c-{key}": look for key, look in CLASSES.items()}
+    looks |= {f"c-idle-{key}": look for key, look in CAUSES.items()}
+    looks |= {f"c-host-{key}": look for key, look in {**PHASES, **HOST}.items()}
+    looks["c-rest"] = OTHER_LOOK
     return "".join(
         f".{name} {{ fill: {look.colour}; background: {look.colour}; }}\n"
-        for name, look in named.items()
+        for name, look in looks.items()
     )

@@ -1,37 +1,37 @@
-"""Detection of credentials: names that say so, and the known shapes of services' tokens.
+"""Detection of credentials by names, and by the known formats of services' tokens.
 
-Used by the recorder, which writes none to disk, and by redaction. Every function takes time in
-proportion to its text, whatever the text is: patterns look at a character a bounded number of
-times, and what follows a name or a quote is found by one scan. Imports the standard library alone.
+The recorder uses it to keep credentials off the disk, and redaction uses it too. Every function
+takes linear time: patterns read each character a bounded number of times, and one scan finds what
+follows a name or a quote. Imports only the standard library.
 
-The shapes of tokens are public; the list follows that of gitleaks (MIT,
+The formats of tokens are public. The list follows gitleaks (MIT,
 https://github.com/gitleaks/gitleaks) where a service's own documentation was not at hand."""
 
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-LONGEST_NAME = 200
-"""Number of characters of a name that are looked at: its last ones."""
+MAX_NAME_LENGTH = 200
+"""Maximum number of characters read of a name: its last ones."""
 
 # -- names --------------------------------------------------------------------------------------
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_ALWAYS = frozenset(
+_SECRET_WORDS = frozenset(
     """
         secret secrets password passwords passwd passphrase passcode pwd credential
         credentials creds apikey apikeys authorization bearer cookie cookies dsn signature
         sig
         """.split()
 )
-"""Words that make a name one of a credential wherever they stand in it."""
-_LAST = frozenset({"auth", "pat"})
-"""Words that do so where they are the last."""
-_INSIDE = """
+"""Words that mark a name as a credential anywhere in it."""
+_LAST_WORDS = frozenset({"auth", "pat"})
+"""Words that mark a name as a credential if they are its last word."""
+_SECRET_PARTS = """
     password passwd passphrase apikey accesskey privatekey secretkey sessionid authtoken
     accesstoken connectionstring
     """.split()
-"""Parts that do so across the words of a name (``db.passWord``, ``OPENAIAPIKEY``)."""
+"""Parts that mark a name as a credential across its words (``db.passWord``, ``OPENAIAPIKEY``)."""
 _BEFORE_PASS = frozenset(
     {"db", "user", "smtp", "redis", "ftp", "ssh", "sudo", "http", "proxy", "mysql", "pg", "my"}
 )
@@ -51,7 +51,7 @@ _NO_KEY = frozenset(
         dispatch missing unexpected extra ignore exclude include only self
         """.split()
 )
-"""Words before ``key`` that make it one which opens nothing."""
+"""Words before ``key`` that show that it is not a credential."""
 _NO_TOKEN_BEFORE = frozenset(
     """
         pad eos bos unk mask sep cls max min num n per image special new added next first
@@ -69,22 +69,22 @@ _NO_TOKEN_AFTER = frozenset(
         bucket buckets choice routing router
         """.split()
 )
-"""Words beside ``token`` that make it a piece of text."""
+"""Words next to ``token`` that show that it is a piece of text."""
 _JOINED_TOKEN = frozenset({"subtoken", "detoken", "pretoken", "retoken", "multitoken", "ntoken"})
 
 
 @lru_cache(maxsize=20_000)
 def is_secret_name(name: str) -> bool:
-    """Return whether an option, variable or key of this name holds a credential: its words say so
-    (``--hf-token``, ``wandb.api_key``, ``s3.key``; not ``--max-token``, ``--tokenizer``,
+    """Return whether the words of an option, variable or key mark it as a credential
+    (``--hf-token``, ``wandb.api_key``, ``s3.key``, but not ``--max-token``, ``--tokenizer``,
     ``image_key``)."""
-    words = [word.lower() for word in _WORDS.findall(name[-LONGEST_NAME:])]
+    words = [word.lower() for word in _WORDS.findall(name[-MAX_NAME_LENGTH:])]
     if not words:
         return False
-    if not _ALWAYS.isdisjoint(words) or words[-1] in _LAST:
+    if not _SECRET_WORDS.isdisjoint(words) or words[-1] in _LAST_WORDS:
         return True
     joined = "".join(words)
-    if any(part in joined for part in _INSIDE):
+    if any(part in joined for part in _SECRET_PARTS):
         return True
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
@@ -104,7 +104,7 @@ def is_secret_name(name: str) -> bool:
     return False
 
 
-_WHO = re.compile(
+_IDENTITY_NAMES = re.compile(
     r"(?:[A-Z0-9]{1,40}_){0,8}(?:USER|USERNAME|LOGNAME|LOGIN|HOST|HOSTNAME|NODENAME|NODELIST"
     r"|ACCOUNT|HOME|MAIL|EMAIL|ADDR|FQDN)(?:_NAME|_ID)?"
     r"|[Uu]ser|username|[Uu]ser_?[Nn]ame|host_?[Nn]ame|login|logname|node_?[Nn]ame|nodelist|fqdn"
@@ -112,14 +112,14 @@ _WHO = re.compile(
 
 
 def names_who(name: str) -> bool:
-    """Return whether a variable of this name names a user, a machine or a home folder: ``USER``,
+    """Return whether a variable contains a user, a machine or a home folder by its name: ``USER``,
     ``SLURM_JOB_USER``, ``MASTER_ADDR``, ``hostname``."""
-    return len(name) <= LONGEST_NAME and _WHO.fullmatch(name) is not None
+    return len(name) <= MAX_NAME_LENGTH and _IDENTITY_NAMES.fullmatch(name) is not None
 
 
 # -- shapes -------------------------------------------------------------------------------------
 
-_KNOWN = re.compile(
+_TOKENS = re.compile(
     # a private key, to its end or that of the text
     r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
     r"[\s\S]*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"
@@ -174,10 +174,10 @@ _IN_URL = re.compile(r"(?<=://)[^\s/@'\"]++@")
 
 
 def hide_known(text: str, hidden: str) -> str:
-    """Replace tokens that are known by their shape, and the user and password in a URL."""
+    """Replace tokens of known formats, and the user and password in URLs."""
     if "://" in text:
         text = _IN_URL.sub(f"{hidden}@", text)
-    return _KNOWN.sub(hidden, text)
+    return _TOKENS.sub(hidden, text)
 
 
 # -- assignments --------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def hide_known(text: str, hidden: str) -> str:
 _ASSIGNMENT = re.compile(r"(?<![\w.-])([\w.-]++)(?:\\*+[\"'])?+\s*+(?:=|:(?!:))(?!=)\s*+")
 _OPTION = re.compile(r"(?<![\w.-])(--?[A-Za-z][\w.-]*+)\s++(?!-)")
 _QUOTE = re.compile(r"\\*+[\"']")
-_BARE = re.compile(r"[^\s,;&'\"]++")
+_BARE_VALUE = re.compile(r"[^\s,;&'\"]++")
 _WORD = re.compile(r"\S++")
 _BLOCK = re.compile(r"([|>][-+\d]{0,2}[ \t]*+\n[ \t]++)[^\n]*+(?:\n[ \t]++[^\n]*+)*+")
 """Block of several lines in YAML."""
@@ -193,16 +193,16 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def hide_values(text: str, hidden: str, private: Callable[[str], bool] = is_secret_name) -> str:
-    """Replace values whose name says that they are secret: ``name=value``, ``name: 'value'``, JSON
-    and YAML with or without escapes, ``--name value``. Quotes stay: JSON stays JSON."""
+    """Replace values whose name marks them as secret: ``name=value``, ``name: 'value'``, JSON and
+    YAML with or without escapes, ``--name value``. Quotes stay, so that JSON stays valid."""
     if "=" in text or ":" in text:
-        text = _hide(text, _ASSIGNMENT, _BARE, hidden, private)
+        text = _replace_values(text, _ASSIGNMENT, _BARE_VALUE, hidden, private)
     if "-" in text:
-        text = _hide(text, _OPTION, _WORD, hidden, private)
+        text = _replace_values(text, _OPTION, _WORD, hidden, private)
     return text
 
 
-def _hide(
+def _replace_values(
     text: str,
     names: re.Pattern[str],
     bare: re.Pattern[str],
@@ -210,23 +210,23 @@ def _hide(
     private: Callable[[str], bool],
 ) -> str:
     parts: list[str] = []
-    done = at = 0
-    while (found := names.search(text, at)) is not None:
-        at = found.end()
-        if not private(found[1]):
+    done = position = 0
+    while (match := names.search(text, position)) is not None:
+        position = match.end()
+        if not private(match[1]):
             continue
-        start, end = _value(text, at, bare)
+        start, end = _find_value(text, position, bare)
         if end > start:
             parts += [text[done:start], hidden]
-            done = at = end
+            done = position = end
     return "".join([*parts, text[done:]]) if parts else text
 
 
-def _value(text: str, at: int, bare: re.Pattern[str]) -> tuple[int, int]:
-    """Return the start and end of the value that begins at a place, without its quotes."""
+def _find_value(text: str, at: int, bare: re.Pattern[str]) -> tuple[int, int]:
+    """Return the start and end of the value that begins at ``at``, without its quotes."""
     quote = _QUOTE.match(text, at)
     if quote is not None:
-        return quote.end(), _closing(text, quote)
+        return quote.end(), _find_closing(text, quote)
     block = _BLOCK.match(text, at)
     if block is not None:
         return block.end(1), block.end()
@@ -241,9 +241,9 @@ def _value(text: str, at: int, bare: re.Pattern[str]) -> tuple[int, int]:
     return at, at if word is None else word.end()
 
 
-def _closing(text: str, opening: re.Match[str]) -> int:
-    """Return the end of the text behind a quote. In text that was escaped n times a quote has 2^n -
-    1 backslashes, and those of its contents twice as many and one: all else is part of it."""
+def _find_closing(text: str, opening: re.Match[str]) -> int:
+    """Return the end of the text after a quote. In text that was escaped n times, a quote has 2^n -
+    1 backslashes. Quotes in its contents have 2^(n+1) - 1, and all other text is part of it."""
     level = len(opening[0]) - 1
     for quote in _QUOTE.finditer(text, opening.end()):
         slashes = len(quote[0]) - 1
@@ -260,14 +260,15 @@ HIDDEN = "***"
 MAX_ARGUMENTS, MAX_LENGTH = 512, 2000
 
 _QUERY = re.compile(r"(?i)([?&;][\w.-]{0,80}?(?:key|auth))=[^&#;\s]++")
-"""Parameters of a URL that hold a credential: there a key is one whatever its name."""
+"""URL parameters with a credential. In a URL, any key counts as one."""
 _HEADER = re.compile(r"(?i)\b(bearer|basic|token)\s++[\w.~+/=-]{8,}")
 _PAIR = re.compile(r"^(?P<name>[^=\s]{1,200})=(?P<value>.*)$", re.DOTALL)
 
 
 def clean_value(value: str) -> str:
-    """Return a value, cut to a length, without credentials in URLs, headers, JSON or by shape."""
-    if len(value) > 4 * MAX_LENGTH:  # what is cut off need not be looked at
+    """Return a value of limited length, without credentials in URLs, headers, JSON or known
+    formats."""
+    if len(value) > 4 * MAX_LENGTH:  # text that is cut off need not be scanned
         value = value[: 4 * MAX_LENGTH]
     value = hide_known(value, HIDDEN)
     value = _QUERY.sub(rf"\1={HIDDEN}", value)
@@ -277,8 +278,8 @@ def clean_value(value: str) -> str:
 
 
 def clean_command(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with credentials replaced: the value of an option whose name says so,
-    and whatever looks like one. Code given with ``-c`` is left out."""
+    """Return a command line with credentials replaced: values of options whose names mark them, and
+    texts of known formats. Code given with ``-c`` is left out."""
     result: list[str] = []
     hide = ""
     for argument in list(arguments)[:MAX_ARGUMENTS]:

@@ -1,12 +1,12 @@
-"""Files that somebody else wrote, opened so that they can neither block nor fill the memory; and
-private folders for temporary files.
+"""Safe reading of untrusted files, which can neither block nor fill the memory, and private folders
+for temporary files.
 
-A name in a folder that was sent to us may be a pipe that nobody writes to, a link to ``/dev/zero``,
-a folder, or a file of any size. Only regular files are opened, and no more than a bound is read.
-Imports the standard library alone: the recorder's files are read through it too.
+A name in a folder from others may be a pipe without a writer, a link to ``/dev/zero``, a folder, or
+a file of any size. Only regular files are opened, and only a limited size is read. Imports only the
+standard library, because the recorder's files are read through it too.
 
-A temporary folder is gone afterwards, that of a killed process too: each has a file that its
-process keeps locked. Whoever makes the next one removes those whose lock is free."""
+Temporary folders are removed even if their process is killed. Each has a file that its process
+keeps locked. The next process that creates a folder removes those whose lock is free."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from advisor.core.errors import AdvisorError
 
 BLOCK = 1 << 20
-_KINDS = (
+_FILE_KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "a folder, not a file"),
     (stat.S_ISFIFO, errno.EINVAL, "a pipe, not a file"),
     (stat.S_ISSOCK, errno.EINVAL, "a socket, not a file"),
@@ -34,30 +34,32 @@ _KINDS = (
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading, without waiting for anybody.
+    """Open a regular file, or a link to one, for reading, without blocking.
 
-    Raises OSError: it is not there, may not be read, or is something else (``strerror`` says what);
-    ValueError: no file can have that name."""
+    Raises OSError if it is missing, unreadable, or not a regular file (see ``strerror``), and
+    ValueError for an invalid name."""
     # a pipe without a writer would keep open() waiting; for regular files the flag does nothing
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    )
     try:
-        mode = os.fstat(number).st_mode
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            code, what = next(
-                ((code, what) for is_one, code, what in _KINDS if is_one(mode)),
+            code, description = next(
+                ((code, description) for is_one, code, description in _FILE_KINDS if is_one(mode)),
                 (errno.EINVAL, "not a regular file"),
             )
             kind = IsADirectoryError if code == errno.EISDIR else OSError
-            raise kind(code, what, str(path))
-        return os.fdopen(number, "rb")
+            raise kind(code, description, str(path))
+        return os.fdopen(descriptor, "rb")
     except BaseException:
-        os.close(number)
+        os.close(descriptor)
         raise
 
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:
-    """Return a regular file's bytes. Raises AdvisorError if it is longer than ``max_bytes``; and
-    what :func:`open_regular` raises."""
+    """Return a regular file's bytes. Raises AdvisorError if it is longer than ``max_bytes``, and
+    the errors of :func:`open_regular`."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -68,27 +70,27 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
 
 
 def read_lines(file: BinaryIO, max_bytes: int, longest: int) -> Iterator[bytes | None]:
-    """Yield the lines of a file that are not blank, in its first ``max_bytes``; ``None`` for each
-    that is longer than ``longest`` bytes, of which no more than that is held."""
-    rest, skipping, left = b"", False, max_bytes
-    while left > 0 and (block := file.read(min(BLOCK, left))):
-        left -= len(block)
-        *whole, rest = (rest + block).split(b"\n")
-        if skipping and whole:
+    """Yield the non-blank lines in the first ``max_bytes`` of a file. Yield ``None`` for a line
+    longer than ``longest`` bytes, of which no more is kept in memory."""
+    partial, skipping, remaining = b"", False, max_bytes
+    while remaining > 0 and (block := file.read(min(BLOCK, remaining))):
+        remaining -= len(block)
+        *lines, partial = (partial + block).split(b"\n")
+        if skipping and lines:
             skipping = False
             yield None
-            del whole[0]
-        for line in whole:
+            del lines[0]
+        for line in lines:
             if len(line) > longest:
                 yield None
             elif line.strip():
                 yield line
-        if skipping or len(rest) > longest:
-            rest, skipping = b"", True
+        if skipping or len(partial) > longest:
+            partial, skipping = b"", True
     if skipping:
         yield None
-    elif rest.strip():
-        yield rest
+    elif partial.strip():
+        yield partial
 
 
 def format_size(count: int) -> str:
@@ -97,9 +99,10 @@ def format_size(count: int) -> str:
 
 
 MAX_CONFIG_BYTES = 256 << 10
-"""Size limit of a configuration file, bytes."""
+"""Maximum size of a configuration file, bytes."""
 MAX_DOTS = 1000
-"""Limit of dots in one of its lines: the parser's memory grows with the square of a key's parts."""
+"""Maximum number of dots in a line of a configuration file. The parser's memory grows with the
+square of a key's parts."""
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -107,7 +110,7 @@ def read_toml(file: Path) -> dict[str, Any]:
     try:
         content = read_regular(file, MAX_CONFIG_BYTES)
         if any(line.count(b".") > MAX_DOTS for line in content.split(b"\n")):
-            raise AdvisorError(f"{file}: cannot be read (a key of too many parts)")
+            raise AdvisorError(f"{file}: cannot be read (a key with too many parts)")
         return tomllib.loads(content.decode())
     except RecursionError:
         raise AdvisorError(f"{file}: cannot be read (nested too deeply)") from None
@@ -117,10 +120,11 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def tool_section(name: str, start: Path | None = None) -> tuple[Path | None, Any]:
     """Return (file, ``[tool.advisor.<name>]``) of the nearest ``pyproject.toml`` at or above
-    ``start``; an empty table if there is none. Raises AdvisorError if the file cannot be read."""
+    ``start``, or an empty table if there is none. Raises AdvisorError if the file cannot be
+    read."""
     folder = (start or Path.cwd()).resolve()
-    for place in (folder, *folder.parents):
-        file = place / "pyproject.toml"
+    for parent in (folder, *folder.parents):
+        file = parent / "pyproject.toml"
         if not file.is_file():
             continue
         tool = read_toml(file).get("tool", {})
@@ -130,65 +134,67 @@ def tool_section(name: str, start: Path | None = None) -> tuple[Path | None, Any
 
 
 PREFIX = "advisor-"
-_LOCK = ".lock"
+_LOCK_NAME = ".lock"
 MIN_AGE_SECONDS = 60.0
 """Age below which a folder may not be locked yet, seconds."""
-MAX_SWEPT = 1000
+MAX_CHECKED_FOLDERS = 1000
 
 
 @contextmanager
 def scratch_folder(folder: str | Path | None = None) -> Iterator[Path]:
-    """Yield a new folder (mode 0700), by default in the system's for temporary files, and remove
-    it. Raises AdvisorError if there is no place for one."""
+    """Yield a new folder (mode 0700), by default in the system's temporary folder, and remove it.
+    Raises AdvisorError if it cannot be created."""
     parent = Path(folder if folder is not None else tempfile.gettempdir())
     try:
-        _sweep(parent)
-        inside = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+        _remove_abandoned(parent)
+        temporary = tempfile.TemporaryDirectory(
+            prefix=PREFIX, dir=parent, ignore_cleanup_errors=True
+        )
     except OSError as error:
-        raise AdvisorError(f"{parent}: no temporary files there ({error.strerror})") from None
-    with inside as made:
-        number = _locked(Path(made, _LOCK), os.O_CREAT)
+        raise AdvisorError(f"{parent}: cannot create temporary files ({error.strerror})") from None
+    with temporary as created:
+        lock = _lock_file(Path(created, _LOCK_NAME), os.O_CREAT)
         try:
-            yield Path(made)
+            yield Path(created)
         finally:
-            if number is not None:
-                os.close(number)
+            if lock is not None:
+                os.close(lock)
 
 
-def _locked(file: Path, flags: int = 0) -> int | None:
-    """Open a file and lock it until the process ends or closes it; ``None``: somebody else holds
-    it, or this system has no locks."""
+def _lock_file(file: Path, flags: int = 0) -> int | None:
+    """Open a file and lock it until the process ends or closes it. Return ``None`` if another
+    process has locked it, or if the system has no locks."""
     try:
         import fcntl
-    except ImportError:  # Windows, where a file in use stays in any case
+    except ImportError:  # Windows, where a file in use is never removed
         return None
-    number = -1
+    descriptor = -1
     try:
-        number = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        if number >= 0:
-            os.close(number)
+        if descriptor >= 0:
+            os.close(descriptor)
         return None
-    return number
+    return descriptor
 
 
-def _sweep(parent: Path) -> None:
-    """Remove folders whose process is gone."""
+def _remove_abandoned(parent: Path) -> None:
+    """Remove folders whose process has ended."""
     with os.scandir(parent) as entries:
-        ours = (entry for entry in entries if entry.name.startswith(PREFIX))
-        for entry in islice(ours, MAX_SWEPT):
+        candidates = (entry for entry in entries if entry.name.startswith(PREFIX))
+        for entry in islice(candidates, MAX_CHECKED_FOLDERS):
             with suppress(OSError):
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime < MIN_AGE_SECONDS:
                     continue
-                number = _locked(Path(entry.path, _LOCK))
-                if number is not None:
+                lock = _lock_file(Path(entry.path, _LOCK_NAME))
+                if lock is not None:
                     shutil.rmtree(entry.path, ignore_errors=True)
-                    os.close(number)
+                    os.close(lock)
 
 
 def at_most(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Yield the same bytes in blocks of at most ``size``."""
+    """Yield the same bytes in blocks of at most ``size`` bytes."""
     for block in blocks:
         if len(block) <= size:
             yield block
@@ -197,13 +203,13 @@ def at_most(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
 
 
 def cut_lines(blocks: Iterable[bytes], longest: int) -> Iterator[bytes]:
-    """Yield lines without their ends, cut to so many bytes."""
-    rest = b""
+    """Yield lines without their line ends, cut to ``longest`` bytes."""
+    partial = b""
     for block in blocks:
         *lines, last = block.split(b"\n")
         for line in lines:
-            yield (rest + line[:longest])[:longest]
-            rest = b""
-        rest = (rest + last[:longest])[:longest]
-    if rest:
-        yield rest
+            yield (partial + line[:longest])[:longest]
+            partial = b""
+        partial = (partial + last[:longest])[:longest]
+    if partial:
+        yield partial

@@ -1,4 +1,4 @@
-"""Interval arithmetic over whole columns. Intervals are half open, times int64 nanoseconds."""
+"""Interval arithmetic over columns. Intervals are half open, times int64 nanoseconds."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ Bools = NDArray[np.bool_]
 
 
 class Intervals(NamedTuple):
-    """Disjoint intervals in order of time: a set of instants."""
+    """A set of instants, as disjoint intervals in order of time."""
 
     start: Ints
     end: Ints
 
     @property
     def total(self) -> int:
-        """Summed length of the intervals, ns."""
+        """Total length of the intervals, ns."""
         return int((self.end - self.start).sum())
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ EMPTY = Intervals(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def union(start: ArrayLike, end: ArrayLike) -> Intervals:
-    """Return the instants that at least one interval covers (any order, overlapping)."""
+    """Return the instants covered by at least one interval. Intervals may overlap, in any order."""
     s = np.asarray(start, dtype=np.int64)
     e = np.asarray(end, dtype=np.int64)
     keep = e > s
@@ -50,7 +50,7 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
     """Return the instants of ``a`` that are not in ``b``."""
     if not len(a) or not len(b):
         return a
-    return intersect(a, _gaps_of(b))
+    return intersect(a, _invert(b))
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
@@ -76,8 +76,8 @@ def union_of(*sets: Intervals) -> Intervals:
     return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
 
 
-def _gaps_of(a: Intervals) -> Intervals:
-    """Return everything outside, from the beginning to the end of int64 time."""
+def _invert(a: Intervals) -> Intervals:
+    """Return all instants outside ``a`` in the range of int64."""
     lowest, highest = np.iinfo(np.int64).min // 4, np.iinfo(np.int64).max // 4
     return Intervals(np.append(lowest, a.end), np.append(a.start, highest))
 
@@ -88,19 +88,19 @@ def gaps(a: Intervals, start: int, end: int) -> Intervals:
 
 
 def covered_length(start: ArrayLike, end: ArrayLike, covering: Intervals) -> Ints:
-    """Return how much of each given interval lies in the set, ns: one value an interval."""
+    """Return the length of each given interval inside the set ``covering``, ns."""
     s = np.asarray(start, dtype=np.int64)
     e = np.maximum(np.asarray(end, dtype=np.int64), s)
     if not len(covering):
         return np.zeros(len(s), dtype=np.int64)
-    return _before(e, covering) - _before(s, covering)
+    return _measure_before(e, covering) - _measure_before(s, covering)
 
 
-def _before(t: Ints, by: Intervals) -> Ints:
-    """Return the length of the set ``by`` before each instant of ``t``, ns."""
-    lengths = by.end - by.start
-    upto = np.concatenate([[0], np.cumsum(lengths)])
-    place = np.searchsorted(by.start, t, side="right") - 1
-    index = np.maximum(place, 0)
-    inside = np.clip(t - by.start[index], 0, lengths[index])
-    return np.where(place < 0, 0, upto[index] + inside)
+def _measure_before(t: Ints, covering: Intervals) -> Ints:
+    """Return the length of the set ``covering`` before each instant of ``t``, ns."""
+    lengths = covering.end - covering.start
+    total_before = np.concatenate([[0], np.cumsum(lengths)])
+    position = np.searchsorted(covering.start, t, side="right") - 1
+    index = np.maximum(position, 0)
+    inside = np.clip(t - covering.start[index], 0, lengths[index])
+    return np.where(position < 0, 0, total_before[index] + inside)

@@ -1,4 +1,4 @@
-"""Short labels for names: safe to show, short enough, and never one label for two names.
+"""Short labels for names: safe to show, short enough, and distinct for distinct names.
 
 Names of kernels have hundreds of characters, most of them return types, namespaces, default
 template arguments and parameter lists that a whole table shares. A label keeps the function's own
@@ -13,20 +13,20 @@ from typing import Final
 
 ELLIPSIS: Final = "…"
 MIN_DISTINCT_WIDTH: Final = 8
-"""Width from which labels of distinct names are distinct, whatever the names are."""
+"""Minimum width at which labels of distinct names are always distinct."""
 MAX_WORDS, MAX_LETTERS = 400, 2_000
-"""Words and letters of one name that are looked at: the first three quarters and the last one."""
+"""Maximum number of words and letters read of a name: the first three quarters and the last one."""
 MAX_COMPARED = 512
-"""Names with one head that are compared with each other; further ones may get a number."""
-MAX_TWICE = 500_000
-"""Words of a table beyond which names that are still the same get a number at once."""
-MAX_PLACES = 3
-"""Words picked for what they tell apart: more would leave fragments instead of a name."""
+"""Maximum number of names with the same head that are compared. Others may get a number."""
+MAX_TABLE_WORDS = 500_000
+"""Maximum number of words in a table. Beyond it, names that are still equal get a number."""
+MAX_PICKED_WORDS = 3
+"""Maximum number of words picked to tell names apart. More would leave fragments of a name."""
 
-_SAFE = re.compile(r"[\x20-\x7e]*")
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_SAFE_TEXT = re.compile(r"[\x20-\x7e]*")
+_HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Control characters, invisible and direction-changing ones, halves of surrogate pairs, line and
-paragraph separators: what can move the cursor, recolour, reorder or break the text around it."""
+paragraph separators. They can move the cursor, or recolour, reorder or break the text."""
 
 
 def clean(text: object, *, lines: bool = False) -> str:
@@ -34,35 +34,37 @@ def clean(text: object, *, lines: bool = False) -> str:
 
     ``lines`` keeps line feeds (and turns tabs into blanks): for code, not for names."""
     value = str(text)
-    if _SAFE.fullmatch(value):
+    if _SAFE_TEXT.fullmatch(value):
         return value
     if lines:
         value = value.expandtabs(4).replace("\r\n", "\n")
         return "\n".join(clean(line) for line in value.split("\n"))
     return "".join(
-        _escaped(char) if unicodedata.category(char) in _HIDDEN else char for char in value
+        _escape(char) if unicodedata.category(char) in _HIDDEN_CATEGORIES else char
+        for char in value
     )
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     if char in "\n\t\r":
         return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}[char]
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-_RAW = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""Hidden characters, which JSON text may hold raw inside strings: some terminals obey C1 controls,
-and the others reorder or break the line that shows them."""
+_RAW_HIDDEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""Hidden characters that JSON strings may contain unescaped. Some terminals execute C1 controls.
+The others reorder or break the line."""
 
 
 def sanitize(text: bytes) -> str:
-    """Return JSON text with escapes for what a terminal would obey."""
-    return _RAW.sub(lambda result: f"\\u{ord(result[0]):04x}", text.decode())
+    """Return JSON text with escapes for characters that a terminal would interpret."""
+    return _RAW_HIDDEN.sub(lambda result: f"\\u{ord(result[0]):04x}", text.decode())
 
 
 def shorten(text: str, width: int) -> str:
-    """Return at most ``width`` characters: ``…`` replaces the middle, the head is kept longer."""
+    """Return at most ``width`` characters. ``…`` replaces the middle, and most of the head is
+    kept."""
     if len(text) <= width:
         return text
     if width <= 1:
@@ -84,13 +86,13 @@ _CALLED = re.compile(r"::operator\(\)\s?\([^()]{0,400}\)(?: const)?")
 _LAMBDA = re.compile(r"\{lambda\(([^(){}]{0,400})\)#(\d{1,6})\}")
 _PARAMETERS = re.compile(r"(?<=\w)\([^(){}<>]{0,400}\)(?: const)?(?=::)")
 _WRAPPER = re.compile(r"^(?:Kernel\d?|device_kernel)<([A-Za-z_]\w{7,})>$")
-_LONGEST_TIDIED = 20_000
+_MAX_TIDIED = 20_000
 
 
 def tidy_name(name: str) -> str:
     """Return a name without its uninformative parts: a Python frame as ``function · file.py:12``, a
     C++ name without return type, namespaces, casts, parameters, a wrapper named ``Kernel``."""
-    name = clean(name[:_LONGEST_TIDIED])
+    name = clean(name[:_MAX_TIDIED])
     for prefix, short in _PREFIXES:
         if name.startswith(prefix) and len(name) > len(prefix):
             return short + name.removeprefix(prefix)
@@ -101,7 +103,7 @@ def tidy_name(name: str) -> str:
     text = RETURN_TYPE.sub("", _LEADING.sub("", name)).removesuffix(" [clone .kd]")
     text = text.removesuffix(".kd").replace("(anonymous namespace)::", "")
     # The parameter list of a demangled C++ name says nothing that the template arguments do not.
-    if text.endswith(")") and (start := _matching(text)) > 0 and text[start - 1] != " ":
+    if text.endswith(")") and (start := _find_parenthesis(text)) > 0 and text[start - 1] != " ":
         text = text[:start]
     if "<" in text or len(text) < len(name):
         text = _LAMBDA.sub(lambda m: f"λ{m[2]}" + (f"({m[1]})" if m[1] else ""), text)
@@ -112,8 +114,8 @@ def tidy_name(name: str) -> str:
     return text or name
 
 
-def _matching(name: str) -> int:
-    """Return the index of the parenthesis that the last character closes; -1: none."""
+def _find_parenthesis(name: str) -> int:
+    """Return the index of the parenthesis that the last character closes, or -1."""
     depth = 0
     for index in range(len(name) - 1, -1, -1):
         depth += (name[index] == ")") - (name[index] == "(")
@@ -126,7 +128,7 @@ def _matching(name: str) -> int:
 
 
 def kernel_label(name: str, width: int) -> str:
-    """Return the label of one name that stands alone."""
+    """Return the label of a single name."""
     return distinct_labels([name], width)[0]
 
 
@@ -140,9 +142,9 @@ _ATTEMPTS = (
     (tidy_name, 1.0), (tidy_name, 0.75), (tidy_name, 0.5), (tidy_name, 0.33), (tidy_name, 0.16),
     (clean, 0.33), (clean, 0.12),
 )  # fmt: skip
-"""Looks at a name, and shares of the room that its head may have."""
-MIN_WHOLE = 0.5
-"""Share of the room above which a head is tried only if what tells a name apart has room too."""
+"""Functions that tidy a name, with the share of the width that its head may take, in order."""
+MIN_WHOLE_SHARE = 0.5
+"""Minimum share of the width above which a head only counts if the distinct words fit too."""
 
 
 def distinct_labels(
@@ -152,44 +154,44 @@ def distinct_labels(
 
     A name that fits stays as it is (hidden characters escaped). Equal names have equal labels;
     distinct names have distinct ones, from ``MIN_DISTINCT_WIDTH`` up. ``None`` has an empty label.
-    ``always_tidy``: what fits is tidied too (:func:`tidy_name`), where only its beginning may be
-    seen."""
+    ``always_tidy``: also tidy names that fit (:func:`tidy_name`), if only their beginning may be
+    visible."""
     listed = list(names)
     wanted = list(dict.fromkeys(name for name in listed if name is not None))
     labels: dict[str, str] = {}
     taken: set[str] = set()
     long: list[str] = []
     for name in wanted:
-        own = tidy_name(name) if always_tidy else clean(name) if len(name) <= width else None
-        if own is not None and len(own) <= width and own not in taken:
-            labels[name] = own
-            taken.add(own)
+        label = tidy_name(name) if always_tidy else clean(name) if len(name) <= width else None
+        if label is not None and len(label) <= width and label not in taken:
+            labels[name] = label
+            taken.add(label)
         else:
             long.append(name)
-    left = long
-    looked: Callable[[str], str] | None = None
+    unlabelled = long
+    last_look: Callable[[str], str] | None = None
     texts, words = list[str](), dict[int, list[str]]()
-    # first the whole head, then less of it, so that more of what differs has room; names that are
-    # the same without namespaces or parameters differ by those
+    # first the whole head, then less of it, to make room for the differences; names that are equal
+    # without namespaces or parameters differ in these
     for look, share in _ATTEMPTS:
-        # a hostile table has no second look
-        if not left or (words and sum(map(len, words.values())) > MAX_TWICE):
+        # a hostile table gets no second attempt
+        if not unlabelled or (words and sum(map(len, words.values())) > MAX_TABLE_WORDS):
             break
-        if look is not looked:
-            texts, looked = [look(name) for name in long], look
-            words = {i: _words(text) for i, text in enumerate(texts) if len(text) > width}
-        shown = dict(zip(long, _cut(texts, words, width, share), strict=True))
-        left = _settle(left, shown, labels, taken)
+        if look is not last_look:
+            texts, last_look = [look(name) for name in long], look
+            words = {i: _split_words(text) for i, text in enumerate(texts) if len(text) > width}
+        shown = dict(zip(long, _cut_texts(texts, words, width, share), strict=True))
+        unlabelled = _assign_unique(unlabelled, shown, labels, taken)
     number = 2
-    for name in left:
-        labels[name], number = _numbered(tidy_name(name), width, number, taken)
+    for name in unlabelled:
+        labels[name], number = _number_label(tidy_name(name), width, number, taken)
     return ["" if name is None else labels[name] for name in listed]
 
 
-def _settle(
+def _assign_unique(
     names: list[str], shown: dict[str, str], labels: dict[str, str], taken: set[str]
 ) -> list[str]:
-    """Give labels to those names that have one of their own; return the others."""
+    """Assign labels to names whose label is unique, and return the other names."""
     count = Counter(shown[name] for name in names)
     left = []
     for name in names:
@@ -202,9 +204,9 @@ def _settle(
     return left
 
 
-def _numbered(text: str, width: int, number: int, taken: set[str]) -> tuple[str, int]:
-    """Return a label of the text's beginning and a number, and the next number: the last resort,
-    for names that differ in nothing that has room."""
+def _number_label(text: str, width: int, number: int, taken: set[str]) -> tuple[str, int]:
+    """Return a label with the text's beginning and a number, and the next number. This is the last
+    resort for names whose differences do not fit."""
     while True:
         mark = f"{ELLIPSIS}#{number}"
         label = (shorten(text, width - len(mark)).rstrip(ELLIPSIS) + mark)[: max(width, 0)]
@@ -220,23 +222,27 @@ _WORD = re.compile(r"[^\W_]+|_+|\s+|.", re.DOTALL)
 _PART = re.compile(
     r"\d{1,6}(?:x\d{1,6})+|[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]{1,16}|[A-Z]{1,16}|\d{1,16}|.", re.DOTALL
 )
-LONG_WORD = 14
-_NOISE = frozenset(
+MAX_WORD_LENGTH = 14
+_COMMON_WORDS = frozenset(
     """at auto bool char class const detail double float half impl int internal kernel lambda long
     native short signed std struct type typename uint unsigned void false true ul device
     operator""".split()
 )
-_TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softmax|loss)$")
+_INFORMATIVE = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softmax|loss)$")
 
 
-def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: float) -> list[str]:
-    """Cut each text to the width: its own head, up to a ``share`` of the room, and the words that
-    the others do not have. ``words``: those of the texts that are too long."""
-    heads: dict[int, int] = {i: _head(result, int(width * share)) for i, result in words.items()}
+def _cut_texts(
+    texts: list[str], words: dict[int, list[str]], width: int, share: float
+) -> list[str]:
+    """Cut each text to the width: its head, up to a ``share`` of the width, and words that the
+    others lack. ``words``: words of the texts that are too long."""
+    heads: dict[int, int] = {
+        i: _count_head_words(result, int(width * share)) for i, result in words.items()
+    }
     same_names: defaultdict[str, list[int]] = defaultdict(list)
     for i, result in words.items():
         same_names["".join(result[: heads[i]])].append(i)
-    # a text that fits whole is confused with none: it has no gap
+    # a text that fits is never confused with a cut one: it has no gap
     shown = list(texts)
     groups = (
         all_[at : at + MAX_COMPARED]
@@ -244,27 +250,29 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: float
         for at in range(0, len(all_), MAX_COMPARED)
     )
     for group in groups:
-        picked = _picked([words[i][heads[i] :] for i in group], [heads[i] for i in group])
+        picked = _pick_words([words[i][heads[i] :] for i in group], [heads[i] for i in group])
         for i, places in zip(group, picked, strict=True):
-            shown[i] = _render(words[i], heads[i], places, width, partly=share <= MIN_WHOLE)
+            shown[i] = _join_label(
+                words[i], heads[i], places, width, partly=share <= MIN_WHOLE_SHARE
+            )
     return shown
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     if len(text) > MAX_LETTERS:
         text = f"{text[: MAX_LETTERS * 3 // 4]}{ELLIPSIS}{text[-MAX_LETTERS // 4 :]}"
     result = []
     for word in _WORD.findall(text):
-        # UpperCamelCase and digests have no words of their own
-        result += _PART.findall(word) if len(word) > LONG_WORD else [word]
+        # split UpperCamelCase names and digests into parts
+        result += _PART.findall(word) if len(word) > MAX_WORD_LENGTH else [word]
     if len(result) <= MAX_WORDS:
         return result
     tail = MAX_WORDS // 4
     return [*result[: MAX_WORDS - tail], ELLIPSIS, *result[-tail:]]
 
 
-def _head(words: list[str], room: int) -> int:
-    """Count the words of the head: up to the template arguments, or as many as have room."""
+def _count_head_words(words: list[str], room: int) -> int:
+    """Count the words of the head: up to the template arguments, or as many as fit."""
     size = 0
     for count, word in enumerate(words):
         size += len(word)
@@ -273,68 +281,68 @@ def _head(words: list[str], room: int) -> int:
     return len(words)
 
 
-def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
-    """Find the places of the words that tell a name from the others with its head, else of the most
-    telling word: one list for each name."""
-    # the second "float" of a name is another word than its first
+def _pick_words(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
+    """Find the positions of words that tell a name from others with the same head, or else of its
+    most informative word. Return one list per name."""
+    # the second "float" of a name is a different word from the first
     keys = []
-    where: defaultdict[tuple[str, int], int] = defaultdict(int)
+    names_with: defaultdict[tuple[str, int], int] = defaultdict(int)
     for number, rest in enumerate(rests):
-        seen: defaultdict[str, int] = defaultdict(int)
+        counts: defaultdict[str, int] = defaultdict(int)
         own = []
         for word in rest:
-            own.append((word, seen[word]))
-            where[word, seen[word]] |= 1 << number
-            seen[word] += 1
+            own.append((word, counts[word]))
+            names_with[word, counts[word]] |= 1 << number
+            counts[word] += 1
         keys.append(own)
     everyone = (1 << len(rests)) - 1
     result = []
     for number, own in enumerate(keys):
         others = everyone & ~(1 << number)
         places: list[int] = []
-        while others and len(places) < MAX_PLACES:
-            best, gone = -1, (0, 0)
+        while others and len(places) < MAX_PICKED_WORDS:
+            best, best_score = -1, (0, 0)
             for at, key in enumerate(own):
-                without = (others & ~where[key]).bit_count()
-                score = (without, _weight(key[0]))
-                if without and key[0][0].isalnum() and score > gone:
-                    best, gone = at, score
+                removed = (others & ~names_with[key]).bit_count()
+                score = (removed, _rate_word(key[0]))
+                if removed and key[0][0].isalnum() and score > best_score:
+                    best, best_score = at, score
             if best < 0:
                 break
             places.append(best)
-            others &= where[own[best]]
+            others &= names_with[own[best]]
         if not places and own:
-            weights = [(_weight(word), -at) for at, (word, _) in enumerate(own)]
-            top = max(weights)
-            if top[0] > 1:
-                places.append(-top[1])
+            weights = [(_rate_word(word), -at) for at, (word, _) in enumerate(own)]
+            heaviest = max(weights)
+            if heaviest[0] > 1:
+                places.append(-heaviest[1])
         result.append([offset[number] + at for at in places])
     return result
 
 
-def _weight(word: str) -> int:
-    """Return how much a word says by itself, 0 to 3."""
-    if not word[0].isalnum() or word.lower() in _NOISE:
+def _rate_word(word: str) -> int:
+    """Return how informative a word is by itself, 0 to 3."""
+    if not word[0].isalnum() or word.lower() in _COMMON_WORDS:
         return 0
     if word.isdigit() or len(word) < 3:
         return 1
-    return 3 if _TELLING.search(word) else 2
+    return 3 if _INFORMATIVE.search(word) else 2
 
 
-def _render(
+def _join_label(
     words: list[str], head: int, places: list[int], width: int, *, partly: bool = True
 ) -> str:
-    """Join head and picked words, and as much around them as there is room for. Empty if not all
-    picked words have room, unless ``partly``."""
+    """Join head and picked words, and as many words around them as fit. Empty if not all picked
+    words fit, unless ``partly``."""
     kept = set(range(head))
-    if len(_joined(words, kept)) > width:
+    if len(_join_words(words, kept)) > width:
         return shorten("".join(words), width)
     for place in places:
-        if len(_joined(words, kept | {place})) <= width:
+        if len(_join_words(words, kept | {place})) <= width:
             kept.add(place)
         elif not partly:
             return ""
-    # then whole words next to those: what a picked word is part of, the end, the head's own
+    # then words around the picked words, at the end, and after the head
     starts = [place for place in places if place in kept]
     for index, step in [
         *((place, way) for place in starts for way in (-1, 1)),
@@ -343,24 +351,24 @@ def _render(
     ]:
         index += step
         while 0 <= index < len(words) and index not in kept:
-            if len(_joined(words, kept | {index})) > width:
+            if len(_join_words(words, kept | {index})) > width:
                 break
             kept.add(index)
             index += step
             if words[index - step] in "<>(), " and index - step not in (head,):
                 break
-    for index in range(head, len(words)):  # then what follows the head, as far as there is room
-        if index not in kept and len(_joined(words, kept | {index})) > width:
+    for index in range(head, len(words)):  # then the words after the head that fit
+        if index not in kept and len(_join_words(words, kept | {index})) > width:
             break
         kept.add(index)
-    if places and all(_weight(words[at]) < 2 for at in kept if at >= head):  # a number says nothing
-        best = max(range(head, len(words)), key=lambda at: (_weight(words[at]), -at))
-        kept |= {best} if len(_joined(words, kept | {best})) <= width else set()
-    return _joined(words, kept)
+    if places and all(_rate_word(words[at]) < 2 for at in kept if at >= head):  # only numbers
+        best = max(range(head, len(words)), key=lambda at: (_rate_word(words[at]), -at))
+        kept |= {best} if len(_join_words(words, kept | {best})) <= width else set()
+    return _join_words(words, kept)
 
 
-def _joined(words: list[str], kept: set[int]) -> str:
-    """Join the kept words in order, with a gap for what is left out between them and at the end."""
+def _join_words(words: list[str], kept: set[int]) -> str:
+    """Join the kept words in order, with a gap in place of words that are left out."""
     parts = [""]
     before = -1
     for index in sorted(kept):

@@ -1,4 +1,4 @@
-"""Time and memory by module, and communication by axis of the device mesh, as data of a report."""
+"""Layers: a report's time and memory by module, and communication by mesh axis, as plain data."""
 
 from typing import Literal
 
@@ -6,71 +6,72 @@ from msgspec import Struct
 
 
 class Layer(Struct, frozen=True, kw_only=True):
-    """Equal modules inside the same ones: of one class, and with the same classes inside."""
+    """Equal modules within equal modules: the same class, with the same classes inside."""
 
     name: str
-    """Name as recorded: ``layers.0–23``; of several whose numbers are no range, their kind."""
+    """Name as recorded, such as ``layers.0–23``, or the kind if the numbers are not a range."""
     kind: str
-    """Name without its number: of PyTorch's module events, the class."""
+    """Name without its number. For PyTorch's module events, the class."""
     parent: int | None
-    """Index in ``Layers.layers`` of the modules around it; ``null``: outermost."""
+    """Index in ``Layers.layers`` of the modules around it, or ``null`` for the outermost."""
     modules: int
     """Number of modules."""
     calls: float | None
-    """Calls per step, of all of them; ``null``: not recorded."""
+    """Calls of all modules per step, or ``null`` if not recorded."""
     ns: float
-    """Inclusive time of all of them per step, ns."""
+    """Inclusive time of all modules per step, ns."""
     own_ns: float
-    """Self time per step, ns: in none of the modules inside."""
+    """Self time per step, ns, outside the modules inside."""
     share: float
     """Share of ``ns`` in all work."""
     backward_ns: float | None
-    """Part of ``ns`` in the backward pass; ``null``: none was recorded."""
+    """Part of ``ns`` in the backward pass, or ``null`` if none was recorded."""
     kernels: float
-    """Number of pieces of work per step: kernels, copies and memsets; on the host operators."""
+    """Number of kernels, copies and memsets per step, or of operators on the host."""
     flops: float | None
-    """FLOPs per step; ``null``: known for less than 80% of the time of its matrix work, or it has
-    none."""
+    """FLOPs per step. ``null`` if known for less than 80% of its matrix work's time, or without
+    matrix work."""
     bytes: float | None
-    """Bytes read and written at least, per step; ``null``: known for less than 80% of the time."""
+    """Minimum bytes read and written per step, or ``null`` if known for less than 80% of the
+    time."""
     flops_per_s: float | None
-    """FLOP/s: ``flops`` over ``ns``; ``null``: ``flops`` is."""
+    """FLOP/s: ``flops`` over ``ns``, or ``null`` if ``flops`` is."""
     bytes_per_s: float | None
-    """Bytes/s: ``bytes`` over ``ns``; ``null``: ``bytes`` is."""
+    """Bytes/s: ``bytes`` over ``ns``, or ``null`` if ``bytes`` is."""
     allocated_bytes: float | None = None
-    """Bytes that its calls allocate per step, with the modules inside: the device's memory, without
-    a device the host's. The backward pass is in no call. ``null``: not recorded."""
+    """Bytes that its calls allocate per step, including modules inside, on the device, or on the
+    host without a device. Calls do not include the backward pass. ``null`` if not recorded."""
     kept_bytes: float | None = None
-    """Bytes allocated less those that its calls release, per step: outputs, and activations for the
-    backward pass. Negative: they release what others allocated."""
+    """Bytes allocated minus bytes released by its calls, per step: outputs, and activations for the
+    backward pass. Negative if the calls release other memory."""
     peak_bytes: int | None = None
-    """Peak of one call, bytes above what was allocated when it began; ``null``: not recorded."""
+    """Peak of one call above the memory at its start, bytes, or ``null`` if not recorded."""
 
 
 class LayerKind(Struct, frozen=True, kw_only=True):
-    """All modules of one kind, wherever they are."""
+    """All modules of one kind, anywhere in the model."""
 
     kind: str
     """Kind, as in ``Layer``."""
     modules: int
     """Number of modules."""
     calls: float | None
-    """Calls per step; ``null``: not recorded."""
+    """Calls per step, or ``null`` if not recorded."""
     ns: float
-    """Inclusive time per step, ns; a module inside another of its kind counts once."""
+    """Inclusive time per step, ns. A module inside another of its kind counts once."""
     own_ns: float
-    """Self time per step, ns: in none of the modules inside. Adds up over kinds."""
+    """Self time per step, ns, outside the modules inside. It adds up over kinds."""
     share: float
     """Share of ``own_ns`` in all work."""
     kept_bytes: float | None = None
-    """Bytes kept, as in ``Layer``; a module inside another of its kind counts once."""
+    """Bytes kept, as in ``Layer``. A module inside another of its kind counts once."""
     peak_bytes: int | None = None
     """Peak of one call, as in ``Layer``."""
 
 
 class LayerOutlier(Struct, frozen=True, kw_only=True):
-    """A module that takes longer than its equals: its distance to the longest of the others is
-    larger than the range of those."""
+    """A module that takes longer than equal modules: its distance to the longest of them is larger
+    than their range."""
 
     name: str
     """Name as recorded."""
@@ -83,7 +84,7 @@ class LayerOutlier(Struct, frozen=True, kw_only=True):
     usual_ns: float
     """Median of the others, ns."""
     part: str | None
-    """Kind of the module inside it that has most of the difference; ``null``: none has half."""
+    """Kind of the inner module with most of the difference, or ``null`` if none has half of it."""
 
 
 class Layers(Struct, kw_only=True):
@@ -92,26 +93,27 @@ class Layers(Struct, kw_only=True):
     source: Literal["module events", "ranges", "operator names", "FSDP", "Python frames"]
     """Source of the module names."""
     on_device: bool
-    """Whether times are of device work, summed; else they are operators' self time on the host."""
+    """Whether times are total device work. Otherwise, they are operators' self time on the host."""
     total_ns: float
     """All work per step, ns."""
     outside_ns: float
-    """Work in no module per step, ns: with it the outermost layers add up to all work."""
+    """Work outside modules per step, ns. Together with the outermost layers, it adds up to all
+    work."""
     outside_kernels: float
-    """Number of pieces of work in no module, per step."""
+    """Number of kernels, copies and memsets outside modules, per step."""
     layers: list[Layer]
-    """Groups of equal modules, each before those inside it, the longest first; at most 400."""
+    """Groups of equal modules, outer groups first, then longest first, at most 400."""
     more: int
-    """Number of groups left out, the smallest; those around them contain their time."""
+    """Number of smallest groups left out. The groups around them contain their time."""
     kinds: list[LayerKind]
     """Kinds by self time, the longest first, at most 100."""
     outliers: list[LayerOutlier]
     """Outliers, the longest first, at most 20."""
 
     def __post_init__(self) -> None:
-        places = enumerate(self.layers)
-        if any(layer.parent is not None and not 0 <= layer.parent < i for i, layer in places):
-            raise ValueError("a layer comes before the one around it")
+        indexed = enumerate(self.layers)
+        if any(layer.parent is not None and not 0 <= layer.parent < i for i, layer in indexed):
+            raise ValueError("a layer comes before the layer around it")
 
 
 class MeshAxis(Struct, frozen=True, kw_only=True):
@@ -120,13 +122,13 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     axis: Literal[
         "data", "sharded data", "tensor", "pipeline", "context", "expert", "all-to-all", "unknown"
     ]
-    """Axis of the mesh; ``all-to-all``: of experts or of embeddings."""
+    """Axis of the mesh. ``all-to-all`` is between experts or embeddings."""
     named: bool
-    """Whether the process group's description names the axis; otherwise its traffic does."""
+    """Whether the process group's description names the axis. Otherwise, its traffic shows it."""
     size: int | None
-    """Number of ranks in the group; ``null``: not recorded."""
+    """Number of ranks in the group, or ``null`` if not recorded."""
     ranks: list[int]
-    """Ranks in the group; empty: not recorded, or cut short by the profiler."""
+    """Ranks in the group. Empty if not recorded or if the profiler cut the list short."""
     collectives: dict[str, int]
     """Number of collectives of each kind, the most frequent first."""
     calls: float
@@ -134,32 +136,32 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     bytes: float | None
     """Bytes of the messages per step; ``null``: some were not recorded."""
     ns: float
-    """Time of the kernels per step, ns, waits for other ranks included."""
+    """Time of the kernels per step, ns, including waits for other ranks."""
     exposed_ns: float
-    """Exposed time per step, ns: the part of ``ns`` during which nothing computes."""
+    """Exposed time per step, ns: the part of ``ns`` without compute."""
     waiting_ns: float | None = None
-    """Part of ``ns`` before the last rank of the group arrives, ns; ``null``: needs the traces of
+    """Part of ``ns`` before the last rank of the group arrives, ns. ``null`` without the traces of
     all its ranks."""
     waited_here_ns: float | None = None
-    """Part of ``ns`` before the last of the ranks here arrives, ns, where a rank that is not
-    here may come later; ``null``: not measured, or ``waiting_ns`` is known."""
+    """Part of ``ns`` before the last rank with a trace arrives, ns. A rank without one may come
+    later. ``null`` if not measured, or if ``waiting_ns`` is known."""
     bus_gb_per_s: float | None
-    """Bus bandwidth of the messages of 1 MiB and more, as nccl-tests define it. Where waiting is
-    known it is the median without it, else what a tenth of them exceed (waits lower it).
-    ``null``: there are none, or their sizes were not recorded."""
+    """Bus bandwidth of messages of at least 1 MiB, as nccl-tests define it. If waits are known, it
+    is the median without them, else the 90th percentile, as waits lower it. ``null`` without such
+    messages or their sizes."""
     link: Literal["node", "network"] | None = None
-    """Whether the group's ranks share a ``node`` or span the ``network``; ``null``: unknown."""
+    """Whether the group's ranks share a ``node`` or span the ``network``, or ``null`` if
+    unknown."""
     link_name: str | None = None
-    """Name of the link, ``NVLink 4``; ``null``: unknown."""
+    """Name of the link, such as ``NVLink 4``, or ``null`` if unknown."""
     link_gb_per_s: float | None = None
-    """Bandwidth of one GPU in one direction, GB/s, by its datasheet or as given
-    (``--node-bandwidth``)."""
+    """Bandwidth of one GPU in one direction, GB/s, from its datasheet or ``--node-bandwidth``."""
     micro_batches: int | None = None
-    """Passes through this rank's pipeline stage per step (times the stages of the rank); ``null``:
-    not a pipeline, or sends do not say between which ranks."""
+    """Passes through this rank's pipeline stage per step, times the stages of the rank. ``null`` if
+    it is not a pipeline, or if sends do not name their ranks."""
     bubble: float | None = None
     """Bubble of a pipeline by formula, as a share of its time: (p - 1) / (micro_batches + p - 1);
-    arXiv 2104.04473. ``null``: as above."""
+    arXiv 2104.04473. ``null`` as for ``micro_batches``."""
     idle_ns: float | None = None
     """Idle time of a pipeline, ns: exposed time of sends and receives beyond the shortest of each
-    size. That is the bubble, with stages that take longer, as this rank sees it."""
+    size. This rank sees the bubble and slower stages in it."""

@@ -118,14 +118,14 @@ CHANGES_OF_INFERENCE: Mapping[str, Mapping[str, str]] = {
         "code": "outputs = [model(part) for part in batch.chunk(2)]",
     },
 }
-"""Texts where nothing is trained, if they differ."""
+"""Texts for programs that do not train, if they differ."""
 CHANGES_OF_UNKNOWN: Mapping[str, Mapping[str, str]] = {
     "half the batch": {
-        "fix": "Halve the batch; where the program trains, accumulate gradients over two",
+        "fix": "Halve the batch; if the program trains, accumulate gradients over two",
         "code": "loader = DataLoader(..., batch_size=batch_size // 2)",
     }
 }
-"""Texts where it is unknown whether the program trains, if they differ."""
+"""Texts if it is unknown whether the program trains, if they differ."""
 SHARDING = {
     "fix": "Shard the states over the ranks",
     "code": "from torch.distributed.fsdp import fully_shard\n"
@@ -134,8 +134,8 @@ SHARDING = {
 
 
 def advise_change(change: str, trains: bool | None) -> tuple[str, str]:
-    """Return what to do for a change, and the code. ``trains``: whether the program does; ``None``:
-    unknown."""
-    other = {None: CHANGES_OF_UNKNOWN, False: CHANGES_OF_INFERENCE}.get(trains, {})
-    case = {**CHANGES.get(change, SHARDING), **other.get(change, {})}
-    return case["fix"], case["code"]
+    """Return the advice for a change, and its code. ``trains``: whether the program trains, or
+    ``None`` if unknown."""
+    overrides = {None: CHANGES_OF_UNKNOWN, False: CHANGES_OF_INFERENCE}.get(trains, {})
+    texts = {**CHANGES.get(change, SHARDING), **overrides.get(change, {})}
+    return texts["fix"], texts["code"]

@@ -1,10 +1,9 @@
 """ProcessPool: a ``concurrent.futures.Executor`` of plain child processes.
 
-For functions of advisor that take and return bytes. No pool of ``multiprocessing``, loky or pebble:
-those import the caller's main module again, fork a process that has threads, or fail as a whole
-when one process is killed (measured in docs/design.md). Here a process that dies fails what it was
-working on with :class:`WorkerDied`, and another takes its place. Imports the standard library
-alone."""
+It runs functions of advisor that take and return bytes. Pools of ``multiprocessing``, loky or
+pebble import the caller's main module again, fork a process with threads, or fail as a whole if one
+process is killed (measured in docs/design.md). Here, the task of a process that dies fails with
+:class:`WorkerDied`, and another process replaces it. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from typing import IO, Any, Final, cast
 from advisor.core.cgroup import resident_memory
 
 MAX_ANSWER: Final = 1 << 30
-"""Limit of an answer, bytes: a longer one is an error."""
+"""Maximum size of an answer, bytes. A longer one is an error."""
 MAX_MEMORY: Final = 1 << 30
-"""Memory from which a process that is recycled is replaced, bytes: that frees its allocator's."""
+"""Memory above which a recycled process is replaced, bytes. This frees its allocator's memory."""
 _LENGTH: Final = 8
 _PIPE_BYTES: Final = 1 << 20  # the most an unprivileged process may ask for
 _F_SETPIPE_SZ: Final = 1031  # Linux
@@ -38,8 +37,8 @@ Work = Callable[[bytes], bytes]
 
 
 class WorkerDied(Exception):
-    """Error of work whose process ended before it answered. ``count``: how often, where the workers
-    themselves tried again."""
+    """Error of a task whose process ended before it answered. ``count``: number of times, if the
+    workers themselves retried it."""
 
     def __init__(self, why: str, *, count: int = 1) -> None:
         super().__init__(why)
@@ -50,16 +49,16 @@ class WorkerDied(Exception):
 
 
 def serve() -> None:
-    """Do the work that arrives on stdin until there is no more, or ``recycle`` is reached."""
+    """Run the tasks that arrive on stdin until there are no more, or ``recycle`` is reached."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, by closing the pipe
     recycle = int(sys.argv[1])
     source = sys.stdin.buffer
     sink = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what is printed is no answer
+    os.dup2(2, 1)  # printed text must not mix with answers
     done = 0
     while len(head := source.read(2 * _LENGTH)) == 2 * _LENGTH:
         name = source.read(int.from_bytes(head[:_LENGTH], "little")).decode()
-        answer = _function(name)(source.read(int.from_bytes(head[_LENGTH:], "little")))
+        answer = _import_function(name)(source.read(int.from_bytes(head[_LENGTH:], "little")))
         done += 1
         last = recycle > 0 and (done >= recycle or (resident_memory() or 0) > MAX_MEMORY)
         try:
@@ -73,7 +72,7 @@ def serve() -> None:
 
 
 @cache
-def _function(name: str) -> Work:
+def _import_function(name: str) -> Work:
     module, _, function = name.partition(":")
     result: Work = getattr(importlib.import_module(module), function)
     return result
@@ -84,10 +83,10 @@ def _function(name: str) -> Work:
 
 class ProcessPool(Executor):
     """Pool of ``count`` processes, started when there is work. Leaving the ``with`` block ends them
-    all, what is still running too.
+    all, including running tasks.
 
-    ``depth``: how much work is handed to a process before it has answered; ``recycle``: after how
-    much it is replaced (0: never); ``environ``: variables added to its environment."""
+    ``depth``: number of tasks sent to a process before it answers. ``recycle``: number of tasks
+    after which it is replaced (0: never). ``environ``: variables added to its environment."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class ProcessPool(Executor):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.count, self.depth, self.recycle = max(1, count), depth, recycle
-        # our own search path, spelled out, and nothing else: -S skips site, -P the current folder
+        # only our own search path, given explicitly: -S skips site, -P the current folder
         path = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]
         self.environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **(environ or {})}
         self.work: SimpleQueue[tuple[Future[bytes], str, bytes] | None] = SimpleQueue()
@@ -107,18 +106,19 @@ class ProcessPool(Executor):
         self._workers: list[_Worker] = []
 
     def slots(self) -> int:
-        """Return how many work at once: all of them, always, for one that dies is replaced."""
+        """Return the number of parallel tasks. It is constant, as a process that dies is
+        replaced."""
         return self.count
 
     @property
     def pids(self) -> list[int]:
-        """Process numbers of the processes that run."""
+        """Process ids of the running processes."""
         with self.lock:
             children = [worker.child for worker in self._workers]
         return [c.process.pid for c in children if c is not None and c.process.poll() is None]
 
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:  # type: ignore[override]
-        """Run ``fn(data)`` in the next process that is free. ``fn``: a module's own function."""
+        """Run ``fn(data)`` in the next free process. ``fn``: a module-level function."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the pool is closed")
@@ -137,7 +137,7 @@ class ProcessPool(Executor):
                 child.end_if_it_has(answer)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
-        """End all processes and what they are working on."""
+        """End all processes and their tasks."""
         with self.lock:
             self.closed = True
             workers = list(self._workers)
@@ -151,13 +151,13 @@ class ProcessPool(Executor):
                 worker.child.thread.join()
         with suppress(Empty):
             while True:
-                left = self.work.get_nowait()
-                if left is not None:
-                    left[0].cancel()
+                task = self.work.get_nowait()
+                if task is not None:
+                    task[0].cancel()
 
 
 class _Worker:
-    """A place for one process at a time, and the thread that hands it work."""
+    """A slot for one process at a time, and the thread that sends tasks to it."""
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool
@@ -185,7 +185,7 @@ class _Worker:
             child.send(name.encode(), data)
 
     def _expecting(self, answer: Future[bytes]) -> _Child:
-        """Return the process that is to give an answer: a new one where the last was used up."""
+        """Return the process for an answer: a new one if the last has ended."""
         if self.child is not None and self.child.expect(answer):
             return self.child
         with self._pool.lock:
@@ -198,7 +198,7 @@ class _Worker:
 
 
 class _Child:
-    """A worker process, and the thread that takes its answers."""
+    """A worker process, and the thread that receives its answers."""
 
     def __init__(self, pool: ProcessPool, room: threading.Semaphore) -> None:
         self.process = subprocess.Popen(
@@ -209,7 +209,7 @@ class _Child:
             stderr=subprocess.DEVNULL,
             env=pool.environ,
         )
-        self._sink, self._source = _wide(self.process.stdin), _wide(self.process.stdout)
+        self._sink, self._source = _widen(self.process.stdin), _widen(self.process.stdout)
         self.waiting: deque[Future[bytes]] = deque()
         self._room = room
         self._lock = threading.Lock()
@@ -217,7 +217,7 @@ class _Child:
         self.thread = threading.Thread(target=self._take, daemon=True, name="advisor-pool")
 
     def expect(self, answer: Future[bytes]) -> bool:
-        """Queue an answer to wait for; ``False``: nothing more will come."""
+        """Queue an expected answer. Return ``False`` if the process sends no more."""
         with self._lock:
             if not self._over:
                 self.waiting.append(answer)
@@ -230,14 +230,14 @@ class _Child:
                 self.process.kill()
 
     def send(self, name: bytes, data: bytes) -> None:
-        """Hand the process work. If it has ended, who waits for its answers finds out."""
+        """Send a task to the process. If it has ended, its waiting answers fail."""
         with suppress(OSError, ValueError):  # ValueError: its pipes were closed
             head = len(name).to_bytes(_LENGTH, "little") + len(data).to_bytes(_LENGTH, "little")
             _write(self._sink, head + name)
             _write(self._sink, data)
 
     def _take(self) -> None:
-        """Take the process's answers until it ends."""
+        """Receive the process's answers until it ends."""
         with suppress(EOFError, OSError, ValueError):
             while True:
                 head = _read(self._source, _LENGTH + 1)
@@ -271,19 +271,19 @@ def _write(pipe: Any, data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytearray:
-    """Return so many bytes of a pipe. Raises EOFError when there are fewer."""
+    """Return ``size`` bytes from a pipe. Raises EOFError if there are fewer."""
     data = bytearray(size)
-    view, place = memoryview(data), 0
-    while place < size:
-        count = pipe.readinto(view[place:])  # type: ignore[attr-defined]
+    view, position = memoryview(data), 0
+    while position < size:
+        count = pipe.readinto(view[position:])  # type: ignore[attr-defined]
         if not count:
             raise EOFError
-        place += count
+        position += count
     return data
 
 
-def _wide(pipe: IO[bytes] | None) -> IO[bytes]:
-    """Return a pipe with the largest buffer allowed: short answers wait for nobody."""
+def _widen(pipe: IO[bytes] | None) -> IO[bytes]:
+    """Return a pipe with the largest allowed buffer, so that short answers never block."""
     if pipe is None:
         raise OSError("no pipe")
     if sys.platform == "linux":

@@ -1,11 +1,11 @@
-"""Ranks: a report's comparison of the ranks of a job, as plain data."""
+"""Ranks: a report's comparison of a job's ranks, as plain data."""
 
 from typing import Final
 
 from msgspec import Struct, field
 
 FEW_RANKS: Final = 16
-"""Number of ranks up to which they are shown one by one."""
+"""Maximum number of ranks that are shown one by one."""
 
 
 class RankLine(Struct, kw_only=True):
@@ -14,23 +14,24 @@ class RankLine(Struct, kw_only=True):
     rank: int
     """Number of the rank."""
     step_ns: float
-    """Mean duration of its steps, in the profiled window where there is one, ns."""
+    """Mean duration of its steps, ns, in the profiled window if there is one."""
     busy_share: float | None
-    """Share of its step during which its GPU works; ``null``: no device work."""
+    """Share of its step during which its GPU works, or ``null`` if there is no device work."""
     communication_ns: float | None
-    """Exposed communication per step, ns; ``null``: not measured."""
+    """Exposed communication per step, ns, or ``null`` if not measured."""
     idle_ns: float | None
-    """Idle time of its GPU per step, ns; ``null``: not measured."""
+    """Idle time of its GPU per step, ns, or ``null`` if not measured."""
     last_share: float | None = None
-    """Share of collectives at which this rank arrives last; ``null``: not measured."""
+    """Share of collectives at which this rank arrives last, or ``null`` if not measured."""
     caused_wait_ns: float | None = None
-    """Mean wait that it causes its peers, per step, ns; ``null``: not measured."""
+    """Mean wait that it causes its peers, per step, ns, or ``null`` if not measured."""
     host: str = ""
-    """Host as its trace names it; empty: unknown."""
+    """Host as named in its trace. Empty if unknown."""
     path: str = ""
-    """Path of its trace, without credentials; empty: none was recorded."""
+    """Path of its trace, without credentials. Empty if none was recorded."""
     time: list[float | None] = field(default_factory=list)
-    """Time per step by class, ns, in the order of ``Ranks.classes``; ``null``: not measured."""
+    """Time per step by class, ns, in the order of ``Ranks.classes``, or ``null`` if not
+    measured."""
 
 
 class StepSpread(Struct, frozen=True, kw_only=True):
@@ -49,7 +50,7 @@ class StepSpread(Struct, frozen=True, kw_only=True):
 
 
 class RankCluster(Struct, frozen=True, kw_only=True):
-    """Ranks that spend their time in a similar way."""
+    """Ranks that spend their time similarly."""
 
     name: str
     """Difference from the other clusters, in a few words."""
@@ -60,11 +61,11 @@ class RankCluster(Struct, frozen=True, kw_only=True):
     step_ns: float
     """Median of their mean steps, ns."""
     time: dict[str, float] = field(default_factory=dict)
-    """Median ns per step by class (``Ranks.classes``)."""
+    """Median time per step, ns, by class (``Ranks.classes``)."""
 
 
 class Outlier(Struct, frozen=True, kw_only=True):
-    """A rank, host, rack or stage that differs from the others; a finding has the fix."""
+    """A rank, host, rack or stage that differs from the others. A finding has the fix."""
 
     unit: str
     """Kind of unit: ``rank``, ``host``, ``rack`` or ``stage`` (of a pipeline)."""
@@ -75,19 +76,21 @@ class Outlier(Struct, frozen=True, kw_only=True):
     kind: str
     """Cause: ``compute``, ``input``, ``host``, ``network``, ``imbalance`` or ``pipeline``."""
     moves: bool
-    """Whether it is another rank from step to step: the pattern is of ``unit``, not of one rank."""
+    """Whether the outlier changes from step to step within ``unit``, instead of being one rank."""
     excess_ns: float
-    """Own time (of ``network``: transfer time) above the others', per step, ns."""
+    """Excess of its own time over the others', per step, ns. For ``network``, of transfer time."""
     reason: str = ""
-    """Measurement in a sentence."""
+    """Measurement, in one sentence."""
     waited_ns: float | None = None
-    """Time that the others wait for it, per step, ns; ``null``: not measured."""
+    """Time that the others wait for it, per step, ns, or ``null`` if not measured."""
     last_share: float | None = None
-    """Share of its collectives at which it arrives last; ``null``: not measured."""
+    """Share of its collectives at which it arrives last, or ``null`` if not measured."""
     significance: float | None = None
-    """Probability that similar ranks would not look like this (0 to 1); ``null``: not measured."""
+    """Probability that similar ranks would not look like this (0 to 1), or ``null`` if not
+    measured."""
     gain_ns: float | None = None
-    """Time that the job's step gains without it, in the replay, ns; ``null``: not replayed."""
+    """Time per step that the job saves without it, in the replay, ns, or ``null`` if not
+    replayed."""
     low_ns: float | None = None
     """Lower end of the gain's range, ns."""
     high_ns: float | None = None
@@ -95,7 +98,7 @@ class Outlier(Struct, frozen=True, kw_only=True):
 
 
 class RanksWhatIf(Struct, frozen=True, kw_only=True):
-    """Gain of the job's step from one change, by replaying the ranks' collectives."""
+    """Gain of the job's step from one change, from a replay of the ranks' collectives."""
 
     text: str
     """Description of the change."""
@@ -111,13 +114,13 @@ class MissingRanks(Struct, frozen=True, kw_only=True):
     """Ranks that could not be read, for the same reason."""
 
     ranks: str
-    """Numbers of the ranks, ``5, 9-10``; empty: the names of their files do not say."""
+    """Numbers of the ranks, such as ``5, 9-10``. Empty if their file names do not have them."""
     count: int
     """Number of files."""
     why: str
-    """Reason that they could not be read."""
+    """Reason why they could not be read."""
     path: str = ""
-    """Path of the first of them."""
+    """Path of the first file."""
 
 
 class Ranks(Struct, kw_only=True):
@@ -126,31 +129,32 @@ class Ranks(Struct, kw_only=True):
     lines: list[RankLine]
     """Figures of each rank."""
     aligned: bool
-    """Whether the ranks could be put on one clock."""
+    """Whether the ranks' clocks could be aligned."""
     alignment_error_ns: float | None
-    """Error of that alignment, ns; ``null``: they could not be aligned."""
+    """Error of the alignment, ns, or ``null`` if the clocks could not be aligned."""
     note: str
     """Note on how the ranks were aligned, or why not."""
     world: int = 0
-    """Number of ranks of the job; 0: unknown."""
+    """Number of ranks of the job, or 0 if unknown."""
     hosts: int = 0
-    """Number of hosts that the ranks ran on; 0: unknown."""
+    """Number of hosts that the ranks ran on, or 0 if unknown."""
     step: StepSpread | None = None
-    """Distribution of the ranks' mean steps; ``null``: no steps were measured."""
+    """Distribution of the ranks' mean steps, or ``null`` if no steps were measured."""
     classes: list[str] = field(default_factory=list)
     """Exclusive classes of time, in the order of ``RankLine.time``."""
     clusters: list[RankCluster] = field(default_factory=list)
     """Clusters of similar ranks, the largest first."""
     outliers: list[Outlier] = field(default_factory=list)
-    """Units that hold the others up, the largest gain first."""
+    """Units that delay the others, largest gain first."""
     what_if: list[RanksWhatIf] = field(default_factory=list)
-    """Changes by their gain, the largest first."""
+    """What-if changes, largest gain first."""
     missing: list[MissingRanks] = field(default_factory=list)
     """Ranks that were not read."""
     replay_error: float | None = None
-    """Error of the ranks' replay as a share of the measured step, 0 to 1; ``null``: no replay."""
+    """Error of the ranks' replay as a share of the measured step, 0 to 1, or ``null`` without a
+    replay."""
     not_checked: dict[str, str] = field(default_factory=dict)
-    """Comparisons that were not possible, each with the reason."""
+    """Comparisons that were not possible, with their reasons."""
 
 
 def format_ranks(ranks: list[int]) -> str:
@@ -158,9 +162,9 @@ def format_ranks(ranks: list[int]) -> str:
     parts: list[str] = []
     ordered = sorted(set(ranks))
     begin = 0
-    for place in range(1, len(ordered) + 1):
-        if place == len(ordered) or ordered[place] != ordered[place - 1] + 1:
-            first, last = ordered[begin], ordered[place - 1]
+    for index in range(1, len(ordered) + 1):
+        if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
+            first, last = ordered[begin], ordered[index - 1]
             parts.append(str(first) if first == last else f"{first}-{last}")
-            begin = place
+            begin = index
     return ", ".join(parts)

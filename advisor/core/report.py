@@ -44,27 +44,28 @@ from advisor.core.rule import Per
 SCHEMA = "advisor.report/2"
 
 MAX_LINES = 400
-"""Lines that ``print`` shows of a report or a comparison."""
+"""Maximum number of lines that ``print`` shows of a report or a comparison."""
 
 Status = Literal["bottlenecks", "healthy", "limited"]
 
 
 def render(subject: object, formats: str, name: str, **options: Any) -> str:
     """Return a subject in the format ``name`` of ``advisor.render.formats.<formats>``, for
-    ``print`` and notebooks. The renderers lie far above and are imported by name, when needed."""
-    home = import_module("advisor.render.formats")
-    text: str = getattr(home, formats).render(name, subject, **options)
+    ``print`` and notebooks. Core may not depend on renderers, so they are imported by name."""
+    module = import_module("advisor.render.formats")
+    text: str = getattr(module, formats).render(name, subject, **options)
     return text
 
 
-def limit_lines(text: str, rest: str) -> str:
-    """Return the first MAX_LINES lines; the last then counts the others and adds ``rest``."""
+def limit_lines(text: str, hint: str) -> str:
+    """Return the first MAX_LINES lines. If there are more, add a line that counts them, and
+    ``hint``."""
     lines = text.rstrip("\n").split("\n")
     if len(lines) > MAX_LINES:
         from advisor.core.text import count_noun
 
-        more = len(lines) - MAX_LINES
-        lines[MAX_LINES:] = [f"… {count_noun(more, 'more line')}; {rest}"]
+        hidden = len(lines) - MAX_LINES
+        lines[MAX_LINES:] = [f"… {count_noun(hidden, 'more line')}; {hint}"]
     return "\n".join(lines)
 
 
@@ -72,50 +73,50 @@ class Input(Struct, kw_only=True):
     """A trace that was read."""
 
     path: str
-    """Path as it was given; ``-``: standard input."""
+    """Path as given, or ``-`` for standard input."""
     rank: int | None
-    """Number of the process; ``null``: neither in the file nor in its name."""
+    """Rank of the process, or ``null`` if neither the file nor its name has it."""
     window: int
-    """Number of this recording of the rank, in order of time, from 0."""
+    """Number of this window of the rank, in order of time, from 0."""
     windows: int
-    """Number of windows of this rank; only one is analysed."""
+    """Number of windows of this rank. Only one is analysed."""
     events_read: int
     """Events that were kept."""
     events_dropped: dict[str, int]
-    """Reason -> events that were left out."""
+    """Number of events that were left out, by reason."""
     bytes_read: int
     """Uncompressed size, bytes."""
     truncated: bool
-    """Whether the file ends early: only what comes before is analysed."""
+    """Whether the file is cut off. Only the part before that is analysed."""
     damage: str | None = None
-    """Error message of the unpacker or the JSON reader; ``null``: the file is sound."""
+    """Error message of the unpacker or the JSON reader, or ``null`` if the file is intact."""
     format: str | None = None
-    """Format of the file: ``kineto``, ``nsys``, ``rocpd`` …; ``null``: unknown."""
+    """Format of the file: ``kineto``, ``nsys``, ``rocpd`` …, or ``null`` if unknown."""
     record_shapes: bool | None = None
-    """Whether shapes were recorded; ``null``: unknown."""
+    """Whether shapes were recorded, or ``null`` if unknown."""
     with_stack: bool | None = None
-    """Whether Python stacks were recorded, which slow the host; ``null``: unknown."""
+    """Whether Python stacks were recorded, which slow the host, or ``null`` if unknown."""
     profile_memory: bool | None = None
-    """Whether memory events were recorded; ``null``: unknown."""
+    """Whether memory events were recorded, or ``null`` if unknown."""
 
 
 class Scope(Struct, kw_only=True):
     """The rank, steps and device that the figures are about."""
 
     rank: int | None
-    """Rank that the figures are of; ``null``: unknown."""
+    """Rank of the figures, or ``null`` if unknown."""
     step_source: str
     """Source of the steps: ``engine`` (marks of an inference engine), ``module calls`` or
     ``vocabulary look-ups`` of a model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``,
-    ``ranges``, ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num``,
-    ``program`` or ``device steps`` of JAX and TensorFlow; ``layer times`` of TensorRT; ``record``
-    when no window was profiled and the figures are the recorder's own. Without a trace:
-    ``snapshot``, ``counters``, ``Triton cache``, ``flight recorder``, ``network log`` or ``compile
-    log``."""
+    ``ranges``, ``device sequence`` or ``whole trace``. For JAX and TensorFlow:
+    ``StepTraceAnnotation``, ``step_num``, ``program`` or ``device steps``. For TensorRT: ``layer
+    times``. ``record`` if no window was profiled and the figures are the recorder's own. Without a
+    trace: ``snapshot``, ``counters``, ``Triton cache``, ``flight recorder``, ``network log`` or
+    ``compile log``."""
     steps_found: int = 0
-    """Steps in the trace, or in the range that was asked for."""
+    """Number of steps in the trace, or in the requested range."""
     steps_used: int = 0
-    """Steps that are measured: whole ones that are no outliers."""
+    """Number of measured steps: complete ones that are not outliers."""
     outliers: list[str] = field(default_factory=list)
     """Names of the steps that were set aside as outliers."""
     span_ns: int = 0
@@ -129,31 +130,31 @@ class Scope(Struct, kw_only=True):
     step_median_ns: float = 0.0
     """Median duration of the used steps, ns."""
     device: int | None = None
-    """GPU that is analysed, the one with most work; ``null``: no device work."""
+    """Analysed GPU, the one with most work, or ``null`` without device work."""
     device_name: str | None = None
-    """Name of that GPU in the trace; ``null``: not recorded."""
+    """Name of the analysed GPU in the trace, or ``null`` if not recorded."""
     device_known: bool = False
-    """Whether advisor/core/gpus has the GPU: only then are rooflines computed."""
+    """Whether advisor/core/gpus contains the GPU. Rooflines are only computed then."""
     devices_seen: int = 0
     """Number of GPUs with work in the trace."""
     device_shared: str = ""
-    """Description of other processes on the device; empty: none is known."""
+    """Description of other processes on the device. Empty if none is known."""
     framework: str | None = None
     """Framework of the program: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or
-    HIP and none of these); ``null``: unknown."""
+    HIP and none of these), or ``null`` if unknown."""
     recorded_ns: int | None = None
-    """Time from the first to the last recorded work of host or GPU, ns; ``span_ns`` is from the
-    GPU's first work to its last. ``null``: there are steps, or no GPU work."""
+    """Time from the first to the last recorded work of host or GPU, ns. ``span_ns`` is from the
+    GPU's first work to its last. ``null`` with steps, or without GPU work."""
     earlier_ns: int = 0
-    """GPU work that was launched before the recording and ran in it, ns. It counts in no table of
-    kernels and no gain."""
+    """GPU work that was launched before the recording and ran in it, ns. It is not part of any
+    table of kernels or gain."""
     behind_ns: int = 0
-    """Time that the first work of a step waits in the GPU's queue (median), where the steps are
-    the GPU's, ns."""
+    """Median time that the first work of a step waits in the GPU's queue, ns, if steps are timed by
+    the GPU's work."""
 
     @property
     def has_no_step_time(self) -> bool:
-        """Whether the source is none of a trace, so that no step has a length."""
+        """Whether the source is not a trace, so that steps have no duration."""
         return self.step_source in AUXILIARY_INPUTS_BY_NAME
 
     @property
@@ -163,20 +164,20 @@ class Scope(Struct, kw_only=True):
 
 
 class Crash(Struct, kw_only=True):
-    """A rank that an exception ended."""
+    """A rank that ended with an exception."""
 
     rank: int
     """Number of the rank."""
     exception: str
     """Type of the exception."""
     message: str | None
-    """Message of the exception; ``null``: not recorded."""
+    """Message of the exception, or ``null`` if not recorded."""
     steps: int | None
-    """Steps that the rank had completed; ``null``: not recorded."""
+    """Number of steps that the rank had completed, or ``null`` if not recorded."""
 
 
 class RuleText(Struct, frozen=True, kw_only=True):
-    """Documentation of a rule that found something."""
+    """Documentation of a rule with findings."""
 
     id: str
     """Identifier, as in ``Finding.rule``."""
@@ -189,7 +190,7 @@ class RuleText(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, kw_only=True):
-    """An analysis: all that a renderer or the dashboard needs, in the schema ``SCHEMA``."""
+    """An analysis: all data that a renderer or the dashboard needs, in the schema ``SCHEMA``."""
 
     schema: str = SCHEMA
     """Name and number of this schema."""
@@ -205,123 +206,128 @@ class Report(Struct, kw_only=True):
     scope: Scope
     """Steps and device that the figures are about."""
     time: list[TimeShare] = field(default_factory=list)
-    """Exclusive time by class; adds up to the step. Empty: no device work in the trace."""
+    """Exclusive time by class. It adds up to the step. Empty without device work in the trace."""
     busy_share: float | None = None
-    """Share of the step during which the GPU works; ``null``: no device work, or lost records."""
+    """Share of the step during which the GPU works, or ``null`` without device work or with lost
+    records."""
     communication_ns: float | None = None
-    """Communication per step, hidden or not, ns; ``null``: none, or lost records."""
+    """Communication per step, hidden or not, ns, or ``null`` if there is none or if records were
+    lost."""
     communication_overlap: float | None = None
-    """Share of communication that runs under compute; ``null``: none, or lost records."""
+    """Share of communication that runs under compute, or ``null`` if there is none or if records
+    were lost."""
     idle: list[IdleCause] = field(default_factory=list)
-    """Idle time of the device by cause; adds up to the idle time."""
+    """Idle time of the device by cause. It adds up to the idle time."""
     unknown_idle_share: float | None = None
-    """Share of the idle time whose cause is unknown; ``null``: no idle time, or lost records."""
+    """Share of the idle time whose cause is unknown, or ``null`` without idle time or if records
+    were lost."""
     without_fix: list[TimeWithoutFix] = field(default_factory=list)
-    """Parts of the time as long as a listed gain that no finding is about, and why."""
+    """Parts of the time as long as a listed gain that no finding covers, each with a reason."""
     host: list[HostShare] = field(default_factory=list)
     """Exclusive time of the main thread by class, largest first."""
     host_step_ns: float | None = None
-    """Mean step by the host's own marks, ns, where it runs ahead of the device; ``null``: it does
-    not, and ``host`` is of the same step as ``time``."""
+    """Mean step by the host's own marks, ns, if the host runs ahead of the device. If ``null``,
+    ``host`` and ``time`` refer to the same step."""
     step_variation: StepVariation | None = None
-    """Difference of long and short steps; ``null``: they are similar, or fewer than four."""
+    """Difference of long and short steps, or ``null`` if they are similar or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
-    """Operators that take most host time, at most ten, where the trace has no device work."""
+    """Operators that take most host time, at most ten, if the trace has no device work."""
     ranges: list[OperatorTime] = field(default_factory=list)
-    """Ranges of the program on the thread that drives the step, where there are no operators: those
-    with most time, at most ten. None is a step itself; shares are of the step."""
+    """Ranges of the program on the thread that drives the step, if there are no operators: at most
+    ten with most time, without the steps themselves. Shares are of the step."""
     families: list[Family] = field(default_factory=list)
     """Kernel time by family, largest first."""
     rooflines: list[OperatorRate] = field(default_factory=list)
     """Operators by shape, the fifty with most device time, longest first."""
     attainable: list[AttainableRate] = field(default_factory=list)
-    """Rates with which ``rooflines`` compares them. Empty: unknown device."""
+    """Rates with which ``rooflines`` compares operators. Empty if the device is unknown."""
     layers: Layers | None = None
-    """Time by module; ``null``: no modules were recorded around any work."""
+    """Time by module, or ``null`` if no modules were recorded around any work."""
     mesh: list[MeshAxis] = field(default_factory=list)
     """Communication by axis of the device mesh, the most exposed time first."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1: FLOPs of the step over its duration and the GPU's peak."""
     mfu_format: str | None = None
-    """Number format whose peak that is mostly of, where it is below the GPU's on tensor cores of 16
-    bits: ``FP32``; ``null``: it is not."""
+    """Number format of the peak in ``mfu``, such as ``FP32``, if it is below the GPU's 16-bit
+    tensor core peak. ``null`` otherwise."""
     memory_peak_bytes: int | None = None
-    """Peak of the device memory that the allocator reserved, bytes; ``null``: not recorded."""
+    """Peak of the device memory that the allocator reserved, bytes, or ``null`` if not recorded."""
     memory_capacity_bytes: int | None = None
-    """Capacity of the device's memory, bytes; ``null``: unknown."""
+    """Capacity of the device's memory, bytes, or ``null`` if unknown."""
     findings: list[Finding] = field(default_factory=list)
-    """Findings whose fixes save time per step, by priority; then those folded under them."""
+    """Findings whose fixes save time per step, by priority, then the findings folded under them."""
     risks: list[Finding] = field(default_factory=list)
     """Findings about memory, risk or time over the run, which are ranked separately."""
     notes: list[Finding] = field(default_factory=list)
-    """Findings for information: not proven on real traces yet, or a gain too small to act on."""
+    """Informational findings: not proven on real traces yet, or with a gain too small to act on."""
     passed: list[PassedCheck] = field(default_factory=list)
     """Checks that passed: what the run already does well."""
     not_checked: list[SkippedCheck] = field(default_factory=list)
-    """Checks that were skipped, each with what to record to allow it."""
+    """Skipped checks, each with what to record for it."""
     limits: list[str] = field(default_factory=list)
     """Limits of this trace: what it cannot show, one sentence each."""
     main_limit: str = ""
-    """Name of the limit that matters most for the verdict; empty: none does."""
+    """Name of the limit that matters most for the verdict. Empty if none matters."""
     ranks: Ranks | None = None
-    """Comparison of the ranks; ``null``: one rank."""
+    """Comparison of the ranks, or ``null`` for one rank."""
     replay: Replay | None = None
-    """Replay of the steps; ``null``: it failed or was not accurate, and gains are upper bounds."""
+    """Replay of the steps. If it failed or was inaccurate, ``null``, and gains are upper bounds."""
     step: StepTime | None = None
-    """Step time of the run outside the profiler; ``null``: a trace alone, or too few steps, and
-    ``scope`` has what there is."""
+    """Step time of the run outside the profiler. ``null`` for a trace alone or too few steps; see
+    ``scope`` then."""
     step_durations: list[StepDurations] = field(default_factory=list)
-    """Durations of the steps, one entry per source, and per run in a baseline of several. Empty:
-    steps are not marked, or the report was written before reports held them."""
+    """Durations of the steps, one entry per source, and per run in a baseline of several runs.
+    Empty if steps are not marked, or in older reports."""
     crashes: list[Crash] = field(default_factory=list)
-    """Ranks that an exception ended, in order of time."""
+    """Ranks that ended with an exception, in order of time."""
     recorded: RecordedSteps | None = None
-    """Figures of the recorder for every step; ``null``: a trace alone."""
+    """Figures of the recorder for every step, or ``null`` for a trace alone."""
     energy: EnergyUse | None = None
-    """Energy of the GPUs while steps ran; ``null``: not sampled."""
+    """Energy of the GPUs while steps ran, or ``null`` if not sampled."""
     cost: Cost | None = None
-    """Cost per step; ``null``: no price was given."""
+    """Cost per step, or ``null`` without a price."""
     hot_lines: list[HotLine] = field(default_factory=list)
-    """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
+    """Python lines that take most CPU time, largest first. Empty without a Scalene pass."""
     memory: list[MemoryView] = field(default_factory=list)
     """Memory by device, from a snapshot or a trace's allocator events, the fullest device first.
-    Empty: neither was recorded."""
+    Empty if neither was recorded."""
     memory_ranks: list[MemorySample] = field(default_factory=list)
-    """Snapshots of several ranks side by side. Empty: fewer than two."""
+    """Snapshots of several ranks side by side. Empty for fewer than two."""
     kernel_counters: list[KernelCounters] = field(default_factory=list)
-    """Kernels with hardware counters, by their gain per step; without a trace by time."""
+    """Kernels with hardware counters, sorted by gain per step, or by time without a trace."""
     triton_kernels: list[TritonKernel] = field(default_factory=list)
-    """Kernels that Triton compiled, those first that spill and take time. Empty: no Triton cache
-    was given."""
+    """Kernels that Triton compiled, first those that spill and take time. Empty without a Triton
+    cache."""
     profile_kernels: list[str] = field(default_factory=list)
-    """Command that collects hardware counters of the kernels that matter, and what it costs. Empty:
-    none is slow, or their counters are here."""
+    """Command that collects hardware counters of the slow kernels, and its cost. Empty if no kernel
+    is slow, or if the counters are already in the report."""
     rules: list[RuleText] = field(default_factory=list)
     """Rules of all findings, risks and notes, by id."""
     inference: InferenceByPhase | None = field(default=None, name="serving")
-    """Inference by phase; ``null``: the program trains, or nothing marks its steps."""
+    """Inference by phase, or ``null`` if the program trains or nothing marks its steps."""
     compilation: CompileLog | None = None
-    """Logs of torch.compile; ``null``: none were given."""
+    """Logs of torch.compile, or ``null`` if none were given."""
     flight: FlightRecord | None = None
-    """Dumps of PyTorch's flight recorder; ``null``: none were given."""
+    """Dumps of PyTorch's flight recorder, or ``null`` if none were given."""
     network: NetworkLog | None = None
-    """Logs of NCCL and topologies; ``null``: none were given."""
+    """Logs of NCCL and topologies, or ``null`` if none were given."""
     charts: ReportCharts | None = None
-    """Charts of the report as data; ``null``: written before there were any."""
+    """Charts of the report as data, or ``null`` in older reports."""
 
     @property
     def step_ns(self) -> float:
-        """Step time that gains are shares of, ns: the run's own, else the mean of the trace's."""
+        """Step time that gains are shares of, ns: the run's own, or else the trace's mean step."""
         return self.scope.step_ns if self.step is None else self.step.reference_ns
 
     @property
     def gain_scale(self) -> float | None:
-        """Median step of the run over the window's mean step; ``None``: one of them is missing."""
+        """Median step of the run over the window's mean step, or ``None`` if one of them is
+        missing."""
         return None if self.step is None else self.step.gain_scale
 
     @property
     def per(self) -> Per:
-        """Unit of the figures: the step, or the recording when no step is marked."""
+        """Unit of the figures: the step, or the recording if no step is marked."""
         return self.scope.per
 
     def to_dict(self) -> dict[str, Any]:
@@ -330,8 +336,8 @@ class Report(Struct, kw_only=True):
         return result
 
     def by_id(self) -> dict[str, Finding]:
-        """Return findings, risks and notes by a stable id: the rule, numbered from the second on
-        (``gpu-idle#2``)."""
+        """Return findings, risks and notes by a stable id: the rule's id, numbered from the second
+        finding on (``gpu-idle#2``)."""
         seen: dict[str, int] = {}
         result = {}
         for finding in (*self.findings, *self.risks, *self.notes):
@@ -352,7 +358,7 @@ class Report(Struct, kw_only=True):
         return f"<Report {self.status}, {result}: {shorten(clean(self.verdict), 160)}>"
 
     def __str__(self) -> str:
-        """Return what ``advisor analyze`` prints on 80 columns, at most MAX_LINES lines."""
+        """Return the output of ``advisor analyze`` at 80 columns, at most MAX_LINES lines."""
         text = render(self, "REPORTS", "terminal")
         return limit_lines(text, "to_dict() has all")
 

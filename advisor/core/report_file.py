@@ -1,4 +1,5 @@
-"""JSON files of reports: writing, recognising by the first bytes, reading within bounds."""
+"""JSON files of reports: write them, recognise them by their first bytes, read them within
+limits."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,27 +12,27 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 
 HEAD_BYTES = 200
-"""Number of bytes at the beginning of a file by which its kind is recognised."""
-_WHOLE_NUMBERS = re.compile(rb"\[\n +-?\d+(?:,\n +-?\d+)*\n +\]")
+"""Number of bytes at the beginning of a file that show its kind."""
+_NUMBER_LIST = re.compile(rb"\[\n +-?\d+(?:,\n +-?\d+)*\n +\]")
 
 
 class SavedStruct(Protocol):
-    """A Struct that is saved in a file of its own."""
+    """A Struct that is saved in its own file."""
 
     schema: str
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self:
-        """Read one from JSON. Raises AdvisorError for anything else."""
+        """Read a struct from JSON. Raises AdvisorError for anything else."""
 
 
 AnySaved = TypeVar("AnySaved", bound=SavedStruct)
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
-    """Return JSON indented by two, with a list of whole numbers on one line."""
+    """Return JSON indented by two, with each list of whole numbers on one line."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
-    return _WHOLE_NUMBERS.sub(lambda result: b" ".join(result[0].split()), text)
+    return _NUMBER_LIST.sub(lambda result: b" ".join(result[0].split()), text)
 
 
 class _Head(msgspec.Struct):
@@ -47,9 +48,9 @@ def decode_json(
     *,
     older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
 ) -> AnySaved:
-    """Return what JSON of this schema holds; ``name``: what a person calls it. ``older``: by
-    earlier schema, how its JSON becomes that of this one. Raises AdvisorError if it is something
-    else, of another version, or larger than ``max_bytes``."""
+    """Return the struct in JSON of this schema. ``name``: its name in messages. ``older``:
+    converters of earlier JSON, by schema. Raises AdvisorError for another kind or version, or if
+    the JSON is larger than ``max_bytes``."""
     if max_bytes is not None and len(text) > max_bytes:
         raise AdvisorError(f"not a {name}: larger than {max_bytes >> 20} MiB")
     try:
@@ -68,7 +69,7 @@ def decode_json(
 
 
 def has_schema(path: str | Path, schema: str) -> bool:
-    """Return whether a file begins like JSON of this schema, of any version."""
+    """Return whether a file begins like JSON of this schema, in any version."""
     if str(path) == "-":
         return False
     try:
@@ -81,15 +82,15 @@ def has_schema(path: str | Path, schema: str) -> bool:
 def read_saved(
     path: str | Path, kind: type[AnySaved], schema: str, max_bytes: int
 ) -> AnySaved | None:
-    """Read a file of a kind, of any version of its schema; ``None``: it is something else, or
-    cannot be read. Raises AdvisorError if it is one and damaged, or larger than ``max_bytes``."""
+    """Read a file of a kind, in any version of its schema. Return ``None`` if it is of another kind
+    or cannot be read. Raises AdvisorError if it is damaged or larger than ``max_bytes``."""
     if not has_schema(path, schema):
         return None
     try:
         with open_regular(path) as opened:
             text = opened.read(max_bytes + 1)
     except (OSError, ValueError):
-        return None  # the reader of traces says what is wrong with it
+        return None  # the trace reader reports the error
     if len(text) > max_bytes:
         raise AdvisorError(f"{path}: larger than {max_bytes >> 20} MiB; write it again")
     try:

@@ -6,61 +6,61 @@ from msgspec import Struct, field
 
 
 class MemoryHolder(Struct, frozen=True, kw_only=True):
-    """Memory of a device that one line of the program held, or leaves behind."""
+    """Memory of a device that one line of the program holds or leaves behind."""
 
     category: str
     """Category, one of ``measure.memory.memory_kinds.CATEGORIES``."""
     file: str | None
-    """Source file of the user's line; ``null``: no frame of the user's is in the stack."""
+    """Source file of the user's line, or ``null`` if the stack has no frame of the user's code."""
     line: int | None
     """Line in ``file``."""
     function: str | None
     """Function around the line."""
     blocks: int
-    """Number of blocks; of growth: of steps that left something behind."""
+    """Number of blocks. For growth, number of steps that left memory behind."""
     bytes: int
-    """Bytes that were asked for; of churn and growth: per step."""
+    """Requested bytes. For churn and growth, per step."""
     label: str | None = None
-    """Label that the user's metadata gives the blocks; ``null``: none."""
+    """Label of the blocks in the user's metadata, or ``null`` if there is none."""
 
 
 class ModuleMemory(Struct, frozen=True, kw_only=True):
-    """Memory that allocations inside one module's ``forward`` held, by their stacks. Modules that
-    are called from the same line are one."""
+    """Memory held by allocations inside one module's ``forward``, by their stacks. Modules called
+    from the same line count as one."""
 
     file: str
     """Source file of the ``forward``."""
     line: int | None
-    """Line of the call, in the file of the module around it; ``null``: there is none."""
+    """Line of the call, in the file of the module around it, or ``null`` if there is none."""
     parent: int | None
-    """Index in ``MemoryView.modules`` of the module around it; ``null``: outermost."""
+    """Index in ``MemoryView.modules`` of the module around it, or ``null`` for the outermost."""
     blocks: int
-    """Number of blocks, those of the modules inside included."""
+    """Number of blocks, including blocks of the modules inside."""
     bytes: int
-    """Bytes that were asked for, by the modules inside too."""
+    """Requested bytes, including those of the modules inside."""
     own_bytes: int
-    """Bytes of the module alone, without the modules inside."""
+    """Requested bytes without those of the modules inside."""
 
 
 class MemorySaving(Struct, frozen=True, kw_only=True):
-    """Memory that a change would have freed. Savings overlap."""
+    """Memory that a change would have freed. Savings of different changes overlap."""
 
     change: str
     """Name of the change, from ``measure.memory.memory_savings``."""
     bytes: int
     """Bytes by which the change lowers the peak of the history."""
     assumes: str
-    """Assumption that the figure rests on."""
+    """Assumption behind the figure."""
     cost: str = ""
-    """Cost of the change in each step; ``none``: no work is added."""
+    """Cost of the change in each step, or ``none`` if it adds no work."""
     file: str | None = None
-    """Source file of the line that would change; ``null``: no one line."""
+    """Source file of the line to change, or ``null`` if it is not a single line."""
     line: int | None = None
     """Line in ``file``."""
 
 
 class MemoryPool(Struct, frozen=True, kw_only=True):
-    """Segments of one pool, stream and kind, when the snapshot was taken. Bytes."""
+    """Segments of one pool, stream and kind when the snapshot was taken. Sizes are in bytes."""
 
     name: str
     """Name: ``large``, ``small``, with the private pool's id, ``expandable`` and the stream."""
@@ -77,8 +77,8 @@ class MemoryPool(Struct, frozen=True, kw_only=True):
 
 
 class MemorySample(Struct, frozen=True, kw_only=True):
-    """Memory of the fullest device of one snapshot, at its own moment: of a rank, or of a series
-    over a run. Bytes."""
+    """Memory of the fullest device in one snapshot of a rank, or of a series over a run. Sizes are
+    in bytes."""
 
     name: str
     """Name of the file, or of the rank."""
@@ -91,47 +91,48 @@ class MemorySample(Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(Struct, kw_only=True):
-    """Memory of a device when it ran out, else at its peak, from a snapshot. Bytes are those that
-    were asked for, unless stated otherwise."""
+    """Memory of a device when it ran out, or else at its peak, from a snapshot. Sizes are requested
+    bytes, unless stated otherwise."""
 
     device: int
-    """Number of the GPU; -1: the host, as far as the profiler saw its allocators."""
+    """Number of the GPU, or -1 for the host, as far as the profiler saw its allocators."""
     source: str = "allocator"
-    """Origin of the figures: the ``allocator``'s snapshot, the profiler's memory ``timeline``, the
-    allocator events of a ``trace``."""
+    """Origin of the figures: the ``allocator``'s snapshot, the profiler's memory ``timeline``, or
+    the allocator events of a ``trace``."""
     file: str = ""
-    """Name of the snapshot's file; empty: it is the trace itself."""
+    """Name of the snapshot's file. Empty for the trace itself."""
     at: str
-    """Moment shown: ``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
+    """Moment shown: ``out of memory``, ``peak``, or ``snapshot`` if no history was recorded."""
     allocated: int
-    """Bytes in tensors at that moment."""
+    """Bytes in tensors at the moment shown."""
     reserved: int
-    """Bytes in segments at that moment; 0: not recorded."""
+    """Bytes in segments at the moment shown, or 0 if not recorded."""
     trains: bool | None = None
-    """Whether the program trains; ``null``: unknown."""
+    """Whether the program trains, or ``null`` if unknown."""
     end_allocated: int | None = None
-    """Bytes in tensors when the snapshot was taken; ``null``: its segments are not recorded."""
+    """Bytes in tensors when the snapshot was taken, or ``null`` if its segments are not
+    recorded."""
     end_reserved: int | None = None
-    """Bytes in segments when the snapshot was taken; ``null``: as above."""
+    """Bytes in segments when the snapshot was taken, or ``null`` as for ``end_allocated``."""
     end_free: int | None = None
-    """Free bytes in these segments; ``null``: as above."""
+    """Free bytes in these segments, or ``null`` as for ``end_allocated``."""
     end_largest: int | None = None
-    """Largest free piece of them, bytes; ``null``: as above."""
+    """Size of the largest free block, bytes, or ``null`` as for ``end_allocated``."""
     returnable: int | None = None
-    """Part of ``end_free`` that ``torch.cuda.empty_cache()`` would give back to the driver:
-    segments that hold no tensor and are of no CUDA graph. ``null``: unknown."""
+    """Part of ``end_free`` that ``torch.cuda.empty_cache()`` would return to the driver: segments
+    without tensors and outside CUDA graphs. ``null`` if unknown."""
     peak: int
-    """Largest number of bytes in tensors over the history."""
+    """Peak of bytes in tensors over the history."""
     request: int | None
-    """Bytes of the request that failed; ``null``: none did."""
+    """Bytes of the failed request, or ``null`` if none failed."""
     driver_free: int | None
-    """Bytes that the driver still had free at that moment; ``null``: unknown."""
+    """Free bytes of the driver at the moment shown, or ``null`` if unknown."""
     events: int
-    """Number of events in the history; 0: none was recorded."""
+    """Number of events in the history, or 0 if none was recorded."""
     from_start: bool
-    """Whether the history has the allocation of every block."""
+    """Whether the history contains the allocation of every block."""
     categories: list[MemoryHolder]
-    """Parts of ``allocated`` by category, without lines; their sum is ``allocated``."""
+    """Parts of ``allocated`` by category, without lines. They add up to ``allocated``."""
     bases: list[MemoryHolder] = field(default_factory=list)
     """Parts of ``allocated`` by the evidence for their category: ``call path``, ``lifetime``,
     ``size pattern`` or ``none``."""
@@ -140,27 +141,27 @@ class MemoryView(Struct, kw_only=True):
     held: list[MemoryHolder]
     """Parts of ``allocated`` by line, largest first."""
     modules: list[ModuleMemory] = field(default_factory=list)
-    """Parts of ``allocated`` by module, each before those inside it; at most 400. Empty: no stacks
-    were recorded, or nothing was held of what modules allocated."""
+    """Parts of ``allocated`` by module, outer modules first, at most 400. Empty if no stacks were
+    recorded, or if modules held no memory."""
     pools: list[MemoryPool]
     """Segments by pool when the snapshot was taken."""
     placement: str
-    """Reason why the request could not be placed; empty: none failed, or unknown."""
+    """Reason why the request could not be placed. Empty if none failed or the reason is unknown."""
     step_source: str
-    """Marks of the steps; empty: there are none, and churn and growth are not measured."""
+    """Marks of the steps. Empty if there are none; churn and growth are then not measured."""
     steps: int
     """Number of whole steps in the history."""
     churn_bytes: float | None
-    """Bytes allocated per step; ``null``: not measured."""
+    """Bytes allocated per step, or ``null`` if not measured."""
     churn: list[MemoryHolder]
-    """Memory that is allocated and freed again within a step, by line, most bytes first."""
+    """Memory that is allocated and freed within a step, by line, most bytes first."""
     growth: list[MemoryHolder]
-    """Memory that each step leaves behind and that is held to the end, by line."""
+    """Memory that each step leaves behind until the end, by line."""
     savings: list[MemorySaving]
     """Changes that would have freed most, largest first."""
     series: list[MemorySample] = field(default_factory=list)
-    """Snapshots of the same rank over a run, in order of time. Empty: there is one."""
+    """Snapshots of the same rank over a run, in order of time. Empty for a single snapshot."""
     grows: list[MemoryHolder] = field(default_factory=list)
-    """Lines that hold more in each snapshot of the series; bytes are per ``grows_per``."""
+    """Lines that hold more memory in each snapshot of the series. Bytes are per ``grows_per``."""
     grows_per: str = ""
-    """Unit of ``grows``: ``step`` where the names of the files number steps, else ``snapshot``."""
+    """Unit of ``grows``: ``step`` if the file names contain step numbers, else ``snapshot``."""

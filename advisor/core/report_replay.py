@@ -1,4 +1,4 @@
-"""Replay: a report's accuracy of the replay and its critical path, as plain data."""
+"""Replay: accuracy of a report's replay and its critical path, as plain data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class HardPart(Struct, frozen=True):
     """Accuracy of the replay for one kind of wait that is hard to reproduce."""
 
     name: str
-    """Kind: syncs that waited, cross-stream starts, queue-blocked launches, waits between
+    """Kind: syncs that waited, cross-stream starts, queue-blocked launches or waits between
     threads."""
     cases: int
     """Number of such waits in the replayed steps."""
     explained: float
-    """Share of the time of these waits whose end the replay's own edges give."""
+    """Share of the waiting time whose end follows from the replay's own edges."""
     error_ns: float
     """Median absolute error of the ends of these waits, ns."""
     time_ns: float
@@ -25,7 +25,7 @@ class Replay(Struct, kw_only=True):
     """The replay that estimates the gains of the findings, and its accuracy."""
 
     step_ns: float
-    """Replayed step without edits, ns: it differs from the measured one by the replay's error."""
+    """Replayed step without edits, ns. It differs from the measured step by the replay's error."""
     measured_ns: float
     """Measured step, ns."""
     step_error: float
@@ -33,28 +33,28 @@ class Replay(Struct, kw_only=True):
     starts: int
     """Number of starts of device work in the replayed steps."""
     explained: float | None
-    """Share of these starts that the graph explains within 5 µs; ``null``: no device work."""
+    """Share of the starts that the graph explains within 5 µs, or ``null`` without device work."""
     hard: list[HardPart]
     """Accuracy for each kind of wait that is hard to reproduce."""
     waits: float
-    """Share of the steps that the host waits for the device."""
+    """Share of the steps in which the host waits for the device."""
     waits_explained: float | None
-    """Share of that waiting whose ends the replay's own edges give; ``null``: it never waits."""
+    """Share of these waits whose end follows from the replay's edges, or ``null`` without waits."""
     idle: float
-    """Share of the steps that the device idles."""
+    """Share of the steps in which the device idles."""
     idle_explained: float | None
-    """Share of that idle time whose ends the replay's own edges give; ``null``: it never idles."""
+    """Share of the idle time whose end follows from the replay's edges, or ``null`` without any."""
     steps: int
-    """Number of consecutive steps that are replayed."""
+    """Number of consecutive replayed steps."""
     of_steps: int
-    """Number of steps that were measured."""
+    """Number of measured steps."""
     critical: dict[str, float]
     """Parts of the critical path, ns per step."""
     critical_after: dict[str, float]
-    """Parts of the critical path once all ranked findings are fixed, ns per step."""
+    """Parts of the critical path after all ranked fixes, ns per step."""
     step_after_ns: float
-    """Measured step less what all ranked findings save together, ns."""
+    """Measured step minus the saving of all ranked fixes together, ns."""
     busy_after_ns: float | None = None
-    """Time in which the device works in that step, ns; ``null``: no device, or not replayed."""
+    """Device time in the step after all fixes, ns, or ``null`` without a device or a replay."""
     unprofiled: bool = False
-    """Whether the critical path is of a step without the profiler's time on the host."""
+    """Whether the critical path leaves out the profiler's time on the host."""

@@ -1,4 +1,4 @@
-"""Time: a report's parts of the step on device and host, as plain data."""
+"""Time: parts of a report's step on device and host, as plain data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class TimeShare(Struct, frozen=True):
     """Exclusive device time of one class, per step."""
 
     name: str
-    """Class: ``compute``, ``communication``, ``copies``, ``memset`` or ``idle``, each only while
-    none of those before it runs."""
+    """Class: ``compute``, ``communication``, ``copies``, ``memset`` or ``idle``. Each counts only
+    while no class before it in this list runs."""
     ns: float
     """Time per step, ns."""
     share: float
@@ -18,21 +18,21 @@ class TimeShare(Struct, frozen=True):
 
 
 class SampledFunction(Struct, frozen=True):
-    """Function in which the CPU was sampled."""
+    """Function that CPU samples show."""
 
     name: str
-    """Function, as the profiler names it."""
+    """Name of the function as the profiler wrote it."""
     share: float
-    """Share of the step, by the time from its samples to the next ones."""
+    """Share of the step, from the time between its samples and the next ones."""
 
 
 class NextOperator(Struct, frozen=True):
-    """Operator that ended idle time of the device: it launched the work that ran next."""
+    """Operator that ended idle time of the device by launching the next work."""
 
     name: str
     """Outermost ``aten::`` operator around the launch."""
     share: float
-    """Share of the cause's idle time that it ended."""
+    """Share of the cause's idle time that the operator ended."""
 
 
 class IdleCause(Struct, frozen=True):
@@ -45,38 +45,38 @@ class IdleCause(Struct, frozen=True):
     share: float
     """Share of the step."""
     functions: list[SampledFunction] = field(default_factory=list)
-    """Functions that samples of the CPU show meanwhile, most first; empty: no samples."""
+    """Functions that CPU samples show during the idle time, most frequent first. Empty without
+    any."""
     outside_operators: bool = False
-    """Whether an ``unknown`` cause is mostly code of the host outside recorded operators."""
+    """Whether an ``unknown`` cause is mostly host code outside recorded operators."""
     gaps: float | None = None
-    """Gaps per step that have this cause, if the host is outside operators then; ``null``: it is
-    not."""
+    """Gaps per step with this cause, if the host is outside operators, or ``null`` otherwise."""
     next_operators: list[NextOperator] = field(default_factory=list)
-    """Operators that ended these gaps, three at most, largest first."""
+    """Operators that ended these gaps, at most three, largest first."""
 
 
 class TimeWithoutFix(Struct, frozen=True):
-    """Parts of the step's time that no finding is about, and why no fix is offered for them."""
+    """Parts of the step's time that no finding covers, with the reason why there is no fix."""
 
     labels: list[str]
-    """Names of the parts, as beside the bar."""
+    """Names of the parts, as in the legend of the bar."""
     ns: float
     """Time per step, ns."""
     share: float
     """Share of the step."""
     why: str
-    """Reason: it is too little for a fix, a note is about it, its check was skipped."""
+    """Reason: the time is too short for a fix, a note covers it, or its check was skipped."""
 
 
 class Family(Struct, frozen=True):
-    """Device time of one kernel family per step, not exclusive of other streams."""
+    """Device time of one kernel family per step. It may overlap work on other streams."""
 
     name: str
     """Family, one of ``measure.device.families.FAMILIES``."""
     ns: float
-    """Sum of the kernels' durations per step, ns."""
+    """Total duration of the kernels per step, ns."""
     share: float
-    """Share of all device work: kernels, copies and memsets, their durations summed."""
+    """Share of the total duration of all kernels, copies and memsets."""
     count: float
     """Kernels per step."""
 
@@ -85,11 +85,12 @@ class HostShare(Struct, frozen=True):
     """Host time of the main thread, per step."""
 
     name: str
-    """Class, one of ``measure.steps.timeline.CLASSES``; without a trace, a phase of the record."""
+    """Class, one of ``measure.steps.timeline.CLASSES``, or without a trace a phase of the
+    record."""
     ns: float
     """Exclusive time per step, ns."""
     share: float
-    """Share of the step; of the host's own, ``Report.host_step_ns``, where it runs ahead."""
+    """Share of the step, or of ``Report.host_step_ns`` if the host runs ahead."""
 
 
 class OperatorTime(Struct, frozen=True):

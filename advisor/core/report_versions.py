@@ -1,9 +1,14 @@
-"""Reports of earlier versions, brought to the fields of the next one."""
+"""Conversion of reports of earlier versions to the current fields."""
 
 from typing import Any
 
-_ORDER = {"rank": "priority"}
-_OF_FINDINGS = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns", "check": "verify", **_ORDER}
+_PRIORITY_NAMES = {"rank": "priority"}
+_FINDING_NAMES = {
+    "worth": "impact",
+    "rank_gain_ns": "marginal_gain_ns",
+    "check": "verify",
+    **_PRIORITY_NAMES,
+}
 _NAMES_SINCE_VERSION_1 = {
     "step": {
         "longer": "window_slowdown",
@@ -13,16 +18,16 @@ _NAMES_SINCE_VERSION_1 = {
         "first": "in_warm_up",
         "unlike": "atypical",
     },
-    "findings": _OF_FINDINGS,
-    "risks": _OF_FINDINGS,
-    "notes": _OF_FINDINGS,
-    "cost.fixes": _ORDER,
-    "views.stairs.measured": _ORDER,
-    "views.stairs.fixes": _ORDER,
+    "findings": _FINDING_NAMES,
+    "risks": _FINDING_NAMES,
+    "notes": _FINDING_NAMES,
+    "cost.fixes": _PRIORITY_NAMES,
+    "views.stairs.measured": _PRIORITY_NAMES,
+    "views.stairs.fixes": _PRIORITY_NAMES,
     "views": {"stairs": "fix_sequence"},
     "": {"good": "passed", "uneven": "step_variation", "views": "charts"},
 }
-"""Old and new names of fields, by place in the report, the innermost first."""
+"""Old and new names of fields, by position in the report, innermost first."""
 _OPERATIONS_SINCE_VERSION_1 = {
     "asynchronous": "make_async",
     "spread": "parallelize",
@@ -31,11 +36,11 @@ _OPERATIONS_SINCE_VERSION_1 = {
 
 
 def from_version_1(report: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON of ``advisor.report/1`` as JSON of version 2: fields have other names."""
+    """Convert JSON of ``advisor.report/1`` to version 2, in which some fields have other names."""
     report["schema"] = "advisor.report/2"
-    for place, names in _NAMES_SINCE_VERSION_1.items():
+    for position, names in _NAMES_SINCE_VERSION_1.items():
         result: Any = report
-        for key in place.split(".") if place else ():
+        for key in position.split(".") if position else ():
             result = result.get(key) if isinstance(result, dict) else None
         for item in result if isinstance(result, list) else [result]:
             if isinstance(item, dict):

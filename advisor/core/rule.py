@@ -1,4 +1,4 @@
-"""The base class of every rule, and the texts and thresholds that rules are made of."""
+"""The base class of all rules, with the types of their texts and thresholds."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ R = TypeVar("R", bound="Rule")
 
 
 Per = Literal["step", "repetition", "inference", "recording", "window", "run"]
-"""Unit that an amount of time, or a number of things, is of."""
+"""Unit that an amount of time, or a number of things, refers to."""
 VerdictRole = Literal[
     "", "memory growth", "memory state", "out of memory", "time between steps", "shared GPU"
 ]
-"""Part of a finding at the top of a report though no gain ranks it: that memory grows, what
-explains the memory in a snapshot, why a request failed, how much of the run no step takes, who else
-uses the GPU."""
+"""Role of an unranked finding in the verdict: it says that memory grows, what explains the memory
+in a snapshot, why a request failed, how much of the run is outside steps, or who else uses the
+GPU."""
 HostCheck = Literal[
     "", "loading data", "the loop's own code", "Python inside forward", "saving",
     "garbage collection", "debug settings", "threads", "CPU limits", "slow steps",
 ]  # fmt: skip
-"""Checks that the verdict lists on steps that the host computes, in its order."""
+"""Checks that the verdict lists for steps computed by the host, in its order."""
 
 
 class Evidence(Struct, frozen=True):
     """A measured fact behind a finding."""
 
     label: str
-    """Name of what was measured."""
+    """Name of the measured quantity."""
     value: float | int | str | None
-    """Measured value; ``None``: not measured."""
+    """Measured value, or ``None`` if not measured."""
     unit: str = ""
     """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
     threshold: float | int | None = None
-    """Limit that the value was compared with, in the same unit."""
+    """Limit that the value is compared with, in the same unit."""
     source: str = ""
     """Source of the threshold."""
     per: Per | None = None
-    """Unit of time or work that the value is of; ``null``: as the label says."""
+    """Unit of time or work that the value refers to, or ``null`` if the label says it."""
 
 
 class Citation(NamedTuple):
     """Source of a number."""
 
     name: str
-    """Title of what is cited, in a few words."""
+    """Title of the cited source, in a few words."""
     address: str = ""
     """Public address, or the file of this repository in which the number is measured or chosen."""
 
@@ -81,44 +81,44 @@ class FrameworkAdvice(NamedTuple):
     fix: str
     code: str = ""
     verify: str = ""
-    """Way to see that the fix worked. This, title and falsified_by: ``""`` for the rule's text."""
+    """Way to check that the fix worked. ``""`` here, in title or falsified_by keeps the rule's
+    text."""
     title: str = ""
     falsified_by: str = ""
     terms: Mapping[str, str] = {}
-    """Entries of ``Rule.terms`` that have other words in such a program."""
+    """Entries of ``Rule.terms`` with other words for the program."""
     amd: FrameworkAdvice | None = None
-    """HIP version of the advice, with its names; ``None``: no name differs."""
+    """HIP version of the advice, with HIP's names, or ``None`` if no name differs."""
 
 
 class Program(NamedTuple):
-    """Facts on a program that decide which words of a rule fit it."""
+    """Facts about a program that determine a rule's texts."""
 
     framework: str | None = None
     """Framework, as in ``TraceMeta.framework``."""
     vendor: str | None = None
     """Vendor of its GPU, as in ``TraceMeta.vendor``."""
     foreign: bool = False
-    """Whether it is surely not written with PyTorch, or not known to be."""
+    """Whether the program is not, or not known to be, written with PyTorch."""
     trains: bool = True
-    """Whether it has a loss and an optimizer, as far as is known."""
+    """Whether it has a loss and an optimizer, as far as known."""
     engine: str | None = None
-    """Inference engine: ``vllm``, ``sglang``, ``tensorrt-llm`` …; ``None``: none."""
+    """Inference engine: ``vllm``, ``sglang``, ``tensorrt-llm`` …, or ``None`` if there is none."""
 
 
 URL_PARTS_OF_VENDOR = {"nvidia": "nvidia.com", "amd": "amd.com"}
-"""Part of the address of references that only users of a vendor's GPUs need."""
+"""URL part of references for users of a vendor's GPUs only."""
 PYTORCH_URL_PART = "pytorch"
-"""Part of the address of references that only users of PyTorch need."""
+"""URL part of references for users of PyTorch only."""
 ANY_FRAMEWORK = "any"
-"""Key of ``Rule.framework_advice`` for a framework that is unknown, or has no advice of its own
-there."""
+"""Key of ``Rule.framework_advice`` for an unknown framework, or one without its own advice."""
 
 
 class Threshold(Generic[T]):
     """A number that a rule compares a measurement with, and its sources.
 
-    A class attribute ``min_…`` or ``max_…``; ``self.min_share`` is its value, or the user's own
-    from ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources."""
+    It is a class attribute ``min_…`` or ``max_…``. ``self.min_share`` is its value, or the user's
+    value from ``[tool.advisor.rules.<id>]``. ``Class.min_share`` is the Threshold itself."""
 
     def __init__(self, value: T, meaning: str, *sources: Citation) -> None:
         self.value = value
@@ -140,29 +140,30 @@ class Threshold(Generic[T]):
 
 
 class Factor(Threshold[T]):
-    """A number of an estimate, and its sources: it changes how much a fix saves, not whether the
-    rule fires. No user sets it. The ends of its range are ``best_<name>`` and ``worst_<name>``."""
+    """A number in an estimate, with its sources. It changes how much a fix saves, not whether the
+    rule fires. Users cannot set it. The ends of its range are ``best_<name>`` and
+    ``worst_<name>``."""
 
 
 class Rule:
-    """A check that looks at an :class:`~advisor.measure.Analysis` and yields what it found.
+    """A check that inspects an :class:`~advisor.measure.Analysis` and yields its outcomes.
 
-    One rule a file, or a family that shares its check. The class docstring is the rule's
-    documentation. Its first paragraph says what it looks for and why that costs time. The rest
-    gives definitions, sources and traps. What is the same for every trace stands as class
-    attributes; ``check`` measures and yields evidence, places and edits. A rule never computes its
-    own gain and knows no other rule. When a signal it needs is missing it yields
+    A file contains one rule, or a family that shares its check. The class docstring is the rule's
+    documentation. Its first paragraph says what the rule looks for and why that costs time. The
+    others give definitions, sources and traps. Texts that are the same for every trace are class
+    attributes. ``check`` measures and yields evidence, places and edits. A rule never computes its
+    own gain and does not know other rules. If a signal is missing, it yields
     :class:`SkippedCheck`."""
 
     # -- what it is, and its texts
     id: ClassVar[str] = ""
-    """Stable identifier: lower case words joined by ``-``."""
+    """Stable identifier: lower-case words joined by ``-``."""
     title: ClassVar[str] = ""
     category: ClassVar[Category]
-    """Category of the findings; by default that of the rule's folder."""
+    """Category of the findings. Default: the name of the rule's folder."""
     fix: ClassVar[str] = ""
-    """Advice: what to do. ``{name}`` in any of these texts is something of the trace, filled in by
-    the finding that quotes it (``self.fix.format(name=…)``)."""
+    """Advice: what to do. ``{name}`` in any of these texts stands for a value from the trace. The
+    finding fills it in (``self.fix.format(name=…)``)."""
     code: ClassVar[str] = ""
     """The fix as a snippet the user can paste."""
     verify: ClassVar[str] = ""
@@ -170,82 +171,82 @@ class Rule:
     falsified_by: ClassVar[str] = ""
     """Observation that would prove a finding wrong."""
     assumptions: ClassVar[tuple[str, ...]] = ()
-    """Assumptions that the gain rests on; ``{name}`` is the value of a threshold."""
+    """Assumptions behind the gain. ``{name}`` is the value of a threshold."""
     confidence: ClassVar[float] = 0.8
     """Confidence in the cause of a finding, 0 to 1."""
     references: ClassVar[tuple[str, ...]] = ()
 
     # -- texts for some programs; the last two are set when it runs
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Texts for kinds of trace that need other words than those above: name of the case ->
-    attribute -> its value then. See :meth:`case`."""
+    """Texts for kinds of trace that need other words: name of the case -> attribute -> its value.
+    See :meth:`case`."""
     inference: ClassVar[Mapping[str, Any]] = {}
-    """Values of these attributes where nothing is trained; of ``cases`` only those that differ. See
-    :meth:`for_program`."""
+    """Values of these attributes for programs that do not train, with only those ``cases`` that
+    differ. See :meth:`for_program`."""
     terms: Mapping[str, str] = {}
-    """Words of the summaries that differ between programs: ``self.terms["loader"]``."""
+    """Words in summaries that differ between programs: ``self.terms["loader"]``."""
     framework_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Advice in place of the texts above, by framework (``trace.meta.framework``, or
-    :data:`ANY_FRAMEWORK`). A rule without it is not run on programs that are surely not
-    PyTorch's."""
+    :data:`ANY_FRAMEWORK`). A rule without it is not run on programs that certainly do not use
+    PyTorch."""
     engine_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
-    """Advice in place of the texts above, by inference engine: its own switches."""
+    """Advice in place of the texts above, by inference engine, with the engine's own switches."""
     program: Program = Program()
-    """Program that the texts are chosen for; set by :meth:`for_program`."""
+    """Program for which the texts are chosen. Set by :meth:`for_program`."""
     advice: FrameworkAdvice | None = None
-    """Entry of ``framework_advice`` for that program; ``None``: it is PyTorch's, or unknown."""
+    """Entry of ``framework_advice`` for the program, or ``None`` for PyTorch or an unknown one."""
 
-    # -- proof: where it was right, and where its numbers come from (thresholds stand beside them)
+    # -- proof: where it was right, and where its numbers come from (next to the thresholds)
     found_in: ClassVar[tuple[str, ...]] = ()
-    """Inputs in which the rule found a real case: ``traces/…``, a public trace; ``recorded/…``, a
-    recording in tests/data; ``workloads/…``, a bundled program that the tests record."""
+    """Inputs in which the rule found a real case: ``traces/…`` for public traces, ``recorded/…``
+    for recordings in tests/data, ``workloads/…`` for bundled programs that the tests record."""
     silent_in: ClassVar[tuple[str, ...]] = ()
-    """Inputs in which nothing of the kind is and the rule stayed silent; named likewise. A
-    workload's is its cured variant."""
+    """Inputs without the bottleneck, in which the rule stayed silent, named as in ``found_in``. For
+    a workload, this is its cured variant."""
     validation: ClassVar[Validation] = "synthetic"
-    """Validation level of the rule, from ``found_in``; ``synthetic``: reported as not proven."""
+    """Validation level of the rule, from ``found_in``. ``synthetic`` is reported as not proven."""
     validation_note: ClassVar[str] = ""
-    """Note on what the rule found in those inputs."""
+    """Note on what the rule found in the inputs of ``found_in``."""
     sources: ClassVar[tuple[Citation, ...]] = ()
-    """Sources of the numbers in the docstring that are no thresholds."""
+    """Sources of numbers in the docstring that are not thresholds."""
 
     # -- when it runs
     training_only: ClassVar[bool] = False
-    """Whether what it looks for is only there where something is trained: it is not run elsewhere,
-    and its texts may speak of training."""
+    """Whether the bottleneck only occurs in training. The rule is then not run on other programs,
+    and its texts may mention training."""
     across_ranks: ClassVar[bool] = False
-    """Whether the rule looks at the whole run (``check_run``), not at one rank's window."""
+    """Whether the rule looks at the whole run (``check_run``) instead of one rank's window."""
     reads_record: ClassVar[bool] = False
-    """Whether the rule reads what the recorder wrote (``Analysis.recorded``). It is not run on a
-    trace alone: one line says so of all such rules. It is run when there is no trace at all."""
+    """Whether the rule reads the recorder's data (``Analysis.recorded``). It is then run without a
+    trace, but not on a trace alone. One line lists the rules that were not run."""
     auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
-    """Sources without a trace that the rule reads: it is run where there is one of them, with or
-    without a trace or a record."""
+    """Auxiliary inputs that the rule reads. It is run if there is one of them, with or without a
+    trace or a record."""
     bundled: ClassVar[bool] = False
-    """Whether it comes with the package, not from a user."""
+    """Whether the rule is part of the package, not a user's."""
 
     # -- what its finding is compared with, and where it appears
     alternatives: ClassVar[str] = ""
-    """Name of the group of findings of which one fix replaces the others."""
+    """Name of a group of findings in which one fix replaces the others."""
     subject: ClassVar[str] = ""
-    """Work that findings of several rules are about: a fix of one may leave another."""
+    """Work that findings of several rules are about. The fix of one may not fix another."""
     looks_at: ClassVar[Mapping[str, str]] = {}
-    """Parts of the step's bar that it looks at, and from when it has a fix for each. A part is a
-    class of device time, a direction of copies, or a cause of idle time; ``{name}`` is the value of
-    a threshold."""
+    """Parts of the step's bar that the rule looks at, each with the condition for a fix. A part is
+    a class of device time, a direction of copies, or a cause of idle time. ``{name}`` is the value
+    of a threshold."""
     only_without_findings: ClassVar[bool] = False
-    """Whether its findings say nothing beside those that are ranked."""
+    """Whether its findings are only useful without ranked findings."""
     verdict_role: ClassVar[VerdictRole] = ""
-    """Part of its finding in the verdict, beside the gains; empty: none."""
+    """Role of its finding in the verdict, in addition to gains. Empty if there is none."""
     host_check: ClassVar[HostCheck] = ""
-    """Check that it does on steps that the host computes; empty: none that the verdict lists."""
+    """Name in the verdict of its check of steps computed by the host. Empty if not listed."""
     sampled_part: ClassVar[str] = ""
-    """Part of the step (``data``, ``forward``) whose sampled Python stacks name its line, where the
-    trace has no stacks; empty: none does."""
+    """Part of the step (``data``, ``forward``) whose sampled Python stacks give its line, if the
+    trace has no stacks. Empty if there is none."""
     is_python_time: ClassVar[bool] = False
-    """Whether its time is spent by Python in the loop: hot lines of a Scalene pass explain it."""
+    """Whether its time is Python in the loop, so that hot lines of a Scalene pass explain it."""
     knobs: ClassVar[tuple[str, ...]] = ()
-    """Knobs that ``advisor try`` may change to cure it (``advisor/tune/knobs``), best first."""
+    """Knobs that ``advisor try`` may change as a fix (``advisor/tune/knobs``), best first."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -262,62 +263,60 @@ class Rule:
         raise NotImplementedError
 
     def check_run(self, study: Study) -> Outcomes:
-        """Yield findings for a job of several ranks, from the outliers that the shared search
-        found; called only when ``across_ranks`` is set."""
+        """Yield findings for a job of several ranks, from the outliers of the shared search. Only
+        called if ``across_ranks`` is set."""
         raise NotImplementedError
 
     def cite_ranks(self, finding: Finding, study: Study) -> Finding:
-        """Return a finding of this rule with what the job's ranks show; unless overridden, as it
-        is."""
+        """Return a finding of this rule, with evidence from the job's ranks if overridden."""
         del study
         return finding
 
     @staticmethod
     def examples() -> Examples:
-        """Return small traces by name: one alone must produce a finding of this rule. One with a
-        text is a trap, in which the rule must stay silent. The text is the guard that must hold it.
-
-        It is the name of a threshold, without which the rule would fire, or the text of the
-        condition that ends the search. Or it is ``no gain``: the rule fires, without a gain."""
+        """Return small traces by name. A trace alone must produce a finding of this rule. A trace
+        with a text is a trap, in which the rule must stay silent. The text is the guard that must
+        stop it: the name of a threshold, without which the rule would fire, or the text of the
+        condition that ends the search. ``no gain``: the rule fires, but without a gain."""
         raise NotImplementedError
 
     def for_program(self: R, program: Program) -> R:
-        """Return a copy of the rule with the words that fit the program, before ``check`` makes
-        texts of them: ``inference`` where nothing is trained, ``framework_advice`` where PyTorch is
-        not used."""
-        other = {} if program.trains else dict(self.inference)
+        """Return a copy of the rule with texts for the program, before ``check`` uses them:
+        ``inference`` for programs that do not train, ``framework_advice`` for programs without
+        PyTorch."""
+        changes = {} if program.trains else dict(self.inference)
         advice = self.advice_for(program.framework, program.vendor) if program.foreign else None
         advice = self.engine_advice.get(program.engine or "", advice)
-        twin = copy.copy(self)
+        result = copy.copy(self)
         if advice is not None:
-            other["terms"] = {**self.terms, **advice.terms}
-        if "cases" in other:
-            changed = {
+            changes["terms"] = {**self.terms, **advice.terms}
+        if "cases" in changes:
+            cases = {
                 name: {**self.cases.get(name, {}), **texts}
-                for name, texts in other["cases"].items()
+                for name, texts in changes["cases"].items()
             }
-            other["cases"] = {**self.cases, **changed}
-        vars(twin).update(other, program=program, advice=advice)
-        return twin
+            changes["cases"] = {**self.cases, **cases}
+        vars(result).update(changes, program=program, advice=advice)
+        return result
 
     def advice_for(
         self, framework: str | None, vendor: str | None = None
     ) -> FrameworkAdvice | None:
-        """Return the advice for a framework that is not PyTorch; ``None``: there is none."""
+        """Return the advice for a framework other than PyTorch, or ``None`` if there is none."""
         advice = self.framework_advice.get(
             framework or ANY_FRAMEWORK, self.framework_advice.get(ANY_FRAMEWORK)
         )
         return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
     def _is_of_vendor(self, link: str) -> bool:
-        """Return whether a reference is not of the other vendor of GPUs."""
+        """Return whether a reference is not for another vendor's GPUs."""
         vendor = self.program.vendor
         return not any(
             part in link for name, part in URL_PARTS_OF_VENDOR.items() if vendor and name != vendor
         )
 
     def complete(self, finding: Finding) -> Finding:
-        """Return a finding with the fields that it leaves empty filled in from the rule."""
+        """Return a finding with its empty fields filled in from the rule."""
         advice = self.advice
         if advice is not None:
             finding = replace(
@@ -350,7 +349,8 @@ class Rule:
         )
 
     def case(self, name: str, **values: object) -> dict[str, Any]:
-        """Return the fields of a finding of one of the ``cases``; ``values``: of its ``{…}``."""
+        """Return the fields of a finding for one of the ``cases``. ``values`` fill in its
+        ``{…}``."""
         result: dict[str, Any] = {}
         for key, text in self.cases[name].items():
             if key == "assumptions":
@@ -360,7 +360,7 @@ class Rule:
         return result
 
     def fill_thresholds(self, assumptions: tuple[str, ...]) -> list[str]:
-        """Return assumptions with their thresholds filled in; ``{workers}`` is filled in later."""
+        """Return assumptions with their thresholds filled in. ``{workers}`` is filled in later."""
         names = {name for each in assumptions for _, name, *_ in Formatter().parse(each) if name}
         values = {name: getattr(self, name) for name in names - {"workers"}}
         return [text.format_map(values | {"workers": "{workers}"}) for text in assumptions]
@@ -375,13 +375,13 @@ class Rule:
         times: float = 1,
         per: Per | None = None,
     ) -> Evidence:
-        """Return a measured value with the threshold that it is compared with. ``times`` converts
-        the threshold's unit to ``unit``."""
-        own: Threshold[Any] = getattr(type(self), limit)
+        """Return a measured value with its threshold. ``times`` converts the threshold's unit to
+        ``unit``."""
+        threshold: Threshold[Any] = getattr(type(self), limit)
         allowed = getattr(self, limit)
         if times != 1:
             allowed *= times
-        return Evidence(label, value, unit, allowed, own.source_names, per)
+        return Evidence(label, value, unit, allowed, threshold.source_names, per)
 
     @classmethod
     def paragraphs(cls) -> list[str]:
@@ -391,8 +391,8 @@ class Rule:
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return the thresholds a user may override, with their built-in values; a plain number,
-        flag or string of the class is one too."""
+        """Return the thresholds that a user may override, with their defaults. Plain numbers, flags
+        and strings of the class count too."""
         reserved = {*Rule.__dict__, *Rule.__annotations__}
         result: dict[str, Any] = {}
         for name, value in cls._attributes().items():
@@ -405,13 +405,13 @@ class Rule:
     @classmethod
     def factors(cls) -> dict[str, Any]:
         """Return the numbers of the rule's estimates, by name."""
-        found = cls._attributes().items()
-        return {name: value.value for name, value in found if isinstance(value, Factor)}
+        attributes = cls._attributes().items()
+        return {name: value.value for name, value in attributes if isinstance(value, Factor)}
 
     @classmethod
     def _attributes(cls) -> dict[str, Any]:
-        """Return public attributes of the class and those above it, the highest first."""
-        found: dict[str, Any] = {}
+        """Return public attributes of the class and its base classes, base classes first."""
+        attributes: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
-            found |= {name: each for name, each in vars(base).items() if name[:1] != "_"}
-        return found
+            attributes |= {name: each for name, each in vars(base).items() if name[:1] != "_"}
+        return attributes

@@ -1,6 +1,6 @@
 """Format of a recorded run on disk: the records, their files, and a reader that skips damage.
 
-Shared by the recorder, which writes it, and by ``read``. Imports neither torch nor polars.
+The recorder writes it, and ``read`` reads it. This module imports neither torch nor polars.
 
 ::
 
@@ -9,18 +9,18 @@ Shared by the recorder, which writes it, and by ``read``. Imports neither torch 
       rank0/
         rank.json               once: process, device, flags
         steps.jsonl             one line per step
-        inference.jsonl         the same where nothing was learnt; gone once something is
+        inference.jsonl         the same for runs without training; removed once one trains
         telemetry.jsonl         one line per sample of GPU and host
-        events.jsonl            what happened once: loaders, windows, warnings, out of memory, end
-        trace_w0.json.gz        one a profiled window
+        events.jsonl            single events: loaders, windows, warnings, out of memory, end
+        trace_w0.json.gz        one per profiled window
         memory_snapshot.pickle  allocator state when memory ran out
         scalene.json            hot Python lines, from a separate pass
       rank1/ …
 
-Everything is append-only or written under a hidden name and renamed, so that a run that was killed
-at any instant can be read: a torn last line is dropped and counted, nothing else is lost. Times are
-ns of ``time.perf_counter_ns`` in the rank's process; ``Rank.anchor_unix_ns`` and
-``Rank.anchor_perf_ns`` are one instant on both clocks."""
+Files are append-only, or written under a hidden name and renamed. So a run that was killed at any
+time can be read: only a torn last line is dropped and counted. Times are ns of
+``time.perf_counter_ns`` in the rank's process. ``RankInfo.anchor_unix_ns`` and
+``RankInfo.anchor_perf_ns`` are the same instant on both clocks."""
 
 import os
 import shlex
@@ -51,28 +51,29 @@ NCCL_LOG, TOPOLOGY = "nccl.log", "topology.txt"
 """File names of NCCL's log, and of ``nvidia-smi topo -m`` of the node."""
 
 MAX_RECORD_FILE_BYTES = 1 << 30
-"""Size up to which a JSON Lines file is read, bytes; the report says so if it is longer."""
+"""Maximum size of a JSON Lines file that is read, bytes. The report notes a longer file."""
 MAX_EVENTS_BYTES = 16 << 20
-"""Size up to which events are read, bytes: decoded, they take up to twenty times the room."""
+"""Maximum size of events that are read, bytes. Decoded, they take up to twenty times as much."""
 MAX_LINE_BYTES = 1 << 20
-"""Size above which a line is damaged, bytes: the longest that is written has some kilobytes."""
+"""Maximum size of a line, bytes. The recorder writes some kilobytes, so a longer line is
+damaged."""
 ROOM_BYTES, ROOM_FACTOR = 300 << 20, 8
-"""Memory that the records of one file may take once decoded: so much, or so many times the file's
-own size. What a run writes takes two or three times its size."""
+"""Maximum memory of one file's decoded records: this many bytes, or this multiple of the file's
+size. Records of a run take two or three times their size."""
 MAX_VALUE = 1 << 62
-"""Upper bound of times and figures: all are smaller."""
+"""Upper bound of all times and figures."""
 MAX_GPUS = 64
-"""Upper bound of the GPUs of one sample. No machine has more."""
+"""Maximum number of GPUs in one sample. No machine has more."""
 MAX_OBJECTS = 2 * MAX_GPUS + 2
-"""Upper bound of the objects in a line: a sample has two for each GPU."""
+"""Maximum number of objects in a line. A sample has two per GPU."""
 MAX_STEPS = 2_000_000
-"""Upper bound of the steps of one rank: lines may stand for any number."""
+"""Maximum number of steps of one rank, as a line may stand for any number of steps."""
 MAX_JSON_BYTES = 4 << 20
-"""Size limit of the manifest and of rank.json, bytes: some kilobytes are written."""
+"""Maximum size of the manifest and of rank.json, bytes. The recorder writes some kilobytes."""
 
 
 DAMAGE_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError, AdvisorError, ValueError)
-"""Errors that reading a damaged file of JSON raises."""
+"""Errors raised by reading a damaged JSON file."""
 
 
 def trace_name(window: int) -> str:
@@ -81,7 +82,7 @@ def trace_name(window: int) -> str:
 
 
 MAX_COMMAND = 120
-"""Length of a command line that advice repeats."""
+"""Maximum length of a command line that advice repeats."""
 
 
 class Manifest(Struct, kw_only=True, omit_defaults=True):
@@ -98,22 +99,24 @@ class Manifest(Struct, kw_only=True, omit_defaults=True):
     """Way of recording: ``decorator``, ``context``, ``command`` or ``callback``."""
     git_commit: str | None = None
     git_dirty: bool | None = None
-    """Whether the working directory's repository has changes to commit; ``None``: no repository."""
+    """Whether the working directory's repository has uncommitted changes, or ``None`` without
+    one."""
     world_size: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of packages that matter: python, torch, cuda, cudnn, nccl, transformers …"""
+    """Versions of relevant packages: python, torch, cuda, cudnn, nccl, transformers …"""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the recorder."""
 
     @property
     def program(self) -> str | None:
-        """File name of the program, ``train.py``; ``None``: the command names no Python file."""
+        """File name of the program, such as ``train.py``, or ``None`` if the command has no Python
+        file."""
         names = (word.replace("\\", "/").rpartition("/")[2] for word in self.command)
         return next((name for name in names if name.endswith((".py", ".pyw"))), None)
 
     @property
     def shell_command(self) -> str | None:
-        """Command line to type; ``None``: it names no Python file, or is longer than a line."""
+        """Command line to type, shortened if too long, or ``None`` if it has no Python file."""
         words = list(self.command)
         if self.program is None:
             return None
@@ -132,7 +135,7 @@ class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
     uuid: str | None = None
     total_bytes: int | None = None
     capability: str | None = None
-    """Compute capability, as ``9.0``."""
+    """Compute capability, such as ``9.0``."""
     driver: str | None = None
 
 
@@ -143,23 +146,23 @@ class RankInfo(Struct, kw_only=True, omit_defaults=True):
     local_rank: int | None = None
     pid: int | None = None
     anchor_unix_ns: int | None = None
-    """Instant on the wall clock, ns since 1970."""
+    """Wall clock at one instant, ns since 1970."""
     anchor_perf_ns: int | None = None
-    """Time of that instant on ``time.perf_counter_ns``, ns."""
+    """``time.perf_counter_ns`` at the instant of ``anchor_unix_ns``, ns."""
     devices: list[RecordedDevice] = field(default_factory=list)
-    """Visible GPUs; the one in use first."""
+    """Visible GPUs, starting with the one in use."""
     cpus: int | None = None
     """CPUs that the process may use (affinity and cgroup quota)."""
     cpus_total: int | None = None
     memory_bytes: int | None = None
-    """Host memory, or the cgroup's limit where that is lower, bytes."""
+    """Host memory, or the cgroup's limit if that is lower, bytes."""
     flags: dict[str, Any] = field(default_factory=dict)
-    """Framework flags that advice needs, by their torch spelling: ``cudnn.benchmark``,
+    """Framework flags that advice needs, by their torch names: ``cudnn.benchmark``,
     ``float32_matmul_precision``, ``cuda.matmul.allow_tf32``, ``autocast`` (dtype or null),
     ``compile`` (regions compiled), ``deterministic_algorithms``, ``anomaly_mode``, ``num_threads``,
     ``interop_threads``, ``numa_node_cpus``, ``numa_node_gpu``, ``start_method`` …"""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the allow-list."""
+    """Environment variables in the allow-list."""
     ulimits: dict[str, int] = field(default_factory=dict)
     """Soft limits: ``nofile``, ``memlock``, ``nproc``."""
     shm_bytes: int | None = None
@@ -172,48 +175,49 @@ class StepRow(Struct, kw_only=True, omit_defaults=True, gc=False):
     n: int
     """Number of the step, from 0."""
     of: int = 1
-    """Number of steps in the record: of a long run, several that follow each other are one line,
-    whose times, samples and bytes are their sums. They are read as so many equal steps."""
+    """Number of steps in this line. In a long run, one line holds several consecutive steps, with
+    sums of their times, samples and bytes. They are read as equal steps."""
     t: int
     """Start of the step, ns."""
     dur: int
     """Duration on the host, to the next boundary, ns."""
     phases: dict[str, int] = field(default_factory=dict)
-    """Host time by phase, exclusive, ns: ``data``, ``h2d``, ``forward``, ``backward``,
-    ``optimizer``, the user's own; what is in none is ``other``, or ``between steps`` until the
-    first one begins, where no known loader is drawn from. They add up to ``dur``."""
+    """Exclusive host time by phase, ns: ``data``, ``h2d``, ``forward``, ``backward``,
+    ``optimizer``, or the user's phases. Other time is ``other``, or ``between steps`` before the
+    first phase if no known loader is used. The phases add up to ``dur``."""
     gpu: dict[str, int] | None = None
-    """Device time by phase between CUDA events, ns; ``None``: not measured."""
+    """Device time by phase between CUDA events, ns, or ``None`` if not measured."""
     micro: int = 1
-    """Number of batches that went into it (gradient accumulation)."""
+    """Number of batches in the step (gradient accumulation)."""
     window: int | None = None
-    """Window that was open, whose profiling slowed the step; ``None``: none was."""
+    """Open profiler window, which slowed the step, or ``None``."""
     exporting: bool = False
-    """Whether another thread was writing the trace of a window meanwhile."""
+    """Whether another thread wrote the trace of a window during the step."""
     gc: int = 0
-    """Pauses of the garbage collector, summed, ns."""
+    """Total time of garbage collector pauses, ns."""
     samples: int | None = None
     """Batch size: first dimension of the first tensor."""
     bytes: int | None = None
     """Size of the batch's tensors, bytes."""
     shapes: int | None = None
-    """Index of the batch's shapes among the ``shapes`` events; ``None``: unknown."""
+    """Index of the batch's shapes among the ``shapes`` events, or ``None`` if unknown."""
     padding: float | None = None
-    """Share of padding in the batch's mask, where it was sampled (0 to 1)."""
+    """Share of padding in the batch's mask, if it was sampled (0 to 1)."""
     allocated: int | None = None
-    """Device memory in tensors at the end, bytes."""
+    """Device memory in tensors at the end of the step, bytes."""
     reserved: int | None = None
-    """Device memory held by the allocator at the end, bytes."""
+    """Device memory reserved by the allocator at the end of the step, bytes."""
     peak: int | None = None
     """Peak of device memory in tensors so far, bytes."""
     retries: int | None = None
-    """Number of times so far that the allocator gave back its cache to satisfy a request."""
+    """Number of times so far that the allocator released its cache to satisfy a request."""
     rss: int | None = None
     """Resident memory of the process, bytes (sampled)."""
     evaluation: int = 0
-    """Time between this step and the one before in validation, checkpoints and the like, ns."""
+    """Time between the previous step and this one, such as validation and checkpoints, ns."""
     unused_graphs: int = 0
-    """Number of forwards since the step before that built a graph which no backward followed."""
+    """Number of forward passes since the previous step that built a graph without a backward
+    pass."""
 
 
 THROTTLE_BITS = {
@@ -225,7 +229,7 @@ THROTTLE_BITS = {
 
 
 class GpuSample(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """A sample of one GPU. ``None`` in a field: the driver does not give it."""
+    """A sample of one GPU. A field is ``None`` if the driver does not provide it."""
 
     uuid: str | None = None
     utilisation: int | None = None
@@ -250,7 +254,7 @@ class GpuSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     temperature: int | None = None
     """Temperature, °C."""
     temperature_slowdown: int | None = None
-    """Temperature at which clocks fall, °C."""
+    """Temperature at which clocks are reduced, °C."""
     pcie_gen: int | None = None
     pcie_gen_max: int | None = None
     pcie_width: int | None = None
@@ -259,18 +263,18 @@ class GpuSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """Bytes sent over PCIe per second."""
     pcie_rx: int | None = None
     nvlink_tx: int | None = None
-    """Counter of what was sent over NVLink, KiB."""
+    """Counter of data sent over NVLink, KiB."""
     nvlink_rx: int | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     remapped_rows: int | None = None
     remap_pending: bool | None = None
     xid: list[int] = field(default_factory=list)
-    """Numbers of the XID errors since the sample before."""
+    """Numbers of the XID errors since the previous sample."""
     processes: int | None = None
-    """Number of other processes with a context on it."""
+    """Number of other processes with a context on the GPU."""
     processes_bytes: int | None = None
-    """Memory that those processes hold, bytes."""
+    """Memory of these processes, bytes."""
     gpm: dict[str, float] | None = None
     """GPM metrics, % (Hopper and later): ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …"""
 
@@ -279,22 +283,22 @@ class HostSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """A sample of the host."""
 
     cpu: float | None = None
-    """CPU use, all CPUs together, %."""
+    """Use of all CPUs together, %."""
     process_cpu: float | None = None
     """CPU use of the process and its children, % of one CPU."""
     children_cpu: float | None = None
-    """The part of its children (DataLoader workers), % of one CPU."""
+    """CPU use of the process's children (DataLoader workers), % of one CPU."""
     memory_available: int | None = None
     rss: int | None = None
     """Resident memory of the process, bytes."""
     children_rss: int | None = None
-    """Resident memory of its children (DataLoader workers), bytes; shared pages count in each."""
+    """Resident memory of its children (DataLoader workers), bytes. Shared pages count for each."""
     swap_used: int | None = None
     disk_read: int | None = None
     """Counter of bytes read from disks since boot."""
     disk_write: int | None = None
     throttled: int | None = None
-    """Time that the cgroup's CPU quota stopped it so far, µs."""
+    """Time so far in which the cgroup's CPU quota stopped the process, µs."""
     throttled_periods: int | None = None
 
 
@@ -308,25 +312,24 @@ class Sample(Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class Event(Struct, kw_only=True, omit_defaults=True):
-    """An event of the run: one line of events.jsonl. ``kind`` says which keys ``data`` has.
+    """An event of the run: one line of events.jsonl. ``kind`` determines the keys of ``data``.
 
     ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
     dataset, item (``file(line): function`` that reads a sample), length, multiprocessing_context,
-    trainer (``transformers`` where its Trainer is imported) · ``loader_iter``: id, began_ns (by the
-    clock of the steps; the event itself is written later), workers_started_ns, workers_ended_ns (at
-    the end of its epoch before, ``null``: not recorded), evaluation · ``shapes``: index, shapes,
-    dtypes · ``padding`` (of the token ids
-    that a forward was called with, one in five): padding (share), beyond (share in positions that
-    hold a token in no row), rows, columns · ``labels`` (of a forward, or of a loss that a sample of
-    the stack met): ignored (share), rows, columns, classes (of a loss) · ``window``: window,
-    reason, steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it
-    lay before the training), file, why · ``collect``: file, line, function, times (asked for a full
-    garbage collection for the first, second, fourth, eighth … time) · ``stacks``: frames
-    (``file(line): function``, the innermost perhaps ``<built-in function …>``), stacks (of each:
-    samples since the event before, and its frames as places in ``frames``, the outermost first) ·
-    ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``:
-    steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more could be
-    written), exception, message"""
+    trainer (``transformers`` where its Trainer is imported) · ``loader_iter``: id, began_ns (on the
+    clock of the steps, as the event is written later), workers_started_ns, workers_ended_ns (at the
+    end of the previous epoch, or ``null``), evaluation · ``shapes``: index, shapes, dtypes ·
+    ``padding`` (token ids of one in five forward passes): padding (share), beyond (share in
+    positions without a token in any row), rows, columns · ``labels`` (of a forward pass, or of a
+    loss in a stack sample): ignored (share), rows, columns, classes (of a loss) · ``window``:
+    window, reason, steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``,
+    ``dropped``: before the training), file, why · ``collect``: file, line, function, times (the
+    first, second, fourth, eighth … request for a full garbage collection) · ``stacks``: frames
+    (``file(line): function``, the innermost may be ``<built-in function …>``), stacks (for each:
+    samples since the previous event, and indices in ``frames``, outermost first) · ``warning``:
+    text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``: steps,
+    reason (``finished``, ``exception``, ``interrupted``, ``disk``: disk full), exception,
+    message"""
 
     t: int
     """Time of the event, ns."""
@@ -335,7 +338,7 @@ class Event(Struct, kw_only=True, omit_defaults=True):
 
 
 class RankRecord(Struct, kw_only=True):
-    """Records of one rank: all that was recorded besides its traces."""
+    """Records of one rank, in addition to its traces."""
 
     rank: RankInfo
     steps: list[StepRow] = field(default_factory=list)
@@ -343,7 +346,7 @@ class RankRecord(Struct, kw_only=True):
     events: list[Event] = field(default_factory=list)
     folder: str = ""
     inference: bool = False
-    """Whether the steps are of a loop that does not train: forwards, and nothing learnt."""
+    """Whether the steps belong to a loop of forward passes that does not train."""
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
         """Return the data of all events of a kind, in order."""
@@ -351,7 +354,7 @@ class RankRecord(Struct, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run reached its end; if not it was killed, or is going on."""
+        """Whether the run reached its end. Otherwise, it was killed or is still running."""
         return any(event.kind == "end" for event in self.events)
 
 
@@ -362,30 +365,32 @@ class Recording(Struct, kw_only=True):
     manifest: Manifest
     ranks: dict[int, RankRecord]
     problems: list[str] = field(default_factory=list)
-    """Problems: one line for each damaged file, and how much of it was kept."""
+    """Problems: one line per damaged file, with how much of it was kept."""
 
 
 def is_run(path: str | Path) -> bool:
     """Return whether the path is a run directory."""
     try:
         return Path(path, MANIFEST).is_file()
-    except OSError:  # a folder that may not be looked into
+    except OSError:  # a folder without read permission
         return False
 
 
 def read_recording(path: str | Path) -> Recording:
     """Read a run directory without its traces.
 
-    Raises AdvisorError: no manifest, one that cannot be read, or a schema of another kind. A rank's
-    files that are missing, torn or damaged cost what is damaged (``problems`` lists it). What is
-    not a regular file (a pipe, a device) is not read."""
+    Raises AdvisorError if the manifest is missing, unreadable or of another schema. If a rank's
+    files are missing or damaged, only the damaged parts are lost (see ``problems``). Only regular
+    files are read, not pipes or devices."""
     folder = Path(path)
     try:
-        manifest = _decoded(folder / MANIFEST, Manifest)
+        manifest = _read_object(folder / MANIFEST, Manifest)
     except OSError as error:
         raise AdvisorError(f"{folder}: not a run directory ({error.strerror or error})") from None
     except DAMAGE_ERRORS as error:
-        raise AdvisorError(f"{folder / MANIFEST}: not a manifest ({_short(error)})") from None
+        raise AdvisorError(
+            f"{folder / MANIFEST}: not a manifest ({_describe_error(error)})"
+        ) from None
     if manifest.schema.split("/")[0] != SCHEMA.split("/", maxsplit=1)[0]:
         shown = manifest.schema[:60]
         raise AdvisorError(f"{folder / MANIFEST}: schema {shown!r}, expected {SCHEMA!r}")
@@ -398,53 +403,53 @@ def read_recording(path: str | Path) -> Recording:
 
 def rank_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return the ranks of a run directory with their folders, by name. Raises AdvisorError if it
-    may not be read."""
+    cannot be read."""
     result = []
     try:
         for sub in sorted(folder.glob("rank*")):
             number = sub.name.removeprefix("rank")
             if number.isascii() and number.isdigit() and len(number) <= 6 and sub.is_dir():
                 result.append((int(number), sub))
-    except OSError as error:  # a loop of links, a folder that may not be read
+    except OSError as error:  # a loop of links, or a folder without read permission
         raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
     return result
 
 
-def _decoded(file: Path, kind: type[_T]) -> _T:
+def _read_object(file: Path, kind: type[_T]) -> _T:
     """Read a JSON file of one object. Raises OSError, or one of ``DAMAGE_ERRORS``."""
     return msgspec.json.decode(read_regular(file, MAX_JSON_BYTES), type=kind)
 
 
-def _short(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
 
 
 def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
     try:
-        rank = _decoded(folder / RANK, RankInfo)
+        rank = _read_object(folder / RANK, RankInfo)
     except (OSError, *DAMAGE_ERRORS):
         rank = RankInfo()
         problems.append(f"{folder / RANK}: missing or damaged")
-    steps = _expanded(_read_lines(folder / STEPS, StepRow, problems), folder / STEPS, problems)
-    # a training that was killed in its first steps may have left both: then it is a training
+    steps = _split_lines(_read_lines(folder / STEPS, StepRow, problems), folder / STEPS, problems)
+    # a training that was killed in its first steps may leave both files, and counts as training
     inference = not steps and (folder / INFERENCE).exists()
     if inference:
         file = folder / INFERENCE
-        steps = _expanded(_read_lines(file, StepRow, problems), file, problems)
+        steps = _split_lines(_read_lines(file, StepRow, problems), file, problems)
     return RankRecord(
         rank=rank,
         steps=steps,
         samples=_read_samples(folder / TELEMETRY, problems),
         events=_without_dropped(
-            _read_lines(folder / EVENTS, Event, problems, most=MAX_EVENTS_BYTES)
+            _read_lines(folder / EVENTS, Event, problems, max_bytes=MAX_EVENTS_BYTES)
         ),
         folder=str(folder),
         inference=inference,
     )
 
 
-def _expanded(steps: list[StepRow], file: Path, problems: list[str]) -> list[StepRow]:
-    """Return as many steps as the lines stand for; their sums are those of the lines."""
+def _split_lines(steps: list[StepRow], file: Path, problems: list[str]) -> list[StepRow]:
+    """Split each line into its steps, with the same sums."""
     if all(step.of == 1 for step in steps):
         return steps
     result: list[StepRow] = []
@@ -455,24 +460,25 @@ def _expanded(steps: list[StepRow], file: Path, problems: list[str]) -> list[Ste
             break
         phases = {name: ns // count for name, ns in step.phases.items()}
         dur = sum(phases.values()) if phases else step.dur // count
-        rest = step.dur - count * dur
-        split = msgspec.structs.replace(
+        remainder = step.dur - count * dur
+        equal = msgspec.structs.replace(
             step, of=1, dur=dur, phases=phases, gc=step.gc // count, gpu=None,
             evaluation=0, unused_graphs=0,
             samples=None if step.samples is None else step.samples // count,
             bytes=None if step.bytes is None else step.bytes // count,
         )  # fmt: skip
-        if count > 1:  # what does not divide, and what was measured once, is the first one's
+        if count > 1:  # remainders and single measurements go to the first step
             first = msgspec.structs.replace(
-                split, dur=dur + rest, gpu=step.gpu, evaluation=step.evaluation,
+                equal, dur=dur + remainder, gpu=step.gpu, evaluation=step.evaluation,
                 unused_graphs=step.unused_graphs,
                 phases={k: ns - (count - 1) * phases[k] for k, ns in step.phases.items()},
-                gc=step.gc - (count - 1) * split.gc,
-                samples=_rest(step.samples, count), bytes=_rest(step.bytes, count),
+                gc=step.gc - (count - 1) * equal.gc,
+                samples=_get_remainder(step.samples, count),
+                bytes=_get_remainder(step.bytes, count),
             )  # fmt: skip
             result.append(first)
             result += (
-                msgspec.structs.replace(split, n=step.n + i, t=step.t + rest + i * dur)
+                msgspec.structs.replace(equal, n=step.n + i, t=step.t + remainder + i * dur)
                 for i in range(1, count)
             )
         else:
@@ -480,12 +486,12 @@ def _expanded(steps: list[StepRow], file: Path, problems: list[str]) -> list[Ste
     return result
 
 
-def _rest(total: int | None, count: int) -> int | None:
+def _get_remainder(total: int | None, count: int) -> int | None:
     return None if total is None else total - (count - 1) * (total // count)
 
 
 def _without_dropped(events: list[Event]) -> list[Event]:
-    """Return the events without the windows that lay before the training."""
+    """Return the events without windows before the training."""
     windows = [event for event in events if event.kind == "window"]
     dropped = {str(e.data.get("window")) for e in windows if e.data.get("state") == "dropped"}
     if not dropped:
@@ -494,13 +500,13 @@ def _without_dropped(events: list[Event]) -> list[Event]:
 
 
 def _read_lines(
-    file: Path, kind: type[_T], problems: list[str], most: int = MAX_RECORD_FILE_BYTES
+    file: Path, kind: type[_T], problems: list[str], max_bytes: int = MAX_RECORD_FILE_BYTES
 ) -> list[_T]:
     result: list[_T] = []
-    held = 0
-    for read, item in _lines(file, kind, problems, most):
-        held += memory_weight(item)
-        if held > max(ROOM_BYTES, ROOM_FACTOR * read):
+    memory = 0
+    for read, item in _iterate_lines(file, kind, problems, max_bytes):
+        memory += memory_weight(item)
+        if memory > max(ROOM_BYTES, ROOM_FACTOR * read):
             problems.append(f"{file}: read up to line {len(result):,}: too much for its size")
             break
         result.append(item)
@@ -508,26 +514,26 @@ def _read_lines(
 
 
 def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
-    """Read telemetry within a memory limit: of too much, every second sample, or fourth …"""
+    """Read telemetry within a memory limit: if it is too much, every second sample, or fourth …"""
     samples: list[Sample] = []
-    held, every = 0, 1
-    lines = _lines(file, Sample, problems, MAX_RECORD_FILE_BYTES)
+    memory, stride = 0, 1
+    lines = _iterate_lines(file, Sample, problems, MAX_RECORD_FILE_BYTES)
     for number, (read, sample) in enumerate(lines):
-        if number % every:
+        if number % stride:
             continue
         samples.append(sample)
-        held += memory_weight(sample)
-        while held > max(ROOM_BYTES, ROOM_FACTOR * read) and len(samples) > 1:
-            every *= 2
+        memory += memory_weight(sample)
+        while memory > max(ROOM_BYTES, ROOM_FACTOR * read) and len(samples) > 1:
+            stride *= 2
             del samples[1::2]
-            held = sum(map(memory_weight, samples))
-    if every > 1:
-        problems.append(f"{file}: one sample in {every} kept: too much for its size")
+            memory = sum(map(memory_weight, samples))
+    if stride > 1:
+        problems.append(f"{file}: one sample in {stride} kept: too much for its size")
     return samples
 
 
 def is_sane(item: object) -> bool:
-    """Return whether a run can have a record's times: others are damage, and fit no column."""
+    """Return whether a record's times are possible. Others are damage, and do not fit a column."""
     if isinstance(item, StepRow):
         lengths = item.dur, item.n, item.gc, *item.phases.values()
         if not 1 <= item.of <= MAX_STEPS:
@@ -541,7 +547,7 @@ def is_sane(item: object) -> bool:
 
 
 def memory_weight(item: object) -> int:
-    """Estimate the memory of a record, bytes; drop GPUs beyond ``MAX_GPUS``."""
+    """Estimate the memory of a record, bytes. Drop GPUs beyond ``MAX_GPUS``."""
     if isinstance(item, Sample):
         del item.gpus[MAX_GPUS:]
         return 400 + sum(1200 + 180 * len(gpu.gpm or ()) + 40 * len(gpu.xid) for gpu in item.gpus)
@@ -550,34 +556,34 @@ def memory_weight(item: object) -> int:
     return 400
 
 
-def _lines(
+def _iterate_lines(
     file: Path, kind: type[_T], problems: list[str], max_bytes: int
 ) -> Iterator[tuple[int, _T]]:
-    """Yield the records of a file of JSON lines, each with the bytes read so far; skip damage."""
+    """Yield the records of a JSON Lines file, each with the bytes read so far. Skip damage."""
     decoder = msgspec.json.Decoder(kind)
-    bad = read = 0
+    damaged = read = 0
     try:
         with open_regular(file) as opened:
             if os.fstat(opened.fileno()).st_size > max_bytes:
                 problems.append(f"{file}: read up to {format_size(max_bytes)}")
             for line in read_lines(opened, max_bytes, MAX_LINE_BYTES):
-                # what would take long to decode only to be cut down is not decoded
+                # do not decode large lines that would be cut down anyway
                 if line is None or (kind is not Event and line.count(b"{") > MAX_OBJECTS):
-                    bad += 1
+                    damaged += 1
                     continue
                 read += len(line)
                 try:
                     item = decoder.decode(line)
                 except DAMAGE_ERRORS:
-                    bad += 1
+                    damaged += 1
                     continue
                 if not is_sane(item):
-                    bad += 1
+                    damaged += 1
                     continue
                 yield read, item
     except FileNotFoundError:
         return
     except OSError as error:
         problems.append(f"{file}: cannot be read ({error.strerror or error})")
-    if bad:
-        problems.append(f"{file}: {bad} damaged line{'s' if bad > 1 else ''} left out")
+    if damaged:
+        problems.append(f"{file}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")

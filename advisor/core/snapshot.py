@@ -1,4 +1,4 @@
-"""MemorySnapshot: contents of PyTorch's allocator at an instant and its history, as tables."""
+"""MemorySnapshot: the state of PyTorch's allocator at one instant and its history, as tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import polars as pl
 
 STATES = ("allocated", "pending", "inactive")
-"""States of a block: in a tensor; freed, but another stream may still use it; free for requests."""
+"""States of a block: in a tensor, freed but perhaps in use by another stream, free for requests."""
 ACTIONS = tuple(
     """
         alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap
@@ -36,7 +36,7 @@ BLOCK_SCHEMA: dict[str, Any] = {
     "stack": pl.Int32,  # row of stacks; null: not recorded
     "label": pl.String,  # user's metadata; null: none
 }
-"""Columns of blocks, in order of segment and address: the blocks of a segment fill it."""
+"""Columns of blocks, in order of segment and address. The blocks of a segment fill it."""
 EVENT_SCHEMA: dict[str, Any] = {
     "device": pl.Int32,
     "action": Action,
@@ -49,7 +49,7 @@ EVENT_SCHEMA: dict[str, Any] = {
     "label": pl.String,
     "device_free": pl.Int64,  # out of memory: what the driver still had
 }
-"""Columns of the allocator's events, by device and time: the last ones where the ring was full."""
+"""Columns of the allocator's events, by device and time. A full ring only keeps the last ones."""
 ANNOTATION_SCHEMA: dict[str, Any] = {
     "device": pl.Int32,
     "time_us": pl.Int64,
@@ -59,7 +59,7 @@ ANNOTATION_SCHEMA: dict[str, Any] = {
 
 
 def typed_table(schema: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> pl.DataFrame:
-    """Return a table of one of these schemas; columns that are not given are null."""
+    """Return a table of one of these schemas. Missing columns are null."""
     count = max(map(len, columns.values()), default=0)
     return pl.DataFrame(
         {
@@ -82,28 +82,27 @@ Stack = tuple[SnapshotFrame, ...]
 
 
 class OutOfMemoryText(NamedTuple):
-    """Data in the text of PyTorch's out-of-memory exception. Bytes; ``None``: not in the text."""
+    """Data in the text of PyTorch's out-of-memory exception, in bytes, or ``None`` if missing."""
 
     message: str
     request: int
     capacity: int | None
     free: int | None
-    """Memory free at the driver."""
+    """Free memory of the driver."""
     process: int | None
-    """Memory in use by this process, PyTorch or not."""
+    """Memory in use by this process, inside and outside PyTorch."""
     allocated: int | None
     """Memory in tensors."""
     reserved: int | None
-    """Memory reserved by PyTorch, tensors included."""
+    """Memory reserved by PyTorch, including tensors."""
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
     """A snapshot of the caching allocator. Treat the frames as read-only. Missing values are null.
 
-    ``segments`` and ``blocks`` are the state when it was taken; ``events`` the history up to then,
-    where ``torch.cuda.memory._record_memory_history`` was on, and only the last ``max_entries`` of
-    it."""
+    ``segments`` and ``blocks`` are the state when the snapshot was taken. ``events`` are the last
+    ``max_entries`` of its history, if ``torch.cuda.memory._record_memory_history`` was on."""
 
     path: str
     segments: pl.DataFrame
@@ -112,16 +111,16 @@ class MemorySnapshot:
     annotations: pl.DataFrame
     stacks: tuple[Stack, ...]
     settings: dict[str, str] = field(default_factory=dict)
-    """Settings of the allocator, as text, where the file has them (PyTorch 2.2 and later)."""
+    """Settings of the allocator, as text, if the file has them (PyTorch 2.2 and later)."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of entries that were left out, by reason."""
     source: Literal["allocator", "timeline", "trace"] = "allocator"
-    """Origin of the tables: only the allocator's own file has real segments."""
+    """Origin of the tables. Only the allocator's own file has real segments."""
     categories: tuple[str, ...] = ()
-    """Category of each stack, where the file has no stacks but says what its blocks were for."""
+    """Category of each stack, if the file has no stacks but gives categories of its blocks."""
     exception: OutOfMemoryText | None = None
-    """Text of an exception, where there is nothing else: one event, one block, one segment stand
-    for it."""
+    """Text of an exception, if it is the only input. The tables then have one event, block and
+    segment."""
 
     @property
     def devices(self) -> list[int]:

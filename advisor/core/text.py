@@ -1,6 +1,6 @@
-"""Text for numbers: each unit, phrase and counted noun is written here, once for everybody.
+"""Text for numbers: the only place that formats units, phrases and counted nouns.
 
-A value is written in one way wherever it stands: three digits, in the unit it is read best in."""
+A value looks the same everywhere: three digits, in its most readable unit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLASS_LABELS: Final = {
     "memset": "exposed memsets",
     "idle": "idle",
 }
-"""Full names of the classes of device time; ``exposed``: under none of those before it."""
+"""Full names of the classes of device time. ``exposed``: not hidden by the classes before it."""
 
 CAUSE_LABELS: Final = {
     "loader": "data loader", "sync": "host in a sync", "copy": "host in a copy",
@@ -61,22 +61,25 @@ PATH_LABELS: Final = {
 }
 """Names of parts of the critical path (``replay.replay_quality.path_composition``)."""
 
-_INPUT: Final = {"loader": "input pipeline"}
-_ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPUT, "jax": _INPUT}
-"""Names that differ from those of PyTorch, by ``TraceMeta.framework``."""
+_INPUT_NAMES: Final = {"loader": "input pipeline"}
+_FRAMEWORK_NAMES: Final[Mapping[str | None, Mapping[str, str]]] = {
+    "tensorflow": _INPUT_NAMES,
+    "jax": _INPUT_NAMES,
+}
+"""Names that differ from PyTorch's, by ``TraceMeta.framework``."""
 
 
 def shorten_path(file: str, width: int) -> str:
-    """Return a path in ``width`` characters: relative to here when it is below, else its last
-    folders and its name if it is long."""
-    file = clean(file.removeprefix(_here()))
+    """Return a path in ``width`` characters, relative to the working folder. If it is longer,
+    return its last folders and its name."""
+    file = clean(file.removeprefix(_get_working_folder()))
     if len(file) <= width:
         return file
     end = file[len(file) - width + 1 :]
     return f"…{end[max(0, end.find('/')) :]}"
 
 
-def _here() -> str:
+def _get_working_folder() -> str:
     try:
         return f"{Path.cwd()}{os.sep}"
     except OSError:  # the working folder was deleted
@@ -87,38 +90,39 @@ def format_duration(ns: float | None) -> str:
     """Return a duration with its unit: ``87.9 ms``, ``1.22 s``, ``104 µs``, ``1,230 s``."""
     if ns is None:
         return NOT_MEASURED
-    number, unit = _time(ns)
+    number, unit = _split_duration(ns)
     return f"{number} {unit}"
 
 
-_SECONDS: Final = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
+_TIME_UNITS: Final = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
 
 
-def _time(ns: float) -> tuple[str, str]:
+def _split_duration(ns: float) -> tuple[str, str]:
     if not ns:
         return "0", "ms"
-    for unit, size in _SECONDS:
+    for unit, size in _TIME_UNITS:
         if abs(ns) >= 0.9995 * size:  # what rounds to 1,000 of the smaller unit
-            return _digits(ns / size), unit
+            return _format_digits(ns / size), unit
     return f"{ns:.0f}", "ns"
 
 
-def _digits(value: float) -> str:
-    """Return a number with three significant digits, or all of them before the point."""
+def _format_digits(value: float) -> str:
+    """Return a number with three significant digits, or all digits before the point."""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")
 
 
 def format_range(low: float, high: float) -> str:
-    """Return a range, its unit once where both ends have the same: ``390 to 412 ms``."""
-    (first, unit), (second, other) = _time(low), _time(high)
+    """Return a range. If both ends have the same unit, it is written once: ``390 to 412 ms``."""
+    (first, unit), (second, other) = _split_duration(low), _split_duration(high)
     if unit == other or not low:
         return f"{first} to {second} {other}"
     return f"{first} {unit} to {second} {other}"
 
 
 def format_bin(low: float, high: float) -> str:
-    """Return a bin of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
-    unit, size = next((item for item in _SECONDS if high >= item[1]), ("ns", 1.0))
+    """Return a bin of a histogram, with as many digits as its width needs: ``100.5 to 101.0
+    ms``."""
+    unit, size = next((item for item in _TIME_UNITS if high >= item[1]), ("ns", 1.0))
     width = (high - low) / size
     if width <= 0:
         return format_duration(low)
@@ -138,12 +142,12 @@ def format_bytes_change(size: float) -> str:
 
 
 def format_cell(value: Value | None, write: Callable[[Value], str]) -> str:
-    """Return a table's cell: the value as ``write`` gives it, or the cell without a value."""
+    """Return a table's cell: the value formatted by ``write``, or the text of an empty cell."""
     return EMPTY_CELL if value is None else write(value)
 
 
 def format_share_change(share: float | None) -> str:
-    """Return a relative difference with its sign: ``+12.3%``; no sign for zero."""
+    """Return a relative difference with its sign: ``+12.3%``. Zero has no sign."""
     if share is None:
         return NOT_MEASURED
     text = f"{abs(share):,.{1 if abs(share) < 10 else 0}%}"
@@ -151,12 +155,12 @@ def format_share_change(share: float | None) -> str:
 
 
 def with_sign(value: float, text: str) -> str:
-    """Return the text of a value's amount with the value's sign before it; none for zero."""
+    """Return the text of an amount with the value's sign before it. Zero has no sign."""
     return f"{'+' if value > 0 else '−' if value < 0 else ''}{text}"
 
 
 def format_share(share: float | None) -> str:
-    """Return a share of 1 as a percentage; ``<1%`` for what would round to nothing."""
+    """Return a share (0 to 1) as a percentage, or ``<1%`` if it would round to zero."""
     if share is None:
         return NOT_MEASURED
     if 0 < share < 0.005:
@@ -169,13 +173,13 @@ def format_bytes(size: float | None) -> str:
     if size is None:
         return NOT_MEASURED
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(size) >= 0.9995 * scale:  # what would be written with four digits of the smaller one
-            return f"{_digits(size / scale)} {unit}"
+        if abs(size) >= 0.9995 * scale:  # would have four digits in the smaller unit
+            return f"{_format_digits(size / scale)} {unit}"
     return f"{size:.0f} B"
 
 
 def format_count(value: float | None) -> str:
-    """Return a number of things: whole when it is."""
+    """Return a number of things, without decimals if it is whole."""
     if value is None:
         return NOT_MEASURED
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 100 else f"{value:,.1f}"
@@ -183,25 +187,25 @@ def format_count(value: float | None) -> str:
 
 def count_noun(value: float, noun: str, plural: str = "") -> str:
     """Return a number of things with its noun: ``1 kernel``, ``3 copies``, ``1,234 steps``.
-    ``plural``: where it is not made with -s or -ies."""
-    return f"{format_count(value)} {noun if value == 1 else plural or _plural(noun)}"
+    ``plural``: an irregular plural."""
+    return f"{format_count(value)} {noun if value == 1 else plural or _make_plural(noun)}"
 
 
 def lower_first(sentence: str) -> str:
-    """Return a sentence with its first letter in lower case, to go on within another sentence."""
+    """Return a sentence with its first letter in lower case, for use within another sentence."""
     return sentence[:1].lower() + sentence[1:]
 
 
 def with_article(words: str) -> str:
-    """Return words with the article of their first one: ``an 87.1 ms step``, ``a 90 ms step``."""
+    """Return words with their indefinite article: ``an 87.1 ms step``, ``a 90 ms step``."""
     return f"{'an' if _VOWEL.match(words) else 'a'} {words}"
 
 
 _VOWEL: Final = re.compile(r"8|(11|18)(?!\d)|[aeio]", re.IGNORECASE)
-"""Beginnings read with "an": 8, 80 …; 11 and 18, alone or of thousands; vowels."""
+"""Pattern of words read with "an": 8, 80 …, 11 and 18 alone or as thousands, and vowels."""
 
 
-def _plural(noun: str) -> str:
+def _make_plural(noun: str) -> str:
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         return f"{noun[:-1]}ies"
     hissing = noun.endswith(("s", "x", "ch", "sh")) and not noun.endswith("epoch")
@@ -209,12 +213,12 @@ def _plural(noun: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return three significant digits, or all before the point; a whole number with all."""
-    return f"{value:,.0f}" if value == round(value) else _digits(value)
+    """Return three significant digits, or all digits before the point or of a whole number."""
+    return f"{value:,.0f}" if value == round(value) else _format_digits(value)
 
 
 def format_rate(amount: float, unit: str) -> str:
-    """Return a rate in the unit that GPUs' are given in (TFLOP/s, GB/s), or a smaller one."""
+    """Return a rate in the usual unit of GPUs (TFLOP/s, GB/s), or a smaller one."""
     units = (("T", 1e12), ("G", 1e9), ("M", 1e6)) if unit == "FLOP/s" else (("G", 1e9), ("M", 1e6))
     for letter, scale in units:
         if abs(amount) >= 0.1 * scale or amount == 0:
@@ -261,9 +265,9 @@ def location_names(
     path_width: int = 60,
     short: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return the parts of a place: the line of code, the op, the kernel, the step. ``short``:
-    labels of names that are listed with others (:func:`labels_by_name`)."""
-    known = short or {}
+    """Return the parts of a place: line of code, operator, kernel, step. ``short``: labels that
+    tell names in a list apart (:func:`labels_by_name`)."""
+    labels = short or {}
     parts = []
     if location.layer is not None and location.around_layer:
         parts.append(shorten(clean(location.layer), path_width))
@@ -276,33 +280,33 @@ def location_names(
         if location.layer is not None:
             parts.append(shorten(clean(location.layer), path_width))
     if location.op is not None:
-        parts.append(known.get(location.op) or kernel_label(location.op, name_width))
+        parts.append(labels.get(location.op) or kernel_label(location.op, name_width))
     if location.kernel is not None:
-        parts.append(known.get(location.kernel) or kernel_label(location.kernel, name_width))
+        parts.append(labels.get(location.kernel) or kernel_label(location.kernel, name_width))
     if location.step is not None:
         parts.append(shorten(clean(location.step), name_width))
     return parts
 
 
-NEARLY_ALL: Final = 0.9
-"""Share of a finding's time from which one place stands for all."""
+MIN_MAIN_SHARE: Final = 0.9
+"""Minimum share of a finding's time at which one place represents all."""
 
 
 def location_figures(location: Location, steps: int = 1, per: Per = "step") -> list[str]:
-    """Return how often it happens here, and how long the worst instance takes. ``steps``: those
-    that events of the trace are counted in, each a ``per``."""
+    """Return how often a finding occurs at a place, and how long the worst instance takes.
+    ``steps``: number of steps in which events are counted. ``per``: their unit."""
     parts = []
     # one instance of one of several layers is an example
     count = None if location.count == 1 and (location.layer or "")[:1].isdigit() else location.count
     if count is not None:
         steps = steps if location.dur_ns is not None else 1
-        each = count / steps if count >= steps else count
-        often = f"{format_number(each)}×"
+        mean_count = count / steps if count >= steps else count
+        amount = f"{format_number(mean_count)}×"
         if location.counted:
-            often = f"{format_number(each)} {location.counted}{'s' * (each != 1)} here"
-        over = f" {format_per(per)}" if count >= steps else f" in {count_noun(steps, per)}"
-        parts.append(f"{often}{over}" if steps > 1 else often)
-    if location.share is not None and location.share < NEARLY_ALL:
+            amount = f"{format_number(mean_count)} {location.counted}{'s' * (mean_count != 1)} here"
+        unit = f" {format_per(per)}" if count >= steps else f" in {count_noun(steps, per)}"
+        parts.append(f"{amount}{unit}" if steps > 1 else amount)
+    if location.share is not None and location.share < MIN_MAIN_SHARE:
         parts.append(f"{format_share(location.share)} of this finding's time")
     if location.dur_ns is not None:
         worst = "worst " if count is not None and count > 1 else ""
@@ -315,7 +319,7 @@ def location_figures(location: Location, steps: int = 1, per: Per = "step") -> l
 
 
 def format_gain(finding: Finding) -> str:
-    """Return the saving of a fix: ``up to 87.9 ms per step, 19%``; else why there is no figure."""
+    """Return the saving of a fix, ``up to 87.9 ms per step, 19%``, or why there is no figure."""
     impact = finding.impact
     if impact is None:
         return "no estimated gain"
@@ -335,29 +339,29 @@ def format_saving(impact: Impact) -> str:
     """Return the time that a fix saves: ``up to 87.9 ms``."""
     gain = format_duration(impact.gain_ns)
     if impact.kind == "lower bound":
-        known = impact.low_ns is None or format_duration(impact.low_ns) == gain
-        return f"{'at least ' * known}{gain}"
+        has_no_range = impact.low_ns is None or format_duration(impact.low_ns) == gain
+        return f"{'at least ' * has_no_range}{gain}"
     return f"{'up to ' * is_upper_bound(impact)}{gain}"
 
 
 def is_upper_bound(impact: Impact) -> bool:
     """Return whether the gain is the upper end of its range, and the range is wide or the gain is
-    exposed time: no fix saves more, and it may save much less."""
+    exposed time. The fix saves no more, and may save much less."""
     gain = impact.gain_ns or 0
-    if (impact.high_ns or 0) > NEAR_HIGH * gain:
+    if (impact.high_ns or 0) > MAX_HIGH_RATIO * gain:
         return False
-    wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW * gain
-    return impact.kind == "upper bound" or (wide and impact.high_ns is not None)
+    is_wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW * gain
+    return impact.kind == "upper bound" or (is_wide and impact.high_ns is not None)
 
 
-NEAR_HIGH = 1.05
-"""High end of a range over the gain, up to which they count as one."""
+MAX_HIGH_RATIO = 1.05
+"""Maximum ratio of a range's high end to the gain at which they count as equal."""
 WIDE_LOW = 0.5
-"""Share of a gain below which the low end of its range is far from it."""
+"""Ratio of a range's low end to the gain below which the range is wide."""
 
 
 def format_gain_range(finding: Finding) -> str | None:
-    """Return the range of the gain, ``8 to 15 ms``, ``8 ms or more``; ``None``: it has none."""
+    """Return the range of the gain, ``8 to 15 ms`` or ``8 ms or more``, or ``None`` without one."""
     impact = finding.impact
     if impact is None or impact.low_ns is None:
         return None
@@ -372,7 +376,8 @@ def format_gain_range(finding: Finding) -> str | None:
 
 
 def list_names(names: Iterable[str], limit: int = 0) -> str:
-    """Join names: ``a, b and c``; the first ``limit`` of more: ``a, b and 12 more``."""
+    """Join names: ``a, b and c``. Beyond ``limit`` names, count the others: ``a, b and 12
+    more``."""
     items = list(names)
     if 0 < limit < len(items):
         items[limit:] = [f"{len(items) - limit:,} more"]
@@ -380,7 +385,7 @@ def list_names(names: Iterable[str], limit: int = 0) -> str:
 
 
 def describe_crashes(result: Sequence[Crash]) -> str:
-    """Return a sentence on the ranks that an exception ended; empty: there is none."""
+    """Return a sentence on the ranks that ended with an exception. Empty without any."""
     if not result:
         return ""
     first = result[0]
@@ -395,11 +400,12 @@ def describe_crashes(result: Sequence[Crash]) -> str:
 
 
 _MAX_SENTENCE: Final = 200
-"""Length limit of a sentence, characters: two lines of an overview."""
+"""Maximum length of a sentence, characters: two lines of an overview."""
 
 
 def split_sentences(text: str, room: int) -> tuple[str, str]:
-    """Return as many of a text's sentences as have room, one at least, and the others."""
+    """Return the text's first sentences that fit in ``room`` characters, at least one, and the
+    others."""
     first, *others = re.split(r"(?<=[a-z)`%\d_]\.)\s+(?=[A-Z])", clean(text))
     while others and len(first) + 1 + len(others[0]) <= room:
         first = f"{first} {others.pop(0)}"
@@ -407,19 +413,19 @@ def split_sentences(text: str, room: int) -> tuple[str, str]:
 
 
 def split_verdict(verdict: str, room: int) -> tuple[str, str]:
-    """Return a page's headline and the text below it: the first problem comes before the
-    measurement that a verdict opens with, which the page's figures have too."""
-    measured, first, rest = verdict.partition(" First: ")
-    if not first or split_sentences(measured, 0)[1]:  # a crash, say, comes before all
+    """Return a page's headline and the text below it. The first problem comes before the
+    measurement that opens a verdict, because the page's figures show it too."""
+    measurement, separator, problem = verdict.partition(" First: ")
+    if not separator or split_sentences(measurement, 0)[1]:  # for example, a crash comes first
         return split_sentences(verdict, room)
-    title, more = split_sentences(f"{rest[:1].upper()}{rest[1:]}", room)
-    return title, f"{more} {clean(measured)}".strip()
+    title, remaining = split_sentences(f"{problem[:1].upper()}{problem[1:]}", room)
+    return title, f"{remaining} {clean(measurement)}".strip()
 
 
 def first_sentence(text: str) -> str:
-    """Return a text's first sentence, or as many of its words as have room."""
+    """Return a text's first sentence, cut if it is too long."""
     text = clean(text).strip()
-    first = _END.split(text, maxsplit=1)[0].rstrip(".:;")
+    first = _SENTENCE_END.split(text, maxsplit=1)[0].rstrip(".:;")
     if len(first) <= _MAX_SENTENCE:
         return first
     cut = first[:_MAX_SENTENCE].rsplit(" ", 1)[0]
@@ -428,19 +434,19 @@ def first_sentence(text: str) -> str:
 
 
 def first_clause(text: str) -> str:
-    """Return the part of a text's first sentence that says what to do, without the reason."""
-    return _REASON.split(first_sentence(text))[0]
+    """Return the action in a text's first sentence, without the reason."""
+    return _REASON_START.split(first_sentence(text))[0]
 
 
-_END: Final = re.compile(
+_SENTENCE_END: Final = re.compile(
     r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])|(?<=[A-Za-z_)%`]{2}\.)\s+(?=[A-Z\d]|[a-z]+(?:::|[A-Z_(]|\.[a-z]))"
 )
-"""End of a sentence: before a capital letter, and of a longer word before a figure or a name of
-code such as ``cudaFree``, ``aten::copy_`` and ``torch.compile``."""
-_REASON: Final = re.compile(
+"""End of a sentence: before a capital letter, or after a longer word before a figure or a code name
+such as ``cudaFree``, ``aten::copy_`` or ``torch.compile``."""
+_REASON_START: Final = re.compile(
     r"(?<=.{12})(?:: (?=(?:the|it|this|that|one|\d)\b)|, (?:which|because|so that|and) |; )"
 )
-"""Begin of a reason, behind a clause long enough to stand alone."""
+"""Beginning of a reason, after a clause that is long enough to be read alone."""
 
 _PER: Final[Mapping[str, str]] = {
     "step": "per step", "repetition": "per repetition", "inference": "per inference",
@@ -459,28 +465,32 @@ def format_of(unit: Per) -> str:
 
 
 def cause_label(cause: str, framework: str | None = None, *, outside: bool = False) -> str:
-    """Return the name of an idle cause, in the words of the program's framework. ``outside``: what
-    is unknown is of code outside operators (``IdleCause.outside_operators``)."""
+    """Return the name of an idle cause, in the words of the program's framework. ``outside``: an
+    unknown cause is code outside operators (``IdleCause.outside_operators``)."""
     if outside and cause == "unknown":
         return HOST_LABELS[cause]
-    return _own(cause, framework) or CAUSE_LABELS.get(cause, clean(cause).replace("_", " "))
+    return _find_framework_name(cause, framework) or CAUSE_LABELS.get(
+        cause, clean(cause).replace("_", " ")
+    )
 
 
 def idle_label(part: IdleCause, framework: str | None = None) -> str:
-    """Return the name of a part of the idle time; of an unknown one, what is known of it."""
+    """Return the name of a part of the idle time, with what is known about an unknown cause."""
     return cause_label(part.cause, framework, outside=part.outside_operators)
 
 
 def host_label(name: str, framework: str | None = None) -> str:
     """Return the name of a class of host time, in the words of the program's framework."""
-    return _own(name, framework) or HOST_LABELS.get(name, clean(name).replace("_", " "))
+    return _find_framework_name(name, framework) or HOST_LABELS.get(
+        name, clean(name).replace("_", " ")
+    )
 
 
 def path_label(name: str, framework: str | None = None) -> str:
     """Return the name of a part of the critical path, in the words of the program's framework."""
-    own = _own(name, framework)
-    return f"the {own}" if own else PATH_LABELS.get(name, clean(name))
+    framework_name = _find_framework_name(name, framework)
+    return f"the {framework_name}" if framework_name else PATH_LABELS.get(name, clean(name))
 
 
-def _own(name: str, framework: str | None) -> str | None:
-    return _ELSEWHERE.get(framework, {}).get(name)
+def _find_framework_name(name: str, framework: str | None) -> str | None:
+    return _FRAMEWORK_NAMES.get(framework, {}).get(name)

@@ -1,4 +1,4 @@
-"""Trace and Run: the typed, columnar tables that everything else reads."""
+"""Trace and Run: the typed, columnar tables that all analysis reads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"
 TF_DATA = "tf.data::"
 """Prefix of the names of waits for TensorFlow's input pipeline."""
 ANOTHER_TRACE = "of another trace behind the first one in the same file"
-"""Reason given for events that were left out and that nobody counted."""
+"""Reason for events that were left out without being counted."""
 DEVICE_STEPS = "device steps"
 STEP_MARKS = ("StepTraceAnnotation", "step_num", "program", DEVICE_STEPS)
 """Values of ``TraceMeta.step_marks``: JAX's, TensorFlow's, the period of a program that is called
-again and again, and the line ``Steps`` that the profiler derived of a device's work."""
+repeatedly, and the line ``Steps`` that the profiler derived from a device's work."""
 _STEP, _MARKED_STEP = r"^ProfilerStep\s*#?\d+", r"^(?:step #|ProfilerStep\s*#?)\d+$"
 LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
-"""Regular expression of the ranges in which the loop waits for its next batch."""
+"""Regular expression of ranges in which the loop waits for its next batch."""
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
 GPU_KINDS = ("kernel", "memcpy", "memset")
 COPIES = ("HtoD", "DtoH", "DtoD", "PtoP", "HtoH", "other")
@@ -58,7 +58,7 @@ CALLS = (
     "other",
 )
 BLOCKING_CALLS = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
-"""Classes of calls that may hold the host until the device is done."""
+"""Classes of calls that may block the host until the device is done."""
 
 CpuKind = pl.Enum(CPU_KINDS)
 GpuKind = pl.Enum(GPU_KINDS)
@@ -72,7 +72,7 @@ CPU_SCHEMA: dict[str, Any] = {
     "kind": CpuKind,
     "name": pl.Categorical,
     "thread": pl.Int32,  # row of Trace.threads
-    "parent": pl.Int32,  # row of the innermost event around it on its thread; null: none
+    "parent": pl.Int32,  # row of the innermost event around it on its thread, or null
     "depth": pl.Int32,  # 0: outermost on its thread
     "call": Call,  # class of runtime or driver call; null for the other kinds
     "correlation": pl.Int64,  # null: none
@@ -101,11 +101,11 @@ GPU_SCHEMA: dict[str, Any] = {
     "dst": pl.Categorical,
     "blocks": pl.Int64,  # gridX * gridY * gridZ
     "threads": pl.Int32,  # blockX * blockY * blockZ
-    "registers": pl.Int32,  # a thread
-    "shared": pl.Int64,  # shared memory a block, bytes
+    "registers": pl.Int32,  # per thread
+    "shared": pl.Int64,  # shared memory per block, bytes
     "blocks_per_sm": pl.Float64,
     "warps_per_sm": pl.Float64,
-    "occupancy": pl.Float64,  # est. achieved occupancy, percent, 0 is often rounding; null: none
+    "occupancy": pl.Float64,  # estimated achieved occupancy, %; 0 is often rounding; or null
     "active_blocks": pl.Float64,  # activeBlocksPerMultiprocessor, newer profilers only
     "limits": pl.Categorical,  # limitingFactors, newer profilers only
     "graph": pl.Int64,
@@ -150,7 +150,8 @@ INPUTS_SCHEMA: dict[str, Any] = {
     "strides": pl.String,  # JSON text; empty: not recorded
     "concrete": pl.String,  # JSON text; empty: not recorded
 }
-"""Columns of the distinct input descriptions of ops, each shared by all ops that have it."""
+"""Columns of the distinct input descriptions of operators. Operators with equal inputs share
+one."""
 
 COMMS_SCHEMA: dict[str, Any] = {
     "collective": pl.String,  # allreduce, _allgather_base, …
@@ -164,8 +165,8 @@ COMMS_SCHEMA: dict[str, Any] = {
     "in_split": pl.String,
     "out_split": pl.String,
     "sequence": pl.Int64,
-    "source": pl.Int64,  # of a send and its receive: who sends …
-    "target": pl.Int64,  # … and to whom; null: no such, or not recorded
+    "source": pl.Int64,  # sending rank of a send and its receive
+    "target": pl.Int64,  # receiving rank; both null if not recorded
 }
 """Columns of the distinct descriptions of collectives."""
 
@@ -174,7 +175,8 @@ THREADS_SCHEMA: dict[str, Any] = {"pid": pl.String, "tid": pl.String, "name": pl
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as ``deviceProperties`` describes it; ``None``: not in the file."""
+    """A GPU as ``deviceProperties`` describes it. ``None`` in a field if the file does not have
+    it."""
 
     id: int
     name: str | None = None
@@ -192,20 +194,20 @@ class Capture(NamedTuple):
     """Result of matching the replays of a CUDA graph with a recording of its capture."""
 
     row: int
-    """First row of ``cpu`` that is from the capture: operators and frames of no length."""
+    """First row of ``cpu`` from the capture: operators and frames of zero length."""
     launches: int | None
-    """Number of launches that went into the graph; ``None``: several graphs were captured."""
+    """Number of launches in the graph, or ``None`` if several graphs were captured."""
     matched: float
     """Share of the replayed work that has a launch in the capture."""
 
 
 @dataclass(frozen=True)
 class TraceMeta:
-    """Metadata of a trace: what the file says about itself, and what was lost in reading it."""
+    """Metadata of a trace: the file's own description, and what was lost while reading it."""
 
     path: str
     format: str = KINETO
-    """Name of the reader; of a trace that advisor wrote itself, that of its source."""
+    """Name of the reader. For a trace that advisor wrote itself, the reader of its source."""
     framework: str | None = None
     """Framework of the program: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or
     HIP and none of these), or ``None`` when nothing identifies it."""
@@ -231,42 +233,42 @@ class TraceMeta:
     """Number of events that were left out, by reason."""
     truncated: bool = False
     damage: str | None = None
-    """Error message of the unpacker; ``None``: the file is sound."""
+    """Error message of the unpacker, or ``None`` if the file is intact."""
     bytes_read: int = 0
     """Uncompressed size, bytes."""
     sync_events: bool = False
     """Whether ``cuda_sync`` rows were recorded."""
     nesting_repaired: int = 0
-    """Number of host events whose end was cut to the end of the event around them."""
+    """Number of host events shortened to end with the event around them."""
     window: int = 0
-    """Number of the profiler window of its rank, from 0."""
+    """Number of the rank's profiler window, from 0."""
     example: bool = field(default=False, compare=False)
-    """Whether code wrote it to show one thing: nothing is concluded from how little is in it."""
+    """Whether code wrote the trace as an example. A small size then means nothing."""
     snapshot: MemorySnapshot | None = None
-    """Allocator snapshot, if the file is one: the tables of its trace are then empty."""
+    """Allocator snapshot, if the file is one. The trace's tables are then empty."""
     kernel_profiles: KernelProfiles | None = None
-    """Counters of single kernels: from a file that holds nothing else, or given beside a trace."""
+    """Counters of single kernels, from a file of their own or given with a trace."""
     compilation: CompileLog | None = None
-    """Logs of torch.compile: from a file that holds nothing else, or given beside a trace."""
+    """Logs of torch.compile, from a file of their own or given with a trace."""
     flight: tuple[FlightDump, ...] = ()
-    """Dumps of the flight recorder: from a file that is one, or given beside a trace."""
+    """Dumps of the flight recorder, from a file of their own or given with a trace."""
     network: NetworkLog | None = None
-    """Logs of NCCL and topologies: from a file that holds nothing else, or given beside a trace."""
+    """Logs of NCCL and topologies, from a file of their own or given with a trace."""
     layer_times: bool = False
     """Whether rows are the layers of one inference, with mean times (``Reader.layer_times``)."""
     step_marks: str | None = None
-    """Kind of step marks, of STEP_MARKS, where they are not PyTorch's: the marks are then ranges
+    """Kind of step marks, one of STEP_MARKS, if they are not PyTorch's. The marks are then ranges
     ``step #<n>``."""
     step_ranges: str | None = None
-    """Regular expression of the ranges that the user says are steps; ``None``: not given."""
+    """Regular expression of ranges that the user declared to be steps, or ``None``."""
     gpu: str | None = None
-    """GPU that the user says ran the work (``GpuSpec.name``); ``None``: not given."""
+    """GPU that ran the work according to the user (``GpuSpec.name``), or ``None``."""
 
     cpu_samples: pl.DataFrame | None = None
-    """Samples of running threads: ``thread`` (row of ``threads``), ``ts``, ``end`` (ns; from a
-    sample to the next one of its thread), ``name`` (function). ``None``: not recorded."""
+    """Samples of running threads: ``thread`` (row of ``threads``), ``ts``, ``end`` (ns, the time of
+    the thread's next sample), ``name`` (function). ``None`` if not recorded."""
     capture: Capture | None = None
-    """Recording that names the work of replayed graphs; ``None``: there is none."""
+    """Recording that names the work of replayed graphs, or ``None``."""
 
     @property
     def is_pytorch(self) -> bool:
@@ -275,8 +277,8 @@ class TraceMeta:
 
     @property
     def step_names(self) -> str:
-        """Regular expression of the ranges that mark steps: ``ProfilerStep#<n>`` of PyTorch, ``step
-        #<n>`` of others (``step_marks``; older exports of advisor have PyTorch's there)."""
+        """Regular expression of ranges that mark steps: ``ProfilerStep#<n>`` for PyTorch, ``step
+        #<n>`` for others (``step_marks``, or PyTorch's marks in older exports of advisor)."""
         return _STEP if self.step_marks is None else _MARKED_STEP
 
 
@@ -284,8 +286,8 @@ class TraceMeta:
 class Trace:
     """Tables of one rank's profiler window, with a fixed schema. Treat the frames as read-only.
 
-    Times are int64 nanoseconds from the trace's start. Every device row knows its launch row and
-    op; every host row knows its parent. Missing values are null: not measured."""
+    Times are int64 nanoseconds from the trace's start. Every device row has its launch row and
+    operator, and every host row its parent. Null means not measured."""
 
     cpu: pl.DataFrame
     gpu: pl.DataFrame
@@ -299,8 +301,8 @@ class Trace:
 
     @cached_property
     def main_thread(self) -> int | None:
-        """Row of ``threads`` that drives the step: the one with marks of steps, else with pid =
-        tid, else with most host rows; ``None`` when there are no host rows."""
+        """Row of ``threads`` that drives the step: the thread with step marks, else with pid = tid,
+        else with most host rows. ``None`` without host rows."""
         host = self.cpu.filter(pl.col("kind") != "overhead")
         if host.is_empty():
             return None
@@ -311,34 +313,34 @@ class Trace:
         if not steps.is_empty():
             return int(steps["thread"][0])
         counts = host.group_by("thread").len().sort("len", descending=True)
-        own = self.threads.with_row_index("thread").filter(pl.col("pid") == pl.col("tid"))
+        main_threads = self.threads.with_row_index("thread").filter(pl.col("pid") == pl.col("tid"))
         for thread in counts["thread"].to_list():
-            if thread in own["thread"]:
+            if thread in main_threads["thread"]:
                 return int(thread)
         return int(counts["thread"][0])
 
     def device(self, device_id: int) -> Device | None:
-        """Return the properties of a device; ``None``: the file does not have them."""
+        """Return the properties of a device, or ``None`` if the file does not have them."""
         return next((d for d in self.meta.devices if d.id == device_id), None)
 
     def working_device(self, device_id: int) -> Device | None:
-        """Return the properties of a device that ran work of this file; ``None``: unknown.
+        """Return the properties of a device that ran work of this file, or ``None`` if unknown.
 
-        A process that sees one device, or several of one model, may have it under another number
-        there than in its events (HIP_VISIBLE_DEVICES, containers): then the model is still known.
+        The properties may number a device differently from the events (HIP_VISIBLE_DEVICES,
+        containers). If all listed devices are of one model, the model is still known.
         """
-        own = self.device(device_id)
-        if own is None and self.meta.devices:
+        result = self.device(device_id)
+        if result is None and self.meta.devices:
             devices = {replace(d, id=device_id) for d in self.meta.devices}
-            own = devices.pop() if len(devices) == 1 else None
-        if self.meta.gpu is not None and (own is None or own.name is None):
-            own = replace(own or Device(device_id), name=self.meta.gpu)
-        return own
+            result = devices.pop() if len(devices) == 1 else None
+        if self.meta.gpu is not None and (result is None or result.name is None):
+            result = replace(result or Device(device_id), name=self.meta.gpu)
+        return result
 
 
-def blank_trace(path: str, rank: int | None = None, **known: Any) -> Trace:
-    """Return an empty trace: of a run whose profiled window was never reached, or of a file that
-    holds something else. ``known``: fields of its ``meta``."""
+def blank_trace(path: str, rank: int | None = None, **fields: Any) -> Trace:
+    """Return an empty trace, for a run that never reached its profiled window, or for a file of
+    another kind. ``fields``: fields of its ``meta``."""
     return Trace(
         cpu=pl.DataFrame(schema=CPU_SCHEMA),
         gpu=pl.DataFrame(schema=GPU_SCHEMA),
@@ -348,7 +350,7 @@ def blank_trace(path: str, rank: int | None = None, **known: Any) -> Trace:
         inputs=pl.DataFrame(schema=INPUTS_SCHEMA),
         comms=pl.DataFrame(schema=COMMS_SCHEMA),
         threads=pl.DataFrame(schema=THREADS_SCHEMA),
-        meta=TraceMeta(**{"path": path, "rank": rank, "framework": PYTORCH, **known}),
+        meta=TraceMeta(**{"path": path, "rank": rank, "framework": PYTORCH, **fields}),
     )
 
 
@@ -362,11 +364,12 @@ class Run:
     traces: dict[tuple[int, int], Trace]
     path: Path | None = None
     problems: tuple[str, ...] = ()
-    """Problems: one line for each file that could not be read or was left out."""
+    """Problems: one line per file that could not be read or was left out."""
     recording: Recording | None = None
-    """Data that the recorder wrote besides the traces; ``None``: not a run directory."""
+    """Data that the recorder wrote in addition to the traces, or ``None`` without a run
+    directory."""
     unread: tuple[tuple[int, int], ...] = ()
-    """(rank, window) of a run directory's traces that were not asked for."""
+    """(rank, window) of the run directory's traces that were not requested."""
     snapshots: dict[int, MemorySnapshot] = field(default_factory=dict)
     """Allocator snapshots by rank, of the ranks that have one."""
     logs: dict[str, Any] = field(default_factory=dict)
@@ -383,6 +386,6 @@ class Run:
         return sorted({rank for rank, _ in self.traces})
 
     def window(self, rank: int, window: int | None = None) -> Trace:
-        """Return the trace of one rank: that of the given window, else of its first."""
+        """Return a rank's trace of the given window, or of its first one."""
         windows = sorted(w for r, w in self.traces if r == rank)
         return self.traces[rank, windows[0] if window is None else window]

@@ -73,7 +73,7 @@ def test_what_is_not_known_is_a_dash_and_what_is_in_no_module_a_row(
 
 
 def test_a_layer_stands_after_the_one_around_it() -> None:
-    with pytest.raises(ValueError, match="before the one around it"):
+    with pytest.raises(ValueError, match="before the layer around it"):
         recorded([layer("Model", 0)])
 
 

@@ -155,7 +155,7 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     assert cost.step == pytest.approx(2 * 0.001 * 0.1)  # 3.60 an hour is 0.1 cents a second
     assert cost.run == pytest.approx(2 * 0.001 * 6.0)
     assert report_text.describe_cost(report)[0] == "$0.200 for 1,000 steps"
-    assert "at 2 × $3.60 an hour" in report_text.describe_cost(report)
+    assert "at 2 × $3.60 per hour" in report_text.describe_cost(report)
     # the two ranks share a GPU
     assert report_text.describe_energy(report) == ["30 J per step", "300 W", "the driver's counter"]
     for line in ("energy   30 J per step", "cost     $0.200 for 1,000 steps"):

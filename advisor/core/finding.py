@@ -142,8 +142,8 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether an ``overlap`` is also issued earlier. It then ends before the host waits for the
     whole device, if the overlapping work is long enough. Not under the pessimistic assumption."""
     rank: int | None = None
-    """Only rank to change if several are replayed together. With ``None`` all ranks change, because
-    a change to the program affects all of them. ``remove_skew`` needs it."""
+    """Rank that alone changes if several are replayed together. With ``None`` all ranks change,
+    because a change to the program affects all of them. ``remove_skew`` needs it."""
 
 
 class Impact(Struct, frozen=True, kw_only=True):

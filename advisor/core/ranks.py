@@ -147,7 +147,7 @@ class Ranks(Struct, kw_only=True):
     outliers: list[Outlier] = field(default_factory=list)
     """Units that delay the others, largest gain first."""
     what_if: list[RanksWhatIf] = field(default_factory=list)
-    """What-if changes, largest gain first."""
+    """Changes of the job, largest gain first."""
     missing: list[MissingRanks] = field(default_factory=list)
     """Ranks that were not read."""
     replay_error: float | None = None

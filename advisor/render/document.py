@@ -1,7 +1,7 @@
-"""Document: content on a subject as blocks that every format draws in its own way.
+"""Document: content on a subject as blocks, which each format draws in its own way.
 
-One function a subject builds it (``documents/``), one file a format draws it (``formats/``). Text
-in blocks is plain: escaping, cleaning and wrapping are the format's."""
+One function per subject builds it (``documents/``), and one file per format draws it
+(``formats/``). Text in blocks is plain. The format escapes, cleans and wraps it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from advisor.render.html import Markup
 
 Style = Literal["", "strong", "soft", "code", "good", "bad", "warn"]
-"""Meaning of a piece of text; each format has its own look for it."""
+"""Meaning of a piece of text. Each format has its own look for it."""
 
 
 @dataclass(frozen=True)
@@ -25,31 +25,33 @@ class Span:
     text: str
     style: Style = ""
     title: str = ""
-    """Full text that ``text`` is short for, where a format can show it on demand."""
+    """Full version of ``text``, for formats that can show it on demand."""
 
 
 Inline = str | Span | tuple[str | Span, ...]
-"""Text in a line."""
+"""Text within a line."""
 
 
 @dataclass(frozen=True)
 class RenderOptions:
-    """Options of a renderer besides the subject. Each renderer reads those that apply to it."""
+    """Options of a renderer in addition to the subject. Each renderer reads the options that apply
+    to it."""
 
     width: int = 80
-    """Columns of a line of text."""
+    """Width of the text, columns."""
     colour: bool = False
-    """Whether the text goes to a terminal that has colours."""
+    """Whether the text is for a terminal with colours."""
     top: int | None = None
-    """Number of findings shown in full; ``None``: as many as fit a screen, or all in a file."""
+    """Number of findings shown in full, or ``None`` for as many as fit a screen, or all in a
+    file."""
     details: bool = False
-    """Show evidence, caveats, verification, skipped checks and limits in a terminal too."""
+    """Whether a terminal also shows evidence, caveats, verification, skipped checks and limits."""
     brief: bool = False
-    """Show the verdict, and the first three fixes with their gains; ``top`` where it is set."""
+    """Whether to show only the verdict and the gains of the first three fixes, or ``top`` fixes."""
     analysis: Analysis | None = None
-    """The measurements behind a report, for a timeline; ``None``: there is only the report."""
+    """Measurements behind a report, for a timeline, or ``None`` if there is only the report."""
     clean: Callable[[str], str] = str
-    """Function applied to names that come from the ``analysis``: leaves out what is private."""
+    """Function that removes private parts from names in the ``analysis``."""
 
 
 DEFAULT = RenderOptions()
@@ -61,15 +63,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Paragraph(Block):
-    """Text that is wrapped. ``indent``: columns, where lines have columns."""
+    """Wrapped text. ``indent``: in columns, for formats with columns."""
 
     text: Inline
     style: Style = ""
     mark: str = ""
-    """Mark that stands before it in a terminal."""
+    """Mark before the paragraph in a terminal."""
     indent: int = 2
     spare: int = 0
-    """Level from which a terminal leaves it out to fit a screen; 0: never. So for other blocks."""
+    """Level at which a terminal starts to leave the block out to fit a screen, or 0 for never."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,17 @@ class TextField:
     parts: Sequence[Inline]
     style: Style = ""
     detail: bool = False
-    """Whether it is left out where room is short."""
+    """Whether the field is left out if space is short."""
     prose: bool = False
-    """Whether these are sentences, of which the first will do where room is short."""
+    """Whether the parts are sentences, of which the first one is enough if space is short."""
     spare: int = 0
     min_parts: int | None = None
-    """Parts that stay where a terminal leaves something out to fit a screen; ``None``: all."""
+    """Number of parts that a terminal keeps to fit a screen, or ``None`` for all."""
 
 
 @dataclass(frozen=True)
 class FieldList(Block):
-    """Labels with text beside them."""
+    """Labels with text next to them."""
 
     rows: Sequence[TextField]
     indent: int = 2
@@ -96,7 +98,7 @@ class FieldList(Block):
 
 @dataclass(frozen=True)
 class Items(Block):
-    """A list of lines of text with a mark before each."""
+    """A list of lines of text, each with a mark before it."""
 
     items: Sequence[Inline]
     mark: str = "•"
@@ -105,7 +107,7 @@ class Items(Block):
 
 
 EvidenceRow = tuple[str, str, str]
-"""Name of a measured value, the value, and the limit that it is compared with."""
+"""Name of a measured value, the value, and its limit."""
 
 
 @dataclass(frozen=True)
@@ -117,24 +119,24 @@ class EvidenceList(Block):
 
 @dataclass(frozen=True)
 class Grid(Block):
-    """Cells in columns; the first is text, the others are figures where ``align`` is empty."""
+    """Cells in columns. If ``align`` is empty, the first is text and the others are figures."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Inline]]
     title: str = ""
     align: str = ""
-    """Alignment: a letter a column, ``l`` or ``r``; empty: text first, then figures."""
+    """Alignment, one letter per column, ``l`` or ``r``. Empty for text first, then figures."""
     short: Sequence[Sequence[Inline]] | None = None
-    """Rows that are shown where room is short; ``None``: all."""
+    """Rows to show if space is short, or ``None`` for all."""
     omitted_note: str = ""
-    """Text that stands for the rows that ``short`` leaves out."""
+    """Text in place of the rows that ``short`` leaves out."""
     below: Sequence[str] = ()
-    """Lines below the rows in a terminal, one each."""
+    """Lines in a terminal, one below each row."""
     optional: Sequence[int] = ()
-    """Columns that a terminal leaves out where they do not fit, the first of these first."""
+    """Columns that a terminal leaves out if they do not fit, in this order."""
     spare: int = 0
     min_rows: int | None = None
-    """Rows that stay where a terminal leaves something out to fit a screen; ``None``: all."""
+    """Number of rows that a terminal keeps to fit a screen, or ``None`` for all."""
 
     @property
     def sides(self) -> str:
@@ -154,7 +156,7 @@ class Code(Block):
 
 @dataclass(frozen=True)
 class Tiles(Block):
-    """Figures of merit on a page: (name, value, note). Text in lines has them elsewhere."""
+    """Figures of merit on a page: (name, value, note). Text formats show them elsewhere."""
 
     rows: Sequence[tuple[str, str, str]]
 
@@ -164,15 +166,15 @@ class Figure(Block):
 
     @abstractmethod
     def table(self) -> Grid | None:
-        """Return the numbers; ``None``: only a page shows this."""
+        """Return the numbers, or ``None`` if only a page shows this figure."""
 
     @abstractmethod
     def html(self, *, small: bool = False) -> Markup:
-        """Draw the picture for a page; ``small``: for a notebook's cell."""
+        """Draw the picture for a page. ``small``: for a notebook's cell."""
 
     def lines(self, width: int, *, short: bool = False) -> list[list[tuple[str, str]]] | None:
-        """Return lines for a terminal, of (text, style of rich); ``None``: the table will do.
-        ``short``: as few as possible."""
+        """Return lines of (text, rich style) for a terminal, or ``None`` to show the table.
+        ``short``: as few lines as possible."""
         return None
 
 
@@ -184,24 +186,24 @@ class Section(Block):
     blocks: Sequence[Block]
     aside: str = ""
     folded: bool = False
-    """Whether it is shown on demand: by a click on a page, by ``--details`` in a terminal."""
+    """Whether it is shown on demand, with a click on a page or ``--details`` in a terminal."""
     detail: bool = False
-    """Whether a terminal shows it with ``--details`` only; a page shows it always."""
+    """Whether a terminal only shows it with ``--details``. A page always shows it."""
     summary: str = ""
-    """Text that stands in its place in a terminal: ``3 skipped checks``."""
+    """Text in its place in a terminal, such as ``3 skipped checks``."""
     short: bool = False
     """Whether a notebook's cell shows it too."""
     spare: int = 0
 
     @property
     def has_lines(self) -> bool:
-        """Whether there is anything in it for text in lines, which has no pictures."""
+        """Whether it has content for text formats, which do not show pictures."""
         return not all(isinstance(b, Figure) and b.table() is None for b in self.blocks)
 
 
 @dataclass(frozen=True)
 class Card(Block):
-    """A finding, or something else that a reader may act on."""
+    """A finding, or another item that a reader may act on."""
 
     title: str
     blocks: Sequence[Block]
@@ -215,16 +217,16 @@ class Card(Block):
     details: Sequence[Block] = ()
     """Blocks that are shown on demand."""
     fix: bool = True
-    """Whether it counts among those of which a terminal shows the first ones in full."""
+    """Whether it counts as a fix. A terminal shows the first fixes in full."""
     always_full: bool = False
     """Whether it is always shown in full."""
     brief: bool = False
-    """Whether a terminal shows it on a line, unless details are asked for."""
+    """Whether a terminal shows it on one line without ``--details``."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Content on one subject, whatever format draws it."""
+    """Content on one subject, for any format."""
 
     headline: str
     blocks: Sequence[Block]
@@ -235,24 +237,24 @@ class Document:
     style: str = "bold"
     """Style of the headline, in a terminal."""
     badge: str = ""
-    """The status in words."""
+    """Status as text."""
     action: str = ""
-    """First fix, that of the card numbered 1: a page shows it under the headline."""
+    """First fix, of the card numbered 1. A page shows it under the headline."""
     heading: str = ""
-    """Heading above the headline where the document stands among others; empty: none."""
+    """Heading above the headline for a document among others. May be empty."""
     footer: str = ""
     notes: Sequence[str] = field(default_factory=tuple)
-    """Closing lines of a terminal."""
+    """Closing lines in a terminal."""
     data: Any = None
-    """Data for JSON, where the document itself is the subject: dicts, lists, named tuples."""
+    """Data for JSON if the document itself is the subject: dicts, lists, named tuples."""
 
     def to_json(self) -> bytes:
-        """Return ``data`` as JSON, indented by two; NaN is null."""
+        """Return ``data`` as JSON, indented by two. NaN becomes null."""
         return msgspec.json.format(msgspec.json.encode(convert_tuples(self.data)), indent=2)
 
 
 def convert_tuples(value: Any) -> Any:
-    """Turn named tuples into dicts, however deep they lie."""
+    """Turn named tuples into dicts, at any depth."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -261,7 +263,7 @@ def convert_tuples(value: Any) -> Any:
 
 
 def cards(blocks: Iterable[Block]) -> list[Card]:
-    """Yield all cards in their order, those in sections too."""
+    """Return all cards in order, including cards in sections."""
     result: list[Card] = []
     for block in blocks:
         if isinstance(block, Card):

@@ -1,7 +1,7 @@
 """Figures: the step's bar, the step after each fix, a step's timeline, ranks as histogram and map.
 
-A figure draws itself as a table, for a page and, where that helps, for a terminal. A new one is a
-class here and its place in a document."""
+A figure draws itself as a table, for a page and, if useful, for a terminal. To add one, write a
+class here and use it in a document."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from advisor.measure.steps.step_lanes import StepLanes
 
 LAST_TICK: Final = 0.95
-"""Part of an axis behind which there is no room for a text."""
+"""Share of an axis beyond which a text does not fit."""
 WIDTH: Final = 1000
-"""Units across a bar on a page."""
+"""Width of a bar on a page, units."""
 Parts = list[tuple[str, str]]
 
 
 def block_bar(share: float, room: int) -> str:
-    """Draw a bar of at most ``room`` columns; any value above zero is visible."""
+    """Draw a bar of at most ``room`` columns. Any value above zero is visible."""
     return "█" * (max(1, round(min(share, 1.0) * room)) if share > 0 else 0)
 
 
 def share_cells(shares: Sequence[float], width: int) -> list[int]:
-    """Share out whole cells, largest remainders first, so that they add up to what the shares add
-    up to (never more than ``width``)."""
+    """Convert shares to whole cells, largest remainders first, with the same sum (at most
+    ``width``)."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -57,31 +57,31 @@ def share_cells(shares: Sequence[float], width: int) -> list[int]:
 
 
 MIN_KEY_SHARE: Final = 0.02
-"""Share of the step from which a short legend names a part."""
+"""Minimum share of the step at which a short legend names a part."""
 
 
 @dataclass(frozen=True)
 class Bar(Figure):
-    """Bar of the step's time, in which each instant counts once; its legend is that of one step
-    below it, too."""
+    """Bar of the step's time, in which each instant counts once. The timeline below it shares its
+    legend."""
 
     bar: StepBar
     step: StepTimeline | None = None
 
     def table(self) -> Grid:
-        """Return a row a part; the parts of idle time below all of it."""
+        """Return one row per part. Parts of the idle time follow its total."""
         bar = self.bar
-        rows = [_row(segment, segment.label) for segment in bar.work]
+        rows = [_table_row(segment, segment.label) for segment in bar.work]
         if bar.idle_total is not None and bar.idle != [bar.idle_total]:
-            rows.append(_row(bar.idle_total, bar.idle_total.label))
-            rows += [_row(segment, f"– {segment.label}") for segment in bar.idle]
+            rows.append(_table_row(bar.idle_total, bar.idle_total.label))
+            rows += [_table_row(segment, f"– {segment.label}") for segment in bar.idle]
         else:
-            rows += [_row(segment, segment.label) for segment in bar.idle]
+            rows += [_table_row(segment, segment.label) for segment in bar.idle]
         return Grid(["", "time", t.format_of(bar.per), ""], rows, align="lrrl")
 
     def html(self, *, small: bool = False) -> Markup:
         bar = self.bar
-        drawn = _strip(bar.segments, f"The {bar.per}'s time: {bar.alt_text}")
+        drawn = _draw_strip(bar.segments, f"The {bar.per}'s time: {bar.alt_text}")
         if small:
             keys = [
                 tag(
@@ -109,8 +109,8 @@ class Bar(Figure):
         return join(drawn, self.step.draw_lanes(explained), legend)
 
     def lines(self, width: int, *, short: bool = False) -> list[Parts]:
-        """Draw the bar; below it work on the left, causes of idle time on the right, or below each
-        other on a narrow page. ``short``: shares alone, as many on a line as fit."""
+        """Draw the bar. Below it are work on the left and causes of idle time on the right, or
+        below each other on a narrow page. ``short``: only shares, as many per line as fit."""
         bar = self.bar
         lengths = share_cells([segment.share for segment in bar.segments], width)
         both = zip(bar.segments, lengths, strict=True)
@@ -125,8 +125,8 @@ class Bar(Figure):
         if second + right_room + wide + 12 > width:
             second = 0
             left_room = right_room = max(left_room, right_room)
-        left = [_entry(segment, left_room, wide) for segment in bar.work]
-        right = [_entry(segment, right_room, wide) for segment in bar.idle]
+        left = [_format_entry(segment, left_room, wide) for segment in bar.work]
+        right = [_format_entry(segment, right_room, wide) for segment in bar.idle]
         if right:
             right.insert(0, [(f"  {bar.idle_title}", "dim")])
         if not second:
@@ -141,7 +141,7 @@ class Bar(Figure):
         return [drawn, *rows]
 
     def _keys(self, width: int) -> list[Parts]:
-        """Explain the segments that are drawn by glyph, name and share."""
+        """Explain the drawn segments by glyph, name and share."""
         rows: list[Parts] = []
         used = width
         for segment in self.bar.segments:
@@ -160,8 +160,8 @@ class Bar(Figure):
         return rows
 
 
-def _strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Markup:
-    """Draw only the bar; ``scale``: its part of the page's width."""
+def _draw_strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Markup:
+    """Draw only the bar. ``scale``: its share of the page's width."""
     parts, x = [], 0.0
     for segment in segments:
         width = max(0.0, min(segment.share, 1.0)) * WIDTH * scale
@@ -181,7 +181,7 @@ def _strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Marku
 
 @dataclass(frozen=True)
 class ComparedBars(Figure):
-    """Bars of the step before and after, on one scale."""
+    """Bars of the step before and after, on the same scale."""
 
     sides: Sequence[tuple[str, float, Sequence[Segment]]]
     """Name of each side, its step time in ns, and its parts."""
@@ -196,19 +196,19 @@ class ComparedBars(Figure):
             label = ", ".join(f"{segment.name} {segment.share_text}" for segment in own)
             title = tag("span", f"{name} ", tag("small", time), cls="name")
             lanes.append(
-                tag("div", title, _strip(own, f"{name}, {time}: {label}", scale), cls="lane")
+                tag("div", title, _draw_strip(own, f"{name}, {time}: {label}", scale), cls="lane")
             )
         parts = {s.name: colour_class_of_segment(s) for _, _, own in self.sides for s in own}
         keys = [tag("li", legend_key(cls), name) for name, cls in parts.items()]
         return join(tag("div", *lanes, cls="strips"), tag("ul", *keys, cls="keys"))
 
 
-def _row(segment: Segment, label: str) -> list[str]:
+def _table_row(segment: Segment, label: str) -> list[str]:
     length = "█" * min(20, round(segment.share * 20))
     return [label, segment.time, segment.share_text, length]
 
 
-def _entry(segment: Segment, room: int, wide: int) -> Parts:
+def _format_entry(segment: Segment, room: int, wide: int) -> Parts:
     label = labels.shorten(segment.label, room)
     return [
         (f"  {segment.look.glyph} ", segment.look.style),
@@ -237,7 +237,7 @@ class FixSequenceFigure(Figure):
     fix_sequence: FixSequence
 
     def table(self) -> Grid:
-        """Return a row a fix: what it saves after those above it, and the step that is left."""
+        """Return one row per fix: its saving after the fixes above it, and the remaining step."""
         sequence = self.fix_sequence
         rows = [
             [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
@@ -248,7 +248,7 @@ class FixSequenceFigure(Figure):
         )
 
     def html(self, *, small: bool = False) -> Markup:
-        """Draw a track a fix: what is left of the step, and what this fix takes off it."""
+        """Draw one track per fix: the remaining step, and the saving of this fix."""
         sequence = self.fix_sequence
         head = table_head(
             ["after fix", "", sequence.per, f"saves {sequence.bound_prefix}after those above"]
@@ -258,7 +258,7 @@ class FixSequenceFigure(Figure):
             left = min(stair.left_share * 100, 100)
             whole = min((stair.left_share + stair.saved_share) * 100, 100)
             track = tag(
-                "svg", _rect("c-left", 0, left), _rect("c-saved", left, whole - left),
+                "svg", _draw_rect("c-left", 0, left), _draw_rect("c-saved", left, whole - left),
                 viewBox="0 0 100 10", preserveAspectRatio="none", aria_hidden="true",
                 focusable="false",
             )  # fmt: skip
@@ -271,7 +271,7 @@ class FixSequenceFigure(Figure):
         return tag("table", head, tag("tbody", *rows), cls="stairs")
 
 
-def _rect(cls: str, x: float, width: float) -> Markup:
+def _draw_rect(cls: str, x: float, width: float) -> Markup:
     return tag("rect", cls=cls, x=f"{x:.2f}", y=0, width=f"{max(width, 0.0):.2f}", height=10)
 
 
@@ -280,7 +280,7 @@ def _rect(cls: str, x: float, width: float) -> Markup:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Timeline of one step: a lane a stream, and when the device was idle for which cause."""
+    """Timeline of one step: one lane per stream, and idle time of the device by cause."""
 
     title: str
     strip: StepLanes
@@ -288,10 +288,10 @@ class StepTimeline:
     caption: str
     """Unit of shares, such as ``of the step``."""
     outside: bool = False
-    """Whether idle time of an unknown cause is of code outside operators."""
+    """Whether idle time of unknown cause is code outside operators."""
 
     def draw_lanes(self, explained: Collection[str]) -> Markup:
-        """Draw the lanes; ``explained``: classes of colours that a legend beside them has."""
+        """Draw the lanes. ``explained``: colour classes that another legend already explains."""
         from advisor.measure.steps.step_lanes import CELLS
 
         shown = self.strip
@@ -310,10 +310,10 @@ class StepTimeline:
             )  # fmt: skip
             name = tag("span", f"{lane.label} ", tag("small", busy), cls="name")
             lanes.append(tag("div", name, drawn, cls="lane"))
-        axis = tag("div", _axis(shown.dur_ns), cls="axis")
+        axis = tag("div", _draw_axis(shown.dur_ns), cls="axis")
         kinds = {run.kind for lane in shown.lanes for run in lane.runs}
         keys = [
-            tag("li", legend_key(_kind(kind)), self._label(kind))
+            tag("li", legend_key(_kind(kind)), self._label_kind(kind))
             for kind in sorted(kinds, key=_kind)
             if _kind(kind) not in explained
         ]
@@ -329,14 +329,15 @@ class StepTimeline:
             tag("p", more) if more else "",
         )
 
-    def _label(self, kind: str) -> str:
+    def _label_kind(self, kind: str) -> str:
         if kind in charts.CLASSES:
             return kind
         return f"idle: {t.cause_label(kind, self.framework, outside=self.outside)}"
 
 
-def _axis(dur_ns: float) -> Markup:
-    """Draw an axis from 0 with three to seven round times; the last leaves room for its text."""
+def _draw_axis(dur_ns: float) -> Markup:
+    """Draw an axis from 0 with three to seven round times. The last one leaves room for its
+    text."""
     power = 10 ** math.floor(math.log10(max(dur_ns, 1) / 10))
     step = next(each for m in (1, 2, 2.5, 5, 10, 20) if dur_ns / (each := m * power) <= 6)
     marks = [
@@ -358,10 +359,10 @@ def _kind(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Histogram(Figure):
-    """Histogram: how many there are of each size."""
+    """Histogram: number of things of each size."""
 
     head: tuple[str, str]
-    """Quantity of the bins, and the things that are counted."""
+    """Quantity of the bins, and the counted things."""
     bins: Sequence[tuple[str, int]]
 
     def _most(self) -> int:
@@ -387,7 +388,7 @@ class Histogram(Figure):
         ]
 
     def html(self, *, small: bool = False) -> Markup:
-        return _tracks(self.head, self.bins, t.format_count)
+        return _draw_tracks(self.head, self.bins, t.format_count)
 
 
 @dataclass(frozen=True)
@@ -401,18 +402,18 @@ class Sizes(Figure):
         """Return ``None``: only a page shows it; a line beside it has the numbers."""
 
     def html(self, *, small: bool = False) -> Markup:
-        return _tracks((self.head, "bytes"), self.parts, t.format_bytes)
+        return _draw_tracks((self.head, "bytes"), self.parts, t.format_bytes)
 
 
-def _tracks(
+def _draw_tracks(
     head: tuple[str, str], parts: Sequence[tuple[str, int]], write: Callable[[int], str]
 ) -> Markup:
-    """Draw a row a part, with a bar as long as its share of the largest."""
+    """Draw one row per part, with a bar as long as its share of the largest."""
     most, rows = max((size for _, size in parts), default=1) or 1, []
     for name, size in parts:
         length = max(size / most * 100, 0.5) if size else 0
         track = tag(
-            "svg", _rect("c-left", 0, length), viewBox="0 0 100 10",
+            "svg", _draw_rect("c-left", 0, length), viewBox="0 0 100 10",
             preserveAspectRatio="none", aria_hidden="true",
         )  # fmt: skip
         cells_ = tag("td", write(size)), tag("td", track, cls="track")
@@ -421,9 +422,9 @@ def _tracks(
 
 
 SHADES_PER_SIDE: Final = 4
-"""Number of colours on either side of the median's."""
+"""Number of colours on either side of the median's colour."""
 RANKS_PER_STRIP: Final = 128
-"""Number of columns in one strip; more columns go into strips below each other."""
+"""Maximum number of columns in one strip. More columns go into strips below each other."""
 MAP_WIDTH, HIGH, LABELS, GAP, TOP = 1024, 15, 132, 10, 14
 """Sizes of the map: width of a full strip, height of a row, room for names, between strips, for the
 numbers above one."""
@@ -431,7 +432,7 @@ numbers above one."""
 
 @dataclass(frozen=True)
 class RankMap(Figure):
-    """Columns × rows of cells, each coloured by how far it is from the median."""
+    """Columns × rows of cells, coloured by their distance to the median."""
 
     label: str
     names: Sequence[str]
@@ -439,15 +440,15 @@ class RankMap(Figure):
     columns: Sequence[str]
     """Numbers above the cells."""
     tint: Callable[[int, int], float | None]
-    """Tint of a cell by (column, row), -1 to 1; ``None``: not measured."""
+    """Tint of a cell by (column, row), -1 to 1, or ``None`` if not measured."""
     words: Callable[[int, int], str]
     """Text of a cell by (column, row)."""
     is_effect: Callable[[int], bool]
-    """Whether other ranks cause a row's time: its cells are grey."""
+    """Whether other ranks cause a row's time. Its cells are then grey."""
     scale: str
-    """Difference at which the colour ends."""
+    """Difference at which the colour scale ends."""
     numbers: Grid
-    """Table of the values that the cells stand for."""
+    """Table of the values in the cells."""
     note: str = ""
 
     def table(self) -> None:
@@ -456,7 +457,7 @@ class RankMap(Figure):
     def html(self, *, small: bool = False) -> Markup:
         """Draw the map, its scale, and its numbers on demand."""
         wide = min(48.0, MAP_WIDTH / min(RANKS_PER_STRIP, len(self.columns)))
-        every = max(1, round(64 / wide))  # a number of four digits is some 30 wide
+        every = max(1, round(64 / wide))  # a number of four digits is about 30 units wide
         each = TOP + HIGH * len(self.names) + GAP
         drawn: list[Markup] = []
         for number, first in enumerate(range(0, len(self.columns), RANKS_PER_STRIP)):

@@ -1,4 +1,4 @@
-"""Markup built of tags: whatever is put into one is escaped, cleaned, and cut at ``MAX_TEXT``."""
+"""Markup built from tags. Their content is escaped, cleaned, and cut at ``MAX_TEXT``."""
 
 from html import escape
 from typing import Final
@@ -8,11 +8,11 @@ from advisor.core.charts import Segment
 from advisor.render.document import Inline, Span, spans
 
 MAX_TEXT: Final = 2000
-"""Length of any one text on a page, characters; a longer one is cut in its middle."""
+"""Maximum length of a text on a page, characters. A longer one is cut in its middle."""
 
 
 class Markup(str):
-    """Markup that came out of :func:`tag`."""
+    """Markup made by :func:`tag`."""
 
     __slots__ = ()
 
@@ -23,11 +23,11 @@ def esc(text: object, *, lines: bool = False) -> str:
 
 
 def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Markup:
-    """An element. Children that are no :class:`Markup` are escaped, ``None`` and empty ones left
-    out; so are attributes. Underscores in their names become hyphens."""
+    """Return an element. Children other than :class:`Markup` are escaped. ``None`` and empty
+    children and attributes are left out. Underscores in attribute names become hyphens."""
     given = {"class": cls, **attributes}
     shown = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_text(value)}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_clean_text(value)}"'
         for key, value in given.items()
         if value not in (None, "")
     )
@@ -36,19 +36,19 @@ def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Ma
 
 def join(*children: object) -> Markup:
     """Join markup, with texts escaped."""
-    return Markup("".join(_text(child) for child in children if child))
+    return Markup("".join(_clean_text(child) for child in children if child))
 
 
-def _text(value: object) -> str:
+def _clean_text(value: object) -> str:
     return value if isinstance(value, Markup) else esc(value)
 
 
 def inline(text: Inline) -> Markup:
     """Draw a line of text with its styles."""
-    return join(*(part if isinstance(part, str) else _span(part) for part in spans(text)))
+    return join(*(part if isinstance(part, str) else _draw_span(part) for part in spans(text)))
 
 
-def _span(span: Span) -> Markup:
+def _draw_span(span: Span) -> Markup:
     title = span.title if span.title != span.text else ""
     if span.style == "code":
         return tag("code", span.text, title=title)
@@ -58,17 +58,17 @@ def _span(span: Span) -> Markup:
 
 
 def scrolling_box(label: str, *children: object) -> Markup:
-    """Draw a box that scrolls sideways, with the keyboard too."""
+    """Draw a box that scrolls sideways, also with the keyboard."""
     return tag("div", *children, cls="scroll", tabindex=0, role="group", aria_label=label)
 
 
 def colour_class_of_segment(segment: Segment) -> str:
-    """Return the class of a part's colour (``charts.css_rules``): never what a trace says."""
+    """Return the class of a part's colour (``charts.css_rules``), never a text from the trace."""
     return colour_class(segment.key, segment.kind)
 
 
 def colour_class(key: str, kind: str = "work") -> str:
-    """The class of a colour, for what has one."""
+    """Return the class of a colour, if there is one for the key."""
     prefix, known = {
         "work": ("", charts.CLASSES),
         "idle": ("idle-", charts.CAUSES),

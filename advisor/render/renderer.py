@@ -14,23 +14,22 @@ DOCUMENT_MODULES: Final = {"Report": "report", "Comparison": "comparison", "Tria
 
 
 class Renderer(ABC, Generic[Subject]):
-    """Format of a ``Subject``: a Report, a Comparison …
-
-    Renderers are found like rules and readers: those in ``advisor/render/formats/``, and those that
-    installed packages name under the entry points of :class:`~advisor.render.formats.Formats`. A
-    renderer is made without arguments, reads what it is given, and computes nothing."""
+    """Format of a ``Subject``: a Report, a Comparison … Renderers are discovered like rules and
+    readers: in ``advisor/render/formats/``, and in installed packages, by the entry points of
+    :class:`~advisor.render.formats.Formats`. A renderer has no constructor arguments and computes
+    nothing."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Suffixes, with the dot, of files written in this format unless another is asked for."""
+    """Suffixes, with the dot, of files written in this format by default."""
 
     @abstractmethod
     def render(self, subject: Subject, options: RenderOptions = DEFAULT) -> str:
-        """Return the text, ending in a line feed. Names in it come from traces: whatever reads the
-        text must take them for names."""
+        """Return the text, ending in a line feed. Names in it come from traces, so they must be
+        escaped for every reader of the text."""
 
 
 class DocumentRenderer(Renderer[Any]):
-    """A format that draws the Document of a subject, whatever the subject."""
+    """A format that draws the Document of any subject."""
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         if not isinstance(subject, Document):

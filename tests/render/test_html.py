@@ -204,7 +204,7 @@ def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> 
     ],
 )
 def test_an_axis_has_round_times(dur_ns: float, step_ns: float, ticks: list[str]) -> None:
-    drawn = str(figures._axis(dur_ns))
+    drawn = str(figures._draw_axis(dur_ns))
     assert re.findall(r">([^<>]+)</text>", drawn) == ticks
     places = [float(x) for x in re.findall(r'x="([\d.]+)%"', drawn)]
     expected = [100 * number * step_ns / dur_ns for number in range(len(ticks))]

@@ -1,1 +1,1 @@
-"""Documents, one file a subject: the only place that writes a subject's text for every format."""
+"""Documents, one file per subject: the only place that writes a subject's text for all formats."""

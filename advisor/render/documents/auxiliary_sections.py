@@ -1,6 +1,5 @@
-"""Sections of auxiliary inputs. Logs of torch.compile: graph breaks, recompilations, graphs without
-CUDA graphs. Hardware counters and Triton's cache, a row per kernel. Between the ranks: the path
-that NCCL chose, and calls that do not match or end."""
+"""Sections of auxiliary inputs: logs of torch.compile, hardware counters and Triton's cache by
+kernel, the network path that NCCL chose, and collectives that do not match or end."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -41,16 +40,22 @@ MAX_ROWS: Final = 12
 
 
 def build_compilation(log: CompileLog | None, report: Report | None = None) -> Iterator[Block]:
-    """Yield what torch.compile's logs show, by cause and line; nothing without logs."""
+    """Yield the contents of torch.compile's logs, by cause and line. Nothing without logs."""
     if log is None:
         return
-    lists: list[Block] = [Paragraph(_summary(log, report), indent=2)]
+    lists: list[Block] = [Paragraph(_summarise_log(log, report), indent=2)]
     for title, rows in (
-        ("Graph breaks", [_break(each) for each in log.breaks]),
-        ("Recompilations", [_again(causes) for causes in _by_place(log.recompilations)]),
-        ("Not compiled", [_cause(each) for each in log.not_compiled]),
-        ("Without CUDA graphs", [_cause(each) for each in log.without_cuda_graphs]),
-        ("Generated kernels", [_kernel(each) for each in log.kernels if each.ns is not None]),
+        ("Graph breaks", [_describe_break(each) for each in log.breaks]),
+        (
+            "Recompilations",
+            [_describe_recompilation(causes) for causes in _group_by_place(log.recompilations)],
+        ),
+        ("Not compiled", [_describe_cause(each) for each in log.not_compiled]),
+        ("Without CUDA graphs", [_describe_cause(each) for each in log.without_cuda_graphs]),
+        (
+            "Generated kernels",
+            [_describe_kernel(each) for each in log.kernels if each.ns is not None],
+        ),
     ):
         if rows:
             more = len(rows) - MAX_ROWS
@@ -61,8 +66,8 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
     yield Section("torch.compile", lists)
 
 
-def _summary(log: CompileLog, report: Report | None) -> str:
-    """Write counts and time; with a trace, the time as a number of its steps."""
+def _summarise_log(log: CompileLog, report: Report | None) -> str:
+    """Write counts and time. With a trace, also give the time as a number of steps."""
     text = f"{t.count_noun(log.compilations, 'compilation')} took {t.format_duration(log.ns)}"
     if log.inductor_ns is not None:
         text += f", {t.format_duration(log.inductor_ns)} of it in inductor"
@@ -76,7 +81,7 @@ def _summary(log: CompileLog, report: Report | None) -> str:
     return f"{text}.{damaged}"
 
 
-def _break(item: GraphBreak) -> Inline:
+def _describe_break(item: GraphBreak) -> Inline:
     place = f"{t.shorten_path(item.file, 60)}:{item.line}"
     inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
     count = f", {item.count:,}×" if item.count > 1 else ""
@@ -94,7 +99,7 @@ def _break(item: GraphBreak) -> Inline:
     )
 
 
-def _kernel(item: FusedKernel) -> Inline:
+def _describe_kernel(item: FusedKernel) -> Inline:
     """Describe a fused kernel: its name, its time, the operators in it, and their lines."""
     operators = ", ".join(labels.clean(name).removeprefix("aten.") for name in item.operators)
     places: dict[str, list[int]] = {}
@@ -110,7 +115,7 @@ def _kernel(item: FusedKernel) -> Inline:
     )
 
 
-def _by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
+def _group_by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
     """Group recompilations of one function."""
     result: dict[tuple[str | None, int | None], list[CompileCause]] = {}
     for cause in causes:
@@ -118,18 +123,18 @@ def _by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
     return sorted(result.values(), key=lambda group: -sum(each.ns or 0 for each in group))
 
 
-def _again(causes: list[CompileCause]) -> Inline:
-    """Describe recompilations of a function; the first guard stands for the others."""
+def _describe_recompilation(causes: list[CompileCause]) -> Inline:
+    """Describe recompilations of a function by their first guard."""
     others = len(causes) - 1
     more = f", and {t.count_noun(others, 'other guard')}" if others else ""
     known = [each.ns for each in causes if each.ns is not None]
     count = sum(each.count for each in causes)
     reason = f"{causes[0].reason}{more}"
     merged = {"reason": reason, "count": count, "ns": sum(known) if known else None}
-    return _cause(replace(causes[0], **merged))
+    return _describe_cause(replace(causes[0], **merged))
 
 
-def _cause(item: CompileCause) -> Inline:
+def _describe_cause(item: CompileCause) -> Inline:
     known = item.file is not None
     place = f"{t.shorten_path(item.file or '', 60)}:{item.line}" if known else "unknown line"
     inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
@@ -141,35 +146,37 @@ def _cause(item: CompileCause) -> Inline:
 MAX_KERNELS: Final = 50
 MAX_SHORT: Final = 10
 MAX_ADVICE: Final = 4
-MAX_SAID: Final = 240
-"""Characters of a message of the profiler from which its further sentences are left out."""
+MAX_MESSAGE: Final = 240
+"""Maximum length of a profiler message, characters. Further sentences are left out."""
 MAX_LINES: Final = 3
-"""Number of hot lines listed for a kernel."""
+"""Maximum number of hot lines listed for a kernel."""
 MIN_SHARE: Final = 0.05
-"""Share of a kernel's samples from which a line is listed."""
+"""Minimum share of a kernel's samples at which a line is listed."""
 
 
 def build_kernel_sections(report: Report) -> list[Section]:
-    """Build the tables of kernels, else the command that records their counters."""
+    """Build the tables of kernels and the command that records their counters."""
     return kernel_tables(report) + counter_command(report)
 
 
 def kernel_tables(report: Report) -> list[Section]:
-    """The kernels with their limits, and what Triton compiled."""
+    """Build the tables of kernels with their limits, and of kernels compiled by Triton."""
     views = without_references(report.kernel_counters)
     if not views:
-        return _triton(report)
+        return _build_triton_table(report)
     traced = any(view.step_ns is not None for view in views)
     absent = sum(view.step_ns is None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
     short = label_kernels(view.short for view in report.kernel_counters)
     several = any(view.profiled > 1 for view in views)
-    rows = [_row(view, short[view.short], traced, several) for view in views[:MAX_KERNELS]]
+    rows = [_build_row(view, short[view.short], traced, several) for view in views[:MAX_KERNELS]]
     head = [name for name in rows[0] if any(row[name] for row in rows)]
     cells = [[row[name] or t.NOT_MEASURED for name in head] for row in rows]
     last = (len(head) - 1,) if head[-1] == "occupancy" else ()
-    grid = _grid(head, cells, "".join("lr"[name not in _TEXTS] for name in head), optional=last)
-    aside = _absence(report, absent, len(views) if not traced else absent + len(views))
+    grid = _build_grid(
+        head, cells, "".join("lr"[name not in _TEXTS] for name in head), optional=last
+    )
+    aside = _describe_absence(report, absent, len(views) if not traced else absent + len(views))
     aside = aside if aside or traced else "per launch"
     counted = any(view.use or view.occupancy is not None or view.dram_bytes for view in views)
     title = "Kernels with hardware counters" if counted else "Profiled kernels"
@@ -178,7 +185,7 @@ def kernel_tables(report: Report) -> list[Section]:
         [
             f"{t.shorten_path(each.file, 22)}:{each.line}",
             t.format_share(each.share),
-            _stall(each.stall),
+            _name_stall(each.stall),
             labels.shorten(short[view.short], 16),
         ]
         for view in views[:MAX_SHORT]
@@ -188,16 +195,16 @@ def kernel_tables(report: Report) -> list[Section]:
     if sampled:
         grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
-    return [*blocks, *_triton(report)]
+    return [*blocks, *_build_triton_table(report)]
 
 
 def build_profiler_advice(report: Report) -> list[Section]:
-    """Build the section of what the kernel profiler's own rules say."""
+    """Build the section with messages of the kernel profiler's own rules."""
     views = report.kernel_counters
     traced = any(view.step_ns is not None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
     short = label_kernels(view.short for view in report.kernel_counters)
-    advice = _own_advice(without_references(views), short)
+    advice = _list_advice(without_references(views), short)
     if not advice:
         return []
     count = t.count_noun(len(advice), "note") + " of the profiler"
@@ -214,11 +221,11 @@ STALLS: Final = {
     "branch resolving": "branch", "dispatch stall": "dispatcher", "drain": "last writes",
     "sleeping": "sleep",
 }  # fmt: skip
-"""Words for what a warp waits for, by Nsight Compute's name of the stall
+"""Plain names of stalls, by Nsight Compute's name
 (https://docs.nvidia.com/nsight-compute/ProfilingGuide/#statistical-sampler)."""
 
 
-def _stall(name: str) -> str:
+def _name_stall(name: str) -> str:
     words = STALLS.get(name)
     return name if words is None else f"{words} ({name})" if name != "selected" else words
 
@@ -231,13 +238,12 @@ BOILERPLATE: Final = re.compile(
 
 
 NO_ADVICE: Final = re.compile(r"^The ratio of peak float \(fp32\) to double \(fp64\)(?!.*consider)")
-"""Message on a roofline of FP32 and FP64 that advises nothing: of most kernels neither is the
-work."""
+"""Message on a roofline of FP32 and FP64 without advice. Most kernels do neither kind of work."""
 
 
-def _own_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[str]:
-    """List what the profiler's own rules say, each rule once: the first sentences on the first
-    kernel, and how many others have it. Occupancy is of interest where the kernel waits."""
+def _list_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[str]:
+    """List messages of the profiler's own rules, one per rule: the first sentences on the first
+    kernel, and the number of other kernels. Occupancy only matters if the kernel waits."""
     said: dict[str, tuple[str, str, set[str]]] = {}
     for view in views:
         for text in view.advice:
@@ -254,18 +260,19 @@ def _own_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[
 
 
 def _first_sentences(text: str) -> str:
-    """Keep the first sentences of a message, and its estimate."""
+    """Return the first sentences of a message, and its estimate."""
     plain, estimate, number = BOILERPLATE.sub("", text).partition(" (estimated:")
     kept = ""
     for sentence in re.split(r"(?<=[.!])\s+(?=[A-Z])", plain):
-        if kept and len(kept) + len(sentence) > MAX_SAID:
+        if kept and len(kept) + len(sentence) > MAX_MESSAGE:
             break
         kept += f" {sentence}" if kept else sentence
     return f"{kept}{estimate}{number}"
 
 
-def _triton(report: Report) -> list[Section]:
-    """The kernels of Triton's cache; beside a trace those that it has, and their functions."""
+def _build_triton_table(report: Report) -> list[Section]:
+    """Build the table of Triton's cached kernels with their functions. With a trace, only show its
+    kernels."""
     views = report.triton_kernels
     if not views:
         return []
@@ -277,9 +284,9 @@ def _triton(report: Report) -> list[Section]:
     head += ["target"] if len(targets) > 1 else []
     head += ["occupancy"]
     rows = [_triton_row(view, head) for view in shown[:MAX_KERNELS]]
-    absence = _absence(report, len(views) - len(timed), len(views))
+    absence = _describe_absence(report, len(views) - len(timed), len(views))
     aside = " · ".join(filter(None, [absence, *(targets if len(targets) == 1 else [])]))
-    grid = _grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
+    grid = _build_grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
     places = {
         (view.name, view.file, view.line): [
             labels.shorten(view.name, 34),
@@ -290,13 +297,13 @@ def _triton(report: Report) -> list[Section]:
     }
     blocks: list[Block] = [grid]
     if places:
-        blocks.append(_grid(["function", "source"], list(places.values()), "ll"))
+        blocks.append(_build_grid(["function", "source"], list(places.values()), "ll"))
     text = "Spills: registers of a thread that are kept in local memory, in bytes."
     return [Section("Kernels compiled by Triton", [*blocks, Paragraph(text, "soft")], aside)]
 
 
-def _absence(report: Report, absent: int, count: int) -> str:
-    """Write how many kernels a trace lacks; empty: there is no trace, or it has all."""
+def _describe_absence(report: Report, absent: int, count: int) -> str:
+    """Say how many kernels a trace lacks. Empty without a trace, or if it has all."""
     if report.scope.has_no_step_time or not absent:
         return ""
     if absent == count:
@@ -304,10 +311,10 @@ def _absence(report: Report, absent: int, count: int) -> str:
     return f"{absent} more {'is' if absent == 1 else 'are'} not in this trace"
 
 
-def _grid(
+def _build_grid(
     head: list[str], rows: list[list[str]], align: str, optional: tuple[int, ...] = ()
 ) -> Grid:
-    """Build a table that keeps its first rows where room is short."""
+    """Build a table that keeps its first rows if space is short."""
     more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
     return Grid(
         head, rows, short=rows[:MAX_SHORT], omitted_note=more, align=align, optional=optional
@@ -320,9 +327,9 @@ def _triton_row(view: TritonKernel, head: list[str]) -> list[str]:
     cells = {
         "kernel": labels.shorten(view.name, 26),
         "per step": t.format_duration(view.step_ns or 0.0),
-        "spills": t.NOT_MEASURED if spilled is None else _size(spilled),
+        "spills": t.NOT_MEASURED if spilled is None else _format_size(spilled),
         "registers": t.NOT_MEASURED if view.registers is None else str(view.registers),
-        "shared": _size(view.shared_bytes),
+        "shared": _format_size(view.shared_bytes),
         "warps": str(view.num_warps),
         "stages": ", ".join(map(str, view.num_stages)),
         "target": view.target,
@@ -331,22 +338,22 @@ def _triton_row(view: TritonKernel, head: list[str]) -> list[str]:
     return [cells[name] for name in head]
 
 
-def _size(size: int) -> str:
+def _format_size(size: int) -> str:
     return t.format_bytes(size) if size else "none"
 
 
 _TEXTS: Final = ("kernel", "file")
-"""Columns that are no numbers."""
+"""Columns that are not numbers."""
 
 
-def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
-    """Return cells by column; empty: not collected. ``several``: some are means of launches."""
+def _build_row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
+    """Return cells by column. Empty if not collected. ``several``: some are means of launches."""
     busiest = max(view.use.values(), default=None)
     limit = limit_of(view)
     rate = "" if view.bandwidth is None else t.format_rate(view.bandwidth, "B/s")
     times = {
         "launches": f"{view.profiled:,}" if several else "",
-        "time": _or_empty(view.duration_ns, t.format_duration),
+        "time": _format_or_empty(view.duration_ns, t.format_duration),
     }
     if traced:
         times = {
@@ -358,21 +365,21 @@ def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[s
         "file": labels.shorten(view.file, 24),
         **times,
         "limited by": "(the runtime's)" if limit and is_runtime(view.name) else limit,
-        "use": _or_empty(busiest, t.format_share) + _unit_of(view),
-        "DRAM bytes": _or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
+        "use": _format_or_empty(busiest, t.format_share) + _name_unit(view),
+        "DRAM bytes": _format_or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
         "DRAM rate": rate if busiest is None else "",
-        "occupancy": _or_empty(view.occupancy, t.format_share),
+        "occupancy": _format_or_empty(view.occupancy, t.format_share),
     }
 
 
-def _unit_of(view: KernelCounters) -> str:
-    """Name the busiest unit where the limit does not; else empty."""
+def _name_unit(view: KernelCounters) -> str:
+    """Name the busiest unit if the limit does not. Empty otherwise."""
     if limit_of(view) not in ("latency", "") or not view.use:
         return ""
     return f" {max(view.use, key=view.use.__getitem__)}"
 
 
-def _or_empty(value: float | None, written: Callable[[float], str]) -> str:
+def _format_or_empty(value: float | None, written: Callable[[float], str]) -> str:
     return "" if value is None else written(value)
 
 
@@ -388,7 +395,7 @@ def counter_command(report: Report) -> list[Section]:
             title,
             blocks,
             "what limits each of them",
-            folded="hardware counters" not in report.verdict,  # else it is all of the advice
+            folded="hardware counters" not in report.verdict,  # otherwise, it is the only advice
             summary="command for hardware counters",
         )
     ]
@@ -398,7 +405,7 @@ MAX_CALLS: Final = 12
 
 
 def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
-    """Yield the calls that hang, with the line of each rank; nothing without dumps."""
+    """Yield the calls that hang, with the line of each rank. Nothing without dumps."""
     if record is None:
         return
     counted = f"{t.count_noun(record.calls, 'call')} in {t.count_noun(record.groups, 'group')}, "
@@ -408,15 +415,15 @@ def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
     damage = f". {damaged} could not be read" if record.damaged else ""
     blocks: list[Block] = [Paragraph(f"{counted}{missing}{damage}", indent=2)]
     for problem in record.problems:
-        rows = [_call(each, "") for each in problem.calls]
-        rows += [_call(each, "last call of ") for each in problem.last]
+        rows = [_describe_call(each, "") for each in problem.calls]
+        rows += [_describe_call(each, "last call of ") for each in problem.last]
         first = problem.calls[0]
         title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
         blocks.append(Items(rows[:MAX_CALLS], "∙", f"{title}: {problem.kind}"))
     yield Section("Collectives (flight recorder)", blocks)
 
 
-def _call(call: CollectiveCall, prefix: str) -> Inline:
+def _describe_call(call: CollectiveCall, prefix: str) -> Inline:
     """Describe a call: its rank, the call, the line, its group and state."""
     function = call.where.function if call.where is not None else None
     inside = f" in {labels.shorten(labels.clean(function), 40)}" if function else ""
@@ -429,7 +436,7 @@ def _call(call: CollectiveCall, prefix: str) -> Inline:
 
 
 def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
-    """Yield what NCCL's logs and topologies say, a line per fact; nothing without them."""
+    """Yield facts from NCCL's logs and topologies, one line per fact. Nothing without them."""
     if log is None:
         return
     across = ", ".join(f"{name} ({count})" for name, count in log.networks.items())
@@ -445,12 +452,12 @@ def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
     facts = {
         "library": [*log.versions, size],
         "network": [across, ", ".join(log.devices or log.interfaces), rate],
-        "paths": _counted(log.paths),
+        "paths": _count_items(log.paths),
         "GDR": gdr + [f"{n} disabled ({why})" for why, n in log.gdr_disabled.items()],
         "ring": [ring],
         "channels": [channels, nvls],
-        "chosen": _counted(log.algorithms),
-        "links": _counted(log.gpu_links),
+        "chosen": _count_items(log.algorithms),
+        "links": _count_items(log.gpu_links),
         "adapters": [", ".join(log.nics), *near],
         "settings": [f"{name}={value}" for name, value in log.settings.items()][:MAX_CALLS],
         "warnings": [f"{text} ({count}×)" for text, count in log.warnings.items()][:3],
@@ -463,5 +470,5 @@ def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
     yield Section("Network path (NCCL)", [FieldList(rows)])
 
 
-def _counted(counts: dict[str, int]) -> list[str]:
+def _count_items(counts: dict[str, int]) -> list[str]:
     return [f"{name} {count:,}" for name, count in list(counts.items())[:MAX_CALLS]]

@@ -1,4 +1,4 @@
-"""The document of a comparison, and of a gate's decision: two runs side by side."""
+"""Document of a comparison or of a gate's decision: two runs side by side."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,17 +28,17 @@ from advisor.render.document import (
 from advisor.render.figures import ComparedBars
 
 MAX_LINES: Final = 12
-"""Number of source lines listed in the table of memory, and of layers."""
+"""Maximum number of source lines in the table of memory, and of layers."""
 _STYLE: Final = {"slower": "bold red", "faster": "bold green"}
 
 
 def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
-    """Build the document; one with a decision is a gate's."""
+    """Build the document of a comparison, or of a gate if it has a decision."""
     c = comparison
     if c.decision is not None:
-        return _gate(c, c.decision)
+        return _build_gate(c, c.decision)
     verdict = "not measured" if comparison_text.is_unjudged(c) else c.steps.verdict
-    # step times of recorded runs are those of all steps, what they consist of is the window's
+    # step times of recorded runs include all steps, but their parts come from the window
     window = "of the profiled window" if c.steps.source == "recorder" else ""
     notes = [Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
     kept = comparison_text.figures_of(c, ["memory by layer"])
@@ -52,39 +52,39 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
                 [TextField(label, parts) for label, parts in comparison_text.describe_sides(c)],
                 indent=0,
             ),
-            *_limits(c),
-            *_table(*_times(c), comparison_text.step_lines(c), notes, short=True),
-            *_table(
+            *_list_limits(c),
+            *_build_table(*_name_durations(c), comparison_text.step_lines(c), notes, short=True),
+            *_build_table(
                 "Inference by phase", "", comparison_text.figures_of(c, ["phases"]), short=True
             ),
-            *_table("Parts of a layer", "", comparison_text.figures_of(c, ["parts"])),
-            *_table(
+            *_build_table("Parts of a layer", "", comparison_text.figures_of(c, ["parts"])),
+            *_build_table(
                 "Breakdown",
                 "",
                 [line for line in breakdown if line not in noise],
                 aside=window,
-                above=_bars(c),
+                above=_build_bars(c),
             ),
-            *_table(
+            *_build_table(
                 "Layers",
                 "own time, most changed",
                 comparison_text.figures_of(c, ["layers"])[:MAX_LINES],
             ),
-            *_table("Memory by layer", "kept by its calls", kept[:MAX_LINES]),
-            *_table("Memory at the peak", "", comparison_text.figures_of(c, ["memory"])),
-            *_table(
+            *_build_table("Memory by layer", "kept by its calls", kept[:MAX_LINES]),
+            *_build_table("Memory at the peak", "", comparison_text.figures_of(c, ["memory"])),
+            *_build_table(
                 "Memory by line", "", comparison_text.figures_of(c, ["memory by line"])[:MAX_LINES]
             ),
-            *_findings(c),
+            *_build_findings(c),
             *predicted_gain(c),
-            *_table(
+            *_build_table(
                 "Device work",
                 f"device work{comparison_text.per_suffix(c)}",
                 [line for line in work if line not in noise],
                 aside=window,
             ),
-            *_next(c),
-            *_on_demand(c, noise, window),
+            *_build_next_step(c),
+            *_build_folded(c, noise, window),
         ],
         name="comparison",
         status={"slower": "critical", "faster": "healthy"}.get(verdict, "limited"),
@@ -93,19 +93,19 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     )
 
 
-def _times(c: Comparison) -> tuple[str, str]:
-    """Return the title of the table of durations, and the head of their names."""
+def _name_durations(c: Comparison) -> tuple[str, str]:
+    """Return the title of the table of durations, and the heading of their names."""
     if comparison_text.has_guessed_steps(c):
         return "Repetition times", "repetition"
     return "Step times", "step time"
 
 
-def _limits(c: Comparison) -> Iterator[Block]:
+def _list_limits(c: Comparison) -> Iterator[Block]:
     if c.limits:
         yield Items([Span(limit, "warn") for limit in c.limits], "!")
 
 
-def _table(
+def _build_table(
     title: str,
     first: str,
     lines: list[comparison_text.ComparedFigure],
@@ -115,7 +115,7 @@ def _table(
     short: bool = False,
     aside: str = "",
 ) -> Iterator[Section]:
-    """Build a table of figures side by side; ``first``: the head of their names."""
+    """Build a table of figures side by side. ``first``: the heading of their names."""
     looks: dict[str, Style] = {"better": "good", "worse": "bad"}
     rows: list[list[Inline]] = [
         [line.label, *line.texts, Span(line.change, looks.get(line.verdict, ""))] for line in lines
@@ -125,12 +125,12 @@ def _table(
         yield Section(title, [*above, Grid(head, rows), *notes], aside, short=short)
 
 
-def _on_demand(
+def _build_folded(
     c: Comparison, noise: list[comparison_text.ComparedFigure], window: str
 ) -> Iterator[Section]:
-    """Build the figures that changed too little to matter, and how the interval was computed."""
+    """Build the figures with negligible changes, and the method of the interval."""
     aside = ": ".join(filter(None, [window, comparison_text.NOISE]))
-    for section in _table("Within noise", "", noise, aside=aside):
+    for section in _build_table("Within noise", "", noise, aside=aside):
         count = count_noun(len(noise), "figure")
         yield replace(section, folded=True, summary=f"{count} within noise")
     for method in comparison_text.interval_method(c.steps):
@@ -140,8 +140,8 @@ def _on_demand(
 _KINDS: Final[dict[str, charts.Kind]] = {"time": "work", "idle": "idle", "host": "host"}
 
 
-def _bars(c: Comparison) -> list[ComparedBars]:
-    """Return the step's bar before and after; empty where a side has no breakdown."""
+def _build_bars(c: Comparison) -> list[ComparedBars]:
+    """Return the step's bar before and after. Empty if a side has no breakdown."""
     lines = [line for line in comparison_text.breakdown_lines(c) if line.group in _KINDS]
     if any(line.group == "idle" for line in lines):
         lines = [line for line in lines if (line.group, line.name) != ("time", "idle")]
@@ -169,7 +169,7 @@ def _bars(c: Comparison) -> list[ComparedBars]:
     return [ComparedBars(sides)] if both else []
 
 
-def _findings(c: Comparison) -> Iterator[Block]:
+def _build_findings(c: Comparison) -> Iterator[Block]:
     lists = []
     for title, items in comparison_text.group_findings(c):
         shown: list[Inline] = [
@@ -184,13 +184,13 @@ def _findings(c: Comparison) -> Iterator[Block]:
         yield Section("Findings", lists, short=True)
 
 
-def _next(c: Comparison) -> Iterator[Section]:
+def _build_next_step(c: Comparison) -> Iterator[Section]:
     if text := comparison_text.next_fix(c):
         yield Section("What to change next", [Paragraph(text)], short=True)
 
 
 def predicted_gain(c: Comparison) -> Iterator[Section]:
-    """Yield the predicted gain of the fixed findings, beside the measured one."""
+    """Yield the predicted gain of the fixed findings, next to the measured one."""
     lines = comparison_text.describe_realised_gain(c)
     if lines:
         yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])
@@ -199,8 +199,8 @@ def predicted_gain(c: Comparison) -> Iterator[Section]:
 # -- the decision of a gate ---------------------------------------------------------------------
 
 
-def _gate(c: Comparison, decision: Decision) -> Document:
-    """Build a gate's blocks: the answer first, then why."""
+def _build_gate(c: Comparison, decision: Decision) -> Document:
+    """Build a gate's blocks: the answer first, then the reason."""
     passed = decision.answer == "passed"
     mark = "❌" if decision.failed else "✅" if passed else "⚠️"
     answer = comparison_text.HEADLINES[decision.answer]
@@ -208,9 +208,9 @@ def _gate(c: Comparison, decision: Decision) -> Document:
         comparison_text.write_headline(c),
         [
             Items([*decision.reasons, comparison_text.gate_sensitivity(c)], "-"),
-            *_limits(c),
-            _gate_table(c),
-            *_gate_findings(c),
+            *_list_limits(c),
+            _build_gate_table(c),
+            *_build_gate_findings(c),
             Section(
                 "Statistics",
                 [Items(comparison_text.gate_method(c.steps), "-")],
@@ -227,7 +227,7 @@ def _gate(c: Comparison, decision: Decision) -> Document:
     )
 
 
-def _gate_table(c: Comparison) -> Grid:
+def _build_gate_table(c: Comparison) -> Grid:
     steps = c.steps
     change = t.format_share_change(steps.share)
     rows = [[f"step ({steps.statistic})", *comparison_text.format_step_times(steps), change]]
@@ -240,7 +240,7 @@ def _gate_table(c: Comparison) -> Grid:
     return Grid(["", "baseline", "this run", "difference"], rows)
 
 
-def _gate_findings(c: Comparison) -> Iterator[Block]:
+def _build_gate_findings(c: Comparison) -> Iterator[Block]:
     for what, items in comparison_text.gate_findings(c):
         shown: list[Inline] = [
             (item.title, f" ({item.place})" if item.place else "", " ", Span(item.rule, "code"))

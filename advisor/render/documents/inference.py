@@ -1,4 +1,4 @@
-"""Sections of a report on a served model: its steps by phase, and the time between them."""
+"""Sections of a report on a served model: its steps by phase, and the time between steps."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,7 +12,7 @@ from advisor.render.document import Block, FieldList, Grid, Paragraph, Section, 
 
 MAX_ROLES: Final = 6
 MAX_NAME: Final = 40
-"""Characters of a phase's name: a model's class, where nothing else tells phases apart."""
+"""Maximum length of a phase's name, characters. It may be the class of a model."""
 COLUMN_TITLES: Final = (
     "phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit",
 )  # fmt: skip
@@ -28,11 +28,11 @@ ENGINE_NAMES: Final = {
 
 
 _SPARE: Final = {"between": 1, "rates": 1, "parts": 2, "graphs": 2}
-"""Levels from which a terminal leaves lines out to fit a screen."""
+"""Levels at which a terminal starts to leave lines out to fit a screen."""
 
 
 def sections(report: Report) -> Iterator[Block]:
-    """Yield steps by phase; nothing where the program trains, or nothing marks its steps."""
+    """Yield steps by phase. Nothing if the program trains, or if nothing marks its steps."""
     inference = report.inference
     if inference is None:
         return
@@ -54,26 +54,26 @@ def sections(report: Report) -> Iterator[Block]:
 
 
 def build_row(phase: InferencePhase) -> list[str]:
-    """Return the cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
+    """Return the cells of a phase for ``COLUMN_TITLES``, with ``–`` for values not recorded."""
     limit = t.EMPTY_CELL
     if phase.limit is not None:
         share = "" if phase.limit_inferred else t.format_share(phase.limit_share)
         limit = f"{phase.limit} {share}".strip()  # the line below says that it is inferred
     return [
         labels.shorten(labels.clean(phase.name), MAX_NAME), f"{phase.steps:,}",
-        _count(phase.requests), _count(phase.tokens), t.format_duration(phase.ns),
-        t.format_cell(phase.ns_per_token, t.format_duration), _count(phase.tokens_per_s),
+        _format_count(phase.requests), _format_count(phase.tokens), t.format_duration(phase.ns),
+        t.format_cell(phase.ns_per_token, t.format_duration), _format_count(phase.tokens_per_s),
         t.format_cell(phase.busy_share, t.format_share), limit,
     ]  # fmt: skip
 
 
-def _count(value: float | None) -> str:
+def _format_count(value: float | None) -> str:
     if value is None:
         return t.EMPTY_CELL
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def _spread(quantiles: Quantiles) -> str:
+def _format_quantiles(quantiles: Quantiles) -> str:
     parts = [
         f"{name} {t.format_duration(ns)}"
         for name, ns in (
@@ -88,7 +88,7 @@ def _spread(quantiles: Quantiles) -> str:
 
 
 def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bool]]:
-    """List (label, parts, whether it is a detail) of what stands below the table."""
+    """List the lines below the table: label, parts, and whether it is a detail."""
     result: list[tuple[str, list[str], bool]] = []
     for phase in inference.phases:
         own = labels.shorten(labels.clean(phase.name), MAX_NAME)
@@ -108,7 +108,10 @@ def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bo
             parts = [f"{own}: {unknown}", *([why] if phase.limit_inferred else [])]
             result.append(("rates", parts, False))
         if phase.steps > 1:
-            parts = [f"{own} {_spread(phase.quantiles)}", *([phase.jitter] if phase.jitter else [])]
+            parts = [
+                f"{own} {_format_quantiles(phase.quantiles)}",
+                *([phase.jitter] if phase.jitter else []),
+            ]
             result.append(("spread", parts, not phase.jitter))
         if phase.roles:
             total = sum(phase.roles.values()) or 1.0
@@ -117,10 +120,10 @@ def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bo
             result.append(("parts", [f"{own}: {parts[0]}", *parts[1:]], len(inference.phases) > 1))
     if inference.between is not None and inference.between_share is not None:
         share = f"{t.format_share(inference.between_share)} of the time"
-        result.append(("between", [share, _spread(inference.between)], False))
+        result.append(("between", [share, _format_quantiles(inference.between)], False))
     again = any(phase.name == NO_CACHE for phase in inference.phases)
     if inference.output_tokens_per_s is not None and (len(inference.phases) > 1 or again):
-        rate = f"{_count(inference.output_tokens_per_s)} tokens/s generated"
+        rate = f"{_format_count(inference.output_tokens_per_s)} tokens/s generated"
         rate += ", over all phases" if len(inference.phases) > 1 else "; the others are recomputed"
         result.append(("output", [rate], False))
     graphs = inference.graphs

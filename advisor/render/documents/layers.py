@@ -1,5 +1,5 @@
-"""The documents of ``advisor analyze --by layer``, time by module, as a tree and by kind, and of
-``--by operator``, operators by shape."""
+"""Documents of ``advisor analyze --by layer``, time by module as a tree and by kind, and of ``--by
+operator``, operators by shape."""
 
 from dataclasses import replace
 from typing import Final
@@ -28,22 +28,22 @@ from advisor.render.documents import memory
 MAX_ROWS: Final = 30
 MAX_KINDS: Final = 10
 MAX_DEPTH: Final = 6
-"""Depth of nested modules that the tree shows."""
+"""Maximum depth of nested modules in the tree."""
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
-    """A tree of the ``top`` longest groups of equal modules, then the kinds of modules."""
+    """Build a tree of the ``top`` longest groups of equal modules, then the kinds of modules."""
     layers = report.layers
-    held = _held_memory(report, options.top)
+    held = _build_memory(report, options.top)
     if layers is None:
-        what = "" if held else _not_recorded(report)
+        what = "" if held else _explain_missing_layers(report)
         return Document(what, held, name="layers", style="")
     blocks = sections(layers, report.per, report.scope.steps_used, options.top)
     blocks += held if report.memory and report.memory[0].source != "trace" else []
     return Document("", blocks, name="layers")
 
 
-def _held_memory(report: Report, top: int | None) -> list[Section]:
+def _build_memory(report: Report, top: int | None) -> list[Section]:
     """Build the memory of the fullest device by module, from the stacks of a snapshot."""
     if not report.memory or not report.memory[0].modules:
         return []
@@ -61,28 +61,30 @@ def _held_memory(report: Report, top: int | None) -> list[Section]:
 
 
 def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> list[Section]:
-    """The tree, the kinds, and the modules that take longer than their equals. ``steps``: how many
-    were measured."""
+    """Build the tree, the kinds, and modules that take longer than equal ones. ``steps``: number of
+    measured steps."""
     most = MAX_ROWS if top is None else top
     what = "GPU time" if layers.on_device else "Host time of operators"
-    outliers = [_outlier(each, steps) for each in layers.outliers]
+    outliers = [_describe_outlier(each, steps) for each in layers.outliers]
     blocks = [
-        Section(f"{what} by layer, {t.format_per(per)}", _tree(layers, most)),
-        Section("By kind of module", [_kinds(layers, most)], "own: outside the modules inside it"),
+        Section(f"{what} by layer, {t.format_per(per)}", _build_tree(layers, most)),
+        Section(
+            "By kind of module", [_build_kinds(layers, most)], "own: outside the modules inside it"
+        ),
     ]
     if outliers:
         blocks.append(Section("Longer than their equals", [Items(outliers, "∙")]))
     return blocks
 
 
-def _tree(layers: Layers, limit: int) -> list[Block]:
+def _build_tree(layers: Layers, limit: int) -> list[Block]:
     depth: list[int] = []
     for layer in layers.layers:
         depth.append(0 if layer.parent is None else depth[layer.parent] + 1)
     order = sorted(range(len(depth)), key=lambda place: (-layers.layers[place].ns, place))
     shown = sorted([place for place in order if depth[place] < MAX_DEPTH][:limit])
-    rows = [_row(layers.layers[place], depth[place]) for place in shown]
-    rows.append(_outside(layers))
+    rows = [_build_row(layers.layers[place], depth[place]) for place in shown]
+    rows.append(_build_outside_row(layers))
     columns = range(len(_HEAD))
     kept = [n for n in columns if n < _FIXED or any(row[n] != t.EMPTY_CELL for row in rows)]
     table = Grid(
@@ -93,7 +95,7 @@ def _tree(layers: Layers, limit: int) -> list[Block]:
     notes = ["×: equal modules, summed. The time of a module contains those inside it."]
     if any(layer.flops_per_s or layer.bytes_per_s for layer in layers.layers):
         notes.append("Rates are over all time of a module.")
-    notes.append(_memory_note(layers))
+    notes.append(_explain_memory(layers))
     hidden = len(depth) - len(shown) + layers.more
     if hidden:
         notes.append(f"{t.count_noun(hidden, 'smaller or deeper group')} not shown.")
@@ -106,41 +108,41 @@ _HEAD: Final = (
 _FIXED, _FLOPS, _BYTES, _BYTES_PER_S = 4, 4, 5, 7
 
 
-def _row(layer: Layer, depth: int) -> list[Inline]:
+def _build_row(layer: Layer, depth: int) -> list[Inline]:
     name = "  " * depth + layer.name
     if layer.modules > 1 and "–" not in layer.name:
         name += f" ×{layer.modules}"
     return [
         name, t.format_cell(layer.calls, t.format_count), t.format_duration(layer.ns),
-        t.format_share(layer.share), t.format_cell(layer.flops, _scaled),
-        t.format_cell(layer.bytes, t.format_bytes), _rate(layer.flops_per_s, 1e12),
-        _rate(layer.bytes_per_s, 1e9), t.format_cell(layer.kept_bytes, t.format_bytes),
+        t.format_share(layer.share), t.format_cell(layer.flops, _format_flops),
+        t.format_cell(layer.bytes, t.format_bytes), _format_rate(layer.flops_per_s, 1e12),
+        _format_rate(layer.bytes_per_s, 1e9), t.format_cell(layer.kept_bytes, t.format_bytes),
         t.format_cell(layer.peak_bytes, t.format_bytes),
     ]  # fmt: skip
 
 
-def _rate(per_second: float | None, unit: float) -> str:
+def _format_rate(per_second: float | None, unit: float) -> str:
     if per_second is None:
         return t.EMPTY_CELL
     return "<0.01" if per_second < 0.01 * unit else t.format_number(per_second / unit)
 
 
-def _outside(layers: Layers) -> list[Inline]:
+def _build_outside_row(layers: Layers) -> list[Inline]:
     share = layers.outside_ns / layers.total_ns if layers.total_ns else 0.0
     cells = [t.format_duration(layers.outside_ns), t.format_share(share)]
     rest = [t.EMPTY_CELL] * (len(_HEAD) - 2 - len(cells))
     return [Span("in no module", "soft"), t.EMPTY_CELL, *cells, *rest]
 
 
-def _scaled(flops: float) -> str:
+def _format_flops(flops: float) -> str:
     for letter, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if flops >= 0.1 * scale:
             return f"{t.format_number(flops / scale)} {letter}"
     return f"{t.format_number(flops / 1e6)} M"
 
 
-def _memory_note(layers: Layers) -> str:
-    """Explain the columns of memory; without them, say that it was not recorded."""
+def _explain_memory(layers: Layers) -> str:
+    """Explain the columns of memory, or say that memory was not recorded."""
     if all(layer.kept_bytes is None for layer in layers.layers):
         return "Memory by layer was not recorded."
     peak = any(layer.peak_bytes is not None for layer in layers.layers)
@@ -148,7 +150,7 @@ def _memory_note(layers: Layers) -> str:
     return f"kept: memory that the calls allocate and do not release{most}."
 
 
-def _kinds(layers: Layers, limit: int) -> Grid:
+def _build_kinds(layers: Layers, limit: int) -> Grid:
     rows: list[list[Inline]] = [
         [
             row.kind,
@@ -167,7 +169,7 @@ def _kinds(layers: Layers, limit: int) -> Grid:
     return Grid(head[:known], [row[:known] for row in rows], optional=[1])
 
 
-def _outlier(outlier: LayerOutlier, steps: int) -> str:
+def _describe_outlier(outlier: LayerOutlier, steps: int) -> str:
     more = t.format_share(outlier.ns / outlier.usual_ns - 1)
     time = f"{t.format_duration(outlier.ns)}, {more} longer than its equals"
     part = f"; most of it in {labels.clean(outlier.part)}" if outlier.part else ""
@@ -178,7 +180,7 @@ def _outlier(outlier: LayerOutlier, steps: int) -> str:
     )
 
 
-def _not_recorded(report: Report) -> str:
+def _explain_missing_layers(report: Report) -> str:
     framework = report.scope.framework
     first = report.inputs[0] if report.inputs else None
     lead = "No layers were recorded. "
@@ -202,7 +204,7 @@ _LEGEND: Final = (
 
 
 def build_operators(report: Report, options: RenderOptions = DEFAULT) -> Document:
-    """A table of ``top`` operators, each with its shapes below it."""
+    """Build a table of ``top`` operators, each with its shapes below it."""
     result = report.rooflines
     rows = result[: MAX_OPERATORS if options.top is None else options.top]
     if not rows:
@@ -210,14 +212,14 @@ def build_operators(report: Report, options: RenderOptions = DEFAULT) -> Documen
         return Document(text, [], name="operators", style="")
     shown = "all" if len(rows) == len(result) else f"the {len(rows)} longest"
     below = [f"{row.dtype or ''} {row.shapes or 'shapes not recorded'}".strip() for row in rows]
-    table = Grid(_COLUMNS, [_cells(row) for row in rows], below=below)
-    notes = [Paragraph(line, "soft", indent=0) for line in _notes(report, rows)]
+    table = Grid(_COLUMNS, [_build_cells(row) for row in rows], below=below)
+    notes = [Paragraph(line, "soft", indent=0) for line in _list_notes(report, rows)]
     title = f"Operators by shape, {shown}, {t.format_per(report.per)}"
     return Document("", [Section(title, [table, *notes])], name="operators")
 
 
-def _cells(row: OperatorRate) -> list[Inline]:
-    reached, attains = _rates(row)
+def _build_cells(row: OperatorRate) -> list[Inline]:
+    reached, attains = _get_rates(row)
     low = row.efficiency is not None and row.efficiency < 0.5
     cells = [
         t.format_duration(row.ns),
@@ -231,22 +233,22 @@ def _cells(row: OperatorRate) -> list[Inline]:
     return [row.name or row.kernel, *(Span(cell, "warn" if low else "") for cell in cells)]
 
 
-def _rates(row: OperatorRate) -> tuple[str, str]:
-    """Return the reached and the attainable rate: FLOP/s if compute-bound, else bytes/s."""
+def _get_rates(row: OperatorRate) -> tuple[str, str]:
+    """Return the reached and the attainable rate, in FLOP/s if compute-bound, else in bytes/s."""
     if row.bound == "compute":
-        return _short(row.flops_per_s, "T"), _short(row.attainable_flops_per_s, "T")
+        return _shorten_rate(row.flops_per_s, "T"), _shorten_rate(row.attainable_flops_per_s, "T")
     attains = None if row.bytes_per_s is None else row.attainable_bytes_per_s
-    return _short(row.bytes_per_s, "G"), _short(attains, "G")
+    return _shorten_rate(row.bytes_per_s, "G"), _shorten_rate(attains, "G")
 
 
-def _short(rate: float | None, letter: str) -> str:
+def _shorten_rate(rate: float | None, letter: str) -> str:
     if rate is None:
         return t.EMPTY_CELL
     scale, unit = (1e12, "TFLOP/s") if letter == "T" else (1e9, "GB/s")
     return f"{t.format_number(rate / scale)} {unit}"
 
 
-def _notes(report: Report, rows: list[OperatorRate]) -> list[str]:
+def _list_notes(report: Report, rows: list[OperatorRate]) -> list[str]:
     notes = [_LEGEND]
     if not report.attainable:
         name = report.scope.device_name
@@ -257,12 +259,12 @@ def _notes(report: Report, rows: list[OperatorRate]) -> list[str]:
         )
     elif all(row.bound == "unknown" for row in rows):
         notes.append("Record with record_shapes=True: FLOPs and bytes come from the shapes.")
-    return [*notes, *map(_source, report.attainable)]
+    return [*notes, *map(_describe_source, report.attainable)]
 
 
-def _source(rate: AttainableRate) -> str:
+def _describe_source(rate: AttainableRate) -> str:
     what = "memory" if rate.of == "memory" else f"matrix products in {rate.of}"
-    shown = _short(rate.rate, "G" if rate.of == "memory" else "T")
+    shown = _shorten_rate(rate.rate, "G" if rate.of == "memory" else "T")
     if rate.source is None:
         return f"{what}: {shown}, estimated: the peak times what other GPUs of its maker attain"
     where = f", {labels.clean(rate.url)}" if rate.url else ""

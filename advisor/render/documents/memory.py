@@ -1,4 +1,4 @@
-"""Document of a memory snapshot, a section a device."""
+"""Document of a memory snapshot, one section per device."""
 
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -25,17 +25,17 @@ from advisor.render.document import (
 from advisor.render.figures import Sizes
 
 MAX_ROWS: Final = 25
-"""Number of rows of a table."""
+"""Maximum number of rows of a table."""
 MAX_SHORT: Final = 8
-"""Number of rows of a table where room is short."""
+"""Maximum number of rows of a table if space is short."""
 MIN_SHORT, MIN_SAVINGS = 3, 4
-"""Number of them that stay where the page is longer than a screen; and of the cheapest savings."""
+"""Minimum number of rows on a page longer than a screen, and of the cheapest savings."""
 NO_LINE: Final = "line not recorded"
-"""Name of the place of memory whose stack is unknown."""
+"""Place of memory with an unknown stack."""
 MAX_SAVINGS: Final = 8
 MAX_DEVICES: Final = 8
-SAME: Final = 0.01
-"""Share by which the memory of two devices may differ for them to be shown once."""
+MAX_SAME_DIFFERENCE: Final = 0.01
+"""Maximum relative difference of two devices' memory at which they are shown once."""
 
 
 class DeviceMemory(NamedTuple):
@@ -44,17 +44,17 @@ class DeviceMemory(NamedTuple):
     title: str
     aside: str
     lines: list[tuple[str, list[str]]]
-    """Lines: a label and the parts that follow it."""
+    """Lines: labels with their parts."""
     tables: list[Grid]
     """Tables, the most important ones first."""
 
 
 def sections(report: Report) -> list[Block]:
-    """Build what held each device's memory, and how the allocator laid it out."""
-    blocks: list[Block] = [*_ranks(report.memory_ranks)]
-    similar = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
+    """Build the sections on what held each device's memory, and on the allocator's layout."""
+    blocks: list[Block] = [*_compare_ranks(report.memory_ranks)]
+    similar = [view for view in report.memory[1:] if _is_similar(view, report.memory[0])]
     for device, view in zip(describe_devices(report), report.memory, strict=False):
-        if view in similar or (view.source == "trace" and _is_no_question(view, report)):
+        if view in similar or (view.source == "trace" and _is_useless(view, report)):
             continue
         fields = FieldList(
             [
@@ -68,7 +68,7 @@ def sections(report: Report) -> list[Block]:
                 for label, parts in device.lines
             ]
         )
-        first: list[Block] = [_sizes(view)]
+        first: list[Block] = [_build_sizes(view)]
         tables = [each for each in device.tables if not _is_folded(each)]
         first += tables
         if any(str(row[0]).startswith(NO_LINE) for each in tables for row in each.rows):
@@ -96,38 +96,40 @@ def sections(report: Report) -> list[Block]:
     return blocks
 
 
-def _sizes(view: MemoryView) -> Sizes:
-    """Draw what was held by category; where it is known, what was held and free in the end too."""
-    bins = [(each.category, each.bytes) for each in _listed(view)]
+def _build_sizes(view: MemoryView) -> Sizes:
+    """Draw the memory held by category, and if known also the memory held and free at the end."""
+    bins = [(each.category, each.bytes) for each in _list_categories(view)]
     if view.at == "peak" and view.end_free:
         bins.append(("in the end: in tensors", view.end_allocated or 0))
         bins.append(("in the end: reserved but free", view.end_free))
     return Sizes("memory", bins)
 
 
-def _listed(view: MemoryView) -> list[MemoryHolder]:
-    return [each for each in view.categories if each.bytes >= MIN_LISTED * max(view.allocated, 1)]
+def _list_categories(view: MemoryView) -> list[MemoryHolder]:
+    return [
+        each for each in view.categories if each.bytes >= MIN_LISTED_SHARE * max(view.allocated, 1)
+    ]
 
 
-MIN_OF_CAPACITY: Final = 0.1
-"""Share of the GPU's memory at the peak from which a trace's table of it is shown."""
-MIN_ATTRIBUTED: Final = 0.05
-"""Share of the memory held whose category is known, from which a trace's table is shown."""
-MIN_LISTED: Final = 0.001
-"""Share of the memory held from which a category is listed."""
-MIN_HELD: Final = 1 << 30
-"""Bytes at the peak from which it is where the capacity is unknown."""
+MIN_CAPACITY_SHARE: Final = 0.1
+"""Minimum share of the GPU's memory at the peak at which a trace's table is shown."""
+MIN_ATTRIBUTED_SHARE: Final = 0.05
+"""Minimum share of memory with a known category at which a trace's table is shown."""
+MIN_LISTED_SHARE: Final = 0.001
+"""Minimum share of the memory held at which a category is listed."""
+MIN_HELD_BYTES: Final = 1 << 30
+"""Minimum bytes at the peak at which a trace's table is shown if the capacity is unknown."""
 
 
-def _is_no_question(view: MemoryView, report: Report) -> bool:
-    """Return whether a table would say nothing that matters: little is held, or nothing is known
-    of what is."""
+def _is_useless(view: MemoryView, report: Report) -> bool:
+    """Return whether a table would be useless: little memory is held, or its categories are
+    unknown."""
     capacity = report.memory_capacity_bytes
-    least = MIN_HELD if capacity is None else MIN_OF_CAPACITY * capacity
+    least = MIN_HELD_BYTES if capacity is None else MIN_CAPACITY_SHARE * capacity
     attributed = sum(
         each.bytes for each in view.categories if each.category not in ("none", "not attributed")
     )
-    unknown = attributed < MIN_ATTRIBUTED * view.allocated
+    unknown = attributed < MIN_ATTRIBUTED_SHARE * view.allocated
     return unknown or max(view.allocated, report.memory_peak_bytes or 0) < least
 
 
@@ -136,11 +138,10 @@ def _is_folded(table: Grid) -> bool:
 
 
 def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
-    """Explain the cheapest change; for a request that failed, the cheapest that suffices. Where
-    memory is not short yet, also the one that frees most.
-
-    Where each step leaves tensors behind, it is the change to that line: memory would run out
-    whatever else was done. Code that a finding shows is not shown twice."""
+    """Explain the cheapest change, or the cheapest sufficient one for a failed request. If memory
+    is not short yet, also explain the one that frees most. If each step leaves tensors behind,
+    explain the change to that line, as memory would run out otherwise. Code of a finding is not
+    repeated."""
     growing = {(each.file, each.line) for each in view.growth}
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
     needed = (view.request or 0) - (view.driver_free or 0)
@@ -161,18 +162,18 @@ def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
     return blocks
 
 
-def _is_like(view: MemoryView, first: MemoryView) -> bool:
-    """Return whether both hold the same categories, and as much to within 1%."""
+def _is_similar(view: MemoryView, first: MemoryView) -> bool:
+    """Return whether both hold the same categories, and the same bytes to within 1%."""
     return (
-        abs(view.allocated - first.allocated) <= SAME * first.allocated
+        abs(view.allocated - first.allocated) <= MAX_SAME_DIFFERENCE * first.allocated
         and [each.category for each in view.categories]
         == [each.category for each in first.categories]
         and (view.at, view.source) == (first.at, first.source)
     )
 
 
-def _ranks(samples: list[MemorySample]) -> list[Block]:
-    """Compare the ranks: who holds more than most, and what."""
+def _compare_ranks(samples: list[MemorySample]) -> list[Block]:
+    """Compare the ranks: which hold more than most, and in which category."""
     if not samples:
         return []
     typical = median(each.allocated for each in samples)
@@ -182,13 +183,14 @@ def _ranks(samples: list[MemorySample]) -> list[Block]:
         far = more if abs(more) >= 0.01 * typical else 0
         rows.append(
             [each.name, t.format_bytes(each.allocated), t.format_bytes(each.reserved),
-             t.format_bytes_change(far) if far else "", _differs(each, samples) if far else ""]
+             t.format_bytes_change(far) if far else "",
+             _find_difference(each, samples) if far else ""]
         )  # fmt: skip
     head = ["rank", "in tensors", "reserved", "over the median", "most of it"]
     return [Section("Memory by rank", [Grid(head, rows, align="<>>><")], "each at its peak")]
 
 
-def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
+def _find_difference(own: MemorySample, samples: list[MemorySample]) -> str:
     """Return the category by which a rank differs most from the median."""
 
     def held(of: MemorySample) -> dict[str, int]:
@@ -201,7 +203,7 @@ def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
 
 
 def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
-    """Describe each device of the snapshot, ``MAX_DEVICES`` at most."""
+    """Describe each device of the snapshot, at most ``MAX_DEVICES``."""
     shown = report.memory[:MAX_DEVICES]
     return [describe_device(view, rows, named=len(report.memory) > 1) for view in shown]
 
@@ -212,11 +214,11 @@ _MODULES = "By module, those inside it included"
 _FOLDED = (_MODULES, _CHURN, POOLS)
 _BASIS = "known by"
 _SPARE: Final = {"failed": 1, "steps": 2, "end": 2, "by": 4}
-"""Levels from which a terminal leaves lines out to fit a screen."""
+"""Levels at which a terminal starts to leave lines out to fit a screen."""
 
 
 def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
-    """Describe one device; ``named``: with its number."""
+    """Describe one device. ``named``: include its number."""
     when = {
         "out of memory": "when it ran out",
         "peak": "at its peak",
@@ -232,9 +234,9 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     whole = max(view.allocated, 1)
     by = [
         f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / whole)}"
-        for each in _listed(view)
+        for each in _list_categories(view)
     ]
-    if [each.category for each in _listed(view)] == ["not attributed"]:
+    if [each.category for each in _list_categories(view)] == ["not attributed"]:
         by = ["unknown: nothing in the snapshot shows what these tensors are for"]
     held = [
         f"{t.format_bytes(view.allocated)} in tensors",
@@ -242,32 +244,35 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         peak,
         f"from {t.shorten_path(view.file, 40)}" if view.file else "",
     ]
-    lines = [("held", held), ("by", by), (_BASIS, _bases(view)), ("failed", [view.placement]),
-             ("end", _end(view)), ("steps", _steps(view))]  # fmt: skip
+    lines = [("held", held), ("by", by), (_BASIS, _list_bases(view)), ("failed", [view.placement]),
+             ("end", _describe_end(view)), ("steps", _describe_steps(view))]  # fmt: skip
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
     return DeviceMemory(
         title,
         when,
         [(label, parts) for label, parts in kept if parts],
-        [table for table in _tables(view, rows, moment) if table.rows],
+        [table for table in _build_tables(view, rows, moment) if table.rows],
     )
 
 
-def _tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
-    """Return a device's tables, the most important ones first."""
+def _build_tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
+    """Return a device's tables, most important first."""
     freed = "where memory ran out" if view.at == "out of memory" else "of the peak"
     return [
-        _table(
-            f"By line, {moment}", ["line · category", "bytes", "share", "blocks"], _held(view), rows
-        ),
-        modules(view, rows, moment),
-        _table(
-            "Left behind by each step and held to the end",
-            ["line", "per step", "steps"],
-            _lines(view.growth),
+        _build_table(
+            f"By line, {moment}",
+            ["line · category", "bytes", "share", "blocks"],
+            _build_held(view),
             rows,
         ),
-        _table(
+        modules(view, rows, moment),
+        _build_table(
+            "Left behind by each step and held to the end",
+            ["line", "per step", "steps"],
+            _build_lines(view.growth),
+            rows,
+        ),
+        _build_table(
             "Over the run",
             ["snapshot", "in tensors", "reserved"],
             [
@@ -280,40 +285,40 @@ def _tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
             ],
             rows,
         ),
-        _table(
+        _build_table(
             f"More in each snapshot, per {view.grows_per}",
             ["line · category", "bytes", "blocks"],
-            _lines(view.grows, categories=True),
+            _build_lines(view.grows, categories=True),
             rows,
         ),
-        _table(
+        _build_table(
             f"What a change frees {freed} (least time first; savings overlap)",
             ["change", "frees", "costs per step"] + ["line"] * _has_lines(view),
-            _savings(view),
+            _build_savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],
-            shown=_named_first(view),
+            shown=_list_named(view),
         ),
-        _table(_CHURN, ["line", "per step", "times"], _churn(view), rows),
-        _table(
+        _build_table(_CHURN, ["line", "per step", "times"], _build_churn(view), rows),
+        _build_table(
             POOLS,
             ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
-            _segments(view),
+            _build_segments(view),
             rows,
         ),
     ]
 
 
-def _bases(view: MemoryView) -> list[str]:
-    """List the share of memory by what its categories rest on."""
+def _list_bases(view: MemoryView) -> list[str]:
+    """List the share of memory by the evidence for its categories."""
     return [
         f"{each.category} {t.format_share(each.bytes / max(view.allocated, 1))}"
         for each in sorted(view.bases, key=lambda each: -each.bytes)
-        if each.category != "none" and each.bytes >= MIN_LISTED * 5 * max(view.allocated, 1)
+        if each.category != "none" and each.bytes >= MIN_LISTED_SHARE * 5 * max(view.allocated, 1)
     ]
 
 
-def _table(
+def _build_table(
     title: str,
     head: list[str],
     rows: list[list[str]],
@@ -321,37 +326,39 @@ def _table(
     align: str = "",
     shown: Sequence[int] = (),
 ) -> Grid:
-    """Return a table; ``shown``: the rows that a terminal shows."""
+    """Return a table. ``shown``: the rows that a terminal shows."""
     rows = rows[:limit]
     if shown:
         return Grid(head, rows, title, align=align, short=[rows[n] for n in shown if n < limit])
     return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=MIN_SHORT)
 
 
-def _named_first(view: MemoryView) -> list[int]:
-    """Return the places of the cheapest savings, and of those that the verdict names."""
+def _list_named(view: MemoryView) -> list[int]:
+    """Return the indices of the cheapest savings, and of savings in the verdict."""
     listed = view.savings[:MAX_SAVINGS]
     named = large_savings(view) or ()
     return [n for n, each in enumerate(listed) if n < MIN_SAVINGS or each in named]
 
 
-def _held(view: MemoryView) -> list[list[str]]:
+def _build_held(view: MemoryView) -> list[list[str]]:
     if not any(each.file or each.function for each in view.held):
-        return []  # categories alone are above
+        return []  # categories without lines are shown above
     whole = max(view.allocated, 1)
     rows = []
-    for each, row in zip(view.held, _lines(view.held, categories=True), strict=True):
+    for each, row in zip(view.held, _build_lines(view.held, categories=True), strict=True):
         label = f" · {labels.clean(each.label)}" if each.label else ""
         rows.append([row[0] + label, row[1], t.format_share(each.bytes / whole), row[2]])
     return rows
 
 
-def _churn(view: MemoryView) -> list[list[str]]:
-    return _lines(view.churn) if any(each.file or each.function for each in view.churn) else []
+def _build_churn(view: MemoryView) -> list[list[str]]:
+    return (
+        _build_lines(view.churn) if any(each.file or each.function for each in view.churn) else []
+    )
 
 
 def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> Grid:
-    """The ``limit`` largest modules as a tree, and what none of them allocated."""
+    """Build the ``limit`` largest modules as a tree, and memory allocated outside them."""
     depth: list[int] = []
     for each in view.modules:
         depth.append(0 if each.parent is None else depth[each.parent] + 1)
@@ -377,15 +384,15 @@ def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> Grid:
 
 
 def _module_name(each: ModuleMemory) -> str:
-    """Write the file of its ``forward``, and where it is called."""
+    """Write the file of a module's ``forward``, and its call."""
     name = labels.clean(PurePath(each.file.replace("\\", "/")).name)
     return name if each.line is None else f"{name}, called at line {each.line}"
 
 
-def _lines(holders: list[MemoryHolder], *, categories: bool = False) -> list[list[str]]:
+def _build_lines(holders: list[MemoryHolder], *, categories: bool = False) -> list[list[str]]:
     return [
         [
-            f"{_place(each)} · {each.category}" if categories else _place(each),
+            f"{_name_place(each)} · {each.category}" if categories else _name_place(each),
             t.format_bytes(each.bytes),
             t.format_count(each.blocks),
         ]
@@ -393,7 +400,7 @@ def _lines(holders: list[MemoryHolder], *, categories: bool = False) -> list[lis
     ]
 
 
-def _segments(view: MemoryView) -> list[list[str]]:
+def _build_segments(view: MemoryView) -> list[list[str]]:
     return [
         [
             pool.name,
@@ -408,24 +415,24 @@ def _has_lines(view: MemoryView) -> bool:
     return any(each.file is not None for each in view.savings[:MAX_SAVINGS])
 
 
-def _savings(view: MemoryView) -> list[list[str]]:
+def _build_savings(view: MemoryView) -> list[list[str]]:
     rows = []
     for each in view.savings[:MAX_SAVINGS]:
         place = "" if each.file is None else f"{shorten(each.file, 16)}:{each.line}"
-        row = [_named(each.change), t.format_bytes(each.bytes), each.cost]
+        row = [_name_change(each.change), t.format_bytes(each.bytes), each.cost]
         rows.append([*row, place] if _has_lines(view) else row)
     return rows
 
 
-def _named(change: str) -> str:
+def _name_change(change: str) -> str:
     names = {"references": "earlier steps' outputs"}
     names["smaller logits"] = "smaller logits (loss in parts)"
     names["expandable segments"] = "expandable segments (of reserved memory)"  # not of tensors
     return names.get(change, change)
 
 
-def _end(view: MemoryView) -> list[str]:
-    """List what was held and free when the snapshot was taken, after the peak."""
+def _describe_end(view: MemoryView) -> list[str]:
+    """List the memory held and free when the snapshot was taken, after the peak."""
     if view.at != "peak" or view.end_reserved is None or view.end_free is None:
         return []
     held = [f"{t.format_bytes(view.end_allocated or 0)} in tensors when the snapshot was taken"]
@@ -438,7 +445,7 @@ def _end(view: MemoryView) -> list[str]:
     return held
 
 
-def _steps(view: MemoryView) -> list[str]:
+def _describe_steps(view: MemoryView) -> list[str]:
     if not view.events:
         return []
     if not view.step_source:
@@ -448,7 +455,7 @@ def _steps(view: MemoryView) -> list[str]:
     return [f"{whole} in the history, from {view.step_source}", churn]
 
 
-def _place(each: MemoryHolder) -> str:
+def _name_place(each: MemoryHolder) -> str:
     if each.file is None and each.function is not None:
         return labels.clean(each.function)
     if each.file is None:
@@ -462,7 +469,7 @@ def shorten(file: str, width: int = 32) -> str:
 
 
 def sentences(device: DeviceMemory) -> list[str]:
-    """Return a device as lines of text: its figures, then its tables, a row each."""
+    """Return a device as lines of text: its figures, then its tables, one line per row."""
     result = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
     for table in device.tables:
         result.append(f"{table.title}:")
@@ -475,4 +482,4 @@ def sentences(device: DeviceMemory) -> list[str]:
 
 
 def assumptions(view: MemoryView) -> list[str]:
-    return [f"{_named(each.change)}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]
+    return [f"{_name_change(each.change)}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]

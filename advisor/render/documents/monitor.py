@@ -9,33 +9,33 @@ from advisor.core.run_directory import THROTTLE_BITS, GpuSample, HostSample, Sam
 from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
 
 NOT_REPORTED = "–"
-"""Text for a value that the driver does not report."""
+"""Text for values that the driver does not report."""
 
 
 def build(
     sample: Sample, *, names: Mapping[str | None, str | None], without_gpu: str | None
 ) -> Document:
-    """The document of one sample. ``names``: of the GPUs, by UUID; ``without_gpu``: why there are
-    none."""
+    """Build the document of one sample. ``names``: names of the GPUs, by UUID. ``without_gpu``:
+    reason why there are none."""
     blocks: list[Block] = []
     if sample.gpus:
         head = ["GPU", "used", "memory", "clock", "power", "°C", "processes"]
-        rows = [_row(number, gpu) for number, gpu in enumerate(sample.gpus)]
+        rows = [_build_row(number, gpu) for number, gpu in enumerate(sample.gpus)]
         fields = [
-            TextField(f"GPU {number}", _details(gpu, names.get(gpu.uuid)))
+            TextField(f"GPU {number}", _describe_gpu(gpu, names.get(gpu.uuid)))
             for number, gpu in enumerate(sample.gpus)
         ]
         table = Grid(head, rows)
         blocks.append(Section("GPUs", [table, FieldList(fields)], f"{len(sample.gpus)}"))
     if without_gpu is not None:
         blocks.append(Paragraph(f"No GPU is shown: {without_gpu}.", "warn", indent=0))
-    return Document("", [*blocks, *_host(sample)], name="sample")
+    return Document("", [*blocks, *_describe_host(sample)], name="sample")
 
 
-def _row(number: int, gpu: GpuSample) -> list[str]:
+def _build_row(number: int, gpu: GpuSample) -> list[str]:
     return [
         str(number),
-        _percent(gpu.utilisation),
+        _format_percent(gpu.utilisation),
         NOT_REPORTED
         if gpu.memory_used is None
         else f"{t.format_bytes(gpu.memory_used)} of {t.format_bytes(gpu.memory_total)}",
@@ -48,7 +48,7 @@ def _row(number: int, gpu: GpuSample) -> list[str]:
     ]
 
 
-def _details(gpu: GpuSample, name: str | None) -> list[str]:
+def _describe_gpu(gpu: GpuSample, name: str | None) -> list[str]:
     parts = [labels.clean(name or "model not recorded")]
     if held := throttle_reasons(gpu):
         parts.append(f"limited by: {', '.join(held)}")
@@ -70,17 +70,17 @@ def _details(gpu: GpuSample, name: str | None) -> list[str]:
 
 
 def throttle_reasons(gpu: GpuSample) -> list[str]:
-    """Name why the clocks are not at their highest; idling is no reason to name."""
+    """Name why the clocks are below their maximum. Idling does not count."""
     value = gpu.throttle or 0
     return [name for name, bit in THROTTLE_BITS.items() if value & bit and name != "idle"]
 
 
-def _host(sample: Sample) -> list[Block]:
+def _describe_host(sample: Sample) -> list[Block]:
     host = sample.host
     if host is None:
         return []
     free = NOT_REPORTED if host.memory_available is None else t.format_bytes(host.memory_available)
-    parts = [f"CPU {_percent(host.cpu)}", f"memory available {free}"]
+    parts = [f"CPU {_format_percent(host.cpu)}", f"memory available {free}"]
     if host.swap_used is not None:
         parts.append(f"swap {t.format_bytes(host.swap_used)}")
     if host.throttled_periods:
@@ -91,7 +91,7 @@ def _host(sample: Sample) -> list[Block]:
     return [Section("Host", [FieldList([TextField("host", parts)])])]
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return NOT_REPORTED if value is None else f"{value:.0f}%"
 
 
@@ -127,8 +127,8 @@ _HOST: Final = {
 }
 
 
-def _measured(source: GpuSample | HostSample, field: str, factor: float) -> str | None:
-    """Return a field in the metric's unit; ``None``: not measured."""
+def _read_metric(source: GpuSample | HostSample, field: str, factor: float) -> str | None:
+    """Return a field in the metric's unit, or ``None`` if not measured."""
     group, _, name = field.rpartition(".")
     value = (getattr(source, group) or {}).get(name) if group else getattr(source, name)
     if value is None:
@@ -138,26 +138,26 @@ def _measured(source: GpuSample | HostSample, field: str, factor: float) -> str 
 
 
 def prometheus(sample: Sample, names: Mapping[str | None, str | None]) -> str:
-    """The sample in Prometheus' text format, for node_exporter's textfile collector. What is not
-    measured has no line."""
+    """Write the sample in Prometheus' text format, for node_exporter's textfile collector, without
+    values that were not measured."""
     lines: list[str] = []
     for name, (kind, text, field, factor) in _GPU.items():
         rows = [
-            f"advisor_gpu_{name}{{gpu={_quoted(gpu.uuid or str(number))},"
-            f'index="{number}",name={_quoted(names.get(gpu.uuid) or "")}}} {value}'
+            f"advisor_gpu_{name}{{gpu={_quote(gpu.uuid or str(number))},"
+            f'index="{number}",name={_quote(names.get(gpu.uuid) or "")}}} {value}'
             for number, gpu in enumerate(sample.gpus)
-            if (value := _measured(gpu, field, factor)) is not None
+            if (value := _read_metric(gpu, field, factor)) is not None
         ]
         if rows:
             lines += [f"# HELP advisor_gpu_{name} {text}", f"# TYPE advisor_gpu_{name} {kind}"]
             lines += rows
     for name, (kind, field, factor) in _HOST.items():
-        value = None if sample.host is None else _measured(sample.host, field, factor)
+        value = None if sample.host is None else _read_metric(sample.host, field, factor)
         if value is not None:
             lines += [f"# TYPE advisor_host_{name} {kind}", f"advisor_host_{name} {value}"]
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     escaped = labels.clean(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -1,5 +1,5 @@
-"""The documents of ``advisor project`` and ``advisor fit``: a step on other GPUs, and on other
-numbers of them; whether a program fits a GPU."""
+"""Documents of ``advisor project`` and ``advisor fit``: a step on other GPUs or another number of
+GPUs, and whether a program fits in a GPU's memory."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -52,7 +52,7 @@ def build(
     currency: str,
     epoch: float | None,
 ) -> Document:
-    """Build the step on each GPU; for a single one, what its parts take there too."""
+    """Build the step on each GPU. For a single GPU, also build its parts."""
     a = projector.a
     per = "of the recording" if a.per == "recording" else "per step"
     paid = any(choice.price is not None for choice in found)
@@ -61,11 +61,11 @@ def build(
             "measured", [f"{t.format_duration(a.step_ns)} {per}", projector.recorded_gpu.name]
         )
     ]
-    blocks: list[Block] = [_choices(found, currency, epoch, paid=paid)]
+    blocks: list[Block] = [_build_choices(found, currency, epoch, paid=paid)]
     if len(found) == 1:
         p, record = found[0].projection, how_to_record("profile_memory=True", a.trace.meta)
-        fields.append(TextField("memory", _memory(p.fit, record)))
-        blocks += _parts(p)
+        fields.append(TextField("memory", _describe_memory(p.fit, record)))
+        blocks += _build_parts(p)
     remarks = [*remarks]
     if epoch is not None and paid:
         remarks.append(f"an epoch has {epoch:,.0f} recorded steps")
@@ -74,7 +74,7 @@ def build(
         remarks += [f"{c.projection.gpu}: too little memory" for c in small]
         if all(c.projection.fit.verdict == "not measured" for c in found):
             remarks.append("memory was not recorded, so whether the step fits is not known")
-    remarks += _notes_of_each(found)
+    remarks += _merge_notes(found)
     refused = [choice.projection for choice in found if choice.projection.refused]
     remarks += [f"{p.gpu}: {p.refused}" for p in refused]
     host = "hosts of other machines lie in it too (--same-host: this one)"
@@ -82,11 +82,11 @@ def build(
         host = "host time is taken as measured (--same-host)"
     remarks += [f"{RESTS_ON}; {host}"]
     blocks = [FieldList(fields, indent=0), *blocks, notes(remarks)]
-    return Document(_headline(found, per), blocks, name="project")
+    return Document(_write_headline(found, per), blocks, name="project")
 
 
-def _notes_of_each(found: tuple[TargetGpu, ...]) -> list[str]:
-    """Return the notes of all GPUs; one that differs in its GPU alone once."""
+def _merge_notes(found: tuple[TargetGpu, ...]) -> list[str]:
+    """Return the notes of all GPUs. Notes that only differ in the GPU are merged."""
     named: dict[str, list[str]] = {}
     for p in (choice.projection for choice in found):
         for note in p.notes:
@@ -97,7 +97,7 @@ def _notes_of_each(found: tuple[TargetGpu, ...]) -> list[str]:
     ]
 
 
-def _headline(found: tuple[TargetGpu, ...], per: str) -> str:
+def _write_headline(found: tuple[TargetGpu, ...], per: str) -> str:
     if best := describe_cheapest(found):
         return f"{best[:1].upper()}{best[1:]}."
     if len(found) > 1:
@@ -107,28 +107,28 @@ def _headline(found: tuple[TargetGpu, ...], per: str) -> str:
         return f"{p.gpu} cannot run it: {p.refused}."
     return (
         f"{p.gpu}: {t.format_duration(p.step_ns)} {per} ({t.format_range(p.low_ns, p.high_ns)}), "
-        f"{_times(p.speedup)} as fast."
+        f"{_format_speedup(p.speedup)} as fast."
     )
 
 
 GPU = "\0"
-"""Place of a GPU's name in a note."""
+"""Placeholder for a GPU's name in a note."""
 MIN_EQUAL = 8
-"""Number of GPUs with the same figures or note from which they are counted, not named."""
+"""Minimum number of GPUs with the same figures or note that are counted instead of named."""
 
 
-def _choices(
+def _build_choices(
     found: tuple[TargetGpu, ...], currency: str, epoch: float | None, *, paid: bool
 ) -> Grid:
-    """Build a table with a row a GPU, with its cost where there are prices. Many GPUs with the same
-    figures are one row."""
+    """Build a table with one row per GPU, and its cost if there are prices. Many GPUs with the same
+    figures share a row."""
     equal: dict[tuple[str, ...], list[str]] = {}
     for choice in found:
         p = choice.projection
         times = [t.EMPTY_CELL, t.EMPTY_CELL, t.EMPTY_CELL]
         if not p.refused:
             spread = t.format_range(p.low_ns, p.high_ns)
-            times = [t.format_duration(p.step_ns), spread, _times(p.speedup)]
+            times = [t.format_duration(p.step_ns), spread, _format_speedup(p.speedup)]
         cost = choice.cost if epoch is None else choice.epoch_cost
         price = ["no price" if cost is None else f"{cost:,.2f}"] if paid else []
         equal.setdefault((*times, *price, p.fit.verdict), []).append(p.gpu)
@@ -144,12 +144,12 @@ def _choices(
     return Grid(head, rows, "The step there", align, optional=optional)
 
 
-def _times(ratio: float) -> str:
+def _format_speedup(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:.0f}×"
 
 
-def _parts(p: Projection) -> list[Block]:
-    """Build a table of device work by its limit, here and there."""
+def _build_parts(p: Projection) -> list[Block]:
+    """Build a table of device work by its limit, on both GPUs."""
     if p.refused:
         return []
     rows = [
@@ -159,7 +159,7 @@ def _parts(p: Projection) -> list[Block]:
     return [Grid(["limit", "here", "there"], rows, "Device work by what limits it")]
 
 
-def _memory(fit: ProjectedMemory, record: str) -> list[str]:
+def _describe_memory(fit: ProjectedMemory, record: str) -> list[str]:
     room = t.format_bytes(fit.capacity)
     if fit.verdict == "not measured":
         return ["not measured", f"the GPU has {room}", f"record with {record}" if record else ""]
@@ -200,12 +200,12 @@ def build_splits(
 
 MAX_LAYERS = 12
 SIMILAR_LAYER_SHARE = 0.05
-"""Share by which layers in one row of a table may differ."""
+"""Maximum relative difference of layers in one row of a table."""
 
 
 def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Document:
-    """Build the document of a fit. ``gpu``, ``batch``: what was asked for; empty: nothing.
-    ``request``: bytes of the request that failed, which the peak includes; 0: none did."""
+    """Build the document of a fit. ``gpu``, ``batch``: as requested, or empty. ``request``: bytes
+    of the failed request, which the peak includes, or 0."""
     name = gpu or t.format_bytes(fit.capacity)
     context = t.format_bytes(CUDA_CONTEXT_BYTES)
     kept = fit.capacity - CUDA_CONTEXT_BYTES - fit.available
@@ -219,7 +219,7 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
         TextField("there is", [t.format_bytes(fit.capacity), *rest]),
     ]  # fmt: skip
     if fit.phases is not None:
-        fields.append(TextField("step", _phases(fit)))
+        fields.append(TextField("step", _describe_phases(fit)))
     blocks: list[Block] = [FieldList(fields)]
     if fit.chosen:
         known = all(way.ns is not None for way in fit.chosen)
@@ -227,8 +227,8 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
         blocks.append(_fit_table(title, fit.chosen))
         for way in fit.chosen:
             text, code = advise_change(way.change.name, fit.trains)
-            blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
-    blocks += [_layers(way.layers) for way in fit.candidates if way.layers]
+            blocks += [Paragraph(f"{text}{_name_place(way)}: {way.change.assumes}."), Code(code)]
+    blocks += [_build_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}
     least = MIN_FREED_SHARE * fit.peak
     others = [way for way in fit.candidates if way.bytes > least and way.change.name not in names]
@@ -244,24 +244,26 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
         )
         blocks.append(Paragraph(text, indent=0))
     status = "bad" if not fit.fits else "limited" if fit.barely else "healthy"
-    return Document(_fit_headline(fit, name), blocks, name="fit", status=status)
+    return Document(_write_fit_headline(fit, name), blocks, name="fit", status=status)
 
 
 MIN_FREED_SHARE: Final = 0.01
-"""Share of the peak that a change frees for it to be shown."""
+"""Minimum share of the peak that a listed change frees."""
 
 
 def _fit_table(title: str, ways: list[CostedChange]) -> Grid:
     head = ["change", "frees", "adds per step"]
-    return Grid(head, [_row(way) for way in ways], title, below=[way.cost_reason for way in ways])
+    return Grid(
+        head, [_build_row(way) for way in ways], title, below=[way.cost_reason for way in ways]
+    )
 
 
-def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
-    """Build a table of what each layer holds and costs; equal neighbours share a row."""
+def _build_layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
+    """Build a table of the bytes and the cost of each layer. Equal adjacent layers share a row."""
     rows: list[list[str]] = []
     begin = 0
     for number, layer in enumerate(layers, start=1):
-        if number < len(layers) and _similar(layer, layers[number]):
+        if number < len(layers) and _is_similar(layer, layers[number]):
             continue
         name = str(begin + 1) if number == begin + 1 else f"{begin + 1}-{number}, each"
         again = "unknown" if layer.ns is None else t.format_duration(layer.ns)
@@ -273,7 +275,7 @@ def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
                 omitted_note=f"{more}: --format json has all")  # fmt: skip
 
 
-def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
+def _is_similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
     if (one.ns is None) != (other.ns is None):
         return False
     ns = abs((one.ns or 0.0) - (other.ns or 0.0)) <= SIMILAR_LAYER_SHARE * max(
@@ -282,7 +284,7 @@ def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
     return ns and abs(one.bytes - other.bytes) <= SIMILAR_LAYER_SHARE * max(one.bytes, other.bytes)
 
 
-def _fit_headline(fit: MemoryFit, name: str) -> str:
+def _write_fit_headline(fit: MemoryFit, name: str) -> str:
     left = t.format_bytes(abs(fit.available - fit.reserved_after))
     if not fit.fits:
         return f"It does not fit {name}: with the best set of changes, {left} are missing."
@@ -296,7 +298,7 @@ def _fit_headline(fit: MemoryFit, name: str) -> str:
     else:
         left += " left"
     risk = ", but may run out of memory" if fit.barely else ""
-    more = "" if fit.barely else _largest_batch(fit)
+    more = "" if fit.barely else _describe_largest_batch(fit)
     if not fit.chosen:
         return f"{how}, with {left}.{more}" if not fit.barely else f"{how}{risk}: {left}."
     how += f" with {t.count_noun(len(fit.chosen), 'change')}"
@@ -312,7 +314,7 @@ def _fit_headline(fit: MemoryFit, name: str) -> str:
     return f"{how}{risk}: {left}.{price}{unchanged}{more}"
 
 
-def _largest_batch(fit: MemoryFit) -> str:
+def _describe_largest_batch(fit: MemoryFit) -> str:
     """Say how large a batch fits with a margin. Never rounded up."""
     if fit.largest_batch <= 0:
         return ""
@@ -320,19 +322,19 @@ def _largest_batch(fit: MemoryFit) -> str:
         part = int(fit.largest_batch * 100) / 100
         if part < 1:
             return f" Without accumulation, at most {part:.0%} of the recorded batch fits."
-    if fit.largest_batch >= LARGEST_SHOWN:
-        return f" More than {LARGEST_SHOWN} times the recorded batch fits."
+    if fit.largest_batch >= MAX_SHOWN_FACTOR:
+        return f" More than {MAX_SHOWN_FACTOR} times the recorded batch fits."
     times = int(fit.largest_batch * 10) / 10
     if times <= 1:
         return " No larger batch fits."
     return f" Up to {times:g} times the recorded batch fits."
 
 
-LARGEST_SHOWN: Final = 60
-"""Factor of the batch above which it is not shown."""
+MAX_SHOWN_FACTOR: Final = 60
+"""Maximum factor of the batch that is shown."""
 
 
-def _phases(fit: MemoryFit) -> list[str]:
+def _describe_phases(fit: MemoryFit) -> list[str]:
     phases = fit.phases
     assert phases is not None
     named = [("forward", phases.forward), ("backward", phases.backward),
@@ -341,12 +343,12 @@ def _phases(fit: MemoryFit) -> list[str]:
     return [t.format_duration(phases.step), *shown]
 
 
-def _row(way: CostedChange) -> list[str]:
+def _build_row(way: CostedChange) -> list[str]:
     cost = "unknown" if way.ns is None else t.format_duration(way.ns) if way.ns else "nothing"
     return [way.change.name, t.format_bytes(way.bytes), cost]
 
 
-def _fit_place(way: CostedChange) -> str:
+def _name_place(way: CostedChange) -> str:
     where = way.change.where
     if where is None or where.file is None:
         return ""

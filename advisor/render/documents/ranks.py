@@ -1,4 +1,4 @@
-"""The ranks of a job beside each other: their steps, similar ones, what a change gains."""
+"""Sections on the ranks of a job: their steps, similar ranks, and gains of changes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,11 +25,11 @@ from advisor.render.document import (
 from advisor.render.figures import Histogram, RankMap
 
 MAX_GROUPS: Final = 6
-"""Groups of ranks that a terminal lists."""
+"""Maximum number of groups of ranks in a terminal."""
 MAX_MEMBERS: Final = 16
-"""Characters of a list of ranks."""
+"""Maximum length of a list of ranks, characters."""
 MAX_TEXT: Final = 400
-"""Characters of a reason."""
+"""Maximum length of a reason, characters."""
 
 
 def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
@@ -41,10 +41,10 @@ def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 
 def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Section]:
-    """Yield communication by axis of the device mesh; of a single axis where ``of_one``."""
+    """Yield communication by axis of the device mesh. ``of_one``: also for a single axis."""
     if len(report.mesh) <= (0 if of_one else 1):
         return
-    table = [MESH_HEAD, *(_axis(axis) for axis in report.mesh)]
+    table = [MESH_HEAD, *(_name_axis(axis) for axis in report.mesh)]
     columns = zip("lllrrrrr", *table, strict=True)
     known = [each for each in columns if {*each[2:]} != {t.EMPTY_CELL} or each[1] == "ranks"]
     align, head, *rows = zip(*known, strict=True)
@@ -52,8 +52,8 @@ def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Sec
         "Communication by axis of the mesh",
         [
             Grid(head, [[*row] for row in rows], align="".join(align), optional=[2, 1]),
-            Items([*_pipelines(report), *_links(report)]),
-            Paragraph(" ".join(_mesh_notes(report)), "soft", indent=0, spare=1),
+            Items([*_describe_pipelines(report), *_describe_links(report)]),
+            Paragraph(" ".join(_list_mesh_notes(report)), "soft", indent=0, spare=1),
         ],
         t.format_per(report.per),
         spare=2,
@@ -63,7 +63,7 @@ def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Sec
 MESH_HEAD: Final = ("axis", "ranks", "collectives", "bytes", "time", "waiting", "exposed", "GB/s")
 
 
-def _axis(axis: MeshAxis) -> list[Inline]:
+def _name_axis(axis: MeshAxis) -> list[Inline]:
     total = sum(axis.collectives.values()) or 1
     kinds = [
         f"{t.format_number(axis.calls * count / total)} {name.replace('_', '-')}"
@@ -76,27 +76,27 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         members = f"{axis.size}: {axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
     return [
         axis.axis if axis.named else f"{axis.axis}*", members, ", ".join(kinds),
-        t.format_cell(axis.bytes, t.format_bytes), t.format_duration(axis.ns), _waiting(axis),
-        t.format_duration(axis.exposed_ns), _rate(axis),
+        t.format_cell(axis.bytes, t.format_bytes), t.format_duration(axis.ns),
+        _format_waiting(axis), t.format_duration(axis.exposed_ns), _format_rate(axis),
     ]  # fmt: skip
 
 
-def _rate(axis: MeshAxis) -> str:
-    """Format the bandwidth: of the fastest messages where waits lower the others' by unknown
-    times, so it is none of the mean time beside it."""
+def _format_rate(axis: MeshAxis) -> str:
+    """Format the bandwidth. If unknown waits slow other messages, it is that of the fastest ones,
+    and does not follow from the mean time next to it."""
     if axis.bus_gb_per_s is None:
         return t.EMPTY_CELL
     return "best " * (axis.waiting_ns is None) + t.format_number(axis.bus_gb_per_s)
 
 
-def _waiting(axis: MeshAxis) -> str:
+def _format_waiting(axis: MeshAxis) -> str:
     if axis.waiting_ns is not None:
         return t.format_duration(axis.waiting_ns)
     return t.format_cell(axis.waited_here_ns, lambda ns: f"≥ {t.format_duration(ns)}")
 
 
-def _pipelines(report: Report) -> Iterator[str]:
-    """Compare the bubble by formula with the measured one."""
+def _describe_pipelines(report: Report) -> Iterator[str]:
+    """Compare the bubble from the formula with the measured one."""
     step = sum(share.ns for share in report.time)
     for axis in report.mesh:
         if axis.idle_ns is None or not step:
@@ -111,13 +111,13 @@ def _pipelines(report: Report) -> Iterator[str]:
         yield f"{text}."
 
 
-def _links(report: Report) -> Iterator[str]:
+def _describe_links(report: Report) -> Iterator[str]:
     """Compare the bus bandwidth with the link, once for each kind of link."""
     for axis in report.mesh:
         if axis.link is None or axis.bus_gb_per_s is None:
             continue
         where = f"{axis.axis}: {'inside a node' if axis.link == 'node' else 'across nodes'}"
-        reached = f"{_rate(axis)} GB/s"
+        reached = f"{_format_rate(axis)} GB/s"
         if axis.link_gb_per_s is None:
             missing = (
                 "no link of this GPU is known" if axis.link == "node" else "needs --node-bandwidth"
@@ -129,7 +129,7 @@ def _links(report: Report) -> Iterator[str]:
         yield f"{where}, {reached}: {share} of {t.format_number(axis.link_gb_per_s)} GB/s{name}."
 
 
-def _mesh_notes(report: Report) -> Iterator[str]:
+def _list_mesh_notes(report: Report) -> Iterator[str]:
     if not all(axis.named for axis in report.mesh):
         yield "*: the process group has no name; its kind follows from what it sends."
     rated = [axis for axis in report.mesh if axis.bus_gb_per_s is not None]
@@ -147,39 +147,40 @@ def _mesh_notes(report: Report) -> Iterator[str]:
         yield "Which ranks share a node is unknown (--node-size)."
 
 
-SLOWED = 0.25
-"""Slowdown of the window's steps from which a title says that its times are of these."""
+MIN_SLOWDOWN = 0.25
+"""Minimum slowdown of the window's steps at which a title says that its times are of these
+steps."""
 
 
 def sections(ranks: Ranks) -> Iterator[Block]:
-    """Yield what a table of the ranks does not show; for a few ranks, the map and lists alone."""
+    """Yield details beyond the table of ranks. For few ranks, only the map and lists."""
     many = len(ranks.lines) > FEW_RANKS
     if many and len(bins := rank_charts.build_histogram(ranks)) > 1:
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
         yield Section("The ranks' steps", [figure])
-    yield from _map(ranks)
+    yield from _build_map(ranks)
     if many:
         yield from build_rank_groups(ranks)
     for title, lines in rank_charts.build_lists(ranks):
-        yield _list(title, lines)
+        yield _build_list(title, lines)
 
 
 def build_what_if(report: Report) -> Iterator[Section]:
-    """Yield the changes of the job that are no finding's fix, with their gains."""
+    """Yield changes of the job that are not the fix of a finding, with their gains."""
     step = report.step
     slowdown = 0.0 if step is None else step.window_excess or 0.0
     aside = ""
-    if abs(slowdown) >= SLOWED:
+    if abs(slowdown) >= MIN_SLOWDOWN:
         aside = f"of profiled steps, {format_longer(slowdown)} the run's"
     if changes := rank_charts.other_changes(report):
-        yield replace(_list("What if", changes, aside), spare=1)
+        yield replace(_build_list("What if", changes, aside), spare=1)
 
 
-def _list(title: str, lines: list[str], aside: str = "") -> Section:
+def _build_list(title: str, lines: list[str], aside: str = "") -> Section:
     return Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")], aside)
 
 
-def _map(ranks: Ranks) -> Iterator[Block]:
+def _build_map(ranks: Ranks) -> Iterator[Block]:
     shown = rank_charts.build_heat_map(ranks)
     if shown is None:
         return
@@ -207,7 +208,7 @@ def _map(ranks: Ranks) -> Iterator[Block]:
 
 
 def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
-    """Yield groups of similar ranks, those with most of them first."""
+    """Yield groups of similar ranks, the largest first."""
     if not ranks.clusters:
         return
     total = dict.fromkeys(ranks.classes, 0.0)

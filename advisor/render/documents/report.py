@@ -1,4 +1,4 @@
-"""The document of a report: where the time goes, what to change, and what else is known."""
+"""Document of a report: where the time goes, what to change, and other results."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final, get_args
@@ -32,9 +32,9 @@ from advisor.render.documents import auxiliary_sections, inference, memory, rank
 from advisor.render.figures import Bar, FixSequenceFigure, StepTimeline
 
 MAX_RANKS: Final = 8
-"""Ranks that a terminal lists, those that the others wait for longest."""
-MIN_POSSIBLE: Final = 0.05
-"""Share of the step from which a possible gain is named where notes are only counted."""
+"""Maximum number of ranks in a terminal: those that the others wait for longest."""
+MIN_POSSIBLE_SHARE: Final = 0.05
+"""Minimum share of the step at which a possible gain is named although notes are only counted."""
 MAX_NOTES: Final = 100
 MISSING_DATA: Final = get_args(MissingData)
 _STYLE: Final = {
@@ -43,20 +43,20 @@ _STYLE: Final = {
     "limited": "bold",
     "critical": "bold red",
 }
-_ON_HOST: Final = ("GPU", "ops", "ranges", "idle", "path", "no fix")
-"""Figures beside the bar that are shown where room is short."""
+_SHORT_FIGURES: Final = ("GPU", "ops", "ranges", "idle", "path", "no fix")
+"""Figures next to the bar that are shown if space is short."""
 _SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 1, "idle": 5, "ranges": 4, "ops": 4}
-"""Levels from which a terminal leaves lines out to fit a screen."""
+"""Levels at which a terminal starts to leave lines out to fit a screen."""
 _MIN_PARTS: Final = {"trace": 4, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2}
-"""Parts of a line that stay then; one less on the fullest page."""
+"""Minimum number of parts of a line then, or one less on the fullest page."""
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
-    """Build the document; ``options`` bring the measurements for a timeline. What is shown on
-    demand comes after the fixes."""
+    """Build the document. ``options`` may contain the measurements for a timeline. Folded sections
+    come after the fixes."""
     context = [
         *inference.sections(report),
-        *_ranks(report),
+        *_build_ranks(report),
         *ranks.build_mesh_sections(report),
         *memory.sections(report),
         *auxiliary_sections.build_kernel_sections(report),
@@ -78,12 +78,12 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
                 ],
                 indent=0,
             ),
-            *_tiles(report),
-            *_time(report, options),
-            *_findings(report, options.width),
+            *_build_tiles(report),
+            *_build_time(report, options),
+            *_build_findings(report, options.width),
             *(block for block in context if block not in on_demand),
             *ranks.build_what_if(report),
-            *_rest(report, on_demand),
+            *_build_remaining(report, on_demand),
         ],
         name="report",
         status=report_text.status_class(report),
@@ -97,14 +97,14 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 # -- where the time goes ------------------------------------------------------------------------
 
 
-def _tiles(report: Report) -> Iterator[Block]:
+def _build_tiles(report: Report) -> Iterator[Block]:
     """Build the figures of merit, for a page."""
     if report.scope.has_no_step_time:
         return
     yield Tiles(report_text.figures_of_merit(report))
 
 
-def _time(report: Report, options: RenderOptions) -> Iterator[Block]:
+def _build_time(report: Report, options: RenderOptions) -> Iterator[Block]:
     bar = report_charts.build_step_bar(report)
     if bar is None:
         return
@@ -112,18 +112,18 @@ def _time(report: Report, options: RenderOptions) -> Iterator[Block]:
         TextField(
             label,
             parts,
-            detail=label not in _ON_HOST,
+            detail=label not in _SHORT_FIGURES,
             spare=_SPARE.get(label, 0),
             min_parts=_MIN_PARTS.get(label),
         )
         for label, parts in report_text.headline_numbers(report)
     ]
-    drawn = Bar(bar, _timeline(report, options))
+    drawn = Bar(bar, _build_timeline(report, options))
     yield Section(bar.title, [drawn, FieldList(rows)], bar.aside, short=True)
 
 
-def _timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
-    """Return one step, a lane a stream; ``None`` without ``options.analysis``."""
+def _build_timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
+    """Return one step with one lane per stream, or ``None`` without ``options.analysis``."""
     if options.analysis is None:
         return None
     from advisor.measure.steps.step_lanes import build_step_lanes
@@ -140,7 +140,7 @@ def _timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
     return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per), outside)
 
 
-def _ranks(report: Report) -> Iterator[Block]:
+def _build_ranks(report: Report) -> Iterator[Block]:
     differs = report.step is not None and report.step.window_differs
     table, short = (
         report_charts.build_rank_table(report),
@@ -168,7 +168,7 @@ def _ranks(report: Report) -> Iterator[Block]:
 # -- what to do ---------------------------------------------------------------------------------
 
 
-def _findings(report: Report, width: int) -> Iterator[Block]:
+def _build_findings(report: Report, width: int) -> Iterator[Block]:
     ranked = finding_text.ranked_findings(report)
     if ranked:
         outlook = report_text.describe_all_fixes(report)
@@ -177,7 +177,7 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         if shared:
             caveats = TextField("caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True)
             lead.append(FieldList([caveats]))
-        result = [_card(report, finding, width, shared) for finding in ranked]
+        result = [_build_card(report, finding, width, shared) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
         each += ", of each fix alone" * report_text.gains_overlap(report)
         title = "What to change" if finding_text.has_large_gain(report) else "Small gains"
@@ -187,7 +187,7 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         title = "Step time after each fix"
         yield Section(title, [FixSequenceFigure(fix_sequence)], detail=True, summary=title.lower())
     if report.risks:
-        cards = [_card(report, finding, width, fix=not ranked) for finding in report.risks]
+        cards = [_build_card(report, finding, width, fix=not ranked) for finding in report.risks]
         lost = any(each.impact is not None and bool(each.impact.gain_ns) for each in report.risks)
         title = "Risks, and time lost over the run" if lost else "Memory and risks"
         counted = t.count_noun(len(cards), "risk")
@@ -195,11 +195,11 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         yield Section(title, cards, summary=counted, spare=0 if grave else 4)
 
 
-def _card(
+def _build_card(
     report: Report, finding: Finding, width: int, shared: Sequence[str] = (), *, fix: bool = True
 ) -> Card:
-    """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand.
-    ``shared``: caveats that stand above all cards."""
+    """Build a finding's card: what, gain, where, why, how, with evidence and caveats on demand.
+    ``shared``: caveats shown above all cards."""
     notes = finding_text.gain_conditions(finding, report)
     minor = finding_text.minor_conditions(finding, report)
     fields = [
@@ -212,7 +212,7 @@ def _card(
             )
             for number, note in enumerate(notes)
         ),
-        *_where(report, finding, width),
+        *_list_places(report, finding, width),
         TextField("why", [finding.summary], prose=True),
         TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
     ]
@@ -235,7 +235,7 @@ def _card(
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[
-            EvidenceList([_fact(item) for item in finding.evidence]),
+            EvidenceList([_build_fact(item) for item in finding.evidence]),
             FieldList(
                 [
                     TextField("cause", [part for part in confidence if part]),
@@ -259,9 +259,9 @@ def _card(
     )
 
 
-def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
-    """List the places, worst first, a line each; what would record the first one's line. ``width``:
-    columns of a page, which leave room to names."""
+def _list_places(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
+    """List the places, worst first, one line each, and how to record a missing line. ``width``:
+    columns of a page."""
     names_width, path_width = max(48, width - 32), max(60, width - 20)
     shown = finding_text.named_places(finding, name_width=names_width, path_width=path_width)
     for number, (location, names) in enumerate(shown):
@@ -276,7 +276,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
         yield TextField("" if shown else "where", [missing], "soft")
 
 
-def _fact(item: Evidence) -> EvidenceRow:
+def _build_fact(item: Evidence) -> EvidenceRow:
     limit = ""
     if item.threshold is not None:
         source = f" ({labels.clean(item.source)})" if item.source else ""
@@ -287,16 +287,16 @@ def _fact(item: Evidence) -> EvidenceRow:
 # -- what else there is -------------------------------------------------------------------------
 
 
-def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
+def _build_remaining(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
         large = [note for note in report.notes if finding_text.is_large_note(note, report)]
         shown = [n for n in report.notes if n in large or finding_text.is_notable_note(n, report)]
         others = [note for note in report.notes if note not in shown]
-        notes = [_note(note) for note in others[:MAX_NOTES]]
+        notes = [_describe_note(note) for note in others[:MAX_NOTES]]
         counted = t.count_noun(len(others), "note")
         gains = [(n.impact.share or 0.0, n.title) for n in others if n.impact is not None]
         most, title = max(gains, default=(0.0, ""))
-        if most >= MIN_POSSIBLE:
+        if most >= MIN_POSSIBLE_SHARE:
             counted += f" with a possible gain of up to {t.format_share(most)} ('{title}')"
         if report.scope.has_no_step_time:  # without a step nothing is ranked
             items = [
@@ -307,7 +307,7 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
             yield Section(title, [Items(items)], "the largest first" if len(items) > 1 else "")
         else:
             if shown:
-                cards = [_note(n, large=n in large, row=n not in large) for n in shown]
+                cards = [_describe_note(n, large=n in large, row=n not in large) for n in shown]
                 yield Section("Large but unproven", cards)
             if notes:
                 yield Section("Notes", notes, folded=True, summary=counted)
@@ -325,7 +325,7 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     yield from checks(report)
     if report.limits:
         name = report.main_limit
-        yield _counted("Limits of this trace", report.limits, "!", "limit", name)
+        yield _build_counted_list("Limits of this trace", report.limits, "!", "limit", name)
     closing = report_text.define_gains(report)
     if closing:
         paragraphs = [Paragraph(line, "soft") for line in closing]
@@ -333,10 +333,10 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
 
 
 def checks(report: Report) -> Iterator[Section]:
-    """The checks that passed, and those that were skipped, with the reason."""
+    """Build the passed checks, and the skipped checks with their reasons."""
     if report.passed:
         good = [item.text for item in report.passed]
-        yield _counted("Passed checks", good, "✓", "passed check", spare=1)
+        yield _build_counted_list("Passed checks", good, "✓", "passed check", spare=1)
     skipped: list[Inline] = [
         (f"{what}: ", Span(why, "soft"))
         for what, why in report_text.describe_skipped_checks(report)
@@ -344,21 +344,20 @@ def checks(report: Report) -> Iterator[Section]:
     if skipped:
         missing = min((item.missing for item in report.not_checked), key=MISSING_DATA.index)
         name = "" if report.main_limit else missing
-        yield _counted("Skipped checks", skipped, "?", "skipped check", name)
+        yield _build_counted_list("Skipped checks", skipped, "?", "skipped check", name)
 
 
-def _counted(
+def _build_counted_list(
     title: str, items: Sequence[Inline], mark: str, noun: str, name: str = "", *, spare: int = 0
 ) -> Section:
-    """Build a folded list, of which a terminal says how long it is, and the name of what matters
-    most in it."""
+    """Build a folded list. A terminal shows its length and the name of its most important item."""
     summary = t.count_noun(len(items), noun) + f" ({name})" * bool(name)
     return Section(title, [Items(items, mark)], folded=True, summary=summary, spare=spare)
 
 
-def _note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:
-    """Describe a possible finding: why it is not ranked, and what it could gain; in a ``row``, its
-    gain stands beside the title."""
+def _describe_note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:
+    """Describe a possible finding: why it is not ranked, and what it could gain. In a ``row``, the
+    gain is next to the title."""
     gain = finding_text.note_gain(finding)
     fields = [
         TextField("note", [finding_text.explain_note(finding)]),

@@ -1,6 +1,5 @@
-"""Documentation of a rule: its docstring, thresholds with their sources, how it was tested.
-
-Read by ``advisor rules`` and by the generator of the reference in docs/rules."""
+"""Documentation of a rule: its docstring, its thresholds with their sources, and how it was tested.
+For ``advisor rules`` and the generator of docs/rules."""
 
 import ast
 import inspect
@@ -38,7 +37,7 @@ FRAMEWORKS = {
     TENSORFLOW: ("TensorFlow", "python"),
     JAX: ("JAX", "python"),
 }
-"""Keys of ``Rule.framework_advice`` with their name for a reader, and the language of their
+"""Keys of ``Rule.framework_advice`` with their name for readers, and the language of their
 snippets."""
 VALIDATION = {
     "real traces": "right on public real traces",
@@ -57,28 +56,28 @@ class Option(NamedTuple):
     name: str
     value: Any
     meaning: str
-    """Meaning of the value; for a plain attribute the comment beside it."""
+    """Meaning of the value. For a plain attribute, the comment next to it."""
     sources: tuple[Citation, ...]
 
 
 class OtherFrameworkAdvice(NamedTuple):
-    """Advice of a rule for a kind of program that is not written with PyTorch."""
+    """Advice of a rule for programs without PyTorch."""
 
     program: str
     """Name of the kind of program for a reader."""
     language: str
     """Language of the snippet, as Markdown names it."""
     words: str
-    """The fix, and how to see that it worked; of what is common to all, only what differs."""
+    """The fix, and how to check that it worked, without texts common to all programs."""
     code: str
 
 
 class RulePage(NamedTuple):
-    """A rule's documentation, taken apart."""
+    """A rule's documentation by parts."""
 
     rule: type[Rule]
     file: str
-    """Path of its source in the repository."""
+    """Path of the rule's source in the repository."""
     paragraphs: list[str]
     """Paragraphs of the class docstring."""
     fix: str
@@ -89,83 +88,85 @@ class RulePage(NamedTuple):
     cases: dict[str, dict[str, Any]]
     """Texts that differ by case: case -> attribute -> text."""
     inference: dict[str, Any]
-    """Texts that differ where nothing is trained: attribute -> text."""
+    """Texts that differ for programs that do not train: attribute -> text."""
     elsewhere: list[OtherFrameworkAdvice]
     thresholds: list[Option]
     factors: list[Option]
-    """Numbers of the estimate, which no user sets."""
+    """Numbers of the estimate, which users cannot set."""
     fires_on: list[str]
     """Names of the examples that must produce a finding."""
     silent_on: list[str]
-    """Names of the traps that must not."""
+    """Names of the traps in which the rule must stay silent."""
 
 
 def describe(rule: Rule) -> RulePage:
-    """Take a rule's documentation from its class."""
+    """Return a rule's documentation, from its class."""
     cls = type(rule)
     examples = cls.examples()
     return RulePage(
         rule=cls,
         file=f"{cls.__module__.removeprefix('advisor.').replace('.', '/')}.py",
-        paragraphs=[*cls.paragraphs(), *_explained(cls)],
-        fix=_opened(cls.fix),
-        code=_opened(cls.code),
-        verify=_opened(cls.verify),
-        falsified_by=_opened(cls.falsified_by),
-        assumptions=_opened(rule.fill_thresholds(cls.assumptions)),
-        cases=_opened(_filled_cases(rule, cls.cases)),
-        inference=_opened(_inference(rule, cls.inference)),
-        elsewhere=list(_elsewhere(cls)),
-        thresholds=_options(cls, cls.options()),
-        factors=_options(cls, cls.factors()),
+        paragraphs=[*cls.paragraphs(), *_explain_placeholders(cls)],
+        fix=_show_placeholders(cls.fix),
+        code=_show_placeholders(cls.code),
+        verify=_show_placeholders(cls.verify),
+        falsified_by=_show_placeholders(cls.falsified_by),
+        assumptions=_show_placeholders(rule.fill_thresholds(cls.assumptions)),
+        cases=_show_placeholders(_fill_cases(rule, cls.cases)),
+        inference=_show_placeholders(_fill_inference_texts(rule, cls.inference)),
+        elsewhere=list(_list_other_advice(cls)),
+        thresholds=_list_options(cls, cls.options()),
+        factors=_list_options(cls, cls.factors()),
         fires_on=[name for name, b in examples.items() if not isinstance(b, tuple)],
         silent_on=[name for name, b in examples.items() if isinstance(b, tuple)],
     )
 
 
-def _filled(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_texts(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: rule.fill_thresholds(text) if key == "assumptions" else text
         for key, text in texts.items()
     }
 
 
-def _filled_cases(rule: Rule, cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: _filled(rule, case) for name, case in cases.items()}
+def _fill_cases(rule: Rule, cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: _fill_texts(rule, case) for name, case in cases.items()}
 
 
-def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
-    filled = _filled(rule, texts)
+def _fill_inference_texts(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
+    filled = _fill_texts(rule, texts)
     if "cases" in texts:
-        filled["cases"] = _filled_cases(rule, texts["cases"])
+        filled["cases"] = _fill_cases(rule, texts["cases"])
     return filled
 
 
 MAX_DIGITS = 10
-"""Characters of a number that was chosen; one that was computed has more."""
+"""Maximum length of a chosen number, characters. Computed ones are longer."""
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _OPTIONAL = re.compile(r"(?<=\w)\{[a-z_]+\}|(?<= )\{[a-z_]+\}(?=\w)")
 
 
-def _opened(texts: Any) -> Any:
-    """Show placeholders in texts as what a trace would fill in: ``<workers>``. One that touches a
-    word holds an optional part of the sentence, which is left out."""
+def _show_placeholders(texts: Any) -> Any:
+    """Show placeholders in texts as values from a trace: ``<workers>``. A placeholder that touches
+    a word is an optional part of the sentence and is left out."""
     if isinstance(texts, str):
         texts = _OPTIONAL.sub("", texts)
         return _PLACEHOLDER.sub(lambda match: f"<{match[1].replace('_', ' ')}>", texts)
     if isinstance(texts, Mapping):
-        return {name: _opened(text) for name, text in texts.items()}
-    return [_opened(text) for text in texts] if isinstance(texts, list | tuple) else texts
+        return {name: _show_placeholders(text) for name, text in texts.items()}
+    return (
+        [_show_placeholders(text) for text in texts] if isinstance(texts, list | tuple) else texts
+    )
 
 
-def _explained(cls: type[Rule]) -> Iterator[str]:
-    """Yield a sentence on the placeholders of a rule's texts, if there are any."""
+def _explain_placeholders(cls: type[Rule]) -> Iterator[str]:
+    """Yield a sentence on the placeholders in a rule's texts, if there are any."""
     texts = (cls.fix, cls.code, cls.verify, cls.falsified_by, cls.cases, cls.inference)
     if match := _PLACEHOLDER.search(_OPTIONAL.sub("", repr(texts))):
-        yield f"A report fills in words such as {_opened(match[0])} from your trace."
+        yield f"A report fills in words such as {_show_placeholders(match[0])} from your trace."
 
 
-def _elsewhere(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
+def _list_other_advice(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
     common = cls.framework_advice.get(ANY_FRAMEWORK)
     for framework, advice in cls.framework_advice.items():
         words = " ".join(filter(None, (advice.fix, advice.verify)))
@@ -173,12 +174,14 @@ def _elsewhere(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
             if (advice.fix, advice.code) == (common.fix, common.code):
                 continue
             words = advice.fix.removeprefix(common.fix).strip()  # what is called there, alone
-        yield OtherFrameworkAdvice(*FRAMEWORKS[framework], _opened(words), _opened(advice.code))
+        yield OtherFrameworkAdvice(
+            *FRAMEWORKS[framework], _show_placeholders(words), _show_placeholders(advice.code)
+        )
 
 
-def _options(cls: type[Rule], numbers: Mapping[str, Any]) -> list[Option]:
-    """Return numbers of a rule with their meaning and sources; of a plain one, its comment."""
-    comments, found = _comments(cls), []
+def _list_options(cls: type[Rule], numbers: Mapping[str, Any]) -> list[Option]:
+    """Return numbers of a rule with their meaning and sources, or the comment of a plain number."""
+    comments, found = _read_comments(cls), []
     for name, value in numbers.items():
         own = getattr(cls, name)
         is_plain = not isinstance(own, Threshold)
@@ -187,8 +190,8 @@ def _options(cls: type[Rule], numbers: Mapping[str, Any]) -> list[Option]:
     return found
 
 
-def _comments(cls: type[Rule]) -> dict[str, str]:
-    """Return class attribute -> the comment on its line, or those on the lines just above it."""
+def _read_comments(cls: type[Rule]) -> dict[str, str]:
+    """Return the comment of each class attribute: on its line, or on the lines just above it."""
     result: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not issubclass(base, Rule) or base is Rule:
@@ -198,7 +201,7 @@ def _comments(cls: type[Rule]) -> dict[str, str]:
             tree = ast.parse(source)
         except (OSError, TypeError, SyntaxError):  # defined where no source is kept
             continue
-        remarks = _remarks(source)
+        remarks = _read_remarks(source)
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
         for node in body:
             targets = (
@@ -208,14 +211,14 @@ def _comments(cls: type[Rule]) -> dict[str, str]:
             )
             for target in targets:
                 if isinstance(target, ast.Name):
-                    result[target.id] = _remark(
+                    result[target.id] = _find_remark(
                         remarks, node.lineno, node.end_lineno or node.lineno
                     )
     return result
 
 
-def _remarks(source: str) -> dict[int, tuple[str, bool]]:
-    """Return line -> (comment, whether the line holds nothing else)."""
+def _read_remarks(source: str) -> dict[int, tuple[str, bool]]:
+    """Return the comment of each line, and whether the line has nothing else."""
     result = {}
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -228,7 +231,7 @@ def _remarks(source: str) -> dict[int, tuple[str, bool]]:
     return result
 
 
-def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
+def _find_remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
     inside = [remarks[row][0] for row in range(first, last + 1) if row in remarks]
     above = []
     row = first - 1
@@ -239,7 +242,7 @@ def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
 
 
 def format_source(source: Citation) -> str:
-    """Write a source in one line."""
+    """Write a source on one line."""
     return f"{source.name} <{source.address}>" if source.address else source.name
 
 
@@ -251,7 +254,7 @@ def override_lines(page: RulePage) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """Write a value as pyproject.toml does; a fraction such as a third has three digits."""
+    """Write a value in TOML. A fraction such as a third has three digits."""
     if isinstance(value, float) and len(str(value)) > MAX_DIGITS:
         value = float(f"{value:.3g}")
     if isinstance(value, bool):
@@ -265,7 +268,7 @@ def build(rule: Rule) -> Document:
     category = CATEGORIES.get(about.rule.category, about.rule.category)
     paragraphs: list[Block] = []
     for number, paragraph in enumerate(about.paragraphs):
-        paragraphs += [Paragraph("")] * bool(number) + _paragraph(paragraph)
+        paragraphs += [Paragraph("")] * bool(number) + _wrap_paragraph(paragraph)
     tested = [
         TextField("on", [VALIDATION.get(about.rule.validation, about.rule.validation)]),
         TextField("seen", [about.rule.validation_note]),
@@ -276,15 +279,20 @@ def build(rule: Rule) -> Document:
     ]
     sections = [
         Section("Why it matters", paragraphs),
-        Section("What to do", _advice(about._asdict()) if about.fix else []),
-        *_cases(about.cases),
+        Section("What to do", _build_advice(about._asdict()) if about.fix else []),
+        *_build_cases(about.cases),
         Section(
             "Where nothing is trained",
-            [*_advice(about.inference), *_cases(about.inference.get("cases", {}))],
+            [*_build_advice(about.inference), *_build_cases(about.inference.get("cases", {}))],
         ),
-        *(_elsewhere_section(advice) for advice in about.elsewhere),
-        Section("Thresholds", [line for item in about.thresholds for line in _threshold(item)]),
-        Section("Numbers of the estimate", [x for item in about.factors for x in _threshold(item)]),
+        *(_build_other_section(advice) for advice in about.elsewhere),
+        Section(
+            "Thresholds", [line for item in about.thresholds for line in _describe_threshold(item)]
+        ),
+        Section(
+            "Numbers of the estimate",
+            [x for item in about.factors for x in _describe_threshold(item)],
+        ),
         Section("How it was tested", [FieldList(tested)]),
         Section("Change it", [Code(override_lines(about), "toml", "", 0)], "in pyproject.toml"),
         Section("References", [Paragraph(reference) for reference in about.rule.references]),
@@ -293,19 +301,19 @@ def build(rule: Rule) -> Document:
     return Document(about.rule.title, [lead, *(s for s in sections if s.blocks)], name="rule")
 
 
-def _elsewhere_section(advice: OtherFrameworkAdvice) -> Section:
+def _build_other_section(advice: OtherFrameworkAdvice) -> Section:
     code = [Code(advice.code, advice.language, "", 2)] if advice.code else []
     return Section("Without PyTorch", [Paragraph(advice.words), *code], advice.program)
 
 
-def _threshold(item: Option) -> Iterator[Block]:
+def _describe_threshold(item: Option) -> Iterator[Block]:
     yield Paragraph(f"{item.name} = {to_toml(item.value)}", "strong")
     for line in (item.meaning, *map(format_source, item.sources)):
         if line:
             yield Paragraph(line, "soft", indent=6)
 
 
-def _advice(texts: Mapping[str, Any]) -> list[Block]:
+def _build_advice(texts: Mapping[str, Any]) -> list[Block]:
     """Build the blocks of fix and code, and how far to trust them."""
     blocks: list[Block] = []
     if texts.get("fix"):
@@ -321,7 +329,7 @@ def _advice(texts: Mapping[str, Any]) -> list[Block]:
     return [*blocks, FieldList(shown)] if shown else blocks
 
 
-def _cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
+def _build_cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
     for name, case in cases.items():
         blocks: list[Block] = [Paragraph(case[key]) for key in ("title", "fix") if key in case]
         if "code" in case:
@@ -329,8 +337,8 @@ def _cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
         yield Section("Case", blocks, name)
 
 
-def _paragraph(paragraph: str) -> list[Block]:
-    """Wrap prose anew; lists and indented lines keep their line breaks."""
+def _wrap_paragraph(paragraph: str) -> list[Block]:
+    """Rewrap prose. Lists and indented lines keep their line breaks."""
     lines = paragraph.split("\n")
     if any(line.startswith((" ", "- ", "* ")) for line in lines):
         return [
@@ -340,7 +348,7 @@ def _paragraph(paragraph: str) -> list[Block]:
 
 
 def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
-    """Build the document of all rules by category."""
+    """Build the document of all rules, by category."""
     known = list(CATEGORIES)
     by_category: dict[str, list[Rule]] = {}
     for rule in rules:

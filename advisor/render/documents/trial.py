@@ -1,4 +1,4 @@
-"""The document of a report of trials: what was tried, what it gained, what to write."""
+"""Document of a report of trials: what was tried, what it gained, what to change."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -42,8 +42,10 @@ def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
         TextField("runs", describe_runs(report)),
         TextField("losses", [describe_losses(report)]),
     ]
-    cards = [_card(trial) for trial in report.trials if trial.outcome != "not run" or trial.why]
-    shown = Section("Trials", [_table(report)], "share of the step that is saved", short=True)
+    cards = [
+        _build_card(trial) for trial in report.trials if trial.outcome != "not run" or trial.why
+    ]
+    shown = Section("Trials", [_build_table(report)], "share of the step that is saved", short=True)
     nothing = Paragraph(NO_TRIAL, indent=0)
     return Document(
         write_headline(report),
@@ -51,14 +53,14 @@ def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
             FieldList(fields, indent=0),
             shown if report.trials else nothing,
             *([Section("What each does", cards)] if cards else []),
-            *_together(report),
-            *_rest(report),
+            *_build_combination(report),
+            *_build_remaining(report),
         ],
         name="trials",
     )
 
 
-def _table(report: TrialReport) -> Grid:
+def _build_table(report: TrialReport) -> Grid:
     rows = []
     for trial in report.trials:
         measured = (
@@ -74,7 +76,7 @@ def _table(report: TrialReport) -> Grid:
     return Grid(["knob", "predicted", "measured", "band", "runs", "outcome"], rows)
 
 
-def _card(trial: Trial) -> Card:
+def _build_card(trial: Trial) -> Card:
     memory = [
         f"{size / 1e6:,.0f} MB {where}"
         for size, where in ((trial.device_bytes, "device"), (trial.host_bytes, "host"))
@@ -95,7 +97,7 @@ def _card(trial: Trial) -> Card:
     )
 
 
-def _together(report: TrialReport) -> Iterator[Block]:
+def _build_combination(report: TrialReport) -> Iterator[Block]:
     both = report.together
     if both is None or len(both.knob_settings) + len(both.left_out) < 2:
         return
@@ -114,7 +116,7 @@ def _together(report: TrialReport) -> Iterator[Block]:
     yield Section("Together", [FieldList(fields)])
 
 
-def _rest(report: TrialReport) -> Iterator[Block]:
+def _build_remaining(report: TrialReport) -> Iterator[Block]:
     if report.remembered:
         yield Section("Past trials", [Paragraph(report.remembered)])
     if report.without:

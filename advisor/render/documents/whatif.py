@@ -1,4 +1,5 @@
-"""The documents of ``advisor whatif``: a step with edits, in another number format, on a mesh."""
+"""Documents of ``advisor whatif``: a step with edits, in another number format, or on another
+mesh."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -23,9 +24,9 @@ from advisor.replay.project.precision import LinearLayerGroup, PrecisionResult
 from advisor.replay.result import EditResult, WhatIfResult
 
 MAX_EDIT: Final = 30
-"""Characters of an edit in the table; longer ones are listed above it."""
+"""Maximum length of an edit in the table, characters. Longer ones are listed above it."""
 MAX_SHAPES: Final = 8
-"""Rows that a terminal shows of the layers to convert, and of those to leave."""
+"""Maximum number of rows in a terminal, for layers to convert and layers to leave."""
 UNSEEN_LOADER: Final = (
     "The loader's workers keep up with these steps, so how fast they could be is not in the trace: "
     "the step cannot become shorter than their time per batch."
@@ -35,7 +36,7 @@ RANGES: Final = (
     "report."
 )
 NO_GAIN: Final = 0.001
-"""Share of the step below which an edit gains next to nothing."""
+"""Share of the step below which an edit gains almost nothing."""
 _NOUNS: Final[dict[tuple[str, ...], str]] = {
     ("kernel",): "kernel", ("memcpy",): "copy", ("memset",): "memset", ("op",): "operator",
     ("python",): "Python frame", ("annotation",): "range",
@@ -46,7 +47,7 @@ AXES: Final = {
 
 
 def notes(lines: Sequence[str]) -> Items:
-    """List remarks, a sentence each; names such as ``h200`` stay as they are."""
+    """List remarks, one sentence each. Names such as ``h200`` stay unchanged."""
     shown = [
         f"{line[:1].upper()}{line[1:]}." if line.split(" ", 1)[0].isalpha() else f"{line}."
         for line in lines
@@ -58,7 +59,7 @@ def notes(lines: Sequence[str]) -> Items:
 
 
 def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
-    """Build the step with edits; ``lines``: these as they were written."""
+    """Build the step with edits. ``lines``: the edits as written."""
     apart = result.step is not None and result.step.window_differs
     per = f"per {'profiled ' * apart}step" if result.marked else "of the recording"
     step = t.format_duration(result.measured_step_ns)
@@ -67,10 +68,14 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     path = {} if result.reason else result.critical_path
     parts = path_parts(path, result.framework)
     fields = [
-        TextField("measured", [f"{step} {per}", *_steps(result)]),
-        *([TextField("run", _run(result.step))] if result.step is not None and apart else []),
-        TextField("replayed", _replayed(result)),
-        TextField("", _waits(result), detail=True),
+        TextField("measured", [f"{step} {per}", *_describe_steps(result)]),
+        *(
+            [TextField("run", _describe_run(result.step))]
+            if result.step is not None and apart
+            else []
+        ),
+        TextField("replayed", _describe_accuracy(result)),
+        TextField("", _describe_waits(result), detail=True),
         TextField(
             "path",
             ["critical path with the edits", *parts]
@@ -78,7 +83,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
             else ["the critical path is unknown: the steps are not replayed"],
         ),
     ]
-    said = [*_without_gain(result, lines, ", ".join(parts)), *result.notes]
+    said = [*_explain_no_gain(result, lines, ", ".join(parts)), *result.notes]
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
         said.insert(0, UNSEEN_LOADER.rstrip("."))
     share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
@@ -86,7 +91,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     return Document(
         f"{step} → {least}{edited} ({change}) {per}.",
         [
-            *_edits(result, lines),
+            *_build_edits(result, lines),
             *([] if result.reason else [Paragraph(RANGES, "soft")]),
             *([notes(said)] if said else []),
             Section("How exact the replay is", [FieldList(fields)]),
@@ -95,14 +100,14 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     )
 
 
-def _run(step: StepTime) -> list[str]:
-    """Name the step time that reports lead with, where the replayed steps take another."""
+def _describe_run(step: StepTime) -> list[str]:
+    """Name the step time that reports lead with, if the replayed steps differ from it."""
     own = t.format_duration(step.reference_ns)
     return [f"{own} per step without the profiler, {step.statistic}"]
 
 
-def _steps(result: WhatIfResult) -> list[str]:
-    """List which steps are replayed, and with which other ranks."""
+def _describe_steps(result: WhatIfResult) -> list[str]:
+    """List the replayed steps, and the other ranks in the replay."""
     replay = result.replay
     steps = "no steps are marked"
     if result.marked:
@@ -113,8 +118,8 @@ def _steps(result: WhatIfResult) -> list[str]:
     return [steps, f"ranks {format_ranks(list(result.ranks))} together{error}"]
 
 
-def _replayed(result: WhatIfResult) -> list[str]:
-    """List how exact the replay is; where it is not to be trusted, why."""
+def _describe_accuracy(result: WhatIfResult) -> list[str]:
+    """Describe the accuracy of the replay, or why it is not reliable."""
     replay = result.replay
     if result.reason:
         return ["no: gains are upper bounds", result.reason]
@@ -125,8 +130,8 @@ def _replayed(result: WhatIfResult) -> list[str]:
     return [t.format_duration(result.replayed_step_ns), error, explained]
 
 
-def _waits(result: WhatIfResult) -> list[str]:
-    """List how much of the waits and of the idle time the replay explains."""
+def _describe_waits(result: WhatIfResult) -> list[str]:
+    """Describe how much of the waits and of the idle time the replay explains."""
     replay = result.replay
     if result.reason:
         return []
@@ -147,7 +152,7 @@ def _waits(result: WhatIfResult) -> list[str]:
     ]
 
 
-def _selected(row: EditResult, result: WhatIfResult) -> str:
+def _describe_selection(row: EditResult, result: WhatIfResult) -> str:
     """Write what an edit selects: ``36 kernels per step, 1.2 ms``."""
     select = row.edit.select
     noun = {"gpu": "GPU operation", "gap": "idle gap"}.get(select.on, "host event")
@@ -158,8 +163,8 @@ def _selected(row: EditResult, result: WhatIfResult) -> str:
     return f"{shown}{per}, {t.format_duration(row.selected_ns)}"
 
 
-def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list[str]:
-    """Explain why edits that take time away do not make the step shorter."""
+def _explain_no_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list[str]:
+    """Explain why edits that remove time do not shorten the step."""
     hidden = [
         line
         for row, line in zip(result.edits, lines, strict=True)
@@ -176,7 +181,7 @@ def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list
     ]
 
 
-def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
+def _build_edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
     """Build a table of each edit's gain, its range, its gain alone, and the step after it."""
     short = all(len(line) <= MAX_EDIT for line in lines)
     rows = [
@@ -192,7 +197,7 @@ def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
         for number, (row, line) in enumerate(zip(result.edits, lines, strict=True), start=1)
     ]
     chosen = [
-        f"{'' if short else f'{n}. '}{line}: {_selected(row, result)}"
+        f"{'' if short else f'{n}. '}{line}: {_describe_selection(row, result)}"
         for n, (row, line) in enumerate(zip(result.edits, lines, strict=True), start=1)
     ]
     what = "step" if result.marked else "time"
@@ -206,7 +211,7 @@ def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
 
 
 def build_precision(result: PrecisionResult) -> Document:
-    """Build which layers to convert, which to leave, and the step after it."""
+    """Build the layers to convert, the layers to leave, and the step after the conversion."""
     what = f"{result.format} on {result.gpu}, {'training' if result.training else 'inference'}"
     if result.refused:
         return Document(f"{what}: not estimated. {result.refused}.", [], name="precision")
@@ -223,7 +228,7 @@ def build_precision(result: PrecisionResult) -> Document:
         )
         fields.append(TextField("weights", [t.format_bytes(result.weight_bytes), read]))
     tables = [
-        _layers(title, [layer for layer in result.layers if layer.convert == wanted])
+        _build_layers(title, [layer for layer in result.layers if layer.convert == wanted])
         for title, wanted in (("Convert", True), ("Leave", False))
     ]
     return Document(
@@ -240,7 +245,7 @@ def build_precision(result: PrecisionResult) -> Document:
     )
 
 
-def _layers(title: str, layers: Sequence[LinearLayerGroup]) -> Section | None:
+def _build_layers(title: str, layers: Sequence[LinearLayerGroup]) -> Section | None:
     """Build a table of products by shape and module kind, with the reason why they stay."""
     if not layers:
         return None
@@ -273,20 +278,22 @@ def build_mesh(result: MeshResult) -> Document:
         ["mesh", str(old), str(new), ""],
         ["GPUs", f"{old.world:,}", f"{new.world:,}", ""],
         ["batch of the job", "1×", f"{result.batch:.3g}×", ""],
-        _times("step", result.measured_step_ns, result.step_ns, (result.low_ns, result.high_ns)),
+        _build_times(
+            "step", result.measured_step_ns, result.step_ns, (result.low_ns, result.high_ns)
+        ),
     ]
     if median is not None:
         name, band = f"  of rank {median.rank}", (median.low_ns, median.high_ns)
-        rows.append(_times(name, median.measured_step_ns, median.step_ns, band))
+        rows.append(_build_times(name, median.measured_step_ns, median.step_ns, band))
     rows += [
         ["samples per second and GPU", "1×", f"{result.throughput:.3g}×", ""],
-        _times("compute", result.compute_ns, result.then_compute_ns),
+        _build_times("compute", result.compute_ns, result.then_compute_ns),
     ]
     for axis in result.axes:
-        rows.append(_times(f"{AXES[axis.axis]}, transfers", axis.ns, axis.then_ns))
-        rows.append(_times("  exposed", axis.exposed_ns, axis.then_exposed_ns))
+        rows.append(_build_times(f"{AXES[axis.axis]}, transfers", axis.ns, axis.then_ns))
+        rows.append(_build_times("  exposed", axis.exposed_ns, axis.then_exposed_ns))
     if old.pp > 1 or new.pp > 1:
-        rows.append(_times("pipeline's bubble", result.bubble_ns, result.then_bubble_ns))
+        rows.append(_build_times("pipeline's bubble", result.bubble_ns, result.then_bubble_ns))
     held = "not recorded (profile_memory=True)"
     if result.memory is not None:
         held = f"{' to '.join(map(t.format_bytes, result.memory))} allocated"
@@ -302,7 +309,7 @@ def build_mesh(result: MeshResult) -> Document:
     )
 
 
-def _times(
+def _build_times(
     name: str, here: float, there: float, band: tuple[float, float] | None = None
 ) -> list[str]:
     shown = "" if band is None else t.format_range(*band)

@@ -1,4 +1,4 @@
-"""Formats by name, and by the suffix of a file; one file a format."""
+"""Formats by name and by file suffix, one file per format."""
 
 import importlib
 import inspect
@@ -14,10 +14,9 @@ from advisor.render.renderer import Renderer, RenderOptions
 
 
 class Formats:
-    """The formats of one kind of subject.
-
-    ``subject``: what they write, with an article. ``group``: entry points under which other
-    packages name theirs, ``<format> = <module>:<class>``. ``without``: ours that do not fit it."""
+    """The formats of one kind of subject. ``subject``: its name with an article. ``group``: entry
+    points of other packages, ``<format> = <module>:<class>``. ``without``: bundled formats that do
+    not support it."""
 
     def __init__(self, subject: str, group: str, without: tuple[str, ...] = ()) -> None:
         self.subject = subject
@@ -27,20 +26,21 @@ class Formats:
 
     @property
     def external(self) -> dict[str, EntryPoint]:
-        """Entry points of other packages' formats by name; ours come first."""
-        from importlib.metadata import entry_points  # not before another package's are asked for
+        """Return entry points of other packages' formats by name. Bundled formats take
+        precedence."""
+        from importlib.metadata import entry_points  # only imported for other packages' formats
 
         points = entry_points(group=self.group)
         return {point.name: point for point in points if point.name not in self.bundled}
 
     def __iter__(self) -> Iterator[str]:
-        """Yield names of all formats, ours first."""
+        """Yield names of all formats, bundled ones first."""
         yield from self.bundled
         yield from self.external
 
     def renderer(self, name: str) -> Renderer[Any]:
-        """The renderer of a format; only its file is imported. Raises AdvisorError: none has the
-        name, or the one that has it cannot be loaded."""
+        """Return the renderer of a format, importing only its file. Raises AdvisorError if there is
+        none of this name, or if it cannot be loaded."""
         if name in self.bundled:
             return _class_in(importlib.import_module(f"{__name__}.{name}"))()
         point = self.external.get(name)
@@ -55,12 +55,12 @@ class Formats:
         return made
 
     def render(self, name: str, subject: Any, **options: Any) -> str:
-        """Write a subject in a format; ``options``: see ``RenderOptions``. Raises AdvisorError as
+        """Write a subject in a format. ``options``: see ``RenderOptions``. Raises AdvisorError as
         ``renderer`` does."""
         return self.renderer(name).render(subject, RenderOptions(**options))
 
     def by_suffix(self, output: Path) -> str | None:
-        """Return the format that a file's suffix means; ``None``: it means none."""
+        """Return the format of a file's suffix, or ``None`` if there is none."""
         suffix = output.suffix.lower()
         names = self if suffix else ()
         return next((name for name in names if suffix in self.renderer(name).suffixes), None)

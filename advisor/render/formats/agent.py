@@ -13,7 +13,7 @@ from advisor.core.report import Report
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 MAX_FINDINGS: Final = 4
-"""Number of findings with fix and code; the others are a line each."""
+"""Maximum number of findings with fix and code. The others take one line each."""
 MAX_LINES: Final = 8
 MAX_TEXT: Final = 240
 MAX_CODE: Final = 400
@@ -63,7 +63,7 @@ def _lines(report: Report) -> list[str]:
     if scope.has_no_step_time:  # without a step nothing is ranked
         shown, rest = rest[:MAX_FINDINGS], rest[MAX_FINDINGS:]
     for key, finding in shown:
-        lines += _block(key, finding)
+        lines += _write_finding(key, finding)
     savings = (
         report.memory[0].savings[:MAX_LINES] if scope.has_no_step_time and report.memory else []
     )
@@ -89,7 +89,7 @@ def _lines(report: Report) -> list[str]:
     return [*lines, f"next: {action}"]
 
 
-def _block(key: str, finding: Finding) -> list[str]:
+def _write_finding(key: str, finding: Finding) -> list[str]:
     impact = finding.impact
     lines = [f"\n## {key}: {labels.clean(finding.title)}"]
     if impact is not None and impact.gain_ns is not None:

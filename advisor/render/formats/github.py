@@ -1,7 +1,7 @@
-"""Reports and gate decisions as workflow commands, which GitHub Actions shows beside the code.
+"""Reports and gate decisions as workflow commands, which GitHub Actions shows next to the code.
 
-See "Workflow commands for GitHub Actions": a command a line, data with %, CR and LF escaped,
-properties with colon and comma too."""
+See "Workflow commands for GitHub Actions": one command per line, data with %, CR and LF escaped,
+properties also with colon and comma escaped."""
 
 from __future__ import annotations
 
@@ -23,31 +23,37 @@ if TYPE_CHECKING:
 
 COMMANDS: Final = {"critical": "error", "warning": "warning", "info": "notice"}
 MAX_MESSAGE: Final = 3000
-"""Characters of a message; GitHub cuts what is longer than 4 KB or so."""
+"""Maximum length of a message, characters. GitHub cuts messages longer than about 4 KB."""
 MAX_HOLDERS: Final = 5
-"""Rows of each table of memory."""
+"""Maximum number of rows in each table of memory."""
 
 
 class Github(Renderer[Any]):
-    """Workflow commands, one a line."""
+    """Renderer of workflow commands, one per line."""
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """Write an annotation for the verdict or the decision, and one for each finding."""
-        lines = _report(subject) if isinstance(subject, Report) else _decision(subject)
+        lines = (
+            _annotate_report(subject)
+            if isinstance(subject, Report)
+            else _annotate_decision(subject)
+        )
         return "".join(f"{line}\n" for line in lines)
 
 
-def _report(report: Report) -> list[str]:
-    """Annotate each finding and risk that is no symptom of another, in the order of their gain; and
-    each device's memory, where a snapshot was read."""
+def _annotate_report(report: Report) -> list[str]:
+    """Annotate each finding and risk that is not a symptom of another, by gain, and each device's
+    memory if a snapshot was read."""
     shown = [f for f in (*report.findings, *report.risks) if f.folded_under is None]
     level = "error" if report.crashes else "notice"
-    lines = [_command(level, {"title": "advisor"}, report.verdict)]
-    lines += [_annotation(finding) for finding in shown]
-    return lines + [_held(device) for device in memory.describe_devices(report, MAX_HOLDERS)]
+    lines = [_write_command(level, {"title": "advisor"}, report.verdict)]
+    lines += [_annotate_finding(finding) for finding in shown]
+    return lines + [
+        _annotate_memory(device) for device in memory.describe_devices(report, MAX_HOLDERS)
+    ]
 
 
-def _decision(comparison: Comparison) -> list[str]:
+def _annotate_decision(comparison: Comparison) -> list[str]:
     """Annotate a gate's decision, and warn of each new finding."""
     from advisor.compare import comparison_text
 
@@ -66,12 +72,12 @@ def _decision(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _annotation(finding: Finding) -> str:
+def _annotate_finding(finding: Finding) -> str:
     properties = {}
     place = code_place(finding)
     if place is not None and place.file is not None:
         path, inside = make_relative_path(place.file)
-        if inside:  # an annotation of a file that is not in the repository is shown nowhere
+        if inside:  # GitHub does not show annotations of files outside the repository
             properties["file"] = path
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
@@ -82,16 +88,16 @@ def _annotation(finding: Finding) -> str:
     if "file" not in properties and finding.where:
         lines.append(f"Where: {' · '.join(t.location_names(finding.where[0]))}")
     text = "\n".join(labels.clean(line) for line in lines if line)
-    return _command(COMMANDS[finding.severity], properties, text, lines=True)
+    return _write_command(COMMANDS[finding.severity], properties, text, lines=True)
 
 
-def _held(device: memory.DeviceMemory) -> str:
-    """Annotate what held a device's memory: its figures, then its tables, one row per line."""
+def _annotate_memory(device: memory.DeviceMemory) -> str:
+    """Annotate a device's memory with its figures, then its tables, one row per line."""
     title = {"title": f"{device.title} {device.aside}"}
-    return _command("notice", title, "\n".join(memory.sentences(device)), lines=True)
+    return _write_command("notice", title, "\n".join(memory.sentences(device)), lines=True)
 
 
-def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
+def _write_command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
     given = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
     message = labels.shorten(labels.clean(text, lines=lines), MAX_MESSAGE)
     return f"::{name} {given}::{escape_data(message)}"
@@ -112,15 +118,15 @@ _DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
 def code_place(finding: Finding) -> Location | None:
-    """Return the worst place that is a line of code; ``None``: stacks were not recorded."""
+    """Return the worst place that is a line of code, or ``None`` if stacks were not recorded."""
     return next((place for place in finding.where if place.file), None)
 
 
 def make_relative_path(file: str) -> tuple[str, bool]:
     """Return (path with forward slashes, whether it is relative to the repository).
 
-    A path below the working folder becomes relative to it, as CI expects; one that was recorded
-    relative (profilers cut a common beginning off) stays so."""
+    A path below the working folder becomes relative to it, as CI expects. A path recorded as
+    relative (profilers cut off a common beginning) stays unchanged."""
     file = labels.clean(file)
     with suppress(ValueError, OSError):
         file = str(PurePath(file).relative_to(Path.cwd()))

@@ -1,4 +1,4 @@
-"""A document as one HTML file to mail or attach, that loads nothing and runs nothing."""
+"""A document as one HTML file to mail or attach. It loads nothing and runs nothing."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -15,18 +15,18 @@ from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 )
-"""Content security policy: styles of the page itself, and nothing else from anywhere."""
+"""Content security policy: only styles of the page itself are allowed."""
 MAX_TITLE: Final = 180
-"""Length of a headline's part that is the title, characters: the problem with its gain, in three
-lines of a page; what has no room is a paragraph."""
+"""Maximum length of the headline's part in the title, characters: the problem with its gain, in
+three lines of a page. The remaining text is a paragraph."""
 MAX_ITEMS: Final = 200
-"""Number of items of one list, or of cards of one section."""
+"""Maximum number of items of one list, or of cards of one section."""
 
 
 MAX_OPEN_ROWS: Final = 16
-"""Number of rows up to which a table is shown whole at once."""
+"""Maximum number of rows of a table that is shown in full at once."""
 MIN_CONTENTS: Final = 4
-"""Number of sections from which a page begins with a list of them."""
+"""Minimum number of sections at which a page begins with a list of them."""
 
 
 class Html(DocumentRenderer):
@@ -60,7 +60,7 @@ class Html(DocumentRenderer):
             *(block(part) for part in lead),
         )
         parts = document.blocks[len(lead) :]
-        anchors = _anchors(parts)
+        anchors = _list_anchors(parts)
         contents = [
             tag("li", tag("a", part.title, href=f"#{anchor}"))
             for part, anchor in zip(parts, anchors, strict=True)
@@ -91,7 +91,7 @@ def style() -> str:
 
 
 def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
-    """Draw a part of the page, its headings of ``level`` and below. ``anchor``: of a section."""
+    """Draw a part of the page, with headings of ``level`` and below. ``anchor``: of a section."""
     match part:
         case d.Section():
             title = " · ".join(filter(None, (part.title, part.aside)))
@@ -107,7 +107,7 @@ def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
         case d.Paragraph():
             return tag("p", inline(part.text), cls=part.style)
         case d.FieldList():
-            return _fields(part)
+            return _draw_fields(part)
         case d.Items():
             items = [tag("li", inline(item)) for item in part.items[:MAX_ITEMS]]
             more = len(part.items) - MAX_ITEMS
@@ -130,7 +130,7 @@ def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
             )
             return scrolling_box("Evidence", shown)
         case d.Grid():
-            return _table(part, level)
+            return _draw_table(part, level)
         case d.Code():
             code = Markup(esc(part.text.strip("\n"), lines=True))
             return tag("pre", tag("code", code), tabindex=0)
@@ -147,9 +147,9 @@ def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
     return Markup()
 
 
-def _anchors(parts: Sequence[d.Block]) -> list[str]:
-    """Return the address of each section: its title's letters and digits, and a number where they
-    are those of one before."""
+def _list_anchors(parts: Sequence[d.Block]) -> list[str]:
+    """Return the anchor of each section: the letters and digits of its title, with a number if an
+    earlier section has the same."""
     result: list[str] = []
     for part in parts:
         title = part.title if isinstance(part, d.Section) else ""
@@ -160,7 +160,7 @@ def _anchors(parts: Sequence[d.Block]) -> list[str]:
 
 
 def card(part: d.Card, level: int) -> Markup:
-    """Draw a fix, its details on demand."""
+    """Draw a fix, with its details on demand."""
     number = tag("span", part.number, cls="rank") if part.number else ""
     severity = part.tag if part.tag in ("critical", "warning", "info") else "info"
     label = tag("span", part.tag, cls=f"tag {severity}") if part.tag else ""
@@ -178,10 +178,10 @@ def card(part: d.Card, level: int) -> Markup:
     )
 
 
-def _fields(fields: d.FieldList) -> Markup:
+def _draw_fields(fields: d.FieldList) -> Markup:
     rows = []
     for row in fields.rows:
-        parts = [_linked(part) for part in row.parts if part]
+        parts = [_draw_link(part) for part in row.parts if part]
         if not parts:
             continue
         text = Markup(" · ".join(parts))
@@ -189,25 +189,26 @@ def _fields(fields: d.FieldList) -> Markup:
     return tag("dl", *rows, cls="scope") if rows else Markup()
 
 
-def _linked(text: d.Inline) -> Markup:
-    """Draw a line of text; only a web address alone is a link, since rules may be anybody's."""
+def _draw_link(text: d.Inline) -> Markup:
+    """Draw a line of text. Only a lone web address becomes a link, as rules may be third-party
+    code."""
     if isinstance(text, str) and text.startswith(("https://", "http://")):
         return tag("a", text, href=text, rel="noreferrer noopener")
     return inline(text)
 
 
-def _table(table: d.Grid, level: int) -> Markup:
-    """Draw a table; of a long one the rows that matter most, and all on demand."""
+def _draw_table(table: d.Grid, level: int) -> Markup:
+    """Draw a table. Of a long one, draw the most important rows, and all on demand."""
     title = tag(f"h{min(level, 6)}", table.title) if table.title else ""
     count = len(table.rows)
     if table.short is None or count <= max(MAX_OPEN_ROWS, len(table.short)):
-        return join(title, _rows(table, table.rows))
+        return join(title, _draw_rows(table, table.rows))
     summary = tag("summary", f"All {t.count_noun(count, 'row')}")
-    whole = tag("details", summary, _rows(table, table.rows))
-    return join(title, _rows(table, table.short), whole)
+    whole = tag("details", summary, _draw_rows(table, table.rows))
+    return join(title, _draw_rows(table, table.short), whole)
 
 
-def _rows(table: d.Grid, shown: Sequence[Sequence[d.Inline]]) -> Markup:
+def _draw_rows(table: d.Grid, shown: Sequence[Sequence[d.Inline]]) -> Markup:
     sides = table.sides
     rows = []
     for row in shown:

@@ -1,4 +1,4 @@
-"""The JSON renderer: the data as it is, with nothing in it that a terminal could obey."""
+"""The JSON renderer: the unchanged data, without text that a terminal could interpret."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ class Json(Renderer[Any]):
     suffixes = (".json",)
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
-        """Return all data: nothing is shortened or left out. Reads back with ``from_json``."""
+        """Return all data, without shortening. ``from_json`` reads it back."""
         return sanitize(subject.to_json().rstrip(b"\n") + b"\n")

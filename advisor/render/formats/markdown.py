@@ -1,4 +1,4 @@
-"""A document as Markdown that GitHub reads, for a pull request or a wiki: details are folded."""
+"""A document as GitHub's Markdown, for a pull request or a wiki. Details are folded."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,15 @@ def escape(text: object) -> str:
     safe = labels.clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     safe = _SPECIAL.sub(r"\\\g<0>", safe)
     safe = _LIST.sub(lambda m: f"{m[1]}{m[2]}\\" if m[2].isdigit() else f"{m[1]}\\{m[2]}", safe)
-    # An empty comment keeps the two apart: nobody is notified, no issue or address is linked.
+    # An empty comment separates the two, so that GitHub notifies nobody and links nothing.
     safe = re.sub(r"@|#(?=\d)", r"\g<0><!-- -->", safe).replace("://", ":<!-- -->//")
     return safe.replace("www.", "www<!-- -->.")
 
 
 def code_span(text: object) -> str:
-    """Write a code span, whatever backticks are inside; its pipes do not end a table cell."""
+    """Write a code span that may contain backticks. Its pipes do not end a table cell."""
     safe = labels.clean(text).replace("|", "\\|")
-    fence = "`" * (_longest_run(safe) + 1)
+    fence = "`" * (_measure_longest_run(safe) + 1)
     if not safe.strip():
         return f"{fence} {safe} {fence}" if safe else ""
     blank = " " if safe[0] in "` " or safe[-1] in "` " else ""
@@ -34,16 +34,16 @@ def code_span(text: object) -> str:
 def fenced_block(text: str, language: str = "python") -> str:
     """Write a fenced block that its content cannot end."""
     safe = labels.clean(text, lines=True).strip("\n")
-    fence = "`" * max(3, _longest_run(safe) + 1)
+    fence = "`" * max(3, _measure_longest_run(safe) + 1)
     return f"{fence}{language}\n{safe}\n{fence}"
 
 
-def _longest_run(text: str) -> int:
+def _measure_longest_run(text: str) -> int:
     return max((len(run) for run in re.findall("`+", text)), default=0)
 
 
 def table(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    """Write a table. ``align``: a letter a column, l or r."""
+    """Write a table. ``align``: one letter per column, l or r."""
     marks = [{"l": ":---", "r": "---:"}[letter] for letter in align]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *rows))
 
@@ -65,14 +65,14 @@ class Markdown(DocumentRenderer):
 
 
 class _Page:
-    """Writer of one page, which counts the fixes that are still shown in full."""
+    """Writer of one page. It counts the fixes that are still shown in full."""
 
     def __init__(self, top: int | None, total: int) -> None:
         self.left = total if top is None else top
         self.total = total
 
     def blocks(self, blocks: Sequence[d.Block], level: int = 3) -> list[str]:
-        """Write the blocks as parts that blank lines keep apart."""
+        """Write the blocks as parts separated by blank lines."""
         parts: list[str] = []
         omitted = 0
         for part in blocks:
@@ -94,7 +94,7 @@ class _Page:
                 inner = self.blocks(part.blocks, level + 1)
                 title = " · ".join(filter(None, (part.title, part.aside)))
                 if part.folded:
-                    return _folded(title, inner)
+                    return _fold_parts(title, inner)
                 return [f"{'#' * level} {escape(title)}", *inner]
             case d.Card():
                 return self.card(part, level)
@@ -102,7 +102,7 @@ class _Page:
                 text = format_inline(part.text)
                 return [f"*{text}*" if part.style == "soft" and text else text]
             case d.FieldList():
-                return ["\n".join(_rows(part))]
+                return ["\n".join(_write_fields(part))]
             case d.Items():
                 lead = [f"**{escape(part.title)}**"] if part.title else []
                 return [*lead, "\n".join(f"- {format_inline(item)}" for item in part.items)]
@@ -110,27 +110,27 @@ class _Page:
                 rows = [f"- {escape(d.fact_line(row))}" for row in part.rows]
                 return ["\n".join(rows)]
             case d.Grid():
-                return _table(part)
+                return _write_grid(part)
             case d.Code():
                 return [fenced_block(part.text, part.language)]
             case d.Figure():
                 numbers = part.table()
-                return [] if numbers is None else _table(numbers)
+                return [] if numbers is None else _write_grid(numbers)
         return []
 
     def card(self, card: d.Card, level: int) -> list[str]:
-        """Write a fix: what, gain, where, why, how; the rest folded."""
+        """Write a fix: what, gain, where, why, how, and the rest folded."""
         number = f"{card.number}. " if card.number else ""
         parts = [f"{'#' * level} {number}{escape(card.title)}"]
         if card.gain:
             parts.append(f"**{escape(card.gain)}**")
         parts += self.blocks(card.blocks, level + 1)
         if card.details:
-            parts += _folded("Details", self.blocks(card.details, level + 1))
+            parts += _fold_parts("Details", self.blocks(card.details, level + 1))
         return parts
 
 
-def _folded(title: str, parts: list[str]) -> list[str]:
+def _fold_parts(title: str, parts: list[str]) -> list[str]:
     inner = "\n\n".join(part for part in parts if part)
     return [f"<details><summary>{escape(title)}</summary>\n\n{inner}\n\n</details>"]
 
@@ -150,8 +150,8 @@ def format_inline(text: d.Inline) -> str:
     return "".join(pieces)
 
 
-def _rows(fields: d.FieldList) -> list[str]:
-    """Write a line a field; one without a label goes on with the one above it."""
+def _write_fields(fields: d.FieldList) -> list[str]:
+    """Write one line per field. A field without a label continues the field above it."""
     lines = []
     for row in fields.rows:
         text = " · ".join(format_inline(part) for part in row.parts if part)
@@ -160,7 +160,7 @@ def _rows(fields: d.FieldList) -> list[str]:
     return lines
 
 
-def _table(given: d.Grid) -> list[str]:
+def _write_grid(given: d.Grid) -> list[str]:
     rows = [[format_inline(cell) for cell in row] for row in given.rows]
     title = [f"**{escape(given.title)}**"] if given.title else []
     return [*title, table([escape(name) for name in given.head], given.sides, rows)]

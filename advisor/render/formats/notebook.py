@@ -1,6 +1,6 @@
 """Renderer for a notebook's cell: a few lines of a document, styled inline, escaped.
 
-Colours come from the notebook's own theme where they can; nothing is loaded and nothing runs."""
+Colours come from the notebook's theme where possible. Nothing is loaded or run."""
 
 import re
 from functools import cache
@@ -31,27 +31,27 @@ STYLES: Final = {
     ".key": "display:inline-block;width:.7em;height:.7em;margin-right:.4em",
     ".soft": "opacity:.75",
 }
-"""Look of each tag or class; where a page has a style sheet, a cell has these."""
+"""Look of each tag or class, because a cell has no style sheet."""
 
 
 class Notebook(DocumentRenderer):
     """Renderer of a fragment of HTML."""
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """Draw the verdict, figures, the fixes that gain most and how to make them."""
+        """Draw the verdict, figures, and the fixes with the largest gains, with their code."""
         parts = [tag("p", tag("b", document.headline))]
         left_out = []
         for part in document.blocks:
             if isinstance(part, d.Items):
                 parts.append(block(part))
             elif isinstance(part, d.Section) and part.short:
-                parts += [_small(each) for each in part.blocks]
+                parts += [_draw_small(each) for each in part.blocks]
             elif isinstance(part, d.Section) and part.folded and part.summary:
                 left_out.append(part.summary)
         fixes = [card for card in d.cards(document.blocks) if card.fix]
         if fixes:
-            parts.append(_index(fixes[:MAX_CARDS]))
-            parts += [_fold(card, opened=card is fixes[0]) for card in fixes[:MAX_CARDS]]
+            parts.append(_draw_index(fixes[:MAX_CARDS]))
+            parts += [_fold_card(card, opened=card is fixes[0]) for card in fixes[:MAX_CARDS]]
         if len(fixes) > MAX_CARDS:
             parts.append(tag("p", f"{t.count_noun(len(fixes) - MAX_CARDS, 'more finding')}."))
         if left_out:
@@ -59,7 +59,7 @@ class Notebook(DocumentRenderer):
         return inline_styles(tag("div", *parts, cls="cell")) + "\n"
 
 
-def _small(part: d.Block) -> Markup:
+def _draw_small(part: d.Block) -> Markup:
     match part:
         case d.Card():
             return Markup()
@@ -73,7 +73,7 @@ def _small(part: d.Block) -> Markup:
     return block(part, 5)
 
 
-def _index(fixes: list[d.Card]) -> Markup:
+def _draw_index(fixes: list[d.Card]) -> Markup:
     rows = [
         tag("tr", *(tag("td", text) for text in (c.number, c.title, c.gain, c.place)))
         for c in fixes
@@ -83,7 +83,7 @@ def _index(fixes: list[d.Card]) -> Markup:
     return tag("table", head, tag("tbody", *rows))
 
 
-def _fold(card: d.Card, *, opened: bool) -> Markup:
+def _fold_card(card: d.Card, *, opened: bool) -> Markup:
     summary = tag("summary", f"{card.number}. {card.title}".lstrip(". "))
     inner = [block(part, 5) for part in card.blocks]
     for part in card.details:
@@ -94,19 +94,20 @@ def _fold(card: d.Card, *, opened: bool) -> Markup:
 
 
 @cache
-def _colours() -> dict[str, str]:
+def _list_colours() -> dict[str, str]:
     return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", charts.css_rules()))
 
 
 def inline_styles(markup: str) -> str:
-    """Turn classes into styles. No text or attribute of the markup holds a bare ``<`` or ``>``."""
+    """Turn classes into styles. No text or attribute of the markup contains a bare ``<`` or
+    ``>``."""
 
     def restyled(match: re.Match[str]) -> str:
         name, attributes = match[1], match[2]
         classes = re.search(r' class="([^"]*)"', attributes)
         looks = [STYLES.get(name, "")]
         for cls in classes[1].split() if classes else ():
-            looks += [STYLES.get(f".{cls}", ""), _colours().get(cls, "")]
+            looks += [STYLES.get(f".{cls}", ""), _list_colours().get(cls, "")]
         attributes = attributes.replace(classes[0], "") if classes else attributes
         style = ";".join(look.strip("; ") for look in looks if look)
         return f'<{name}{attributes} style="{style}">' if style else f"<{name}{attributes}>"

@@ -1,8 +1,8 @@
 """The SARIF renderer: findings as static-analysis results, for code scanning and editors.
 
 SARIF 2.1.0 (OASIS standard, 27 March 2020). Times and confidences are in property bags. GitHub's
-code scanning refuses a whole file for one result without a file, and shows only a result's first
-place: so lines of code come first, and what has none lies at the trace."""
+code scanning rejects a file if one result has no location, and only shows a result's first
+location. So lines of code come first, and results without one point to the trace."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ SCHEMA = (
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
 MAX_PLACES = 10
 MAX_RESULTS = 5000
-"""Number of results; GitHub keeps the first 5,000 of a run."""
+"""Maximum number of results. GitHub keeps the first 5,000 of a run."""
 
 
 class Sarif(Renderer[Report]):
@@ -37,16 +37,16 @@ class Sarif(Renderer[Report]):
 
     def render(self, subject: Report, options: RenderOptions = DEFAULT) -> str:
         """Write a result for every finding, risk and note."""
-        log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
+        log = json.dumps(_build_log(subject), indent=2, ensure_ascii=False)
         return labels.sanitize(log.encode("utf-8") + b"\n")
 
 
-def _log(report: Report) -> dict[str, Any]:
+def _build_log(report: Report) -> dict[str, Any]:
     findings = [*report.findings, *report.risks, *report.notes][:MAX_RESULTS]
     rules = {finding.rule: finding for finding in reversed(findings)}
     order = sorted(rules)
     known = {rule.id: rule for rule in report.rules}
-    marks = _fingerprints(findings)
+    marks = _number_fingerprints(findings)
     return {
         "$schema": SCHEMA,
         "version": "2.1.0",
@@ -56,7 +56,7 @@ def _log(report: Report) -> dict[str, Any]:
                     "driver": {
                         "name": "advisor",
                         "version": report.version or "0",
-                        "rules": [_rule(rules[name], known.get(name)) for name in order],
+                        "rules": [_describe_rule(rules[name], known.get(name)) for name in order],
                     }
                 },
                 "columnKind": "unicodeCodePoints",
@@ -68,17 +68,17 @@ def _log(report: Report) -> dict[str, Any]:
                         "executionSuccessful": True,
                         "toolExecutionNotifications": [
                             {"level": "note", "message": {"text": text}}
-                            for text in _notifications(report)
+                            for text in _list_notifications(report)
                         ],
                     }
                 ],
                 "results": [
-                    _result(finding, order.index(finding.rule), mark, report)
+                    _build_result(finding, order.index(finding.rule), mark, report)
                     for finding, mark in zip(findings, marks, strict=True)
                 ],
                 "properties": {
                     "status": report.status,
-                    "verdict": _plain(report.verdict),
+                    "verdict": _escape(report.verdict),
                     "step_ns": report.step_ns,
                 },
             }
@@ -86,20 +86,20 @@ def _log(report: Report) -> dict[str, Any]:
     }
 
 
-def _notifications(report: Report) -> Iterable[str]:
-    """Yield sentences that hold for the run as a whole, and checks that were skipped."""
-    yield _plain(report.verdict)
+def _list_notifications(report: Report) -> Iterable[str]:
+    """Yield sentences on the whole run, and skipped checks."""
+    yield _escape(report.verdict)
     for device in memory.describe_devices(report):
         for sentence in memory.sentences(device):
-            yield _plain(f"{device.title} {device.aside}: {sentence}")
+            yield _escape(f"{device.title} {device.aside}: {sentence}")
     for what, why in report_text.describe_skipped_checks(report):
-        yield _plain(f"Not checked: {what}: {why}")
+        yield _escape(f"Not checked: {what}: {why}")
     for limit in report.limits:
-        yield _plain(limit)
+        yield _escape(limit)
 
 
-def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
-    """Describe a rule by its own texts; where the report does not have them, by its finding's."""
+def _describe_rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
+    """Describe a rule by its own texts, or by its finding's if the report lacks them."""
     title = known_rule.title if known_rule is not None else finding.title
     paragraphs = known_rule.paragraphs if known_rule is not None else []
     about = " ".join(paragraphs) or title
@@ -107,9 +107,9 @@ def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
     uris = [quote(link, safe=":/?#[]@!$&'()*+,;=%~") for link in links]
     rule: dict[str, Any] = {
         "id": labels.clean(finding.rule) or "unknown",
-        "shortDescription": {"text": _plain(title) or "unknown"},
-        "fullDescription": {"text": _plain(about) or "unknown"},
-        "help": {"text": _plain("\n\n".join([about, *uris]), lines=True) or "unknown"},
+        "shortDescription": {"text": _escape(title) or "unknown"},
+        "fullDescription": {"text": _escape(about) or "unknown"},
+        "help": {"text": _escape("\n\n".join([about, *uris]), lines=True) or "unknown"},
         "properties": {"category": finding.category, "tags": ["performance", finding.category]},
     }
     if uris:
@@ -117,7 +117,7 @@ def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
     return rule
 
 
-def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
+def _build_result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
     gain = finding_text.describe_gain(finding, alone=True).capitalize()
     text = f"{finding.summary} {gain}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
@@ -125,32 +125,32 @@ def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str
         "ruleId": labels.clean(finding.rule) or "unknown",
         "ruleIndex": index,
         "level": "note" if folded or finding.informational else LEVELS[finding.severity],
-        "message": {"text": _plain(f"{finding.title}: {text}")},
-        # the second is the only one that GitHub's code scanning looks at
+        "message": {"text": _escape(f"{finding.title}: {text}")},
+        # GitHub's code scanning only reads the second one
         "partialFingerprints": {
             "advisor/v1": mark.partition(":")[0],
             "primaryLocationLineHash": mark,
         },
-        "properties": _properties(finding),
-        "locations": _locations(finding, report),
+        "properties": _list_properties(finding),
+        "locations": _list_locations(finding, report),
     }
     if finding.priority is not None:
         result["rank"] = round(max(0.0, min(100.0, finding.share_of_step * 100)), 3)
     return result
 
 
-def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
-    """Return a finding's places, lines of code first; others are the trace's first line."""
+def _list_locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
+    """Return a finding's places, lines of code first. Others point to the trace's first line."""
     read = report.inputs[0].path if report.inputs else "-"
     trace = read if read != "-" else "trace"
     places = sorted(finding.where, key=lambda place: not place.file)[:MAX_PLACES] or [Location()]
     return [
-        _location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
+        _build_location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
         for place in places
     ]
 
 
-def _properties(finding: Finding) -> dict[str, Any]:
+def _list_properties(finding: Finding) -> dict[str, Any]:
     impact = finding.impact
     properties = {
         "category": finding.category,
@@ -166,7 +166,7 @@ def _properties(finding: Finding) -> dict[str, Any]:
     return {name: value for name, value in properties.items() if value is not None}
 
 
-def _location(place: Location) -> dict[str, Any]:
+def _build_location(place: Location) -> dict[str, Any]:
     path, inside = make_relative_path(place.file or "")
     uri = quote(path, safe="/") if inside else f"file:///{quote(path.lstrip('/'), safe='/')}"
     artifact = {"uri": uri, "uriBaseId": "SRCROOT"} if inside else {"uri": uri}
@@ -183,24 +183,24 @@ def _location(place: Location) -> dict[str, Any]:
         )
         if name
     ]
-    if logical:  # unique, says the schema: an operator may be called as its kernel is
+    if logical:  # the schema requires unique names, but an operator may have the name of its kernel
         result["logicalLocations"] = [x for i, x in enumerate(logical) if x not in logical[:i]]
     return result
 
 
-def _fingerprints(findings: Iterable[Finding]) -> list[str]:
+def _number_fingerprints(findings: Iterable[Finding]) -> list[str]:
     """Return a fingerprint per finding, with a number for equal ones: ``3f…:1``."""
     seen: Counter[str] = Counter()
     marks = []
     for finding in findings:
-        mark = _fingerprint(finding)
+        mark = _compute_fingerprint(finding)
         seen[mark] += 1
         marks.append(f"{mark}:{seen[mark]}")
     return marks
 
 
-def _fingerprint(finding: Finding) -> str:
-    """Return a fingerprint that stays the same when a finding only moved by some lines."""
+def _compute_fingerprint(finding: Finding) -> str:
+    """Return a fingerprint that stays the same if a finding only moves by some lines."""
     place = code_place(finding)
     where = [finding.rule]
     if place is not None and place.file is not None:
@@ -212,7 +212,7 @@ def _fingerprint(finding: Finding) -> str:
     ).hexdigest()[:32]
 
 
-def _plain(text: object, *, lines: bool = False) -> str:
+def _escape(text: object, *, lines: bool = False) -> str:
     """Escape text: SARIF reads brackets in messages as links and braces as placeholders."""
     safe = labels.shorten(labels.clean(text, lines=lines), 4000)
     return safe.replace("[", "\\[").replace("]", "\\]").replace("{", "{{").replace("}", "}}")

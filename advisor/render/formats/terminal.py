@@ -1,8 +1,8 @@
-"""A document for a terminal: the verdict first, at most a screen unless more is asked for.
+"""A document for a terminal: the verdict first, and at most one screen unless more is requested.
 
-A page is wrapped to its width, styled or plain. Everything goes through :class:`rich.text.Text`
-objects, so nothing in a name is read as markup, and through :func:`~advisor.core.labels.clean`, so
-nothing in it reaches the terminal as a command."""
+A page is wrapped to its width, styled or plain. All text passes through :class:`rich.text.Text`, so
+that names are not read as markup, and through :func:`~advisor.core.labels.clean`, so that the
+terminal executes nothing in them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from advisor.render import document as d
 from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_SCREEN_LINES: Final = 45
-"""Number of lines that a report without details is made to fit, by fewer fixes in full."""
-MAX_SPARE: Final = 5
-"""Highest level of what is left out to fit a screen."""
-TIGHT: Final = 4
-"""Level from which figures are drawn short, and a sentence's first clause and a snippet's first
-alternative stand alone."""
+"""Maximum number of lines of a report without details. Fewer fixes are then shown in full."""
+MAX_SPARE_LEVEL: Final = 5
+"""Highest level at which blocks are left out to fit a screen."""
+TIGHT_LEVEL: Final = 4
+"""Level from which figures are drawn short, and only the first clause of a sentence and the first
+alternative of a snippet are shown."""
 MAX_FULL: Final = 3
-"""Number of fixes shown in full without details, and of those in a brief report."""
+"""Maximum number of fixes shown in full without details, and of fixes in a brief report."""
 MAX_CODE: Final = 12
-"""Lines of a fix's code that are shown without details."""
+"""Maximum number of lines of a fix's code without details."""
 MAX_ITEMS: Final = 12
-"""Number of a list's items that are shown without details."""
+"""Maximum number of a list's items without details."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
     "warn": "yellow", "critical": "bold red", "warning": "yellow", "info": "",
@@ -46,32 +46,32 @@ class Terminal(DocumentRenderer):
     """Renderer of text of at most ``width`` columns."""
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """Draw the document; the fixes after the first ones take a line each."""
+        """Draw the document. Fixes after the first ones take one line each."""
         cards = d.cards(document.blocks)
         fixes = sum(card.fix for card in cards)
         if options.brief:
-            return _brief(document, [card for card in cards if card.fix], options)
+            return _draw_brief(document, [card for card in cards if card.fix], options)
         if options.top is not None:
             return _Screen(document, options, options.top, clauses=False).text
         if options.details:
             return _Screen(document, options, len(cards)).text
-        most = max(1, min(MAX_FULL, fixes))
-        steps = [(clauses, level) for clauses in (True, False) for level in range(TIGHT)]
-        tight = range(TIGHT, MAX_SPARE + 1)
-        steps += [(clauses, level) for level in tight for clauses in (True, False)]
-        for (clauses, level), full in product(steps, range(most, 0, -1)):
+        max_full = max(1, min(MAX_FULL, fixes))
+        steps = [(clauses, level) for clauses in (True, False) for level in range(TIGHT_LEVEL)]
+        tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL + 1)
+        steps += [(clauses, level) for level in tight_levels for clauses in (True, False)]
+        for (clauses, level), full in product(steps, range(max_full, 0, -1)):
             screen = _Screen(document, options, full, level, clauses=clauses)
             if screen.text.count("\n") <= MAX_SCREEN_LINES:
                 break
         return screen.text
 
 
-def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
+def _draw_brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
     page = Page(options.width, colour=options.colour)
     page.wrap(labels.clean(document.headline), style=document.style)
     shown = cards[: MAX_FULL if options.top is None else options.top]
     for card in shown:
-        _row(page, card)
+        _draw_row(page, card)
         page.wrap(_fix_clause(card), indent=4, style="bold")
     if len(cards) > len(shown):
         more = t.count_noun(len(cards) - len(shown), "more fix", "more fixes")
@@ -80,14 +80,14 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
 
 
 def _fix_clause(card: d.Card) -> str:
-    """Return what a fix does, without its reason; empty if it does not say."""
+    """Return the action of a fix, without its reason. Empty if there is none."""
     lists = (block for block in card.blocks if isinstance(block, d.FieldList))
     fields = (field for each in lists for field in each.rows if field.label == "fix")
     return next((t.first_clause(d.plain_text(f.parts[0])) for f in fields if f.parts), "")
 
 
-def _row(page: Page, card: d.Card) -> None:
-    """Draw a fix on one line, title and gain; on two where the title is long."""
+def _draw_row(page: Page, card: d.Card) -> None:
+    """Draw a fix with title and gain on one line, or on two if the title is long."""
     gain, name = labels.clean(card.gain), labels.clean(card.title)
     number = f"{card.number:>2}" if card.fix or card.number else " ∙"
     if len(name) > page.width - len(gain) - 6:
@@ -99,8 +99,8 @@ def _row(page: Page, card: d.Card) -> None:
 
 
 class _Screen:
-    """Drawing of a document with ``full`` fixes in full, without what is spare at ``level``;
-    ``clauses``: the others say what to do."""
+    """Drawing of a document with ``full`` fixes in full, without blocks that are spare at
+    ``level``. ``clauses``: also show the action of the other fixes."""
 
     def __init__(
         self,
@@ -126,43 +126,43 @@ class _Screen:
         for note in document.notes:
             page.blank_line()
             page.wrap(labels.clean(note), style="dim")
-        self._rest(options)
+        self._draw_omitted(options)
         self.text = page.getvalue()
 
-    def _rest(self, options: RenderOptions) -> None:
-        """Draw a line that counts what is left out."""
+    def _draw_omitted(self, options: RenderOptions) -> None:
+        """Draw a line that counts the omitted parts."""
         if self.rows and options.top is not None:
             total = self.rows + self.first
             self.left_out.insert(0, f"{self.rows} more in detail (--top {total})")
         if self.left_out and not self.details:
             self.page.blank_line()
-            self.page.wrap(self._not_shown(), style="dim")
+            self.page.wrap(self._name_omitted(), style="dim")
         elif self.left_out:
             self.page.blank_line()
             self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")
 
-    def _not_shown(self) -> str:
-        """Name what is left out, as far as it fits a line."""
+    def _name_omitted(self) -> str:
+        """Name the omitted parts, as far as they fit on a line."""
         line = f"Not shown (--details): {', '.join(self.left_out)}."
         names = [name for name in self.left_out if name[0].isdigit()]
         if self.level:
             line = f"Not shown (--details): {', '.join([*names, 'more'])}."
         while names and cell_len(line) > self.page.width:
-            # passed checks go first; what names a limit stays longest
+            # passed checks are removed first, and names of limits last
             names.remove(max(names, key=lambda name: (name in self.spare, "(" not in name)))
             line = f"Not shown (--details): {', '.join([*names, 'more'])}."
         return line
 
     def blocks(self, blocks: Sequence[d.Block]) -> None:
-        before: d.Block | None = None
-        for place, whole in enumerate(blocks):
-            block = self._without_spare(whole)
+        previous: d.Block | None = None
+        for index, original in enumerate(blocks):
+            block = self._drop_spare(original)
             match block:
                 case None:
                     continue
                 case d.Card() if not (block.fix or block.always_full or self.details):
-                    _row(self.page, block)
-                    for part in map(self._without_spare, block.blocks):
+                    _draw_row(self.page, block)
+                    for part in map(self._drop_spare, block.blocks):
                         if isinstance(part, d.FieldList):
                             rows = [row for row in part.rows if row.label in ("where", "fix")]
                             self.fields(d.FieldList(rows), indent=4)
@@ -174,25 +174,25 @@ class _Screen:
                     if not self.rows:
                         self.page.blank_line()
                     self.rows += 1
-                    _row(self.page, block)
+                    _draw_row(self.page, block)
                     if self.clauses and not block.brief:
                         self.page.flow("fix", [_fix_clause(block)], style="bold")
                 case d.Card():
                     self.full -= block.fix
-                    if place or block.number:
+                    if index or block.number:
                         self.page.blank_line()
                     self.card(block)
                 case d.Section():
                     self.section(block)
                 case _:
-                    figures = isinstance(block, d.FieldList) and isinstance(before, d.Figure)
-                    if figures and self.level < TIGHT:
+                    figures = isinstance(block, d.FieldList) and isinstance(previous, d.Figure)
+                    if figures and self.level < TIGHT_LEVEL:
                         self.page.blank_line()
                     self.block(block)
-            before = block
+            previous = block
 
-    def _without_spare(self, block: d.Block) -> d.Block | None:
-        """Return what is left of a block at this level, and count what is not."""
+    def _drop_spare(self, block: d.Block) -> d.Block | None:
+        """Return the rest of a block at this level, and count the omitted parts."""
         if not self.level:
             return block
         match block:
@@ -204,7 +204,7 @@ class _Screen:
                 return None
             case d.FieldList():
                 kept = [row for row in block.rows if not 0 < row.spare <= self.level]
-                fields = [replace(row, parts=self._parts(row)) for row in kept]
+                fields = [replace(row, parts=self._keep_parts(row)) for row in kept]
                 if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
                     self._omit("more")
                 return replace(block, rows=fields)
@@ -215,14 +215,14 @@ class _Screen:
                 return replace(block, short=rows[: block.min_rows])
         return block
 
-    def _parts(self, row: d.TextField) -> Sequence[d.Inline]:
-        """Return the parts of a line that stay at this level."""
+    def _keep_parts(self, row: d.TextField) -> Sequence[d.Inline]:
+        """Return the parts of a line that are kept at this level."""
         if row.min_parts is None:
             return row.parts
-        return row.parts[: max(1, row.min_parts - (self.level >= TIGHT))]
+        return row.parts[: max(1, row.min_parts - (self.level >= TIGHT_LEVEL))]
 
     def _omit(self, *names: str) -> None:
-        """Count what is left out, each by a name."""
+        """Count omitted parts by name."""
         new = (labels.clean(name) for name in names if name)
         self.left_out += [name for name in new if name not in self.left_out]
 
@@ -230,7 +230,7 @@ class _Screen:
         return card.brief and not self.details
 
     def section(self, section: d.Section) -> None:
-        """Draw a heading and what is below it, or note that it is left out."""
+        """Draw a section, or note that it is left out."""
         if (section.folded or section.detail) and not self.details:
             if section.summary:
                 self._omit(section.summary)
@@ -249,29 +249,29 @@ class _Screen:
         if card.gain:
             is_risk, gain = card.gain.startswith("risk: "), card.gain.removeprefix("risk: ")
             page.flow("risk" if is_risk else "gain", [gain], style="yellow" if is_risk else "green")
-        asked, self.details = self.details, self.details or card.always_full
-        for whole in (*card.blocks, *(card.details if self.details else ())):
-            if (block := self._without_spare(whole)) is None:
+        requested, self.details = self.details, self.details or card.always_full
+        for original in (*card.blocks, *(card.details if self.details else ())):
+            if (block := self._drop_spare(original)) is None:
                 continue
             if isinstance(block, d.FieldList):
                 self.fields(block, indent=4)
             else:
                 self.block(block)
-        self.details = asked
+        self.details = requested
 
     def fields(self, fields: d.FieldList, indent: int) -> None:
-        """Draw labels with text beside them."""
+        """Draw labels with text next to them."""
         for row in fields.rows:
             if row.detail and not self.details:
                 continue
             parts = [d.plain_text(part) for part in row.parts]
             if row.prose and not self.details:
-                shorten = t.first_clause if self.level >= TIGHT else t.first_sentence
+                shorten = t.first_clause if self.level >= TIGHT_LEVEL else t.first_sentence
                 parts = [shorten(part) for part in parts]
             self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
 
     def block(self, block: d.Block) -> None:
-        """Draw a block that is no card and no section."""
+        """Draw a block other than a card or a section."""
         page = self.page
         match block:
             case d.Paragraph(text=""):
@@ -293,11 +293,11 @@ class _Screen:
             case d.Grid():
                 self.table(block)
             case d.Code():
-                text = block.text if self.details else _shortened(block.text)
-                text = _first_alternative(text) if self.level >= TIGHT else text
+                text = block.text if self.details else _shorten_code(block.text)
+                text = _first_alternative(text) if self.level >= TIGHT_LEVEL else text
                 page.code(block.label, text, indent=block.indent)
             case d.Figure():
-                lines = block.lines(page.width, short=self.level >= TIGHT)
+                lines = block.lines(page.width, short=self.level >= TIGHT_LEVEL)
                 for line in lines or ():
                     page.line(*line)
                 table = block.table() if lines is None else None
@@ -305,7 +305,7 @@ class _Screen:
                     self.table(table)
 
     def items(self, block: d.Items) -> None:
-        """Draw a list, a mark before each item."""
+        """Draw a list, with a mark before each item."""
         if block.title:
             self.page.blank_line()
             self.page.wrap(labels.clean(block.title), indent=2, style="bold")
@@ -316,7 +316,7 @@ class _Screen:
             self.page.wrap(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
 
     def table(self, table: d.Grid) -> None:
-        """Draw columns; where room is short the rows that matter most."""
+        """Draw columns. If space is short, draw the most important rows."""
         rows = table.rows if table.short is None else table.short
         if table.title:
             self.page.blank_line()
@@ -324,15 +324,15 @@ class _Screen:
         kept = list(range(len(table.head)))
         empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == t.EMPTY_CELL for row in rows)]
         for column in dict.fromkeys((*empty, *table.optional)):
-            wide = (
+            widths = (
                 max(cell_len(d.plain_text(row[n])) for row in (table.head, *rows)) for n in kept
             )
-            if sum(wide) + 2 * len(kept) <= self.page.width:
+            if sum(widths) + 2 * len(kept) <= self.page.width:
                 break
             kept.remove(column)
         self.page.table(
             [table.head[n] for n in kept],
-            [[_cell(row[n]) for n in kept] for row in rows],
+            [[_style_cell(row[n]) for n in kept] for row in rows],
             align="".join(table.sides[n] for n in kept),
             below=table.below,
         )
@@ -341,7 +341,7 @@ class _Screen:
 
 
 def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:
-    """Convert a line to what :class:`~advisor.render.formats.terminal.Page` takes."""
+    """Convert a line to parts for :class:`~advisor.render.formats.terminal.Page`."""
     return [
         labels.clean(part)
         if isinstance(part, str)
@@ -350,28 +350,28 @@ def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:
     ]
 
 
-def _cell(text: d.Inline) -> str | tuple[str, str]:
+def _style_cell(text: d.Inline) -> str | tuple[str, str]:
     return (text.text, STYLES[text.style]) if isinstance(text, d.Span) else d.plain_text(text)
 
 
-def _shortened(code: str) -> str:
-    """Return the first alternatives of a long snippet, which empty lines separate."""
+def _shorten_code(code: str) -> str:
+    """Return the first alternatives of a long snippet. Empty lines separate alternatives."""
     lines = code.strip("\n").split("\n")
     if len(lines) <= MAX_CODE:
         return code
     end = max((row for row in range(1, MAX_CODE + 1) if not lines[row].strip()), default=MAX_CODE)
-    left = sum(bool(line.strip()) for line in lines[end:])
-    return "\n".join([*lines[:end], f"… {t.count_noun(left, 'more line')}: --details"])
+    hidden = sum(bool(line.strip()) for line in lines[end:])
+    return "\n".join([*lines[:end], f"… {t.count_noun(hidden, 'more line')}: --details"])
 
 
 def _first_alternative(code: str) -> str:
-    """Return what stands before an empty line and a comment, if it does something by itself."""
-    first, comment, rest = code.strip("\n").partition("\n\n#")
+    """Return the code before an empty line and a comment, if it is useful by itself."""
+    first, comment, other = code.strip("\n").partition("\n\n#")
     statements = (line for line in first.split("\n") if not _PREPARES.match(line))
     if not comment or not any(statements):
         return code
-    left = sum(bool(line.strip()) for line in rest.split("\n"))
-    return f"{first}\n# … {t.count_noun(left, 'more line')}: --details"
+    hidden = sum(bool(line.strip()) for line in other.split("\n"))
+    return f"{first}\n# … {t.count_noun(hidden, 'more line')}: --details"
 
 
 _PREPARES: Final = re.compile(r"\s*(#|import |from |$)")
@@ -379,8 +379,8 @@ _PREPARES: Final = re.compile(r"\s*(#|import |from |$)")
 
 LABEL_WIDTH = 9
 """Width of the column of field names."""
-MIN_FIRST = 12
-"""Width that is left to the first column of a table, however wide the others are."""
+MIN_FIRST_WIDTH = 12
+"""Minimum width of the first column of a table."""
 
 
 class Page:
@@ -402,15 +402,15 @@ class Page:
         )
 
     def getvalue(self) -> str:
-        """Return the page; no line ends in blanks."""
+        """Return the page, without blanks at the ends of lines."""
         return "".join(f"{line.rstrip()}\n" for line in self._buffer.getvalue().splitlines())
 
     def blank_line(self) -> None:
         self._buffer.write("\n")
 
     def line(self, *parts: str | tuple[str, str], indent: int = 0) -> None:
-        """Add a line of parts, each plain or with a style; cut where it does not fit."""
-        text = Text(" " * indent).append_text(_styled(parts))
+        """Add a line of parts, each plain or with a style, cut to the width."""
+        text = Text(" " * indent).append_text(_join_styled(parts))
         text.truncate(self.width, overflow="ellipsis")
         text.rstrip()
         self._console.print(text, no_wrap=True, crop=True, overflow="ellipsis")
@@ -418,18 +418,18 @@ class Page:
     def wrap(
         self, *parts: str | tuple[str, str], first: str = "", indent: int = 0, style: str = ""
     ) -> None:
-        """Add parts wrapped at blanks; links stay whole, if need be longer than the page. ``first``
-        starts the first line, in place of the indent."""
-        text = _styled(parts)
+        """Add parts wrapped at blanks. Links are never broken, even if they are wider than the
+        page. ``first`` begins the first line in place of the indent."""
+        text = _join_styled(parts)
         if not text:
             return
         text.stylize(style)
         room = max(20, self.width - indent)
         long_link = any(cell_len(word) > room and "://" in word for word in text.plain.split())
-        lines = _at_blanks(text, room) if long_link else text.wrap(self._console, room)
+        lines = _split_at_blanks(text, room) if long_link else text.wrap(self._console, room)
         for number, piece in enumerate(lines):
             piece.rstrip()
-            line = Text()  # a style of its own would go on for the whole line
+            line = Text()  # a style of the line itself would apply to the whole line
             line.append(first.ljust(indent) if number == 0 else " " * indent, style="dim")
             self._console.print(
                 line.append_text(piece),
@@ -439,7 +439,7 @@ class Page:
             )
 
     def section(self, title: str, aside: str = "") -> None:
-        """Add a heading with a thin line after it; an aside that does not fit goes below."""
+        """Add a heading followed by a thin line. An aside that does not fit goes below."""
         self.blank_line()
         note = f" · {clean(aside)}" if aside else ""
         left = self.width - cell_len(clean(title)) - cell_len(note)
@@ -458,20 +458,20 @@ class Page:
         separator: str = " · ",
         style: str = "",
     ) -> None:
-        """Add a name and parts beside it; a line is broken between parts where that is possible."""
+        """Add a name with parts next to it. Lines are broken between parts if possible."""
         room = max(20, self.width - indent - LABEL_WIDTH)
-        lines = _flowed([clean(part) for part in parts if part], room, separator)
+        lines = _flow_parts([clean(part) for part in parts if part], room, separator)
         for number, text in enumerate(lines):
             first = f"{' ' * indent}{label}" if number == 0 else ""
             self.wrap(text, first=first, indent=indent + LABEL_WIDTH, style=style)
 
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
-        """A snippet, its lines kept as they are: beside its name where they fit, with comments
-        above their line if need be, else below it and further left, folded."""
+        """Add a snippet with unchanged lines: next to its name if they fit, with comments moved
+        above their line if necessary, or else below the name and further left, folded."""
         given = clean(text, lines=True).strip("\n").split("\n")
         lead = " " * indent
         for width in (self.width - indent - LABEL_WIDTH - 2, self.width - indent - 2):
-            lines = [piece for line in given for piece in _comment_above(line, width)]
+            lines = [piece for line in given for piece in _move_comment(line, width)]
             if max(map(cell_len, lines)) <= width:
                 break
         if max(map(cell_len, lines)) <= self.width - indent - LABEL_WIDTH - 2:
@@ -481,10 +481,10 @@ class Page:
         room = max(20, self.width - len(lead) - 2)
         depth = 0
         for line in lines:
-            for piece in _folded(line, room, depth):
+            for piece in _fold_line(line, room, depth):
                 self.line((f"{lead}│ ", "dim"), (piece, "cyan"))
                 lead = " " * len(lead)
-            depth = _breaks(line, depth)[1]
+            depth = _find_breaks(line, depth)[1]
 
     def table(
         self,
@@ -495,16 +495,18 @@ class Page:
         align: str = "",
         below: Sequence[str] = (),
     ) -> None:
-        """Columns as wide as their content; ``align``: a letter a column, else the first to the
-        left and figures to the right. Where that is too wide, they stand closer, and the first is
-        shortened. ``below``: a line below each row."""
+        """Add columns as wide as their content. ``align``: one letter per column, by default the
+        first to the left and figures to the right. If they are too wide, the gaps and the first
+        column are shortened. ``below``: one line below each row."""
         align = align or "l" + "r" * (len(head) - 1)
         styles = [[cell[1] if isinstance(cell, tuple) else "" for cell in row] for row in rows]
         texts = [[clean(c[0] if isinstance(c, tuple) else c) for c in row] for row in (head, *rows)]
         room, gap = self.width - indent, 2
-        if room - _others(texts, gap) < min(MIN_FIRST, max(cell_len(row[0]) for row in texts)):
+        if room - _measure_others(texts, gap) < min(
+            MIN_FIRST_WIDTH, max(cell_len(row[0]) for row in texts)
+        ):
             gap = 1
-        texts = _fitting(texts, room, gap)
+        texts = _fit_first_column(texts, room, gap)
         widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
         for number, row in enumerate(texts):
             parts: list[str | tuple[str, str]] = []
@@ -518,8 +520,8 @@ class Page:
                 self.line((clean(below[number - 1]), "dim"), indent=indent + 2)
 
 
-def _at_blanks(text: Text, room: int) -> Iterable[Text]:
-    """Lines of at most ``room`` columns, or of one longer word."""
+def _split_at_blanks(text: Text, room: int) -> Iterable[Text]:
+    """Return lines of at most ``room`` columns, or of one longer word."""
     starts, used = [], 0
     for word in re.finditer(r"\S+\s*", text.plain):
         if used and used + cell_len(word[0].rstrip()) > room:
@@ -529,7 +531,7 @@ def _at_blanks(text: Text, room: int) -> Iterable[Text]:
     return text.divide(starts)
 
 
-def _styled(parts: Sequence[str | tuple[str, str]]) -> Text:
+def _join_styled(parts: Sequence[str | tuple[str, str]]) -> Text:
     text = Text()
     for part in parts:
         if isinstance(part, str):
@@ -539,7 +541,7 @@ def _styled(parts: Sequence[str | tuple[str, str]]) -> Text:
     return text
 
 
-def _flowed(parts: list[str], room: int, separator: str) -> list[str]:
+def _flow_parts(parts: list[str], room: int, separator: str) -> list[str]:
     lines: list[str] = []
     for part in parts:
         if lines and cell_len(lines[-1]) + cell_len(separator) + cell_len(part) <= room:
@@ -549,8 +551,8 @@ def _flowed(parts: list[str], room: int, separator: str) -> list[str]:
     return lines
 
 
-def _comment_above(line: str, room: int) -> list[str]:
-    """A line of code that is too long for its comment: the comment goes above it."""
+def _move_comment(line: str, room: int) -> list[str]:
+    """Move the comment of a line of code above it if the line is too long."""
     for sign in ("#", "//"):
         body, mark, comment = line.rpartition(f"  {sign} ")
         if cell_len(line) > room and mark and body.strip():
@@ -559,12 +561,12 @@ def _comment_above(line: str, room: int) -> list[str]:
     return [line]
 
 
-def _folded(line: str, room: int, depth: int) -> list[str]:
-    """A line of code of at most ``room`` columns, that still runs: what is too much goes on below,
-    indented. Within a word or a string it is broken only if that is as long."""
+def _fold_line(line: str, room: int, depth: int) -> list[str]:
+    """Break a line of code into lines of at most ``room`` columns that still run. Later lines are
+    indented. A word or a string is only broken if it is longer than a line."""
     comment = re.match(r"\s*(#|//) ", line)
     lead = comment[0] if comment else line[: len(line) - len(line.lstrip())] + "    "
-    breaks = _breaks(line, depth)[0]
+    breaks = _find_breaks(line, depth)[0]
     pieces: list[str] = []
     start, before = 0, ""
     while cell_len(before + line[start:]) > room:
@@ -579,9 +581,10 @@ def _folded(line: str, room: int, depth: int) -> list[str]:
     return [*pieces, before + line[start:]]
 
 
-def _breaks(line: str, depth: int) -> tuple[dict[int, str], int]:
-    """Return where a line of code can be broken and the mark that it then ends in: a backslash
-    outside brackets, as in Python and a shell. ``depth``: brackets open before it; and after it."""
+def _find_breaks(line: str, depth: int) -> tuple[dict[int, str], int]:
+    """Return the positions at which a line of code can be broken, each with its line end: a
+    backslash outside brackets, as in Python and a shell. ``depth``: number of open brackets before
+    the line. Also return their number after it."""
     if re.match(r"\s*(#|//)", line):
         return {match.end(): "" for match in re.finditer(" ", line)}, depth
     result: dict[int, str] = {}
@@ -592,25 +595,25 @@ def _breaks(line: str, depth: int) -> tuple[dict[int, str], int]:
     return result, depth
 
 
-def _others(cells: list[list[str]], gap: int) -> int:
-    """Columns that all but the first take, with the gaps before them."""
+def _measure_others(cells: list[list[str]], gap: int) -> int:
+    """Return the width of all columns but the first, with the gaps before them."""
     widths = (max(map(cell_len, column)) for column in zip(*cells, strict=True))
     return sum(gap + width for width in [*widths][1:])
 
 
-def _fitting(cells: list[list[str]], room: int, gap: int) -> list[list[str]]:
-    """Rows of a table with its first column short enough for the figures to be whole. Of a place,
-    whose end tells most, the end is kept; of other words the beginning."""
+def _fit_first_column(cells: list[list[str]], room: int, gap: int) -> list[list[str]]:
+    """Return the rows of a table with its first column shortened so that the figures fit. Keep the
+    end of a path, which is most informative, and the beginning of other texts."""
     first = max(cell_len(row[0]) for row in cells)
-    left = max(MIN_FIRST, room - _others(cells, gap))
-    if first <= left:
+    width = max(MIN_FIRST_WIDTH, room - _measure_others(cells, gap))
+    if first <= width:
         return cells
 
     def short(text: str) -> str:
-        if cell_len(text) <= left:
+        if cell_len(text) <= width:
             return text
         if "/" in text:
-            return f"…{chop_cells(text[::-1], left - 1)[0][::-1]}"
-        return f"{chop_cells(text, left - 1)[0]}…"
+            return f"…{chop_cells(text[::-1], width - 1)[0][::-1]}"
+        return f"{chop_cells(text, width - 1)[0]}…"
 
     return [[short(row[0]), *row[1:]] for row in cells]

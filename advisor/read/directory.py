@@ -77,18 +77,18 @@ def open_run(
     that fsspec knows (``s3://bucket/run/``, ``zip://*.json::https://…``), unless ``options.urls``
     is false; then each is the path of a file.
 
-    A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its name
-    or in the name of the nearest folder that has one, else -1. One file may hold several ranks that
-    were merged into it. Files of one rank are its windows, in order of time. Overlapping windows
-    are an error, because recordings of one rank cannot overlap. A run directory of the recorder is
-    opened with everything recorded, with or without traces. ``rank`` keeps only one rank,
-    ``options.ranks`` several. ``window``: read only this window of each rank of a run directory, or
-    the first readable one; the others are listed in ``Run.unread``.
+    A file's rank is the one in its ``distributedInfo``. Without one, it is the number after
+    ``rank`` in the name of the file or of the nearest folder, else -1. One file may hold several
+    ranks that were merged into it. Files of one rank are its windows, in order of time. Overlapping
+    windows are an error, because recordings of one rank cannot overlap. A run directory of the
+    recorder is opened with everything recorded, with or without traces. ``rank`` keeps only one
+    rank, ``options.ranks`` several. ``window``: read only this window of each rank of a run
+    directory, or the first readable one; the others are listed in ``Run.unread``.
 
     A single file must be a trace. Of several files, those that are not traces are left out and
-    listed in ``Run.problems``, one line per file. Raises AdvisorError if a path does not exist, a
-    directory has no traces or several runs (SeveralRuns), no trace is readable, a rank is missing,
-    or windows overlap."""
+    listed in ``Run.problems``, one line per file. Raises AdvisorError if a path does not exist,
+    no trace is readable, a rank is missing, or windows overlap. A directory must have traces, of
+    one run (SeveralRuns)."""
     given_paths = [paths] if isinstance(paths, str | Path) else list(paths)
     given_paths = [_find_only_run(_to_local_path(path, options)) for path in given_paths]
     if (

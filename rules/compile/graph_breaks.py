@@ -592,7 +592,7 @@ def _list_guards(causes: list[CompileCause]) -> Iterator[Evidence]:
 
 class CudaGraphsSkipped(Rule):
     """torch.compile was set to use CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``) and
-    did not for some graphs. Its log (``TORCH_TRACE``) gives the reason: inputs are changed in
+    did not for some graphs. Its log (``TORCH_TRACE``) gives the reason. Inputs are changed in
     place, some tensors are on the CPU, shapes are dynamic, or an operator cannot be captured. The
     kernels of these graphs are launched one by one.
 

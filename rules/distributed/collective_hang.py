@@ -19,8 +19,8 @@ class CollectiveHang(Rule):
     group is a consequence, and listed after it. A rank without a dump has probably died.
 
     Sizes are compared by the number of elements, and not where they may differ between ranks
-    (all-to-all). Where all ranks have called it and it has not ended, the network or a GPU is slow
-    or stuck, or the job was still running."""
+    (all-to-all). If all ranks have called it and it has not ended, the network or a GPU is slow
+    or stuck. Or the job was still running."""
 
     id = "collective-hang"
     title = "Ranks wait in a collective that others have not called"

@@ -61,10 +61,10 @@ _KINDS = {
 
 
 class CollectivesInStep(Rule):
-    """Ranks wait in each step for collectives that training can do without: all-reduces of single
-    numbers, barriers, Python objects and whole tensors gathered on one rank. The buffers that
-    DistributedDataParallel sends in each forward pass belong to them. Each costs its latency, and
-    makes the ranks wait for the slowest one once more.
+    """Ranks wait in each step for collectives that training does not need. These are all-reduces of
+    single numbers, barriers, Python objects and whole tensors gathered on one rank. The buffers
+    that DistributedDataParallel sends in each forward pass belong to them. Each costs its latency,
+    and makes the ranks wait for the slowest one once more.
 
     The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
     them. With GPUs, reads of their results show it (implicit-sync). For buffers, the time is that
@@ -76,9 +76,10 @@ class CollectivesInStep(Rule):
     ``broadcast_buffers=False`` each rank keeps its own. That is the same for constants, and makes
     the running statistics of BatchNorm differ between ranks.
 
-    The rule counts the time in which no operator runs on the rank. The gain is what the replay of
-    all ranks saves without these collectives. For one rank alone, half of the time at barriers
-    counts: the other half is waiting for ranks that also come later to the next collective."""
+    The rule counts the time in which no operator runs on the rank. The gain is what the replay
+    of all ranks saves without these collectives. For one rank alone, half of the time at
+    barriers counts. The other half is waiting for ranks that also come later to the next
+    collective."""
 
     id = "collectives-in-step"
     title = "Each step waits for collectives that training does not need"

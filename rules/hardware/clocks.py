@@ -121,7 +121,7 @@ class ThermalThrottling(HeldClocks):
 class PowerThrottling(HeldClocks):
     """The GPU runs at its power limit, and the driver lowers the clocks. Under dense matrix work at
     the board's own limit that is normal. It deserves a look when clocks fall below 90% of the
-    maximum in half of the samples under load, or when the limit is set below the board's default.
+    maximum in half of the samples under load. So does a limit below the board's default.
 
     A power brake is different. The machine's power supply or its controller slows the GPU down from
     outside, to a fraction of its speed. So the rule reports a single sample of it."""

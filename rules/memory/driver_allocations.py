@@ -267,9 +267,9 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     PyTorch keeps the blocks, but ``.pin_memory()`` copies the whole batch into one each time, on
     the thread that calls it. Where the loop itself does so, and that takes a notable part of the
-    step, the rule names the operator instead. This needs no driver call. The low end of the range
-    keeps half of this time: a batch that is new in each step is still copied, into a buffer that
-    stays."""
+    step, the rule names the operator instead. This needs no driver call. The low end of the
+    range keeps half of this time. A batch that is new in each step is still copied, into a
+    buffer that stays."""
 
     id = "pinned-allocation-in-loop"
     title = "The loop allocates pinned host memory"

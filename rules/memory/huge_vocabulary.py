@@ -47,9 +47,9 @@ class HugeVocabulary(Rule):
 
     The rule needs shapes. A loss that is already computed in chunks is not reported.
 
-    A memory snapshot shows the same without shapes, alone or with a trace. It has the blocks that
-    the loss held at the peak, or when memory ran out, and other blocks of the same or half the
-    size. It does not show the vocabulary, so it may be a loss over the classes of pixels as well.
+    A memory snapshot shows the same without shapes, alone or with a trace. It has the blocks
+    that the loss held at the peak or when memory ran out. Others have the same or half the size.
+    It does not show the vocabulary, so it may be a loss over the classes of pixels as well.
     Chunks help there too."""
 
     id = "huge-vocabulary"

@@ -39,10 +39,10 @@ class KeptReferences(Rule):
     when those of the next step replace them. For a while both are in memory, and the peak is
     higher.
 
-    The rule reads a memory snapshot with history: blocks that a module's call or a function of
-    ``torch.nn.functional`` allocated before the step of the peak began. Steps are found by
-    annotations or by the optimizer's allocations. It reports 5% of the memory in tensors and more.
-    Memory that grows with each step is a leak, which memory-leak reports."""
+    The rule reads a memory snapshot with history. It looks for blocks that a module's call or a
+    function of ``torch.nn.functional`` allocated before the step of the peak. Steps are found by
+    annotations or by the optimizer's allocations. It reports 5% of the memory in tensors and
+    more. Memory that grows with each step is a leak, which memory-leak reports."""
 
     id = "kept-references"
     title = "The peak holds outputs of the previous step"
@@ -133,8 +133,8 @@ class MemoryLeak(Rule):
     sequences and caches that fill up do not count. Growth has to continue: at least six of seven
     parts rise, and the second half grows at half the first's rate or more. On the GPU, growth is
     reported if it is at least 100 MB, over at least fifty steps. Resident memory is reported from
-    200 MB and 2% of the machine's memory, because shared pages in DataLoader workers and file
-    caches of libraries also grow for a while.
+    200 MB and 2% of the machine's memory. Shared pages in DataLoader workers and file caches of
+    libraries also grow for a while.
 
     In a memory snapshot the rule looks for lines that leave something behind in four of five steps,
     held to the end of the history. It needs six full steps or more, without the first and the last

@@ -45,9 +45,9 @@ class DenseEmbeddingGradient(Rule):
     its state. With ``sparse=True`` the gradient holds the looked-up rows alone, and SparseAdam,
     Adagrad and SGD touch no others.
 
-    The rule fires where a step looks up less than a tenth of the rows, and where this work takes a
-    good part of the step. It is silent for a table that is also multiplied (an output layer with
-    tied weights): its gradient is dense anyway.
+    The rule fires where a step looks up less than a tenth of the rows, and this work takes much of
+    the step. It is silent for a table that is also multiplied (an output layer with tied weights):
+    its gradient is dense anyway.
 
     The gain is the time of the backward operator, and of operators of the optimizer and of gradient
     accumulation whose input has the table's shape. The share of rows in use is subtracted. Several

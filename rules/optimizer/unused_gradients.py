@@ -57,7 +57,7 @@ class UnusedGradients(Rule):
     """The backward pass computes gradients of parameters that no optimizer holds. Examples are the
     base of a model with adapters (LoRA) and a backbone under a new head. Another is a network that
     only judges, as for a perceptual loss. Each lacks ``requires_grad_(False)``. Or an optimizer
-    holds them, and ``zero_grad`` drops the gradients before it steps: a discriminator's loss goes
+    holds them, and ``zero_grad`` drops the gradients before it steps. A discriminator's loss goes
     backward through the generator, or an actor's through its critics' weights.
 
     The recorder looks at the models' gradients before two early optimizer steps. It counts

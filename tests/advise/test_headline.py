@@ -646,7 +646,7 @@ def test_a_healthy_run_on_the_cpu_says_what_takes_the_time_and_what_was_looked_a
     report = of_host(tmp_path / "run", loading=0.1)
     assert report.status == "limited"
     assert report.verdict.startswith("The program trains on the CPU, and no finding explains its")
-    assert "above all aten::mm" in report.verdict
+    assert "mostly aten::mm" in report.verdict
     assert "Looked at: loading data, the loop's own code" in report.verdict
     assert "GPU" not in report.verdict
 

@@ -73,7 +73,8 @@ def test_attention_at_a_third_of_its_rate_is_not_healthy(tmp_path: Path) -> None
             b.sync()
     report = report_of(b, tmp_path)
     assert report.status != "healthy"
-    assert re.search(r"attention kernels \(\d+% of kernel time\) reach 35% of their", report.verdict)
+    rate = r"attention kernels \(\d+% of kernel time\) reach 35% of their"
+    assert re.search(rate, report.verdict)
 
 
 def test_hundreds_of_hidden_all_reduces_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Time that operators on a CPU take by how they are called: FFTs by length, a sort and topk, norms
 and their like over a dimension that is not the innermost, distances and products of all pairs,
-smoothing filters.
+smoothing filters, two products in either order.
 
 python benchmarks/bench_slow_arguments.py
 
@@ -145,6 +145,37 @@ def time_filters() -> None:
                 print(f"{images} x {channels} x {size}, k={k}, {back=}: {full:.1f} ms, {left:.2f}")
 
 
+def time_chains() -> None:
+    """Print the time of two products in both orders, and of a sparse product by columns."""
+    sizes = (
+        *((1, 512, 4000, 512, 1), (1, 64, 4000, 64, 1), (1, 2000, 512, 2000, 64)),
+        *((16, 1024, 32, 1024, 32), (64, 256, 16, 256, 16), (1, 4000, 64, 1024, 64)),
+    )
+    for batch, rows, inner, joined, columns in sizes:
+        for back in (False, True):
+            shapes = ((rows, inner), (inner, joined), (joined, columns))
+            matrices = [torch.randn(batch, *shape, requires_grad=back) for shape in shapes]
+
+            def multiply(from_left: bool, given: list[torch.Tensor] = matrices) -> None:
+                a, b, c = given
+                result = (a @ b) @ c if from_left else a @ (b @ c)
+                if result.requires_grad:
+                    torch.autograd.grad(result.sum(), given)
+
+            left, right = (time_of(partial(multiply, order)) for order in (True, False))
+            print(f"{batch} x {shapes}, {back=}: {left:.2f} ms, then {right / left:.3f} remain")
+    for nodes, degree in ((6000, 20), (20_000, 8), (2000, 60)):
+        index = torch.randint(0, nodes, (2, nodes * degree))
+        sparse = torch.sparse_coo_tensor(index, torch.ones(nodes * degree)).coalesce()
+        for layout, matrix in (("coo", sparse), ("csr", sparse.to_sparse_csr())):
+            times = [
+                time_of(partial(torch.sparse.mm, matrix, torch.randn(matrix.shape[1], width)))
+                for width in (1, 32, 128, 512)
+            ]
+            shown = ", ".join(f"{ms:.2f}" for ms in times)
+            print(f"{nodes} x {degree}, {layout}; 1, 32, 128, 512 columns: {shown} ms")
+
+
 def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
@@ -153,6 +184,7 @@ def main() -> None:
     time_reductions()
     time_pairs()
     time_filters()
+    time_chains()
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ HAND_OVER = Citation(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
 SLOW_ARGUMENTS = Citation(
-    "measured: FFTs by length, sorts, outer reductions, pairs, filters, one thread of a CPU",
+    "measured: FFTs, sorts, reductions, pairs, filters, chains of products, one thread of a CPU",
     "benchmarks/bench_slow_arguments.py",
 )
 SPARSE_UPDATE = Citation(

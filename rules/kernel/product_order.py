@@ -42,15 +42,15 @@ VIEWS = [
 
 
 class ProductOrder(Rule):
-    """Of three matrices, ``(A B) C`` and ``A (B C)`` are equal, but can differ much in cost. A
-    sparse matrix times 500 columns, projected to 64 columns afterwards, is one example. ``X.T @ X @
-    w`` and attention without a softmax, ``(q @ k.T) @ v``, are others.
+    """Two matrix products of three matrices run in the expensive order. ``(A B) C`` and ``A (B C)``
+    are equal, but can differ much in cost. A sparse matrix times 500 columns, projected to 64
+    columns afterwards, is one example. ``X.T @ X @ w`` and attention without a softmax,
+    ``(q @ k.T) @ v``, are others.
 
     The rule finds two outermost products in a row with nothing but views between them. The result
-    of the first must be an input of the second: no other operator reads a tensor of its shape
-    before the backward pass begins or the step ends. If one does, the result may be needed for
-    itself, and nothing is reported. A first product with a bias is not reported either:
-    ``(A B + b) C`` equals ``A (B C) + b C``, which needs another line.
+    of the first must be an input of the second. No other operator may read a tensor of its shape
+    before the backward pass begins or the step ends, as it might need the result. A first product
+    with a bias is not reported. ``(A B + b) C`` equals ``A (B C) + b C``, which needs another line.
 
     The cost of an order is its multiply-adds plus ``move`` for each element of its matrices,
     forward and backward. The number of non-zeros of a sparse matrix is not recorded. Its time is

@@ -221,7 +221,7 @@ def _add_other_ranks(
     used_estimator: GainEstimator = own_estimator if study.replay.reason else estimator
     if used_estimator is estimator:
         findings = [
-            with_gain(f, estimator.gain_range(f.edits), a, estimator.method, of_job=True)
+            with_gain(f, estimator.gain_range(f.edits), a, estimator.method, is_job_gain=True)
             if estimator.is_estimated(f)
             else f
             for f in findings

@@ -143,7 +143,7 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return t.format_gain(finding)
-    if finding.pays_after is not None:
+    if finding.after_fix is not None:
         count = (finding.priority or 2) - 1
         condition = (
             "another fix" if report is None else f"fixes 1–{count}" if count > 1 else "fix 1"
@@ -347,7 +347,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         return []
     scale = max(1.0, report.gain_scale or 1.0)
     of_run = impact.gain_ns <= MAX_EVIDENCE_RATIO * scale * float(shown.value or 0)
-    if of_run or (report.scope.device is None and not impact.of_job):
+    if of_run or (report.scope.device is None and not impact.is_job_gain):
         return [f"the gain is more than {duration}: {_contrast_steps(report)}"]
     why = "the launches of this work, and the gaps in it, are saved too"
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
@@ -357,7 +357,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
             operations = [edit_target]
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     why = why.format(late=_describe_late_launches(report))
-    if impact.of_job:
+    if impact.is_job_gain:
         why = "other ranks gain too, and wait less for each other"
     return [f"the gain is more than {duration}: {why}"]
 
@@ -373,7 +373,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     """Say why the fix gains far less than the time that it removes. Empty if it does not, or if the
     cause is unknown."""
     impact = finding.impact
-    if impact is None or not impact.gain_ns or impact.of_job:
+    if impact is None or not impact.gain_ns or impact.is_job_gain:
         return ""
     operations = {edit.op for edit in finding.edits}
     if report.scope.device is None:
@@ -467,9 +467,9 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     parts = []
     gain = finding.impact.gain_ns if finding.impact is not None else None
     marginal_gain = finding.marginal_gain_ns
-    if finding.pays_after is not None:
-        earlier_title = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
-        earlier_title = labels.clean(earlier_title) or labels.clean(finding.pays_after)
+    if finding.after_fix is not None:
+        earlier_title = next((f.title for f in report.findings if f.rule == finding.after_fix), "")
+        earlier_title = labels.clean(earlier_title) or labels.clean(finding.after_fix)
         parts.append(f"gains only after '{earlier_title}'")
     elif (
         gain is not None
@@ -527,7 +527,7 @@ def _explain_order(finding: Finding, report: Report) -> list[str]:
     priority = finding.priority
     if priority is None or finding.impact is None or finding.impact.currency != "step_time":
         return []
-    later = [f for f in fixes_of_step(report) if (f.priority or 0) > priority and not f.pays_after]
+    later = [f for f in fixes_of_step(report) if (f.priority or 0) > priority and not f.after_fix]
     largest = max(later, key=gain, default=finding)
     largest_gain = t.format_duration(gain(largest))
     if gain(largest) <= gain(finding) or largest_gain == t.format_duration(gain(finding)):
@@ -631,7 +631,7 @@ def is_notable_note(note: Finding, report: Report) -> bool:
 def explain_note(finding: Finding) -> str:
     """Say why a finding is a note and is not ranked."""
     impact = finding.impact
-    if impact is not None and impact.currency == "unpriced":
+    if impact is not None and impact.currency == "unknown":
         return labels.clean(impact.reason)
     if finding.validation == "synthetic":
         return "not proven on real traces, and may gain nothing"

@@ -158,7 +158,7 @@ def _without_estimate(finding: Finding, why: str) -> Finding:
 def _estimate_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
     """Estimate the gain of a finding's edits, and widen its range by past errors."""
     saved = estimator.gain_range(finding.edits)
-    if finding.moved_ns is not None:
+    if finding.offloaded_ns is not None:
         hand_over = ready_batch_ns(a.trace, a.step_ns, "low")
         is_most = saved.gain - saved.low < hand_over
         low_by: RangeCause = "hand-over" if is_most else saved.low_by
@@ -197,7 +197,12 @@ def _estimate_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
 
 
 def with_gain(
-    finding: Finding, saved: GainRange, a: Analysis, method: str, *, of_job: bool = False
+    finding: Finding,
+    saved: GainRange,
+    a: Analysis,
+    method: str,
+    *,
+    is_job_gain: bool = False,
 ) -> Finding:
     """Return the finding with a gain per step, and the severity that follows from it."""
     share = saved.gain / a.step_ns if a.step_ns else None
@@ -216,10 +221,10 @@ def with_gain(
         if method == REPLAY
         else "upper bound",
         per=a.per,
-        most_ns=round(max(saved.gain, saved.max_gain)) if isfinite(saved.max_gain) else None,
+        bound_ns=round(max(saved.gain, saved.max_gain)) if isfinite(saved.max_gain) else None,
         low_by=saved.low_by,
         high_by=saved.high_by,
-        of_job=of_job,
+        is_job_gain=is_job_gain,
     )
     return replace(finding, impact=impact, severity=severity_of_share(share))
 
@@ -332,7 +337,7 @@ def limit_to_cores(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
     left = a.step_ns - sum(f.marginal_gain_ns or 0 for f in findings if not f.other_rank)
     result = []
     for finding in findings:
-        impact, moved = finding.impact, finding.moved_ns
+        impact, moved = finding.impact, finding.offloaded_ns
         if moved is not None and impact is not None:
             after = min(left, a.step_ns - (impact.gain_ns or 0))
             workers = ceil(moved / max(after, moved / MAX_PROCESSES))
@@ -369,7 +374,7 @@ def _limit_gain(finding: Finding, max_gain: float, step_ns: float) -> Finding:
         low_ns=min(impact.low_ns or 0, max_gain),
         high_ns=None if impact.high_ns is None else min(impact.high_ns, max_gain),
         share=gain / step_ns,
-        most_ns=max_gain if impact.most_ns is None else min(impact.most_ns, max_gain),
+        bound_ns=max_gain if impact.bound_ns is None else min(impact.bound_ns, max_gain),
     )
     return _change_marginal_gain(replace(finding, impact=changed), lambda ns: min(ns, max_gain))
 
@@ -385,7 +390,7 @@ def scale_to_run(
     step = step_time(a)
     result = []
     for finding in findings:
-        if finding.edits or finding.impact is None or not finding.impact.of_run:
+        if finding.edits or finding.impact is None or not finding.impact.is_run_gain:
             of_ns = (estimator.reference_ns(finding.edits) if finding.edits else None) or a.step_ns
             finding = _convert_to_run(finding, step, a, of_ns)
             finding = _match_loading(finding, a)
@@ -446,8 +451,8 @@ def _device_work_left(
     if a.device_id is None:
         return 0.0
     edits = [edit for finding in fixed for edit in finding.edits]
-    of_job = any(f.impact is not None and f.impact.of_job for f in fixed)
-    own_rank_only = all(edit.rank is None for edit in edits) and not of_job
+    is_job_gain = any(f.impact is not None and f.impact.is_job_gain for f in fixed)
+    own_rank_only = all(edit.rank is None for edit in edits) and not is_job_gain
     remaining = remaining_device_time(a, edits, communication=own_rank_only)
     busy = a.breakdown.busy.total / max(a.step_count, 1)
     if earlier:
@@ -491,7 +496,7 @@ def _limit_point_gain(finding: Finding, gain_ns: float, step_ns: float) -> Findi
         return finding
     limited = _limit_gain(finding, gain_ns, step_ns)
     assert limited.impact is not None
-    ends = replace(limited.impact, high_ns=impact.high_ns, most_ns=impact.most_ns)
+    ends = replace(limited.impact, high_ns=impact.high_ns, bound_ns=impact.bound_ns)
     return replace(limited, impact=ends, marginal_high_ns=finding.marginal_high_ns)
 
 
@@ -539,7 +544,9 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
             gain_ns=round(convert(impact.gain_ns)),
             low_ns=round(low),
             high_ns=None if impact.high_ns is None else round(high),
-            most_ns=None if impact.most_ns is None else round(max(high, convert(impact.most_ns))),
+            bound_ns=None
+            if impact.bound_ns is None
+            else round(max(high, convert(impact.bound_ns))),
         ),
     )
     finding = _change_marginal_gain(finding, lambda ns: round(convert(ns)))
@@ -653,7 +660,7 @@ def _scale_gain(finding: Finding, factor: float) -> Finding:
             impact,
             gain_ns=round(impact.gain_ns * factor),
             high_ns=None if impact.high_ns is None else round(impact.high_ns * factor),
-            most_ns=None if impact.most_ns is None else round(impact.most_ns * factor),
+            bound_ns=None if impact.bound_ns is None else round(impact.bound_ns * factor),
             share=None if impact.share is None else impact.share * factor,
         ),
         severity=severity_of_share(None if impact.share is None else impact.share * factor),

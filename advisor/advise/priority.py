@@ -92,7 +92,7 @@ def prioritize(
         elif (
             finding.informational
             or impact is None
-            or (impact.currency == "unpriced" and not finding.known_cost)
+            or (impact.currency == "unknown" and not finding.known_cost)
         ):
             notes.append(finding)
         elif not timed and not finding.known_cost and not _counts_in_run(finding):
@@ -208,7 +208,7 @@ def _order_by_gain(
     Each choice assumes that the fixes chosen before are made. A finding that then keeps almost no
     gain is folded under the one that took most of it. So is an alternative of a chosen finding. A
     finding that gains nothing alone, but ``WARNING_SHARE`` of the step after others, gets
-    ``pays_after``. One that never pays is left out. Folded findings come last, without priority."""
+    ``after_fix``. One that never pays is left out. Folded findings come last, without priority."""
     waiting = list(range(len(findings)))
     latest = [_get_gain(finding) for finding in findings]
     chosen: list[Finding] = []
@@ -240,7 +240,7 @@ def _order_by_gain(
                 prerequisite = max(chosen, key=lambda c: marginal_gain(best, [c], estimator)).rule
             position = len(chosen) + 1
             ranked = _set_marginal_range(best, gain, chosen, estimator)
-            chosen.append(replace(ranked, priority=position, pays_after=prerequisite))
+            chosen.append(replace(ranked, priority=position, after_fix=prerequisite))
             shown.add(index)
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
 

@@ -137,8 +137,8 @@ def _build_scope(a: Analysis) -> Scope:
         step_min_ns=_to_int(used["dur"].min()),
         step_max_ns=_to_int(used["dur"].max()),
         recorded_ns=_measure_recorded_time(a),
-        earlier_ns=int(a.trace.gpu["dur"].to_numpy()[a.launched_before].sum()),
-        behind_ns=_to_int(a.steps.ahead_ns),
+        launched_before_ns=int(a.trace.gpu["dur"].to_numpy()[a.launched_before].sum()),
+        queue_delay_ns=_to_int(a.steps.ahead_ns),
         step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
         device=a.device_id,
         device_name=a.device_name,

@@ -162,8 +162,8 @@ def _describe_steps(report: Report) -> list[str]:
     if scope.outliers:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope.outliers)
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
-    if scope.behind_ns > scope.step_ns:
-        ahead = f"the host queues work {t.format_duration(scope.behind_ns)} ahead"
+    if scope.queue_delay_ns > scope.step_ns:
+        ahead = f"the host queues work {t.format_duration(scope.queue_delay_ns)} ahead"
         parts.append(f"{ahead}, so steps are timed by the GPU's work")
     return parts
 

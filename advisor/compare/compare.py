@@ -314,7 +314,7 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
         if not report.time and counterpart.time:
             result.append(f"No GPU work in the trace {which}: device time is not compared.")
     result += _list_step_limits(c, before)
-    earlier = [each.scope.earlier_ns for each in (before, after)]
+    earlier = [each.scope.launched_before_ns for each in (before, after)]
     if any(earlier):
         durations = [t.format_duration(ns) if ns else "none" for ns in earlier]
         result.append(

@@ -14,7 +14,7 @@ Category = Literal[
     "hardware", "inference",
 ]  # fmt: skip
 GainKind = Literal["", "replay", "recorded", "upper bound", "lower bound"]
-Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
+Currency = Literal["step_time", "run_time", "memory", "risk", "unknown"]
 Validation = Literal["real traces", "recordings", "synthetic"]
 RangeCause = Literal[
     "", "assumption", "faster host", "slower host", "hand-over", "replay error", "shared cores",
@@ -167,18 +167,18 @@ class Impact(Struct, frozen=True, kw_only=True):
     """Kind of the method: the gain is replayed, recorded time, or a bound. Empty if the gain is not
     time."""
     reason: str = ""
-    """Reason why there is no figure (``unpriced`` and ``risk``)."""
+    """Reason why there is no figure (``unknown`` and ``risk``)."""
     per: Per | None = None
     """Unit of the gain, or ``null`` for the step or the run, by the currency."""
-    most_ns: int | None = None
+    bound_ns: int | None = None
     """Time that the fix's edits touch, ns: an upper bound of the range. ``null`` if not limited."""
     low_by: RangeCause = ""
     """Cause that decides the lower end of the range."""
     high_by: RangeCause = ""
     """Cause that decides the upper end of the range."""
-    of_run: bool = False
+    is_run_gain: bool = False
     """Whether the gain refers to the run's own step, from its record, not to a profiled step."""
-    of_job: bool = False
+    is_job_gain: bool = False
     """Whether the gain is the job's, including savings and waits of other ranks."""
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ class Impact(Struct, frozen=True, kw_only=True):
 
 def impact_without_gain(reason: str) -> Impact:
     """Return an impact without a figure, with the reason."""
-    return Impact(currency="unpriced", reason=reason)
+    return Impact(currency="unknown", reason=reason)
 
 
 def impact_risk(reason: str) -> Impact:
@@ -283,7 +283,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Assumptions that the gain rests on."""
     falsified_by: str = ""
     """Observation that would prove the finding wrong."""
-    moved_ns: float | None = None
+    offloaded_ns: float | None = None
     """Host time per step that the fix moves to other processes, ns. With N processes, the step
     takes at least 1/N of it. ``{workers}`` in the texts is replaced by the number that keeps up."""
     alternatives: str = ""
@@ -319,7 +319,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Cause that decides ``marginal_low_ns``, as in ``impact.low_by``."""
     marginal_high_by: RangeCause = ""
     """Cause that decides ``marginal_high_ns``, as in ``impact.high_by``."""
-    pays_after: str | None = None
+    after_fix: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""
     folded_under: str | None = None
     """Rule id of the finding that already explains this one."""

@@ -38,10 +38,10 @@ from advisor.core.report_time import (
     TimeShare,
     TimeWithoutFix,
 )
-from advisor.core.report_versions import from_version_1
+from advisor.core.report_versions import from_version_1, from_version_2
 from advisor.core.rule import Per
 
-SCHEMA = "advisor.report/2"
+SCHEMA = "advisor.report/3"
 
 MAX_LINES = 400
 """Maximum number of lines that ``print`` shows of a report or a comparison."""
@@ -145,10 +145,10 @@ class Scope(Struct, kw_only=True):
     recorded_ns: int | None = None
     """Time from the first to the last recorded work of host or GPU, ns. ``span_ns`` is from the
     GPU's first work to its last. ``null`` with steps, or without GPU work."""
-    earlier_ns: int = 0
+    launched_before_ns: int = 0
     """GPU work that was launched before the recording and ran in it, ns. It is not part of any
     table of kernels or gain."""
-    behind_ns: int = 0
+    queue_delay_ns: int = 0
     """Median time that the first work of a step waits in the GPU's queue, ns, if steps are timed by
     the GPU's work."""
 
@@ -303,7 +303,7 @@ class Report(Struct, kw_only=True):
     is slow, or if the counters are already in the report."""
     rules: list[RuleText] = field(default_factory=list)
     """Rules of all findings, risks and notes, by id."""
-    inference: InferenceByPhase | None = field(default=None, name="serving")
+    inference: InferenceByPhase | None = None
     """Inference by phase, or ``null`` if the program trains or nothing marks its steps."""
     compilation: CompileLog | None = None
     """Logs of torch.compile, or ``null`` if none were given."""
@@ -369,4 +369,5 @@ class Report(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:
         """Read a report that :meth:`to_json` wrote. Raises AdvisorError for anything else."""
-        return decode_json(text, cls, "report", SCHEMA, older={"advisor.report/1": from_version_1})
+        older = {"advisor.report/1": from_version_1, "advisor.report/2": from_version_2}
+        return decode_json(text, cls, "report", SCHEMA, older=older)

@@ -139,7 +139,7 @@ class RecordedSteps(Struct, kw_only=True):
     """Number of steps in open profiler windows."""
     profiled_median_ns: float | None
     """Median of the steps that windows recorded, ns, or ``null`` for fewer than two."""
-    profiler_overhead: float | None = field(name="observer_effect")
+    profiler_overhead: float | None
     """Overhead of the profiler, as in ``StepTime.profiler_overhead``, but over all windows."""
     phases: list[Phase]
     """Host time by phase, largest first. It adds up to the mean step on the host."""

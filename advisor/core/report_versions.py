@@ -1,5 +1,6 @@
 """Conversion of reports of earlier versions to the current fields."""
 
+from collections.abc import Mapping
 from typing import Any
 
 _PRIORITY_NAMES = {"rank": "priority"}
@@ -35,18 +36,54 @@ _OPERATIONS_SINCE_VERSION_1 = {
 }
 
 
+_KINDS = ("findings", "risks", "notes")
+_FINDING_NAMES_2 = {"moved_ns": "offloaded_ns", "pays_after": "after_fix"}
+_IMPACT_NAMES_2 = {
+    "most_ns": "bound_ns",
+    "of_run": "is_run_gain",
+    "of_job": "is_job_gain",
+}
+_NAMES_SINCE_VERSION_2 = {
+    "scope": {"earlier_ns": "launched_before_ns", "behind_ns": "queue_delay_ns"},
+    "recorded": {"observer_effect": "profiler_overhead"},
+    **{f"{kind}.impact": _IMPACT_NAMES_2 for kind in _KINDS},
+    **dict.fromkeys(("findings", "risks", "notes"), _FINDING_NAMES_2),
+    "": {"serving": "inference"},
+}
+
+
 def from_version_1(report: dict[str, Any]) -> dict[str, Any]:
-    """Convert JSON of ``advisor.report/1`` to version 2, in which some fields have other names."""
-    report["schema"] = "advisor.report/2"
-    for position, names in _NAMES_SINCE_VERSION_1.items():
-        result: Any = report
-        for key in position.split(".") if position else ():
-            result = result.get(key) if isinstance(result, dict) else None
-        for item in result if isinstance(result, list) else [result]:
-            if isinstance(item, dict):
-                for old in names.keys() & item.keys():
-                    item[names[old]] = item.pop(old)
-                for edit in item.get("edits") or ():
-                    if isinstance(edit, dict) and isinstance(op := edit.get("op"), str):
-                        edit["op"] = _OPERATIONS_SINCE_VERSION_1.get(op, op)
+    """Return JSON of ``advisor.report/1`` as JSON of the current version."""
+    _rename(report, _NAMES_SINCE_VERSION_1)
+    for kind in _KINDS:
+        for edit in _find(report, [kind, "edits"]):
+            if isinstance(operation := edit.get("op"), str):
+                edit["op"] = _OPERATIONS_SINCE_VERSION_1.get(operation, operation)
+    return from_version_2(report)
+
+
+def from_version_2(report: dict[str, Any]) -> dict[str, Any]:
+    """Return JSON of ``advisor.report/2`` as JSON of the current version."""
+    report["schema"] = "advisor.report/3"
+    _rename(report, _NAMES_SINCE_VERSION_2)
+    for kind in _KINDS:
+        for impact in _find(report, [kind, "impact"]):
+            if impact.get("currency") == "unpriced":
+                impact["currency"] = "unknown"
     return report
+
+
+def _rename(report: dict[str, Any], names_by_place: Mapping[str, Mapping[str, str]]) -> None:
+    for place, names in names_by_place.items():
+        for item in _find(report, place.split(".") if place else []):
+            for old in names.keys() & item.keys():
+                item[names[old]] = item.pop(old)
+
+
+def _find(value: Any, keys: list[str]) -> list[dict[str, Any]]:
+    """Return the objects at a place in the report, through lists."""
+    if isinstance(value, list):
+        return [found for item in value for found in _find(item, keys)]
+    if not isinstance(value, dict):
+        return []
+    return _find(value.get(keys[0]), keys[1:]) if keys else [value]

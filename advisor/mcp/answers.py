@@ -92,7 +92,7 @@ class Details(TypedDict):
     fix: str
     code: str
     verify: str
-    wrong_if: str
+    falsified_by: str
     assumes: list[str]
     evidence: list[Fact]
     places: list[str]

@@ -424,7 +424,7 @@ def _build_full_finding(key: str, f: Finding) -> FindingFull:
             "fix": answers.bound_text(f.fix),
             "code": labels.shorten(labels.clean(f.code, lines=True), 2 * answers.LONGEST_TEXT),
             "verify": answers.bound_text(f.verify),
-            "wrong_if": answers.bound_text(f.falsified_by),
+            "falsified_by": answers.bound_text(f.falsified_by),
             "assumes": [answers.bound_text(line) for line in f.assumptions[:5]],
             "evidence": [
                 {

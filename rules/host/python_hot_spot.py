@@ -275,7 +275,7 @@ class PythonHotSpot(Rule):
         if library_cure is not None and library_cure.code:
             result["code"] = library_cure.code
         if ahead:
-            result["moved_ns"] = self._measure_time(a, pl.Series(ahead)) / a.step_count
+            result["offloaded_ns"] = self._measure_time(a, pl.Series(ahead)) / a.step_count
         return result
 
     @staticmethod
@@ -498,7 +498,7 @@ class CpuBeforeFirstKernel(Rule):
                 a, row_numbers(gaps["host"]), lead_ns, ts=ts, dur=dur, gap=int_column(gaps, "gap")
             ),
             edits=[Edit(op="remove", select=Select(on="gap", cause=HOST_CAUSES, at="step_start"))],
-            moved_ns=idle.total / a.step_count,
+            offloaded_ns=idle.total / a.step_count,
             confidence_notes=[]
             if has_stacks
             else ["without stacks, what runs outside operators is unknown"],

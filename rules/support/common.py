@@ -504,7 +504,7 @@ def impact_per_step(
         gain, high = min(gain, max_gain), min(gain if high is None else high, max_gain)
     kind = "upper bound" if method == METHOD else kind
     impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, total=step)
-    return replace(impact, currency="step_time", of_run=True, kind=kind)
+    return replace(impact, currency="step_time", is_run_gain=True, kind=kind)
 
 
 def impact_over_run(

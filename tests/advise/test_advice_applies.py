@@ -76,8 +76,8 @@ def test_a_gain_that_waits_for_fixes_names_those_that_it_is_counted_after() -> N
     """Products in tensor cores gain nothing alone, nor after the second fix alone; 3.96 ms after
     the first, 8.18 after both."""
     report = report_of("pairs/loader_autograd_workers0.json.gz")
-    (late,) = [finding for finding in report.findings if finding.pays_after]
-    assert (late.rule, late.pays_after) == ("fp32-matmul", "single-process-loader")
+    (late,) = [finding for finding in report.findings if finding.after_fix]
+    assert (late.rule, late.after_fix) == ("fp32-matmul", "single-process-loader")
     assert describe_gain(late, report).endswith(" after fixes 1–2")
 
 

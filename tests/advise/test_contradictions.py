@@ -118,7 +118,7 @@ def test_no_fix_of_host_time_makes_a_step_shorter_than_its_device_work(
     wrong = []
     for finding in report.findings:
         impact, edits = finding.impact, finding.edits
-        if impact is None or impact.currency != "step_time" or impact.of_job or not edits:
+        if impact is None or impact.currency != "step_time" or impact.is_job_gain or not edits:
             continue
         if any(e.select.on == "gpu" or e.op in ("resize", "remove_skew") for e in edits):
             continue
@@ -199,9 +199,9 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     fixes = ranked_findings(report)
     edits = [edit for finding in fixes for edit in finding.edits]
     selected = any(e.select.on == "gpu" or e.op in ("resize", "remove_skew") for e in edits)
-    of_job = any(f.impact is not None and f.impact.of_job for f in fixes)
+    is_job_gain = any(f.impact is not None and f.impact.is_job_gain for f in fixes)
     busy = a.device_busy(a.in_window).total / max(1, a.step_count)
-    if a.device_id is not None and not selected and not of_job and busy <= report.step_ns:
+    if a.device_id is not None and not selected and not is_job_gain and busy <= report.step_ns:
         assert after >= 0.999 * busy
 
 

@@ -182,7 +182,7 @@ def test_the_cause_that_was_planted_is_the_finding(program: str, tmp_path: Path)
         finding = found["graph-breaks"]
         assert BREAKS[program] in finding.summary and "not measured" in finding.summary
         assert {each.line for each in finding.where} == {each.line for each in log.breaks}
-        assert finding.impact is not None and finding.impact.currency == "unpriced"
+        assert finding.impact is not None and finding.impact.currency == "unknown"
         return
     assert set(found) == {"recompilation"}
     finding = found["recompilation"]

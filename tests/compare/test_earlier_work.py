@@ -17,7 +17,7 @@ def test_work_launched_before_a_recording_is_said_to_be_left_out() -> None:
         CORPUS / f"{name}.json.gz" for name in ("h100_qwen_inference", "h100_bert_small_inference")
     ]
     before, after = map(advisor.analyze, files)
-    assert before.scope.earlier_ns > 13_000_000 and after.scope.earlier_ns == 0
+    assert before.scope.launched_before_ns > 13_000_000 and after.scope.launched_before_ns == 0
     (said,) = (each for each in compare(*files).limits if "launched before" in each)
     assert said.endswith("is left out: 13.7 ms before, none after.")
 

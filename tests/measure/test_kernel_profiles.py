@@ -150,7 +150,7 @@ def test_counters_alone_make_a_report() -> None:
     assert first.short == "basic" and first.limit == "L1"
     assert first.use["L1"] == pytest.approx(0.990536784)
     assert not any(view.gain_ns for view in report.kernel_counters)
-    assert not report.findings and all(note.impact.currency == "unpriced" for note in report.notes)
+    assert not report.findings and all(note.impact.currency == "unknown" for note in report.notes)
 
 
 def test_advice_says_when_the_trace_has_none_of_the_kernels() -> None:

@@ -90,6 +90,29 @@ def test_a_report_of_version_1_is_read() -> None:
         Report.from_json(standard.dumps(damaged))
 
 
+def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
+    """Fields that version 3 calls by other names."""
+    now = standard.loads(REPORTS.render("json", report()))
+    now["findings"][0] |= {"offloaded_ns": 5.0, "after_fix": "a-rule"}
+    now["findings"][0]["impact"] |= {"bound_ns": 7, "is_run_gain": True, "is_job_gain": True}
+    now["scope"] |= {"launched_before_ns": 11, "queue_delay_ns": 13}
+    before = standard.loads(standard.dumps(now)) | {"schema": "advisor.report/2"}
+    before["serving"] = before.pop("inference", None)
+    first, impact = before["findings"][0], before["findings"][0]["impact"]
+    first["moved_ns"], first["pays_after"] = first.pop("offloaded_ns"), first.pop("after_fix")
+    for new, old in (("bound_ns", "most_ns"), ("is_run_gain", "of_run"), ("is_job_gain", "of_job")):
+        impact[old] = impact.pop(new)
+    before["scope"]["earlier_ns"] = before["scope"].pop("launched_before_ns")
+    before["scope"]["behind_ns"] = before["scope"].pop("queue_delay_ns")
+    before["notes"].append({**first, "impact": {"currency": "unpriced", "reason": "as before"}})
+    now["notes"].append(
+        {**now["findings"][0], "impact": {"currency": "unknown", "reason": "as before"}}
+    )
+    old, new = (Report.from_json(standard.dumps(each)) for each in (before, now))
+    assert old == new and old.findings[0].impact is not None
+    assert (old.findings[0].impact.bound_ns, old.scope.queue_delay_ns) == (7, 13)
+
+
 def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
     text = REPORTS.render("json", report()).replace(SCHEMA, "advisor.report/999")
     with pytest.raises(AdvisorError, match=r"advisor\.report/999"):

@@ -295,7 +295,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
 def test_a_finding_that_pays_only_after_another_says_so(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
-    late = finding(2, pays_after="rule-1", marginal_gain_ns=9_000_000)
+    late = finding(2, after_fix="rule-1", marginal_gain_ns=9_000_000)
     shown = " ".join(
         REPORTS.render("terminal", report(findings=[finding(1), late]), details=True).split()
     )
@@ -435,7 +435,7 @@ def test_gains_below_two_percent_are_lines_under_their_own_heading(
 def test_a_known_cost_is_shown_in_full_with_a_gain_that_is_unknown_or_a_lower_bound(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
-    unknown = Impact(currency="unpriced", reason="record a run without it")
+    unknown = Impact(currency="unknown", reason="record a run without it")
     least = Impact(
         currency="step_time", gain_ns=4_000_000, low_ns=4_000_000, share=0.01,
         method="lower bound (replay)",
@@ -547,7 +547,7 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
     notes = [
         finding(3, title="A guess", validation="synthetic"),
         finding(1, title="A chance", informational=True, validation="real traces", confidence=0.42),
-        finding(2, title="A cost", impact=Impact(currency="unpriced", reason="of the recording")),
+        finding(2, title="A cost", impact=Impact(currency="unknown", reason="of the recording")),
     ]
     whole = REPORTS.render("terminal", report(0, notes=notes), details=True)
     shown = whole[whole.index("Large but unproven") :]
@@ -599,7 +599,7 @@ def test_a_note_about_much_of_the_step_is_no_detail(
         informational=True,
         priority=None,
         evidence=[Evidence("time in them", ms * 1_000_000, "ns", per="step")],
-        impact=Impact(currency="unpriced", reason="not in the trace"),
+        impact=Impact(currency="unknown", reason="not in the trace"),
         edits=[Edit(op="remove", select=Select(on="gpu"))] if replayed else [],
     )
     shown = REPORTS.render("terminal", report(1, notes=[note]))

@@ -149,7 +149,7 @@ def test_a_gain_says_its_currency() -> None:
     assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
     assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
     assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"
-    assert shown(currency="unpriced", reason="no edit") == "no estimated gain: no edit"
+    assert shown(currency="unknown", reason="no edit") == "no estimated gain: no edit"
 
 
 @given(st.text())

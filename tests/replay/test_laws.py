@@ -578,7 +578,7 @@ def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them
         if impact is None or impact.currency != "step_time" or not impact.gain_ns:
             continue
         gain, low, high = impact.gain_ns, impact.low_ns or 0, impact.high_ns or impact.gain_ns
-        most = report.step_ns if impact.most_ns is None else impact.most_ns
+        most = report.step_ns if impact.bound_ns is None else impact.bound_ns
         assert 0 <= low <= gain <= high <= most + EXACT_NS, finding.title
         assert high <= report.step_ns + EXACT_NS, finding.title
         said = " ".join(finding_text.gain_conditions(finding, report))
@@ -589,6 +589,6 @@ def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them
         shown = [e.value for e in finding.evidence if e.unit == "ns" and e.per is not None]
         if shown and gain > 1.05 * float(shown[0] or 0):
             assert "more than the " in said, finding.title
-        if finding.moved_ns is not None:
+        if finding.offloaded_ns is not None:
             workers = int(re.search(r"num_workers=(\d+)", finding.code + finding.fix)[1])
-            assert gain <= report.step_ns - finding.moved_ns / workers + EXACT_NS
+            assert gain <= report.step_ns - finding.offloaded_ns / workers + EXACT_NS

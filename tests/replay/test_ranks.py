@@ -303,12 +303,12 @@ def test_hiding_sends_gains_a_public_job_no_more_than_its_busier_gpu_sends(
     report = analyze(path)
     found = {each.rule: each.impact for each in report.findings}
     impact = found["exposed-communication"]
-    assert impact is not None and impact.of_job and impact.method == "replay"
+    assert impact is not None and impact.is_job_gain and impact.method == "replay"
     assert impact.low_ns and impact.gain_ns and impact.high_ns
     assert 0.3 * min(sending) < impact.low_ns < impact.gain_ns < impact.high_ns
     assert impact.high_ns < 1.05 * min(sending)
     fused = found["unfused-elementwise"]  # of the other GPU it has 19.9%, below its threshold
-    assert fused is not None and fused.of_job and (fused.gain_ns or 0) > max(sending)
+    assert fused is not None and fused.is_job_gain and (fused.gain_ns or 0) > max(sending)
 
 
 def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:

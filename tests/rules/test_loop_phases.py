@@ -76,7 +76,7 @@ def test_scores_of_many_classes_are_told_from_a_loss_written_by_hand() -> None:
     assert "aten::linear on 20×50×96 and 4001×96" in finding.summary
     assert "Scores of many classes" in str(finding.title)
     assert "one_hot" not in str(finding.code)
-    assert finding.impact is not None and finding.impact.currency == "unpriced"
+    assert finding.impact is not None and finding.impact.currency == "unknown"
 
 
 def test_they_are_left_to_another_rule_where_the_ignored_labels_are_known() -> None:

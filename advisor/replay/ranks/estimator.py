@@ -193,8 +193,8 @@ class RanksEstimator(GainEstimator):
         """Return the rank's own step, to which its savings refer. Changes of deviating ranks and of
         collectives refer to the measured job."""
         key = tuple(edits)
-        of_job = key in self._deviations or self._without_collectives(key) is not None
-        return None if of_job else self.own.reference_ns(edits)
+        is_job_gain = key in self._deviations or self._without_collectives(key) is not None
+        return None if is_job_gain else self.own.reference_ns(edits)
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """Estimate the job's gain from edits; after other edits the range keeps its relative

@@ -233,8 +233,8 @@ class Report(Struct, kw_only=True):
     operators: list[OperatorTime] = field(default_factory=list)
     """Operators that take most host time, at most ten, if the trace has no device work."""
     ranges: list[OperatorTime] = field(default_factory=list)
-    """Ranges of the program on the thread that drives the step, if there are no operators: at most
-    ten with most time, without the steps themselves. Shares are of the step."""
+    """Ranges of the program on the thread that drives the step, if there are no operators. At most
+    ten with most time, without the steps. Shares are of the step."""
     families: list[Family] = field(default_factory=list)
     """Kernel time by family, largest first."""
     rooflines: list[OperatorRate] = field(default_factory=list)

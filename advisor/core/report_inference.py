@@ -32,8 +32,8 @@ class InferencePhase(Struct, frozen=True, kw_only=True):
     tokens: float | None
     """Mean number of new tokens per step, or ``null`` if not recorded."""
     ns: float
-    """Mean duration of a step, ns, from its first device work to its last, or from the host's start
-    if the device waited for the host. Without device work, the host's time."""
+    """Mean duration of a step, ns, from its first device work to its last. It begins with the host
+    if the device waited for it. Without device work, the host's time."""
     quantiles: Quantiles
     """Quantiles of the steps' durations."""
     ns_per_token: float | None
@@ -50,8 +50,8 @@ class InferencePhase(Struct, frozen=True, kw_only=True):
     limit_share: float | None
     """Share of the steps' time that the limit takes, or ``null`` if unknown."""
     limit_inferred: bool = False
-    """Whether the limit is inferred from the number of tokens and the kinds of kernels, because
-    FLOPs and bytes of most of the kernel time are unknown."""
+    """Whether the limit is inferred from the number of tokens and the kinds of kernels. FLOPs and
+    bytes of most of the kernel time are then unknown."""
     attainable_ns: float | None
     """Duration of a step if each kernel ran at the rates measured on this GPU model, ns. Kernels of
     unknown work keep their time. ``null`` if less than half of the kernel time is known."""

@@ -54,7 +54,7 @@ class StepTime(Struct, kw_only=True):
     """Share of the run's own step in which the device works, or ``null`` without a window or a
     device, or if the steps vary."""
     profiler_overhead: float | None = None
-    """Overhead of the profiler, as a share: the median of the window's steps over the median of the
+    """Overhead of the profiler, as a share: median of the window's steps over that of the
     unprofiled steps within 20 of it, minus 1. ``null`` if there are too few of either, or if the
     unprofiled steps vary as much."""
     nearby_ns: float | None = None

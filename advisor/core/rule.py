@@ -276,8 +276,8 @@ class Rule:
     def examples() -> Examples:
         """Return small traces by name. A trace alone must produce a finding of this rule. A trace
         with a text is a trap, in which the rule must stay silent. The text is the guard that must
-        stop it: the name of a threshold, without which the rule would fire, or the text of the
-        condition that ends the search. ``no gain``: the rule fires, but without a gain."""
+        stop it. It is the name of a threshold, without which the rule would fire, or the text of
+        the condition that ends the search. ``no gain``: the rule fires, but without a gain."""
         raise NotImplementedError
 
     def for_program(self: R, program: Program) -> R:

@@ -14,7 +14,7 @@ DOCUMENT_MODULES: Final = {"Report": "report", "Comparison": "comparison", "Tria
 
 
 class Renderer(ABC, Generic[Subject]):
-    """Format of a ``Subject``: a Report, a Comparison … Renderers are discovered like rules and
+    """Format of a ``Subject``, such as a Report. Renderers are discovered like rules and
     readers: in ``advisor/render/formats/``, and in installed packages, by the entry points of
     :class:`~advisor.render.formats.Formats`. A renderer has no constructor arguments and computes
     nothing."""

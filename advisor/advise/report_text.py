@@ -10,6 +10,7 @@ from advisor.advise.finding_text import (
     Line,
     gains_of_findings,
     is_replayed,
+    is_unsure,
     ranked_findings,
 )
 from advisor.advise.program_wording import ask_to_record
@@ -593,13 +594,15 @@ def describe_all_fixes(report: Report) -> str:
         return ""
     findings = ranked_findings(report)
     before, after = report.step_ns, step_after_fixes(report)
-    fixes = "all fixes" if len(findings) > 1 else "this fix"
+    fixes = "With all fixes" if len(findings) > 1 else "With this fix"
+    if len(findings) == 1 and is_unsure(findings[0]):
+        fixes = f"If the cause is right ({t.format_share(findings[0].confidence)})"
     busy = None if report.replay is None else report.replay.busy_after_ns
     busy_after = ""
     if busy is not None and report.time:
         busy_after = f", GPU busy {t.format_share(min(1.0, busy / after))}"
     return (
-        f"With {fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
+        f"{fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
         f"({speedup}){busy_after}."
         + "".join(
             f" Fix {f.priority} saves {t.format_duration(f.impact.gain_ns)} over the run, "

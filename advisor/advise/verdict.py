@@ -269,7 +269,7 @@ def _name_busy(report: Report, own_share: float | None = None) -> str:
     of_window = own_share is None or abs(own_share - (report.busy_share or 0.0)) < 1e-6
     if step.varies or of_window:
         takes = f"{t.format_duration(report.step_ns)}{' on average' * step.varies}"
-        return f"{share} of a profiled step (the run's take {takes})"
+        return f"{share} of a profiled step ({takes} without the profiler)"
     profiled = f" ({share} while profiled)" * (t.format_share(own_share) != share)
     return f"{t.format_share(own_share)} of {_name_step(report)}{profiled}"
 

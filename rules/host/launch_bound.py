@@ -139,8 +139,9 @@ class LaunchBound(Rule):
             "torch.compile."
         },
         "the kernels differ from step to step": {
-            "fix": "Pad inputs to a few fixed shapes, because the kernels differ from step to "
-            'step. Then use torch.compile(mode="reduce-overhead") or CUDA graphs.'
+            "fix": "Pad inputs to a few fixed shapes and replay CUDA graphs, because the kernels "
+            'differ from step to step. torch.compile(mode="reduce-overhead") captures one graph '
+            "for each shape."
         },
         "the kernels differ at the same shapes": {
             "fix": 'Capture the model alone, with torch.compile(mode="reduce-overhead") or CUDA '

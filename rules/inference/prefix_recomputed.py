@@ -78,7 +78,9 @@ class PrefixRecomputed(Rule):
         "    v = torch.cat([cache['v'], v], dim=-2)\n"
         "cache.update(k=k, v=v)\n"
         "prompt = q.shape[-2] > 1   # a new token may see all earlier ones\n"
-        "out = F.scaled_dot_product_attention(q, k, v, is_causal=prompt)"
+        "out = F.scaled_dot_product_attention(q, k, v, is_causal=prompt)\n"
+        "# after the prompt: only the new token, with its own position\n"
+        "logits = model(tokens[:, -1:], position=tokens.shape[1] - 1)"
     )
     cases = {
         "transformers' own model": {

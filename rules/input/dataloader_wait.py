@@ -524,7 +524,10 @@ class SamplerTime(Rule):
     )
     code = (
         "def __iter__(self):   # of the batch sampler\n"
-        "    order = np.random.permutation(len(self.labels))\n"
+        "    order = self.rng.permutation(len(self.labels))\n"
+        "    # or, for as many of each class: rows_of has an index array per class\n"
+        "    order = np.stack([self.rng.permutation(rows)[: self.per_class]\n"
+        "                      for rows in self.rows_of], axis=1).ravel()\n"
         "    for start in range(0, len(order), self.batch_size):\n"
         "        yield order[start : start + self.batch_size].tolist()"
     )

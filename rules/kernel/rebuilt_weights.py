@@ -151,20 +151,14 @@ class RebuiltWeights(Rule):
         )
         where = "in the recording" if a.per == "recording" else f"in each {a.per}"
         count = max(1, round(len(rows) / a.step_count))
-        if kind == OPERAND:
-            subject = (
-                f"{t.count_noun(count, 'operator')} compute one side of a matrix product from "
-                f"stored tensors alone, {where}."
-            )
-        else:
-            action = "cast to another type" if kind == CAST else "normalised"
-            subject = f"{t.count_noun(count, 'weight')} are {action} {where}, and none is trained."
-        summary = f"{subject} This takes {of_step(a, ns)}."
-        if kind == CONSTANT:
-            summary = (
-                f"{t.count_noun(count, 'operator')} compute it from plain numbers alone, "
-                f"{of_step(a, ns)}."
-            )
+        action = {
+            CAST: "casts frozen weights to another type",
+            NORM: "normalises weights that are not trained",
+            OPERAND: "computes one side of a matrix product from stored tensors alone",
+            CONSTANT: "computes it from plain numbers alone",
+        }[kind]
+        operators = t.count_noun(count, "operator")
+        summary = f"{of_step(a, ns)[:1].upper()}{of_step(a, ns)[1:]} {action}, in {operators}."
         title = {
             CAST: f"Autocast casts frozen weights again {where}",
             NORM: "weight_norm is computed again in each forward pass",

@@ -178,8 +178,9 @@ def test_a_verdict_leads_with_the_mean_where_steps_vary(
     even = report_of(tmp_path / "even", run_of((40, 6), profiled=profiled, rest=(40, 6)))
     assert "average" not in even.verdict
     late = report_of(tmp_path / "late", run_of((40, 6), (10, 60), profiled=profiled, rest=(40, 6)))
-    busy = f"{format_share(late.busy_share)} of a profiled step (the run's take 12.8 ms on average)"
-    assert late.verdict.startswith(f"GPU busy {busy}, but ")
+    busy = f"{format_share(late.busy_share)} of a profiled step"
+    step = "12.8 ms on average without the profiler"
+    assert late.verdict.startswith(f"GPU busy {busy} ({step}), but ")
     # 69 of 6 ms and 10 of 60 ms: without warm-up, window and the step after it
     text = " ".join(texts(late)["terminal"].split())
     assert "10 steps over twice the median take 59% of the time" in text
@@ -573,6 +574,17 @@ def test_a_path_is_not_of_a_host_of_which_nothing_is_recorded(
     """Seven operators, calls and kernels in 13.3 s."""
     page = str(analyze(shared_file("triton_example.json.gz")))
     assert "critical path" not in page
+
+
+def test_a_faster_step_by_an_uncertain_cause_is_told_as_such(
+    shared_file: Callable[[str], str],
+) -> None:
+    """Identical kernels differ 19-fold in this file."""
+    report = analyze(shared_file("mi300x_kernels_after_steps.json.gz"))
+    (finding,) = finding_text.ranked_findings(report)
+    assert finding.confidence < finding_text.MIN_SURE
+    said = report_text.describe_all_fixes(report)
+    assert said.startswith(f"If the cause is right ({finding.confidence:.0%}): 2.1 ms → ")
 
 
 def test_two_ranks_have_no_median(shared_file: Callable[[str], str]) -> None:

@@ -38,7 +38,7 @@ MIN_RATIO = 0.05
 """Minimum ratio of measured to predicted, also for fixes that gained nothing, or less."""
 MAX_RATIO = 1e6
 """Maximum ratio of a measurement; a line with a larger ratio is damaged."""
-_FIELD_NAMES = {"of": "program", "knob": "knob"}
+_FIELD_NAMES = {"of": "program"}
 """Names of fields in earlier versions, with their present names."""
 
 

@@ -65,7 +65,7 @@ def test_a_line_is_of_the_place_with_most_of_a_finding() -> None:
     assert a.recorded is not None and line_of_operator(a, "aten::_local_scalar_dense") is None
 
 
-def test_attention_that_runs_fused_is_no_finding_though_it_runs_in_fp32() -> None:
+def test_attention_that_runs_fused_is_not_a_finding_though_it_runs_in_fp32() -> None:
     """144 calls of the memory-efficient kernel; before, the program had 144 softmax kernels."""
     after = report_of("pairs/sam_2_fp32_few_syncs.json.gz")
     assert any("attention runs fused (13%" in check.text for check in after.passed)

@@ -211,7 +211,9 @@ def test_a_shared_gpu_is_said_beside_its_name(report: Report, text: str) -> None
     assert shared == bool(device and re.search("other process(es)? uses?", device[0]))
 
 
-def test_the_limit_of_a_phase_is_no_host_time_that_only_the_profiler_adds(report: Report) -> None:
+def test_the_limit_of_a_phase_is_not_a_host_time_that_only_the_profiler_adds(
+    report: Report,
+) -> None:
     """The share of the host in the run's own step is what leaves the device idle there."""
     if report.step is None or report.step.busy_share is None or report.inference is None:
         return

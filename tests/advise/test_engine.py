@@ -277,7 +277,7 @@ def test_rules_of_a_folder_are_loaded_and_bad_ones_named(tmp_path: Path) -> None
         load_rules(tmp_path, {})
 
 
-def test_without_a_device_the_operators_that_take_the_time_are_told() -> None:
+def test_without_a_device_the_operators_that_take_the_time_are_reported() -> None:
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.op("aten::linear", host_us=9.5), b.op("aten::mm", host_us=29.5):

@@ -250,7 +250,7 @@ def test_a_gain_need_not_grow_with_steps_longer_than_the_windows(
         assert here.low_ns == alone.low_ns
 
 
-def test_the_profilers_cost_is_told_as_such(tmp_path: Path) -> None:
+def test_the_profilers_cost_is_reported_as_such(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", run_of((60, 6), profiled=9, rest=(60, 6)))
     assert report.step is not None and not report.step.atypical
     assert report.step.profiler_overhead == pytest.approx(0.5)
@@ -274,7 +274,7 @@ def test_the_profilers_cost_shows_in_every_window(tmp_path: Path) -> None:
     assert report.step is not None and report.step.profiler_overhead is None
 
 
-def test_a_window_unlike_its_run_is_told_and_trusted_less(
+def test_a_window_unlike_its_run_is_reported_and_trusted_less(
     tmp_path: Path, trace_alone: Report
 ) -> None:
     """Steps take 6 ms, but for the 40 around the window, which take as long as those inside it."""
@@ -313,7 +313,7 @@ def test_a_window_like_its_run_is_not_doubted(tmp_path: Path, trace_alone: Repor
     assert "longer than the run's" not in text
 
 
-def test_too_few_steps_are_no_headline(tmp_path: Path) -> None:
+def test_too_few_steps_are_not_headline(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", run_of((5, 6), profiled=9))
     assert report.step is None
     assert report.step_ns == report.scope.step_ns
@@ -502,7 +502,7 @@ def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[
     assert report_text.memory_peak(report) == "5.78 GiB in tensors"
 
 
-def test_a_long_call_before_the_first_step_is_no_part_of_the_steps(
+def test_a_long_call_before_the_first_step_is_not_a_part_of_the_steps(
     shared_file: Callable[[str], str],
 ) -> None:
     """cudaFree of 715 ms ends before the first optimizer step; 37 steps are 884 ms."""
@@ -576,7 +576,7 @@ def test_a_path_is_not_of_a_host_of_which_nothing_is_recorded(
     assert "critical path" not in page
 
 
-def test_a_faster_step_by_an_uncertain_cause_is_told_as_such(
+def test_a_faster_step_by_an_uncertain_cause_is_reported_as_such(
     shared_file: Callable[[str], str],
 ) -> None:
     """Identical kernels differ 19-fold in this file."""
@@ -684,7 +684,7 @@ def test_a_step_of_the_models_operators_alone_is_called_so(
     assert "Of forward, 80% is in Expert.forward (model.py:17)" in verdict
 
 
-def test_the_call_of_the_model_is_no_place_in_it(tmp_path: Path) -> None:
+def test_the_call_of_the_model_is_not_a_place_in_it(tmp_path: Path) -> None:
     r = RecordBuilder(RankInfo(cpus=4, cpus_total=4))
     r.steps(60, 10, forward=5.9, backward=4)
     module = "torch/nn/modules/module.py(1789): Module._call_impl"
@@ -759,7 +759,7 @@ def test_what_surely_costs_much_of_the_run_leads_though_no_median_step_has_it(
     assert "over the run" in describe_gain(first)
 
 
-def test_a_step_without_its_matrix_products_is_told_as_a_part(
+def test_a_step_without_its_matrix_products_is_reported_as_a_part(
     shared_file: Callable[[str], str],
 ) -> None:
     """BERT's einsum operators are in the file, and of 688 kernels none is a GEMM."""

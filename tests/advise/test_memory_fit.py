@@ -67,7 +67,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_less_room_than_fragments_take_is_no_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_less_room_than_fragments_take_is_not_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """11.79 GiB reserved; with the 8-bit optimizer alone 0.7% of an RTX 3080 would be left."""
     peak = measured(program(activation=MIB, logits=MIB))
     found = find_fit(peak, None, capacity_for(peak.reserved) - 2 * MIB)

@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_is_analysed_up_to_its_last_whole_line(tmp_path: P
     assert any("1 damaged line" in line for line in report.limits)
 
 
-def test_a_window_that_cannot_be_read_is_told_and_the_record_remains(tmp_path: Path) -> None:
+def test_a_window_that_cannot_be_read_is_reported_and_the_record_remains(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(b"not a trace")
     report = report_of(folder)
@@ -154,7 +154,7 @@ def test_a_window_that_cannot_be_read_is_told_and_the_record_remains(tmp_path: P
     assert any("trace_w0" in line for line in report.limits)
 
 
-def test_a_window_without_its_trace_is_missing_and_that_it_was_recorded_is_no_limit() -> None:
+def test_a_window_without_its_trace_is_missing_and_that_it_was_recorded_is_not_a_limit() -> None:
     report = report_of(Path(__file__).parents[1] / "data" / "recorded" / "worker_respawn.slow")
     assert report.recorded is not None and report.recorded.windows == ["window 0: done"]
     assert report.limits[0].startswith("The trace of window 0 is missing: ")

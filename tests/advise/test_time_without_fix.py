@@ -53,7 +53,7 @@ def test_idle_time_as_long_as_a_fix_has_a_reason(
     assert f"{label} " in shown.partition("no fix")[2].partition("What to change")[0]
 
 
-def test_exposed_copies_are_told_apart_by_direction(shared_trace: Trace) -> None:
+def test_exposed_copies_are_distinguished_by_direction(shared_trace: Trace) -> None:
     """201 reads of values belong to the first fix; copies within the GPU take 2.7% of the time."""
     report = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
     own = part(report, "exposed copies")

@@ -133,7 +133,7 @@ def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("command", [["analyze"], ["dashboard", "--no-browser"]])
-def test_what_is_no_trace_is_refused_in_two_lines_of_a_terminal(
+def test_what_is_not_a_trace_is_refused_in_two_lines_of_a_terminal(
     advisor: Run, name: str, content: bytes, command: list[str]
 ) -> None:
     path = Path(name)
@@ -358,7 +358,7 @@ def test_a_size(text: str | None, size: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1X", "G", "1e9", "nan", "9" * 40])
-def test_nonsense_is_no_size(text: str) -> None:
+def test_nonsense_is_not_a_size(text: str) -> None:
     with pytest.raises(AdvisorError, match="--max-size"):
         parse_size(text)
 
@@ -469,7 +469,7 @@ def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said
     assert said in one_line(err)
 
 
-def test_files_of_a_folder_that_are_no_traces_are_named(advisor: Run, slow_trace: Path) -> None:
+def test_files_of_a_folder_that_are_not_traces_are_named(advisor: Run, slow_trace: Path) -> None:
     folder = Path("mixed")
     folder.mkdir()
     shutil.copy(slow_trace, folder / "slow.json")

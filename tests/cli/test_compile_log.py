@@ -146,7 +146,7 @@ def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None
     assert read_logs(path).breaks
 
 
-def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_is_not_a_log_is_refused_in_one_line(tmp_path: Path) -> None:
     other = tmp_path / "train.log"
     other.write_text("step 1\n")
     with pytest.raises(AdvisorError, match="TORCH_TRACE=FOLDER"):
@@ -433,7 +433,7 @@ def test_an_edit_can_select_the_breaks_of_one_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_logs_beside_ranks_are_no_ranks(
+def test_logs_beside_ranks_are_not_ranks(
     advisor: Callable[..., Any], tmp_path: Path, apart: bool
 ) -> None:
     b = TraceBuilder()

@@ -180,7 +180,7 @@ class Broken(io.StringIO):
         return os.open(os.devnull, os.O_WRONLY)
 
 
-def test_a_reader_that_goes_away_is_no_error(
+def test_a_reader_that_goes_away_is_not_an_error(
     advisor: Run,
     slow_trace: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -56,7 +56,9 @@ def test_every_gpu_is_shown_whatever_cuda_may_see(
     assert "97%" in advisor("monitor", "--once").out
 
 
-def test_json_is_one_object_a_line_with_null_for_what_is_not_told(advisor: Run, gpu: Any) -> None:
+def test_json_is_one_object_a_line_with_null_for_what_is_not_reported(
+    advisor: Run, gpu: Any
+) -> None:
     done = advisor("monitor", "--once", "--json")
     (line,) = done.out.splitlines()
     found = json.loads(line)

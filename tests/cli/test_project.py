@@ -116,7 +116,9 @@ def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
     assert {g["gpu"] for g in found["gpus"]} == {"NVIDIA H200 SXM", "NVIDIA H200 NVL"}
 
 
-def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_path: Path) -> None:
+def test_a_recording_that_does_not_tell_its_gpu_can_be_reported(
+    advisor: Run, tmp_path: Path
+) -> None:
     path = write(tmp_path / "bare.json", None)
     refused = advisor("project", path, "--gpu", "h100 sxm5")
     assert refused.code == 2 and "--recorded-gpu NAME says what it was" in refused.err

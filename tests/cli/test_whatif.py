@@ -127,7 +127,7 @@ def test_an_edit_that_selects_nothing_says_what_there_is(
     assert told in done.err
 
 
-def test_of_several_edits_each_that_selects_nothing_is_told(advisor: Run, trace: Path) -> None:
+def test_of_several_edits_each_that_selects_nothing_is_reported(advisor: Run, trace: Path) -> None:
     edits = ("scale kernel:gemm 0.5", "scale kernel:nonesuch 0.5", "scale comm 0")
     done = advisor("whatif", str(trace), *(word for e in edits for word in ("--edit", e)))
     assert done.code == 2

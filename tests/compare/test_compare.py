@@ -209,7 +209,7 @@ def test_the_gain_of_a_fix_that_was_undone_by_something_else_does_not_agree(
     assert c.realised.agrees is False
 
 
-def test_a_new_finding_is_told(files: Callable[..., Comparison]) -> None:
+def test_a_new_finding_is_reported(files: Callable[..., Comparison]) -> None:
     c = files({}, {"wait": 5000.0})
     rules = {f.rule for f in c.findings_with("new")}
     assert rules == {"single-process-loader", "explicit-synchronize"}
@@ -340,7 +340,7 @@ def test_profiled_steps_and_those_after_them_do_not_count(
     assert (c.steps.before.count, c.steps.before.max_ns) == (85, 1e6)
 
 
-def test_another_batch_size_is_told(recorded: Record, training: Make) -> None:
+def test_another_batch_size_is_reported(recorded: Record, training: Make) -> None:
     c = compare(
         recorded("a", [1000.0] * 60, training(), samples=32),
         recorded("b", [1900.0] * 60, training(), samples=32, micro=2),
@@ -495,7 +495,7 @@ def test_recordings_without_steps_have_their_lengths_compared(
     assert "From the first GPU work to the last: 2.54 s → 1.38 s" in text
 
 
-def test_another_batch_size_is_no_other_program(shared_trace: Callable[[str], str]) -> None:
+def test_another_batch_size_is_not_an_other_program(shared_trace: Callable[[str], str]) -> None:
     names = ("pairs/particle_batch2", "pairs/particle_batch64")
     c = compare(*(shared_trace(name) for name in names))
     assert c.other_shapes

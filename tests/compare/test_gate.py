@@ -202,7 +202,7 @@ def test_a_damaged_baseline_is_one_line_and_bad_input(
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_usage_is_told_in_one_line(advisor: Run, tmp_path: Path) -> None:
+def test_usage_is_reported_in_one_line(advisor: Run, tmp_path: Path) -> None:
     run = trace(tmp_path / "t.json", 1000)
     for words in (
         ("gate", run),

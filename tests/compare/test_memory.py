@@ -95,7 +95,7 @@ def test_a_series_that_stays_the_same_grows_nowhere(tmp_path: Path) -> None:
     assert "memory-leak" not in [risk.rule for risk in report.risks]
 
 
-def test_two_snapshots_are_no_series_of_growth(tmp_path: Path) -> None:
+def test_two_snapshots_are_not_series_of_growth(tmp_path: Path) -> None:
     made = [after(n, tmp_path / f"step_{n}.pickle", leak=5 * MIB) for n in (10, 20)]
     peaks = [PeakMemory(read_snapshot([path.read_bytes()], str(path)), 0) for path in made]
     assert growing_lines(peaks)[0].is_empty()

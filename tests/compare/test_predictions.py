@@ -72,7 +72,7 @@ def test_what_is_written_names_no_program_file_or_host(runs: tuple[Path, Path]) 
     assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
 
 
-def test_nothing_is_appended_where_nothing_was_fixed_or_traces_are_no_runs(
+def test_nothing_is_appended_where_nothing_was_fixed_or_traces_are_not_runs(
     runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     before, after = runs

@@ -107,7 +107,7 @@ def test_a_report_without_steps_says_what_to_do(training: Make, tmp_path: Path) 
         '{"source": "other", "durations_ns": [], "numbers": []}',
     ],
 )
-def test_damaged_steps_are_no_report(training: Make, tmp_path: Path, steps: str) -> None:
+def test_damaged_steps_are_not_a_report(training: Make, tmp_path: Path, steps: str) -> None:
     report = advisor.analyze(training().write(tmp_path / "a.json")).to_dict()
     report["step_durations"] = [msgspec.json.decode(steps)]
     with pytest.raises(AdvisorError, match="not a report"):

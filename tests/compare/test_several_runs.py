@@ -133,7 +133,7 @@ def test_the_command_line_gathers_several_runs(
     assert cli.run(["gate", "a", "d", "--max-slower", "2%", "--format", "json"]) == 1
 
 
-def test_runs_that_do_not_compare_are_no_baseline() -> None:
+def test_runs_that_do_not_compare_are_not_baseline() -> None:
     random = np.random.default_rng(1)
     one, other = a_run(random), a_run(random)
     with pytest.raises(AdvisorError, match="give another run"):

@@ -139,7 +139,7 @@ def test_blocks_are_as_long_as_the_formula_says_for_a_known_correlation() -> Non
 
 
 @pytest.mark.parametrize("count", [6, 30, 100])
-def test_what_is_long_in_both_runs_is_no_difference_when_steps_are_paired(count: int) -> None:
+def test_what_is_long_in_both_runs_is_not_a_difference_when_steps_are_paired(count: int) -> None:
     random = np.random.default_rng(5)
     batches = random.gamma(4.0, 25.0, count)  # lengths differ by half from batch to batch
     before, after = batches + random.normal(size=count), 4 + batches + random.normal(size=count)

@@ -76,7 +76,7 @@ def test_every_reader_tells_what_it_was_given(odd: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [RANK, STEPS, TELEMETRY, EVENTS])
-def test_a_run_is_read_without_what_is_no_file(odd: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_is_read_without_what_is_not_a_file(odd: Path, tmp_path: Path, name: str) -> None:
     folder = run_directory(tmp_path / "run")
     place = folder / "rank0" / name
     place.unlink()
@@ -102,7 +102,7 @@ def test_a_run_is_read_without_what_is_no_file(odd: Path, tmp_path: Path, name: 
         b"",
     ],
 )
-def test_a_damaged_line_is_told_and_skipped(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_line_is_reported_and_skipped(tmp_path: Path, damage: bytes) -> None:
     folder = run_directory(tmp_path / "run")
     for name in (STEPS, TELEMETRY, EVENTS):
         file = folder / "rank0" / name
@@ -134,7 +134,7 @@ def test_telemetry_of_many_trifles_takes_bounded_room(
     assert any("4 damaged lines left out" in line for line in recording.problems)
 
 
-def test_long_telemetry_is_thinned_and_told(
+def test_long_telemetry_is_thinned_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.core.run_directory.ROOM_BYTES", 400 * 100)
@@ -211,7 +211,7 @@ def test_a_configuration_that_is_made_to_fill_the_memory_is_refused(tmp_path: Pa
             read_config(tmp_path)
 
 
-def test_steps_without_length_are_told_as_what_they_are(
+def test_steps_without_length_are_reported_as_what_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = (

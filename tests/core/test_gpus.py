@@ -322,7 +322,7 @@ def test_a_generic_name_is_believed_only_with_all_properties() -> None:
     assert lookup(name, sms=2, memory_bytes=512 * 2**20, compute=(10, 3)) is None
 
 
-def test_the_unnamed_mi210_or_mi250_is_no_faster_than_either() -> None:
+def test_the_unnamed_mi210_or_mi250_is_not_a_faster_than_either() -> None:
     seen = {"sms": 104, "memory_bytes": 64 * GiB, "compute": (9, 0)}
     unnamed = find("AMD Radeon Graphics", **seen)
     for either in (find("AMD Instinct MI210"), find("AMD Instinct MI250")):
@@ -363,7 +363,9 @@ def test_importing_is_cheap_and_loads_nothing() -> None:
         ("MI300X", {"sms": 304}, "AMD Instinct MI300X"),
     ],
 )
-def test_a_model_is_told_by_its_words(name: str, seen: dict[str, object], expected: str) -> None:
+def test_a_model_is_identified_by_its_words(
+    name: str, seen: dict[str, object], expected: str
+) -> None:
     assert find(name, **seen).name == expected
 
 

@@ -284,7 +284,7 @@ def test_prices_are_read_as_people_write_them(text: str, hour: float, currency: 
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1e9", "2,50", "$2 EUR", "nan", "9" * 9, "2/day"])
-def test_what_is_no_price_is_refused(text: str) -> None:
+def test_what_is_not_a_price_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--price"):
         parse_price(text)
 

@@ -102,7 +102,7 @@ def test_the_theme_is_set_before_anything_is_painted(client: Any) -> None:
         assert html.index("/assets/early.js") < html.index('rel="stylesheet"')
 
 
-def test_an_address_that_is_no_page_is_404(client: Any) -> None:
+def test_an_address_that_is_not_a_page_is_404(client: Any) -> None:
     assert client.get("/no-such-page").status_code == 404
     assert {client.get(page.path).status_code for page in PAGES} == {200}
     assert client.get("/timeline/").status_code == 200

@@ -427,7 +427,7 @@ def test_at_390_pixels_nothing_is_cut_off(ranks: str, show: Any, tab: Any) -> No
         assert wide <= 0, module
 
 
-def test_before_and_after_are_told_by_sign_word_and_one_scale(
+def test_before_and_after_are_identified_by_sign_word_and_one_scale(
     pair: tuple[str, str], show: Any, tab: Any
 ) -> None:
     t = tab(show(*pair))
@@ -601,7 +601,7 @@ def test_the_progress_page_turns_into_the_run(h100: str, tab: Any, served: Any) 
         assert t.wrong == []
 
 
-def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_reported_in_one_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("hello")
     session = DashboardSession([str(bad)]).load()

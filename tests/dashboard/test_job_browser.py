@@ -171,7 +171,7 @@ def test_a_rank_that_cannot_be_read_says_why_and_the_job_stays(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", ["0.8", "1.0", "0.-1", "0.x", "0.0.0", "0.00000001", "", "../x"])
-def test_what_is_no_rank_of_the_job_opens_nothing(tmp_path: Path, key: str) -> None:
+def test_what_is_not_a_rank_of_the_job_opens_nothing(tmp_path: Path, key: str) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
     session = DashboardSession([str(saved(folder, 2))]).load()
     assert session.entry(key) is session.entries[0]
@@ -190,7 +190,7 @@ def test_no_more_ranks_are_kept_open_than_there_is_room_for(
     assert [entry.key for entry in session.entries] == ["0", "0.2", "0.3"]
 
 
-def test_a_damaged_report_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_damaged_report_is_reported_in_one_line(tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
     file = saved(folder, 2)
     file.write_bytes(file.read_bytes()[:-20])

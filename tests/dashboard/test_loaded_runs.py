@@ -363,7 +363,7 @@ def test_a_place_opens_in_the_editor_only_where_its_file_is_here(tmp_path: Path)
 @pytest.mark.parametrize(
     "wrong", ["javascript://{file}", "data:{file}", "vscode://file", "x y://{file}"]
 )
-def test_an_editor_that_is_no_address_of_one_is_refused(wrong: str) -> None:
+def test_an_editor_that_is_not_an_address_of_one_is_refused(wrong: str) -> None:
     with pytest.raises(AdvisorError, match="--editor"):
         parse_editor(wrong)
     assert parse_editor("off") == "" and parse_editor(EDITOR) == EDITOR

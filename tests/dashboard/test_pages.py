@@ -640,7 +640,9 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     assert "outside operators" in index.names and "unknown" not in index.names
 
 
-def test_an_alternative_is_no_fix_that_comes_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alternative_is_not_a_fix_that_comes_with_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from advisor.advise import finding_text
     from advisor.dashboard.pages import findings
 

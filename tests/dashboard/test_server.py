@@ -168,7 +168,7 @@ def test_an_application_that_nobody_said_who_may_see_asks_for_a_token(
     "/", "/_dash-layout", "/_dash-dependencies", "/_advisor/status", "/_advisor/trace",
     "/_advisor/timeline/info", "/assets/base.css", "/?token=wrong", "/?token=", "/nowhere",
 ])  # fmt: skip
-def test_without_the_token_nothing_is_told(guarded: Any, path: str) -> None:
+def test_without_the_token_nothing_is_reported(guarded: Any, path: str) -> None:
     answer = guarded.test_client().get(path)
     assert answer.status_code == 401
     assert "aten" not in answer.text and "Set-Cookie" not in answer.headers

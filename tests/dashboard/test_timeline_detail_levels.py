@@ -156,7 +156,7 @@ def test_levels_are_stored_only_where_there_are_many_slices_a_cell():
     assert list(stored_levels(0, 1)) == [0]
 
 
-def test_more_slices_than_an_answer_holds_are_told_in_wider_cells():
+def test_more_slices_than_an_answer_holds_are_reported_in_wider_cells():
     index = index_of([(i * 10, i * 10 + 10, i % 3) for i in range(4000)])
     few = level_of_detail(index, [0], 0, 40_000, 8192, max_slices=500)
     assert few.k > level_of_detail(index, [0], 0, 40_000, 8192).k
@@ -193,6 +193,6 @@ def test_an_instant_is_seen_as_a_cell():
     assert set(view.runs.cover.tolist()) == {COVER_STEP}
 
 
-def test_categories_fit_a_byte_and_are_told_apart():
+def test_categories_fit_a_byte_and_are_distinguished():
     assert len(ALL) < 256
     assert len({category.key for category in ALL}) == len(ALL)

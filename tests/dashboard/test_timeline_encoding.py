@@ -85,7 +85,7 @@ def test_the_header_is_where_it_is_documented(index, decode):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-8], lambda b: b + b"\0" * 8, lambda b: b"X" + b[1:], lambda b: b""]
 )
-def test_what_is_no_answer_is_refused(index, damage, decode):
+def test_what_is_not_an_answer_is_refused(index, damage, decode):
     _, raw = answer(index, index.begin, index.finish, 100)
     with pytest.raises(ValueError, match="answer"):
         decode(damage(raw))

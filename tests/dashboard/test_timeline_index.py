@@ -87,7 +87,7 @@ def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name
     assert sum(int((index.end - index.start)[g.lo : g.hi].sum()) for g in idle) == total
 
 
-def test_what_a_trace_lacks_is_told():
+def test_what_a_trace_lacks_is_reported():
     b = TraceBuilder(gpu=None)
     with b.step(), b.op("aten::mm", [[2, 2], [2, 2]]):
         pass

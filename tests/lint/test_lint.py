@@ -247,7 +247,7 @@ def test_lines_and_columns_are_where_the_code_is() -> None:
 
 
 @pytest.mark.parametrize("text", ["def f(:", "\0", "x = (" * 500, "'" * 7])
-def test_what_is_no_python_is_one_line(text: str) -> None:
+def test_what_is_not_python_is_one_line(text: str) -> None:
     with pytest.raises(AdvisorError) as caught:
         lint_text(text, "train.py")
     assert "train.py" in str(caught.value) and "\n" not in str(caught.value)
@@ -311,7 +311,9 @@ def test_failing_is_asked_for(run: Any, tmp_path: Path) -> None:
     assert code == 0 and "No hints" in out
 
 
-def test_folders_are_searched_and_what_cannot_be_parsed_is_told(run: Any, tmp_path: Path) -> None:
+def test_folders_are_searched_and_what_cannot_be_parsed_is_reported(
+    run: Any, tmp_path: Path
+) -> None:
     (tmp_path / "good.py").write_text(FIRES["loss-keeps-graph"])
     (tmp_path / "bad.py").write_text("def f(:")
     hidden = tmp_path / ".venv"

@@ -212,7 +212,7 @@ def test_an_all_to_all_with_uneven_parts_has_bytes_but_no_bandwidth() -> None:
     assert differ["bus_gbps"] is None
 
 
-def test_a_group_is_counted_by_its_ranks_when_its_size_is_not_told() -> None:
+def test_a_group_is_counted_by_its_ranks_when_its_size_is_not_reported() -> None:
     comm = arguments("allreduce", 1000, 1000, None)
     comm["Process Group Ranks"] = [0, 4, 8, 12]
     assert one(comm)["group_size"] == 4

@@ -282,7 +282,7 @@ def test_recorded_collective_arguments_make_any_kernel_communication() -> None:
     assert families(b) == ["communication"]
 
 
-def test_work_of_a_cuda_graph_is_told_by_name_not_by_the_operator_around_the_launch() -> None:
+def test_work_of_a_cuda_graph_is_identified_by_name_not_by_the_operator_around_the_launch() -> None:
     b = TraceBuilder()
     with b.step(), b.op("aten::addmm"):  # whatever happens to be around cudaGraphLaunch
         b.graph_launch([("ampere_sgemm_128x64_nn", 50), (KERNELS["softmax"][0], 9), ("x", 2)])

@@ -627,7 +627,7 @@ def test_with_python_stacks_nothing_of_the_bert_step_stays_unknown(shared_trace)
     assert found["python"] + found["dispatch"] + found["launch"] > 0.95 * sum(found.values())
 
 
-def test_without_stacks_the_unknown_share_is_told(shared_trace):
+def test_without_stacks_the_unknown_share_is_reported(shared_trace):
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
     found = shares(a)
     assert found["python"] == 0

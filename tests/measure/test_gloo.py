@@ -141,7 +141,7 @@ def test_waits_never_count_twice() -> None:
     assert lost <= late["caused_exposed_ns"] <= lost + 1e3 * TRANSFER < step
 
 
-def test_operators_that_wait_are_no_work() -> None:
+def test_operators_that_wait_are_not_work() -> None:
     b = TraceBuilder(None)
     with b.step():
         with b.op("aten::mm", host_us=99.5):

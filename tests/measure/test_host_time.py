@@ -96,7 +96,7 @@ def test_waiting_for_the_thread_that_runs_backward_is_called_that():
         "<built-in method item of Tensor object at 0x7f>",
     ],
 )
-def test_a_built_in_that_waits_for_the_device_is_no_python_work(frame: str):
+def test_a_built_in_that_waits_for_the_device_is_not_python_work(frame: str):
     b = TraceBuilder()
     with b.step(), b.python("train.py(1): step"):
         b.launch("gemm", 50)
@@ -110,7 +110,7 @@ def test_a_built_in_that_waits_for_the_device_is_no_python_work(frame: str):
     assert python_hot_spots(a).is_empty()
 
 
-def test_the_wait_for_the_queue_after_the_last_step_is_no_part_of_a_step():
+def test_the_wait_for_the_queue_after_the_last_step_is_not_a_part_of_a_step():
     b = TraceBuilder(launch_us=5)
     for _ in range(5):  # 20 us of the host, 1 ms of the device
         with b.step():
@@ -124,7 +124,7 @@ def test_the_wait_for_the_queue_after_the_last_step_is_no_part_of_a_step():
 
 
 @pytest.mark.parametrize("stacks", [False, True])
-def test_waiting_for_queued_work_is_no_cost_of_the_profiler(stacks):
+def test_waiting_for_queued_work_is_not_a_cost_of_the_profiler(stacks):
     b = TraceBuilder(launch_us=5, latency_us=3)
     with b.step(), b.python("train.py(1): main") if stacks else nullcontext():
         b.launch("gemm", 300)
@@ -279,7 +279,7 @@ def test_only_python_time_in_which_the_device_waits_is_critical():
     assert 0 < between < 3_000  # main's own
 
 
-def test_without_stacks_there_are_no_hot_spots():
+def test_without_stacks_there_are_not_hot_spots():
     b = TraceBuilder()
     with b.step(), b.op("aten::mm"):
         b.host(10)
@@ -376,7 +376,7 @@ def test_a_range_around_backward_is_waiting_for_it_where_its_thread_is_not_recor
     assert own["autograd"] == pytest.approx(34_160, rel=0.01)
 
 
-def test_the_first_stream_is_set_up_once_and_is_no_dispatching(shared_trace):
+def test_the_first_stream_is_set_up_once_and_is_not_a_dispatching(shared_trace):
     """The first cudaStreamCreateWithFlags takes 1.30 s."""
     a = Analysis(read_trace(shared_trace("cupti_counters")))
     assert classes(a, a.trace.main_thread)["compile"] == pytest.approx(1_300_411, rel=0.01)

@@ -109,7 +109,7 @@ def test_marks_tell_phase_requests_and_tokens(name: str, expected: tuple[Any, ..
         "",
     ],
 )
-def test_other_names_are_no_marks(name: str) -> None:
+def test_other_names_are_not_marks(name: str) -> None:
     assert parse_mark(name) is None
 
 
@@ -434,7 +434,7 @@ def test_training_has_no_phases() -> None:
     assert analyze(CORPUS / "a100_train_6steps.json.gz").inference is None
 
 
-def test_ranges_called_decode_are_no_steps_unless_the_work_is_in_them() -> None:
+def test_ranges_called_decode_are_not_steps_unless_the_work_is_in_them() -> None:
     """A loader that decodes pictures."""
     b = TraceBuilder("A100")
     for _ in range(4):

@@ -173,7 +173,7 @@ def test_advice_says_when_the_trace_has_none_of_the_kernels() -> None:
 LAPLACIAN = path_of("rocprof/laplacian")
 
 
-def test_times_alone_are_no_counters_and_counters_given_beside_them_join() -> None:
+def test_times_alone_are_not_counters_and_counters_given_beside_them_join() -> None:
     """rocprof writes both to files of their own: 1,001 launches of 2.644 ms, 1,171 GB/s."""
     times = LAPLACIAN / "kernel1_results.csv.gz"
     alone = analyze(str(times))

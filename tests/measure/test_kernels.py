@@ -161,7 +161,7 @@ def test_dtype_and_kernel_together_tell_tensor_cores() -> None:
     assert matmul("volta_fp16_sgemm_fp16_128x64_tn", "c10::Half", "V100") == ("fp16", False, True)
 
 
-def test_an_unknown_kernel_is_not_told_and_never_false() -> None:
+def test_an_unknown_kernel_is_not_reported_and_never_false() -> None:
     assert matmul("vendor_secret_kernel", BF16) == ("bf16", None, True)
     assert matmul("vendor_secret_kernel", "float") == ("fp32", None, True)
     assert matmul("vendor_secret_kernel", None) == (None, None, None)
@@ -184,7 +184,7 @@ def test_vectors_double_precision_and_helpers_are_not_eligible() -> None:
     assert column(b, "eligible") == [False]
 
 
-def test_what_is_no_matrix_work_is_neither_on_tensor_cores_nor_eligible() -> None:
+def test_what_is_not_a_matrix_work_is_neither_on_tensor_cores_nor_eligible() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("aten::add", [[8], [8]], BF16):

@@ -249,7 +249,7 @@ def test_ranges_named_after_modules_are_layers(mark: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["h100", "h2d", "forward", "step 3", "layers", "Optimizer.step#A"])
-def test_other_ranges_are_no_layers(name: str) -> None:
+def test_other_ranges_are_not_layers(name: str) -> None:
     b = TraceBuilder()
     with b.step(), b.range(name):
         b.run("aten::mm", "gemm", 100)
@@ -303,7 +303,7 @@ def test_the_name_of_an_operator_of_xla_holds_its_modules(name: str, path: str) 
     assert " ".join(op_path(name)[:3]).startswith(path) and bool(op_path(name)) == bool(path)
 
 
-def test_wrappers_are_no_layers_and_a_number_belongs_to_the_name_before_it() -> None:
+def test_wrappers_are_not_layers_and_a_number_belongs_to_the_name_before_it() -> None:
     path = "module._orig_mod.model.layers.11._checkpoint_wrapped_module.mlp"
     assert split_modules(path) == ("model", "layers.11", "mlp")
 

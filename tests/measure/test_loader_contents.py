@@ -72,7 +72,7 @@ def test_time_belongs_to_the_users_line_and_what_it_calls():
     assert whole - 3 * 0.31 <= sum(ms for *_, ms in told(a)) <= whole
 
 
-def test_without_stacks_it_is_told_by_operators():
+def test_without_stacks_it_is_identified_by_operators():
     b = TraceBuilder(gpu=None)
     for _ in range(3):
         with b.step(), b.range(RANGE):

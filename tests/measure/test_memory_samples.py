@@ -325,7 +325,7 @@ def test_a_history_of_one_event_is_said_to_be_one() -> None:
     assert any("1 event" in limit for limit in report.limits)
 
 
-def test_layers_are_no_steps() -> None:
+def test_layers_are_not_steps() -> None:
     """One forward pass of 24 layers, in each of which memory rises and falls."""
     assert measured("transformer_inference_ctx1024").step_source == ""
 
@@ -439,7 +439,7 @@ def test_a_failed_request_says_how_much_it_lacked() -> None:
     assert f"{lacking} too little" in report.memory[0].placement
 
 
-def test_tensors_of_unknown_kind_are_no_category() -> None:
+def test_tensors_of_unknown_kind_are_not_a_category() -> None:
     page = REPORTS.render("terminal", advisor.analyze(str(FOLDER / "h100_fragments.pickle.gz")))
     assert "by       unknown: nothing in the snapshot shows" in page
     assert not re.search(r"by +not attributed .*100%", page)

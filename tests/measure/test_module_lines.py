@@ -74,12 +74,12 @@ def test_several_lines_of_one_function_are_its_first() -> None:
     assert (found.line, found.layer) == (51, "encoder.k (Linear) and 1 more")
 
 
-def test_layers_of_several_functions_are_no_line() -> None:
+def test_layers_of_several_functions_are_not_line() -> None:
     assert find(built(gpu="A100"), op="aten::bmm", kernel="gemm_32_32") is None
     assert find(built(gpu=None), op="aten::bmm") is None  # three fifths of it
 
 
-def test_what_no_layer_has_is_no_line() -> None:
+def test_what_no_layer_has_is_not_a_line() -> None:
     assert find(built(gpu=None), op="aten::mul") is None
     assert find(built(gpu=None, modules=[]), op="aten::mm") is None
     assert find(built(gpu=None)) is None

@@ -71,7 +71,7 @@ def test_what_starting_a_kernel_outweighs_is_bound_by_launches_and_not_judged() 
     assert (small["bound"], small["efficiency"], small["saved"]) == ("launch", None, None)
 
 
-def test_a_millisecond_for_as_little_work_is_no_launch() -> None:
+def test_a_millisecond_for_as_little_work_is_not_a_launch() -> None:
     slow = one("aten::add", [[64, 64]] * 2, BF16, ADD, 1000)
     assert slow["bound"] == "memory"
     assert slow["efficiency"] < 0.01

@@ -211,7 +211,7 @@ def test_a_memory_timeline_has_its_own_categories(tmp_path: Path) -> None:
         "[[T],[[0,0,0,0,0,0,0,0,1]]]".replace("T", "9" * 27),
     ],
 )
-def test_numbers_that_are_no_memory_timeline_are_refused_in_one_line(
+def test_numbers_that_are_not_a_memory_timeline_are_refused_in_one_line(
     tmp_path: Path, text: str
 ) -> None:
     path = tmp_path / "timeline.json"

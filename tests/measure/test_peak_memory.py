@@ -241,7 +241,7 @@ def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
     assert freed(peak)["references"] == 11 * 5 * MIB  # the last step needs its own
 
 
-def test_a_queue_that_is_emptied_is_no_leak() -> None:
+def test_a_queue_that_is_emptied_is_not_a_leak() -> None:
     m, kept = FakeAllocator(), []
     t = Training(m)
     for _ in range(16):
@@ -290,7 +290,7 @@ def in_pieces(pieces: int, hole: int, total: int) -> FakeAllocator:
     return m
 
 
-def test_a_request_beside_enough_free_memory_in_pieces_is_told_as_such() -> None:
+def test_a_request_beside_enough_free_memory_in_pieces_is_reported_as_such() -> None:
     m = in_pieces(8, 30 * MIB, 8 * 64 * MIB)
     peak = measured(m)
     found, placed, packed = (

@@ -126,7 +126,7 @@ def test_a_known_clock_offset_is_found(ahead: float) -> None:
     assert found.unaligned == ()
 
 
-def test_clocks_that_are_no_date_are_aligned_too() -> None:
+def test_clocks_that_are_not_date_are_aligned_too() -> None:
     ranks = simple([0.0, 9e9], [[1000, 3000], [2500, 900], [1000, 1100]], base=5000.0)
     found = align_ranks(ranks)
     assert found.offset_ns[1] == pytest.approx(-9e12, abs=600)
@@ -414,7 +414,7 @@ def test_only_used_steps_count() -> None:
     assert table["caused_wait_ns"][1] == pytest.approx(200_000, abs=1500)
 
 
-def test_members_that_are_not_here_are_told() -> None:
+def test_members_that_are_not_here_are_reported() -> None:
     ranks = simple([0.0, 0.0, 0.0], [[100, 200, 900]] * 3)
     pair = {0: ranks[0], 1: ranks[1]}
     result = measure_skew(pair, align_ranks(pair))

@@ -24,7 +24,7 @@ def found(*stacks: tuple[int, tuple[str, ...]], **options: object) -> SampledCod
     return code
 
 
-def test_a_transform_is_no_forward_though_it_is_a_module() -> None:
+def test_a_transform_is_not_a_forward_though_it_is_a_module() -> None:
     prepared = (MAIN, "serve.py(65): tag", MODULE, NORMALIZE)
     assert find_step_part(SampledStack(1, prepared)) == "loop"
     assert find_step_part(SampledStack(1, NET)) == "forward"

@@ -34,7 +34,7 @@ def steps(*loads: float, kernels: tuple[int, ...] | None = None) -> TraceBuilder
     return b
 
 
-def test_the_difference_of_the_halves_is_told_by_cause():
+def test_the_difference_of_the_halves_is_identified_by_cause():
     a = steps(0, 2000, 100, 2500, 0, 3000).analysis()
     found = compare_halves(a)
     assert found is not None
@@ -49,7 +49,7 @@ def test_the_difference_of_the_halves_is_told_by_cause():
     assert "(data loader) 2.47 ms" in longer_steps(a)
 
 
-def test_steps_that_run_more_work_are_told_so():
+def test_steps_that_run_more_work_are_reported_as_such():
     a = steps(0, 0, 0, 0, kernels=(1, 3, 1, 3)).analysis()
     found = compare_halves(a)
     assert found is not None

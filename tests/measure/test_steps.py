@@ -135,7 +135,7 @@ def test_two_optimizers_in_a_loop_are_one_step():
     assert steps.table["dur"].to_list() == [110_000] * 4
 
 
-def test_too_few_optimizer_steps_are_no_period():
+def test_too_few_optimizer_steps_are_not_period():
     steps = find_steps(optimizer_loop(["Optimizer.step#AdamW.step"], 3).trace())
     assert steps.source == "whole trace"
     assert steps.table["dur"].to_list() == [300_000 - 90_000]  # from the first event to the last
@@ -204,7 +204,7 @@ def test_an_instant_knows_its_step_and_an_interval_the_first_it_touches():
     assert step_of(steps, start, end).to_list() == [None, 1]
 
 
-def test_no_instants_and_no_steps_are_no_trouble():
+def test_no_instants_and_no_steps_are_not_trouble():
     trace = loop([100]).trace()
     assert len(step_of(find_steps(trace), np.zeros(0, dtype=np.int64))) == 0
     assert step_of(find_steps(trace, (5, 6)), np.array([3])).to_list() == [None]
@@ -248,7 +248,7 @@ def unmarked(b: TraceBuilder) -> Trace:
     return replace(trace, meta=replace(trace.meta, format="nsys"))
 
 
-def test_a_start_up_fragment_is_no_step():
+def test_a_start_up_fragment_is_not_a_step():
     steps = find_steps(unmarked(program()))
     assert steps.source in GUESSED_STEP_SOURCES
     used = steps.used["dur"].to_numpy() / 1e3

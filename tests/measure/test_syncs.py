@@ -149,7 +149,7 @@ def test_a_sync_in_the_optimizer_under_no_operator_is_the_optimizers():
     assert only(b.analysis())["cause"] == "Optimizer.step#FusedAdam.step"
 
 
-def test_reading_a_tensor_of_the_host_is_no_sync():
+def test_reading_a_tensor_of_the_host_is_not_a_sync():
     b = program()
     with b.step():
         b.launch("gemm", 100)
@@ -197,7 +197,7 @@ def test_a_pageable_copy_blocks_by_itself_and_its_sync_does_not_count_again():
     assert first["copy"] == second["copy"]
 
 
-def test_a_pinned_asynchronous_copy_is_no_sync_however_long_its_call():
+def test_a_pinned_asynchronous_copy_is_not_a_sync_however_long_its_call():
     b = program()
     with b.step():
         held(b, 115, 50, 2, "Pinned", "cudaMemcpyAsync")

@@ -259,7 +259,7 @@ def test_derivatives_that_run_their_own_operators_recompute_nothing() -> None:
     assert find_recompute(b.analysis()) is None
 
 
-def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_told() -> None:
+def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_reported() -> None:
     b = TraceBuilder()
     with b.step():
         with b.python(FORWARD):

@@ -418,7 +418,7 @@ def test_ranges_that_run_what_was_compiled_are_not(name: str):
 
 
 @pytest.mark.parametrize(("queued_us", "told"), [(60_000, False), (10, True)])
-def test_a_launch_that_waits_for_a_full_queue_is_no_start_up(queued_us: float, told: bool):
+def test_a_launch_that_waits_for_a_full_queue_is_not_start_up(queued_us: float, told: bool):
     b = TraceBuilder()
     b.run("aten::mm", "gemm", queued_us)
     b.call("cudaLaunchKernel", 50_000)
@@ -506,7 +506,7 @@ def test_a_program_that_captures_in_each_step_does_not_do_so_once() -> None:
     assert Analysis(capturing(6, 6).trace()).one_off_costs.is_empty()
 
 
-def test_a_capture_of_a_server_is_no_advice(shared_trace: Callable[[str], str]) -> None:
+def test_a_capture_of_a_server_is_not_advice(shared_trace: Callable[[str], str]) -> None:
     report = analyze(shared_trace("serving/vllm_decode_full/capture"), OPTIONS)
     assert not [f for f in report.findings if f.rule == "python-hot-spot"]
     assert "One-off costs take at least 95%" in report.verdict

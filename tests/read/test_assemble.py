@@ -195,7 +195,7 @@ def test_a_call_of_unknown_name_is_what_it_caused() -> None:
     assert trace.cpu["call"].to_list() == ["launch", "other", "memcpy", "graph_launch"]
 
 
-def test_no_correlation_is_no_launch() -> None:
+def test_no_correlation_is_not_a_launch() -> None:
     for nothing in (-1, None, "x", 1 << 70):
         trace = read(call(0, nothing), kernel(10, nothing))
         assert launches(trace) == [(None, None)]
@@ -525,7 +525,7 @@ def test_inputs_are_rows_of_texts() -> None:
     assert trace.meta.record_shapes is True
 
 
-def test_very_many_threads_are_no_trouble() -> None:
+def test_very_many_threads_are_not_trouble() -> None:
     events = [op(f"n{i % 7}", 1661203462584767 + i, 5, tid=i) for i in range(60_000)]
     trace = read(*events, op("late", 1661203462584767 + 80_000_000_000, 1))
     assert trace.cpu.height == 60_001

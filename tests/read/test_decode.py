@@ -112,7 +112,7 @@ def test_an_odd_event_is_read_and_costs_no_other(text: bytes, name: str) -> None
         b'{"ph":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
-def test_what_is_no_event_is_counted_and_costs_no_other(text: bytes) -> None:
+def test_what_is_not_an_event_is_counted_and_costs_no_other(text: bytes) -> None:
     piece = decode_piece(b"[" + b",".join([GOOD, text, GOOD]) + b"]")
     assert names(piece) == ["good", "good"]
     assert piece.unsound == 1
@@ -180,7 +180,7 @@ categories = st.sampled_from(
         max_size=12,
     )
 )
-def test_any_values_anywhere_are_no_exception_and_lose_no_event(rows: list[Any]) -> None:
+def test_any_values_anywhere_are_not_exception_and_lose_no_event(rows: list[Any]) -> None:
     events = [
         {**op(), "ph": phase, "cat": category, "args": args, **fields}
         for category, phase, fields, args in rows

@@ -173,7 +173,7 @@ def test_a_directory_with_no_readable_trace_says_why_the_first_is_none(tmp_path:
     assert "none of the 2 files" in text and "a.json" in text
 
 
-def test_a_directory_without_traces_is_told_so(tmp_path: Path) -> None:
+def test_a_directory_without_traces_is_reported_as_such(tmp_path: Path) -> None:
     assert error(tmp_path).endswith("an empty directory; give one with traces, or a file")
     (tmp_path / "readme.md").write_text("x")
     assert "without traces (no file is named or begins like one); give a file" in error(tmp_path)
@@ -209,7 +209,7 @@ def test_a_file_given_twice_is_read_once(tmp_path: Path) -> None:
     assert list(run.traces) == [(0, 0)]
 
 
-def test_traces_whose_clock_is_no_date_are_windows_in_order(tmp_path: Path) -> None:
+def test_traces_whose_clock_is_not_a_date_are_windows_in_order(tmp_path: Path) -> None:
     # whether they overlap cannot be told, so it is not claimed
     trace(tmp_path / "a.json", 5000.0)
     trace(tmp_path / "b.json", 1000.0)

@@ -212,7 +212,7 @@ def test_a_folder_joins_the_counters_of_each_run_with_its_times() -> None:
     assert "kernel2_results 1,001 2.56 ms 2.73 GiB 1,143 GB/s" in text
 
 
-def test_registers_and_scratch_of_a_launch_are_no_counters() -> None:
+def test_registers_and_scratch_of_a_launch_are_not_counters() -> None:
     (first, *_) = profiles_of(path_of("rocprof/laplacian/kernel1_results.csv.gz")).kernels
     assert first.metrics == {}
 

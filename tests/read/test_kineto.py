@@ -328,7 +328,7 @@ def test_reading_in_a_thread_works() -> None:
     assert_same(read_bytes(b.json(), options=SMALL_PIECES), found[0])
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[tuple[str, int]] = []
     text = loop(steps=20).json()
     options = ReadOptions(piece_bytes=3000, progress=lambda path, size: told.append((path, size)))
@@ -442,19 +442,19 @@ def test_each_kind_of_no_trace_has_a_line_of_its_own() -> None:
         assert any(word in line for word in words), line
 
 
-def test_a_trace_without_events_is_told() -> None:
+def test_a_trace_without_events_is_reported() -> None:
     assert (
         said(b'{"traceEvents": []}') == "the trace holds no events; was the profiler ever active?"
     )
 
 
-def test_a_trace_cut_in_its_first_event_is_told() -> None:
+def test_a_trace_cut_in_its_first_event_is_reported() -> None:
     line = "cut off before its first usable event; copy or record it again"
     assert said(b'{"traceEvents": [') == line
     assert said(b'{"traceEvents": [{"ph": "X", "cat": "cpu_') == line
 
 
-def test_a_trace_of_metadata_only_is_told() -> None:
+def test_a_trace_of_metadata_only_is_reported() -> None:
     metadata = b'{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {}}]}'
     assert said(metadata).startswith("none of the trace's 1 events can be used; record it with")
 
@@ -601,7 +601,7 @@ def test_a_file_without_a_single_event_is_given_up(monkeypatch: pytest.MonkeyPat
         ("cudaMemGetInfo", "other"),
     ],
 )
-def test_calls_are_told_by_name(name: str, call: str) -> None:
+def test_calls_are_identified_by_name(name: str, call: str) -> None:
     assert call_class(name) == call
 
 
@@ -634,7 +634,9 @@ def test_the_vocabulary_is_the_schemas() -> None:
         ("", ("other", None, None)),
     ],
 )
-def test_copies_are_told_by_name(name: str, parts: tuple[str, str | None, str | None]) -> None:
+def test_copies_are_identified_by_name(
+    name: str, parts: tuple[str, str | None, str | None]
+) -> None:
     assert copy_parts(name) == parts
 
 
@@ -668,7 +670,7 @@ def test_the_head_is_read() -> None:
 @pytest.mark.parametrize(
     "odd", [None, 5, "x", [], [5], {"rank": []}, [{"id": "x"}], True, 1e300, "9" * 5000]
 )
-def test_an_odd_head_is_no_exception(odd: Any) -> None:
+def test_an_odd_head_is_not_an_exception(odd: Any) -> None:
     meta = meta_of(
         deviceProperties=odd,
         distributedInfo=odd,
@@ -704,7 +706,7 @@ def test_a_device_of_absurd_number_is_left_out(number: Any) -> None:
         ("", None),
     ],
 )
-def test_the_vendor_is_told_or_not_known(name: str, vendor: str | None) -> None:
+def test_the_vendor_is_reported_or_not_known(name: str, vendor: str | None) -> None:
     assert meta_of(deviceProperties=[{"id": 0, "name": name}]).vendor == vendor
 
 

@@ -291,7 +291,7 @@ def test_older_layouts_hold_the_same(version: str) -> None:
     assert old.events.height == (0 if version == "a list" else new.events.height)
 
 
-def test_devices_labels_and_settings_are_told() -> None:
+def test_devices_labels_and_settings_are_reported() -> None:
     one, other = trained(1), FakeAllocator(device=2)
     other.label = "tower"
     with other.at(*LOOP):

@@ -152,7 +152,7 @@ def test_missing_gpudirect_has_its_reason_and_cure(line: str, words: str, tmp_pa
     assert words in only(report, "nccl-gpudirect") and sum(log.gdr_disabled.values()) == 8
 
 
-def test_adapters_that_are_far_from_some_gpus_are_no_fault_where_near_ones_are_used(
+def test_adapters_that_are_far_from_some_gpus_are_not_fault_where_near_ones_are_used(
     tmp_path: Path,
 ) -> None:
     assert rules(read(tmp_path, logs.job(more=(logs.FAR,)))[0]) == set()
@@ -174,7 +174,7 @@ def test_peer_access_that_is_off_names_the_pairs_once(tmp_path: Path) -> None:
     assert "--ipc=host" in only(report, "nccl-node-path") and log.p2p_disabled == 1
 
 
-def test_locked_memory_and_multicast_are_told(tmp_path: Path) -> None:
+def test_locked_memory_and_multicast_are_reported(tmp_path: Path) -> None:
     failed = "WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"
     assert "memlock" in only(read(tmp_path, logs.job(more=(failed,)))[0], "nccl-limits")
     folder = tmp_path / "nvls"

@@ -263,7 +263,7 @@ def test_what_a_program_is_written_with(
 
 
 @pytest.mark.parametrize("suffix", [".nsys-rep", ".qdrep"])
-def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_told(
+def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     report = tmp_path / f"run{suffix}"
@@ -539,7 +539,7 @@ def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -
     assert shares == pytest.approx({k: ns / (last - first) for k, ns in asked.items()}, rel=0.02)
 
 
-def test_rounds_are_whole_wherever_the_recording_begins_and_chance_is_no_round(
+def test_rounds_are_whole_wherever_the_recording_begins_and_chance_is_not_a_round(
     tmp_path: Path,
 ) -> None:
     def steps(names: str) -> list[tuple[str, int]]:

@@ -111,7 +111,7 @@ def test_the_range_of_an_optimizer_begins_behind_its_closure() -> None:
     assert {str(name[row]) for row in update} == {"Optimizer.step#AdamW.step"}
 
 
-def test_numbered_operators_alone_are_no_closure() -> None:
+def test_numbered_operators_alone_are_not_closure() -> None:
     """Older versions of PyTorch number the operators of an update, too (a100_train_6steps)."""
     cpu = _closure(nodes=False).trace().cpu
     name = cpu["name"].cast(pl.String)

@@ -66,14 +66,14 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_packing_is_told_by_content(packing: str) -> None:
+def test_a_packing_is_identified_by_content(packing: str) -> None:
     text, source = read(PACKINGS[packing])
     assert text == TEXT
     assert (source.truncated, source.damage, source.bytes_read) == (False, None, len(TEXT))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_packing_is_not_told_by_name(packing: str, tmp_path: Path) -> None:
+def test_a_packing_is_not_identified_by_name(packing: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.pt"
     path.write_bytes(PACKINGS[packing])
     assert b"".join(ByteSource(str(path)).blocks()) == TEXT
@@ -135,7 +135,7 @@ def test_a_zstd_cut_anywhere_gives_a_prefix() -> None:
         assert TEXT.startswith(text)
 
 
-def test_a_damaged_zstd_is_no_exception() -> None:
+def test_a_damaged_zstd_is_not_an_exception() -> None:
     packed = bytearray(PACKINGS["zstd"])
     packed[5:9] = b"\xff" * 4
     _, source = read(bytes(packed))
@@ -152,7 +152,7 @@ def test_a_zstd_window_that_takes_gigabytes_is_refused() -> None:
     assert "memory" in (source.damage or "")
 
 
-def test_random_bytes_behind_a_magic_number_are_no_exception() -> None:
+def test_random_bytes_behind_a_magic_number_are_not_exception() -> None:
     chance = random.Random(7)
     for _ in range(2000):
         magic = chance.choice([b"\x1f\x8b", b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd"])
@@ -245,7 +245,7 @@ def test_an_empty_file_is_one() -> None:
     assert message(b"") == "x: the file is empty; record the trace again"
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     with pytest.raises(AdvisorError) as caught:
         list(ByteSource(str(path)).blocks())
@@ -256,12 +256,12 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         list(ByteSource(str(tmp_path / "train_stp.json.gz")).blocks())
 
 
-def test_a_directory_is_told(tmp_path: Path) -> None:
+def test_a_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(AdvisorError, match=r"a directory, not a file; give a trace in it$"):
         list(ByteSource(str(tmp_path)).blocks())
 
 
-def test_a_file_that_may_not_be_read_is_told(
+def test_a_file_that_may_not_be_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "secret.json"
@@ -277,17 +277,17 @@ def test_a_file_that_may_not_be_read_is_told(
         list(ByteSource(str(path)).blocks())
 
 
-def test_a_name_with_nul_is_told() -> None:
+def test_a_name_with_nul_is_reported() -> None:
     with pytest.raises(AdvisorError, match="not a file name"):
         list(ByteSource("a\0b.json").blocks())
 
 
-def test_a_name_that_is_too_long_is_told() -> None:
+def test_a_name_that_is_too_long_is_reported() -> None:
     with pytest.raises(AdvisorError, match=r"cannot be opened \(File name too long\)"):
         list(ByteSource("a" * 5000).blocks())
 
 
-def test_a_read_error_half_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_half_way_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             if self.tell() > 0:
@@ -299,7 +299,7 @@ def test_a_read_error_half_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         list(ByteSource("x").blocks())
 
 
-def test_no_standard_input_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_standard_input_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(AdvisorError, match="there is no standard input"):
         list(ByteSource("-").blocks())

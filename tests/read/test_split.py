@@ -302,11 +302,11 @@ GIVE = "give a PyTorch profiler trace"
         ),
     ],
 )
-def test_what_is_no_trace_gets_a_line_of_its_own(text: bytes, said: str) -> None:
+def test_what_is_not_a_trace_gets_a_line_of_its_own(text: bytes, said: str) -> None:
     assert message(text) == said
 
 
-def test_a_gzip_of_which_nothing_can_be_unpacked_is_told() -> None:
+def test_a_gzip_of_which_nothing_can_be_unpacked_is_reported() -> None:
     packed = bytearray(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
     packed[10:] = b"\xff" * 40
     assert message(bytes(packed)).startswith("damaged gzip (")
@@ -348,7 +348,7 @@ def test_many_false_beginnings_end_soon() -> None:
         b'{"traceEvents":[{"args":' + b'{"a":' * 200_000,
     ],
 )
-def test_deep_nesting_is_no_recursion(text: bytes) -> None:
+def test_deep_nesting_is_not_a_recursion(text: bytes) -> None:
     try:
         pieces, _ = split(text)
     except AdvisorError:
@@ -481,13 +481,13 @@ def test_of_traces_behind_each_other_the_first_is_read(between: bytes) -> None:
     assert not split(layouts(PLAIN[:30])["compact"])[1].followed
 
 
-def test_an_execution_trace_is_told_as_one() -> None:
+def test_an_execution_trace_is_reported_as_one() -> None:
     said = message(b'{"schema": "1.1.1", "pid": 1, "nodes": [], "finish_ts": 1}')
     assert said.startswith("an execution trace (ExecutionTraceObserver)")
 
 
 @pytest.mark.parametrize("text", ['{"child_paths": {}}', '{"num_warps": 4, "num_stages": 3}'])
-def test_a_file_of_tritons_cache_is_told_as_one(text: str) -> None:
+def test_a_file_of_tritons_cache_is_reported_as_one(text: str) -> None:
     assert message(text.encode()).startswith("a file of Triton's cache of compiled kernels")
 
 

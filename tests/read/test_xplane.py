@@ -215,14 +215,14 @@ def test_the_line_is_the_users_and_not_jaxs() -> None:
     assert spot["critical_ns"] > 5 * 5_000_000
 
 
-def test_a_python_frame_is_told_as_other_profilers_do() -> None:
+def test_a_python_frame_is_reported_as_other_profilers_do() -> None:
     trace = read_bytes(w.jax_training(), "host.xplane.pb")
     assert trace.meta.with_stack
     assert "train.py(12): batch" in trace.cpu["name"].cast(pl.String).to_list()
 
 
 @pytest.mark.parametrize("name", ["PjitFunction(f)", "ExecutorState::Process", "my_loop"])
-def test_the_framework_is_told_by_what_it_leaves(name: str) -> None:
+def test_the_framework_is_identified_by_what_it_leaves(name: str) -> None:
     host = w.Plane("/host:CPU")
     host.line("python").event(name, 0, 1000)
     known = {"PjitFunction(f)": "jax", "ExecutorState::Process": "tensorflow"}
@@ -282,7 +282,7 @@ def _host_of_jax(frames: list[tuple[str, float]], *, gpu: bool) -> Analysis:
         ("$profiler.py:417 wrapper", "python"),
     ],
 )
-def test_a_wait_for_xla_and_a_compilation_are_no_python_code(
+def test_a_wait_for_xla_and_a_compilation_are_not_python_code(
     name: str, kind: str, gpu: bool
 ) -> None:
     """On a device, or in XLA's own threads: no line of Python can be made faster for it."""
@@ -299,7 +299,7 @@ def test_a_wait_for_xla_and_a_compilation_are_no_python_code(
     [("backend_compile_and_load", "jax_explain_cache_misses"),
      ("tf.function-graph_building", "reduce_retracing")],
 )  # fmt: skip
-def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
+def test_a_step_that_compiles_each_time_is_reported_as_such_in_the_framework_s_words(
     name: str, words: str, tmp_path: Path
 ) -> None:
     host = w.Plane("/host:CPU")
@@ -320,7 +320,9 @@ def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_loop_that_does_not_wait_for_its_work_is_told_so(waits: bool, tmp_path: Path) -> None:
+def test_a_loop_that_does_not_wait_for_its_work_is_reported_as_such(
+    waits: bool, tmp_path: Path
+) -> None:
     """Twenty steps that take 20 us to hand 3 ms of work to another thread."""
     host = w.Plane("/host:CPU")
     python, pool = host.line("python"), host.line("tf_XLAEigen/7")

@@ -44,7 +44,7 @@ def steps(tmp_path: Path, recorder: Recorder) -> int:
     return len(record.steps)
 
 
-def test_a_train_function_is_told_by_the_loop_in_it(
+def test_a_train_function_is_identified_by_the_loop_in_it(
     recorder: Recorder, training: Any, tmp_path: Path
 ) -> None:
     @recorder
@@ -69,7 +69,7 @@ def test_a_train_function_is_told_by_the_loop_in_it(
 
 @pytest.mark.parametrize("loader", [True, False])
 @pytest.mark.parametrize("step", [True, None])
-def test_a_train_step_is_told_by_being_called_again(
+def test_a_train_step_is_identified_by_being_called_again(
     training: Any, tmp_path: Path, loader: bool, step: bool | None
 ) -> None:
     recorder = Recorder(str(tmp_path / "run"), step=step, **QUIET)

@@ -55,7 +55,7 @@ def test_an_optimizer_fused_into_the_backward(program: Any, tmp_path: Path) -> N
     assert all(step.phases.keys() >= {"forward", "backward"} for step in record.steps)
 
 
-def test_where_no_step_ends_outside_there_is_no_window_and_it_is_told(
+def test_where_no_step_ends_outside_there_is_no_window_and_it_is_reported(
     training: Any, tmp_path: Path
 ) -> None:
     """A whole training inside the call of a module."""

@@ -190,7 +190,7 @@ def test_git_is_asked_without_a_pipe_that_a_forked_worker_would_keep_open(
     assert environment.git_state(tmp_path) == (None, False)
 
 
-def test_commit_and_changes_are_told(repository: Path) -> None:
+def test_commit_and_changes_are_reported(repository: Path) -> None:
     commit = git(repository, "rev-parse", "HEAD")
     (repository / "new.txt").write_text("not tracked")
     assert environment.git_state(repository) == (commit, False)
@@ -216,7 +216,7 @@ def _no_git(*_: object, **__: object) -> None:
     raise FileNotFoundError("git")
 
 
-def test_outside_a_repository_nothing_is_told(tmp_path: Path) -> None:
+def test_outside_a_repository_nothing_is_reported(tmp_path: Path) -> None:
     assert environment.git_state(tmp_path) == (None, None)
 
 
@@ -269,7 +269,7 @@ def test_version_one_of_cgroups_is_read_too(tmp_path: Path) -> None:
     assert group.memory_limit() is None
 
 
-def test_no_cgroups_is_no_limit(tmp_path: Path) -> None:
+def test_no_cgroups_is_not_a_limit(tmp_path: Path) -> None:
     group = Cgroup(tmp_path / "none", tmp_path / "self")
     assert group.cpu_quota() is None and group.throttled() is None
     assert group.memory_limit() is None and group.memory_used() is None

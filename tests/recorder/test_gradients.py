@@ -106,7 +106,7 @@ def test_gradients_left_over_and_weights_updated_by_hand_do_not_count() -> None:
     assert told == []
 
 
-def test_copies_in_another_precision_are_no_reason_to_speak() -> None:
+def test_copies_in_another_precision_are_not_a_reason_to_speak() -> None:
     model = net()
     copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
     watch, told = watching(model)

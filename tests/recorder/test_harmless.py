@@ -167,7 +167,7 @@ def test_a_phase_that_raises_and_is_caught_is_closed(training: Any, tmp_path: Pa
         assert step.phases["other"] >= 5e6
 
 
-def test_out_of_memory_is_told_and_goes_on(training: Any, tmp_path: Path) -> None:
+def test_out_of_memory_is_reported_and_goes_on(training: Any, tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
     with pytest.raises(torch.OutOfMemoryError) as raised, Recorder(str(tmp_path / "run"), **QUIET):
         for number, batch in enumerate(training.loader(6)):

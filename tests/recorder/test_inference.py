@@ -227,7 +227,7 @@ def test_a_training_keeps_its_steps_whatever_follows(record: Any) -> None:
     assert not found.inference and len(found.steps) == 30
 
 
-def test_transforms_before_a_model_are_no_steps(record: Any) -> None:
+def test_transforms_before_a_model_are_not_steps(record: Any) -> None:
     def program(t: Any) -> None:
         scale = torch.nn.Identity()
         batches = [scale(t.x) for _ in range(40)]
@@ -279,7 +279,7 @@ def batches_that_something_unseen_works_on(t: Any) -> None:
 @pytest.mark.parametrize(
     "program", [tried_once, only_transforms, batches_that_something_unseen_works_on]
 )
-def test_what_is_no_loop_of_a_model_is_no_step(program: Any, record: Any) -> None:
+def test_what_is_not_a_loop_of_a_model_is_not_a_step(program: Any, record: Any) -> None:
     found = record(program)
     assert found.steps == []
     assert not found.inference

@@ -18,7 +18,7 @@ def device(gpu: object) -> NvmlDevice:
     return NvmlDevice(FakeNvml(gpu), gpu)
 
 
-def test_no_package_no_driver_and_a_broken_driver_are_told_apart(
+def test_no_package_no_driver_and_a_broken_driver_are_distinguished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -111,7 +111,7 @@ def test_a_device_lost_in_mid_run_is_left_alone() -> None:
     assert gpu.calls == calls
 
 
-def test_the_error_that_lost_a_device_is_still_told() -> None:
+def test_the_error_that_lost_a_device_is_still_reported() -> None:
     gpu = ordinary()
     watched = device(gpu)
     gpu.errors["utilisation"] = 15
@@ -121,7 +121,7 @@ def test_the_error_that_lost_a_device_is_still_told() -> None:
     assert watched.sample(slow=False) is None
 
 
-def test_xid_errors_are_told_once_each() -> None:
+def test_xid_errors_are_reported_once_each() -> None:
     gpu = ordinary()
     watched = device(gpu)
     gpu.xid = [31, 43]

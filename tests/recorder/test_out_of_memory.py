@@ -77,7 +77,7 @@ def test_the_programs_own_history_is_left_as_it_is(
     assert [call[0] for call in cuda] == ["observe"]
 
 
-def test_a_torch_that_cannot_is_told_and_trains_on(
+def test_a_torch_that_cannot_is_reported_and_trains_on(
     cuda: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:

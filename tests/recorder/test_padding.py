@@ -178,7 +178,7 @@ def test_a_loss_that_ignores_nothing_is_recorded_so(recorded: Recorded) -> None:
         {"input": None, "target": 5},
     ],
 )
-def test_what_are_no_labels_is_left_alone(given: dict[str, Any]) -> None:
+def test_what_are_not_labels_is_left_alone(given: dict[str, Any]) -> None:
     from advisor.recorder.padding import TokenPadding
 
     written: list[Any] = []

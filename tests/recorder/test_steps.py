@@ -651,7 +651,7 @@ def test_evaluation_that_builds_a_graph_is_counted(
 
 
 @pytest.mark.parametrize("trained", ["loader", "memory"])
-def test_evaluation_in_memory_is_no_part_of_a_step(
+def test_evaluation_in_memory_is_not_a_part_of_a_step(
     recorded: Recorded, training: Any, trained: str
 ) -> None:
     """A model in evaluation mode, with gradients enabled and no loader; then it trains again. The
@@ -712,7 +712,7 @@ def test_targets_before_each_step_are_part_of_it(
         assert all(each.dur < each.evaluation for each in found if each.n in (50, 100))
 
 
-def test_several_forwards_of_one_step_are_no_evaluation(recorded: Recorded, training: Any) -> None:
+def test_several_forwards_of_one_step_are_not_evaluation(recorded: Recorded, training: Any) -> None:
     """Fine-tuned in evaluation mode; two views of a batch; one look in evaluation mode a step."""
 
     def two_views() -> None:

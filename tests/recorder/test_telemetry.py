@@ -27,7 +27,7 @@ def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(init_error=12))
 
 
-def test_without_a_driver_the_host_is_sampled_and_the_reason_told(
+def test_without_a_driver_the_host_is_sampled_and_the_reason_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_driver(monkeypatch)
@@ -184,7 +184,7 @@ def test_workers_started_between_slow_samples_are_counted() -> None:
         worker.join()
 
 
-def test_a_child_that_has_ended_is_no_error() -> None:
+def test_a_child_that_has_ended_is_not_an_error() -> None:
     import subprocess
 
     host = HostSampler()

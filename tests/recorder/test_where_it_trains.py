@@ -174,7 +174,7 @@ def test_updates_by_hand_are_steps_all_of_them(how: str, recorded: Any, training
     assert len(recorded(run).steps) == steps
 
 
-def test_accumulating_by_hand_is_no_step_each(recorded: Any, training: Any) -> None:
+def test_accumulating_by_hand_is_not_a_step_each(recorded: Any, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(12), 1):
             training.loss(batch).backward()

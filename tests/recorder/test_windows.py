@@ -245,7 +245,7 @@ def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
     assert last <= 11
 
 
-def test_a_window_that_was_never_reached_is_told(tmp_path: Path, training: Any) -> None:
+def test_a_window_that_was_never_reached_is_reported(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 7, skip=10)
     (never,) = record.events_of("window")
     assert never["state"] == "never"

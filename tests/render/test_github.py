@@ -68,7 +68,7 @@ def test_escapes_are_those_of_the_runner() -> None:
     assert github.escape_property("a:b,c 5%") == "a%3Ab%2Cc 5%25"
 
 
-def test_a_file_outside_the_repository_is_told_in_the_message(
+def test_a_file_outside_the_repository_is_reported_in_the_message(
     report: Make, finding: MakeFinding
 ) -> None:
     where = [Location(file="/srv/elsewhere/train.py", line=3)]

@@ -118,7 +118,7 @@ def test_a_kernel_that_is_an_image_tag_is_text(tmp_path: Path) -> None:
         assert "<img" not in shown
 
 
-def test_a_script_of_a_rule_is_no_link(report: Make, finding: Callable[..., Finding]) -> None:
+def test_a_script_of_a_rule_is_not_a_link(report: Make, finding: Callable[..., Finding]) -> None:
     bad = ["javascript:alert(1)", "data:text/html,x", 'https://x.org/" onclick="alert(1)']
     page = Page(REPORTS.render("html", report(findings=[finding(references=bad)])))
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]

@@ -120,7 +120,7 @@ def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", '{"schema": 1}'])
-def test_what_is_no_report_is_refused_in_a_line(text: str) -> None:
+def test_what_is_not_a_report_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(AdvisorError, match="not a report"):
         Report.from_json(text)
 

@@ -103,7 +103,7 @@ def test_wrappers_and_namespaces_go_first() -> None:
     assert labels.tidy_name("void at::native::(anonymous namespace)::foo<int>(int)") == "foo<int>"
 
 
-def test_tiles_of_one_gemm_are_told_apart() -> None:
+def test_tiles_of_one_gemm_are_distinguished() -> None:
     names = [
         f"sm80_xmma_gemm_f32f32_tf32f32_f32_nt_n_tilesize{tile}_stage4_warpsize2x2x1_tensor16x8x8"
         for tile in ("128x128x16", "128x64x16", "64x64x32")

@@ -214,7 +214,7 @@ def test_a_finding_that_moved_by_a_line_is_the_same(report: Make, finding: MakeF
     assert fingerprint(3, "f") != fingerprint(3, "g")
 
 
-def test_brackets_and_braces_are_no_links_and_placeholders(
+def test_brackets_and_braces_are_not_links_and_placeholders(
     report: Make, finding: MakeFinding
 ) -> None:
     run = log(report(findings=[finding(title="k<{lambda#1}> [x](0)", summary="s", fix="f")]))

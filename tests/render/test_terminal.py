@@ -590,7 +590,7 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
 
 
 @pytest.mark.parametrize(("ms", "replayed"), [(120, False), (60, False), (120, True)])
-def test_a_note_about_much_of_the_step_is_no_detail(
+def test_a_note_about_much_of_the_step_is_not_a_detail(
     report: Make, finding: Make, ms: int, replayed: bool
 ) -> None:
     note = finding(

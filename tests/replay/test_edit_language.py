@@ -149,7 +149,7 @@ def test_a_word_that_says_nothing_is_refused(line: str, words: str) -> None:
         ("graph sync", "not sync"),
     ],
 )
-def test_what_is_no_number_or_no_launch_is_told(line: str, told: str) -> None:
+def test_what_is_not_a_number_or_no_launch_is_reported(line: str, told: str) -> None:
     with pytest.raises(AdvisorError) as caught:
         parse_edit(line)
     assert told in str(caught.value) and "\n" not in str(caught.value)

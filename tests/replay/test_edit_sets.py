@@ -191,7 +191,7 @@ def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(band: str, left
         assert gain < high <= (1000 - left) * 1e3
 
 
-def test_launches_that_merging_ends_are_no_gain_of_launching_less() -> None:
+def test_launches_that_merging_ends_are_not_a_gain_of_launching_less() -> None:
     """20 kernels of 10 µs, launched one every 30 µs, become one: no launch is left to save."""
     b = TraceBuilder("A100")
     for _ in b.steps():

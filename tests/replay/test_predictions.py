@@ -39,7 +39,7 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
     assert predictions.read_predictions(file) == (([entry(0.4), entry(0.2)] * 160), 0)
 
 
-def test_a_rule_is_told_by_what_became_of_its_promises() -> None:
+def test_a_rule_is_identified_by_what_became_of_its_promises() -> None:
     found = predictions.records_by_rule([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
     one = found["a-rule"]
     assert (one.trials, one.inside) == (3, 2)

@@ -256,7 +256,7 @@ def test_an_edit_that_makes_kernels_longer_makes_the_job_slower(tmp_path: Path) 
     case.check(*fix.edits, within=WITHIN)
 
 
-def test_edits_of_work_of_transfers_and_of_a_late_rank_are_told_apart(tmp_path: Path) -> None:
+def test_edits_of_work_of_transfers_and_of_a_late_rank_are_distinguished(tmp_path: Path) -> None:
     """Each row's gain is on top of those before; together they are what all of them save."""
     programs = [loop(BASE), loop(replace(BASE, device=2500))]
     opened(Cluster(programs, **QUIET), tmp_path)

@@ -71,7 +71,7 @@ def test_what_launching_costs_is_idle_before_late_launches(shared_trace: Trace, 
     assert 0.35 * late_launches(a) < idle < late_launches(a)
 
 
-def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching(
+def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_not_a_launching(
     shared_trace: Trace,
 ) -> None:
     """It is Python's, 70,101 pieces of it before the first kernel, most of them in

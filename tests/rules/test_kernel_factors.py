@@ -126,7 +126,7 @@ def test_without_a_rate_misaligned_products_take_the_usual_part_of_their_time() 
     assert "60%" in found.assumptions[0]
 
 
-def test_a_row_length_that_is_no_multiple_is_found_in_the_strides() -> None:
+def test_a_row_length_that_is_not_a_multiple_is_found_in_the_strides() -> None:
     """A slice of 1024 columns out of 1027: the shape is fine, the rows are not."""
     shapes, strides = [[4096, 1024], [1024, 4096]], [[1027, 1], [4096, 1]]
     b = TraceBuilder()
@@ -230,7 +230,7 @@ def test_a_merged_chain_takes_at_least_as_long_as_its_longest_kernel() -> None:
     assert edit.factor_low == pytest.approx(1000 / 1200)  # by bytes it would be 5 of 9
 
 
-def test_kernels_of_other_sizes_are_no_link_of_a_chain() -> None:
+def test_kernels_of_other_sizes_are_not_link_of_a_chain() -> None:
     sizes = ([[32, 1024]] * 2, [[64, 1024]] * 2)
     b = steps(*[("aten::add", sizes[n % 2], HALF, POINTWISE, 100.0) for n in range(8)])
     assert findings("unfused-elementwise", b) == []

@@ -70,7 +70,7 @@ SCORES = ("aten::linear", [[20, 50, 96], [4001, 96]], 4500.0)
 LOSS = ("aten::cross_entropy_loss", [[1000, 4001], [1000]], 1500.0)
 
 
-def test_scores_of_many_classes_are_told_from_a_loss_written_by_hand() -> None:
+def test_scores_of_many_classes_are_distinguished_from_a_loss_written_by_hand() -> None:
     (finding,) = (f for f in LoopPhases().check(with_a_loss(SCORES, LOSS).analysis()))
     assert isinstance(finding, Finding)
     assert "aten::linear on 20×50×96 and 4001×96" in finding.summary
@@ -114,7 +114,9 @@ def test_a_loss_by_hand_beside_a_product_gains_its_own_part_only() -> None:
         ("numpy/_core/fromnumeric.py(70): _wrapreduction", False),
     ],
 )
-def test_a_loop_in_python_is_told_from_waits_and_libraries(leaf: str, python: bool) -> None:
+def test_a_loop_in_python_is_distinguished_from_waits_and_libraries(
+    leaf: str, python: bool
+) -> None:
     """20 samples in a function of the loop, each in a line that calls this."""
     b = TraceBuilder(gpu=None)
     run = b.record_of_run()

@@ -160,7 +160,7 @@ def test_an_optimizer_that_takes_sparse_gradients_stays() -> None:
     assert rules["dense-embedding-gradient"].where[0].op == "aten::_foreach_addcdiv_"
 
 
-def test_a_buffer_that_the_loop_fills_is_no_cure_where_the_copy_is_the_cost() -> None:
+def test_a_buffer_that_the_loop_fills_is_not_a_cure_where_the_copy_is_the_cost() -> None:
     """aten::copy_ is 97% and more of each pin_memory()."""
     pins = found(str(H100 / "pin_each_step"))["pinned-allocation-in-loop"]
     assert "staging" not in pins.code
@@ -182,7 +182,7 @@ def test_no_larger_batch_is_advised_where_samples_take_the_time_or_memory_is_lim
     assert "batch-headroom" not in found(str(H100 / name))
 
 
-def test_one_pause_in_a_run_is_no_rate() -> None:
+def test_one_pause_in_a_run_is_not_a_rate() -> None:
     pauses = found(str(H100 / "photo_tagger")).get("gc-pauses")
     assert pauses is None or pauses.informational
 

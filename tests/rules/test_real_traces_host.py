@@ -412,7 +412,7 @@ def test_tiny_and_foreign_traces_get_no_advice_of_ours(shared_trace: Find, name:
 # -- a recording of our own -----------------------------------------------------------------------
 
 
-def test_a_recorded_loader_without_workers_is_told_from_one_with(tmp_path: Path) -> None:
+def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from time import sleep
 

@@ -289,7 +289,7 @@ def test_a_device_that_waits_gets_no_advice_on_kernels(shared_trace: Find, name:
     assert not named & kernel_rules
 
 
-def test_an_all_reduce_is_no_small_grid(shared_trace: Find) -> None:
+def test_an_all_reduce_is_not_a_small_grid(shared_trace: Find) -> None:
     """By the profiler's own figures 49% of kernel time has less than one block a multiprocessor;
     without communication it is 19% of compute time."""
     path = shared_trace("a100_train_6steps")
@@ -354,7 +354,7 @@ def test_fused_attention_is_praised(shared_trace: Find, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "nccl_collectives"]
 )
-def test_products_of_embeddings_are_no_attention(shared_trace: Find, name: str) -> None:
+def test_products_of_embeddings_are_not_attention(shared_trace: Find, name: str) -> None:
     """The recommender models multiply batches of embeddings, two of them beside a softmax."""
     assert outcomes(shared_trace(name), "unfused-attention", min_share=0.0005) == []
 
@@ -371,7 +371,7 @@ def test_no_allocation_in_steady_state_is_praised(shared_trace: Find, name: str)
 
 
 @pytest.mark.parametrize("name", ["alexnet", "simple_add"])
-def test_allocations_at_the_start_are_no_loop(shared_trace: Find, name: str) -> None:
+def test_allocations_at_the_start_are_not_a_loop(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     assert len([e for e in raw(path) if e["name"] == "cudaMalloc"]) == 24
     assert outcomes(path, "allocations-in-loop") == []
@@ -391,7 +391,7 @@ def test_unrecorded_memory_is_asked_for_and_not_guessed(shared_trace: Find) -> N
 
 
 @pytest.mark.parametrize("name", ["a100_train_6steps", "v100_train_copy_heavy"])
-def test_apex_fused_adam_is_no_single_tensor_optimizer(shared_trace: Find, name: str) -> None:
+def test_apex_fused_adam_is_not_a_single_tensor_optimizer(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     a_step = len([k for k in kernels(path) if "AdamFunctor" in k["name"]]) / 6
     (said,) = outcomes(path, "single-tensor-optimizer")

@@ -132,7 +132,7 @@ def test_the_line_of_a_filter_is_not_that_of_the_models_own_convolutions() -> No
     assert (where[0].function, where[0].line) == ("LocalContrast.blur", 21)
 
 
-def test_a_loop_that_sleeps_and_evaluates_is_first_told_so() -> None:
+def test_a_loop_that_sleeps_and_evaluates_is_first_reported_as_such() -> None:
     """0.1 s of sleep in each step; evaluation on 280,000 samples every twenty steps."""
     report = analyze(RECORDED / "waiting_loop.slow", Options(config={}))
     first = report.findings[0]

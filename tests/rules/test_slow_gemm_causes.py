@@ -43,7 +43,7 @@ def test_what_tunes_products_is_the_vendors() -> None:
     assert "TUNABLEOP" not in why(256, 256, 65536, 108)
 
 
-def test_thousands_of_tiny_products_are_told_as_such() -> None:
+def test_thousands_of_tiny_products_are_reported_as_such() -> None:
     assert "37,632 products of 8 x 8" in why(8, 8, 64, 304, batch=37_632, amd=True)
 
 

@@ -88,7 +88,7 @@ def test_a_finding_that_stays_is_a_miss_and_one_that_never_came_is_not_cured(
     assert "gone" not in never
 
 
-def test_what_is_folded_or_a_risk_is_told_from_a_rank(script: ModuleType) -> None:
+def test_what_is_folded_or_a_risk_is_distinguished_from_a_rank(script: ModuleType) -> None:
     assert script.place(("memory-leak",), told(risks=("other", "memory-leak"))) == "risk 2"
     assert script.place(("poor-overlap",), told(("poor-overlap", None, 0.1))) == "under other"
     assert script.place(("x",), told(("y", 1, 0.5))) is None

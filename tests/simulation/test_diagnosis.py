@@ -26,7 +26,7 @@ def diagnosed(seed: int, kind: str) -> Score:
     return judge(ranks, truth, played.job.cut)
 
 
-def test_nearly_all_faults_are_told_for_what_they_are_and_where() -> None:
+def test_nearly_all_faults_are_reported_for_what_they_are_and_where() -> None:
     jobs = [(seed, FAULTS[seed % len(FAULTS)]) for seed in range(2 * len(FAULTS))]
     found = {job: diagnosed(*job) for job in jobs}
     wrong = {job: score.told for job, score in found.items() if not score.right}
@@ -34,7 +34,7 @@ def test_nearly_all_faults_are_told_for_what_they_are_and_where() -> None:
     assert sum(score.beside for score in found.values()) <= 1
 
 
-def test_what_a_fault_costs_is_told_about_right() -> None:
+def test_what_a_fault_costs_is_reported_about_right() -> None:
     for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
         played, truth = play(seed, RANKS, kind)
         found = study_ranks(*summarise_all(played))

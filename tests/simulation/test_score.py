@@ -62,7 +62,7 @@ def test_saying_nothing_is_right_only_where_nothing_is() -> None:
     assert not judge(report(blamed("host", "3")), healthy).right
 
 
-def test_what_moves_is_told_as_moving() -> None:
+def test_what_moves_is_reported_as_moving() -> None:
     truth = Truth("moving", "", "", (), True, 100e6, 20e6)
     assert judge(report(blamed("imbalance", "0-31", moves=True)), truth).right
     assert not judge(report(blamed("imbalance", "3")), truth).right

@@ -34,7 +34,7 @@ def test_each_class_has_its_bar(safety: Safety, factor: float, passed: bool) -> 
 
 
 @pytest.mark.parametrize("safety", ["exact", "reordered", "precision"])
-def test_a_loss_that_is_no_number_any_more_is_never_let_through(safety: Safety) -> None:
+def test_a_loss_that_is_not_a_number_any_more_is_never_let_through(safety: Safety) -> None:
     assert not check_losses(safety, False, [run([*BASE])], [run([*BASE[:20], None])]).passed
 
 

@@ -70,7 +70,7 @@ def test_a_knob_that_changes_the_losses_is_refused(
     assert why in found.text
 
 
-def test_a_knob_that_takes_more_memory_than_there_is_is_told_as_that(
+def test_a_knob_that_takes_more_memory_than_there_is_is_reported_as_that(
     run_once: Run, home: Path
 ) -> None:
     result = run_once(TRAPS, KnobSetting("gc-freeze"), here=home)

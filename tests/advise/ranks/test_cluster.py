@@ -69,7 +69,7 @@ def test_an_address_where_nobody_answers_is_one_line() -> None:
         Cluster("tcp://127.0.0.1:1", patience=1.0)
 
 
-def test_without_the_extra_the_command_that_brings_it_is_told(
+def test_without_the_extra_the_command_that_brings_it_is_reported(
     monkeypatch: pytest.MonkeyPatch, fleet: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
@@ -85,7 +85,7 @@ def test_without_the_extra_the_command_that_brings_it_is_told(
         (ValueError("odd"), r"does not run advisor \(odd\)"),
     ],
 )
-def test_workers_with_another_advisor_are_told_in_one_line(
+def test_workers_with_another_advisor_are_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, answer: object, why: str
 ) -> None:
     made = client(run=lambda *_, **__: {"tcp://w:1": answer})

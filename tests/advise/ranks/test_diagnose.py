@@ -94,7 +94,7 @@ def test_nobody_is_blamed_where_all_are_alike(seed: int) -> None:
     ("name", "kind"),
     [("compute", "compute"), ("idle: loader", "input"), ("idle: python", "host")],
 )
-def test_the_rank_with_more_work_of_its_own_is_told(name: str, kind: str) -> None:
+def test_the_rank_with_more_work_of_its_own_is_reported(name: str, kind: str) -> None:
     report, gain = told(lambda r, s, p: [Work(0.3 * MS, name)] if r == 7 else [])
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind, outlier.moves) == (
@@ -121,7 +121,7 @@ def test_those_who_wait_are_not_blamed_however_long_their_collectives() -> None:
     assert next(row.time[waiting] for row in report.lines if row.rank == 3) < 0.5 * MS
 
 
-def test_a_host_is_told_as_a_host() -> None:
+def test_a_host_is_reported_as_a_host() -> None:
     report, _ = told(lambda r, s, p: [Work(0.3 * MS, "idle: loader")] if 8 <= r < 16 else [])
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
@@ -150,7 +150,7 @@ def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> Non
     assert [outlier.kind for outlier in uneven.outliers] == ["imbalance"]
 
 
-def test_another_rank_in_each_step_is_told_as_moving() -> None:
+def test_another_rank_in_each_step_is_reported_as_moving() -> None:
     order = np.random.default_rng(5).permutation(RANKS)
     report, gain = told(lambda r, s, p: [Work(0.4 * MS)] if r == order[s] else [])
     (outlier,) = report.outliers
@@ -159,12 +159,12 @@ def test_another_rank_in_each_step_is_told_as_moving() -> None:
     assert outlier.gain_ns == pytest.approx(gain, rel=0.1)
 
 
-def test_one_long_step_is_no_habit_of_its_rank() -> None:
+def test_one_long_step_is_not_a_habit_of_its_rank() -> None:
     report, _ = told(lambda r, s, p: [Work(0.9 * MS)] if r == 7 and s == 2 else [])
     assert report.outliers == []
 
 
-def test_links_of_one_host_are_told() -> None:
+def test_links_of_one_host_are_reported() -> None:
     rng = np.random.default_rng(2)
     factor = rng.normal(1.0, 0.02, (RANKS, STEPS, PIECES))
 
@@ -215,7 +215,7 @@ def _send(stage: int, lane: int) -> Meet:
     return Meet(f"p2p{stage}-{lane}", ends, 0.01 * MS, "send_recv")
 
 
-def test_the_long_stage_of_a_pipeline_is_told_and_its_bubbles_are_not() -> None:
+def test_the_long_stage_of_a_pipeline_is_reported_and_its_bubbles_are_not() -> None:
     report = diagnose(pipeline(0.4).summaries)
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
@@ -354,7 +354,7 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
         assert (gain.high > 1.2 * transfers) == waits
 
 
-def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
+def test_ranks_that_are_not_there_are_reported_and_the_rest_stands() -> None:
     ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []))
     left = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]
     lost = [UnreadRank(rank=rank, path=f"{rank}.json", why="access denied") for rank in (4, 5)]

@@ -123,7 +123,7 @@ def test_even_a_step_that_is_too_large_leaves_a_summary() -> None:
         ("trace.json", ""),
     ],
 )
-def test_hosts_are_told_by_names(path: str, host: str) -> None:
+def test_hosts_are_identified_by_names(path: str, host: str) -> None:
     assert host_of(path) == host
 
 

@@ -228,13 +228,13 @@ def test_the_edges_of_a_range_differ_where_its_ranks_do(
     assert t.format_bin(low, high) == words
 
 
-def test_certainty_is_not_told_as_more_than_it_is() -> None:
+def test_certainty_is_not_reported_as_more_than_it_is() -> None:
     assert rank_charts.format_significance(0.95) == "95%"
     assert rank_charts.format_significance(1.0) == "more than 99%"
     assert rank_charts.format_significance(None) == t.NOT_MEASURED
 
 
-def test_ranks_of_which_nothing_is_said_are_no_traceback(
+def test_ranks_of_which_nothing_is_said_are_not_traceback(
     make_line: Callable[..., RankLine],
 ) -> None:
     for form in ("terminal", "markdown", "html"):

@@ -19,7 +19,7 @@ def rank(
     return RankSummary(rank=number, path=path or f"{number}-{at}", world=world, steps=marks)
 
 
-def test_a_file_of_yesterday_is_set_aside_and_told() -> None:
+def test_a_file_of_yesterday_is_set_aside_and_reported() -> None:
     found = select_main_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
     assert [s.rank for s in found.summaries] == [0, 1, 2]
     assert [(u.rank, "another run with fewer ranks" in u.why) for u in found.other_runs] == [
@@ -49,11 +49,11 @@ def test_the_job_that_is_left_out_is_offered() -> None:
     assert mixed.why.endswith("before the one analysed: give its files to analyse it")
 
 
-def test_clocks_that_are_some_seconds_apart_are_no_two_runs() -> None:
+def test_clocks_that_are_some_seconds_apart_are_not_two_runs() -> None:
     assert len(select_main_run([rank(n, at=n * 10**10) for n in range(4)]).summaries) == 4
 
 
-def test_times_that_are_no_dates_tell_no_runs_apart() -> None:
+def test_times_that_are_not_dates_tell_no_runs_apart() -> None:
     ranks = [structs.replace(rank(n, at=n * HOUR), clock="monotonic") for n in range(4)]
     assert select_main_run(ranks).summaries == ranks
 
@@ -66,19 +66,21 @@ def test_a_job_of_another_size_is_set_aside() -> None:
     assert [u.path for u in found.other_runs] == ["3-0"]
 
 
-def test_a_rank_twice_is_taken_once_and_told() -> None:
+def test_a_rank_twice_is_taken_once_and_reported() -> None:
     found = select_main_run([rank(0), rank(1), rank(1, path="more", steps=3)])
     assert [(s.rank, s.path) for s in found.summaries] == [(0, "0-0"), (1, "more")]
     assert found.notes == {"further files of the same ranks": "of ranks 1"}
 
 
-def test_the_only_rank_that_is_not_told_is_the_one_that_is_missing() -> None:
+def test_the_only_rank_that_is_not_reported_is_the_one_that_is_missing() -> None:
     found = select_main_run([rank(0), rank(1), rank(3), rank(-1, path="who")])
     assert [(s.rank, s.path) for s in found.summaries][2] == (2, "who")
     assert not found.notes
 
 
-def test_several_that_are_not_told_get_numbers_that_no_rank_has_and_their_files_are_named() -> None:
+def test_several_that_are_not_reported_get_numbers_that_no_rank_has_and_their_files_are_named() -> (
+    None
+):
     found = select_main_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
     assert [(s.rank, s.path) for s in found.summaries][2:] == [(4, "a"), (5, "b")]
     assert "4 is a and 5 is b" in found.notes["which ranks some files are of"]

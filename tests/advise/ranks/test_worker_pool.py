@@ -157,7 +157,7 @@ def test_what_takes_too_long_is_given_up_and_the_others_are_not() -> None:
     assert len(found) == 4
 
 
-def test_without_any_worker_left_the_rest_is_told_as_unread() -> None:
+def test_without_any_worker_left_the_rest_is_reported_as_unread() -> None:
     crew = Crew(lambda rank, _: answer(rank))
 
     def act(rank: int, now: int) -> bytes:
@@ -170,7 +170,7 @@ def test_without_any_worker_left_the_rest_is_told_as_unread() -> None:
     assert any(isinstance(one, UnreadRank) and "no worker is left" in one.why for one in found)
 
 
-def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
+def test_an_answer_that_is_not_a_summary_is_that_ranks_failure() -> None:
     crew = Crew(lambda rank, _: b"\xff" if rank == 1 else answer(rank))
     found = list(iterate_results(orders(3), crew))
     assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]

@@ -236,7 +236,7 @@ def test_a_table_of_contents_is_not_read_at_any_length(
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_what_is_no_archive_is_told(web: Server, kind: str) -> None:
+def test_what_is_not_an_archive_is_reported(web: Server, kind: str) -> None:
     web.state.files["/a"] = b"<html>log in</html>" * 100
     assert f"{web.url}/a: not an archive that can be read" in refused(f"{kind}://::{web.url}/a")
     good = (
@@ -253,13 +253,13 @@ def test_an_archive_on_a_server_that_fails_now_and_then(web: Server, trace_bytes
     assert open_run(f"zip://::{web.url}/a.zip").ranks == [0, 1]
 
 
-def test_an_archive_without_ranges_is_told(web: Server, trace_bytes: Made) -> None:
+def test_an_archive_without_ranges_is_reported(web: Server, trace_bytes: Made) -> None:
     web.state.files["/a.zip"] = zipped({"rank0.json": trace_bytes(0)})
     web.state.ranges = False
     assert "cannot be read in parts; download it first" in refused(f"zip://::{web.url}/a.zip")
 
 
-def test_a_locked_member_is_told(web: Server) -> None:
+def test_a_locked_member_is_reported(web: Server) -> None:
     made = bytearray(zipped({"rank0.json": b"{}"}))
     made[6] |= 1
     made[made.index(b"PK\x01\x02") + 8] |= 1  # encrypted, both say

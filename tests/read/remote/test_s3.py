@@ -101,7 +101,7 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
     ],
     ids=["missing", "denied", "unavailable", "cut"],
 )
-def test_a_rank_that_cannot_be_read_is_told_and_the_rest_stands(
+def test_a_rank_that_cannot_be_read_is_reported_and_the_rest_stands(
     s3: Any,
     trace_bytes: Callable[[int], bytes],
     scratch: Path,
@@ -130,12 +130,14 @@ def test_what_passes_is_read_after_another_attempt(
     assert s3.state.done["once/rank0.json"] > 2
 
 
-def test_no_such_bucket_is_told(s3: Any) -> None:
+def test_no_such_bucket_is_reported(s3: Any) -> None:
     with pytest.raises(AdvisorError, match=r"^s3://nowhere/a\.json: no such (bucket|file)"):
         open_run("s3://nowhere/a.json")
 
 
-def test_no_credentials_are_told(monkeypatch: pytest.MonkeyPatch, s3: Any, tmp_path: Path) -> None:
+def test_no_credentials_are_reported(
+    monkeypatch: pytest.MonkeyPatch, s3: Any, tmp_path: Path
+) -> None:
     import s3fs
 
     url = s3.put("a.json", b"{}")

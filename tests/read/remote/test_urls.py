@@ -32,7 +32,7 @@ from advisor.read.remote.urls import RankFilter, file_name, is_url, rank_in, red
         ("host:/path", False),
     ],
 )
-def test_urls_are_told_from_paths(text: str, expected: bool) -> None:
+def test_urls_are_distinguished_from_paths(text: str, expected: bool) -> None:
     assert is_url(text) is expected
 
 
@@ -96,7 +96,7 @@ def test_ranks_are_numbers_and_ranges() -> None:
 @pytest.mark.parametrize(
     "text", ["a", "1-", "-1", "5-2", "1,,2", "1" * 20, "0x1", ",".join("1" * 5000)]
 )
-def test_what_is_no_list_of_ranks_is_refused(text: str) -> None:
+def test_what_is_not_a_list_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--ranks"):
         RankFilter(text)
 
@@ -165,7 +165,7 @@ class ClientError(Exception):
         (ClientError(status="odd", response=7), "ClientError", False),
     ],
 )
-def test_what_libraries_raise_is_told_in_our_words(
+def test_what_libraries_raise_is_reported_in_our_words(
     error: Exception, said: str, passing: bool
 ) -> None:
     what = explain_error(error, "s3://bucket/a")

@@ -127,7 +127,7 @@ def test_each_trouble_is_one_line(
     assert line.startswith(f"{web.url}/a.json: {said}")
 
 
-def test_a_slow_rank_is_told_and_the_rest_stands(
+def test_a_slow_rank_is_reported_and_the_rest_stands(
     web: Server, trace_bytes: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 1)
@@ -144,7 +144,7 @@ def test_a_slow_rank_is_told_and_the_rest_stands(
     ]
 
 
-def test_nobody_there_is_told(monkeypatch: pytest.MonkeyPatch, web: Server) -> None:
+def test_nobody_there_is_reported(monkeypatch: pytest.MonkeyPatch, web: Server) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     with Server(web.state) as other:
         url = other.url
@@ -185,7 +185,7 @@ def test_only_what_is_below_a_listed_folder_is_looked_at(web: Server) -> None:
         assert deep.url == f"{web.url}/run/sub/b.json"
 
 
-def test_a_page_in_place_of_a_trace_is_told(web: Server) -> None:
+def test_a_page_in_place_of_a_trace_is_reported(web: Server) -> None:
     web.state.files["/login.json"] = b"<!doctype html><html><body>Log in</body></html>"
     with pytest.raises(AdvisorError) as caught:
         open_run(f"{web.url}/login.json")
@@ -221,7 +221,7 @@ def test_a_file_over_the_bound_is_refused_before_it_is_fetched(web: Server) -> N
     assert "larger than 1 MB" in refused(f"{web.url}/a.json", max_bytes=10**6)
 
 
-def test_a_full_disk_is_told(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     web.state.files["/a.json"] = BIG
     monkeypatch.setattr(fetch, "ROOM_LEFT", 1 << 60)
     assert "name a larger disk in TMPDIR" in refused(f"{web.url}/a.json")

@@ -147,7 +147,7 @@ def test_a_group_larger_than_a_machine_crosses_a_network_that_stays() -> None:
     assert found.factor[1] == pytest.approx(share + (1 - share) * alone.factor[0], rel=1e-3)
 
 
-def test_formats_that_a_gpu_lacks_are_computed_in_another_or_told() -> None:
+def test_formats_that_a_gpu_lacks_are_computed_in_another_or_reported() -> None:
     def eight(b: TraceBuilder) -> None:
         with b.op("aten::_scaled_mm", [[8192, 8192], [8192, 8192]], "c10::Float8_e4m3fn"):
             b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)

@@ -58,7 +58,7 @@ def test_a_mesh_is_read_by_its_axes(text: str, mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     "text", ["", "dp", "dp=0", "dp=-1", "dp=2,dp=2", "xp=2", "dp=2,ep=4", "dp=9999999999", "dp=²"]
 )
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+def test_what_is_not_a_mesh_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--mesh"):
         parse_mesh(text)
 

@@ -113,7 +113,7 @@ def test_there_and_back_is_where_it_began() -> None:
     assert back.step_ns == pytest.approx(there.measured_ns, rel=0.01)
 
 
-def test_another_vendor_has_a_wider_band_and_is_told() -> None:
+def test_another_vendor_has_a_wider_band_and_is_reported() -> None:
     projector = Projector(trace(product), same_host=True)
     near, far = projector.on(find_gpu("h100 sxm5").gpu), projector.on(find_gpu("mi300x").gpu)
     assert far.high_ns / far.step_ns >= near.high_ns / near.step_ns
@@ -262,7 +262,7 @@ def test_a_gpu_is_found_by_its_words_and_by_its_drivers_name(name: str, expected
 
 
 @pytest.mark.parametrize("name", ["", "  ", "h21", "voodoo 2", "nvidia h100 mi300x"])
-def test_a_name_that_fits_none_is_told(name: str) -> None:
+def test_a_name_that_fits_none_is_reported(name: str) -> None:
     with pytest.raises(AdvisorError, match="no GPU"):
         find_gpu(name)
 

@@ -81,7 +81,7 @@ def test_an_instance_is_read_from_the_price_file(tmp_path: Path) -> None:
         {"gpu": "h200", "gpus": 8, "nic": 3}, {"gpu": "h200", "gpus": 8, "price": float("nan")},
     ],
 )  # fmt: skip
-def test_what_is_no_instance_is_refused(entry: object) -> None:
+def test_what_is_not_an_instance_is_refused(entry: object) -> None:
     with pytest.raises(AdvisorError, match="instance"):
         read_instance({"x": entry} if entry is not None else {}, "x")
 

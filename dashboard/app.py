@@ -32,9 +32,8 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def create_app(session: DashboardSession, access: Access | None = None) -> dash.Dash:
-    """Build the application of a session. ``access``: who may see it; by default nobody who does
-    not know a token that was just made, ``Access()`` is everybody who reaches it by this machine's
-    names.
+    """Build the application of a session. ``access``: who may see it. By default a new token is
+    needed. ``Access()`` admits everybody who reaches it by this machine's names.
 
     ``app.server`` is the WSGI application to serve."""
     app = Application(
@@ -133,8 +132,7 @@ def on_error(error: Exception) -> Any:
 
 
 def _refuse(error: Exception) -> Any:
-    """A request that Dash itself cannot take: a body that no page of ours sends, a script that no
-    component has."""
+    """Answer a request that Dash cannot handle: a body that no page sends, or an unknown script."""
     if isinstance(error, HTTPException):
         return error
     print(f"advisor dashboard: {labels.clean(describe_failure(error))}", file=sys.stderr)
@@ -272,8 +270,8 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
 
 
 def has_content(page: MenuPage, view: PageView) -> bool:
-    """Return whether a page has something to show of a run; while that is read, or if it cannot
-    be, which pages are there whatever it holds."""
+    """Return whether a page has something to show of a run. While a run is read, or after that
+    failed, only pages that need no report have."""
     check = getattr(import_module(_module(page)), "has_content", None)
     if view.entry.state in ("loading", "failed"):
         of_all = page.module in ("live", "runs", "compare") and bool(check and check(view))

@@ -437,7 +437,7 @@ def icon(name: str) -> Any:
 
 
 def editor_href(template: str, place: Location) -> str | None:
-    """Return the address that opens a place in the editor; ``None``: its file is not here."""
+    """Return the address that opens a place in the editor, or ``None`` if its file is not here."""
     if not template or not place.file or place.line is None or "\0" in place.file:
         return None
     file = Path(place.file).absolute()

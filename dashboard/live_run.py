@@ -103,7 +103,7 @@ class Follower:
             return []
 
     def read(self, rank: int) -> RankRecord | None:
-        """Read what a rank has written so far; ``None``: there is no such rank."""
+        """Read what a rank has written so far. Return ``None`` for no such rank."""
         if rank not in self.ranks():
             return None
         folder = self.path / f"rank{rank}"

@@ -93,9 +93,9 @@ _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 
 
 def saved_report(path: str) -> Report | None:
-    """Read the report of several ranks that a file holds; ``None``: it is something else.
+    """Read the report of several ranks that a file holds, or ``None`` for another file.
 
-    Raises AdvisorError: it is one, and damaged."""
+    Raises AdvisorError if the report is damaged."""
     result = read_saved(path, Report, SCHEMA, MAX_JSON)
     return result if result is not None and result.ranks is not None else None
 
@@ -106,7 +106,7 @@ def key_of(job: str, place: int) -> str:
 
 
 def split_key(key: str) -> tuple[str, int] | None:
-    """Return the job and the row of such a key; ``None``: it is none."""
+    """Return the job and the row of such a key, or ``None`` for another key."""
     result = _KEY.fullmatch(key)
     return (result[1], int(result[2])) if result else None
 
@@ -135,7 +135,7 @@ class OpenedPath:
     summary: RunSummary | None = None
     """Summary of a run in a folder of runs, once its records were read."""
     step: StepTime | None = None
-    """Step time of the run; of one that was read, its report's. ``None``: not measured."""
+    """Step time of the run; of one that was read, its report's. ``None`` if not measured."""
     verdict: str = ""
     """Verdict of the report, also once the run was closed again."""
     gains: dict[str, float] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class DashboardSession:
     live: bool = False
     """Whether the first path is a run that goes on, whose folder is watched for new windows."""
     perfetto: str | None = None
-    """Address of the Perfetto UI that a trace can be handed to; ``None``: none."""
+    """Address of the Perfetto UI that a trace can be handed to, if any."""
     editor: str = ""
     """Address that opens a source in an editor, with ``{file}`` and ``{line}``; empty: none."""
     folder: str = ""
@@ -187,7 +187,7 @@ class DashboardSession:
         self.closers: list[Callable[[], None]] = []
         """Functions called when the session is closed: what was made for it goes."""
         self.follower = Follower(self.entries[0].path) if self.live else None
-        """Follower of what the first path has recorded so far; ``None``: nothing is followed."""
+        """Follower of what the first path has recorded so far, if a run is followed."""
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -212,8 +212,8 @@ class DashboardSession:
             close()
 
     def entry(self, key: str | None) -> OpenedPath:
-        """The entry of a key; the first one for anything else. A rank of a job is opened when it
-        is asked for first, and read in the background."""
+        """Return the entry of a key, or the first one for any other key. A rank of a job is opened
+        on the first request, and read in the background."""
         known = next((entry for entry in self.entries if entry.key == key), None)
         if known is not None and known.state == "unread":
             self._read_later(known)
@@ -231,7 +231,7 @@ class DashboardSession:
         threading.Thread(target=self._read_rank, args=(entry,), daemon=True).start()
 
     def _open(self, key: str) -> OpenedPath | None:
-        """Open a rank of a job, by the row of its report; ``None``: there is none."""
+        """Open a rank of a job, by the row of its report. Return ``None`` for no such row."""
         asked = split_key(key)
         with self._opening:
             job = next((item for item in self.entries if asked and item.key == asked[0]), None)
@@ -263,7 +263,7 @@ class DashboardSession:
                     self._fail(entry, BROKEN)
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
-        """Return two entries compared; a text: why not; ``None``: not (yet) made."""
+        """Return two entries compared, the reason why not, or ``None`` if not yet made."""
         return self._comparisons.get((before, after))
 
     @property

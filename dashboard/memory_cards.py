@@ -223,7 +223,7 @@ def _timeline(peak: PeakMemory, table_: pl.DataFrame) -> Any:
 
 def _busy_part(x: list[float], peak: int) -> list[float] | None:
     """Return the ends of the axis where nothing changes for most of it, with the peak after that:
-    what follows. ``None``: all of it."""
+    what follows. ``None`` for all of it."""
     if len(x) < 2:
         return None
     still = np.diff(x)

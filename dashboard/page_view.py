@@ -28,7 +28,7 @@ class PageView:
     session: DashboardSession
     entry: OpenedPath
     rank: int | None
-    """Number of a rank that is there; ``None``: the reported one."""
+    """Number of an existing rank, or ``None`` for the reported one."""
     without: str = ""
     """Numbers of the fixes that are not ticked, with commas between them."""
 

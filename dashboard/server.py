@@ -102,7 +102,8 @@ class Access:
         return self.host in LOCAL
 
     def is_allowed_host(self, header: str | None) -> bool:
-        """Whether a request with this Host header is meant for us. Any port: tunnels change it.
+        """Return whether a request with this Host header is meant for this server, at any port:
+        tunnels change it.
 
         A page elsewhere can make its own name point here, never an address, so addresses are
         answered where others may come by them."""
@@ -118,7 +119,7 @@ class Access:
         return str(address) in self.names or not self.is_local_only
 
     def is_valid_token(self, token: str | None) -> bool:
-        """Whether the token is right, in constant time."""
+        """Return whether the token is right, in constant time."""
         if self.token is None:
             return True
         return token is not None and hmac.compare_digest(_bytes(token), _bytes(self.token))
@@ -128,7 +129,7 @@ class Access:
         return self.signer.sign(secrets.token_urlsafe(12)).decode()
 
     def is_valid_cookie(self, cookie: str | None) -> bool:
-        """Whether a cookie is one of ours, in constant time."""
+        """Return whether this server signed a cookie, in constant time."""
         if self.token is None:
             return True
         try:
@@ -139,7 +140,7 @@ class Access:
 
 
 def is_usable_token(token: str) -> bool:
-    """Whether a token that somebody chose is long enough and can stand in an address as it is."""
+    """Return whether a token that a user chose is long enough and fits an address as it is."""
     return _TOKEN.fullmatch(token) is not None
 
 
@@ -220,8 +221,8 @@ def _compress(response: Response) -> Response:
 
 
 def _authenticate(access: Access) -> flask.typing.ResponseReturnValue | None:
-    """Let in a visitor with the token or the cookie that was given for it; a token in the address
-    always goes out of it."""
+    """Let in a visitor with the token or the cookie that was given for it. A token in the address
+    is always removed from it."""
     request = flask.request
     header = request.headers.get("Host")
     cookie = request.cookies.get(cookie_name(header))
@@ -287,8 +288,8 @@ def _refuse(code: int, why: str) -> flask.Response:
 
 
 def _is_same_origin(request: flask.Request) -> bool:
-    """Whether a request that makes us work comes from a page of ours, as far as the browser
-    tells. Pages may be linked to from anywhere."""
+    """Return whether a request that causes work comes from one of this server's pages, if the
+    browser says so. Pages may be linked to from anywhere."""
     if request.method != "POST" and not request.path.startswith(("/_advisor/", "/_dash-")):
         return True
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):

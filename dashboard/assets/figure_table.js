@@ -1,5 +1,5 @@
-// The numbers of a figure as a table, for who cannot see it: made of what plotly drew, when its
-// "Data table" is opened.
+// The numbers of a figure as a table, for readers who cannot see it. It is built from what plotly
+// drew, when "Data table" is opened.
 (function () {
   "use strict";
   var MAX_ROWS = 200;

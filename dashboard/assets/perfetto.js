@@ -1,7 +1,6 @@
-// "Open in Perfetto": at the first click it is explained, at the second a tab is opened and the
-// trace handed to it by postMessage, as Perfetto's documentation has it ("Deep linking to the
-// Perfetto UI"). Nothing is asked of that site before, and nothing but the page that is opened
-// receives the trace.
+// "Open in Perfetto": the first click shows an explanation. The second opens a tab and posts the
+// trace to it (see Perfetto's "Deep linking to the Perfetto UI"). Nothing is requested from that
+// site before, and only the opened page receives the trace.
 (function () {
   "use strict";
   var KNOCK_MS = 100,

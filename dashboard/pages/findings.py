@@ -290,7 +290,7 @@ def _folded(report: Report, finding: Finding) -> list[Any]:
 
 
 def timeline_href(view: PageView, finding: Finding, place: Location) -> str | None:
-    """Return the timeline's address around the worst instance; ``None``: the place has no time."""
+    """Return the timeline's address around the worst instance, or ``None`` without a time."""
     if place.ts_ns is None or finding.trace_rank not in (None, *view.loaded.analyses):
         return None
     dur = place.dur_ns or 0

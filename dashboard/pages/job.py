@@ -144,7 +144,7 @@ def _figures(ranks: Ranks) -> Any:
 
 
 def _waiting(ranks: Ranks, row: RankLine) -> float | None:
-    """Return how long a rank waits for others, per step, ns; ``None``: not measured."""
+    """Return how long a rank waits for others, per step, ns, or ``None`` if not measured."""
     return dict(zip(ranks.classes, row.time, strict=False)).get(rank_charts.WAITING)
 
 

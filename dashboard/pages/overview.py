@@ -66,7 +66,7 @@ def layout(**query: object) -> Any:
 
 
 def _is_quiet(report: Report) -> bool:
-    """Whether the limits change nothing of the advice, so that they stand below it."""
+    """Return whether the limits leave the advice as it is, so that they are shown below it."""
     cut_off = any(each.truncated for each in report.inputs)
     return report.busy_share is not None and report.per == "step" and not cut_off
 
@@ -197,7 +197,7 @@ def _is_kept(stair: StepAfterFix, kept: set[int]) -> bool:
 
 
 def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[FixSequence, str] | None:
-    """Return the step after each of some fixes, and the text below; ``None``: there are none."""
+    """Return the step after each of some fixes, and the text below, or ``None`` without fixes."""
     shown = loaded.cached(
         ("fix_sequence", frozenset(kept)),
         lambda: report_charts.build_chosen_fix_sequence(

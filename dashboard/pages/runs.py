@@ -161,8 +161,8 @@ def _step(entry: OpenedPath) -> Any:
 
 
 def _change(entry: OpenedPath, older: list[OpenedPath]) -> str:
-    """Show the step time against the run before, if that is of the same program; nothing is said of
-    its significance."""
+    """Show the step time against the run before, if that is of the same program. No significance
+    is computed."""
     before = older[0] if older else None
     if before is None or not entry.step or not before.step:
         return t.EMPTY_CELL

@@ -127,7 +127,7 @@ def file_name(view: PageView) -> str:
 
 def trace_buttons(view: PageView) -> Any:
     """Build buttons that save the trace, and open it in Perfetto; what that does is said before it
-    is done. ``None``: there is no trace."""
+    is done. ``None`` without a trace."""
     a = view.analysis
     if a.record_only or a.trace.meta.path == "-":
         return None

@@ -62,7 +62,7 @@ def layout(**query: object) -> Any:
 
 
 def read(path: str) -> TrialReport | None:
-    """Read the trials in a run's folder; ``None``: there are none."""
+    """Read the trials in a run's folder, or return ``None`` without any."""
     file = Path(path) / FILE
     if not file.is_file():
         return None

@@ -29,7 +29,7 @@ class CounterSeries(NamedTuple):
     ts: Ints
     value: NDArray[np.float64]
     max_shown_ns: int | None
-    """Longest time that a value is shown for, ns; ``None``: until the next one."""
+    """Longest time that a value is shown for, ns, or ``None`` for until the next one."""
 
 
 _GPU: tuple[tuple[str, str, str, Callable[[GpuSample], Any]], ...] = (
@@ -57,7 +57,8 @@ def counter_series(a: Analysis) -> tuple[CounterSeries, ...]:
 
 
 def clock_offset(a: Analysis) -> int | None:
-    """Return what turns the recorder's times into the trace's, ns; ``None``: not on one clock."""
+    """Return what turns the recorder's times into the trace's, ns, or ``None`` if
+    they have different clocks."""
     if a.record is None:
         return None
     if a.record_only:  # the first step is the beginning

@@ -69,7 +69,7 @@ def _links(index: TimelineIndex, table: str, kind: str, rows: list[int]) -> list
 
 
 def _line(a: Analysis, host_row: int | None) -> dict[str, Any] | None:
-    """Return the user's line around a host row; ``None``: no stacks."""
+    """Return the user's line around a host row, or ``None`` without stacks."""
     file, line, function = a.location(host_row)
     if file is None:
         return None

@@ -4,7 +4,7 @@ import { Timeline } from "./view.js";
 import * as ui from "./ui.js";
 
 /**
- * The timeline that is shown, for who looks on: tests, benchmarks, the console.
+ * The timeline that is shown, for tests, benchmarks and the console.
  * @type {{ current: Timeline | null }}
  */
 export const state = { current: null };

@@ -135,7 +135,7 @@ def parse_price(text: str) -> Prices:
     """Return the price in ``2.50/h``, ``$2.50`` or ``2.50 EUR/h``. Raises AdvisorError."""
     match = _PRICE_PATTERN.fullmatch(text.strip())
     if match is None or (match[1] and match[3]):
-        raise AdvisorError(f"--price {text[:60]}: give what an hour of one GPU costs: 2.50/h")
+        raise AdvisorError(f"--price {text[:60]}: expected a price per GPU-hour, such as 2.50/h")
     currency = (match[3] or SYMBOLS.get(match[1], DEFAULT_CURRENCY)).upper()
     return Prices({"": float(match[2])}, currency, "--price")
 

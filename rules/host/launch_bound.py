@@ -140,8 +140,8 @@ class LaunchBound(Rule):
         },
         "the kernels differ from step to step": {
             "fix": "Pad inputs to a few fixed shapes and replay CUDA graphs, because the kernels "
-            'differ from step to step. torch.compile(mode="reduce-overhead") captures one graph '
-            "for each shape."
+            'differ from step to step. With torch.compile(mode="reduce-overhead"), each shape gets '
+            "a graph."
         },
         "the kernels differ at the same shapes": {
             "fix": 'Capture the model alone, with torch.compile(mode="reduce-overhead") or CUDA '

@@ -103,7 +103,7 @@ def test_functions_around_the_models_count_together(shared_trace: Trace) -> None
     assert (longest.count, round(longest.dur_ns / 1e4)) == (4, 562)
     assert places["_set_context"].count == 8
     assert "8 of _set_context, 54.6 ms" in str(finding.evidence)
-    assert "host work of diffusers" in finding.fix and "worker" not in finding.fix
+    assert "host work is in diffusers itself" in finding.fix and "worker" not in finding.fix
     assert not finding.code, "no worker can walk the pipeline's modules"
 
 

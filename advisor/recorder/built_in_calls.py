@@ -51,38 +51,40 @@ def called_function(frame: FrameType) -> str:
 def operator_function(frame: FrameType) -> str:
     """Return the function of the ``operator`` module that does the same as the frame's current
     instruction, such as ``operator.pow`` for ``a ** b``. Empty for another instruction."""
-    code, offset = frame.f_code, frame.f_lasti
-    if len(code.co_code) > MAX_CODE or offset < 0:
+    instructions = _instructions_to(frame.f_code, frame.f_lasti)
+    if not instructions:
         return ""
+    kind = instructions[-1].opname
+    symbol = instructions[-1].argrepr if kind in ("BINARY_OP", "COMPARE_OP") else kind
+    name = _OPERATORS.get(symbol.removeprefix("bool(").rstrip("=)") or "==")
+    return f"operator.{name}" if name else ""
+
+
+def _instructions_to(code: CodeType, offset: int) -> list[dis.Instruction]:
+    """Return the instructions up to the one at ``offset``, empty if none is there."""
+    if len(code.co_code) > MAX_CODE or offset < 0:
+        return []
+    instructions: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):
-        if instruction.offset == offset:
-            kind = instruction.opname
-            symbol = instruction.argrepr if kind in ("BINARY_OP", "COMPARE_OP") else kind
-            name = _OPERATORS.get(symbol.removeprefix("bool(").rstrip("=)") or "==")
-            return f"operator.{name}" if name else ""
-    return ""
+        if instruction.offset > offset:
+            break
+        instructions.append(instruction)
+    return instructions if instructions and instructions[-1].offset == offset else []
 
 
 def _find_call_names(code: CodeType, offset: int) -> list[str]:
     """Return the names that a call consists of, such as ``["np", "array"]``. The first one is empty
     for an expression."""
-    if len(code.co_code) > MAX_CODE or offset < 0:
+    instructions = _instructions_to(code, offset)
+    if not instructions or instructions[-1].opname not in _CALL_OPS:
         return []
-    instructions: list[dis.Instruction] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.offset >= offset:
-            break
-        instructions.append(instruction)
-    else:
-        return []
-    if instruction.offset != offset or instruction.opname not in _CALL_OPS:
-        return []
-    start = _start_position(instruction)
+    call = instructions.pop()
+    start = _start_position(call)
     if start is None:
         return []
     names: list[str] = []
     for earlier in instructions:
-        is_call_part = earlier.positions == instruction.positions  # part of the same call
+        is_call_part = earlier.positions == call.positions  # part of the same call
         if _start_position(earlier) != start or is_call_part or earlier.opname in _NEUTRAL_OPS:
             continue
         if earlier.opname.startswith(_ATTRIBUTE_OPS) and isinstance(earlier.argval, str):

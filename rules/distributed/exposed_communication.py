@@ -53,9 +53,9 @@ MIN_BLOCKED_SHARE = 0.01
 POINT_TO_POINT = ("send", "recv", "send_recv")
 """Kinds with which a pipeline stage waits for work, whatever the network does."""
 MESSAGES_DIFFER = (
-    "at worst {:.0%} of this time is waiting for a late rank (the traces of all ranks show it), "
-    "which this fix does not shorten"
+    "at worst {:.0%} of this time is waiting for a late rank (the traces of all ranks show it)"
 )
+WAITS_REMAIN = ", which this fix does not shorten"
 MIN_NETWORK_GB_PER_S = 0.125
 """Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""
 
@@ -375,10 +375,9 @@ class ExposedCommunication(Rule):
             evidence.append(
                 Evidence("exposed beyond the fastest message of the size", wait_share, "share")
             )
-            differ = MESSAGES_DIFFER.format(wait_share)
-            if self.cases[PIPELINED]["code"] == advice.get("code"):  # balance helps late ranks too
-                differ = differ.rpartition(", ")[0]
-            advice["assumptions"] = [differ, *self.assumptions]
+            balances = advice.get("code") == self.cases[PIPELINED]["code"]  # late ranks too
+            text = MESSAGES_DIFFER.format(wait_share) + ("" if balances else WAITS_REMAIN)
+            advice["assumptions"] = [text, *self.assumptions]
         else:
             wait_share = 0.0
         yield Finding(

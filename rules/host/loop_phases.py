@@ -339,8 +339,8 @@ class LoopPhases(LoopRule):
         sampled = [stack for stack in recorded.stacks if stack.part == LOOP]
         use, part, share = find_library_use(sampled), "it", 1.0
         if use is None and line is not None:  # what the function with most of it spends time on
-            frame, part = f": {line.location.function}", str(line.location.function)
-            inside = [stack for stack in sampled if any(f.endswith(frame) for f in stack.frames)]
+            part = str(line.location.function)
+            inside = [stack for stack in sampled if _find_frame(stack, line.location) >= 0]
             use = find_library_use(inside)
             share = sum(stack.samples for stack in inside) / sum(s.samples for s in sampled)
         advice = {} if use is None else use.advice("the step")

@@ -158,7 +158,7 @@ class RebuiltWeights(Rule):
             CONSTANT: "computes it from plain numbers alone",
         }[kind]
         operators = t.count_noun(count, "operator")
-        summary = f"{of_step(a, ns)[:1].upper()}{of_step(a, ns)[1:]} {action}, in {operators}."
+        summary = f"{of_step(a, ns)} {action}, in {operators}."
         title = {
             CAST: f"Autocast casts frozen weights again {where}",
             NORM: "weight_norm is computed again in each forward pass",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.device.shapes import OpInputs, Tensor, read_inputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows, parent_rows
 
@@ -56,8 +56,7 @@ def next_fast_length(length: int) -> int:
 
 def inputs_at(a: Analysis, index: int) -> OpInputs:
     """Read a row of ``trace.inputs``."""
-    row = a.trace.inputs.row(index, named=True)
-    return OpInputs(*(row[name] or "" for name in ("dims", "types", "strides", "concrete")))
+    return read_inputs(a.trace.inputs, index)
 
 
 def calls_by_inputs(a: Analysis, pattern: str) -> Iterator[tuple[str, OpInputs, Rows]]:

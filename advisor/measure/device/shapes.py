@@ -142,6 +142,12 @@ class OpInputs:
         return values if all_integers else None
 
 
+def read_inputs(table: pl.DataFrame, row: int) -> OpInputs:
+    """Return the recorded inputs in a row of ``Trace.inputs``."""
+    recorded = table.row(row, named=True)
+    return OpInputs(*(recorded[name] or "" for name in ("dims", "types", "strides", "concrete")))
+
+
 def main_dtype(op: str, inputs: OpInputs) -> str | None:
     """Return the format an operator computes in (one of FORMATS), from its recorded input types. It
     is the format of its first tensor with a known one, or of the operand in _MAIN_INPUT."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.matmuls import broadcast_shapes
+from advisor.measure.device.shapes import OpInputs, read_inputs
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows
 
 if TYPE_CHECKING:
@@ -58,22 +60,22 @@ def constant_tensors(a: Analysis) -> NDArray[np.int64]:
     cpu, main = a.trace.cpu, a.trace.main_thread
     outer = outermost_rows(a.trace)
     outer = outer[cpu["thread"].gather(outer).to_numpy() == main] if main is not None else outer[:0]
+    creating = np.flatnonzero(name_matches(cpu["name"].gather(outer), _CREATING.pattern).to_numpy())
+    if a.trace.inputs.is_empty() or not len(creating):
+        return outer[:0].astype(np.int64)
     names = cpu["name"].gather(outer).to_list()
     inputs = cpu["inputs"].gather(outer).fill_null(-1).to_list()
-    if a.trace.inputs.is_empty():
-        return outer[:0].astype(np.int64)
-    calls = cache(lambda row: _call(a, row))
+    calls = cache(lambda row: read_inputs(a.trace.inputs, row) if row >= 0 else OpInputs("", ""))
     by_arguments: defaultdict[tuple[tuple[str, int], ...], list[list[int]]] = defaultdict(list)
-    place = 0
-    while place < len(names):
-        if not _CREATING.match(names[place]):
-            place += 1
+    end = 0
+    for start in creating.tolist():
+        if start < end:  # in the chain before
             continue
-        chain = _follow_chain(names, inputs, place, calls)
+        chain = _follow_chain(names, inputs, start, calls)
         computing = sum(bool(_COMPUTING.match(names[n])) for n in chain)
         if computing >= MIN_COMPUTING:
             by_arguments[tuple((names[n], inputs[n]) for n in chain)].append(chain)
-        place += max(1, len(chain))
+        end = start + len(chain)
     repeated = max(2, a.step_count)
     kept = [
         row
@@ -83,14 +85,6 @@ def constant_tensors(a: Analysis) -> NDArray[np.int64]:
         for row in chain
     ]
     return outer[sorted(kept)].astype(np.int64)
-
-
-def _call(a: Analysis, row: int) -> OpInputs:
-    table = a.trace.inputs
-    if row < 0:
-        return OpInputs("", "")
-    columns = ("dims", "types", "strides", "concrete")
-    return OpInputs(*(table[name][row] or "" for name in columns))
 
 
 def _follow_chain(
@@ -150,10 +144,7 @@ def _created_shape(name: str, call: OpInputs) -> Shape | None:
 def _result_shape(name: str, given: list[Shape], call: OpInputs) -> Shape | None:
     """Return the shape of the result; ``None`` if it is unknown."""
     if _ELEMENTWISE.match(name):
-        try:
-            return np.broadcast_shapes(*given)
-        except ValueError:
-            return None
+        return broadcast_shapes(*given)
     first, *others = given
     if _VIEWS.match(name):
         return _view_shape(name.removeprefix("aten::"), first, call)

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
-from advisor.measure.device.shapes import OpInputs, Tensor, width_of
+from advisor.measure.device.shapes import Tensor, read_inputs, width_of
 from advisor.measure.host.constant_tensors import constant_tensors
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
@@ -149,8 +149,7 @@ def _find_stored_shape(tensors: list[Tensor], *, addmm: bool) -> tuple[int, ...]
 
 
 def _read_tensors(a: Analysis, row: int) -> list[Tensor]:
-    inputs = a.trace.inputs
-    return OpInputs(inputs["dims"][row], inputs["types"][row]).tensors
+    return read_inputs(a.trace.inputs, row).tensors
 
 
 def _is_cast_of_weight(cast_tensors: list[Tensor], weights: list[Tensor]) -> bool:

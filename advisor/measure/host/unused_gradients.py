@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
 from advisor.core.run_directory import MAX_VALUE
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import read_inputs
 from advisor.measure.host.device_reads import backward_nodes
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
@@ -201,12 +201,8 @@ def _list_operators(a: Analysis, rows: Any, node: Any) -> pl.DataFrame:
             "inputs": cpu["inputs"].gather(rows),
         }
     ).filter(pl.col("part").is_not_null() & pl.col("inputs").is_not_null())
-    inputs = a.trace.inputs
     shapes = {
-        row: [
-            list(tensor.shape)
-            for tensor in OpInputs(inputs["dims"][row], inputs["types"][row]).tensors
-        ]
+        row: [list(tensor.shape) for tensor in read_inputs(a.trace.inputs, row).tensors]
         for row in table["inputs"].unique().to_list()
     }
     dims = pl.Series([shapes[row] for row in table["inputs"]], dtype=pl.List(pl.List(pl.Int64)))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
 from advisor.core.trace import Trace
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import read_inputs
 from advisor.measure.host.launches import AHEAD_SHARE, analysed_device
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import (
@@ -207,12 +207,8 @@ def _find_lookups(trace: Trace) -> tuple[pl.DataFrame, list[_Lookup]]:
     ]
 
 
-def _read_inputs(trace: Trace, row: int) -> OpInputs:
-    return OpInputs(*(str(text) for text in trace.inputs.select("dims", "types").row(row)))
-
-
 def _read_lookup(trace: Trace, row: int) -> _Lookup | None:
-    inputs = _read_inputs(trace, row)
+    inputs = read_inputs(trace.inputs, row)
     weight, indices = inputs.tensor(0), inputs.tensor(1)
     if weight is None or indices is None or len(weight.shape) != 2 or not indices.shape:
         return None
@@ -317,7 +313,7 @@ def _find_pass(ts: Ints, start: Ints, end: Ints) -> Ints:
 
 def _read_query(trace: Trace, row: int) -> tuple[int, int, bool] | None:
     """Return a sequence's new tokens, tokens attended to, and whether attention is causal."""
-    inputs = _read_inputs(trace, row)
+    inputs = read_inputs(trace.inputs, row)
     query, key = inputs.tensor(0), inputs.tensor(1)
     if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
         return None
@@ -424,7 +420,7 @@ def read_heads(trace: Trace, row: int) -> Heads | None:
     inputs = trace.cpu["inputs"][row]
     if inputs is None:
         return None
-    op_inputs = OpInputs(*(str(text) for text in trace.inputs.select("dims", "types").row(inputs)))
+    op_inputs = read_inputs(trace.inputs, inputs)
     query, key, value = (op_inputs.tensor(position) for position in range(3))
     if query is None or key is None or len(query.shape) != 3 or len(key.shape) not in (2, 3):
         return None

@@ -146,7 +146,7 @@ def _explain_unmarked_steps(a: Analysis) -> list[Limit]:
         return [
             Limit(
                 f"Steps were not recorded: the figures are for {_name_analysed_part(a)}. "
-                f"{marking[0].upper()}{marking[1:]} for figures per step.",
+                f"{t.upper_first(marking)} for figures per step.",
                 UNMARKED,
             )
         ]
@@ -155,7 +155,7 @@ def _explain_unmarked_steps(a: Analysis) -> list[Limit]:
             Limit(
                 "Nothing marks the steps. A repetition is where the same work recurs. It may be a "
                 f"part of an iteration, such as a layer.{_name_left_out_time(a)} "
-                f"{marking[0].upper()}{marking[1:]}.",
+                f"{t.upper_first(marking)}.",
                 UNMARKED,
             )
         ]
@@ -163,7 +163,7 @@ def _explain_unmarked_steps(a: Analysis) -> list[Limit]:
         return [
             Limit(
                 "The program marks no steps. The profiler derived these from the GPU's work. Work "
-                f"outside them is left out. {marking[0].upper()}{marking[1:]}.",
+                f"outside them is left out. {t.upper_first(marking)}.",
                 UNMARKED,
             )
         ]
@@ -230,7 +230,7 @@ MIN_CALL_SHARE = 0.5
 def _name_left_out_time(a: Analysis) -> str:
     """Say how much of the recording is outside the repetitions. Empty if that is little."""
     outside = _name_time_outside(a)
-    return f" {outside[0].upper()}{outside[1:]} the repetitions are left out." if outside else ""
+    return f" {t.upper_first(outside)} the repetitions are left out." if outside else ""
 
 
 def _name_time_outside(a: Analysis) -> str:
@@ -298,7 +298,7 @@ def _explain_missing_device_work(trace: Trace) -> str:
         )
     return (
         f"{lost}the profiler lost the records of all of it, as calls are only recorded together "
-        f"with what they launch. {measured[0].upper()}{measured[1:]} Record again, after a warm-up"
+        f"with what they launch. {t.upper_first(measured)} Record again, after a warm-up"
         f"{schedule_of(trace.meta, ' (', 'wait=1, warmup=1, active=3', ')')} and without another "
         "profiler on the same GPU."
     )

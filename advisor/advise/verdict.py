@@ -170,7 +170,7 @@ def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
             f"the GPU is busy at least {busy}. Idle time and gains are unknown."
         )
     if why := lost_records(a):
-        return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
+        return f"{t.upper_first(why)}: GPU busy at least {busy}."
     if a.trace.meta.truncated:
         lead = f". {_name_first_finding(report, part=True)}" if report.findings else ""
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."

@@ -253,7 +253,7 @@ def phase_verdict(comparison: Comparison) -> str:
             f"{amount.name.removesuffix(PER_TOKEN)} takes {time_text} per token: {pair}"
         )
     text = "; ".join(sentences)
-    return text[:1].upper() + text[1:]
+    return t.upper_first(text)
 
 
 # -- variants of kernels by their hardware counters ------------------------------------------------

@@ -196,6 +196,11 @@ def lower_first(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
+def upper_first(sentence: str) -> str:
+    """Return a sentence with its first letter in upper case."""
+    return sentence[:1].upper() + sentence[1:]
+
+
 def with_article(words: str) -> str:
     """Return words with their indefinite article: ``an 87.1 ms step``, ``a 90 ms step``."""
     return f"{'an' if _VOWEL.match(words) else 'a'} {words}"
@@ -418,7 +423,7 @@ def split_verdict(verdict: str, room: int) -> tuple[str, str]:
     measurement, separator, problem = verdict.partition(" First: ")
     if not separator or split_sentences(measurement, 0)[1]:  # for example, a crash comes first
         return split_sentences(verdict, room)
-    title, remaining = split_sentences(f"{problem[:1].upper()}{problem[1:]}", room)
+    title, remaining = split_sentences(upper_first(problem), room)
     return title, f"{remaining} {clean(measurement)}".strip()
 
 

@@ -144,7 +144,7 @@ def _lines(view: PageView) -> Any:
     return card(
         "Ranks",
         table(
-            [name[0].upper() + name[1:] for name in shown.head],
+            [t.upper_first(name) for name in shown.head],
             rows,
             numbers=range(1, len(shown.head)),
             chosen=next(iter(latest), None),

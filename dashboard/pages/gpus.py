@@ -80,9 +80,7 @@ def layout(**query: object) -> Any:
             f"{labels.clean(view.analysis.trace.meta.path)}: "
         )
         reason = reason.replace("--recorded-gpu NAME", "advisor dashboard --recorded-gpu NAME")
-        why = empty_state(
-            "This step cannot be projected to another GPU", reason[:1].upper() + reason[1:]
-        )
+        why = empty_state("This step cannot be projected to another GPU", t.upper_first(reason))
         return page(head("Cost and GPUs"), costs, why)
     best = cheapest = describe_cheapest(choices)
     ratios = [f"{each.projection.speedup:.2f}" for each in choices if not each.projection.refused]
@@ -91,7 +89,7 @@ def layout(**query: object) -> Any:
         best = ". ".join(filter(None, (best, none)))
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
-        head("Cost and GPUs", labels.clean(best[:1].upper() + best[1:])),
+        head("Cost and GPUs", labels.clean(t.upper_first(best))),
         banner([_no_other(prices)] if not cheapest and prices.table else []),
         costs,
         _other_gpus(choices, prices, _step(report)),

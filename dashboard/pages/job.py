@@ -266,7 +266,7 @@ def _title(name: str) -> str:
 
 
 def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return t.upper_first(text)
 
 
 def _changes(report: Report) -> list[Any]:

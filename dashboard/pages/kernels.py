@@ -243,7 +243,7 @@ def _tree(view: PageView) -> Any:
     if tree["name"].str.starts_with(KERNEL).any():
         description += " Blue: kernels of what launches several."
     return card(
-        f"{what[0].upper()}{what[1:]} by module and operator",
+        f"{t.upper_first(what)} by module and operator",
         figure(
             plotly_figures.icicle(tree, f"all {what}"),
             "modules-and-ops",

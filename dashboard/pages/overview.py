@@ -269,7 +269,7 @@ def finding_line(view: PageView, finding: Finding) -> Any:
     sampled = finding_text.line_not_recorded(view.loaded.report, finding)
     places = [" · ".join(where[0][1])] if where else []
     if sampled.startswith(finding_text.SAMPLED_LINE):
-        places.insert(0, f"{sampled[:1].upper()}{sampled[1:]}")
+        places.insert(0, f"{t.upper_first(sampled)}")
     order = finding_text.order_parts(finding, view.loaded.report)
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
@@ -294,7 +294,7 @@ def finding_line(view: PageView, finding: Finding) -> Any:
         element("Span", t.first_sentence(finding.fix), cls="fix"),
         *(
             element("Span", labels.clean(line), cls="where")
-            for line in (*places, *(why[:1].upper() + why[1:] for why in order))
+            for line in (*places, *(t.upper_first(why) for why in order))
         ),
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core import text as t
 from advisor.core.text import cause_label, host_label
 from advisor.core.trace import CALLS, LOADER
 from advisor.dashboard.timeline.counters import counter_series
@@ -305,7 +306,7 @@ def _thread_label(a: Analysis, number: int) -> str:
     if name is None or re.match(rf"thread {re.escape(str(tid))}\b", str(name)):
         name = f"thread {tid}"
     text = str(name)[:60]
-    return f"Main {text}" if number == a.trace.main_thread else text[:1].upper() + text[1:]
+    return f"Main {text}" if number == a.trace.main_thread else t.upper_first(text)
 
 
 def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:

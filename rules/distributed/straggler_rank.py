@@ -281,7 +281,7 @@ class StragglerRank(Rule):
 
 def _build_title(subject: str, deviation: Deviation) -> str:
     plural = len(deviation.members.rank_indices) > 1 and deviation.members.unit == "rank"
-    name = f"{subject[0].upper()}{subject[1:]}"
+    name = f"{t.upper_first(subject)}"
     if deviation.rank_varies:
         return "A different rank holds up each step"
     if deviation.kind == "network":

@@ -93,7 +93,7 @@ class GpuErrors(Rule):
         is_program_error = bool(xid) and set(xid) <= PROGRAM_ERRORS and len(parts) == len(xid[:5])
         text = "; ".join(parts)
         yield Finding(
-            summary=f"{text[0].upper()}{text[1:]}.",
+            summary=f"{t.upper_first(text)}.",
             evidence=[
                 Evidence("XID errors", ", ".join(map(str, xid)) or None),
                 Evidence("uncorrectable memory errors", errors[-1] if errors else None, "count", 0),

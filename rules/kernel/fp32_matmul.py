@@ -8,6 +8,7 @@ import polars as pl
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.gpus import GpuSpec
 from advisor.core.rule import Evidence, Factor, FrameworkAdvice, Rule, Threshold
@@ -401,7 +402,7 @@ class Fp32Matmul(Rule):
         )
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         work_name = " and ".join(FAMILIES[name] for name in families)
-        work_name = f"{work_name[0].upper()}{work_name[1:]}"
+        work_name = t.upper_first(work_name)
         shapes_known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
         return Finding(
             title=f"{work_name} run in FP32 without tensor cores",

@@ -441,7 +441,7 @@ def _write_title(patterns: list[Pattern]) -> str:
     others = " and others" if patterns[2:] else f" and {patterns[1].name}" if patterns[1:] else ""
     text = f"{patterns[0].name}{others}"
     verbs = ("are", "run") if patterns[1:] else ("is", "runs")
-    return f"{text[0].upper()}{text[1:]} {verbs[0]} hand-written and {verbs[1]} unfused"
+    return f"{t.upper_first(text)} {verbs[0]} hand-written and {verbs[1]} unfused"
 
 
 class _ChainSizes:

@@ -243,9 +243,9 @@ class MemoryLeak(Rule):
             left = max(0, round((total - now) / rate))
         until = f" At that rate it is full in {left:,} more steps." if left is not None else ""
         return Finding(
-            title=f"{what[0].upper()}{what[1:]} grows from step to step",
+            title=f"{t.upper_first(what)} grows from step to step",
             summary=(
-                f"{what[0].upper()}{what[1:]} grew by {t.format_bytes(growth)} in {steps:,} steps, "
+                f"{t.upper_first(what)} grew by {t.format_bytes(growth)} in {steps:,} steps, "
                 f"{t.format_bytes(rate)} per step.{until}"
             ),
             evidence=[

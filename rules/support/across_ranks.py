@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.core import labels
+from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location, unit_of
 from advisor.core.rule import Evidence
 from advisor.measure.ranks.outliers import describe_reason, describe_subject
@@ -81,7 +82,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         )
     return Finding(
         title=title,
-        summary=f"{subject[0].upper()}{subject[1:]}: {describe_reason(job, deviation)}.",
+        summary=f"{t.upper_first(subject)}: {describe_reason(job, deviation)}.",
         evidence=evidence,
         where=_find_longest_waits(job, index),
         edits=edits_of(job, deviation),

@@ -99,7 +99,7 @@ def _merge_notes(found: tuple[TargetGpu, ...]) -> list[str]:
 
 def _write_headline(found: tuple[TargetGpu, ...], per: str) -> str:
     if best := describe_cheapest(found):
-        return f"{best[:1].upper()}{best[1:]}."
+        return f"{t.upper_first(best)}."
     if len(found) > 1:
         return f"The step on each of {len(found)} GPU models."
     p = found[0].projection

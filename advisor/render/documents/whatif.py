@@ -49,7 +49,7 @@ AXES: Final = {
 def notes(lines: Sequence[str]) -> Items:
     """List remarks, one sentence each. Names such as ``h200`` stay unchanged."""
     shown = [
-        f"{line[:1].upper()}{line[1:]}." if line.split(" ", 1)[0].isalpha() else f"{line}."
+        f"{t.upper_first(line)}." if line.split(" ", 1)[0].isalpha() else f"{line}."
         for line in lines
     ]
     return Items(shown, "-", "Notes")

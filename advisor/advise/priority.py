@@ -361,7 +361,7 @@ def _choose_next(
 ) -> tuple[int, float]:
     """Return the index of the waiting finding to choose next, and its marginal gain in the window's
     step. It has the largest gain × weight in the run's step, unless another that is about as
-    certain gains clearly more.
+    certain gains clearly more, or gains about as much and has a clearly higher low end.
 
     Gains mostly shrink as other fixes are made, so a gain is computed again only if its last value
     could still win. Gains near zero are computed again every time, because a fix may begin to pay
@@ -373,6 +373,12 @@ def _choose_next(
         vague = VAGUE_WEIGHT if is_vague(findings[index]) else 1.0
         return latest[index] * scales[index] * vague
 
+    def low_end(index: int) -> float:
+        impact = findings[index].impact
+        if impact is None or not impact.gain_ns:
+            return 0.0
+        return gain(index) * (impact.low_ns or 0) / impact.gain_ns
+
     while True:
         heaviest = max(waiting, key=lambda i: (gain(i) * findings[i].confidence, findings[i].rule))
         larger = [
@@ -382,6 +388,14 @@ def _choose_next(
             and not is_more_certain(findings[heaviest], findings[i])
         ]
         best = max(larger, key=gain, default=heaviest)
+        safer = [
+            i
+            for i in waiting
+            if (1 + EQUAL_GAIN) * gain(i) >= gain(best)
+            and low_end(i) > (1 + EQUAL_GAIN) * low_end(best)
+            and not is_more_certain(findings[best], findings[i])
+        ]
+        best = max(safer, key=low_end, default=best)
         hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
         outdated = [*({heaviest, best} - fresh)] or (hopeless if chosen else [])
         if not outdated:

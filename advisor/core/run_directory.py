@@ -249,6 +249,8 @@ class GpuSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     power: int | None = None
     """Power, mW."""
     power_limit: int | None = None
+    power_limit_default: int | None = None
+    """The board's own power limit, mW. ``power_limit`` is the one in force."""
     energy: int | None = None
     """Energy since the driver was loaded, mJ."""
     temperature: int | None = None
@@ -288,6 +290,8 @@ class HostSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """CPU use of the process and its children, % of one CPU."""
     children_cpu: float | None = None
     """CPU use of the process's children (DataLoader workers), % of one CPU."""
+    run_delay: int | None = None
+    """Counter of the time that the main thread was ready to run but had no core, ns."""
     memory_available: int | None = None
     rss: int | None = None
     """Resident memory of the process, bytes."""

@@ -178,6 +178,7 @@ class NvmlDevice:
         return {
             "sm_clock_max": self._ask(clock, board, nv.NVML_CLOCK_SM),
             "memory_clock_max": self._ask(clock, board, nv.NVML_CLOCK_MEM),
+            "power_limit_default": self._ask("nvmlDeviceGetPowerManagementDefaultLimit", board),
             "temperature_slowdown": self._ask(temperature, board, threshold),
             "pcie_gen_max": self._ask("nvmlDeviceGetMaxPcieLinkGeneration", board),
             "pcie_width_max": self._ask("nvmlDeviceGetMaxPcieLinkWidth", board),

@@ -136,6 +136,7 @@ class HostSampler:
         throttled = self.cgroup.throttled()
         if throttled is not None:
             host.throttled_periods, host.throttled = throttled
+        host.run_delay = _read_run_delay()
         psutil, process = self.psutil, self._process
         if psutil is None or process is None:
             return host
@@ -237,6 +238,17 @@ class HostSampler:
                     except psutil.Error:
                         continue
         return result
+
+
+def _read_run_delay() -> int | None:
+    """Return the time that the main thread has waited for a core so far, ns, or ``None`` if the
+    kernel does not count it. ``schedstat`` has the time on a core, this, and the turns."""
+    pid = os.getpid()
+    try:
+        counters = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
+        return int(counters[1]) if any(map(int, counters)) else None
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _list_children(pid: int) -> list[int] | None:

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from advisor.core.finding import Finding, Impact, Outcomes, impact_risk
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
@@ -119,29 +120,40 @@ class ThermalThrottling(HeldClocks):
 
 
 class PowerThrottling(HeldClocks):
-    """The GPU runs at its power limit, and the driver lowers the clocks. Under dense matrix work at
-    the board's own limit that is normal. It deserves a look when clocks fall below 90% of the
-    maximum in half of the samples under load. So does a limit below the board's default.
+    """The GPU runs at its power limit, and the driver lowers the clocks: below 90% of the maximum
+    in half of the samples under load.
+
+    Under dense matrix work at the board's own limit that is normal, and only a note. A limit below
+    the board's default is a setting, and raising it may shorten the step.
 
     A power brake is different. The machine's power supply or its controller slows the GPU down from
     outside, to a fraction of its speed. So the rule reports a single sample of it."""
 
     id = "power-throttling"
-    title = "The GPU is power throttling"
+    title = "The GPU runs at its power limit"
 
     min_share = Threshold(0.50, "of the samples under load", CHOSEN)
     max_clock = Threshold(0.90, "of the maximum clock", CHOSEN)
 
+    min_limit = Threshold(0.98, "of the board's default power limit", CHOSEN)
+
     fix = (
-        "Raise the power limit if it is below the board's default (needs administrator rights). "
-        "Otherwise accept it, or draw less power for the same work: fused kernels that move "
-        "less data, and a lower precision where it is enough."
+        "Accept it, or draw less power for the same work: fused kernels that move less data, and a "
+        "lower precision where it is enough."
     )
     code = "nvidia-smi -q -d POWER   # 'Default Power Limit' is the board's own"
     verify = "Record again: clocks under load are closer to the maximum."
     falsified_by = "the same median step with a higher power limit"
     confidence = 0.7
     cases = {
+        "a low limit": {
+            "title": "The power limit is below the board's default",
+            "fix": (
+                "Raise the power limit to the board's {default} W, if the site's policy and the "
+                "cooling allow it (needs administrator rights)."
+            ),
+            "code": "nvidia-smi -pl {default}   # watts",
+        },
         "a power brake": {
             "title": "A power brake slows the GPU down",
             "fix": "Have the machine checked: power supplies, cabling, the controller's log.",
@@ -150,7 +162,7 @@ class PowerThrottling(HeldClocks):
             "confidence": 0.9,
             "falsified_by": "a record on this machine without the reason",
             "assumptions": ("the driver names the true reason",),
-        }
+        },
     }
 
     _reasons = ("software power cap",)
@@ -162,7 +174,8 @@ class PowerThrottling(HeldClocks):
         samples = under_load(recorded_steps(a))
         brake = share_of_samples(samples, "power brake")
         if not brake:
-            yield from super().check(a)
+            for finding in super().check(a):
+                yield self._advise(a, finding) if isinstance(finding, Finding) else finding
             return
         yield Finding(
             summary=(
@@ -179,17 +192,42 @@ class PowerThrottling(HeldClocks):
             **self.case("a power brake"),
         )
 
+    def _advise(self, a: Analysis, finding: Finding) -> Finding:
+        """Return the finding with its fix. Only a limit that was set low can be raised."""
+        limit, default = self._limits(a)
+        if limit is None or default is None:
+            text = "Raise the limit if it is below the board's default."
+        elif limit < self.min_limit * default:
+            return replace(finding, **self.case("a low limit", default=round(default)))
+        else:
+            text = f"The limit of {limit:.0f} W is the board's own."
+        return replace(finding, fix=f"{self.fix} {text}", impact=None)
+
+    @staticmethod
+    def _limits(a: Analysis) -> tuple[float | None, float | None]:
+        """Return the mean power limit in force and the board's default, W, None if not recorded."""
+        limit, default = (
+            recorded_steps(a).gpu(name) for name in ("power_limit", "power_limit_default")
+        )
+        return (
+            float(limit.mean()) / 1e3 if len(limit) else None,
+            float(default.max()) / 1e3 if len(default) else None,
+        )
+
     def _list_details(self, a: Analysis) -> list[Evidence]:
-        power, limit = recorded_steps(a).gpu("power"), recorded_steps(a).gpu("power_limit")
+        power, (limit, default) = recorded_steps(a).gpu("power"), self._limits(a)
         return [
             Evidence("power, W", float(power.mean()) / 1e3 if len(power) else None),
-            Evidence("power limit, W", float(limit.mean()) / 1e3 if len(limit) else None),
+            Evidence("power limit, W", limit),
+            Evidence("default power limit, W", default),
         ]
 
     @staticmethod
     def examples() -> Examples:
         return {
-            "a low cap": _run(0x4, 1500),
+            "a low cap": _run(0x4, 1500, default=900_000),
+            "the board's own cap": _run(0x4, 1500, default=700_000),
+            "a cap, the board's own not recorded": _run(0x4, 1500),
             "a brake": _run(0x80, 500, part=0.1),
             "at the cap with high clocks": (_run(0x4, 1900), "max_clock"),
             "a few samples": (_run(0x4, 1500, part=0.2), "min_share"),
@@ -261,7 +299,14 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
     return impact_per_step(a, gain, low=0.0, method=method, kind="upper bound", of_host=False)
 
 
-def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9) -> TraceBuilder:
+def _run(
+    throttle: int | None,
+    clock: int,
+    *,
+    load: int = 98,
+    part: float = 0.9,
+    default: int | None = None,
+) -> TraceBuilder:
     """Build a run whose last ``part`` has a lower clock, a higher temperature, and the reason."""
 
     def gpu(share: float) -> GpuSample:
@@ -276,6 +321,7 @@ def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9)
             temperature_slowdown=87,
             power=690_000,
             power_limit=700_000,
+            power_limit_default=default,
         )
 
     return record_example(gpu)

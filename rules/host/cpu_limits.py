@@ -6,7 +6,14 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
-from advisor.rules.support.common import find_loader, local_ranks, recorded_steps, workers_of
+from advisor.rules.support.common import (
+    find_loader,
+    impact_per_step,
+    local_ranks,
+    recorded_steps,
+    steps_seen,
+    workers_of,
+)
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -159,6 +166,111 @@ def _build_pinned_run(gpu: int | None, cpus: list[int]) -> TraceBuilder:
     b = TraceBuilder()
     flags = {"numa_node_cpus": cpus, "numa_nodes": 2}
     b.record_of_run(flags=flags if gpu is None else {**flags, "numa_node_gpu": gpu}).steps(10, 10)
+    return b
+
+
+class CpuContention(Rule):
+    """Other programs of the machine keep the cores busy, so the main thread waits for one although
+    it has work. The kernel counts that time (``/proc/<pid>/schedstat``).
+
+    The rule fires from 10% of the run, where other programs use at least a quarter of the machine's
+    cores and more than this process's own workers. Where workers use more, see loader-workers and
+    cpu-bound-transforms. A container's quota is different: see cpu-quota.
+
+    The gain is the part of the waiting that falls to other programs, as they and the workers share
+    the cores by their use. A step that the GPU limits gains nothing."""
+
+    id = "cpu-contention"
+    title = "Other programs take the cores that the main thread needs"
+    host_check = "CPU limits"
+    reads_record = True
+    found_in = ("recorded/contention.slow",)
+    silent_in = ("recorded/contention.cured", *CURED_RECORDINGS)
+    validation_note = (
+        "CPU recordings on two cores of a training of one thread: fires beside six busy processes, "
+        "silent alone"
+    )
+    references = ("https://docs.kernel.org/scheduler/sched-stats.html",)
+
+    min_wait = Threshold(0.10, "of the run", CHOSEN)
+    min_others = Threshold(0.25, "of the machine's cores in use by other programs", CHOSEN)
+
+    fix = (
+        "End the other programs, move them to other cores or machines, or lower their priority. In "
+        "a cluster, ask the scheduler for cores of your own."
+    )
+    code = (
+        "top -o %CPU              # which programs compute\n"
+        "renice -n 19 -p PID      # of the other program: it yields to yours"
+    )
+    verify = "Record again: the main thread waits less for a core."
+    falsified_by = "the same median step on a machine that runs nothing else"
+    assumptions = ("the other programs keep their load",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        recorded = recorded_steps(a)
+        waited = recorded.run_delay_share
+        others, total = recorded.other_programs_cores, recorded.record.rank.cpus_total
+        if waited is None or others is None or not total or a.is_device_bound:
+            return
+        workers = recorded.host("children_cpu")
+        worker_cores = float(workers.mean()) / 100 if len(workers) else 0.0
+        if waited < self.min_wait or others < max(worker_cores, self.min_others * total):
+            return
+        wait = waited * (recorded.mean or 0.0)
+        gain = wait * others / (others + worker_cores)
+        yield Finding(
+            summary=(
+                f"The main thread has work but no core for {t.format_duration(wait)} of each step "
+                f"({waited:.0%}), while other programs use {others:.1f} of the machine's "
+                f"{t.count_noun(total, 'core')}."
+            ),
+            evidence=[
+                self.compare("main thread without a core", waited, "min_wait"),
+                self.compare(
+                    "cores that other programs use", others, "min_others", "", times=total
+                ),
+                Evidence("cores that this process's workers use", worker_cores, "count"),
+                steps_seen(recorded),
+            ],
+            impact=impact_per_step(a, gain, low=0.5 * gain, high=wait),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "another job keeps both cores busy": _build_contention(0.4, machine=100),
+            "the machine has free cores": (
+                _build_contention(0.02, machine=60),
+                "waited < self.min_wait",
+            ),
+            "the workers use more": (
+                _build_contention(0.4, machine=100, own=140, children=120),
+                "others < max(worker_cores, self.min_others * total)",
+            ),
+            "the kernel does not count it": (
+                _build_contention(None, machine=100),
+                "waited is None",
+            ),
+        }
+
+
+def _build_contention(
+    waited: float | None, *, machine: float, own: float = 50, children: float | None = None
+) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run(cpus=2, cpus_total=2, flags={"num_threads": 1})
+    r.steps(60, 10, forward=5)
+    seconds = 60 * 10 / 1000
+    r.watch(
+        host=lambda share: HostSample(
+            cpu=machine,
+            process_cpu=own,
+            children_cpu=children,
+            run_delay=None if waited is None else round(share * seconds * 1e9 * waited),
+        )
+    )
     return b
 
 

@@ -284,8 +284,9 @@ class CpuBoundTransforms(Rule):
     Where the step computes on the CPU too, workers also take cores from it, whatever the wait. The
     training then gets fewer cores than PyTorch has threads. The gain is that of a training that
     gets the workers' cores too, by the CPU time of each process. It includes waits for the workers.
-    With several threads it is half of that, as they may not all have work. The low end leaves other
-    programs their share of these cores, and half of the work to the workers."""
+    Other programs that compute get their part of these cores, as the scheduler divides them. With
+    several threads the gain is half of that, as they may not all have work. The low end leaves half
+    of the work to the workers. At the high end the training gets all of their cores."""
 
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
@@ -409,8 +410,8 @@ class CpuBoundTransforms(Rule):
             impact=impact_per_step(
                 a,
                 gain,
-                low=0.5 * min(gain, taken.shared * step),
-                high=taken.lost * step,
+                low=0.5 * gain,
+                high=taken.max_saving * step,
                 of_host=False,
             ),
             **self.case(
@@ -429,6 +430,10 @@ class CpuBoundTransforms(Rule):
                 _busy(160, data=0.1, workers=2, cpus=4, children=80, threads=1),
                 "min_cpu",
             ),
+            "other programs take more of the cores than the workers": (
+                _busy(40, data=0.1, workers=2, cpus=2, children=20, threads=1, machine=97),
+                "share < self.min_wait",
+            ),
             "idle cores": (_busy(200), "min_cpu"),
             "the disk delivers 2 GB/s": (_busy(760, disk=2e9), "max_disk"),
             "no wait": (_busy(760, data=0.1), "min_wait"),
@@ -446,15 +451,15 @@ class TakenCores(NamedTuple):
     """Cores that the training's threads can use."""
     busy: float
     """Share of the cores that anything uses."""
-    lost: float
-    """Share of the step that the training saves if it gets the workers' cores too."""
-    shared: float
+    max_saving: float
+    """Share of the step that the training saves if it gets all of the workers' cores."""
+    saving: float
     """Share of the step that it saves if other programs get their part of these cores."""
 
     @property
     def gain(self) -> float:
-        """Estimated share of the step: with several threads, half of ``lost``."""
-        return self.lost if self.wanted == 1 else 0.5 * self.lost
+        """Estimated share of the step: with several threads, half of the saving."""
+        return self.saving if self.wanted == 1 else 0.5 * self.saving
 
 
 def _measure_taken_cores(a: Analysis) -> TakenCores | None:
@@ -471,12 +476,13 @@ def _measure_taken_cores(a: Analysis) -> TakenCores | None:
     worker_cores = float(workers.mean()) / 100
     other_cores = recorded.other_programs_cores or 0.0
     training, wanted = max(0.0, used_cores - worker_cores), min(float(threads), cores)
-    if not worker_cores or not used_cores:
+    if not worker_cores or not training:
         return None
-    lost = max(0.0, 1 - training / min(wanted, used_cores))
-    certain = max(0.0, 1 - training / wanted) * worker_cores / (worker_cores + other_cores)
+    max_saving = max(0.0, 1 - training / min(wanted, used_cores))
+    freed = worker_cores * training / (training + other_cores)
+    saving = max(0.0, 1 - training / min(wanted, training + freed))
     busy = min(1.0, (used_cores + other_cores) / cores)
-    return TakenCores(cores, worker_cores, training, wanted, busy, lost, min(certain, lost))
+    return TakenCores(cores, worker_cores, training, wanted, busy, max_saving, saving)
 
 
 def _measure_disk_rate(hosts: list[tuple[int, HostSample]]) -> float | None:
@@ -497,6 +503,7 @@ def _busy(
     cpus: int = 8,
     children: float | None = None,
     threads: int | None = None,
+    machine: float | None = None,
 ) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run(cpus=cpus, flags={} if threads is None else {"num_threads": threads})
@@ -506,7 +513,10 @@ def _busy(
     seconds = 60 * 10 / 1000
     r.watch(
         host=lambda share: HostSample(
-            process_cpu=cpu, children_cpu=children, disk_read=round(share * seconds * disk)
+            cpu=machine,
+            process_cpu=cpu,
+            children_cpu=children,
+            disk_read=round(share * seconds * disk),
         )
     )
     return b

@@ -473,8 +473,8 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
         calls, last = (int(job.waits.collective_count[index]), int(job.waits.last_count[index]))
         own_ns = sum(excesses.values())
         text = (
-            f"it arrives last at {last} of {calls} collectives, and the others wait "
-            f"{excess} ({share}) per step for it with nothing to compute"
+            f"the others wait {excess} ({share}) per step for it with nothing to compute, as it "
+            f"arrives last at {last} of {calls} collectives"
         )
         if own_ns > 0.02 * job.step_ns:
             text += f"; it has {format_duration(own_ns)} more own work per step than the others"

@@ -500,6 +500,16 @@ class StepRecords:
         return max(0.0, float(machine.mean()) / 100 * total - (self.used_cores or 0.0))
 
     @cached_property
+    def run_delay_share(self) -> float | None:
+        """Share of the time in which the main thread had work but no core, while steps ran.
+        ``None`` if not sampled, or in fewer than ``MIN_SAMPLES`` samples."""
+        samples = [(ns, host.run_delay) for ns, host in self.hosts if host.run_delay is not None]
+        if len(samples) < MIN_SAMPLES or samples[-1][0] <= samples[0][0]:
+            return None
+        (start, first), (end, last) = samples[0], samples[-1]
+        return min(1.0, max(0.0, (last - first) / (end - start)))
+
+    @cached_property
     def free_cores(self) -> float | None:
         """Mean number of idle cores that this process may use, or ``None`` if not sampled. Ranks
         that share a machine each get their share."""

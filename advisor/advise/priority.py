@@ -40,6 +40,8 @@ reported from the same share."""
 EQUAL_CONFIDENCE, EQUAL_GAIN = 0.1, 0.1
 """Difference of two confidences, and relative difference of two gains, up to which they count as
 equal: both are estimates."""
+PRECISION = "precision"
+"""Alternatives whose fix changes results. Of equal gains, they are not preferred."""
 VAGUE_WEIGHT = 0.5
 """Weight of a finding that names no place and may gain nothing."""
 
@@ -361,7 +363,8 @@ def _choose_next(
 ) -> tuple[int, float]:
     """Return the index of the waiting finding to choose next, and its marginal gain in the window's
     step. It has the largest gain × weight in the run's step, unless another that is about as
-    certain gains clearly more, or gains about as much and has a clearly higher low end.
+    certain gains clearly more, or gains about as much, has a clearly higher low end and keeps
+    the results.
 
     Gains mostly shrink as other fixes are made, so a gain is computed again only if its last value
     could still win. Gains near zero are computed again every time, because a fix may begin to pay
@@ -393,6 +396,7 @@ def _choose_next(
             for i in waiting
             if (1 + EQUAL_GAIN) * gain(i) >= gain(best)
             and low_end(i) > (1 + EQUAL_GAIN) * low_end(best)
+            and findings[i].alternatives != PRECISION
             and not is_more_certain(findings[best], findings[i])
         ]
         best = max(safer, key=low_end, default=best)

@@ -18,7 +18,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.charts import FixSequence
-from advisor.core.finding import LAYER_TIMES
+from advisor.core.finding import HOST_CODE, LAYER_TIMES
 from advisor.core.prices import format_money
 from advisor.core.report import Report
 from advisor.core.report_replay import Replay
@@ -595,6 +595,8 @@ def describe_all_fixes(report: Report) -> str:
     findings = ranked_findings(report)
     before, after = report.step_ns, step_after_fixes(report)
     fixes = "With all fixes" if len(findings) > 1 else "With this fix"
+    if len(findings) == 1 and findings[0].subject == HOST_CODE and has_upper_bound(report):
+        fixes = "Without this code"
     if len(findings) == 1 and is_unsure(findings[0]):
         fixes = f"If the cause is right ({t.format_share(findings[0].confidence)})"
     busy = None if report.replay is None else report.replay.busy_after_ns

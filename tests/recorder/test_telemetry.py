@@ -167,6 +167,35 @@ def test_work_of_this_process_and_of_a_child_is_its_cpu_use() -> None:
     assert by_child == pytest.approx(100 * of_child / wall, rel=0.25)
 
 
+def test_waiting_for_a_core_that_another_process_takes_is_counted() -> None:
+    import subprocess
+
+    if not hasattr(os, "sched_setaffinity") or HostSampler().sample(slow=False).run_delay is None:
+        pytest.skip("the kernel does not count it, or a process cannot choose its core")
+    program = (
+        "import os, subprocess, sys, time\n"
+        "from advisor.recorder.telemetry import HostSampler\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "spin = 'import time\\nend = time.time() + 30\\nwhile time.time() < end: pass'\n"
+        "rival = subprocess.Popen([sys.executable, '-c', spin])\n"
+        "host = HostSampler()\n"
+        "time.sleep(0.3)\n"
+        "before = host.sample(slow=False).run_delay\n"
+        "start, on_core = time.time(), time.process_time()\n"
+        "while time.time() - start < 1: pass\n"
+        "wall, worked = time.time() - start, time.process_time() - on_core\n"
+        "waited = (host.sample(slow=False).run_delay - before) / 1e9\n"
+        "rival.kill()\n"
+        "print(wall, worked, waited)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    wall, worked, waited = map(float, done.stdout.split())
+    assert waited > 0.2 * wall, "the rival gets about half of the core"
+    assert waited + worked == pytest.approx(wall, rel=0.1)
+
+
 def test_workers_started_between_slow_samples_are_counted() -> None:
     import multiprocessing
 

@@ -547,7 +547,8 @@ def _explain_order(finding: Finding, report: Report) -> list[str]:
         why = f"its cause is more certain ({share}, not {lower})"
     elif gain(largest) <= (1 + EQUAL_GAIN) * gain(finding):
         why = "the two gains are about equal"
-        if (finding.impact.low_ns or 0) > (largest.impact and largest.impact.low_ns or 0):
+        other_low = 0 if largest.impact is None else largest.impact.low_ns or 0
+        if (finding.impact.low_ns or 0) > other_low:
             why = "the gains are about equal, and this one's range starts higher"
     elif drops_launches and any(edit.op == "make_async" for edit in finding.edits):
         why = "a CUDA graph cannot be captured around its waits"

@@ -2,10 +2,16 @@
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, impact_without_gain
-from advisor.core.rule import Citation, Evidence, Rule, Threshold
+from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
+from advisor.rules.support.citations import (
+    CHOSEN,
+    CURED_RECORDINGS,
+    ENGINE_FLOOR,
+    SAGEMAKER_CPU,
+    SMT,
+)
 from advisor.rules.support.common import (
     find_loader,
     impact_per_step,
@@ -178,7 +184,8 @@ class CpuContention(Rule):
     cpu-bound-transforms. A container's quota is different: see cpu-quota.
 
     The gain is the part of the waiting that falls to other programs, as they and the workers share
-    the cores by their use. A step that the GPU limits gains nothing."""
+    the cores by their use. A thread also gets slower beside busy cores, which may be the same
+    physical core. A step that the GPU limits gains nothing."""
 
     id = "cpu-contention"
     title = "Other programs take the cores that the main thread needs"
@@ -194,6 +201,9 @@ class CpuContention(Rule):
 
     min_wait = Threshold(0.10, "of the run", CHOSEN)
     min_others = Threshold(0.25, "of the machine's cores in use by other programs", CHOSEN)
+    shared_speed = Factor(0.8, "of its speed alone, a thread whose neighbor cores are busy", SMT)
+    best_shared_speed = Factor(0.5, "of it, on the other half of a busy physical core", SMT)
+    worst_shared_speed = Factor(1.0, "of it, on a core of its own", SMT)
 
     fix = (
         "End the other programs, move them to other cores or machines, or lower their priority. In "
@@ -219,7 +229,13 @@ class CpuContention(Rule):
         if waited < self.min_wait or others < max(worker_cores, self.min_others * total):
             return
         wait = waited * (recorded.mean or 0.0)
-        gain = wait * others / (others + worker_cores)
+        step = recorded.mean or 0.0
+        saved = wait * others / (others + worker_cores)
+        beside_others = others / max(total - 1, others)
+
+        def gain_at(shared_speed: float, saved: float) -> float:
+            return step - (step - saved) * (1 - (1 - shared_speed) * beside_others)
+
         yield Finding(
             summary=(
                 f"The main thread has work but no core for {t.format_duration(wait)} of each step "
@@ -234,7 +250,12 @@ class CpuContention(Rule):
                 Evidence("cores that this process's workers use", worker_cores, "count"),
                 steps_seen(recorded),
             ],
-            impact=impact_per_step(a, gain, low=0.5 * gain, high=wait),
+            impact=impact_per_step(
+                a,
+                gain_at(self.shared_speed, saved),
+                low=0.5 * gain_at(self.worst_shared_speed, saved),
+                high=gain_at(self.best_shared_speed, wait),
+            ),
         )
 
     @staticmethod

@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck, impact_without_gain
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import parse_frame
@@ -19,6 +19,7 @@ from advisor.rules.support.citations import (
     HAND_OVER,
     SAGEMAKER,
     SAGEMAKER_CPU,
+    SMT,
     TENSORBOARD,
     XPROF,
 )
@@ -285,8 +286,10 @@ class CpuBoundTransforms(Rule):
     training then gets fewer cores than PyTorch has threads. The gain is that of a training that
     gets the workers' cores too, by the CPU time of each process. It includes waits for the workers.
     Other programs that compute get their part of these cores, as the scheduler divides them. With
-    several threads the gain is half of that, as they may not all have work. The low end leaves half
-    of the work to the workers. At the high end the training gets all of their cores."""
+    several threads the gain is half of that, as they may not all have work. On a core beside a busy
+    one, a thread is slower than alone: they may be one physical core, or share its memory
+    bandwidth. The low end leaves half of the work to the workers, and the speed as it is. At the
+    high end the training gets all of their cores, and a physical core to itself."""
 
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
@@ -305,6 +308,9 @@ class CpuBoundTransforms(Rule):
 
     min_wait = Threshold(0.15, "of the step", GPUPROF)
     min_cpu = Threshold(0.80, "of the cores that the process may use", GPUPROF)
+    shared_speed = Factor(0.8, "of its speed alone, a thread whose neighbor cores are busy", SMT)
+    best_shared_speed = Factor(0.5, "of it, on the other half of a busy physical core", SMT)
+    worst_shared_speed = Factor(1.0, "of it, on a core of its own", SMT)
     max_disk = Threshold(500e6, "bytes/s: above it, reading is the likelier cause", GPUPROF)
 
     fix = (
@@ -391,7 +397,7 @@ class CpuBoundTransforms(Rule):
         step = recorded.mean or 0.0
         frame = parse_frame(str(loader.get("item")))
         where = [] if frame is None else [frame.location]
-        gain = taken.gain * step
+        gain = taken.saving_at(self.shared_speed, taken.gain) * step
         return Finding(
             summary=(
                 f"The workers use {taken.workers:.1f} of {taken.cores:.0f} cores, and the training "
@@ -410,8 +416,8 @@ class CpuBoundTransforms(Rule):
             impact=impact_per_step(
                 a,
                 gain,
-                low=0.5 * gain,
-                high=taken.max_saving * step,
+                low=0.5 * taken.saving_at(self.worst_shared_speed, taken.gain) * step,
+                high=taken.saving_at(self.best_shared_speed, taken.max_saving) * step,
                 of_host=False,
             ),
             **self.case(
@@ -460,6 +466,12 @@ class TakenCores(NamedTuple):
     def gain(self) -> float:
         """Estimated share of the step: with several threads, half of the saving."""
         return self.saving if self.wanted == 1 else 0.5 * self.saving
+
+    def saving_at(self, shared_speed: float, saving: float) -> float:
+        """Return the share of the step that is saved with the workers gone. ``shared_speed``: speed
+        of a thread beside busy cores, of its speed alone. ``saving``: share that the cores save."""
+        beside_workers = min(1.0, self.workers / max(self.cores - self.training, self.workers))
+        return 1 - (1 - saving) * (1 - (1 - shared_speed) * beside_workers)
 
 
 def _measure_taken_cores(a: Analysis) -> TakenCores | None:

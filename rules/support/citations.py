@@ -135,6 +135,10 @@ ENGINE_FLOOR = Citation(
 HAND_OVER = Citation(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
+SMT = Citation(
+    "two threads of a physical core share its units; in a cloud, a CPU is usually one such thread",
+    "https://cloud.google.com/compute/docs/cpu-platforms",
+)
 SLOW_ARGUMENTS = Citation(
     "measured: FFTs, sorts, reductions, pairs, filters, chains of products, one thread of a CPU",
     "benchmarks/bench_slow_arguments.py",

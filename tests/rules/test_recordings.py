@@ -65,6 +65,8 @@ CASES = {
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",
+    "contention": "cpu-contention",
+    "worker_cpu": "cpu-bound-transforms",
 }
 
 
@@ -85,6 +87,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
         *(
             "dense_embedding",
             "constant_kernel",
+            "contention",
             "embedded_prefix",
             "experts",
             "float64",
@@ -103,6 +106,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "second_forward",
         ),
         *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),
+        "worker_cpu",
     ],
 )
 def test_what_the_cure_saved_lies_in_the_range_of_the_gain(name: str) -> None:

@@ -179,8 +179,8 @@ class CpuContention(Rule):
     """Other programs of the machine keep the cores busy, so the main thread waits for one although
     it has work. The kernel counts that time (``/proc/<pid>/schedstat``).
 
-    The rule fires from 10% of the run, where other programs use at least a quarter of the machine's
-    cores and more than this process's own workers. Where workers use more, see loader-workers and
+    The rule fires from 10% of the run, if other programs use at least a quarter of the machine's
+    cores. Where this process's own workers use more than they do, see loader-workers and
     cpu-bound-transforms. A container's quota is different: see cpu-quota.
 
     The gain is the part of the waiting that falls to other programs, as they and the workers share

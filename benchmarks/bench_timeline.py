@@ -29,7 +29,7 @@ from advisor.dashboard.server import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.server import bind
 from advisor.dashboard.loaded_runs import DashboardSession
-from advisor.dashboard.timeline.routes import rank_timeline
+from advisor.dashboard.timeline.routes import get_rank_timeline
 
 def rss():
     with open("/proc/self/status") as lines:
@@ -55,7 +55,7 @@ before = rss()[0]
 build = None
 if sys.argv[2] == "measure":
     began = time.perf_counter()
-    line = rank_timeline(loaded, next(iter(loaded.analyses)), session.entries[0].version)
+    line = get_rank_timeline(loaded, next(iter(loaded.analyses)), session.entries[0].version)
     build = time.perf_counter() - began
     print(json.dumps({"read": read, "build": build, "tables": tables, "index": size(line.index),
         "slices": len(line.index), "rss_before": before, "rss_after": rss()[0]}), flush=True)
@@ -68,16 +68,16 @@ server.run()
 
 TIMED = """async ([moves, kind]) => {
   const t = advisorTimeline.current, out = [];
-  const info = t.data.info, whole = info.finish - info.begin;
+  const info = t.data.info, whole = info.last_ns - info.first_ns;
   const wait = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
   for (let i = 0; i < moves; i++) {
     // as far as the answer that is there does not reach: each move is asked for and painted
     const span = kind === 'zoom' ? whole / Math.pow(2, 1 + (i % 9)) : whole / 8;
-    const at = info.begin + (whole - span) * ((i * 7919) % 97) / 97;
+    const at = info.first_ns + (whole - span) * ((i * 7919) % 97) / 97;
     await wait();
     const began = performance.now();
     t.setView(at, at + span);
-    await t.after_warmup();
+    await t.whenSettled();
     out.push([performance.now() - began, t.answer.ms, t.answer.slices.n, t.answer.runs.n]);
   }
   return out; }"""
@@ -85,7 +85,8 @@ TIMED = """async ([moves, kind]) => {
 MARK = "name => performance.getEntriesByName(name)[0].startTime"
 
 FRAME = """() => { const t = advisorTimeline.current, out = [];
-  for (let i = 0; i < 20; i++) { const b = performance.now(); t.paint.main(); t.paint.over();
+  for (let i = 0; i < 20; i++) { const b = performance.now();
+    t.painter.drawLanes(); t.painter.drawOverlay();
     t.canvas.getContext('2d').getImageData(0, 0, 1, 1); out.push(performance.now() - b); }
   return out; }"""
 
@@ -113,10 +114,10 @@ def measure(browser: Any, trace: Path, moves: int) -> dict[str, float]:
             page = browser.new_page(viewport={"width": 1440, "height": 900})
             page.goto(f"{address}/timeline")
             page.locator(".tl-canvas").wait_for(state="attached")
-            page.evaluate("() => advisorTimeline.current.after_warmup()")
+            page.evaluate("() => advisorTimeline.current.whenSettled()")
             page.locator("#content #timeline .tl-canvas").wait_for(state="attached")
             firsts.append(page.evaluate(MARK, "advisor-timeline-painted"))
-            frames_at.append(page.evaluate(MARK, "advisor-frame-there"))
+            frames_at.append(page.evaluate(MARK, "advisor-frame-ready"))
             if len(firsts) < 6:
                 page.close()
         rows = {kind: page.evaluate(TIMED, [moves, kind]) for kind in ("zoom", "pan")}

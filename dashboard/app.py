@@ -1,8 +1,8 @@
-"""The Dash application: its pages, the frame around them, and the document that holds them.
+"""The Dash application: its pages, the frame around them, and the HTML document.
 
-The timeline's scripts are ES modules, which Dash would load as classic scripts: the document names
-them, all at once, so that none waits for another that imports it. On the timeline the picture comes
-first: its own small scripts run at once, and Dash's (3.6 MB) are requested after the first paint.
+The timeline's scripts are ES modules, which Dash would load as classic scripts. The document lists
+all of them, so that the browser requests them at once. The timeline page draws its picture first:
+Dash's scripts (3.6 MB) are requested after the first paint.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from werkzeug.exceptions import HTTPException
 from advisor.core import labels
 from advisor.core.errors import describe_failure
 from advisor.dashboard import page_view
-from advisor.dashboard.components import element, icon, link, register_rank_choice
+from advisor.dashboard.components import element, icon, link, register_rank_selector
 from advisor.dashboard.loaded_runs import DashboardSession
-from advisor.dashboard.page_view import KEY, PageView, clean_query
+from advisor.dashboard.page_view import SESSION_KEY, PageView, clean_query
 from advisor.dashboard.pages import job
 from advisor.dashboard.server import Access, protect
 
@@ -32,16 +32,16 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def create_app(session: DashboardSession, access: Access | None = None) -> dash.Dash:
-    """Build the application of a session. ``access``: who may see it. By default a new token is
-    needed. ``Access()`` admits everybody who reaches it by this machine's names.
+    """Build the application of a session. ``app.server`` is the WSGI application to serve.
 
-    ``app.server`` is the WSGI application to serve."""
+    ``access``: who may use it. By default a new token is needed. ``Access()`` admits everyone who
+    can reach this machine by its names."""
     app = Application(
         "advisor.dashboard",
         title="advisor",
         update_title="",
         assets_folder=str(ASSETS),
-        # the document names these: the first before all others, modules as what they are
+        # the document lists these itself: the first one before all others, modules as modules
         assets_ignore=r"^early\.js$",
         assets_path_ignore=["timeline"],
         use_pages=True,
@@ -54,25 +54,30 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
         enable_mcp=False,
         on_error=on_error,
     )
-    app.server.config[KEY] = session
+    app.server.config[SESSION_KEY] = session
     for order, page in enumerate(PAGES):
-        _add(app, session, page, order)
+        _register_page(app, session, page, order)
     dash.register_page(
-        "advisor.dashboard.not_found_404", path="/not-found", title="advisor", layout=_not_found
+        "advisor.dashboard.not_found_404",
+        path="/not-found",
+        title="advisor",
+        layout=_not_found_page,
     )
     app.layout = layout
-    app.server.after_request(_unknown_path_is_404)
-    app.server.register_error_handler(Exception, _refuse)
+    app.server.after_request(_set_404_status)
+    app.server.register_error_handler(Exception, _reject_request)
     app.server.register_blueprint(status_routes(session))
-    register_rank_choice(app)
+    register_rank_selector(app)
     protect(app, access or Access.for_host())
     return app
 
 
-def _add(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) -> None:
-    """Register a page. Dash keeps pages in one registry a process, and callbacks that belong to
-    no application go to the first: so pages hold no session, and callbacks are the app's own."""
-    name = _module(page)
+def _register_page(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) -> None:
+    """Register a page and its callbacks.
+
+    Dash has one registry of pages per process. Pages therefore keep no session, and callbacks are
+    registered with their application."""
+    name = _module_name(page)
     module = import_module(name)
     dash.register_page(
         name,
@@ -84,14 +89,16 @@ def _add(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) 
     )
     if hasattr(module, "register"):
         module.register(app, session)
-    if hasattr(module, "warm"):
-        session.warmers.append(module.warm)
+    if hasattr(module, "precompute"):
+        session.precompute_callbacks.append(module.precompute)
 
 
 class MenuPage(NamedTuple):
-    """Page of the menu: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; with
-    callbacks ``register(app, session)``; with slow tables ``warm(loaded)``; if it may be empty,
-    ``has_content(view)``, without which it is always in the navigation."""
+    """Page in the menu, with a module in ``advisor.dashboard.pages``.
+
+    The module has ``layout(**query)``. It may have ``register(app, session)`` for callbacks,
+    ``precompute(loaded)`` for slow tables, and ``has_content(view)``. A page without content is
+    not in the menu."""
 
     module: str
     path: str
@@ -114,7 +121,7 @@ Layout = Callable[..., Any]
 
 
 def layout() -> Any:
-    """Build the application's layout: the provider of the theme, and the place of the page."""
+    """Build the application's layout: the theme provider around the page's container."""
     return dmc.MantineProvider(
         id="theme",
         theme={"primaryColor": "indigo", "fontFamily": "inherit", "defaultRadius": "md"},
@@ -123,76 +130,86 @@ def layout() -> Any:
 
 
 def on_error(error: Exception) -> Any:
-    """Say in a page's place that it failed; the details are for the terminal, not the browser."""
+    """Show a failure notice in place of a page. Only the terminal gets the details."""
     print(f"advisor dashboard: {labels.clean(describe_failure(error))}", file=sys.stderr)
     outputs = dash.ctx.outputs_list
     if isinstance(outputs, list) and outputs and outputs[0].get("id") == "_pages_content":
-        return _broken(), {"title": "advisor"}
+        return _failed_page(), {"title": "advisor"}
     return dash.no_update
 
 
-def _refuse(error: Exception) -> Any:
-    """Answer a request that Dash cannot handle: a body that no page sends, or an unknown script."""
+def _reject_request(error: Exception) -> Any:
+    """Answer status 400 to a request that Dash cannot handle, such as an invalid body."""
     if isinstance(error, HTTPException):
         return error
     print(f"advisor dashboard: {labels.clean(describe_failure(error))}", file=sys.stderr)
     return flask.Response("not a request of this dashboard\n", 400, mimetype="text/plain")
 
 
-def _broken() -> Any:
+def _failed_page() -> Any:
+    """Build the notice of a page that raised an exception."""
     text = "This is a bug in advisor. Its terminal shows the error."
-    return element("Main", _message("This page failed", text, "/"), id="content")
+    return element("Main", _message_card("This page failed", text, "/"), id="content")
 
 
-def _not_found(**given: object) -> Any:
-    view = page_view.view(**clean_query(given))
+def _not_found_page(**parameters: object) -> Any:
+    """Build the page for an unknown address."""
+    view = page_view.view(**clean_query(parameters))
     text = "The dashboard has no page at this address."
-    body = _message("Page not found", text, view.href("/"))
+    body = _message_card("Page not found", text, view.href("/"))
     return page_frame(MenuPage("not-found", "", ""), view, body)
 
 
-def _message(title: str, text: str, overview: str) -> Any:
-    """Build a card with one message; ``overview``: the address that it leads back to."""
-    back = element("P", link("Back to the overview", href=overview))
+def _message_card(title: str, text: str, overview_address: str) -> Any:
+    """Build a card with a message and a link back to the overview."""
+    back_link = element("P", link("Back to the overview", href=overview_address))
     return element(
-        "Section", element("H1", title), element("P", text, role="alert"), back, cls="card centred"
+        "Section",
+        element("H1", title),
+        element("P", text, role="alert"),
+        back_link,
+        cls="card centred",
     )
 
 
-def _unknown_path_is_404(response: flask.Response) -> flask.Response:
-    """Set status 404 for addresses without a page: Dash answers every address with its document."""
+def _set_404_status(response: flask.Response) -> flask.Response:
+    """Set status 404 for unknown paths, because Dash answers every path with its document."""
     path = flask.request.path.rstrip("/") or "/"
     if response.mimetype == "text/html" and path not in {page.path for page in PAGES}:
         response.status_code = 404 if response.status_code == 200 else response.status_code
     return response
 
 
-def with_frame(page: MenuPage, inner: Layout) -> Layout:
-    """Put the frame around a page. While the run is being read there is only the frame."""
+def with_frame(page: MenuPage, page_layout: Layout) -> Layout:
+    """Wrap a page's layout in the frame. A run that is still being read has a progress card."""
 
-    def show(**given: object) -> Any:
-        query: dict[str, Any] = clean_query(given)
+    def framed_layout(**parameters: object) -> Any:
+        query: dict[str, Any] = clean_query(parameters)
         view = page_view.view(**query)
         if page.module in ("live", "runs") or view.entry.loaded is not None:
-            body = inner(**query)
+            body = page_layout(**query)
         elif view.entry.job is not None:
-            body = job.layout(**query) if page.module in ("overview", "job") else job.choose(view)
+            body = (
+                job.layout(**query)
+                if page.module in ("overview", "job")
+                else job.rank_required_page(view)
+            )
         elif view.entry.state == "failed":
-            body = _failed(view)
+            body = _failed_run_card(view)
         else:
-            body = _loading(view)
+            body = _progress_card(view)
         if missing := page_view.describe_missing(view, **query):
             notice = element("P", missing, role="alert", cls="card")
-            of_list = isinstance(body, list)
-            parts = body if of_list else [body]
-            body = element("Div", notice, *parts, cls="stack" if of_list else "")
+            is_list = isinstance(body, list)
+            parts = body if is_list else [body]
+            body = element("Div", notice, *parts, cls="stack" if is_list else "")
         return page_frame(page, view, body)
 
-    return show
+    return framed_layout
 
 
 def page_frame(page: MenuPage, view: PageView, body: Any) -> Any:
-    """Build header, navigation, and the body."""
+    """Build the frame of a page: header, navigation and body."""
     return element(
         "Div",
         element("A", "Skip to the content", href="#content", cls="skip"),
@@ -208,6 +225,7 @@ def page_frame(page: MenuPage, view: PageView, body: Any) -> Any:
 
 
 def _header(view: PageView) -> Any:
+    """Build the header: logo, runs and theme switch."""
     return element(
         "Header",
         link(
@@ -215,9 +233,9 @@ def _header(view: PageView) -> Any:
             element("Span", "advisor"),
             href=view.href("/"),
             cls="brand",
-            id={"keeps": "brand"},
+            id={"fix_link": "brand"},
         ),
-        element("Div", *_runs(view), cls="runs"),
+        element("Div", *_run_links(view), cls="runs"),
         element(
             "Button",
             icon("sun"),
@@ -231,13 +249,13 @@ def _header(view: PageView) -> Any:
     )
 
 
-def _runs(view: PageView) -> list[Any]:
-    """Build links to the runs to choose from; only the name when there is one."""
+def _run_links(view: PageView) -> list[Any]:
+    """Build links to the open runs, or the name of the only one."""
     entries = view.session.entries
     if len(entries) == 1 or view.session.folder:
-        more = link(f"All {len(entries)} runs", href="/runs", cls="run-name")
+        all_runs = link(f"All {len(entries)} runs", href="/runs", cls="run-name")
         name = element("Span", labels.shorten(labels.clean(view.entry.name), 48), cls="run-name")
-        return [name, more] if view.session.folder else [name]
+        return [name, all_runs] if view.session.folder else [name]
     names = labels.distinct_labels((entry.name for entry in entries), 32)
     return [
         link(
@@ -251,40 +269,48 @@ def _runs(view: PageView) -> list[Any]:
 
 
 def _navigation(page: MenuPage, view: PageView) -> Any:
-    """Build links to the pages that have something to show."""
+    """Build the navigation: links to the pages that have content."""
     links = []
     for item in PAGES:
         is_current = item.module == page.module
         if not is_current and not has_content(item, view):
             continue
-        to = link(
+        page_link = link(
             icon(item.module),
             element("Span", item.name),
             href=view.href(item.path),
-            id={"keeps": item.module},
+            id={"fix_link": item.module},
         )
         links.append(
-            element("Li", to, cls=f"to-{item.module} here" if is_current else f"to-{item.module}")
+            element(
+                "Li", page_link, cls=f"to-{item.module} here" if is_current else f"to-{item.module}"
+            )
         )
     return element("Nav", element("Ul", *links), cls="side", aria_label="Pages")
 
 
 def has_content(page: MenuPage, view: PageView) -> bool:
-    """Return whether a page has something to show of a run. While a run is read, or after that
-    failed, only pages that need no report have."""
-    check = getattr(import_module(_module(page)), "has_content", None)
+    """Return whether a page has content for a run.
+
+    While a run is being read, or if that failed, only pages without a report have content."""
+    page_has_content = getattr(import_module(_module_name(page)), "has_content", None)
     if view.entry.state in ("loading", "failed"):
-        of_all = page.module in ("live", "runs", "compare") and bool(check and check(view))
-        return of_all or (page.module in ("overview", "findings") and view.entry.state == "loading")
-    return check is None or bool(check(view))
+        needs_no_report = page.module in ("live", "runs", "compare") and bool(
+            page_has_content and page_has_content(view)
+        )
+        return needs_no_report or (
+            page.module in ("overview", "findings") and view.entry.state == "loading"
+        )
+    return page_has_content is None or bool(page_has_content(view))
 
 
-def _module(page: MenuPage) -> str:
+def _module_name(page: MenuPage) -> str:
+    """Return the full name of a page's module."""
     return f"advisor.dashboard.pages.{page.module}"
 
 
-def _loading(view: PageView) -> Any:
-    """Show progress until the run is read; assets/shell.js keeps it current and then reloads."""
+def _progress_card(view: PageView) -> Any:
+    """Build the progress card of a run. assets/shell.js updates it until the run is read."""
     return element(
         "Section",
         element("H1", "Reading the trace"),
@@ -297,7 +323,8 @@ def _loading(view: PageView) -> Any:
     )
 
 
-def _failed(view: PageView) -> Any:
+def _failed_run_card(view: PageView) -> Any:
+    """Build the card of a run that could not be read."""
     return element(
         "Section",
         element("H1", "This run cannot be shown"),
@@ -308,7 +335,7 @@ def _failed(view: PageView) -> Any:
 
 
 def status_routes(session: DashboardSession) -> flask.Blueprint:
-    """Add ``/_advisor/status``: how far each path is, as JSON."""
+    """Build the blueprint of ``/_advisor/status``: state and progress of each path, as JSON."""
     blueprint = flask.Blueprint("advisor_status", "advisor.dashboard", url_prefix="/_advisor")
 
     @blueprint.get("/status")
@@ -318,18 +345,18 @@ def status_routes(session: DashboardSession) -> flask.Blueprint:
     return blueprint
 
 
-TIMELINE = "/timeline"
-MODULES: Final = "/assets/timeline"
-FILES: Final = tuple(
+TIMELINE_PATH = "/timeline"
+MODULES_ADDRESS: Final = "/assets/timeline"
+MODULE_FILES: Final = tuple(
     sorted(file.name for file in (Path(__file__).parent / "assets" / "timeline").glob("*.js"))
 )
 
-GRID: Final = re.compile(
+GRID_SCRIPT: Final = re.compile(
     r'<script src="(?P<address>/_dash-component-suites/dash_ag_grid/[^"]+)"></script>\n?'
 )
-"""Script of the library that few pages use: assets/dashAgGridComponentFunctions.js asks for it."""
+"""Script of AG Grid. assets/dashAgGridComponentFunctions.js loads it on pages with a grid."""
 
-HEAD = """<!DOCTYPE html>
+DOCUMENT = """<!DOCTYPE html>
 <html lang="en">
 <head>
 {metas}
@@ -347,7 +374,7 @@ HEAD = """<!DOCTYPE html>
 
 
 class Application(dash.Dash):
-    """Dash application with this document around its pages."""
+    """Dash application with the dashboard's own HTML document."""
 
     def interpolate_index(
         self,
@@ -360,26 +387,32 @@ class Application(dash.Dash):
         favicon: str = "",
         renderer: str = "",
     ) -> str:
-        """Build the document from the parts that Dash made."""
+        """Build the document from Dash's parts."""
         parts = {"metas": metas, "title": title, "css": css, "config": config}
         parts |= {"scripts": scripts, "app_entry": app_entry, "renderer": renderer}
-        timeline = flask.request.path.rstrip("/").endswith(TIMELINE)
-        return build_document(parts, picture_first=timeline)
+        is_timeline = flask.request.path.rstrip("/").endswith(TIMELINE_PATH)
+        return build_document(parts, picture_first=is_timeline)
 
 
 def build_document(parts: dict[str, str], *, picture_first: bool) -> str:
-    """Build the HTML of ``parts`` that ``interpolate_index`` got. ``picture_first``: Dash's scripts
-    lie in a template, from which ``timeline/last.js`` takes them when there is a picture."""
+    """Build the HTML document from the parts that ``interpolate_index`` received.
+
+    ``picture_first``: Dash's scripts are in a template. ``timeline/deferred_scripts.js`` runs them
+    after the first paint."""
     fields = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
-    scripts = GRID.sub("", f"{parts['scripts']}{parts['renderer']}")
-    if (grid := GRID.search(parts["scripts"])) is not None:
-        fields["metas"] += f'\n<meta name="advisor-grid" content="{grid["address"]}">'
+    scripts = GRID_SCRIPT.sub("", f"{parts['scripts']}{parts['renderer']}")
+    if (grid_script := GRID_SCRIPT.search(parts["scripts"])) is not None:
+        fields["metas"] += f'\n<meta name="advisor-grid" content="{grid_script["address"]}">'
     if picture_first:
         scripts = f'<template id="dash-scripts">{scripts}</template>'
-    return HEAD.format(modules=module_scripts(), last=scripts, **fields)
+    return DOCUMENT.format(modules=module_scripts(), last=scripts, **fields)
 
 
 def module_scripts() -> str:
-    """Link the timeline's scripts: run in import order, once the document is read."""
-    ahead = [f'<link rel="modulepreload" href="{MODULES}/{name}">' for name in FILES]
-    return "\n".join([*ahead, f'<script type="module" src="{MODULES}/main.js"></script>'])
+    """Return the tags that load the timeline's modules after the document is parsed."""
+    preloads = [
+        f'<link rel="modulepreload" href="{MODULES_ADDRESS}/{name}">' for name in MODULE_FILES
+    ]
+    return "\n".join(
+        [*preloads, f'<script type="module" src="{MODULES_ADDRESS}/main.js"></script>']
+    )

@@ -1,4 +1,4 @@
-"""Parts that pages are put together from: heads, cards, tables, code, choices, empty places."""
+"""Components of pages: headings, cards, tables, code, figures, links and notices."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ if TYPE_CHECKING:
 
 
 def page(*parts: Any) -> list[Any]:
-    """Return the parts of a page below each other; ``None`` is left out."""
+    """Build the content of a page: its parts below each other. ``None`` is left out."""
     return [element("Div", *[part for part in parts if part is not None], cls="stack")]
 
 
-def head(title: str, lead: Any = None, *below: Any) -> Any:
-    """Build a page's heading and the sentence under it."""
+def page_heading(title: str, lead: Any = None, *controls: Any) -> Any:
+    """Build a page's heading, the lead sentence below it, and further controls."""
     return element(
         "Div",
         element("H1", title),
         element("P", lead, cls="lead") if lead else None,
-        *below,
+        *controls,
         cls="page-head",
     )
 
 
-def verdict_head(verdict: str) -> list[Any]:
-    """Build a verdict's heading: the problem, with the sentences after it that have room. The
-    others are the paragraph under it."""
-    first, rest = t.split_verdict(verdict, MAX_TITLE)
-    return [element("H1", first), element("P", rest, cls="lead") if rest else None]
+def verdict_heading(verdict: str) -> list[Any]:
+    """Build the heading of a verdict: its first sentences, as many as fit.
+
+    The paragraph below the heading has the others."""
+    problem, rest = t.split_verdict(verdict, MAX_TITLE)
+    return [element("H1", problem), element("P", rest, cls="lead") if rest else None]
 
 
 def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = "") -> Any:
-    """Build a box with a heading."""
+    """Build a card: a box with a heading.
+
+    ``aside``: remark beside the heading. ``tools``: buttons or links at its right."""
     return element(
         "Section",
         element(
@@ -63,7 +66,7 @@ def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = 
 
 
 def png_button(name: str) -> Any:
-    """Build a button that saves the card it is in as a PNG (assets/picture.js)."""
+    """Build a button that saves its card as a PNG (assets/picture.js)."""
     return element(
         "Button",
         icon("image"),
@@ -76,32 +79,32 @@ def png_button(name: str) -> Any:
 
 
 def remark(text: str) -> Any:
-    """Build a remark below a figure or a table; ``None`` without one."""
+    """Build a remark below a figure or a table, or ``None`` for an empty text."""
     return element("P", text, cls="note-line") if text else None
 
 
-def empty_state(title: str, why: str, how: str = "", *more: Any) -> Any:
-    """Build the notice of what was not recorded: what is missing, why, and how to get it."""
+def empty_state(title: str, reason: str, remedy: str = "", *more: Any) -> Any:
+    """Build the notice of missing data: what is missing, the reason, and the remedy."""
     return element(
         "Section",
         element("H2", title),
-        element("P", why),
-        element("P", how, cls="how") if how else None,
+        element("P", reason),
+        element("P", remedy, cls="how") if remedy else None,
         *more,
         cls="empty",
     )
 
 
 def empty_page(title: str, *notice: Any) -> list[Any]:
-    """Build a page of one notice. ``notice``: arguments of :func:`empty_state`."""
-    return page(head(title), empty_state(*notice))
+    """Build a page with a notice only. ``notice``: arguments of :func:`empty_state`."""
+    return page(page_heading(title), empty_state(*notice))
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
-    """Build figures of merit: (name, value, what to know about it)."""
+    """Build tiles of key figures: (name, value, note) each."""
     items = []
-    for name, value, below in figures:
-        none = value == t.NOT_MEASURED
+    for name, value, note in figures:
+        is_missing = value == t.NOT_MEASURED
         items.append(
             element(
                 "Div",
@@ -109,8 +112,8 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
                 element(
                     "Dd",
                     value,
-                    element("Span", below, cls="sub") if below else None,
-                    cls="none" if none else "",
+                    element("Span", note, cls="sub") if note else None,
+                    cls="none" if is_missing else "",
                 ),
                 cls="tile",
             )
@@ -122,74 +125,77 @@ def table(
     header: Sequence[str],
     rows: Iterable[Sequence[Any]],
     *,
-    numbers: Iterable[int] = (),
+    number_columns: Iterable[int] = (),
     caption: Any = "",
-    names: Iterable[int] = (0,),
-    chosen: int | None = None,
+    name_columns: Iterable[int] = (0,),
+    chosen_row: int | None = None,
     stacked: bool = False,
 ) -> Any:
-    """Build a table; columns in ``numbers`` are right-aligned, those in ``names`` may break.
+    """Build a table. Number columns are right-aligned; the text of name columns may wrap.
 
     ``stacked``: in a narrow window each row is a block, its cells below each other with their
-    column's title, in place of a table to scroll sideways."""
-    right, breaking = set(numbers), set(names)
-    # laid out as blocks they would be no table any more to a screen reader
+    column's title, instead of a table that scrolls sideways."""
+    right_aligned, breakable = set(number_columns), set(name_columns)
+    # without roles, screen readers do not see a table in rows that are laid out as blocks
     roles = dict.fromkeys(("table", "rowgroup", "row", "cell", "columnheader"))
     if stacked:
         roles = {role: role for role in roles}
 
-    def kind(column: int) -> str:
-        return "num" if column in right else "name" if column in breaking else ""
+    def column_class(column: int) -> str:
+        return "num" if column in right_aligned else "name" if column in breakable else ""
 
-    lines = [
+    body_rows = [
         element(
             "Tr",
             *(
                 element(
                     "Td",
                     cell,
-                    cls=f"{kind(i)}{' none' * (cell == t.EMPTY_CELL)}".strip(),
+                    cls=f"{column_class(i)}{' none' * (cell == t.EMPTY_CELL)}".strip(),
                     role=roles["cell"],
                     data_head=header[i] if stacked else None,
                 )
                 for i, cell in enumerate(row)
             ),
-            cls="chosen" if number == chosen else "",
+            cls="chosen" if index == chosen_row else "",
             role=roles["row"],
         )
-        for number, row in enumerate(rows)
+        for index, row in enumerate(rows)
     ]
     heads = [
         element(
             "Th",
             text or element("Span", "bar", cls="visually-hidden"),
-            cls=kind(i),
+            cls=column_class(i),
             scope="col",
             role=roles["columnheader"],
         )
         for i, text in enumerate(header)
     ]
-    made = element(
+    table_element = element(
         "Table",
         element("Caption", caption) if caption else None,
         element("Thead", element("Tr", *heads, role=roles["row"]), role=roles["rowgroup"]),
-        element("Tbody", *lines, role=roles["rowgroup"]),
+        element("Tbody", *body_rows, role=roles["rowgroup"]),
         cls="data stacked" if stacked else "data",
         role=roles["table"],
     )
-    named = caption if isinstance(caption, str) else ""
-    return scrolling(made, named or header[0] or "Table")
+    label = caption if isinstance(caption, str) else ""
+    return scroll_box(table_element, label or header[0] or "Table")
 
 
 def draw_grid(grid: d.Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
-    """Draw a document's table, ``rows`` in place of its own. Spaces before a name are its depth."""
-    head = [name if name[:2].isupper() else name.capitalize() for name in grid.head]
-    drawn = [[_cell(cell) for cell in row] for row in (grid.rows if rows is None else rows)]
-    numbers = [column for column, side in enumerate(grid.sides) if side == "r"]
-    return table(head, drawn, numbers=numbers, stacked=True)
+    """Draw a document's table. Leading spaces of a cell become an indent.
+
+    ``rows``: cells to draw instead of the table's own."""
+    header = [name if name[:2].isupper() else name.capitalize() for name in grid.head]
+    cells = [[_draw_cell(cell) for cell in row] for row in (grid.rows if rows is None else rows)]
+    number_columns = [column for column, side in enumerate(grid.sides) if side == "r"]
+    return table(header, cells, number_columns=number_columns, stacked=True)
 
 
-def _cell(cell: Any) -> Any:
+def _draw_cell(cell: Any) -> Any:
+    """Draw a cell of a document's table. Leading spaces become an indent."""
     if not isinstance(cell, str | d.Span):
         return cell
     text = cell if isinstance(cell, str) else cell.text
@@ -202,19 +208,19 @@ def _cell(cell: Any) -> Any:
 
 
 def draw_section(section: d.Section) -> Any:
-    """Draw a document's section as a card; of cards, these under its heading."""
+    """Draw a document's section as a card, or as a heading if it consists of cards."""
     parts = map(draw_block, section.blocks)
     if any(isinstance(block, d.Card) for block in section.blocks):
         return element("Div", element("H2", section.title), *parts, cls="stack")
     return card(section.title, *parts, aside=section.aside)
 
 
-MARKS = {"✓": "mark good", "?": "mark"}
-"""Classes of the marks before the items of a list."""
+MARK_CLASSES = {"✓": "mark good", "?": "mark"}
+"""CSS classes of the marks before list items."""
 
 
 def draw_block(block: d.Block) -> Any:
-    """Draw a block of a document. Not a figure: pages have pictures of their own."""
+    """Draw a block of a document. Return ``None`` for a figure: pages draw their own."""
     match block:
         case d.Section():
             return draw_section(block)
@@ -222,26 +228,30 @@ def draw_block(block: d.Block) -> Any:
             return card(labels.clean(block.title), *map(draw_block, block.blocks))
         case d.Grid():
             return draw_grid(block)
-        case d.Items() if block.mark in MARKS:
-            mark = element("Span", block.mark, cls=MARKS[block.mark], aria_hidden="true")
-            lines = [element("Li", mark, _inline(item)) for item in block.items]
+        case d.Items() if block.mark in MARK_CLASSES:
+            mark = element("Span", block.mark, cls=MARK_CLASSES[block.mark], aria_hidden="true")
+            lines = [element("Li", mark, _draw_inline(item)) for item in block.items]
             return element("Ul", *lines, cls="plain")
         case d.Items():
-            return element("Ul", *(element("Li", _inline(item)) for item in block.items))
+            return element("Ul", *(element("Li", _draw_inline(item)) for item in block.items))
         case d.FieldList():
             parts = [(row.label, [d.plain_text(part) for part in row.parts]) for row in block.rows]
-            texts = [(label, labels.clean(" · ".join(filter(None, own)))) for label, own in parts]
+            texts = [
+                (label, labels.clean(" · ".join(filter(None, text_parts))))
+                for label, text_parts in parts
+            ]
             return fact_list([(label, text) for label, text in texts if text])
         case d.Paragraph():
-            return element("P", _inline(block.text), cls="note-line")
+            return element("P", _draw_inline(block.text), cls="note-line")
         case d.Code():
             return code(block.text, block.language)
     return None
 
 
-def _inline(text: d.Inline) -> Any:
+def _draw_inline(text: d.Inline) -> Any:
+    """Draw inline text, with soft parts dimmed."""
     if not isinstance(text, tuple):
-        return _cell(text)
+        return _draw_cell(text)
     parts = [
         element("Span", labels.clean(part.text), cls="dim" if part.style == "soft" else "")
         for part in (each if isinstance(each, d.Span) else d.Span(each) for each in text)
@@ -249,91 +259,101 @@ def _inline(text: d.Inline) -> Any:
     return element("Span", *parts)
 
 
-def scrolling(made: Any, label: str) -> Any:
-    """Wrap a table that may be wider than its place. What scrolls must be reachable with the
-    keyboard, and then have a name; no landmark, as a page has many."""
-    return element("Div", made, cls="scroll", tabIndex="0", role="group", aria_label=label)
+def scroll_box(content: Any, label: str) -> Any:
+    """Wrap content that may be too wide, so that it scrolls.
+
+    The box can have the keyboard focus, so it needs a name. Its role is no landmark, because a page
+    has many such boxes."""
+    return element("Div", content, cls="scroll", tabIndex="0", role="group", aria_label=label)
 
 
 def fact_list(rows: Iterable[tuple[str, Any]]) -> Any:
-    """Build a list of names and values."""
+    """Build a definition list of names and values."""
     items: list[Any] = []
     for name, value in rows:
         items += [element("Dt", name), element("Dd", value)]
     return element("Dl", *items, cls="facts")
 
 
-def foldable(summary: str, *body: Any) -> Any:
-    """Build a body that is shown after a click on its summary."""
+def expander(summary: str, *body: Any) -> Any:
+    """Build an element whose body is shown after a click on its summary."""
     return element("Details", element("Summary", summary), *body, cls="fold")
 
 
-def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
-    """Build links of which one is chosen: (text, address, chosen)."""
+def choice_links(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
+    """Build a row of links, one of them marked as chosen: (text, address, is chosen) each."""
     links = [
         link(text, href=href, cls="chosen" if chosen else "") for text, href, chosen in options
     ]
     return element("Div", element("Span", label, cls="label"), *links, cls="choices")
 
 
-def abbreviation(label: str, full: str) -> Any:
-    """Shorten a name: the whole of it is the tooltip, and what is copied (assets/shell.js)."""
-    if label == full:
+def abbreviation(label: str, full_name: str) -> Any:
+    """Build a short label. Its tooltip, and what is copied, is the full name (assets/shell.js)."""
+    if label == full_name:
         return label
-    return element("Span", label, title=full, data_full=full)
+    return element("Span", label, title=full_name, data_full=full_name)
 
 
-def swatch(colour: str) -> Any:
-    """Draw a square of a colour, beside the name of what it stands for."""
-    return element("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
+def swatch(color: str) -> Any:
+    """Build a square of a color, for a legend."""
+    return element("Span", cls="swatch", style={"background": color}, aria_hidden="true")
 
 
-def bar_cell(share: float, colour: str, rest: float = 0.0) -> Any:
-    """Draw a cell with a bar as long as a share of it, nothing of nothing; ``rest``: what follows
-    it in grey."""
+def bar_cell(share: float, color: str, rest_share: float = 0.0) -> Any:
+    """Build a table cell with a bar. ``share``: its length, 0 to 1 of the cell.
+
+    ``rest_share``: length of a gray bar after it."""
     bars = [
         element(
             "Span",
             cls="spark",
-            style={"width": f"{max(0.0, min(part, 1.0)) * 100:.2f}%", "background": own},
+            style={"width": f"{max(0.0, min(part, 1.0)) * 100:.2f}%", "background": part_color},
             aria_hidden="true",
         )
-        for part, own in ((share, colour), (rest, theme.PLAIN))
+        for part, part_color in ((share, color), (rest_share, theme.OTHER_COLOR))
         if part
     ]
     return element("Div", *bars, cls="bar-cell")
 
 
 def banner(lines: Sequence[str], cls: str = "banner") -> Any:
-    """Build the caveats of a page, a line each; ``None`` when there is nothing."""
+    """Build a banner with the caveats of a page, a line each, or ``None`` without any."""
     if not lines:
         return None
     items = [element("Li", labels.clean(line)) for line in lines]
     return element("Div", icon("warn"), element("Ul", *items), cls=cls, role="note")
 
 
-_TOKENS = {
+_TOKEN_CLASSES = {
     "Keyword": "kw", "Literal.String": "st", "Comment": "cm", "Literal.Number": "nu",
     "Name.Function": "fn", "Name.Decorator": "fn", "Operator.Word": "kw",
 }  # fmt: skip
 
 
 def code(text: str, language: str = "python", name: str = "") -> Any:
-    """Build code with a button that copies it; Python is coloured. ``name``: what it is of."""
+    """Build a code block with a copy button. ``name``: what it is, for screen readers."""
     from pygments.lexers.python import PythonLexer
     from pygments.lexers.special import TextLexer
 
     parts: list[Any] = []
     lexer = PythonLexer if language == "python" else TextLexer
-    for kind, word in lexer(stripnl=True).get_tokens(labels.clean(text, lines=True)):
-        token = str(kind).removeprefix("Token.")
-        look = next((look for start, look in _TOKENS.items() if token.startswith(start)), "")
-        if look:
-            parts.append(element("Span", word, cls=look))
+    for token_type, text_part in lexer(stripnl=True).get_tokens(labels.clean(text, lines=True)):
+        token = str(token_type).removeprefix("Token.")
+        token_class = next(
+            (
+                token_class
+                for start, token_class in _TOKEN_CLASSES.items()
+                if token.startswith(start)
+            ),
+            "",
+        )
+        if token_class:
+            parts.append(element("Span", text_part, cls=token_class))
         elif parts and isinstance(parts[-1], str):
-            parts[-1] += word
+            parts[-1] += text_part
         else:
-            parts.append(word)
+            parts.append(text_part)
     if parts and isinstance(parts[-1], str):
         parts[-1] = parts[-1].rstrip("\n")
     return element(
@@ -357,7 +377,7 @@ def code(text: str, language: str = "python", name: str = "") -> Any:
 
 
 def figure(
-    made: Any,
+    plotly_figure: Any,
     name: str,
     *,
     height: int,
@@ -366,17 +386,19 @@ def figure(
     has_table: bool = False,
     id: Any = None,  # noqa: A002
 ) -> Any:
-    """Build a plotly figure with what it shows in words, its PNG under a button, and its numbers as
-    a table on demand (assets/figure_table.js). ``narrow_height``: its height on a telephone, where
-    a legend takes many lines. ``has_table``: a table beside it has the numbers."""
+    """Build a plotly figure with a PNG button and, on demand, its numbers as a table.
+
+    ``description``: text for screen readers. ``height``: pixels. ``narrow_height``: height on a
+    phone, where a legend takes many lines. ``has_table``: another table on the page has the
+    numbers; otherwise assets/figure_table.js builds one."""
     graph: Any = dcc.Graph
-    room = f"max({height}px, {narrow_height + 195}px - 50vw)"
+    height_css = f"max({height}px, {narrow_height + 195}px - 50vw)"
     extra = {} if id is None else {"id": id}
-    drawn = element(
+    figure_element = element(
         "Figure",
         graph(
-            figure=made,
-            style={"height": room},
+            figure=plotly_figure,
+            style={"height": height_css},
             responsive=True,
             config={
                 "displaylogo": False,
@@ -389,55 +411,56 @@ def figure(
         ),
         element("Figcaption", description, cls="visually-hidden"),
         cls="figure",
-        style={"minHeight": room},  # before plotly is there, too
-        role="group",  # of the picture and its buttons
+        style={"minHeight": height_css},  # also before plotly is loaded
+        role="group",  # the figure and its buttons
         aria_label=description,
     )
     if has_table:
-        return drawn
+        return figure_element
     summary = element(
         "Summary", "Data table", element("Span", f": {description}", cls="visually-hidden")
     )
-    numbers = element("Details", summary, scrolling(None, description), cls="fold figure-data")
-    return element("Div", drawn, numbers, cls="with-data")
+    data_table = element("Details", summary, scroll_box(None, description), cls="fold figure-data")
+    return element("Div", figure_element, data_table, cls="with-data")
 
 
 def element(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
-    """Build a ``dash.html`` element. Children that are None are left out; ``aria_label`` and
-    ``data_x`` become ``aria-label`` and ``data-x``."""
-    make: Any = getattr(html, kind)
-    named = {
+    """Build a ``dash.html`` element. Children and properties that are ``None`` are left out.
+
+    Properties such as ``aria_label`` and ``data_x`` become ``aria-label`` and ``data-x``."""
+    component: Any = getattr(html, kind)
+    attributes = {
         key.replace("_", "-") if key.startswith(("aria_", "data_")) else key: value
         for key, value in props.items()
         if value is not None
     }
     if cls:
-        named["className"] = cls
+        attributes["className"] = cls
     content = [child for child in children if child is not None]
-    return make(content[0] if len(content) == 1 else content or None, **named)
+    return component(content[0] if len(content) == 1 else content or None, **attributes)
 
 
 def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
-    """Build a link within the dashboard: goes there without loading everything again."""
+    """Build a link within the dashboard. Dash follows it without reloading the document."""
     content = [child for child in children if child is not None]
-    make: Any = dcc.Link
+    component: Any = dcc.Link
     if cls:
         props["className"] = cls
-    return make(content[0] if len(content) == 1 else content, href=href, **props)
+    return component(content[0] if len(content) == 1 else content, href=href, **props)
 
 
 def external_link(*children: Any, href: str) -> Any:
-    """Build a link to elsewhere, which learns nothing of where it was followed."""
+    """Build a link to another site. The browser sends it no referrer."""
     return element("A", *children, href=href, target="_blank", rel="noopener noreferrer")
 
 
 def icon(name: str) -> Any:
-    """Build an icon of assets/icons.css; decoration only, so hidden from screen readers."""
+    """Build an icon of assets/icons.css. It is decoration, so it is hidden from screen readers."""
     return element("Span", cls=f"icon icon-{name}", aria_hidden="true")
 
 
 def editor_href(template: str, place: Location) -> str | None:
-    """Return the address that opens a place in the editor, or ``None`` if its file is not here."""
+    """Return the address that opens a place in the editor, or ``None`` without a local file."""
     if not template or not place.file or place.line is None or "\0" in place.file:
         return None
     file = Path(place.file).absolute()
@@ -446,29 +469,41 @@ def editor_href(template: str, place: Location) -> str | None:
     return template.replace("{file}", quote(str(file))).replace("{line}", str(place.line))
 
 
-def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:
-    """Draw the bar and its legend. ``links``: where a part leads, by its key."""
-    working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work, links)]
+def draw_bar(step_bar: StepBar, links: Mapping[str, str] | None = None) -> Any:
+    """Draw the step's bar and its legend. ``links``: address of each part, by its key."""
+    working_legend = [
+        bar_legend(f"Working, share {t.format_of(step_bar.per)}", step_bar.work, links)
+    ]
     return element(
         "Div",
-        draw_strip(shown.segments, f"Where the {shown.per}'s time goes", links=links),
+        draw_strip(step_bar.segments, f"Where the {step_bar.per}'s time goes", links=links),
         element(
             "Div",
-            *(working if shown.idle_total is not None else two_columns(shown.work, links)),
-            bar_legend(shown.idle_title.capitalize(), shown.idle, links) if shown.idle else None,
+            *(
+                working_legend
+                if step_bar.idle_total is not None
+                else two_column_legend(step_bar.work, links)
+            ),
+            bar_legend(step_bar.idle_title.capitalize(), step_bar.idle, links)
+            if step_bar.idle
+            else None,
             cls="legend",
         ),
     )
 
 
-def two_columns(parts: Sequence[Segment], links: Mapping[str, str] | None = None) -> list[Any]:
-    """Draw the legend of parts of one kind, in two columns."""
-    middle = (len(parts) + 1) // 2
-    return [bar_legend("", half, links) for half in (parts[:middle], parts[middle:]) if half]
+def two_column_legend(
+    parts: Sequence[Segment], links: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Draw the legend of parts of one kind in two columns."""
+    half_count = (len(parts) + 1) // 2
+    return [
+        bar_legend("", half, links) for half in (parts[:half_count], parts[half_count:]) if half
+    ]
 
 
-MIN_LINKED = 0.025
-"""Share of the bar from which a part is wide enough to be clicked: the name of each leads there."""
+MIN_LINKED_SHARE = 0.025
+"""Smallest share of the bar that is a link. The legend has links for narrower parts."""
 
 
 def draw_strip(
@@ -478,24 +513,27 @@ def draw_strip(
     thin: bool = False,
     links: Mapping[str, str] | None = None,
 ) -> Any:
-    """Draw only the bar. It is read out as one picture with its figures, or link by link. Its part
-    and the line of the legend light up together (assets/shell.js)."""
+    """Draw the bar without a legend. Screen readers get one image with all shares, or the links.
+
+    A part and its line of the legend are highlighted together (assets/shell.js)."""
     description = ", ".join(f"{part.label} {part.share_text}" for part in parts)
-    made = []
+    part_elements = []
     for part in parts:
-        words = f"{part.name}: {part.time}, {part.share_text}"
+        tooltip = f"{part.name}: {part.time}, {part.share_text}"
         style = {"flex": f"{max(part.share, 0.0):.6f} 1 0", "backgroundColor": part.look.colour}
         cls = f"part-{part.key}{' idle' * (part.kind == 'idle')}"
         href = (links or {}).get(part.key)
-        if href is None or part.share < MIN_LINKED:
-            made.append(element("Span", cls=cls, style=style, title=words))
+        if href is None or part.share < MIN_LINKED_SHARE:
+            part_elements.append(element("Span", cls=cls, style=style, title=tooltip))
         else:
-            named = element("Span", words, cls="visually-hidden")
-            ident = {"keeps": f"part-{part.key}"}
-            made.append(link(named, href=href, cls=cls, style=style, title=words, id=ident))
+            hidden_label = element("Span", tooltip, cls="visually-hidden")
+            link_id = {"fix_link": f"part-{part.key}"}
+            part_elements.append(
+                link(hidden_label, href=href, cls=cls, style=style, title=tooltip, id=link_id)
+            )
     return element(
         "Div",
-        *made,
+        *part_elements,
         cls="bar thin" if thin else "bar",
         role="group" if links else "img",
         aria_label=label if links else f"{label}: {description}",
@@ -503,16 +541,16 @@ def draw_strip(
 
 
 def bar_legend(title: str, parts: Sequence[Segment], links: Mapping[str, str] | None = None) -> Any:
-    """Draw the parts with their figures; a name leads where its part of the bar does."""
+    """Draw a table of the parts with time and share. Names link to the same address as the bar."""
 
-    def named(part: Segment) -> Any:
+    def part_label(part: Segment) -> Any:
         href = (links or {}).get(part.key)
         return link(part.label, href=href) if href else part.label
 
     rows = [
         element(
             "Tr",
-            element("Th", swatch(part.look.colour), named(part), scope="row"),
+            element("Th", swatch(part.look.colour), part_label(part), scope="row"),
             element("Td", part.time, cls="num"),
             element("Td", part.share_text, cls="num share"),
             cls=f"part-{part.key}",
@@ -522,21 +560,23 @@ def bar_legend(title: str, parts: Sequence[Segment], links: Mapping[str, str] | 
     return element("Table", element("Caption", title) if title else None, element("Tbody", *rows))
 
 
-MAX_LINKS = 8
-SELECT = "rank-select"
+MAX_RANK_LINKS = 8
+RANK_SELECT_ID = "rank-select"
 
 
-def rank_choice(view: PageView, path: str) -> Any:
-    """Build the ranks to choose from; ``None`` when there is one."""
+def rank_selector(view: PageView, path: str) -> Any:
+    """Build links or a list to select a rank, or ``None`` if there is only one."""
     numbers = list(view.loaded.analyses)
     if len(numbers) < 2:
         return None
     current = view.rank if view.rank is not None else numbers[0]
-    if len(numbers) <= MAX_LINKS:
-        return choices("Rank", [(str(n), view.href(path, rank=n), n == current) for n in numbers])
-    make: Any = dmc.Select
-    chosen = make(
-        id=SELECT,
+    if len(numbers) <= MAX_RANK_LINKS:
+        return choice_links(
+            "Rank", [(str(n), view.href(path, rank=n), n == current) for n in numbers]
+        )
+    select: Any = dmc.Select
+    rank_select = select(
+        id=RANK_SELECT_ID,
         data=[{"value": str(n), "label": f"rank {n}"} for n in numbers],
         value=str(current),
         searchable=True,
@@ -546,15 +586,15 @@ def rank_choice(view: PageView, path: str) -> Any:
         size="sm",
         **{"aria-label": "Rank"},
     )
-    return element("Div", chosen, cls="choices")
+    return element("Div", rank_select, cls="choices")
 
 
-def register_rank_choice(app: dash.Dash) -> None:
-    """Put a rank that is chosen from the list into the address, in the browser."""
+def register_rank_selector(app: dash.Dash) -> None:
+    """Register the browser callback that puts the selected rank into the address."""
     app.clientside_callback(
         ClientsideFunction("advisor", "chooseRank"),
         Output("_pages_location", "search"),
-        Input(SELECT, "value"),
+        Input(RANK_SELECT_ID, "value"),
         State("_pages_location", "search"),
         prevent_initial_call=True,
     )

@@ -1,5 +1,4 @@
-"""Session: content of the dashboard. Paths are read and analysed once, in a thread, and then only
-looked at."""
+"""Session of a dashboard: its paths, each read and analysed once, in a thread."""
 
 from __future__ import annotations
 
@@ -32,123 +31,123 @@ if TYPE_CHECKING:
 LoadState = Literal["unread", "loading", "ready", "failed"]
 T = TypeVar("T")
 
-WARM_MEASUREMENTS = (
+PRECOMPUTED_MEASUREMENTS = (
     "breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory",
 )  # fmt: skip
-"""Measurements that every page needs, made before the first page is shown."""
-STEPS_BYTES = 256 << 10
-"""Growth of the steps, bytes, at which a run without a window is read again: some thousand."""
-MAX_OPENED = 6
-"""Number of ranks of jobs, and runs of a folder, kept open: a trace of 100 MB takes a GB or two."""
+"""Measurements that every page needs, computed before the first page is shown."""
+STEPS_GROWTH_BYTES = 256 << 10
+"""Growth of the step records, bytes, after which a run without a window is read again."""
+MAX_OPEN_RUNS = 6
+"""Number of a job's ranks, or of a folder's runs, kept open. A trace of 100 MB takes 1 to 2 GB."""
 MAX_RUNS = 200
-"""Number of runs of a folder that are listed, the newest."""
-BROKEN = "the analysis failed; see the terminal"
+"""Number of runs listed of a folder, the newest ones."""
+ANALYSIS_FAILED = "the analysis failed; see the terminal"
 WATCH_SECONDS = 2.0
-"""Time between two looks at a live run's folder for new windows, s."""
+"""Time between two checks of a live run's folder for new windows, s."""
 
 
 class LoadedRun:
-    """Path that was read and analysed. Read-only, and safe to be read by several threads."""
+    """Run that was read and analysed. Read-only and thread-safe."""
 
-    def __init__(self, path: str, examined: AnalysisResult) -> None:
+    def __init__(self, path: str, result: AnalysisResult) -> None:
         self.path = path
-        self.examined = examined
-        self._views: dict[Any, Any] = {}
+        self.result = result
+        self._tables: dict[Any, Any] = {}
         self._lock = threading.RLock()
 
     @property
     def report(self) -> Report:
-        """Report, the same object that ``advisor analyze`` shows."""
-        return self.examined.report
+        """Report, as ``advisor analyze`` shows it."""
+        return self.result.report
 
     @property
     def run(self) -> Run:
-        """Run: traces by (rank, window), and what the recorder wrote."""
-        return self.examined.run
+        """Run: traces by (rank, window), and the recorder's records."""
+        return self.result.run
 
     @property
     def analyses(self) -> dict[int, Analysis]:
-        """Analyses by rank number (-1: the trace does not tell); the report is of the first."""
-        return self.examined.analyses
+        """Analyses by rank number, -1 for a trace without one. The report is on the first."""
+        return self.result.analyses
 
     @property
     def main(self) -> Analysis:
-        return self.examined.main
+        """Analysis of the reported rank."""
+        return self.result.main
 
     def analysis(self, rank: int | None) -> Analysis:
-        """Return a rank's measurements; the reported rank's when there is no such rank."""
+        """Return a rank's analysis, or the reported rank's if there is no such rank."""
         return self.main if rank is None else self.analyses.get(rank, self.main)
 
-    def cached(self, key: Any, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned, called once per key: for tables that a page draws."""
+    def get_or_compute(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, which is called once per key. Pages keep their tables here."""
         with self._lock:
-            if key not in self._views:
-                self._views[key] = make()
-            table: T = self._views[key]
+            if key not in self._tables:
+                self._tables[key] = compute()
+            table: T = self._tables[key]
             return table
 
 
-MAX_JSON: Final = 64 << 20
-_KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
+MAX_REPORT_BYTES: Final = 64 << 20
+_RANK_KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 
 
-def saved_report(path: str) -> Report | None:
-    """Read the report of several ranks that a file holds, or ``None`` for another file.
+def read_saved_report(path: str) -> Report | None:
+    """Read a saved report of several ranks. Return ``None`` for any other file.
 
     Raises AdvisorError if the report is damaged."""
-    result = read_saved(path, Report, SCHEMA, MAX_JSON)
+    result = read_saved(path, Report, SCHEMA, MAX_REPORT_BYTES)
     return result if result is not None and result.ranks is not None else None
 
 
-def key_of(job: str, place: int) -> str:
-    """Return the key of an entry that is a rank of a job: ``0.7`` is the eighth row of entry 0."""
-    return f"{job}.{place}"
+def rank_key(job: str, row: int) -> str:
+    """Return the key of a job's rank: ``0.7`` is the rank in the eighth row of entry 0."""
+    return f"{job}.{row}"
 
 
-def split_key(key: str) -> tuple[str, int] | None:
-    """Return the job and the row of such a key, or ``None`` for another key."""
-    result = _KEY.fullmatch(key)
-    return (result[1], int(result[2])) if result else None
+def split_rank_key(key: str) -> tuple[str, int] | None:
+    """Return the job's key and the row of a rank's key, or ``None`` for any other key."""
+    match = _RANK_KEY.fullmatch(key)
+    return (match[1], int(match[2])) if match else None
 
 
 @dataclass
 class OpenedPath:
-    """Path that the dashboard was opened with, and the state of its loading."""
+    """Path that is open in the dashboard, and the state of its loading."""
 
     key: str
-    """Number of the path as text: the URL's ``?run=1``, so that no path comes from a request."""
+    """Number of the path, as in the address ``?run=1``. Requests never contain a path."""
     path: str
     state: LoadState = "loading"
     progress: str = "waiting"
-    """Current activity, for the progress page."""
+    """Current activity, shown on the progress card."""
     failure_reason: str = ""
-    """Reason in one line why it is ``failed``."""
+    """Reason of the state ``failed``, in one line."""
     loaded: LoadedRun | None = None
-    """Loaded run when ``ready``; replaced as a whole when a live run's next window was analysed."""
+    """Loaded run in the state ``ready``. A live run's next window replaces it."""
     job: Report | None = None
-    """Report when ``ready``, if the path is a job some of whose ranks are not read here: one of
-    many ranks, or a saved report."""
+    """Report of a job in the state ``ready``, if some of its ranks are not loaded."""
     label: str = ""
-    """Name for the reader; empty: by its path."""
+    """Displayed name; empty: the name comes from the path."""
     version: int = 0
     """Number of times that ``loaded`` was replaced."""
     summary: RunSummary | None = None
-    """Summary of a run in a folder of runs, once its records were read."""
+    """Summary of a run in a folder of runs, after its records were read."""
     step: StepTime | None = None
-    """Step time of the run; of one that was read, its report's. ``None`` if not measured."""
+    """Step time of the run, from its report if it was read. ``None`` if not measured."""
     verdict: str = ""
-    """Verdict of the report, also once the run was closed again."""
+    """Verdict of the report. It is kept when the run is closed."""
     gains: dict[str, float] = field(default_factory=dict)
-    """Gain per step, ns, where known, by a finding's title; also once the run was closed again."""
+    """Known gains per step, ns, by the finding's title. They are kept when the run is closed."""
 
     @property
     def report(self) -> Report | None:
-        """Report on the path, once it is ready."""
+        """Report on the path, or ``None`` if it is not ready."""
         return self.job if self.loaded is None else self.loaded.report
 
     @property
     def name(self) -> str:
-        """Name for the reader: the label, else the last part of the path."""
+        """Displayed name: the label, or else the last part of the path."""
         if self.label:
             return self.label
         return "standard input" if self.path == "-" else Path(self.path).name or self.path
@@ -156,19 +155,19 @@ class OpenedPath:
 
 @dataclass
 class DashboardSession:
-    """Session of a dashboard: entries that load one after another in a thread."""
+    """Session of a dashboard. Its entries are loaded one after another in a thread."""
 
     paths: Sequence[str]
     options: Options = field(default_factory=Options)
-    live: bool = False
-    """Whether the first path is a run that goes on, whose folder is watched for new windows."""
+    is_live: bool = False
+    """Whether the first path is still being recorded. Its folder is watched for new windows."""
     perfetto: str | None = None
-    """Address of the Perfetto UI that a trace can be handed to, if any."""
+    """Address of the Perfetto UI that can open a trace, or ``None``."""
     editor: str = ""
-    """Address that opens a source in an editor, with ``{file}`` and ``{line}``; empty: none."""
+    """Address that opens a source file in an editor, with ``{file}`` and ``{line}``; or empty."""
     folder: str = ""
-    """Folder whose runs the paths are, the newest first: the newest ones are read, the others when
-    they are asked for."""
+    """Folder of the runs in ``paths``, or empty. The newest runs are first and are read at once,
+    the others on request."""
 
     def __post_init__(self) -> None:
         self.entries = [OpenedPath(str(i), str(path)) for i, path in enumerate(self.paths)]
@@ -176,116 +175,129 @@ class DashboardSession:
             for entry in self.entries[1:]:
                 entry.state = "unread"
         self._comparisons: dict[tuple[str, str], Comparison | str] = {}
-        self._opening, self._reading = threading.Lock(), threading.Lock()
+        self._open_lock, self._read_lock = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-        self._first = threading.Event()
-        self._seen: object = None
-        self.warmers: list[Callable[[LoadedRun], None]] = []
-        """Functions called with what was read, before it is shown: pages make their large tables
-        then, and not while somebody waits for them."""
-        self.closers: list[Callable[[], None]] = []
-        """Functions called when the session is closed: what was made for it goes."""
-        self.follower = Follower(self.entries[0].path) if self.live else None
-        """Follower of what the first path has recorded so far, if a run is followed."""
+        self._stopped = threading.Event()
+        self._first_load = threading.Event()
+        self._fingerprint: object = None
+        self.precompute_callbacks: list[Callable[[LoadedRun], None]] = []
+        """Functions called with each loaded run before it is shown. Pages compute slow tables in
+        them."""
+        self.close_callbacks: list[Callable[[], None]] = []
+        """Functions called when the session is closed. They remove temporary files."""
+        self.follower = Follower(self.entries[0].path) if self.is_live else None
+        """Follower of the first path, if it is still being recorded."""
 
     # -- reading ----------------------------------------------------------------------------
 
     def start(self) -> DashboardSession:
-        self._thread = threading.Thread(target=self._work, name="advisor-load", daemon=True)
+        """Load everything in a thread."""
+        self._thread = threading.Thread(target=self._run_loader, name="advisor-load", daemon=True)
         self._thread.start()
         return self
 
     def load(self) -> DashboardSession:
-        """Load everything now, in this thread."""
+        """Load everything in this thread."""
         self._load_all()
         return self
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every path is loaded or failed; False: not yet."""
-        return self._first.wait(timeout)
+        """Wait until every path is loaded or failed. Return False after the timeout, s."""
+        return self._first_load.wait(timeout)
 
     def close(self) -> None:
-        """Stop watching, and leave nothing behind."""
-        self._stop.set()
-        for close in self.closers:
+        """Stop watching the run, and remove temporary files."""
+        self._stopped.set()
+        for close in self.close_callbacks:
             close()
 
     def entry(self, key: str | None) -> OpenedPath:
-        """Return the entry of a key, or the first one for any other key. A rank of a job is opened
-        on the first request, and read in the background."""
-        known = next((entry for entry in self.entries if entry.key == key), None)
-        if known is not None and known.state == "unread":
-            self._read_later(known)
-        return known or self._open(key or "") or self.entries[0]
+        """Return the entry of a key, or the first entry for an unknown key.
 
-    def _read_later(self, entry: OpenedPath) -> None:
-        """Read a run of the folder, and close the oldest one where many are open."""
-        with self._opening:
+        A rank of a job, and an unread run of a folder, is then read in a thread."""
+        entry = next((entry for entry in self.entries if entry.key == key), None)
+        if entry is not None and entry.state == "unread":
+            self._start_reading(entry)
+        return entry or self._open_rank(key or "") or self.entries[0]
+
+    def _start_reading(self, entry: OpenedPath) -> None:
+        """Read a run of the folder in a thread, and close the oldest run if too many are open."""
+        with self._open_lock:
             if entry.state != "unread":  # another request was quicker
                 return
             entry.state = "loading"
-            opened = [each for each in self.entries[1:] if each.loaded is not None]
-            if len(opened) >= MAX_OPENED:
-                opened[-1].state, opened[-1].loaded = "unread", None
-        threading.Thread(target=self._read_rank, args=(entry,), daemon=True).start()
+            open_entries = [
+                candidate for candidate in self.entries[1:] if candidate.loaded is not None
+            ]
+            if len(open_entries) >= MAX_OPEN_RUNS:
+                open_entries[-1].state, open_entries[-1].loaded = "unread", None
+        threading.Thread(target=self._read_entry, args=(entry,), daemon=True).start()
 
-    def _open(self, key: str) -> OpenedPath | None:
-        """Open a rank of a job, by the row of its report. Return ``None`` for no such row."""
-        asked = split_key(key)
-        with self._opening:
-            job = next((item for item in self.entries if asked and item.key == asked[0]), None)
+    def _open_rank(self, key: str) -> OpenedPath | None:
+        """Open the rank of a job that a key names. Return ``None`` if there is none."""
+        job_and_row = split_rank_key(key)
+        with self._open_lock:
+            job = next(
+                (item for item in self.entries if job_and_row and item.key == job_and_row[0]), None
+            )
             report = None if job is None else job.report
             ranks = None if report is None else report.ranks
-            if asked is None or ranks is None or asked[1] >= len(ranks.lines):
+            if job_and_row is None or ranks is None or job_and_row[1] >= len(ranks.lines):
                 return None
-            for entry in self.entries:
-                if entry.key == key_of(*asked):  # another request was quicker
-                    return entry
-            row = ranks.lines[asked[1]]
-            made = OpenedPath(key_of(*asked), row.path, label=f"rank {row.rank}")
-            opened = [e for e in self.entries if split_key(e.key) and e.state != "loading"]
-            if len(opened) >= MAX_OPENED:
-                self.entries.remove(opened[0])
-            self.entries.append(made)
-        work = threading.Thread(target=self._read_rank, args=(made,), daemon=True)
-        work.start()
-        return made
+            for known in self.entries:
+                if known.key == rank_key(*job_and_row):  # another request was quicker
+                    return known
+            row = ranks.lines[job_and_row[1]]
+            entry = OpenedPath(rank_key(*job_and_row), row.path, label=f"rank {row.rank}")
+            open_ranks = [
+                entry
+                for entry in self.entries
+                if split_rank_key(entry.key) and entry.state != "loading"
+            ]
+            if len(open_ranks) >= MAX_OPEN_RUNS:
+                self.entries.remove(open_ranks[0])
+            self.entries.append(entry)
+        thread = threading.Thread(target=self._read_entry, args=(entry,), daemon=True)
+        thread.start()
+        return entry
 
-    def _read_rank(self, entry: OpenedPath) -> None:
-        with self._reading:  # one after another: each takes as much memory as it is large
+    def _read_entry(self, entry: OpenedPath) -> None:
+        """Load an entry of a job or a folder, one at a time."""
+        with self._read_lock:  # one at a time, to limit memory
             try:
-                self._load(entry, as_run=True)
+                self._load(entry, as_one_run=True)
                 if self.folder:
-                    self._compare(*self._in_order(self.entries[0].key, entry.key))
+                    self._compare(*self._order_pair(self.entries[0].key, entry.key))
             finally:
                 if entry.state == "loading":
-                    self._fail(entry, BROKEN)
+                    self._fail(entry, ANALYSIS_FAILED)
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
-        """Return two entries compared, the reason why not, or ``None`` if not yet made."""
+        """Return a comparison, the reason why there is none, or ``None`` if not computed yet."""
         return self._comparisons.get((before, after))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Comparisons that are made, as (before, after): the first path with each of the others. In
-        a folder the first is the newest run, and so the one after. Jobs, and ranks that were opened
-        of one, are not compared."""
+        """Pairs of keys to compare, as (before, after): the first path with each of the others.
+
+        In a folder the first path is the newest run, so it is the one after; only runs that were
+        read are paired. Jobs and their ranks are not compared."""
         first, *others = self.entries
         if first.job is not None:
             return []
         runs = [
-            self._in_order(first.key, entry.key)
+            self._order_pair(first.key, entry.key)
             for entry in others
-            if entry.job is None and split_key(entry.key) is None
+            if entry.job is None and split_rank_key(entry.key) is None
         ]
         return [pair for pair in runs if not self.folder or pair in self._comparisons]
 
-    def _in_order(self, first: str, other: str) -> tuple[str, str]:
+    def _order_pair(self, first: str, other: str) -> tuple[str, str]:
+        """Return two keys as (before, after): in a folder the first one is newer."""
         return (other, first) if self.folder else (first, other)
 
     def status(self) -> dict[str, Any]:
-        """Return the state and progress of each entry, for the progress page."""
+        """Return the state and progress of each entry, for ``/_advisor/status``."""
         return {
             "done": all(entry.state != "loading" for entry in self.entries),
             "entries": [
@@ -303,22 +315,24 @@ class DashboardSession:
 
     # -- the loading thread -----------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run_loader(self) -> None:
+        """Load everything, then the other runs of a folder, then watch a live run."""
         self._load_all()
         for entry in self.entries if self.folder else ():
-            if self._stop.is_set():
+            if self._stopped.is_set():
                 return
             with contextlib.suppress(AdvisorError):
                 entry.summary = RunSummary.read(entry.path)
                 entry.step = entry.step if entry.verdict else entry.summary.step
-        for entry in self.entries[1 : 1 + MAX_OPENED] if self.folder else ():
-            if entry.state == "unread" and not self._stop.is_set():
+        for entry in self.entries[1 : 1 + MAX_OPEN_RUNS] if self.folder else ():
+            if entry.state == "unread" and not self._stopped.is_set():
                 entry.state = "loading"
-                self._read_rank(entry)
-        while self.live and not self._stop.wait(WATCH_SECONDS):
+                self._read_entry(entry)
+        while self.is_live and not self._stopped.wait(WATCH_SECONDS):
             self._refresh(self.entries[0])
 
     def _load_all(self) -> None:
+        """Load all entries in the state ``loading``, and compare the pairs."""
         try:
             for entry in [each for each in self.entries if each.state == "loading"]:
                 self._load(entry)
@@ -326,30 +340,34 @@ class DashboardSession:
                 self._compare(*pair)
         finally:
             for entry in self.entries[:1] if self.folder else self.entries:
-                if entry.state == "loading":  # the thread dies of a bug: say so, not "loading"
-                    self._fail(entry, BROKEN)
-            self._first.set()
+                if entry.state == "loading":  # a bug ended the thread: do not stay "loading"
+                    self._fail(entry, ANALYSIS_FAILED)
+            self._first_load.set()
 
-    def _load(self, entry: OpenedPath, *, as_run: bool = False) -> None:
-        """Load an entry; ``as_run``: as one run, whatever it is."""
+    def _load(self, entry: OpenedPath, *, as_one_run: bool = False) -> None:
+        """Load an entry. ``as_one_run``: skip the checks for a saved report and for a job."""
 
-        def reading(path: str, size: int) -> None:
+        def report_reading(path: str, size: int) -> None:
             entry.progress = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
 
         entry.progress = "reading"
-        windows = newest_windows(entry.path) if self.live else None
+        fingerprint = recording_fingerprint(entry.path) if self.is_live else None
         try:
-            if not as_run and not self.live and self._is_saved(entry):
+            if not as_one_run and not self.is_live and self._load_saved_report(entry):
                 return
             memory = self.options.read.memory_snapshot if entry is self.entries[0] else None
-            read = replace(self.options.read, progress=reading, memory_snapshot=memory, urls=False)
-            loaded = LoadedRun(entry.path, self._examined(entry, read, alone=as_run))
-            for name in WARM_MEASUREMENTS:
+            read_options = replace(
+                self.options.read, progress=report_reading, memory_snapshot=memory, urls=False
+            )
+            loaded = LoadedRun(
+                entry.path, self._analyze(entry, read_options, is_one_run=as_one_run)
+            )
+            for name in PRECOMPUTED_MEASUREMENTS:
                 entry.progress = f"measuring: {name.replace('_', ' ')}"
                 getattr(loaded.main, name)
             entry.progress = "measuring: tables"
-            for warm in self.warmers:
-                warm(loaded)
+            for precompute in self.precompute_callbacks:
+                precompute(loaded)
         except AdvisorError as error:
             self._fail(entry, str(error))
         except MemoryError:
@@ -370,82 +388,90 @@ class DashboardSession:
             entry.version += 1
             entry.failure_reason = ""
             entry.state = "ready"
-        self._seen = windows
+        self._fingerprint = fingerprint
 
-    def _examined(self, entry: OpenedPath, read: ReadOptions, *, alone: bool) -> AnalysisResult:
-        """Analyse a path, with progress in ``entry.progress``; ``alone``: one rank of a job."""
+    def _analyze(
+        self, entry: OpenedPath, read_options: ReadOptions, *, is_one_run: bool
+    ) -> AnalysisResult:
+        """Analyse a path, with progress in ``entry.progress``.
 
-        def progress(done: RanksDone) -> None:
-            if self._stop.is_set():
+        ``is_one_run``: do not summarize the path as a job of many ranks."""
+
+        def report_progress(state: RanksDone) -> None:
+            if self._stopped.is_set():
                 raise AdvisorError("the dashboard was closed")
-            entry.progress = f"measuring: {done.ranks:,} of {done.total:,} ranks"
+            entry.progress = f"measuring: {state.ranks:,} of {state.total:,} ranks"
 
-        def measuring() -> None:
+        def report_measuring() -> None:
             entry.progress = "measuring"
 
-        options = replace(self.options, read=read, on_progress=progress)
-        if not self.live and not alone and files_summarised_apart([entry.path], options):
-            return examine(entry.path, options, measuring)
-        run = open_ranks(entry.path, replace(self.options, read=read))
-        measuring()
-        return examine(run, self._options(run))
+        options = replace(self.options, read=read_options, on_progress=report_progress)
+        if not self.is_live and not is_one_run and files_summarised_apart([entry.path], options):
+            return examine(entry.path, options, report_measuring)
+        run = open_ranks(entry.path, replace(self.options, read=read_options))
+        report_measuring()
+        return examine(run, self._options_for(run))
 
-    def _is_saved(self, entry: OpenedPath) -> bool:
-        """Return whether it is a saved report of several ranks; then it is ready."""
-        entry.job = saved_report(entry.path)
+    def _load_saved_report(self, entry: OpenedPath) -> bool:
+        """Load a saved report of several ranks. Return False for any other path."""
+        entry.job = read_saved_report(entry.path)
         if entry.job is None:
             return False
         entry.version += 1
         entry.state = "ready"
         return True
 
-    def _fail(self, entry: OpenedPath, why: str) -> None:
-        """Mark a path that cannot be shown; a live run keeps showing its window before."""
-        entry.failure_reason = why
+    def _fail(self, entry: OpenedPath, reason: str) -> None:
+        """Mark an entry as failed. A live run keeps showing its previous window."""
+        entry.failure_reason = reason
         entry.state = "ready" if entry.loaded is not None else "failed"
 
-    def _options(self, run: Run) -> Options:
-        """Return the options; of a run that goes on, for the last window that all ranks have."""
-        if not self.live or self.options.window is not None:
+    def _options_for(self, run: Run) -> Options:
+        """Return the options. For a live run they select the last window that all ranks have."""
+        if not self.is_live or self.options.window is not None:
             return self.options
         if not run.traces:
             return self.options
-        common = set.intersection(*({w for r, w in run.traces if r == n} for n in run.ranks))
-        if not common:
+        common_windows = set.intersection(
+            *({w for r, w in run.traces if r == n} for n in run.ranks)
+        )
+        if not common_windows:
             return self.options
-        return replace(self.options, window=max(common))
+        return replace(self.options, window=max(common_windows))
 
     def _refresh(self, entry: OpenedPath) -> None:
-        if entry.state == "failed" or newest_windows(entry.path) != self._seen:
+        """Load a live run again if it has new data."""
+        if entry.state == "failed" or recording_fingerprint(entry.path) != self._fingerprint:
             self._load(entry)
 
     def _compare(self, before: str, after: str) -> None:
-        first, second = self.entry(before), self.entry(after)
-        if first.loaded is None or second.loaded is None:
-            missing = first if first.loaded is None else second
+        """Compute the comparison of two entries."""
+        before_entry, after_entry = self.entry(before), self.entry(after)
+        if before_entry.loaded is None or after_entry.loaded is None:
+            missing = before_entry if before_entry.loaded is None else after_entry
             self._comparisons[before, after] = missing.failure_reason
             return
         from advisor.compare import compare_examined
 
         try:
             comparison: Comparison | str = compare_examined(
-                first.loaded.examined, second.loaded.examined
+                before_entry.loaded.result, after_entry.loaded.result
             )
         except AdvisorError as error:
             comparison = str(error)
         self._comparisons[before, after] = comparison
 
 
-def newest_windows(path: str) -> object:
-    """Return a value that changes when a window landed; before the first, when many steps did."""
+def recording_fingerprint(path: str) -> object:
+    """Return a value that changes with a new window; before the first one, with many steps."""
     folder = Path(path)
     windows = frozenset(str(file) for file in folder.glob("rank*/trace_w*.json*"))
     if windows:
         return windows
-    sizes = 0
+    total_bytes = 0
     for file in folder.glob(f"rank*/{STEPS}"):
         try:
-            sizes += file.stat().st_size
-        except OSError:  # gone meanwhile
+            total_bytes += file.stat().st_size
+        except OSError:  # removed meanwhile
             continue
-    return sizes // STEPS_BYTES
+    return total_bytes // STEPS_GROWTH_BYTES

@@ -1,7 +1,7 @@
-"""Colours: one for each class of time, the same on every page, in every figure and in the timeline.
+"""Colors of the classes of time: the same on every page, in every figure and in the timeline.
 
-Those of classes of time are the reports' (``advisor.core.charts``). Each reads on a light and on
-a dark ground. No meaning depends on colour alone."""
+The classes of time take their colors from the reports (``advisor.core.charts``). Each color is
+readable on a light and on a dark background. No meaning depends on color alone."""
 
 from typing import Final
 
@@ -9,12 +9,12 @@ from advisor.core import charts
 
 ACCENT: Final = "#5b5bd6"
 
-CLASSES: Final = {name: look.colour for name, look in charts.CLASSES.items()}
-CAUSES: Final = {name: look.colour for name, look in charts.CAUSES.items()}
-HOST: Final = {name: look.colour for name, look in charts.HOST.items()}
-PHASES: Final = {name: look.colour for name, look in charts.PHASES.items()}
+CLASS_COLORS: Final = {name: look.colour for name, look in charts.CLASSES.items()}
+CAUSE_COLORS: Final = {name: look.colour for name, look in charts.CAUSES.items()}
+HOST_COLORS: Final = {name: look.colour for name, look in charts.HOST.items()}
+PHASE_COLORS: Final = {name: look.colour for name, look in charts.PHASES.items()}
 
-FAMILIES: Final = {
+FAMILY_COLORS: Final = {
     "gemm": "#2f9e6e",
     "convolution": "#1f7a55",
     "attention": "#58b98c",
@@ -36,18 +36,22 @@ FAMILIES: Final = {
     "communication": "#b14bb8",
     "other": "#9a9aa5",
 }
-"""Colours of kernel families (``advisor.measure.device.families.FAMILIES``)."""
+"""Colors of kernel families (``advisor.measure.device.families.FAMILIES``)."""
 
-PLAIN: Final = charts.OTHER_LOOK.colour
+OTHER_COLOR: Final = charts.OTHER_LOOK.colour
 
 
-GROUPS: Final = {
-    "time": CLASSES, "idle": CAUSES, "host": PHASES | HOST, "kernels": FAMILIES, "phases": PHASES,
-}  # fmt: skip
-"""Colours by group: classes of device time, causes of idle time, classes of host time and phases,
+COLORS_BY_GROUP: Final = {
+    "time": CLASS_COLORS,
+    "idle": CAUSE_COLORS,
+    "host": PHASE_COLORS | HOST_COLORS,
+    "kernels": FAMILY_COLORS,
+    "phases": PHASE_COLORS,
+}
+"""Colors by group: classes of device time, causes of idle time, classes of host time and phases,
 kernel families, phases of the step."""
 
 
-def colour_of(group: str, name: str) -> str:
-    """Return the colour of a member of a group."""
-    return GROUPS[group].get(name, PLAIN)
+def color_of(group: str, name: str) -> str:
+    """Return the color of a member of a group, as CSS writes it."""
+    return COLORS_BY_GROUP[group].get(name, OTHER_COLOR)

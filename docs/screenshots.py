@@ -80,7 +80,7 @@ def shoot(
     page = context.new_page()
     path = next(page.path for page in PAGES if page.module == module)
     page.goto(server.address)  # with the token, for which the browser is given a cookie
-    page.goto(f"{server.base.rstrip('/')}{path}")
+    page.goto(f"{server.base_address.rstrip('/')}{path}")
     page.locator("main h1").first.wait_for(state="attached")
     if full:  # grids draw themselves once they are in view
         for grid in page.locator(".grid").all():

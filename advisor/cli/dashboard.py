@@ -105,7 +105,7 @@ def command(
         raise AdvisorError(
             f"the dashboard needs {error.name}: {install_command('dashboard')}"
         ) from None
-    from advisor.dashboard.loaded_runs import MAX_RUNS, DashboardSession, saved_report
+    from advisor.dashboard.loaded_runs import MAX_RUNS, DashboardSession, read_saved_report
     from advisor.dashboard.server import Access, bind
     from advisor.read.directory import refuse_several, require_trace
     from advisor.read.runs import SeveralRuns
@@ -119,10 +119,10 @@ def command(
             raise
         folder, paths = paths[0], list(map(str, error.found[:MAX_RUNS]))
     for path in paths if not (live or folder) else ():
-        if saved_report(path) is None:
+        if read_saved_report(path) is None:
             require_trace(path)
     session = DashboardSession(
-        paths, options, live=live, perfetto=viewer, editor=sources, folder=folder
+        paths, options, is_live=live, perfetto=viewer, editor=sources, folder=folder
     )
     access = Access.for_host(host, token)
     if no_token:
@@ -178,13 +178,13 @@ def read_token(file: Path | None, *, no_token: bool) -> str | None:
         text, source = _read_token(file), f"--token-file {file}"
     if text is None:
         return None
-    from advisor.dashboard.server import MIN_TOKEN, is_usable_token
+    from advisor.dashboard.server import MIN_TOKEN_LENGTH, is_usable_token
 
     text = text.strip()
     if not is_usable_token(text):
         raise AdvisorError(
-            f"{source}: a token has {MIN_TOKEN} to 512 letters, digits and -._~; for example "
-            'python3 -c "import secrets; print(secrets.token_urlsafe())"'
+            f"{source}: a token has {MIN_TOKEN_LENGTH} to 512 letters, digits and -._~; "
+            'for example python3 -c "import secrets; print(secrets.token_urlsafe())"'
         )
     return text
 

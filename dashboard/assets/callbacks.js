@@ -1,53 +1,56 @@
-// What callbacks do in the browser: filter a grid by the field above it, put a rank or the fixes
-// that are not ticked into the address.
+// Clientside callbacks of Dash: filter a grid, put the selected rank or the unticked fixes into
+// the address, scroll to the details of a kernel.
 window.dash_clientside = window.dash_clientside || {};
 window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor || {}, {
+  // Filters a grid by the text of its search field.
   quickFilter: function (text, options) {
     "use strict";
     return Object.assign({}, options, { quickFilterText: text || "" });
   },
-  // Clicked on the map of a job, or chosen in its table: the rank's timeline.
-  openRank: function (clicked, selected) {
+  // Opens the timeline of the rank that was clicked on the job's heat map or selected in its grid.
+  openRank: function (clickData, selectedRows) {
     "use strict";
-    var still = window.dash_clientside.no_update;
-    var chosen = window.dash_clientside.callback_context.triggered_id;
+    var noUpdate = window.dash_clientside.no_update;
+    var source = window.dash_clientside.callback_context.triggered_id;
     var key = null;
-    if (chosen === "job-map" && clicked && clicked.points.length) {
-      key = clicked.points[0].text;
-    } else if (chosen === "job-ranks" && selected && selected.length) {
-      key = selected[0].query;
+    if (source === "job-map" && clickData && clickData.points.length) {
+      key = clickData.points[0].text;
+    } else if (source === "job-ranks" && selectedRows && selectedRows.length) {
+      key = selectedRows[0].query;
     }
-    return key ? ["/timeline", "?" + key] : [still, still];
+    return key ? ["/timeline", "?" + key] : [noUpdate, noUpdate];
   },
-  // The address changes, and that of the links: to Dash a new one would be a new page.
-  keepTicks: function (ticks, fixes, links) {
+  // Puts the unticked fixes into the page's address and its links. It uses replaceState, because
+  // Dash would load the page again if its location changed.
+  putFixesInLinks: function (ticks, ids, hrefs) {
     "use strict";
-    var without = fixes
+    var unticked = ids
       .filter(function (_, i) {
         return !ticks[i];
       })
       .map(function (id) {
         return id.fix;
       });
-    function keep(href) {
+    function withUntickedFixes(href) {
       var address = new URL(href, location.href);
       address.searchParams.delete("without");
-      if (without.length) {
-        address.search += (address.search ? "&" : "?") + "without=" + without.join(",");
+      if (unticked.length) {
+        address.search += (address.search ? "&" : "?") + "without=" + unticked.join(",");
       }
       return address.href.slice(address.origin.length);
     }
-    history.replaceState(history.state, "", keep(location.href));
-    return links.map(keep);
+    history.replaceState(history.state, "", withUntickedFixes(location.href));
+    return hrefs.map(withUntickedFixes);
   },
-  // What a chosen row is about stands below the grid, maybe below the window.
-  reveal: function () {
+  // Scrolls to the details of the selected kernel, which may be below the window.
+  scrollToKernel: function () {
     "use strict";
     requestAnimationFrame(function () {
       document.getElementById("kernel-detail").scrollIntoView({ block: "nearest" });
     });
     return window.dash_clientside.no_update;
   },
+  // Puts the rank selected in the list into the address.
   chooseRank: function (rank, search) {
     "use strict";
     var query = new URLSearchParams(search || "");

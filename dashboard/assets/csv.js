@@ -1,10 +1,10 @@
-// Saves what a grid shows, in its order and filtered as it is, as CSV: numbers as they were
-// measured, with the unit in the head.
+// Saves a grid as CSV, in its current order and with its filter. Numbers are not rounded. The
+// column titles have the units.
 (function () {
   "use strict";
 
-  // What begins like this a spreadsheet takes for a formula, and names come from the trace.
-  function text(value) {
+  // Names come from the trace. A leading quote keeps a spreadsheet from running one as a formula.
+  function cellText(value) {
     if (value === null || value === undefined || value === "–") {
       return "";
     } // not measured
@@ -24,10 +24,10 @@
     grid.exportDataAsCsv({
       fileName: "advisor-" + id.replace(/-grid$/, "") + ".csv",
       processCellCallback: function (cell) {
-        return text(cell.value);
+        return cellText(cell.value);
       },
-      processHeaderCallback: function (head) {
-        var column = head.column.getColDef();
+      processHeaderCallback: function (header) {
+        var column = header.column.getColDef();
         return (column.context && column.context.csv) || column.headerName;
       },
     });

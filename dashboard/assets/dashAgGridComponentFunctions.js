@@ -1,5 +1,5 @@
-// Cells of AG Grid. A name is there in several lengths, of which the style sheet shows the longest
-// that fits the column; the whole name is its tooltip, and what is copied (shell.js).
+// Cell renderer of names in AG Grid. A cell has labels of several lengths, and the style sheet
+// shows the longest one that fits. The tooltip and the copied text (shell.js) are the full name.
 window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {};
 window.dashAgGridComponentFunctions.AdvisorName = function (props) {
   "use strict";
@@ -12,95 +12,96 @@ window.dashAgGridComponentFunctions.AdvisorName = function (props) {
     }),
   );
 };
-// The library of grids (1.3 MB) is asked for by the first page that has one: what stands for it
-// here draws nothing until it has come.
+// Loads AG Grid (1.3 MB) on the first page with a grid. Until it is loaded, grids draw nothing.
 (function () {
   "use strict";
   var meta = document.querySelector("meta[name=advisor-grid]"),
     library = null,
-    waiting = [];
-  function load() {
+    redraws = [];
+  function loadLibrary() {
     var script = document.createElement("script");
     script.src = meta.content;
     script.onload = function () {
       library = window.dash_ag_grid;
       window.dash_ag_grid = Object.assign({}, library, { AgGrid: Grid });
-      waiting.splice(0).forEach(function (draw) {
-        draw(true);
+      redraws.splice(0).forEach(function (redraw) {
+        redraw(true);
       });
     };
     document.head.appendChild(script);
   }
-  // On a telephone the numbers stand beside the name, and what else there is after them.
-  function narrowed(props) {
+  // Puts the columns of numbers next to the name on a phone, and the other columns after them.
+  function withNarrowColumns(props) {
     if (!matchMedia("(max-width: 620px)").matches) {
       return props;
     }
-    var first = Object.assign({}, props.columnDefs[0]),
-      rest = props.columnDefs.slice(1);
-    first.width = first.minWidth = Math.min(first.minWidth || 150, 150);
-    delete first.maxWidth;
-    function ofKind(numbers) {
-      return rest.filter(function (column) {
-        return (column.type === "rightAligned") === numbers;
+    var nameColumn = Object.assign({}, props.columnDefs[0]),
+      otherColumns = props.columnDefs.slice(1);
+    nameColumn.width = nameColumn.minWidth = Math.min(nameColumn.minWidth || 150, 150);
+    delete nameColumn.maxWidth;
+    function columnsOfKind(isNumeric) {
+      return otherColumns.filter(function (column) {
+        return (column.type === "rightAligned") === isNumeric;
       });
     }
-    return Object.assign({}, props, { columnDefs: [first].concat(ofKind(true), ofKind(false)) });
+    return Object.assign({}, props, {
+      columnDefs: [nameColumn].concat(columnsOfKind(true), columnsOfKind(false)),
+    });
   }
   function Grid(props) {
-    var draw = React.useState(false)[1];
+    var redraw = React.useState(false)[1];
     React.useEffect(function () {
       if (library) {
         return;
       }
-      if (waiting.push(draw) === 1) {
-        load();
+      if (redraws.push(redraw) === 1) {
+        loadLibrary();
       }
     }, []);
-    return library ? React.createElement(library.AgGrid, narrowed(props)) : null;
+    return library ? React.createElement(library.AgGrid, withNarrowColumns(props)) : null;
   }
   Grid.dashRenderType = true;
   window.dash_ag_grid = { AgGrid: Grid };
 })();
-// A figure waits until it is near the window, or for a while: what draws it (1.5 MB) then delays
-// nothing of what is read first, and paper has all figures.
+// Draws a figure when it is near the view, before printing, or after MAX_WAIT_MS. That way plotly
+// (1.5 MB) does not delay the text of the page.
 (function () {
   "use strict";
-  var PATIENCE_MS = 6000,
+  var MAX_WAIT_MS = 6000,
     Graph = null;
-  function Late(props) {
-    var place = React.useRef(null),
+  function LazyGraph(props) {
+    var placeholder = React.useRef(null),
       state = React.useState(false);
     React.useEffect(function () {
-      function come() {
+      function show() {
         state[1](true);
       }
-      var timer = setTimeout(come, PATIENCE_MS),
-        watch = new IntersectionObserver(
-          function (seen) {
-            if (seen[seen.length - 1].isIntersecting) {
-              come();
+      var timer = setTimeout(show, MAX_WAIT_MS),
+        observer = new IntersectionObserver(
+          function (entries) {
+            if (entries[entries.length - 1].isIntersecting) {
+              show();
             }
           },
           { rootMargin: "300px" },
         );
-      watch.observe(place.current);
-      window.addEventListener("beforeprint", come);
+      observer.observe(placeholder.current);
+      window.addEventListener("beforeprint", show);
       return function () {
         clearTimeout(timer);
-        watch.disconnect();
-        window.removeEventListener("beforeprint", come);
+        observer.disconnect();
+        window.removeEventListener("beforeprint", show);
       };
     }, []);
     return state[0]
       ? React.createElement(Graph, props)
-      : React.createElement("div", { ref: place, style: props.style });
+      : React.createElement("div", { ref: placeholder, style: props.style });
   }
   Object.defineProperty(window, "dash_core_components", {
     configurable: true,
     set: function (library) {
       Graph = library.Graph;
-      var value = Object.assign({}, library, { Graph: Late });
+      var value = Object.assign({}, library, { Graph: LazyGraph });
       Object.defineProperty(window, "dash_core_components", { value: value, writable: true });
     },
   });

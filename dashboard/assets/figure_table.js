@@ -1,10 +1,10 @@
-// The numbers of a figure as a table, for readers who cannot see it. It is built from what plotly
-// drew, when "Data table" is opened.
+// Shows the numbers of a figure as a table, for readers who cannot see it. The table is built from
+// plotly's data when "Data table" is opened.
 (function () {
   "use strict";
   var MAX_ROWS = 200;
 
-  function shown(value, format) {
+  function formatValue(value, format) {
     if (typeof value !== "number" || !isFinite(value)) {
       return value === null || value === undefined || value !== value ? "–" : String(value);
     }
@@ -15,105 +15,107 @@
     return text.replace("-", "−") + (percent ? "%" : "");
   }
 
-  function title(axis) {
+  function axisTitle(axis) {
     return (axis && axis.title && axis.title.text) || "";
   }
 
-  // Names are escaped for plotly (plotly_figures.escape_markup).
-  function plain(text) {
+  // Reverses plotly_figures.escape_markup.
+  function unescapeMarkup(text) {
     return String(text).replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
   }
 
-  // A row for each position on the x axis, a column for each series.
-  function ofLines(traces, layout) {
-    var rows = new Map(),
+  // Builds a row for each position on the x axis, and a column for each series.
+  function tableOfLines(traces, layout) {
+    var valuesByX = new Map(),
       names = traces.map(function (trace) {
-        return plain(trace.name || title(layout.yaxis));
+        return unescapeMarkup(trace.name || axisTitle(layout.yaxis));
       });
     traces.forEach(function (trace, column) {
       Array.from(trace.x).forEach(function (x, i) {
         if (trace.y[i] === null || trace.y[i] === undefined) {
           return;
         }
-        rows.set(x, rows.get(x) || traces.map(String.bind(null, "–")));
-        rows.get(x)[column] = shown(trace.y[i], layout.yaxis.tickformat);
+        valuesByX.set(x, valuesByX.get(x) || traces.map(String.bind(null, "–")));
+        valuesByX.get(x)[column] = formatValue(trace.y[i], layout.yaxis.tickformat);
       });
     });
-    var order = Array.from(rows.keys()).sort(function (a, b) {
+    var order = Array.from(valuesByX.keys()).sort(function (a, b) {
       return a - b;
     });
     return {
-      head: [title(layout.xaxis)].concat(names),
+      head: [axisTitle(layout.xaxis)].concat(names),
       rows: order.map(function (x) {
-        return [shown(x)].concat(rows.get(x));
+        return [formatValue(x)].concat(valuesByX.get(x));
       }),
     };
   }
 
-  function ofCells(trace) {
+  function tableOfHeatmap(trace) {
     return {
-      head: [""].concat(Array.from(trace.x, plain)),
+      head: [""].concat(Array.from(trace.x, unescapeMarkup)),
       rows: Array.from(trace.y, function (name, row) {
-        return [plain(name)].concat(
+        return [unescapeMarkup(name)].concat(
           Array.from(trace.z[row], function (value) {
-            return shown(value);
+            return formatValue(value);
           }),
         );
       }),
     };
   }
 
-  function cell(row, kind, text, scope) {
-    var made = document.createElement(kind);
-    made.textContent = text;
+  function appendCell(row, tag, text, scope) {
+    var element = document.createElement(tag);
+    element.textContent = text;
     if (scope) {
-      made.scope = scope;
+      element.scope = scope;
     }
-    made.className = row.cells.length ? "num" : "";
-    row.append(made);
+    element.className = row.cells.length ? "num" : "";
+    row.append(element);
   }
 
-  function table(graph) {
-    var cells = graph._fullData.filter(function (trace) {
+  function buildTable(graph) {
+    var heatmaps = graph._fullData.filter(function (trace) {
       return trace.type === "heatmap";
     });
-    var data = cells.length
-      ? ofCells(cells[0])
-      : ofLines(
+    var data = heatmaps.length
+      ? tableOfHeatmap(heatmaps[0])
+      : tableOfLines(
           graph._fullData.filter(function (trace) {
             return trace.type === "scatter";
           }),
           graph._fullLayout,
         );
-    var every = Math.ceil(data.rows.length / MAX_ROWS) || 1,
-      made = document.createElement("table"),
-      unit = title(graph._fullLayout.yaxis) || (cells.length && cells[0].colorbar.title.text),
-      head = made.createTHead().insertRow(),
-      body = made.createTBody();
-    made.className = "data";
-    made.createCaption().textContent =
-      (unit || "") + (every > 1 ? ", one row in " + every + " of " + data.rows.length : "");
+    var rowStep = Math.ceil(data.rows.length / MAX_ROWS) || 1,
+      element = document.createElement("table"),
+      unit =
+        axisTitle(graph._fullLayout.yaxis) || (heatmaps.length && heatmaps[0].colorbar.title.text),
+      head = element.createTHead().insertRow(),
+      body = element.createTBody();
+    element.className = "data";
+    element.createCaption().textContent =
+      (unit || "") + (rowStep > 1 ? ", one row in " + rowStep + " of " + data.rows.length : "");
     data.head.forEach(function (text) {
-      cell(head, "th", text, "col");
+      appendCell(head, "th", text, "col");
     });
     data.rows.forEach(function (texts, number) {
-      if (number % every === 0) {
+      if (number % rowStep === 0) {
         var row = body.insertRow();
         texts.forEach(function (text, column) {
-          cell(row, column ? "td" : "th", text, column ? "" : "row");
+          appendCell(row, column ? "td" : "th", text, column ? "" : "row");
         });
       }
     });
-    return made;
+    return element;
   }
 
-  // A figure is drawn once it is in view.
-  function fill(details) {
+  // Fills the table as soon as plotly has drawn the figure, which happens when it is near the
+  // view.
+  function fillTable(details) {
     var graph = details.closest(".with-data").querySelector(".js-plotly-plot");
     if (graph && graph._fullData) {
-      details.querySelector(".scroll").replaceChildren(table(graph));
+      details.querySelector(".scroll").replaceChildren(buildTable(graph));
     } else if (details.open && details.isConnected) {
-      setTimeout(fill, 100, details);
+      setTimeout(fillTable, 100, details);
     }
   }
 
@@ -121,7 +123,7 @@
     "toggle",
     function (event) {
       if (event.target.matches(".figure-data") && event.target.open) {
-        fill(event.target);
+        fillTable(event.target);
       }
     },
     true,

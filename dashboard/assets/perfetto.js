@@ -1,78 +1,80 @@
-// "Open in Perfetto": the first click shows an explanation. The second opens a tab and posts the
-// trace to it (see Perfetto's "Deep linking to the Perfetto UI"). Nothing is requested from that
-// site before, and only the opened page receives the trace.
+// "Open in Perfetto": the first click shows a notice. The second one opens a tab and posts the
+// trace to it, as Perfetto's "Deep linking to the Perfetto UI" describes. Nothing is requested
+// from that site before the second click, and only the opened tab receives the trace.
 (function () {
   "use strict";
-  var KNOCK_MS = 100,
-    PATIENCE_MS = 90000;
+  var PING_INTERVAL_MS = 100,
+    REPLY_TIMEOUT_MS = 90000;
 
-  function say(words) {
-    var place = document.getElementById("perfetto-state");
-    if (place) {
-      place.textContent = words;
+  function showStatus(text) {
+    var status = document.getElementById("perfetto-state");
+    if (status) {
+      status.textContent = text;
     }
   }
 
-  // Resolves once the tab says that it listens.
-  function listening(tab, origin) {
-    return new Promise(function (done, fail) {
-      var knocking = setInterval(function () {
+  // Resolves when the viewer in the tab answers a ping.
+  function waitForViewer(tab, origin) {
+    return new Promise(function (resolve, reject) {
+      var pingTimer = setInterval(function () {
         if (tab.closed) {
-          end();
-          fail(new Error("The tab was closed."));
+          cleanUp();
+          reject(new Error("The tab was closed."));
           return;
         }
         tab.postMessage("PING", origin);
-      }, KNOCK_MS);
-      var late = setTimeout(function () {
-        end();
-        fail(new Error("That site does not respond. Save the trace and open the file there."));
-      }, PATIENCE_MS);
-      function heard(event) {
+      }, PING_INTERVAL_MS);
+      var timeoutTimer = setTimeout(function () {
+        cleanUp();
+        reject(new Error("That site does not respond. Save the trace and open the file there."));
+      }, REPLY_TIMEOUT_MS);
+      function onMessage(event) {
         if (event.source !== tab || event.origin !== origin || event.data !== "PONG") {
           return;
         }
-        end();
-        done();
+        cleanUp();
+        resolve();
       }
-      function end() {
-        clearInterval(knocking);
-        clearTimeout(late);
-        window.removeEventListener("message", heard);
+      function cleanUp() {
+        clearInterval(pingTimer);
+        clearTimeout(timeoutTimer);
+        window.removeEventListener("message", onMessage);
       }
-      window.addEventListener("message", heard);
+      window.addEventListener("message", onMessage);
     });
   }
 
-  function open(button) {
+  function sendTrace(button) {
     var viewer = button.getAttribute("data-viewer"),
       title = button.getAttribute("data-title");
     var origin = new URL(viewer).origin;
-    // in the click itself: later it would be a pop-up that nobody asked for
+    // during the click event: browsers block pop-ups that are opened later
     var tab = window.open(viewer, "_blank");
     if (!tab) {
-      say("The browser blocked the new tab. Save the trace and open the file there.");
+      showStatus("The browser blocked the new tab. Save the trace and open the file there.");
       return;
     }
     button.disabled = true;
-    say("Writing the trace…");
-    var made = fetch(button.getAttribute("data-trace")).then(function (answer) {
-      if (answer.ok) {
-        return answer.arrayBuffer();
+    showStatus("Writing the trace…");
+    var traceRequest = fetch(button.getAttribute("data-trace")).then(function (response) {
+      if (response.ok) {
+        return response.arrayBuffer();
       }
-      return answer.text().then(function (why) {
-        throw new Error(why);
+      return response.text().then(function (reason) {
+        throw new Error(reason);
       });
     });
-    Promise.all([made, listening(tab, origin)])
-      .then(function (both) {
-        tab.postMessage({ perfetto: { buffer: both[0], title: title, fileName: title } }, origin, [
-          both[0],
-        ]);
-        say("Trace sent.");
+    Promise.all([traceRequest, waitForViewer(tab, origin)])
+      .then(function (results) {
+        tab.postMessage(
+          { perfetto: { buffer: results[0], title: title, fileName: title } },
+          origin,
+          [results[0]],
+        );
+        showStatus("Trace sent.");
       })
       .catch(function (error) {
-        say(error.message);
+        showStatus(error.message);
       })
       .then(function () {
         button.disabled = false;
@@ -80,19 +82,19 @@
   }
 
   document.addEventListener("click", function (event) {
-    var box = document.getElementById("perfetto");
-    if (!box) {
+    var notice = document.getElementById("perfetto");
+    if (!notice) {
       return;
     }
     if (event.target.closest("#perfetto-ask")) {
-      box.hidden = false;
-      say("");
-      box.focus();
+      notice.hidden = false;
+      showStatus("");
+      notice.focus();
     } else if (event.target.closest("#perfetto-leave")) {
-      box.hidden = true;
+      notice.hidden = true;
       document.getElementById("perfetto-ask").focus();
     } else if (event.target.closest("#perfetto-open")) {
-      open(event.target.closest("#perfetto-open"));
+      sendTrace(event.target.closest("#perfetto-open"));
     }
   });
 })();

@@ -1,34 +1,34 @@
-// Saves a card that is drawn with HTML (the step's bar, the staircase) as a PNG: its elements with
-// the styles they have now, inside an SVG, drawn onto a canvas.
+// Saves a card of HTML elements, such as the step's bar, as a PNG. The elements are copied with
+// their computed styles into an SVG, which is drawn onto a canvas.
 (function () {
   "use strict";
-  var SCALE = 2;
+  var PIXEL_RATIO = 2;
 
-  function withStyles(from, to) {
-    var style = getComputedStyle(from),
-      text = "";
+  function copyStyles(source, target) {
+    var style = getComputedStyle(source),
+      css = "";
     for (var i = 0; i < style.length; i++) {
-      text += style[i] + ":" + style.getPropertyValue(style[i]) + ";";
+      css += style[i] + ":" + style.getPropertyValue(style[i]) + ";";
     }
-    to.setAttribute("style", text);
-    for (var j = 0; j < from.children.length; j++) {
-      withStyles(from.children[j], to.children[j]);
+    target.setAttribute("style", css);
+    for (var j = 0; j < source.children.length; j++) {
+      copyStyles(source.children[j], target.children[j]);
     }
   }
 
-  function save(card, name) {
-    var box = card.getBoundingClientRect(),
+  function saveCard(card, name) {
+    var bounds = card.getBoundingClientRect(),
       copy = card.cloneNode(true);
-    withStyles(card, copy);
+    copyStyles(card, copy);
     copy.querySelectorAll(".tools").forEach(function (tool) {
       tool.remove();
     });
     copy.style.margin = "0";
     var svg =
       '<svg xmlns="http://www.w3.org/2000/svg" width="' +
-      box.width +
+      bounds.width +
       '" height="' +
-      box.height +
+      bounds.height +
       '">' +
       '<foreignObject width="100%" height="100%">' +
       new XMLSerializer().serializeToString(copy) +
@@ -36,10 +36,10 @@
     var image = new Image();
     image.onload = function () {
       var canvas = document.createElement("canvas");
-      canvas.width = Math.ceil(box.width * SCALE);
-      canvas.height = Math.ceil(box.height * SCALE);
+      canvas.width = Math.ceil(bounds.width * PIXEL_RATIO);
+      canvas.height = Math.ceil(bounds.height * PIXEL_RATIO);
       var context = canvas.getContext("2d");
-      context.scale(SCALE, SCALE);
+      context.scale(PIXEL_RATIO, PIXEL_RATIO);
       context.drawImage(image, 0, 0);
       canvas.toBlob(function (blob) {
         var link = document.createElement("a");
@@ -57,7 +57,7 @@
   document.addEventListener("click", function (event) {
     var button = event.target.closest(".save-picture");
     if (button) {
-      save(button.closest(".card"), button.getAttribute("data-name"));
+      saveCard(button.closest(".card"), button.getAttribute("data-name"));
     }
   });
 })();

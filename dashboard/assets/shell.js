@@ -1,5 +1,5 @@
-// What every page can do: switch the theme, copy code, filter rows, print grids, wait for a run
-// that is being read.
+// Scripts of all pages: theme switch, copying of code and names, row filters, printing of grids,
+// highlights in the step's bar, and the progress of a run that is being read.
 (function () {
   "use strict";
 
@@ -16,25 +16,25 @@
     window.dispatchEvent(new CustomEvent("advisor-theme", { detail: theme }));
   }
 
-  function copy(button) {
+  function copyCode(button) {
     var text = button.closest(".code").querySelector("pre").textContent;
     var label = button.querySelector(".label");
-    var done = function (word) {
-      label.textContent = word;
+    var showResult = function (result) {
+      label.textContent = result;
       setTimeout(function () {
         label.textContent = "Copy";
       }, 1600);
     };
     if (!navigator.clipboard) {
-      done("Blocked");
+      showResult("Blocked");
       return;
     }
     navigator.clipboard.writeText(text).then(
       function () {
-        done("Copied");
+        showResult("Copied");
       },
       function () {
-        done("Blocked");
+        showResult("Blocked");
       },
     );
   }
@@ -44,39 +44,40 @@
     if (target.closest("#theme-switch")) {
       setTheme(document.documentElement.getAttribute("data-theme") === "dark" ? "light" : "dark");
     } else if (target.closest(".code .copy")) {
-      copy(target.closest(".copy"));
+      copyCode(target.closest(".copy"));
     } else if (target.closest(".print-page")) {
       window.print();
     }
   });
 
-  // A field above a table keeps the rows with its words.
+  // Filters a table: rows that contain all words of the search field stay visible.
   document.addEventListener("input", function (event) {
     if (!event.target.closest(".filter-rows")) {
       return;
     }
-    var words = event.target.value.toLowerCase().split(/\s+/);
+    var searchWords = event.target.value.toLowerCase().split(/\s+/);
     event.target
       .closest(".card")
       .querySelectorAll("tbody tr")
       .forEach(function (row) {
         var text = row.textContent.toLowerCase();
-        row.hidden = !words.every(function (word) {
+        row.hidden = !searchWords.every(function (word) {
           return text.includes(word);
         });
       });
   });
 
-  // A grid draws the rows and columns that its window has room for: on paper a table has them all.
+  // Adds a plain table for printing, because a grid only draws the rows and columns in its window.
   var MAX_PRINTED = 200;
-  function cell(kind, column, text) {
-    var made = document.createElement(kind);
-    made.textContent = text;
-    var about = column.getColDef();
-    made.className = about.type === "rightAligned" ? "num" : about.cellRenderer ? "name" : "";
-    return made;
+  function createCell(tag, column, text) {
+    var element = document.createElement(tag);
+    element.textContent = text;
+    var definition = column.getColDef();
+    element.className =
+      definition.type === "rightAligned" ? "num" : definition.cellRenderer ? "name" : "";
+    return element;
   }
-  function printed(grid) {
+  function printTable(grid) {
     var table = document.createElement("table"),
       columns = grid.getAllDisplayedColumns(),
       head = table.createTHead().insertRow(),
@@ -84,15 +85,15 @@
       count = grid.getDisplayedRowCount();
     table.className = "data on-paper";
     columns.forEach(function (column) {
-      head.append(cell("th", column, column.getColDef().headerName));
+      head.append(createCell("th", column, column.getColDef().headerName));
     });
     for (var i = 0; i < Math.min(count, MAX_PRINTED); i++) {
-      var node = grid.getDisplayedRowAtIndex(i),
+      var rowNode = grid.getDisplayedRowAtIndex(i),
         row = body.insertRow();
       columns.forEach(function (column) {
-        var value = { rowNode: node, colKey: column, useFormatter: true },
-          short = node.data[column.getColId() + "_short"] || [grid.getCellValue(value)];
-        row.append(cell("td", column, short[short.length - 1]));
+        var request = { rowNode: rowNode, colKey: column, useFormatter: true },
+          texts = rowNode.data[column.getColId() + "_short"] || [grid.getCellValue(request)];
+        row.append(createCell("td", column, texts[texts.length - 1]));
       });
     }
     if (count > MAX_PRINTED) {
@@ -103,9 +104,9 @@
   window.addEventListener("beforeprint", function () {
     document.querySelectorAll(".save-csv").forEach(function (button) {
       var id = button.getAttribute("data-grid");
-      var grid = document.getElementById(id); // none until it is drawn
+      var grid = document.getElementById(id); // null until it is drawn
       if (grid && window.dash_ag_grid && window.dash_ag_grid.getApi) {
-        grid.after(printed(window.dash_ag_grid.getApi(id)));
+        grid.after(printTable(window.dash_ag_grid.getApi(id)));
       }
     });
   });
@@ -115,57 +116,61 @@
     });
   });
 
-  // A part of the step's bar and its line in the legend light up together.
-  function light(event) {
+  // Highlights a part of the step's bar together with its line in the legend.
+  function highlightPart(event) {
     var card = event.target.closest && event.target.closest(".card");
-    var name = /(?:^| )(part-\S+)/.exec((event.target.closest("[class*='part-']") || {}).className);
-    document.querySelectorAll(".lit").forEach(function (node) {
-      node.classList.remove("lit");
+    var match = /(?:^| )(part-\S+)/.exec(
+      (event.target.closest("[class*='part-']") || {}).className,
+    );
+    document.querySelectorAll(".highlighted").forEach(function (node) {
+      node.classList.remove("highlighted");
     });
-    if (card && name) {
-      card.querySelectorAll("." + CSS.escape(name[1])).forEach(function (node) {
-        node.classList.add("lit");
+    if (card && match) {
+      card.querySelectorAll("." + CSS.escape(match[1])).forEach(function (node) {
+        node.classList.add("highlighted");
       });
     }
   }
-  document.addEventListener("mouseover", light);
-  document.addEventListener("focusin", light);
+  document.addEventListener("mouseover", highlightPart);
+  document.addEventListener("focusin", highlightPart);
 
-  // A name that is shown short is copied whole: the selection of all of it, or of a part with a gap
-  // in it, stands for the name; so does a chosen cell with nothing selected.
+  // Returns the text to copy, with full names instead of shortened labels; null for the selection
+  // as it is. A selected part of a label stands for its full name if it contains the ellipsis.
   function fullText(selection) {
-    var whole = null,
-      parts = [];
+    var hasFullName = null,
+      ranges = [];
     for (var i = 0; i < selection.rangeCount; i++) {
       var range = selection.getRangeAt(i),
-        part = range.cloneContents();
-      var around = range.commonAncestorContainer;
-      around = (around.nodeType === 1 ? around : around.parentNode).closest("[data-full]");
-      if (around) {
-        return /…/.test(range.toString()) || range.toString() === around.innerText
-          ? around.dataset.full
+        content = range.cloneContents();
+      var container = range.commonAncestorContainer;
+      container = (container.nodeType === 1 ? container : container.parentNode).closest(
+        "[data-full]",
+      );
+      if (container) {
+        return /…/.test(range.toString()) || range.toString() === container.innerText
+          ? container.dataset.full
           : null;
       }
-      if (part.querySelector("[data-full]")) {
-        whole = true;
+      if (content.querySelector("[data-full]")) {
+        hasFullName = true;
       }
-      parts.push(range);
+      ranges.push(range);
     }
-    if (!whole) {
+    if (!hasFullName) {
       return null;
     }
-    // what the browser would copy, with the short names changed for the time of asking
-    var short = Array.from(document.querySelectorAll("[data-full]")).filter(function (node) {
+    // the text that the browser would copy, with each label replaced by its full name
+    var labels = Array.from(document.querySelectorAll("[data-full]")).filter(function (node) {
       return selection.containsNode(node, true);
     });
-    var shown = short.map(function (node) {
+    var labelTexts = labels.map(function (node) {
         return node.innerText;
       }),
       text = selection.toString();
-    return shown.reduce(function (all, label, i) {
+    return labelTexts.reduce(function (all, label, i) {
       return label
         ? all.replace(label, function () {
-            return short[i].dataset.full;
+            return labels[i].dataset.full;
           })
         : all;
     }, text);
@@ -174,11 +179,11 @@
   document.addEventListener("copy", function (event) {
     var selection = window.getSelection(),
       text = null,
-      cell = event.target.closest && event.target.closest(".ag-cell");
+      gridCell = event.target.closest && event.target.closest(".ag-cell");
     if (!selection.isCollapsed) {
       text = fullText(selection);
-    } else if (cell && cell.querySelector("[data-full]")) {
-      text = cell.querySelector("[data-full]").dataset.full;
+    } else if (gridCell && gridCell.querySelector("[data-full]")) {
+      text = gridCell.querySelector("[data-full]").dataset.full;
     }
     if (text === null) {
       return;
@@ -187,21 +192,21 @@
     event.preventDefault();
   });
 
-  // After each change of page: what there is room for, open; what the address points at, and the
-  // page's own link, into view; and the focus to what is new, so that a screen reader says it and
-  // Tab goes on from there.
-  var before = location.pathname,
-    wide = window.matchMedia("(min-width: 621px)");
-  function arrived() {
-    document.querySelectorAll("details.grounds").forEach(function (part) {
-      part.open = wide.matches;
+  // Runs after each change of page. It opens the evidence on wide screens, and scrolls to the
+  // target of the address and to the page's link in the menu. It moves the focus to the new
+  // content, so that screen readers read it and Tab continues there.
+  var previousPath = location.pathname,
+    wideScreen = window.matchMedia("(min-width: 621px)");
+  function onPageChange() {
+    document.querySelectorAll("details.evidence-fold").forEach(function (details) {
+      details.open = wideScreen.matches;
     });
-    var here = document.querySelector(".side .here");
-    if (here && here.querySelector("a")) {
-      here.querySelector("a").setAttribute("aria-current", "page");
+    var currentLink = document.querySelector(".side .here");
+    if (currentLink && currentLink.querySelector("a")) {
+      currentLink.querySelector("a").setAttribute("aria-current", "page");
     }
-    if (here && here.parentNode.scrollWidth > window.innerWidth) {
-      here.scrollIntoView({ block: "nearest", inline: "center" });
+    if (currentLink && currentLink.parentNode.scrollWidth > window.innerWidth) {
+      currentLink.scrollIntoView({ block: "nearest", inline: "center" });
     }
     if (location.hash.length > 1) {
       var target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -209,46 +214,46 @@
         target.scrollIntoView();
         target.focus({ preventScroll: true });
       }
-    } else if (location.pathname !== before && document.getElementById("content")) {
+    } else if (location.pathname !== previousPath && document.getElementById("content")) {
       document.getElementById("content").focus({ preventScroll: true });
     }
-    before = location.pathname;
+    previousPath = location.pathname;
   }
-  var waiting = setInterval(function () {
+  var pageTimer = setInterval(function () {
     var page = document.getElementById("_pages_content");
     if (!page) {
       return;
     }
-    clearInterval(waiting);
-    new MutationObserver(arrived).observe(page, { childList: true });
-    arrived();
+    clearInterval(pageTimer);
+    new MutationObserver(onPageChange).observe(page, { childList: true });
+    onPageChange();
   }, 50);
 
-  // The page of a run that is being read asks how far it is, and shows the run once it is there.
+  // Updates the progress card of a run that is being read, and shows the run when it is ready.
   setInterval(function () {
     var page = document.getElementById("progress");
     if (!page) {
       return;
     }
     fetch("/_advisor/status")
-      .then(function (answer) {
-        return answer.json();
+      .then(function (response) {
+        return response.json();
       })
       .then(
         function (status) {
           var key = page.getAttribute("data-advisor-progress");
-          var entry = status.entries.filter(function (one) {
-            return one.key === key;
+          var entry = status.entries.filter(function (candidate) {
+            return candidate.key === key;
           })[0];
           if (!entry || entry.state !== "loading") {
-            page.id = "progress-done"; // asked once: what follows is another page
+            page.id = "progress-done"; // stop polling: the next page replaces this card
             window.dash_clientside.set_props("_pages_location", { search: location.search });
             return;
           }
           document.getElementById("progress-doing").textContent = entry.doing;
         },
         function () {
-          /* the server is gone: the page stays as it is */
+          /* the server does not respond: keep the page as it is */
         },
       );
   }, 500);

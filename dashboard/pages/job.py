@@ -1,4 +1,4 @@
-"""Job: many ranks at a glance; a click opens the timeline of one, and reads its trace alone."""
+"""Job: comparison of many ranks. A click opens a rank's timeline and reads only its trace."""
 
 from typing import Any
 from urllib.parse import urlencode
@@ -21,51 +21,51 @@ from advisor.dashboard.components import (
     element,
     empty_page,
     empty_state,
+    expander,
     fact_list,
     figure,
-    foldable,
-    head,
     link,
     page,
+    page_heading,
     png_button,
     remark,
     table,
     tiles,
 )
 from advisor.dashboard.grid import Column, grid, register_search
-from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, key_of, split_key
+from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, rank_key, split_rank_key
 from advisor.dashboard.page_view import PageView
 from advisor.render.documents.ranks import build_rank_groups
 
-STRIP = 128
-"""Number of ranks beside each other on the map."""
-ROW = 18
-"""Height of a class on the map, pixels."""
-MAX_SHOWN = 100
-"""Number of lines of a kind."""
-MAP, RANKS = "job-map", "job-ranks"
+RANKS_PER_STRIP = 128
+"""Number of ranks in one strip of the map."""
+ROW_HEIGHT_PX = 18
+"""Height of a class of time on the map, pixels."""
+MAX_LINES = 100
+"""Number of outliers, missing ranks, changes and so on that are listed."""
+MAP_ID, RANK_GRID_ID = "job-map", "job-ranks"
 
 
 def has_content(view: PageView) -> bool:
     """Return whether several ranks are open."""
     report = view.entry.report
-    return split_key(view.entry.key) is not None or (
+    return split_rank_key(view.entry.key) is not None or (
         report is not None and report.ranks is not None
     )
 
 
-def _rank_query(entry: OpenedPath, place: int, rank: int) -> str:
-    """Return the query of a rank's own pages: a rank that is read here, else one to be opened."""
+def _rank_query(entry: OpenedPath, row: int, rank: int) -> str:
+    """Return the query of a rank's pages, for a rank that is loaded or can be opened."""
     if entry.loaded is not None and rank in entry.loaded.analyses:
         return urlencode({"run": entry.key, "rank": rank})
-    return urlencode({"run": key_of(entry.key, place)})
+    return urlencode({"run": rank_key(entry.key, row)})
 
 
 def layout(**query: object) -> Any:
-    """Build the page; for a rank that was opened, the page of its job."""
+    """Build the page. For a rank that was opened from a job, it shows the job."""
     view = page_view.view(**query)
-    asked = split_key(view.entry.key)
-    entry = view.session.entry(asked[0]) if asked else view.entry
+    job_and_row = split_rank_key(view.entry.key)
+    entry = view.session.entry(job_and_row[0]) if job_and_row else view.entry
     report = entry.report
     if report is None or report.ranks is None:
         return empty_page(
@@ -77,34 +77,37 @@ def layout(**query: object) -> Any:
         )
     ranks = report.ranks
     return page(
-        head("Job", _lead(report)),
-        banner([rank_charts.describe_missing(item) for item in ranks.missing[:MAX_SHOWN]]),
-        _figures(ranks),
-        _map(ranks, entry),
-        _outliers(ranks, entry),
-        _steps(ranks),
+        page_heading("Job", _lead_text(report)),
+        banner([rank_charts.describe_missing(item) for item in ranks.missing[:MAX_LINES]]),
+        _job_tiles(ranks),
+        _heat_map_card(ranks, entry),
+        _outlier_card(ranks, entry),
+        _step_time_card(ranks),
         *map(draw_section, build_rank_groups(ranks)),
-        *_changes(report),
-        _ranks(ranks, entry),
+        *_change_cards(report),
+        _rank_grid_card(ranks, entry),
         card(
             "What was read",
             fact_list(
-                [(k, " · ".join(filter(None, v))) for k, v in rank_charts.describe_scope(ranks)]
+                [
+                    (label, " · ".join(filter(None, parts)))
+                    for label, parts in rank_charts.describe_scope(ranks)
+                ]
             ),
         ),
-        _not_compared(ranks),
+        _not_compared_card(ranks),
     )
 
 
-def _lead(report: Report) -> str | None:
-    """Write the verdict, with the rank that its figures are of: the others' are beside it."""
+def _lead_text(report: Report) -> str | None:
+    """Write the verdict, with the rank that its figures belong to."""
     verdict, rank = clean(report.verdict), report.scope.rank
-    known = verdict and rank is not None and rank >= 0 and f"of rank {rank}" not in verdict
-    return f"Rank {rank}: {verdict}" if known else verdict or None
+    names_rank = verdict and rank is not None and rank >= 0 and f"of rank {rank}" not in verdict
+    return f"Rank {rank}: {verdict}" if names_rank else verdict or None
 
 
-def choose(view: PageView) -> Any:
-    """Build the notice that asks for a rank, in place of a page on a single rank."""
+def rank_required_page(view: PageView) -> Any:
+    """Build the notice that asks for a rank, instead of a page about one rank."""
     return empty_page(
         "Choose a rank",
         "This page is of one rank",
@@ -114,97 +117,113 @@ def choose(view: PageView) -> Any:
     )
 
 
-def _figures(ranks: Ranks) -> Any:
-    read = len(ranks.lines)
-    of = f"of {t.format_count(ranks.world)}" if ranks.world > read else ""
+def _job_tiles(ranks: Ranks) -> Any:
+    """Build the tiles of the job's key figures."""
+    read_count = len(ranks.lines)
+    of_world = f"of {t.format_count(ranks.world)}" if ranks.world > read_count else ""
     step = ranks.step
-    between = (
+    spread = (
         "" if step is None else f"eight of ten {rank_charts.format_spread(step.low, step.high)}"
     )
     longest = max(ranks.lines, key=lambda row: row.step_ns, default=None)
-    waiting = None if longest is None else _waiting(ranks, longest)
-    of_it = f", {t.format_duration(waiting)} of it waiting" if waiting else ""
+    waiting = None if longest is None else _waiting_ns(ranks, longest)
+    waiting_note = f", {t.format_duration(waiting)} of it waiting" if waiting else ""
     return tiles(
         [
-            ("Ranks read", t.format_count(read), of),
+            ("Ranks read", t.format_count(read_count), of_world),
             ("Hosts", t.format_count(ranks.hosts) if ranks.hosts else t.NOT_MEASURED, ""),
             (
                 "Step of the median rank",
                 t.format_duration(None if step is None else step.median),
-                between,
+                spread,
             ),
             (
                 "Longest step",
                 t.format_duration(None if step is None else step.max),
-                f"rank {longest.rank}{of_it}" if longest is not None else "",
+                f"rank {longest.rank}{waiting_note}" if longest is not None else "",
             ),
             ("Clocks agree within", t.format_duration(ranks.alignment_error_ns), ""),
         ]
     )
 
 
-def _waiting(ranks: Ranks, row: RankLine) -> float | None:
+def _waiting_ns(ranks: Ranks, row: RankLine) -> float | None:
     """Return how long a rank waits for others, per step, ns, or ``None`` if not measured."""
     return dict(zip(ranks.classes, row.time, strict=False)).get(rank_charts.WAITING)
 
 
-def _map(ranks: Ranks, entry: OpenedPath) -> Any:
-    shown = rank_charts.build_heat_map(ranks)
-    if shown is None:
+def _heat_map_card(ranks: Ranks, entry: OpenedPath) -> Any:
+    """Build the card of the heat map: time of each rank by class, compared with the median."""
+    heat_map = rank_charts.build_heat_map(ranks)
+    if heat_map is None:
         return empty_state("No map", "No rank has steps that were measured.")
-    keys = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
+    query_by_row = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
     values: list[list[float | None]] = []
-    about: list[list[str | None]] = []
-    places: list[list[str | None]] = []
+    tooltips: list[list[str | None]] = []
+    queries: list[list[str | None]] = []
     labels: list[str] = []
-    effects: list[int] = []
-    several = len(shown.lines) > STRIP
-    for first in range(0, len(shown.lines), STRIP):
-        rows = shown.lines[first : first + STRIP]
-        if labels:  # a line between two strips
+    effect_rows: list[int] = []
+    has_several_strips = len(heat_map.lines) > RANKS_PER_STRIP
+    for first in range(0, len(heat_map.lines), RANKS_PER_STRIP):
+        rows = heat_map.lines[first : first + RANKS_PER_STRIP]
+        if labels:  # a blank row between two strips
             values.append([None])
-            about.append([None])
-            places.append([None])
+            tooltips.append([None])
+            queries.append([None])
             labels.append("")
-        for place, name in enumerate(shown.classes):
-            tints = [shown.tint(row, place) for row in rows]
-            values.append([None if x is None else x * shown.scale_ns / 1e6 for x in tints])
-            about.append([plotly_figures.escape_markup(shown.title(row, place)) for row in rows])
-            places.append([keys[id(row)] for row in rows])
-            start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
-            effects += [len(labels)] if shown.is_effect(place) else []
-            labels.append(start + rank_charts.class_label(name))
-    height = 106 + ROW * len(labels)
-    names = None if several else shown.columns()
+        for class_index, name in enumerate(heat_map.classes):
+            tints = [heat_map.tint(row, class_index) for row in rows]
+            values.append(
+                [None if tint is None else tint * heat_map.scale_ns / 1e6 for tint in tints]
+            )
+            tooltips.append(
+                [plotly_figures.escape_markup(heat_map.title(row, class_index)) for row in rows]
+            )
+            queries.append([query_by_row[id(row)] for row in rows])
+            strip_label = (
+                f"from rank {rows[0].rank}: " if has_several_strips and class_index == 0 else ""
+            )
+            effect_rows += [len(labels)] if heat_map.is_effect(class_index) else []
+            labels.append(strip_label + rank_charts.class_label(name))
+    height = 106 + ROW_HEIGHT_PX * len(labels)
+    rank_names = None if has_several_strips else heat_map.columns()
     return card(
         "Time of each rank, compared with the median rank",
         figure(
             plotly_figures.rank_class_heatmap(
-                values, about, places, labels, names, shown.scale_ns / 1e6, height, effects
+                values,
+                tooltips,
+                queries,
+                labels,
+                rank_names,
+                heat_map.scale_ns / 1e6,
+                height,
+                effect_rows,
             ),
             "job",
             height=height,
             has_table=True,
-            id=MAP,
+            id=MAP_ID,
             description="Each rank's time per step by class, compared with the median rank's. The "
             "table of ranks below has the numbers.",
         ),
         remark(
             "Per step: red is longer, blue is shorter. Click on a rank to open its timeline. "
-            + shown.note
+            + heat_map.note
         ),
     )
 
 
-def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
+def _outlier_card(ranks: Ranks, entry: OpenedPath) -> Any:
+    """Build the card of outliers, or ``None`` without any."""
     if not ranks.outliers:
         return None
-    places = {str(row.rank): place for place, row in reversed(list(enumerate(ranks.lines)))}
+    row_by_rank = {str(row.rank): index for index, row in reversed(list(enumerate(ranks.lines)))}
     rows = []
-    for outlier in ranks.outliers[:MAX_SHOWN]:
+    for outlier in ranks.outliers[:MAX_LINES]:
         name: Any = rank_charts.outlier_name(outlier)
-        if outlier.unit == "rank" and outlier.name in places:
-            query = _rank_query(entry, places[outlier.name], int(outlier.name))
+        if outlier.unit == "rank" and outlier.name in row_by_rank:
+            query = _rank_query(entry, row_by_rank[outlier.name], int(outlier.name))
             name = link(name, href=f"/timeline?{query}")
         share = outlier.last_share
         rows.append(
@@ -225,26 +244,30 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
     )  # fmt: skip
     return card(
         "Outliers",
-        table(header, rows, numbers=(2, 3), names=(0, 1, 4, 5), caption="", stacked=True),
+        table(
+            header, rows, number_columns=(2, 3), name_columns=(0, 1, 4, 5), caption="", stacked=True
+        ),
     )
 
 
-def _steps(ranks: Ranks) -> Any:
-    """Draw a bar for each of a few ranks, the one that works longest first, its waiting in grey; of
-    more, how many take how long."""
+def _step_time_card(ranks: Ranks) -> Any:
+    """Build the card of step times by rank.
+
+    A few ranks have a bar each, with waiting in gray, the longest own time first. More ranks have
+    a histogram."""
     bins = rank_charts.build_histogram(ranks)
     if not bins:
         return None
     tools = png_button("job-steps")
     if len(ranks.lines) > FEW_RANKS:
-        most = max(item.ranks for item in bins)
+        max_ranks = max(item.ranks for item in bins)
         rows = [
-            [item.label, bar_cell(item.ranks / most, theme.ACCENT), t.format_count(item.ranks)]
+            [item.label, bar_cell(item.ranks / max_ranks, theme.ACCENT), t.format_count(item.ranks)]
             for item in bins
         ]
-        made = table(("Mean step", "", "Ranks"), rows, numbers=(2,))
-        return card("Ranks by step time", made, tools=tools)
-    waits = [(row, _waiting(ranks, row) or 0.0) for row in ranks.lines if row.step_ns > 0]
+        table_element = table(("Mean step", "", "Ranks"), rows, number_columns=(2,))
+        return card("Ranks by step time", table_element, tools=tools)
+    waits = [(row, _waiting_ns(ranks, row) or 0.0) for row in ranks.lines if row.step_ns > 0]
     waits.sort(key=lambda each: each[1] - each[0].step_ns)
     scale = max(row.step_ns for row, _ in waits)
     rows = [
@@ -256,32 +279,28 @@ def _steps(ranks: Ranks) -> Any:
         for row, ns in waits
     ]
     header = ("Rank", "", "Own time", "Waiting for others", "Mean step")
-    made = table(header, rows, numbers=(2, 3, 4), stacked=True)
-    return card("Step time of each rank", made, tools=tools)
+    table_element = table(header, rows, number_columns=(2, 3, 4), stacked=True)
+    return card("Step time of each rank", table_element, tools=tools)
 
 
-def _title(name: str) -> str:
-    """Write a class of time as the head of a column."""
-    return _capitalized(rank_charts.class_label(name))
+def _class_title(name: str) -> str:
+    """Write a class of time as the title of a column."""
+    return t.upper_first(rank_charts.class_label(name))
 
 
-def _capitalized(text: str) -> str:
-    return t.upper_first(text)
-
-
-def _changes(report: Report) -> list[Any]:
-    """Show fixes, opened on demand, and what other changes would gain."""
+def _change_cards(report: Report) -> list[Any]:
+    """Build the cards of fixes, opened on demand, and of other changes with their gains."""
     fixes = [
-        foldable(
+        expander(
             " · ".join(filter(None, (clean(finding.title), finding_text.describe_gain(finding)))),
             element("P", clean(finding.summary)),
             element("P", clean(finding.fix)) if finding.fix else None,
         )
-        for finding in report.findings[:MAX_SHOWN]
+        for finding in report.findings[:MAX_LINES]
     ]
     cases = [
-        element("Li", _capitalized(change))
-        for change in rank_charts.other_changes(report)[:MAX_SHOWN]
+        element("Li", t.upper_first(change))
+        for change in rank_charts.other_changes(report)[:MAX_LINES]
     ]
     return [
         *([card("What to change", *fixes)] if fixes else []),
@@ -289,46 +308,51 @@ def _changes(report: Report) -> list[Any]:
     ]
 
 
-def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
-    classes = [(f"c{place}", _title(name)) for place, name in enumerate(ranks.classes)]
+def _rank_grid_card(ranks: Ranks, entry: OpenedPath) -> Any:
+    """Build the card of the grid of ranks."""
+    classes = [(f"c{index}", _class_title(name)) for index, name in enumerate(ranks.classes)]
     rows = []
-    for place, row in enumerate(ranks.lines):
-        made: dict[str, Any] = {
-            "id": key_of(entry.key, place), "query": _rank_query(entry, place, row.rank),
+    for index, row in enumerate(ranks.lines):
+        grid_row: dict[str, Any] = {
+            "id": rank_key(entry.key, index), "query": _rank_query(entry, index, row.rank),
             "rank": row.rank, "rank_text": str(row.rank), "host": shorten(clean(row.host), 80),
             "step": row.step_ns, "step_text": t.format_duration(row.step_ns),
         }  # fmt: skip
         for (field, _), value in zip(classes, row.time, strict=False):
-            made |= {field: value, f"{field}_text": t.format_duration(value)}
-        rows.append(made)
+            grid_row |= {field: value, f"{field}_text": t.format_duration(value)}
+        rows.append(grid_row)
     columns = [
-        Column("rank", "Rank", width=76, number=True),
+        Column("rank", "Rank", width=76, number_format=True),
         *([Column("host", "Host", flex=1)] if any(row.host for row in ranks.lines) else []),
-        Column("step", "Step", width=100, number=True, csv="Step, ns"),
-        *(Column(f, name, width=116, number=True, csv=f"{name}, ns") for f, name in classes),
+        Column("step", "Step", width=100, number_format=True, csv_title="Step, ns"),
+        *(
+            Column(field, name, width=116, number_format=True, csv_title=f"{name}, ns")
+            for field, name in classes
+        ),
     ]
     return card(
         "Ranks",
-        grid(RANKS, columns, rows, height=420, label="Ranks"),
+        grid(RANK_GRID_ID, columns, rows, height=420, label="Ranks"),
         remark("Choose a rank to open its timeline."),
     )
 
 
-def _not_compared(ranks: Ranks) -> Any:
+def _not_compared_card(ranks: Ranks) -> Any:
+    """Build the card of what was not compared, with reasons."""
     if not ranks.not_checked:
         return None
-    lines = [(clean(name), clean(why)) for name, why in ranks.not_checked.items()]
-    return card("Not compared", fact_list(lines[:MAX_SHOWN]))
+    lines = [(clean(name), clean(reason)) for name, reason in ranks.not_checked.items()]
+    return card("Not compared", fact_list(lines[:MAX_LINES]))
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Put a rank that is clicked into the address, in the browser."""
-    register_search(app, RANKS)
+    """Register the browser callback that opens the timeline of a clicked rank."""
+    register_search(app, RANK_GRID_ID)
     app.clientside_callback(
         ClientsideFunction("advisor", "openRank"),
         Output("_pages_location", "pathname", allow_duplicate=True),
         Output("_pages_location", "search", allow_duplicate=True),
-        Input(MAP, "clickData"),
-        Input(RANKS, "selectedRows"),
+        Input(MAP_ID, "clickData"),
+        Input(RANK_GRID_ID, "selectedRows"),
         prevent_initial_call=True,
     )

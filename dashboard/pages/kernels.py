@@ -20,11 +20,11 @@ from advisor.dashboard.components import (
     empty_state,
     fact_list,
     figure,
-    head,
     icon,
     link,
     page,
-    rank_choice,
+    page_heading,
+    rank_selector,
     remark,
     swatch,
     table,
@@ -47,8 +47,8 @@ from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.render.documents import auxiliary_sections, layers
 
 MAX_ROWS = 2_000
-"""Number of kernels in the grid; a line below counts the others."""
-MAX_OPS = 500
+"""Number of kernels in the grid. A remark below counts the others."""
+MAX_OPERATORS = 500
 
 
 def has_content(view: PageView) -> bool:
@@ -57,158 +57,173 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
-    title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
+    heading = page_heading("Kernels and ops", _lead_text(a), rank_selector(view, "/kernels"))
     if a.device_id is None:
-        why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
-        how = record_gpu_work(a.trace.meta)
+        reason = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
+        remedy = record_gpu_work(a.trace.meta)
         return page(
-            title, empty_state("No kernels", why, how), *_layers(view), _tree(view), _ops(view)
+            heading,
+            empty_state("No kernels", reason, remedy),
+            *_layer_cards(view),
+            _tree_card(view),
+            _operator_card(view),
         )
     return page(
-        title,
-        _families(a),
+        heading,
+        _family_card(a),
         *map(draw_section, auxiliary_sections.build_kernel_sections(view.loaded.report)),
-        _kernels(view),
-        operator_rates(view),
-        _roofline(view),
-        *_layers(view),
-        _tree(view),
-        _ops(view),
+        _kernel_card(view),
+        _rate_card(view),
+        _roofline_card(view),
+        *_layer_cards(view),
+        _tree_card(view),
+        _operator_card(view),
     )
 
 
-def warm(loaded: LoadedRun) -> None:
-    """Make the tables of the reported rank."""
+def precompute(loaded: LoadedRun) -> None:
+    """Compute the tables of the reported rank."""
     a = loaded.main
-    loaded.cached(("op_tree", None), lambda: op_tree(a))
-    loaded.cached(("op_rows", None), lambda: op_rows(a))
+    loaded.get_or_compute(("op_tree", None), lambda: op_tree(a))
+    loaded.get_or_compute(("op_rows", None), lambda: operator_rows(a))
     if a.device_id is not None:
-        loaded.cached(("kernel_rows", None), lambda: kernel_rows(a))
-        loaded.cached(("rate_rows", None), lambda: rate_rows(a))
+        loaded.get_or_compute(("kernel_rows", None), lambda: kernel_rows(a))
+        loaded.get_or_compute(("rate_rows", None), lambda: rate_rows(a))
 
 
-def _lead(a: Analysis) -> str:
+def _lead_text(a: Analysis) -> str:
+    """Write the number of kernels, launched and distinct."""
     if a.device_id is None:
         return "Operators by host time."
-    per = "per step" if a.steps.source != "whole trace" else "in the recording"
+    per_unit = "per step" if a.steps.source != "whole trace" else "in the recording"
     kernels = a.hot_kernels
     total = t.format_count(float(kernels["count"].sum()) / a.step_count)
-    return f"{total} kernels {per}, {t.format_count(kernels.height)} distinct."
+    return f"{total} kernels {per_unit}, {t.format_count(kernels.height)} distinct."
 
 
-def _families(a: Analysis) -> Any:
+def _family_card(a: Analysis) -> Any:
+    """Build the card of GPU work by kernel family."""
     families = list_families(a)
     largest = max((family.ns for family in families), default=0) or 1
-    lines = [
+    rows = [
         [
-            element("Span", swatch(theme.colour_of("kernels", each.name)), each.name, cls="nowrap"),
-            bar_cell(each.ns / largest, theme.colour_of("kernels", each.name)),
-            t.format_duration(each.ns),
-            t.format_share(each.share),
-            t.format_count(each.count),
+            element(
+                "Span", swatch(theme.color_of("kernels", family.name)), family.name, cls="nowrap"
+            ),
+            bar_cell(family.ns / largest, theme.color_of("kernels", family.name)),
+            t.format_duration(family.ns),
+            t.format_share(family.share),
+            t.format_count(family.count),
         ]
-        for each in families
-        if each.ns > 0
+        for family in families
+        if family.ns > 0
     ]
     header = ["Family", "", "Time per step", "Share of GPU work", "Launches per step"]
-    return card("By family", table(header, lines, numbers=(2, 3, 4), caption=OF_WORK, stacked=True))
+    return card(
+        "By family",
+        table(header, rows, number_columns=(2, 3, 4), caption=GPU_WORK_CAPTION, stacked=True),
+    )
 
 
-OF_WORK = "GPU work: the summed durations of kernels, copies and memsets"
+GPU_WORK_CAPTION = "GPU work: the summed durations of kernels, copies and memsets"
 
 
-def _device_work(a: Analysis) -> int:
-    """Return the denominator of this page's shares, as in ``Report.families``, ns."""
+def _device_work_ns(a: Analysis) -> int:
+    """Return the sum of all GPU work, ns: the denominator of this page's shares."""
     return max(int(a.families["dur"].sum()), 1)
 
 
-def _per(scale: float) -> Formatter:
-    """Return a formatter of rates: a number of so many FLOP/s or bytes/s."""
+def _rate_formatter(scale: float) -> Formatter:
+    """Return a formatter of rates in units of ``scale`` FLOP/s or bytes/s."""
 
-    def write(value: float | None) -> str:
+    def format_rate(value: float | None) -> str:
         if value is None:
             return t.NOT_MEASURED
         return "<0.01" if 0 < value / scale < 0.01 else t.format_number(value / scale)
 
-    return write
+    return format_rate
 
 
-TFLOPS, GBPS = _per(1e12), _per(1e9)
-KERNELS = (
-    Column("name", "Kernel", flex=2, names=True),
+_format_tflops, _format_gbps = _rate_formatter(1e12), _rate_formatter(1e9)
+KERNEL_COLUMNS = (
+    Column("name", "Kernel", flex=2, is_name=True),
     Column("family", "Family", width=126),
     duration_column("time", "Time per step", 78),
     share_column("share", "Share", 62),
-    Column("count", "Launches per step", width=90, number=t.format_count),
+    Column("count", "Launches per step", width=90, number_format=t.format_count),
     share_column("occupancy", "Occupancy", 92),
-    Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=66, number=GBPS, csv="Bytes/s"),
+    Column("flops", "TFLOP/s", width=74, number_format=_format_tflops, csv_title="FLOP/s"),
+    Column("bytes", "GB/s", width=66, number_format=_format_gbps, csv_title="Bytes/s"),
     share_column("roofline", "Of roofline", 78),
     Column("tensor", "Tensor", width=66),
-    Column("op", "Launched by", flex=1, names=True),
+    Column("op", "Launched by", flex=1, is_name=True),
 )
 
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
+    """Build the rows of the grid of kernels."""
     kernels = a.hot_kernels.head(MAX_ROWS).select(
         pl.col("name", "family").cast(pl.String),
         "roofline",
         count=pl.col("count") / a.step_count,
         time=pl.col("dur") / a.step_count,
-        share=pl.col("dur") / _device_work(a),
+        share=pl.col("dur") / _device_work_ns(a),
         occupancy=pl.col("occupancy") / 100,
         flops="flops_per_s",
         bytes="bytes_per_s",
         tensor=pl.col("tensor_core").replace_strict({True: "yes", False: "no"}, default=None),
         op=pl.col("op_name").cast(pl.String),
     )
-    return grid_rows(KERNELS, kernels.iter_rows(named=True))
+    return grid_rows(KERNEL_COLUMNS, kernels.iter_rows(named=True))
 
 
-def _kernels(view: PageView) -> Any:
+def _kernel_card(view: PageView) -> Any:
+    """Build the card of the grid of kernels."""
     a = view.analysis
-    rows = view.loaded.cached(("kernel_rows", view.rank), lambda: kernel_rows(a))
-    more = a.hot_kernels.height - len(rows)
+    rows = view.loaded.get_or_compute(("kernel_rows", view.rank), lambda: kernel_rows(a))
+    unlisted = a.hot_kernels.height - len(rows)
     aside = "select a kernel to find it on the timeline; – means not measured"
     return card(
         "Kernels",
-        grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
-        remark(f"{t.format_count(more)} smaller kernels are not listed.") if more else None,
+        grid("kernel-grid", KERNEL_COLUMNS, rows, height=460, label="Kernels"),
+        remark(f"{t.format_count(unlisted)} smaller kernels are not listed.") if unlisted else None,
         element("Div", id="kernel-detail", aria_live="polite"),
         aside=aside,
     )
 
 
-def _roofline(view: PageView) -> Any:
+def _roofline_card(view: PageView) -> Any:
+    """Build the card of the roofline, or the reason why there is none."""
     a = view.analysis
-    known = a.hot_kernels.filter((pl.col("flops_per_s") > 0) & (pl.col("bytes_per_s") > 0)).head(
+    measured = a.hot_kernels.filter((pl.col("flops_per_s") > 0) & (pl.col("bytes_per_s") > 0)).head(
         400
     )
     if a.hardware is None:
-        why = (
+        reason = (
             f"advisor has no peak figures for {labels.clean(a.device.name)}."
             if a.device is not None and a.device.name
             else "The trace does not name its GPU."
         )
-        return empty_state("No roofline", why)
-    if known.is_empty():
+        return empty_state("No roofline", reason)
+    if measured.is_empty():
         return empty_state(
             "No roofline",
             "FLOPs and bytes of a kernel need the input shapes of its operator.",
             record_with("record_shapes=True", a.trace.meta),
         )
-    share = float(known["dur"].sum()) / _device_work(a)
+    share = float(measured["dur"].sum()) / _device_work_ns(a)
     description = (
-        f"{t.count_noun(known.height, 'kernel')}, {t.format_share(share)} of GPU work, by "
+        f"{t.count_noun(measured.height, 'kernel')}, {t.format_share(share)} of GPU work, by "
         "arithmetic "
         f"intensity and FLOP rate, below the roofline of {a.hardware.name}."
     )
     return card(
         "Roofline",
         figure(
-            plotly_figures.roofline(known, a.hardware, _device_work(a)),
+            plotly_figures.roofline(measured, a.hardware, _device_work_ns(a)),
             "roofline",
             height=420,
             narrow_height=600,
@@ -219,33 +234,37 @@ def _roofline(view: PageView) -> Any:
     )
 
 
-def _layers(view: PageView) -> list[Any]:
-    """Build the cards of ``advisor analyze --by layer``; none where no module was recorded."""
+def _layer_cards(view: PageView) -> list[Any]:
+    """Build the cards of ``advisor analyze --by layer``, or none if no module was recorded."""
     a = view.analysis
-    shown = view.loaded.cached(("layers", view.rank), lambda: report_layers(a))
-    if shown is None:
+    layer_report = view.loaded.get_or_compute(("layers", view.rank), lambda: report_layers(a))
+    if layer_report is None:
         return []
-    return [draw_section(each) for each in layers.sections(shown, a.per, a.steps.used.height)]
+    return [
+        draw_section(section)
+        for section in layers.sections(layer_report, a.per, a.steps.used.height)
+    ]
 
 
-def _tree(view: PageView) -> Any:
+def _tree_card(view: PageView) -> Any:
+    """Build the card of time by module and operator, as an icicle chart."""
     a = view.analysis
-    tree = view.loaded.cached(("op_tree", view.rank), lambda: op_tree(a))
+    tree = view.loaded.get_or_compute(("op_tree", view.rank), lambda: op_tree(a))
     if tree.is_empty():
         return empty_state(
             "No modules or operators",
             "The trace has no operators, so launches cannot be attributed.",
             record_with(ACTIVITIES, a.trace.meta),
         )
-    what = "GPU time" if a.device_id is not None else "host time"
-    description = f"Modules and operators by {what}, outermost on top. Click one to zoom in."
+    time_kind = "GPU time" if a.device_id is not None else "host time"
+    description = f"Modules and operators by {time_kind}, outermost on top. Click one to zoom in."
     description += " Violet: modules and ranges, darker for the backward pass. Green: operators."
     if tree["name"].str.starts_with(KERNEL).any():
         description += " Blue: kernels of what launches several."
     return card(
-        f"{t.upper_first(what)} by module and operator",
+        f"{t.upper_first(time_kind)} by module and operator",
         figure(
-            plotly_figures.icicle(tree, f"all {what}"),
+            plotly_figures.icicle(tree, f"all {time_kind}"),
             "modules-and-ops",
             height=460,
             has_table=True,
@@ -255,32 +274,40 @@ def _tree(view: PageView) -> Any:
     )
 
 
-OPS = (
-    Column("name", "Operator", flex=3, names=True),
-    Column("count", "Calls", width=100, number=t.format_count),
+OPERATOR_COLUMNS = (
+    Column("name", "Operator", flex=3, is_name=True),
+    Column("count", "Calls", width=100, number_format=t.format_count),
     duration_column("device", "GPU time per step", 160),
     duration_column("host", "Self host time per step", 176),
 )
 
 
-def op_rows(a: Analysis) -> list[dict[str, Any]]:
-    table_ = op_table(a).head(MAX_OPS).with_columns(pl.col("device", "host") / a.step_count)
-    return grid_rows(OPS, table_.iter_rows(named=True))
+def operator_rows(a: Analysis) -> list[dict[str, Any]]:
+    """Build the rows of the grid of operators."""
+    operators = (
+        op_table(a).head(MAX_OPERATORS).with_columns(pl.col("device", "host") / a.step_count)
+    )
+    return grid_rows(OPERATOR_COLUMNS, operators.iter_rows(named=True))
 
 
-def _ops(view: PageView) -> Any:
+def _operator_card(view: PageView) -> Any:
+    """Build the card of the grid of operators."""
     a = view.analysis
-    rows = view.loaded.cached(("op_rows", view.rank), lambda: op_rows(a))
+    rows = view.loaded.get_or_compute(("op_rows", view.rank), lambda: operator_rows(a))
     if not rows:
         return None
-    # without any, a column of zeros would say that it was measured
-    device = a.trace.gpu.height > 0
-    columns = OPS if device else tuple(column for column in OPS if column.field != "device")
-    text = "Self host time excludes the operators called."
-    if device:
-        text = f"GPU time counts kernels that the operator launches itself. {text}"
+    # without GPU work, a column of zeros would look measured
+    has_device_work = a.trace.gpu.height > 0
+    columns = (
+        OPERATOR_COLUMNS
+        if has_device_work
+        else tuple(column for column in OPERATOR_COLUMNS if column.field != "device")
+    )
+    note = "Self host time excludes the operators called."
+    if has_device_work:
+        note = f"GPU time counts kernels that the operator launches itself. {note}"
     return card(
-        "Operators", grid("op-grid", columns, rows, height=380, label="Operators"), remark(text)
+        "Operators", grid("op-grid", columns, rows, height=380, label="Operators"), remark(note)
     )
 
 
@@ -288,13 +315,12 @@ def _ops(view: PageView) -> Any:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Show the selected kernel below the grid."""
-
+    """Register the callbacks: search, and the details of the selected kernel."""
     register_search(app, "kernel-grid")
-    register_search(app, RATES)
+    register_search(app, RATE_GRID_ID)
     register_search(app, "op-grid")
     app.clientside_callback(
-        ClientsideFunction("advisor", "reveal"),
+        ClientsideFunction("advisor", "scrollToKernel"),
         Output("kernel-detail", "title"),
         Input("kernel-detail", "children"),
         prevent_initial_call=True,
@@ -314,19 +340,19 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         number = str(selected[0].get("id", ""))
         if view.entry.loaded is None or not number.isdecimal() or len(number) > 6:
             return None
-        return _detail(view, int(number))
+        return _kernel_detail(view, int(number))
 
 
-def _detail(view: PageView, number: int) -> Any:
-    """Show the kernel of a row: its full name, and its longest instance on the timeline."""
+def _kernel_detail(view: PageView, row: int) -> Any:
+    """Build the details of the kernel in a row: its full name, launch and longest instance."""
     a = view.analysis
-    if number >= min(a.hot_kernels.height, MAX_ROWS):
+    if row >= min(a.hot_kernels.height, MAX_ROWS):
         return None
-    name = a.hot_kernels["name"][number]
-    gpu = a.trace.gpu.filter(pl.Series(a.in_window)).filter(pl.col("name") == name)
-    if gpu.is_empty():
+    name = a.hot_kernels["name"][row]
+    instances = a.trace.gpu.filter(pl.Series(a.in_window)).filter(pl.col("name") == name)
+    if instances.is_empty():
         return None
-    longest = gpu.sort("dur", descending=True).row(0, named=True)
+    longest = instances.sort("dur", descending=True).row(0, named=True)
     margin = max(longest["dur"], 20_000)
     href = view.href(
         "/timeline",
@@ -335,23 +361,25 @@ def _detail(view: PageView, number: int) -> Any:
         rank=view.rank,
         focus=longest["ts"],
     )
-    launch = [
+    facts = [
         ("Name", element("Code", labels.clean(name))),
         ("Longest", t.format_duration(longest["dur"])),
-        ("Grid", _launched(longest)),
+        ("Grid", _launch_size(longest)),
         ("Stream", str(longest["stream"])),
     ]
-    fused = a.fused_kernels.get(name)
-    if fused is not None:
-        launch.append(("Fused operators", ", ".join(map(labels.clean, fused.operators))))
-        lines = "; ".join(f"{t.shorten_path(at.file or '', 60)}:{at.line}" for at in fused.lines)
-        launch += [("From", element("Code", lines))] if lines else []
-    where = a.location(longest["launch"])
-    if where[0] is not None:
-        launch.append(("Line", element("Code", f"{t.shorten_path(where[0], 90)}:{where[1]}")))
+    fused_kernel = a.fused_kernels.get(name)
+    if fused_kernel is not None:
+        facts.append(("Fused operators", ", ".join(map(labels.clean, fused_kernel.operators))))
+        lines = "; ".join(
+            f"{t.shorten_path(line.file or '', 60)}:{line.line}" for line in fused_kernel.lines
+        )
+        facts += [("From", element("Code", lines))] if lines else []
+    location = a.location(longest["launch"])
+    if location[0] is not None:
+        facts.append(("Line", element("Code", f"{t.shorten_path(location[0], 90)}:{location[1]}")))
     return element(
         "Div",
-        fact_list(launch),
+        fact_list(facts),
         element(
             "Div",
             link(icon("show"), "Longest instance on the timeline", href=href, cls="button main"),
@@ -361,31 +389,32 @@ def _detail(view: PageView, number: int) -> Any:
     )
 
 
-def _launched(row: dict[str, Any]) -> str:
+def _launch_size(row: dict[str, Any]) -> str:
+    """Write the launch grid of a kernel."""
     if row["blocks"] is None:
         return t.NOT_MEASURED
     return f"{t.format_count(row['blocks'])} blocks of {t.format_count(row['threads'])} threads"
 
 
-RATES = "rate-grid"
+RATE_GRID_ID = "rate-grid"
 MAX_RATES = 500
 
 RATE_COLUMNS = (
-    Column("name", "Operator", flex=2, names=True),
-    Column("shapes", "Shapes", flex=2, names=True),
+    Column("name", "Operator", flex=2, is_name=True),
+    Column("shapes", "Shapes", flex=2, is_name=True),
     Column("dtype", "dtype", width=66),
-    Column("calls", "Calls", width=58, number=t.format_count, csv="Calls per step"),
+    Column("calls", "Calls", width=58, number_format=t.format_count, csv_title="Calls per step"),
     duration_column("ns", "Time per step", 80),
     Column("bound", "Bound", width=86),
-    Column("flops_per_s", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes_per_s", "GB/s", width=70, number=GBPS, csv="Bytes/s"),
+    Column("flops_per_s", "TFLOP/s", width=74, number_format=_format_tflops, csv_title="FLOP/s"),
+    Column("bytes_per_s", "GB/s", width=70, number_format=_format_gbps, csv_title="Bytes/s"),
     share_column("efficiency", "Of attainable", 86),
     duration_column("saved_ns", "Saving per step", 80),
 )
 
 
 def rate_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Return rows of the grid of operators by shape."""
+    """Build the rows of the grid of operators by shape."""
     rows = [asdict(rate) for rate in rooflines(a, MAX_RATES)]
     for row in rows:
         row["name"], row["shapes"] = row["name"] or row["kernel"], row["shapes"] or None
@@ -393,29 +422,29 @@ def rate_rows(a: Analysis) -> list[dict[str, Any]]:
     return grid_rows(RATE_COLUMNS, rows)
 
 
-def operator_rates(view: PageView) -> Any:
+def _rate_card(view: PageView) -> Any:
     """Build the card of operators by shape."""
     a = view.analysis
-    rows = view.loaded.cached(("rate_rows", view.rank), lambda: rate_rows(a))
+    rows = view.loaded.get_or_compute(("rate_rows", view.rank), lambda: rate_rows(a))
     if not rows:
         return empty_state("No operators by shape", "These steps run no compute kernel.")
     return card(
         "Operators by shape",
-        grid(RATES, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
-        remark(_rate_note(a)),
+        grid(RATE_GRID_ID, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
+        remark(_describe_rates(a)),
         aside="compared with rates measured on such a GPU; – means not measured",
     )
 
 
-def _rate_note(a: Analysis) -> str:
-    """Write the attainable rates and their sources."""
+def _describe_rates(a: Analysis) -> str:
+    """Describe the attainable rates and their sources."""
     sources = []
     for rate in list_attainable_rates(a):
-        memory = rate.of == "memory"
-        unit = "GB/s" if memory else "TFLOP/s"
-        shown = f"{t.format_number(rate.rate / (1e9 if memory else 1e12))} {unit}"
-        where = "estimated from similar GPUs" if rate.source is None else labels.clean(rate.source)
-        sources.append(f"{rate.of} {shown} ({where})")
+        is_memory = rate.of == "memory"
+        unit = "GB/s" if is_memory else "TFLOP/s"
+        amount = f"{t.format_number(rate.rate / (1e9 if is_memory else 1e12))} {unit}"
+        source = "estimated from similar GPUs" if rate.source is None else labels.clean(rate.source)
+        sources.append(f"{rate.of} {amount} ({source})")
     rates = (
         f"Attainable: {', '.join(sources)}. "
         if sources

@@ -1,4 +1,4 @@
-"""Live: a run during its recording: steps, phases, telemetry, and findings of each window."""
+"""Live: steps, phases, telemetry and findings of a run during its recording."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,19 +15,19 @@ from advisor.core.run_directory import GpuSample, HostSample, RankRecord
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
     card,
-    choices,
+    choice_links,
     draw_strip,
     element,
     empty_page,
     empty_state,
     figure,
-    head,
     link,
     page,
+    page_heading,
     remark,
     table,
     tiles,
-    two_columns,
+    two_column_legend,
 )
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView, parse_query
@@ -35,19 +35,21 @@ from advisor.dashboard.pages.overview import finding_line
 from advisor.measure.steps.step_records import StepRecords
 from advisor.render.documents.monitor import throttle_reasons
 
-SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
+MAX_STEPS, MAX_SAMPLES = 400, 600
 RECENT_STEPS = 50
-"""Number of steps that the figures of merit cover."""
+"""Number of steps that the tiles and phases cover."""
 
 
 def has_content(view: PageView) -> bool:
-    return view.session.live
+    """Return whether a run is being followed."""
+    return view.session.is_live
 
 
 def layout(rank: object = None, **query: object) -> Any:
+    """Build the page. ``rank``: number of the rank to show."""
     view = page_view.view(**query)
     session = view.session
-    if not session.live or session.follower is None:
+    if not session.is_live or session.follower is None:
         return empty_page(
             "Live",
             "Not following a run",
@@ -58,9 +60,13 @@ def layout(rank: object = None, **query: object) -> Any:
     interval: Any = dcc.Interval
     return [
         *page(
-            head("Live", labels.clean(session.entries[0].path)),
+            page_heading("Live", labels.clean(session.entries[0].path)),
             element(
-                "Div", *body(view, _number(rank)), id="live-body", cls="stack", aria_live="off"
+                "Div",
+                *live_body(view, _parse_number(rank)),
+                id="live-body",
+                cls="stack",
+                aria_live="off",
             ),
         ),
         interval(id="live-tick", interval=1000),
@@ -68,8 +74,8 @@ def layout(rank: object = None, **query: object) -> Any:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Update the page once per second."""
-    if not session.live:
+    """Register the callback that updates the page once per second."""
+    if not session.is_live:
         return
 
     @app.callback(
@@ -79,19 +85,23 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         State("_pages_location", "search"),
         prevent_initial_call=True,
     )
-    def tick(_: object, search: object) -> Any:
+    def refresh(_: object, search: object) -> Any:
         query = parse_query(search)
         view = page_view.view()
-        record = _record(view, _number(query.get("rank")))
-        return body(view, _number(query.get("rank"))), record is not None and record.has_ended
+        record = _read_record(view, _parse_number(query.get("rank")))
+        return live_body(
+            view, _parse_number(query.get("rank"))
+        ), record is not None and record.has_ended
 
 
-def _number(rank: object) -> int | None:
+def _parse_number(rank: object) -> int | None:
+    """Return a number of at most six digits, or ``None``."""
     text = str(rank)
     return int(text) if text.isdecimal() and len(text) <= 6 else None
 
 
-def _record(view: PageView, rank: int | None) -> RankRecord | None:
+def _read_record(view: PageView, rank: int | None) -> RankRecord | None:
+    """Read the record of a rank, or of the first rank."""
     follower = view.session.follower
     if follower is None:
         return None
@@ -101,9 +111,9 @@ def _record(view: PageView, rank: int | None) -> RankRecord | None:
     return follower.read(rank if rank in ranks else ranks[0])
 
 
-def body(view: PageView, rank: int | None) -> list[Any]:
-    """Build all that changes while the run goes on."""
-    record = _record(view, rank)
+def live_body(view: PageView, rank: int | None) -> list[Any]:
+    """Build the parts of the page that change during the run."""
+    record = _read_record(view, rank)
     if record is None or not record.steps:
         return [
             empty_state("Waiting for the first step", "Nothing was recorded in this folder yet.")
@@ -114,31 +124,32 @@ def body(view: PageView, rank: int | None) -> list[Any]:
     parts: list[Any] = []
     if len(ranks) > 1:
         links = [(str(n), view.href("/live", rank=n), n == chosen) for n in ranks[:64]]
-        parts.append(choices("Rank", links))
-    parts.append(_figures(record))
-    recent = record.steps[-SHOWN_STEPS:]
-    shown = StepRecords(RankRecord(rank=record.rank, steps=recent))
-    parts.append(steps_card(shown, f"the last {len(recent)}"))
-    parts.append(_phases(record))
-    parts.append(_findings(view))
-    parts += telemetry_cards(record, last=SHOWN_SAMPLES)
+        parts.append(choice_links("Rank", links))
+    parts.append(_figure_tiles(record))
+    recent = record.steps[-MAX_STEPS:]
+    shown_steps = StepRecords(RankRecord(rank=record.rank, steps=recent))
+    parts.append(steps_card(shown_steps, f"the last {len(recent)}"))
+    parts.append(_phase_card(record))
+    parts.append(_finding_card(view))
+    parts += telemetry_cards(record, max_samples=MAX_SAMPLES)
     return [part for part in parts if part is not None]
 
 
-def _recent(record: RankRecord) -> StepRecords:
-    """Return measurements of the latest steps alone."""
+def _recent_steps(record: RankRecord) -> StepRecords:
+    """Return measurements of the last RECENT_STEPS steps."""
     steps = record.steps[-RECENT_STEPS:]
     return StepRecords(RankRecord(rank=record.rank, steps=steps))
 
 
-def _figures(record: RankRecord) -> Any:
-    recent = _recent(record)
+def _figure_tiles(record: RankRecord) -> Any:
+    """Build the tiles of steps, step time, throughput and memory."""
+    recent = _recent_steps(record)
     rate = recent.samples_per_second
     last = record.steps[-1]
-    ends = record.events_of("end")
+    end_events = record.events_of("end")
     state = "running"
-    if ends:
-        state = f"ended: {labels.clean(ends[-1].get('reason', ''))}"
+    if end_events:
+        state = f"ended: {labels.clean(end_events[-1].get('reason', ''))}"
     return tiles(
         [
             ("Steps", t.format_count(len(record.steps)), state),
@@ -163,59 +174,74 @@ def _figures(record: RankRecord) -> Any:
 
 
 def steps_card(recorded: StepRecords, aside: str = "") -> Any:
-    """Draw durations of recorded steps, if known, and mark those that the profiler slowed."""
-    known, total = ~np.isnan(recorded.durations), len(recorded.steps)
-    durations = (recorded.durations[known] / 1e6).tolist()
-    numbers = np.array([step.n for step in recorded.steps], dtype=np.float64)
-    shown_ms = np.where(known, recorded.durations, recorded.dur) / 1e6
-    stops = ~recorded.profiled & (~recorded.unprofiled | recorded.exporting)
-    # without a length the host runs ahead, but where it takes long for a step the GPU waits
-    marks = [
-        (name, *plotly_figures.downsample(numbers[own].tolist(), shown_ms[own].tolist()), colour)
-        for name, own, colour in (
-            ("host time alone", ~known & ~recorded.profiled & ~stops, theme.PLAIN),
-            ("while profiled", recorded.profiled, theme.CAUSES["dispatch"]),
-            ("while the profiler stops or writes", stops, theme.CAUSES["python"]),
+    """Draw the durations of recorded steps, and mark steps that the profiler slowed down."""
+    has_duration, total = ~np.isnan(recorded.durations), len(recorded.steps)
+    durations = (recorded.durations[has_duration] / 1e6).tolist()
+    step_numbers = np.array([step.n for step in recorded.steps], dtype=np.float64)
+    shown_ms = np.where(has_duration, recorded.durations, recorded.dur) / 1e6
+    while_stopping = ~recorded.profiled & (~recorded.unprofiled | recorded.exporting)
+    # without a duration the host runs ahead, but the GPU waits for a step with a long host time
+    point_series = [
+        (
+            name,
+            *plotly_figures.downsample(step_numbers[mask].tolist(), shown_ms[mask].tolist()),
+            color,
         )
-        if own.any()
+        for name, mask, color in (
+            (
+                "host time alone",
+                ~has_duration & ~recorded.profiled & ~while_stopping,
+                theme.OTHER_COLOR,
+            ),
+            ("while profiled", recorded.profiled, theme.CAUSE_COLORS["dispatch"]),
+            ("while the profiler stops or writes", while_stopping, theme.CAUSE_COLORS["python"]),
+        )
+        if mask.any()
     ]
-    drawn = plotly_figures.line_chart(
-        [("step", *plotly_figures.downsample(numbers[known].tolist(), durations), theme.ACCENT)],
-        x="step",
-        y="ms",
+    chart = plotly_figures.line_chart(
+        [
+            (
+                "step",
+                *plotly_figures.downsample(step_numbers[has_duration].tolist(), durations),
+                theme.ACCENT,
+            )
+        ],
+        x_title="step",
+        y_title="ms",
         height=220,
-        marks=marks,
+        point_series=point_series,
     )
     description = f"Duration of each of {total} recorded steps, in ms."
-    if not known.all():
-        count = f"{known.sum()} of {total} steps are timed on the GPU"
+    if not has_duration.all():
+        count = f"{has_duration.sum()} of {total} steps are timed on the GPU"
         count += "; off the line is the host's time of another"
         aside = ", ".join(filter(None, (aside, count)))
         description += f" {count}."
     top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
-    # start-up of a first step would flatten all others: a line names it, a double click shows it
-    beyond = [
+    # the first step would compress all others: a remark gives its time, a double click shows it
+    above_axis = [
         f"step {step.n}, {t.format_duration(1e6 * ms)}"
         for step, ms in zip(recorded.steps, shown_ms, strict=True)
         if ms > top > 0
     ]
-    if beyond:
-        drawn.update_yaxes(range=[0, top])
-    below = f"Above the axis: {'; '.join(beyond)}. Double click: all." if beyond else ""
-    made = figure(drawn, "steps", height=220, description=description)
-    return card("Steps", made, remark(below), aside=aside)
+    if above_axis:
+        chart.update_yaxes(range=[0, top])
+    note = f"Above the axis: {'; '.join(above_axis)}. Double click: all." if above_axis else ""
+    step_figure = figure(chart, "steps", height=220, description=description)
+    return card("Steps", step_figure, remark(note), aside=aside)
 
 
 def phases_card(title: str, parts: Sequence[Segment], aside: str) -> Any:
-    """Draw a bar of the step's phases with its legend; ``None`` without any."""
+    """Build a card with a bar of the step's phases, or ``None`` without any."""
     if not parts:
         return None
-    legend = element("Div", *two_columns(parts), cls="legend")
+    legend = element("Div", *two_column_legend(parts), cls="legend")
     return card(title, draw_strip(parts, title), legend, aside=aside)
 
 
-def _phases(record: RankRecord) -> Any:
-    recent = _recent(record)
+def _phase_card(record: RankRecord) -> Any:
+    """Build the card of phases, means over recent steps."""
+    recent = _recent_steps(record)
     parts = []
     for name in recent.phases:
         ns, share = recent.phase(name), recent.share(name)
@@ -225,12 +251,14 @@ def _phases(record: RankRecord) -> Any:
     return phases_card("Phases", parts, aside)
 
 
-def _findings(view: PageView) -> Any:
-    """Show findings of the last window."""
+def _finding_card(view: PageView) -> Any:
+    """Build the card of the findings of the last window."""
     entry = view.session.entries[0]
     if entry.loaded is None:
-        why = labels.clean(entry.failure_reason or entry.progress)
-        return empty_state("No findings yet", f"They appear after the first profiled window. {why}")
+        reason = labels.clean(entry.failure_reason or entry.progress)
+        return empty_state(
+            "No findings yet", f"They appear after the first profiled window. {reason}"
+        )
     report = entry.loaded.report
     ranked = finding_text.ranked_findings(report)[:5]
     if not ranked:
@@ -268,9 +296,9 @@ HOST_LINES = (
 )
 
 
-def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]:
-    """Draw figures of what was sampled; ``last``: only the latest samples."""
-    samples = record.samples[-last:] if last else record.samples
+def telemetry_cards(record: RankRecord, *, max_samples: int | None = None) -> list[Any]:
+    """Build the cards of GPU and host telemetry. ``max_samples``: show only the latest ones."""
+    samples = record.samples[-max_samples:] if max_samples else record.samples
     if not samples:
         return [
             empty_state(
@@ -281,53 +309,61 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
         ]
     start = record.samples[0].t
     uuid = StepRecords(record).uuid
-    gpus = [(s.t, gpu) for s in samples for gpu in s.gpus if uuid is None or gpu.uuid == uuid]
-    hosts = [(s.t, s.host) for s in samples if s.host is not None]
-    made = [
-        drawn
+    gpus = [
+        (sample.t, gpu)
+        for sample in samples
+        for gpu in sample.gpus
+        if uuid is None or gpu.uuid == uuid
+    ]
+    hosts = [(sample.t, sample.host) for sample in samples if sample.host is not None]
+    figures = [
+        chart
         for name, unit, lines in GPU_LINES
-        if (drawn := _figure(name, unit, lines, gpus, start))
+        if (chart := _telemetry_figure(name, unit, lines, gpus, start))
     ]
     cards: list[Any] = []
-    if made:
-        cards.append(card("GPU", figure_grid(made), aside="over the run"))
+    if figures:
+        cards.append(card("GPU", figure_grid(figures), aside="over the run"))
     elif record.rank.devices:
         cards.append(empty_state("No GPU telemetry", "The driver reported no samples."))
-    spans = throttle_spans(gpus, start)
+    spans = find_throttle_spans(gpus, start)
     if spans:
-        cards.append(_throttled(spans))
-    made = [
-        drawn
+        cards.append(_throttle_card(spans))
+    figures = [
+        chart
         for name, unit, lines in HOST_LINES
-        if (drawn := _figure(name, unit, lines, hosts, start))
+        if (chart := _telemetry_figure(name, unit, lines, hosts, start))
     ]
-    if made:
-        cards.append(card("Host", figure_grid(made), aside="over the run"))
+    if figures:
+        cards.append(card("Host", figure_grid(figures), aside="over the run"))
     return cards
 
 
-def _figure(
+def _telemetry_figure(
     name: str,
     unit: str,
     lines: tuple[tuple[str, str, float], ...],
     samples: list[tuple[int, GpuSample]] | list[tuple[int, HostSample]],
     start: int,
 ) -> Any:
+    """Draw a quantity over time, or return ``None`` without samples.
+
+    ``lines``: (label, field of the sample, divisor) each. ``start``: first sample's time, ns."""
     series = []
-    colours = (theme.ACCENT, theme.PLAIN)
-    for (label, field, scale), colour in zip(lines, colours, strict=True):
+    colors = (theme.ACCENT, theme.OTHER_COLOR)
+    for (label, field, scale), color in zip(lines, colors, strict=True):
         values = [getattr(sample, field) for _, sample in samples]
         if any(value is not None for value in values):
-            seconds = [(when - start) / 1e9 for when, _ in samples]
-            shown = [None if value is None else value / scale for value in values]
-            series.append((label, *plotly_figures.downsample(seconds, shown), colour))
+            seconds = [(time_ns - start) / 1e9 for time_ns, _ in samples]
+            scaled = [None if value is None else value / scale for value in values]
+            series.append((label, *plotly_figures.downsample(seconds, scaled), color))
     if not series:
         return None
     return element(
         "Div",
         element("H3", name),
         figure(
-            plotly_figures.line_chart(series, x="s", y=unit, height=190),
+            plotly_figures.line_chart(series, x_title="s", y_title=unit, height=190),
             f"telemetry-{name.lower().replace(' ', '-')}",
             height=190,
             description=f"{name} over time, in {unit}.",
@@ -340,30 +376,31 @@ def figure_grid(parts: list[Any]) -> Any:
     return element("Div", *parts, cls="multiples")
 
 
-def throttle_spans(
+def find_throttle_spans(
     gpus: list[tuple[int, GpuSample]], start: int
 ) -> list[tuple[str, float, float, int]]:
-    """Find runs of samples with the same reasons: (reasons, first s, last s, samples)."""
+    """Find spans of throttled samples: (reasons, first s, last s, number of samples)."""
     spans: list[tuple[str, float, float, int]] = []
-    before = ""
-    for when, gpu in gpus:
-        names = ", ".join(throttle_reasons(gpu))
-        second = (when - start) / 1e9
-        if names and names == before:
-            spans[-1] = (names, spans[-1][1], second, spans[-1][3] + 1)
-        elif names:
-            spans.append((names, second, second, 1))
-        before = names
+    previous = ""
+    for time_ns, gpu in gpus:
+        reasons = ", ".join(throttle_reasons(gpu))
+        seconds = (time_ns - start) / 1e9
+        if reasons and reasons == previous:
+            spans[-1] = (reasons, spans[-1][1], seconds, spans[-1][3] + 1)
+        elif reasons:
+            spans.append((reasons, seconds, seconds, 1))
+        previous = reasons
     return spans
 
 
-def _throttled(spans: list[tuple[str, float, float, int]]) -> Any:
+def _throttle_card(spans: list[tuple[str, float, float, int]]) -> Any:
+    """Build the card of clock throttling, the longest spans first."""
     rows = [
-        [names, f"{first:,.0f} s", f"{last:,.0f} s", t.format_count(count)]
-        for names, first, last, count in sorted(spans, key=lambda span: -span[3])[:20]
+        [reasons, f"{first:,.0f} s", f"{last:,.0f} s", t.format_count(count)]
+        for reasons, first, last, count in sorted(spans, key=lambda span: -span[3])[:20]
     ]
     return card(
         "Clock throttling",
-        table(["Reason", "From", "To", "Samples"], rows, numbers=(1, 2, 3)),
+        table(["Reason", "From", "To", "Samples"], rows, number_columns=(1, 2, 3)),
         aside="reasons as the driver reports them",
     )

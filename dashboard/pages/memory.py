@@ -1,4 +1,4 @@
-"""Memory: its holders over time and at the peak, by snapshot or by trace; the recorded steps."""
+"""Memory: allocations over time and at the peak, and memory by recorded step."""
 
 from bisect import bisect_right
 from typing import Any
@@ -13,9 +13,9 @@ from advisor.dashboard.components import (
     element,
     empty_state,
     figure,
-    head,
     page,
-    rank_choice,
+    page_heading,
+    rank_selector,
     table,
     tiles,
 )
@@ -23,60 +23,71 @@ from advisor.dashboard.page_view import PageView
 from advisor.measure import Analysis
 from advisor.measure.memory.trace_memory import memory_devices
 
-warm = memory_cards.warm
-ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
+precompute = memory_cards.precompute
+ALLOCATED_COLOR, RESERVED_COLOR = theme.CLASS_COLORS["compute"], "#9a9aa5"
 
 
 def has_content(view: PageView) -> bool:
+    """Return whether memory or a run record was recorded."""
     if view.entry.loaded is None:
         return False
     a = view.analysis
-    return _is_recorded(a) or a.record is not None or not a.allocations.is_empty()
+    return _has_device_memory(a) or a.record is not None or not a.allocations.is_empty()
 
 
 def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
-    known = _is_recorded(a)
-    ours = a.trace.meta.is_pytorch
-    whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
-    lead = f"GPU memory as {whose} it." if known else ""
-    title = head("Memory", lead, rank_choice(view, "/memory"))
-    ooms = _out_of_memory(a)
-    parts = memory_cards.draw_cards(view)
-    recorded = _recorded(a)
-    if not known and not parts:
-        parts.append(
+    has_memory = _has_device_memory(a)
+    is_pytorch = a.trace.meta.is_pytorch
+    source = "PyTorch's allocator counts" if is_pytorch else "the allocators of the program count"
+    lead = f"GPU memory as {source} it." if has_memory else ""
+    heading = page_heading("Memory", lead, rank_selector(view, "/memory"))
+    out_of_memory = _out_of_memory_card(a)
+    device_cards = memory_cards.draw_cards(view)
+    by_step = _memory_by_step_card(a)
+    if not has_memory and not device_cards:
+        device_cards.append(
             empty_state(
                 "No device memory",
                 "The trace has no allocator events, so memory over time is not measured.",
-                _how_to_record(a) if ours else "",
+                _recording_advice(a) if is_pytorch else "",
             )
         )
-    return page(title, ooms, _figures(view), *parts, recorded, _calls(a))
+    return page(
+        heading, out_of_memory, _peak_tiles(view), *device_cards, by_step, _allocation_call_card(a)
+    )
 
 
-def _figures(view: PageView) -> Any:
-    """Build the largest amounts that were recorded, and of what they are a part."""
+def _peak_tiles(view: PageView) -> Any:
+    """Build the tiles of peak memory, each with the total that it is part of."""
     report, a = view.loaded.report, view.analysis
     if view.rank is not None or a.recorded is None or not a.recorded.steps:
         return None
     steps, capacity = a.recorded.steps, report.memory_capacity_bytes
     largest = {
-        field: max((value for s in steps if (value := getattr(s, field)) is not None), default=None)
+        field: max(
+            (value for step in steps if (value := getattr(step, field)) is not None), default=None
+        )
         for field in ("reserved", "peak", "rss")
     }
-    of = "" if capacity is None else f"of {t.format_bytes(capacity)}"
-    result = [
-        ("Peak reserved", largest["reserved"], f"from the driver{f', {of}' if of else ''}"),
+    of_capacity = "" if capacity is None else f"of {t.format_bytes(capacity)}"
+    figures = [
+        (
+            "Peak reserved",
+            largest["reserved"],
+            f"from the driver{f', {of_capacity}' if of_capacity else ''}",
+        ),
         ("Peak in tensors", largest["peak"], "the rest of what is reserved is cached or unusable"),
         ("Host memory", largest["rss"], "resident, of the process"),
     ]
-    known = [(name, t.format_bytes(value), note) for name, value, note in result if value]
+    known = [(name, t.format_bytes(value), note) for name, value, note in figures if value]
     return tiles(known) if known else None
 
 
-def _how_to_record(a: Analysis) -> str:
+def _recording_advice(a: Analysis) -> str:
+    """Write how to record device memory."""
     if a.recorded is not None:
         return "The run used no GPU."
     return (
@@ -85,64 +96,66 @@ def _how_to_record(a: Analysis) -> str:
     )
 
 
-def _is_recorded(a: Analysis) -> bool:
-    """Return whether the trace, the recorder or a snapshot has device memory, or memory events."""
+def _has_device_memory(a: Analysis) -> bool:
+    """Return whether device memory was recorded, by the trace, the recorder or a snapshot."""
     steps = [] if a.recorded is None else a.recorded.steps
-    noted = any(step.allocated is not None for step in steps)
-    return noted or a.snapshot is not None or bool(memory_devices(a))
+    has_samples = any(step.allocated is not None for step in steps)
+    return has_samples or a.snapshot is not None or bool(memory_devices(a))
 
 
-def _recorded(a: Analysis) -> Any:
-    """Draw memory at the end of the recorded steps. The recorder samples it, so most have none."""
+def _memory_by_step_card(a: Analysis) -> Any:
+    """Build the card of memory at the end of recorded steps. Only sampled steps have a value."""
     if a.recorded is None or not a.recorded.steps:
         return None
-    steps = a.recorded
-    numbers = [float(step.n) for step in steps.steps]
+    recorded = a.recorded
+    step_numbers = [float(step.n) for step in recorded.steps]
     series = []
-    for field, name, colour in (
-        ("allocated", "allocated", ALLOCATED),
-        ("reserved", "reserved", RESERVED),
-        ("peak", "peak so far", theme.CLASSES["communication"]),
+    for field, name, color in (
+        ("allocated", "allocated", ALLOCATED_COLOR),
+        ("reserved", "reserved", RESERVED_COLOR),
+        ("peak", "peak so far", theme.CLASS_COLORS["communication"]),
     ):
-        known = [
+        values = [
             (n, value / (1 << 30))
-            for n, step in zip(numbers, steps.steps, strict=True)
+            for n, step in zip(step_numbers, recorded.steps, strict=True)
             if (value := getattr(step, field)) is not None
         ]
-        if known:
-            at, shown = [n for n, _ in known], [value for _, value in known]
-            series.append((name, *plotly_figures.downsample(at, shown), colour))
-    rss = [(float(s.n), s.rss) for s in steps.steps if s.rss is not None]
-    made, ends = [], (numbers[0], numbers[-1])
+        if values:
+            positions, sizes = [n for n, _ in values], [value for _, value in values]
+            series.append((name, *plotly_figures.downsample(positions, sizes), color))
+    host_memory = [(float(step.n), step.rss) for step in recorded.steps if step.rss is not None]
+    figures, x_range = [], (step_numbers[0], step_numbers[-1])
     if series:
-        made.append(
+        figures.append(
             figure(
                 plotly_figures.line_chart(
-                    series, x="step", y="GiB", height=230, step=True, ends=ends
+                    series, x_title="step", y_title="GiB", height=230, is_step=True, x_range=x_range
                 ),
                 "memory-by-step",
                 height=230,
                 description="Device memory at the end of recorded steps.",
             )
         )
-    if rss:
-        times = [step.t for step in steps.steps]
+    if host_memory:
+        times = [step.t for step in recorded.steps]
         children = [
-            (numbers[max(0, bisect_right(times, when) - 1)], host.children_rss)
-            for when, host in steps.hosts
+            (step_numbers[max(0, bisect_right(times, when) - 1)], host.children_rss)
+            for when, host in recorded.hosts
             if host.children_rss is not None
         ]
-        hosts = [
-            (label, [n for n, _ in rows], [value / (1 << 30) for _, value in rows], colour)
-            for label, rows, colour in (
-                ("the process", rss, theme.CLASSES["copies"]),
-                ("its child processes", children, ALLOCATED),
+        host_series = [
+            (label, [n for n, _ in rows], [value / (1 << 30) for _, value in rows], color)
+            for label, rows, color in (
+                ("the process", host_memory, theme.CLASS_COLORS["copies"]),
+                ("its child processes", children, ALLOCATED_COLOR),
             )
             if rows
         ]
-        made.append(
+        figures.append(
             figure(
-                plotly_figures.line_chart(hosts, x="step", y="host, GiB", height=170, ends=ends),
+                plotly_figures.line_chart(
+                    host_series, x_title="step", y_title="host, GiB", height=170, x_range=x_range
+                ),
                 "host-memory-by-step",
                 height=170,
                 description="Resident memory over the recorded steps: of the process and of its "
@@ -150,18 +163,18 @@ def _recorded(a: Analysis) -> Any:
             )
         )
     name = "Over the run" if series else "Host memory over the run"
-    return card(name, *made, aside="sampled at the end of steps") if made else None
+    return card(name, *figures, aside="sampled at the end of steps") if figures else None
 
 
-def _out_of_memory(a: Analysis) -> Any:
-    """Show the last recorded out-of-memory event."""
+def _out_of_memory_card(a: Analysis) -> Any:
+    """Build the card of the last recorded out-of-memory event."""
     events = [] if a.record is None else a.record.events_of("oom")
     if not events:
         return None
     last = events[-1]
     rows = [
-        ("allocated", t.format_bytes(_number(last.get("allocated")))),
-        ("reserved", t.format_bytes(_number(last.get("reserved")))),
+        ("allocated", t.format_bytes(_to_float(last.get("allocated")))),
+        ("reserved", t.format_bytes(_to_float(last.get("reserved")))),
     ]
     snapshot = last.get("snapshot")
     if snapshot:
@@ -169,18 +182,19 @@ def _out_of_memory(a: Analysis) -> Any:
     return card(
         "Out of memory",
         element("P", clean(last.get("message", "")), cls="mono"),
-        table(["At the failure", ""], rows, numbers=()),
+        table(["At the failure", ""], rows, number_columns=()),
         aside=f"{t.format_count(len(events))}×",
         cls="alarm",
     )
 
 
-def _number(value: object) -> float | None:
+def _to_float(value: object) -> float | None:
+    """Return a number, or ``None`` for any other value."""
     return float(value) if isinstance(value, int | float) else None
 
 
-def _calls(a: Analysis) -> Any:
-    """Show runtime calls that allocate or free memory in the steps: slow, and most of them wait."""
+def _allocation_call_card(a: Analysis) -> Any:
+    """Build the card of runtime calls in the steps that allocate or free memory."""
     calls = a.allocations
     if calls.is_empty():
         return None
@@ -189,7 +203,7 @@ def _calls(a: Analysis) -> Any:
         .agg(pl.len().alias("count"), pl.col("dur").sum(), pl.col("dur").max().alias("worst"))
         .sort("dur", descending=True)
     )
-    labels = {
+    call_labels = {
         "malloc": "allocate device memory",
         "free": "free device memory",
         "host_alloc": "pin host memory",
@@ -197,7 +211,7 @@ def _calls(a: Analysis) -> Any:
     }
     rows = [
         [
-            labels.get(call, call),
+            call_labels.get(call, call),
             t.format_count(count),
             t.format_duration(dur / a.step_count),
             t.format_duration(worst),
@@ -206,6 +220,6 @@ def _calls(a: Analysis) -> Any:
     ]
     return card(
         "Allocation calls to the driver",
-        table(["What", "Calls", "Time per step", "Longest"], rows, numbers=(1, 2, 3)),
+        table(["What", "Calls", "Time per step", "Longest"], rows, number_columns=(1, 2, 3)),
         aside="in the analysed steps; a warm caching allocator makes none",
     )

@@ -1,4 +1,4 @@
-"""Network: the path that NCCL chose between the GPUs, and collectives that do not match or end."""
+"""Network: the path that NCCL chose between GPUs, and mismatched or unfinished collectives."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -17,8 +17,8 @@ from advisor.dashboard.components import (
     editor_href,
     element,
     fact_list,
-    head,
     page,
+    page_heading,
     table,
     tiles,
 )
@@ -27,7 +27,7 @@ from advisor.measure.comm.flight_recorder import describe_problem, of_ranks
 from advisor.render.document import FieldList
 from advisor.render.documents import auxiliary_sections
 
-KINDS: Final = {
+TRANSPORTS: Final = {
     "P2P": "directly between GPUs", "SHM": "through host memory",
     "NVLS": "NVLink SHARP, in the switch", "NET/Socket": "between nodes, over TCP",
     "GDRDMA": "between nodes, the adapter reads GPU memory",
@@ -36,14 +36,15 @@ KINDS: Final = {
     "PHB": "through the CPU's PCIe bridge", "NODE": "through several PCIe bridges of one CPU",
     "SYS": "between CPU sockets",
 }  # fmt: skip
-"""Meaning of a transport or link by a part of its name (NCCL; the legend of ``nvidia-smi topo
--m``). The first that fits counts."""
+"""Meaning of a transport or link, by a part of its name. The first match counts.
+
+Sources: NCCL, and the legend of ``nvidia-smi topo -m``."""
 MAX_RANKS: Final = 200
-"""Number of rows of a collective's table: the ranks that it is due to first."""
+"""Number of rows in a collective's table. Ranks that cause the problem come first."""
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether a log of NCCL, a topology or dumps of the flight recorder were read."""
+    """Return whether an NCCL log, a topology or flight recorder dumps were read."""
     if view.entry.loaded is None:
         return False
     report = view.loaded.report
@@ -51,11 +52,13 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
-    return page(head("Network", _lead(view)), *sections(view))
+    return page(page_heading("Network", _lead_text(view)), *sections(view))
 
 
-def _lead(view: PageView) -> str:
+def _lead_text(view: PageView) -> str:
+    """Write where the data come from."""
     report = view.loaded.report
     if report.flight is not None:
         return "Collectives as each rank called them, from PyTorch's flight recorder."
@@ -65,99 +68,122 @@ def _lead(view: PageView) -> str:
 
 
 def sections(view: PageView) -> list[Any]:
-    """Build cards of the dumps and of the logs; empty without both."""
+    """Build the cards of flight recorder dumps and network logs, none without both."""
     report = view.loaded.report
     parts: list[Any] = []
     if report.flight is not None:
-        parts += _flight(view, report.flight)
+        parts += _flight_recorder_cards(view, report.flight)
     if report.network is not None:
-        parts += _path(report.network)
+        parts += _path_cards(report.network)
     return parts
 
 
-def _flight(view: PageView, record: FlightRecord) -> list[Any]:
-    """Build figures on the dumps, and one card for each collective that does not match or end."""
-    absent = of_ranks(record.absent) if record.absent else ""
-    read = tiles(
+def _flight_recorder_cards(view: PageView, record: FlightRecord) -> list[Any]:
+    """Build the tiles of the dumps, and a card for each mismatched or unfinished collective."""
+    ranks_without_dump = of_ranks(record.absent) if record.absent else ""
+    figure_tiles = tiles(
         [
-            ("Dumps", f"{record.dumps:,}", f"{absent} left none" if absent else "of all ranks"),
+            (
+                "Dumps",
+                f"{record.dumps:,}",
+                f"{ranks_without_dump} left none" if ranks_without_dump else "of all ranks",
+            ),
             ("Calls", f"{record.calls:,}", f"in {t.count_noun(record.groups, 'process group')}"),
-            ("Mismatches", f"{len(record.problems):,}", _healthy(record)),
+            ("Mismatches", f"{len(record.problems):,}", _mismatch_note(record)),
         ]
     )
-    return [read, *(_problem(view, problem) for problem in record.problems)]
+    return [figure_tiles, *(_problem_card(view, problem) for problem in record.problems)]
 
 
-def _healthy(record: FlightRecord) -> str:
+def _mismatch_note(record: FlightRecord) -> str:
+    """Write the note of the tile of mismatches."""
     if record.damaged:
         return f"{t.count_noun(record.damaged, 'entry')} could not be read"
     return "" if record.problems else "all calls match and have ended"
 
 
-def _problem(view: PageView, problem: CollectiveProblem) -> Any:
-    """Show the ranks that it is due to with their last call, those that wait, and where."""
+def _problem_card(view: PageView, problem: CollectiveProblem) -> Any:
+    """Build the card of a problem: the ranks that cause it with their calls, and waiting ranks."""
     first = problem.calls[0]
-    own = {call.rank: call for call in problem.calls}
-    last = {call.rank: call for call in problem.last}
+    calls_by_rank = {call.rank: call for call in problem.calls}
+    last_calls = {call.rank: call for call in problem.last}
     rows = [
         [
             f"rank {rank}",
-            _role(problem, rank),
-            *_call(view, own.get(rank, last.get(rank)), last=rank not in own),
+            _rank_state(problem, rank),
+            *_call_cells(
+                view,
+                calls_by_rank.get(rank, last_calls.get(rank)),
+                is_last=rank not in calls_by_rank,
+            ),
         ]
         for rank in problem.ranks[:MAX_RANKS]
     ]
     waiting = [rank for rank in problem.waiting if rank not in problem.ranks]
     if waiting:
-        rows.append([of_ranks(waiting).lower(), "waiting", *_call(view, first, last=False)])
+        rows.append(
+            [of_ranks(waiting).lower(), "waiting", *_call_cells(view, first, is_last=False)]
+        )
     title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
     return card(
         f"{title}: {problem.kind}",
         element("P", describe_problem(problem)),
-        table(("Rank", "State", "Call", "Shapes", "Where"), rows, names=(0, 2, 3, 4), stacked=True),
+        table(
+            ("Rank", "State", "Call", "Shapes", "Where"),
+            rows,
+            name_columns=(0, 2, 3, 4),
+            stacked=True,
+        ),
     )
 
 
-def _role(problem: CollectiveProblem, rank: int) -> str:
+def _rank_state(problem: CollectiveProblem, rank: int) -> str:
+    """Write a rank's state in a problem, such as ``waiting``."""
     roles = {"not called": "not called", "deadlock": "not called", "no dump": "no dump"}
     return roles.get(problem.kind, "waiting" if rank in problem.waiting else "differs")
 
 
-def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[Any]:
-    """Write operation, shapes and line of a call; ``last``: it is the last one of its rank."""
+def _call_cells(view: PageView, call: CollectiveCall | None, *, is_last: bool) -> list[Any]:
+    """Build the cells of a call: operation, shapes and source line.
+
+    ``is_last``: mark it as the last call of its rank."""
     if call is None:
         return ["not recorded", t.EMPTY_CELL, t.EMPTY_CELL]
     dtypes = "/".join(dict.fromkeys(map(labels.clean, call.dtypes)))
     shapes = " ".join(map(str, call.sizes[:3])) + ("…" if len(call.sizes) > 3 else "")
     name = f"{labels.clean(call.operation)} {call.sequence}"
     return [
-        [element("Span", "last call: ", cls="dim"), name] if last else name,
+        [element("Span", "last call: ", cls="dim"), name] if is_last else name,
         f"{shapes} {dtypes}".strip() or t.EMPTY_CELL,
-        _place(view, call),
+        _source_cell(view, call),
     ]
 
 
-def _place(view: PageView, call: CollectiveCall) -> Any:
-    """Show ``train.py:29``, with a link that opens it in the editor."""
-    where = call.where
-    if where is None or not where.file:
+def _source_cell(view: PageView, call: CollectiveCall) -> Any:
+    """Build the cell of a source line such as ``train.py:29``, with a link to the editor."""
+    location = call.where
+    if location is None or not location.file:
         return "not recorded"
-    text = f"{t.shorten_path(labels.clean(where.file), 50)}:{where.line}"
-    source = editor_href(view.session.editor, where)
-    return element("A", text, href=source, title="Open in the editor") if source else text
+    text = f"{t.shorten_path(labels.clean(location.file), 50)}:{location.line}"
+    editor_address = editor_href(view.session.editor, location)
+    return (
+        element("A", text, href=editor_address, title="Open in the editor")
+        if editor_address
+        else text
+    )
 
 
-def _path(log: NetworkLog) -> list[Any]:
-    """Show known figures, connections by transport, and the facts that the terminal lists."""
+def _path_cards(log: NetworkLog) -> list[Any]:
+    """Build the cards of a network log: key figures, connections by transport, and facts."""
     size = f"{log.ranks:,}" if log.ranks else ""
     hosts = f"on {t.count_noun(log.hosts, 'host')}" if log.hosts else ""
     ring = f"{log.ring_gb_per_s:.0f} GB/s" if log.ring_gb_per_s else ""
-    nics = f"{log.nic_gb_per_s:.0f} GB/s" if log.nic_gb_per_s else ""
-    known = [
+    adapters = f"{log.nic_gb_per_s:.0f} GB/s" if log.nic_gb_per_s else ""
+    figures = [
         ("Ranks", size, hosts),
         ("Network", labels.clean(", ".join(log.networks)), ""),
         ("Ring", ring, f"{labels.clean(log.ring)}, as NCCL expects" if log.ring else ""),
-        ("Adapters", nics, "per node, one direction"),
+        ("Adapters", adapters, "per node, one direction"),
     ]
     rows = [
         (field.label, labels.clean(" · ".join(map(str, field.parts))))
@@ -165,26 +191,30 @@ def _path(log: NetworkLog) -> list[Any]:
         for block in getattr(section, "blocks", ())
         if isinstance(block, FieldList)
         for field in block.rows
-        if field.label not in ("paths", "links")  # tables of their own
+        if field.label not in ("paths", "links")  # these have tables
     ]
     return [
-        tiles([figure for figure in known if figure[1]]) if any(f[1] for f in known) else None,
-        _counts("Connections between GPUs", "Transport", log.paths),
-        _counts("Links of the topology", "Link", log.gpu_links),
+        tiles([figure for figure in figures if figure[1]])
+        if any(figure[1] for figure in figures)
+        else None,
+        _count_card("Connections between GPUs", "Transport", log.paths),
+        _count_card("Links of the topology", "Link", log.gpu_links),
         card("What the logs say", fact_list(rows)),
     ]
 
 
-def _counts(title: str, name: str, counts: Mapping[str, int]) -> Any:
-    """Build a table of the number of connections by kind, and what each kind is."""
+def _count_card(title: str, name: str, counts: Mapping[str, int]) -> Any:
+    """Build a card with the number of connections by kind, and what each kind is."""
     if not counts:
         return None
     rows = [
         [
             labels.clean(kind),
-            next((text for part, text in KINDS.items() if part in kind), t.EMPTY_CELL),
+            next((text for part, text in TRANSPORTS.items() if part in kind), t.EMPTY_CELL),
             f"{count:,}",
         ]
         for kind, count in sorted(counts.items(), key=lambda item: -item[1])
     ]
-    return card(title, table((name, "What it is", "Count"), rows, numbers=(2,), names=(0, 1)))
+    return card(
+        title, table((name, "What it is", "Count"), rows, number_columns=(2,), name_columns=(0, 1))
+    )

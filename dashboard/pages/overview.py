@@ -1,4 +1,4 @@
-"""Overview: the verdict, the step's time by class, and the fixes in order with their gains."""
+"""Overview: verdict, time of the step by class, and the fixes in order with their gains."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ from advisor.dashboard.components import (
     draw_block,
     draw_section,
     element,
-    foldable,
+    expander,
     link,
     page,
     png_button,
     remark,
     tiles,
-    verdict_head,
+    verdict_heading,
 )
 from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun
 from advisor.dashboard.page_view import PageView
@@ -34,45 +34,46 @@ from advisor.dashboard.pages import network
 from advisor.render.documents import auxiliary_sections, inference
 from advisor.render.documents.report import checks
 
-OUTLOOK = "outlook"
+OUTLOOK_ID = "outlook"
 MAX_LISTED_FINDINGS = 5
-"""Number of findings listed; the others are a click away."""
+"""Number of findings listed. The Findings page has the others."""
 
 
 def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
-    quiet = _is_quiet(report)
-    bar, timeless = report_charts.build_step_bar(report), report.scope.has_no_step_time
+    limits_last = _shows_limits_last(report)
+    bar, has_no_step_time = report_charts.build_step_bar(report), report.scope.has_no_step_time
     return page(
-        _head(view, report),
-        None if quiet else banner(report.limits),
+        _heading(view, report),
+        None if limits_last else banner(report.limits),
         *(
             memory_cards.draw_cards(view)[:1]
-            if timeless
+            if has_no_step_time
             else [tiles(report_text.figures_of_merit(report))]
         ),
-        *(_timeless(view, report) if timeless else ()),
+        *(_cards_without_trace(view, report) if has_no_step_time else ()),
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
         else None,
         *map(draw_block, inference.sections(report)),
-        _staircase(view),
-        None if timeless else _top(view, report),
-        *counter_command(report),
-        _rest(report),
-        banner(report.limits, cls="banner plain-note") if quiet else None,
+        _fix_sequence_card(view),
+        None if has_no_step_time else _top_findings_card(view, report),
+        *counter_command_sections(report),
+        _checks_section(report),
+        banner(report.limits, cls="banner plain-note") if limits_last else None,
     )
 
 
-def _is_quiet(report: Report) -> bool:
-    """Return whether the limits leave the advice as it is, so that they are shown below it."""
-    cut_off = any(each.truncated for each in report.inputs)
-    return report.busy_share is not None and report.per == "step" and not cut_off
+def _shows_limits_last(report: Report) -> bool:
+    """Return whether the limits do not affect the advice, so that they are shown below it."""
+    is_truncated = any(recording.truncated for recording in report.inputs)
+    return report.busy_share is not None and report.per == "step" and not is_truncated
 
 
-def _timeless(view: PageView, report: Report) -> list[Any]:
-    """Build the page of counters, logs or dumps without a trace: what to change, what they show."""
+def _cards_without_trace(view: PageView, report: Report) -> list[Any]:
+    """Build the cards of a report without a trace, which has only counters, logs or dumps."""
     sections = map(
         draw_section,
         [
@@ -80,40 +81,44 @@ def _timeless(view: PageView, report: Report) -> list[Any]:
             *auxiliary_sections.build_profiler_advice(report),
         ],
     )
-    return [_top(view, report), *network.sections(view), *sections]
+    return [_top_findings_card(view, report), *network.sections(view), *sections]
 
 
 def _segment_links(view: PageView, bar: StepBar) -> dict[str, str]:
-    """Return each bar part's address: its kernels, or its longest stretch on the timeline."""
+    """Return each bar part's address: a page, or its longest interval on the timeline."""
     a = view.loaded.main
     links = {part.key: view.href("/timeline") for part in bar.segments}
     if bar.idle_total is None:
         return links
-    for name, spans in (("copies", a.breakdown.copies), ("memset", a.breakdown.memset)):
-        if name in links and len(spans.start):
-            longest = int((spans.end - spans.start).argmax())
-            links[name] = _around(view, int(spans.start[longest]), int(spans.end[longest]))
+    for name, intervals in (("copies", a.breakdown.copies), ("memset", a.breakdown.memset)):
+        if name in links and len(intervals.start):
+            longest = int((intervals.end - intervals.start).argmax())
+            links[name] = _timeline_around(
+                view, int(intervals.start[longest]), int(intervals.end[longest])
+            )
     for gap in a.gaps.sort("dur").group_by("cause").last().iter_rows(named=True):
-        links[gap["cause"]] = _around(view, gap["ts"], gap["ts"] + gap["dur"])
+        links[gap["cause"]] = _timeline_around(view, gap["ts"], gap["ts"] + gap["dur"])
     links["compute"] = view.href("/kernels")
     links["communication"] = view.href("/distributed")
     return links
 
 
-def _around(view: PageView, start: int, end: int) -> str:
+def _timeline_around(view: PageView, start: int, end: int) -> str:
+    """Return the address of the timeline around an interval, ns."""
     margin = max(end - start, 50_000)
     return view.href("/timeline", x0=max(0, start - margin), x1=end + margin, focus=start)
 
 
-def _head(view: PageView, report: Report) -> Any:
+def _heading(view: PageView, report: Report) -> Any:
+    """Build the heading: status, verdict, first fix and scope."""
     lines = {
         label: element("Span", element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
         for label, parts in report_text.describe_scope(report)
     }
-    # one step time leads; those of the whole run and of its window are a click away
-    folded = [lines.pop(label) for label in ("run", "window") if "window" in lines]
-    risks = report.risks if report.scope.has_no_step_time else []  # of a snapshot's memory
-    first = next(iter((*finding_text.ranked_findings(report), *risks)), None)
+    # one step time is shown; those of the whole run and of its window are folded
+    run_lines = [lines.pop(label) for label in ("run", "window") if "window" in lines]
+    risks = report.risks if report.scope.has_no_step_time else []  # memory risks of a snapshot
+    first_fix = next(iter((*finding_text.ranked_findings(report), *risks)), None)
     return element(
         "Div",
         element(
@@ -121,162 +126,181 @@ def _head(view: PageView, report: Report) -> Any:
             report_text.describe_status(report),
             cls=f"pill {report_text.status_class(report)}",
         ),
-        *verdict_head(report.verdict),
+        *verdict_heading(report.verdict),
         element(
             "P",
             element("B", "First fix: "),
             link(
-                t.first_sentence(first.fix),
-                href=f"{view.href('/findings')}#{anchor(first)}",
-                id={"keeps": "first-fix"},
+                t.first_sentence(first_fix.fix),
+                href=f"{view.href('/findings')}#{anchor(first_fix)}",
+                id={"fix_link": "first-fix"},
             ),
             cls="first-fix",
         )
-        if first is not None
+        if first_fix is not None
         else None,
         element("Div", *lines.values(), cls="scope"),
-        foldable("The run and its profiled window", element("Div", *folded, cls="scope"))
-        if folded
+        expander("The run and its profiled window", element("Div", *run_lines, cls="scope"))
+        if run_lines
         else None,
         cls="page-head",
     )
 
 
-def _staircase(view: PageView) -> Any:
-    """Draw the step as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked
-    to be in or out."""
-    full = report_charts.build_fix_sequence(view.loaded.report)
-    if full is None:
+def _fix_sequence_card(view: PageView) -> Any:
+    """Build the card of the step as measured, after fix 1, after fixes 1 and 2, and so on.
+
+    Each fix has a checkbox; an unticked fix is left out."""
+    full_sequence = report_charts.build_fix_sequence(view.loaded.report)
+    if full_sequence is None:
         return None
-    known = _fixes(full)
-    kept = {fix for fix in known if str(fix) not in view.without.split(",")}
-    drawn = _chosen(view.loaded, kept) if kept != known else None
-    shown, outlook = drawn or (full, report_text.describe_all_fixes(view.loaded.report))
-    kept = kept if drawn else known
-    stairs = []
-    for stair in shown.all:
-        what = f"{stair.number}. {stair.label}" if stair.number else stair.label.capitalize()
-        tick: Any = dmc.Checkbox
+    all_fixes = _fix_priorities(full_sequence)
+    kept_fixes = {fix for fix in all_fixes if str(fix) not in view.unticked_fixes.split(",")}
+    partial = _sequence_with_fixes(view.loaded, kept_fixes) if kept_fixes != all_fixes else None
+    sequence, outlook = partial or (
+        full_sequence,
+        report_text.describe_all_fixes(view.loaded.report),
+    )
+    kept_fixes = kept_fixes if partial else all_fixes
+    rows = []
+    for stage in sequence.all:
+        title = f"{stage.number}. {stage.label}" if stage.number else stage.label.capitalize()
+        checkbox: Any = dmc.Checkbox
         label = (
-            tick(
-                id={"fix": stair.priority},
-                label=what,
-                checked=stair.priority in kept,
+            checkbox(
+                id={"fix": stage.priority},
+                label=title,
+                checked=stage.priority in kept_fixes,
                 size=24,
                 radius="sm",
             )
-            if stair.priority is not None
-            else what
+            if stage.priority is not None
+            else title
         )
-        stairs.append(
+        rows.append(
             element(
                 "Li",
-                element("Span", label, cls="what", title=what),
+                element("Span", label, cls="what", title=title),
                 *(
-                    element("Span", made, id={"of": stair.number, "part": part}, cls=part)
-                    for part, made in _parts(shown, stair, kept=_is_kept(stair, kept)).items()
+                    element("Span", cell, id={"stage": stage.number, "part": part}, cls=part)
+                    for part, cell in _row_cells(
+                        sequence, stage, is_kept=_is_kept(stage, kept_fixes)
+                    ).items()
                 ),
                 cls="stair",
             )
         )
     return card(
-        f"{shown.per.capitalize()} time after each fix",
-        element("Ol", *stairs, cls="stairs"),
-        element("P", outlook, id=OUTLOOK, cls="note-line", role="status"),
+        f"{sequence.per.capitalize()} time after each fix",
+        element("Ol", *rows, cls="stairs"),
+        element("P", outlook, id=OUTLOOK_ID, cls="note-line", role="status"),
         aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),
     )
 
 
-def _fixes(sequence: FixSequence) -> set[int]:
-    return {stair.priority or 0 for stair in sequence.fixes}
+def _fix_priorities(sequence: FixSequence) -> set[int]:
+    """Return the priorities of all fixes in a sequence."""
+    return {stage.priority or 0 for stage in sequence.fixes}
 
 
-def _is_kept(stair: StepAfterFix, kept: set[int]) -> bool:
-    return stair.priority is None or stair.priority in kept
+def _is_kept(stage: StepAfterFix, kept_fixes: set[int]) -> bool:
+    """Return whether the fix of a stage is ticked; stages without a fix are."""
+    return stage.priority is None or stage.priority in kept_fixes
 
 
-def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[FixSequence, str] | None:
-    """Return the step after each of some fixes, and the text below, or ``None`` without fixes."""
-    shown = loaded.cached(
-        ("fix_sequence", frozenset(kept)),
+def _sequence_with_fixes(loaded: LoadedRun, kept_fixes: set[int]) -> tuple[FixSequence, str] | None:
+    """Return the step after each kept fix, and the text below, or ``None`` without fixes."""
+    sequence = loaded.get_or_compute(
+        ("fix_sequence", frozenset(kept_fixes)),
         lambda: report_charts.build_chosen_fix_sequence(
-            loaded.report, kept, loaded.examined.estimator
+            loaded.report, kept_fixes, loaded.result.estimator
         ),
     )
-    return None if shown is None else (shown, report_text.describe_chosen_fixes(shown))
+    return None if sequence is None else (sequence, report_text.describe_chosen_fixes(sequence))
 
 
-def _parts(sequence: FixSequence, stair: StepAfterFix, *, kept: bool) -> dict[str, Any]:
-    """Return a row's bar and its figures."""
-    left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
-    start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
-    gain = f"{sequence.bound_prefix}−{stair.saved}" if stair.saved else ""
-    gain = gain if kept or not gain else f"({gain})"
+def _row_cells(sequence: FixSequence, stage: StepAfterFix, *, is_kept: bool) -> dict[str, Any]:
+    """Build the bar and the figures of a row, by CSS class."""
+    left_width, saved_width = f"{stage.left_share:.4%}", f"{stage.saved_share:.4%}"
+    saved_start = left_width if is_kept else f"{max(0.0, stage.left_share - stage.saved_share):.4%}"
+    gain = f"{sequence.bound_prefix}−{stage.saved}" if stage.saved else ""
+    gain = gain if is_kept or not gain else f"({gain})"
     bar = element(
         "Span",
-        element("Span", cls="left", style={"width": left}),
-        element("Span", cls="saved", style={"left": start, "width": saved if kept else "0%"}),
+        element("Span", cls="left", style={"width": left_width}),
+        element(
+            "Span",
+            cls="saved",
+            style={"left": saved_start, "width": saved_width if is_kept else "0%"},
+        ),
         cls="bars",
         aria_hidden="true",
     )
-    figures = element("Span", stair.left, element("Span", gain, cls="gain" if kept else "gain out"))
-    return {"run": bar, "then": figures}
+    figures = element(
+        "Span", stage.left, element("Span", gain, cls="gain" if is_kept else "gain out")
+    )
+    return {"after-bar": bar, "after-figures": figures}
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Redraw the step after each when fixes are ticked."""
+    """Register the callbacks that redraw the rows when a fix is ticked or unticked."""
 
     @app.callback(
-        Output({"of": dash.ALL, "part": "run"}, "children"),
-        Output({"of": dash.ALL, "part": "then"}, "children"),
-        Output(OUTLOOK, "children"),
+        Output({"stage": dash.ALL, "part": "after-bar"}, "children"),
+        Output({"stage": dash.ALL, "part": "after-figures"}, "children"),
+        Output(OUTLOOK_ID, "children"),
         Input({"fix": dash.ALL}, "checked"),
         State({"fix": dash.ALL}, "id"),
         State("_pages_location", "search"),
         prevent_initial_call=True,
     )
-    def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
+    def update_fixes(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
         loaded = page_view.view(**page_view.parse_query(search)).loaded
-        full = report_charts.build_fix_sequence(loaded.report)
-        known = _fixes(full) if full is not None else set()
-        ticked = zip(fixes or (), ticks or (), strict=False)
-        on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
-        kept = known & set(filter(lambda fix: isinstance(fix, int), on))
-        chosen = _chosen(loaded, kept)
-        if chosen is None:
+        full_sequence = report_charts.build_fix_sequence(loaded.report)
+        all_fixes = _fix_priorities(full_sequence) if full_sequence is not None else set()
+        fix_ticks = zip(fixes or (), ticks or (), strict=False)
+        ticked_numbers = [
+            fix.get("fix") for fix, is_on in fix_ticks if is_on is True and isinstance(fix, dict)
+        ]
+        kept_fixes = all_fixes & set(filter(lambda fix: isinstance(fix, int), ticked_numbers))
+        partial = _sequence_with_fixes(loaded, kept_fixes)
+        if partial is None:
             raise dash.exceptions.PreventUpdate
-        shown, outlook = chosen
-        rows = [_parts(shown, stair, kept=_is_kept(stair, kept)) for stair in shown.all]
-        if kept == known:
+        sequence, outlook = partial
+        rows = [
+            _row_cells(sequence, stage, is_kept=_is_kept(stage, kept_fixes))
+            for stage in sequence.all
+        ]
+        if kept_fixes == all_fixes:
             outlook = report_text.describe_all_fixes(loaded.report)
-        return [row["run"] for row in rows], [row["then"] for row in rows], outlook
+        return [row["after-bar"] for row in rows], [row["after-figures"] for row in rows], outlook
 
     app.clientside_callback(
-        ClientsideFunction("advisor", "keepTicks"),
-        Output({"keeps": dash.ALL}, "href"),
+        ClientsideFunction("advisor", "putFixesInLinks"),
+        Output({"fix_link": dash.ALL}, "href"),
         Input({"fix": dash.ALL}, "checked"),
         State({"fix": dash.ALL}, "id"),
-        State({"keeps": dash.ALL}, "href"),
+        State({"fix_link": dash.ALL}, "href"),
         prevent_initial_call=True,
     )
 
 
 def finding_line(view: PageView, finding: Finding) -> Any:
-    """Show a finding in two lines, linked to its details."""
+    """Build a list item of a finding, linked to its details."""
     impact = finding.impact
-    where = finding_text.named_places(finding, 1)
-    sampled = finding_text.line_not_recorded(view.loaded.report, finding)
-    places = [" · ".join(where[0][1])] if where else []
-    if sampled.startswith(finding_text.SAMPLED_LINE):
-        places.insert(0, f"{t.upper_first(sampled)}")
-    order = finding_text.order_parts(finding, view.loaded.report)
+    named_places = finding_text.named_places(finding, 1)
+    line_note = finding_text.line_not_recorded(view.loaded.report, finding)
+    places = [" · ".join(named_places[0][1])] if named_places else []
+    if line_note.startswith(finding_text.SAMPLED_LINE):
+        places.insert(0, f"{t.upper_first(line_note)}")
+    order_reasons = finding_text.order_parts(finding, view.loaded.report)
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
         amount = element(
             "Span",
             t.format_saving(impact),
-            element("Small", _share(impact)),
+            element("Small", _describe_share(impact)),
             cls="saving uncertain" if impact.unit == "run" else "saving",
         )
     elif impact is not None and impact.freed_bytes:
@@ -288,21 +312,21 @@ def finding_line(view: PageView, finding: Finding) -> Any:
             labels.clean(finding.title),
             href=f"{view.href('/findings')}#{anchor(finding)}",
             cls="title",
-            id={"keeps": anchor(finding)},
+            id={"fix_link": anchor(finding)},
         ),
         amount,
         element("Span", t.first_sentence(finding.fix), cls="fix"),
         *(
             element("Span", labels.clean(line), cls="where")
-            for line in (*places, *(t.upper_first(why) for why in order))
+            for line in (*places, *(t.upper_first(reason) for reason in order_reasons))
         ),
     )
 
 
-def _share(impact: Impact) -> str:
-    """Say what a gain is a share of; of one whose share is not known, what it is a part of."""
-    of = t.format_of(impact.unit)
-    return of if impact.share is None else f"{t.format_share(impact.share)} {of}"
+def _describe_share(impact: Impact) -> str:
+    """Write a gain's share and what it is a share of. An unknown share is left out."""
+    of_unit = t.format_of(impact.unit)
+    return of_unit if impact.share is None else f"{t.format_share(impact.share)} {of_unit}"
 
 
 def anchor(finding: Finding) -> str:
@@ -311,33 +335,37 @@ def anchor(finding: Finding) -> str:
     return f"finding-{name}"
 
 
-def _top(view: PageView, report: Report) -> Any:
-    timeless = report.scope.has_no_step_time
-    ranked = report.notes if timeless else finding_text.ranked_findings(report)
+def _top_findings_card(view: PageView, report: Report) -> Any:
+    """Build the card of the first findings, or ``None`` without any."""
+    has_no_step_time = report.scope.has_no_step_time
+    ranked = report.notes if has_no_step_time else finding_text.ranked_findings(report)
     listed = [*ranked[:MAX_LISTED_FINDINGS], *report.risks]
     if not listed:
         return None
-    more = len(ranked) - MAX_LISTED_FINDINGS
+    unlisted = len(ranked) - MAX_LISTED_FINDINGS
     return card(
         "What to fix first" if ranked else "Memory and risks",
         element("Ol", *(finding_line(view, finding) for finding in listed), cls="lines"),
-        aside="each gain is of that fix alone" if len(ranked) > 1 and not timeless else "",
+        aside="each gain is of that fix alone" if len(ranked) > 1 and not has_no_step_time else "",
         tools=link(
-            f"All {len(ranked)}" if more > 0 else "Details",
+            f"All {len(ranked)}" if unlisted > 0 else "Details",
             href=view.href("/findings"),
-            id={"keeps": "details"},
+            id={"fix_link": "details"},
         ),
     )
 
 
-def counter_command(report: Report) -> list[Any]:
-    """Show the command that the verdict speaks of, where no fix is known; else Kernels has it."""
+def counter_command_sections(report: Report) -> list[Any]:
+    """Build the section with the command for hardware counters, if there is no fix.
+
+    Otherwise the Kernels page has it."""
     ranked = finding_text.ranked_findings(report)
     return [] if ranked else [*map(draw_section, auxiliary_sections.counter_command(report))]
 
 
-def _rest(report: Report) -> Any:
-    cards = [draw_section(each) for each in checks(report)]
+def _checks_section(report: Report) -> Any:
+    """Build the section of passed and skipped checks, or ``None`` without any."""
+    cards = [draw_section(section) for section in checks(report)]
     if not cards:
         return None
     definitions = report_text.define_gains(report)

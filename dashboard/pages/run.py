@@ -14,9 +14,9 @@ from advisor.dashboard.components import (
     element,
     empty_state,
     fact_list,
-    head,
     page,
-    rank_choice,
+    page_heading,
+    rank_selector,
     table,
     tiles,
 )
@@ -34,33 +34,35 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     record = a.record
-    title = head("Run", labels.clean(view.entry.path), rank_choice(view, "/run"))
+    heading = page_heading("Run", labels.clean(view.entry.path), rank_selector(view, "/run"))
     recording = view.loaded.run.recording
     manifest = recording.manifest if recording is not None else None
     if record is None:
-        return page(title, _no_record(), _trace(a))
+        return page(heading, _no_record_notice(), _trace_card(a))
     return page(
-        title,
-        _figures(view),
+        heading,
+        _figure_tiles(view),
         steps_card(a.recorded) if a.recorded is not None and a.recorded.steps else None,
-        _phases(view),
+        _phase_card(view),
         *telemetry_cards(record),
-        _events(record),
-        _lines(view) if view.rank is None else None,
-        _loaders(a),
+        _event_card(record),
+        _hot_line_card(view) if view.rank is None else None,
+        _loader_card(a),
         element(
             "Div",
-            element("Div", _environment(manifest, record), _trace(a), cls="stack"),
-            _flags(record),
+            element("Div", _environment_card(manifest, record), _trace_card(a), cls="stack"),
+            _flag_card(record),
             cls="pair wide-first",
         ),
     )
 
 
-def _no_record() -> Any:
+def _no_record_notice() -> Any:
+    """Build the notice that the run has no record."""
     return empty_state(
         "No run record",
         "Only a profiler trace was recorded. Steps outside its window, phases, GPU clocks, power, "
@@ -69,23 +71,24 @@ def _no_record() -> Any:
     )
 
 
-def _figures(view: PageView) -> Any:
+def _figure_tiles(view: PageView) -> Any:
+    """Build the tiles of step time, profiler overhead and throughput."""
     recorded = view.loaded.report.recorded
     if recorded is None or view.rank is not None:
         return None
     overhead = recorded.profiler_overhead
     rate = recorded.samples_per_second
     step = view.loaded.report.step
-    used = "analysed" if step is None else f"in the {step.statistic}"
+    use = "analysed" if step is None else f"in the {step.statistic}"
     ended = labels.clean(recorded.ended) if recorded.ended else "killed or still running"
     return tiles(
         [
             (
                 "Steps",
                 t.format_count(recorded.steps),
-                f"{t.format_count(recorded.used)} {used} · {labels.clean(ended)}",
+                f"{t.format_count(recorded.used)} {use} · {labels.clean(ended)}",
             ),
-            _step(view),
+            _step_tile(view),
             (
                 "99th percentile",
                 t.format_duration(recorded.p99_ns),
@@ -109,8 +112,8 @@ def _figures(view: PageView) -> Any:
     )
 
 
-def _step(view: PageView) -> tuple[str, str, str]:
-    """Return the step time that every page leads with; the other of median and mean in its note."""
+def _step_tile(view: PageView) -> tuple[str, str, str]:
+    """Return the tile of the step time that every page uses. Its note may add the median."""
     step, recorded = view.loaded.report.step, view.loaded.report.recorded
     if step is None or recorded is None:
         return "Step", t.NOT_MEASURED, "no steps outside the profiler, or only the host's time"
@@ -120,7 +123,8 @@ def _step(view: PageView) -> tuple[str, str, str]:
     return "Step", t.format_duration(step.reference_ns), note
 
 
-def _phases(view: PageView) -> Any:
+def _phase_card(view: PageView) -> Any:
+    """Build the card of the step's phases, from the report."""
     recorded = view.loaded.report.recorded
     if recorded is None or view.rank is not None:
         return None
@@ -131,31 +135,32 @@ def _phases(view: PageView) -> Any:
     return phases_card("Phases of the step", parts, "host time; the GPU runs asynchronously")
 
 
-def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
+def _environment_card(manifest: Manifest | None, record: RankRecord) -> Any:
+    """Build the card of command, commit, hardware and versions."""
     rank = record.rank
     rows: list[tuple[str, Any]] = []
     if manifest is not None:
         if manifest.command:
             rows.append(("command", element("Code", labels.clean(" ".join(manifest.command)))))
         if manifest.git_commit:
-            dirty = ", with uncommitted changes" if manifest.git_dirty else ""
+            dirty_note = ", with uncommitted changes" if manifest.git_dirty else ""
             rows.append(
                 (
                     "commit",
-                    element("Span", element("Code", labels.clean(manifest.git_commit)), dirty),
+                    element("Span", element("Code", labels.clean(manifest.git_commit)), dirty_note),
                 )
             )
-        rows += _known(("ranks", manifest.world_size, t.format_count))
+        rows += _rows_with_values(("ranks", manifest.world_size, t.format_count))
     for device in rank.devices[:8]:
         parts = [labels.clean(device.name or "GPU"), t.format_bytes(device.total_bytes)]
         if device.driver:
             parts.append(f"driver {labels.clean(device.driver)}")
         rows.append(("GPU", " · ".join(parts)))
-    of_all = ""
+    of_total = ""
     if rank.cpus_total not in (None, rank.cpus):
-        of_all = f" of {t.format_count(rank.cpus_total)}"
-    rows += _known(
-        ("CPUs", rank.cpus, lambda cpus: f"{t.format_count(cpus)}{of_all}"),
+        of_total = f" of {t.format_count(rank.cpus_total)}"
+    rows += _rows_with_values(
+        ("CPUs", rank.cpus, lambda cpus: f"{t.format_count(cpus)}{of_total}"),
         ("host memory", rank.memory_bytes, t.format_bytes),
         ("/dev/shm", rank.shm_bytes, t.format_bytes),
     )
@@ -164,15 +169,16 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
     return card("Environment", fact_list(rows)) if rows else None
 
 
-def _known(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]]:
-    """Return name and text of the rows (name, value, how it is written) with a value."""
-    return [(name, write(value)) for name, value, write in rows if value is not None]
+def _rows_with_values(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]]:
+    """Return name and text of the rows with a value. Rows are (name, value, formatter)."""
+    return [(name, format_text(value)) for name, value, format_text in rows if value is not None]
 
 
-def _flags(record: RankRecord) -> Any:
+def _flag_card(record: RankRecord) -> Any:
+    """Build the card of PyTorch flags, environment variables and limits."""
     rank = record.rank
     rows = [
-        (element("Code", labels.clean(name)), _shown(value))
+        (element("Code", labels.clean(name)), _format_value(value))
         for name, value in sorted(rank.flags.items())
     ]
     rows += [
@@ -186,7 +192,8 @@ def _flags(record: RankRecord) -> Any:
     return card("Flags and variables", fact_list(rows)) if rows else None
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
+    """Write a setting's value."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -194,21 +201,22 @@ def _shown(value: object) -> str:
     return labels.shorten(labels.clean(value), 200)
 
 
-STATES = {"done": "recorded", "never": "never opened"}
+WINDOW_STATES = {"done": "recorded", "never": "never opened"}
 
-LOADER = (
+LOADER_FIELDS = (
     "workers", "batch_size", "pin_memory", "persistent_workers", "prefetch_factor", "drop_last",
     "multiprocessing_context", "length", "dataset",
 )  # fmt: skip
 
 
-def _loaders(a: Analysis) -> Any:
+def _loader_card(a: Analysis) -> Any:
+    """Build the card of the settings of data loaders, or ``None`` without any."""
     loaders = [] if a.recorded is None else a.recorded.loaders
     if not loaders:
         return None
-    names = [name for name in LOADER if any(name in loader for loader in loaders)]
+    names = [name for name in LOADER_FIELDS if any(name in loader for loader in loaders)]
     rows = [
-        [f"{number}", *(_shown(loader.get(name)) for name in names)]
+        [f"{number}", *(_format_value(loader.get(name)) for name in names)]
         for number, loader in enumerate(loaders[:20], start=1)
     ]
     return card(
@@ -218,27 +226,27 @@ def _loaders(a: Analysis) -> Any:
     )
 
 
-def _events(record: RankRecord) -> Any:
-    """Show warnings, errors, and the state of each profiled window."""
+def _event_card(record: RankRecord) -> Any:
+    """Build the card of warnings, errors, and the state of each profiled window."""
     lines = []
     for data in record.events_of("window"):
-        state, why = labels.clean(data.get("state", "")), labels.clean(data.get("why", "") or "")
+        state, reason = labels.clean(data.get("state", "")), labels.clean(data.get("why", "") or "")
         if state != "open":
-            number = labels.clean(data.get("window", "?"))
-            said = STATES.get(state, state)
-            lines.append(f"profiled window {number}: {said}{f', {why}' if why else ''}")
+            window = labels.clean(data.get("window", "?"))
+            state_text = WINDOW_STATES.get(state, state)
+            lines.append(f"profiled window {window}: {state_text}{f', {reason}' if reason else ''}")
     for kind in ("warning", "error"):
         lines += [
             f"{kind}: {labels.clean(data.get('text', ''))}" for data in record.events_of(kind)
         ]
     if not lines:
         return None
-    shown = [element("Li", line) for line in lines[:MAX_WARNINGS]]
-    return card("Events", element("Ul", *shown, cls="more"))
+    items = [element("Li", line) for line in lines[:MAX_WARNINGS]]
+    return card("Events", element("Ul", *items, cls="more"))
 
 
-def _lines(view: PageView) -> Any:
-    """Show Scalene's hot lines."""
+def _hot_line_card(view: PageView) -> Any:
+    """Build the card of the hot lines that Scalene sampled."""
     hot_lines = view.loaded.report.hot_lines
     if not hot_lines:
         return empty_state(
@@ -262,15 +270,15 @@ def _lines(view: PageView) -> Any:
         table(
             ["Line", "", "CPU time", "Python", "Native", "System"],
             rows,
-            numbers=(2, 3, 4, 5),
-            names=(0, 1),
+            number_columns=(2, 3, 4, 5),
+            name_columns=(0, 1),
             caption="Share of the process's CPU time, sampled by Scalene in a separate pass",
         ),
     )
 
 
-def _trace(a: Analysis) -> Any:
-    """Show the facts about the trace: size, options, devices."""
+def _trace_card(a: Analysis) -> Any:
+    """Build the card of facts about the trace: size, options, devices."""
     meta = a.trace.meta
     if a.record_only:
         return None
@@ -287,32 +295,34 @@ def _trace(a: Analysis) -> Any:
         for reason, count in meta.events_dropped.items()
     ]
     rows += [
-        ("shapes", _yes(meta.record_shapes)),
-        ("Python stacks", _yes(meta.with_stack)),
-        ("memory", _yes(meta.profile_memory)),
-        ("sync events", _yes(meta.sync_events)),
+        ("shapes", _format_recorded(meta.record_shapes)),
+        ("Python stacks", _format_recorded(meta.with_stack)),
+        ("memory", _format_recorded(meta.profile_memory)),
+        ("sync events", _format_recorded(meta.sync_events)),
     ]
-    rows += _known(
+    rows += _rows_with_values(
         ("ranks", meta.world_size, t.format_count),
         ("backend", meta.backend or None, labels.clean),
-        ("CUDA runtime", meta.cuda_runtime, _version),
-        ("CUDA driver", meta.cuda_driver, _version),
+        ("CUDA runtime", meta.cuda_runtime, _format_version),
+        ("CUDA driver", meta.cuda_driver, _format_version),
     )
     for device in meta.devices[:8]:
-        name, size, sms = device.name, device.memory_bytes, device.sms
-        known = lookup(name, sms=sms, memory_bytes=size, compute=device.compute)
-        if name is None and known is not None:
-            name = known.name
+        name, memory_bytes, sms = device.name, device.memory_bytes, device.sms
+        gpu_spec = lookup(name, sms=sms, memory_bytes=memory_bytes, compute=device.compute)
+        if name is None and gpu_spec is not None:
+            name = gpu_spec.name
         parts = [labels.clean(name) if name else "model not recorded"]
-        if size is not None:
-            parts.append(t.format_bytes(size))
+        if memory_bytes is not None:
+            parts.append(t.format_bytes(memory_bytes))
         rows.append((f"GPU {device.id}", " · ".join(parts)))
     return card("Trace", fact_list(rows))
 
 
-def _yes(value: bool | None) -> str:
+def _format_recorded(value: bool | None) -> str:
+    """Write whether an option was recorded."""
     return "unknown" if value is None else "recorded" if value else "not recorded"
 
 
-def _version(number: int) -> str:
+def _format_version(number: int) -> str:
+    """Write a CUDA version number such as 12040 as ``12.4``."""
     return f"{number // 1000}.{number % 1000 // 10}" if number >= 1000 else str(number)

@@ -1,5 +1,6 @@
-"""The timeline page: a place for the canvas, which ``assets/timeline/`` fills; and the trace with
-advisor's tracks, written when somebody asks for it."""
+"""The timeline page: an element that ``assets/timeline/`` fills, and the trace file to save.
+
+The trace file has advisor's tracks added. It is written when it is requested."""
 
 import itertools
 import threading
@@ -17,7 +18,7 @@ from advisor.dashboard import page_view
 from advisor.dashboard.components import element, icon
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView, clean_query
-from advisor.dashboard.timeline.routes import routes, warm_first
+from advisor.dashboard.timeline.routes import build_first_timeline, routes
 
 
 def has_content(view: PageView) -> bool:
@@ -26,8 +27,9 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """Build the page. What it shows is in the address (``x0``, ``x1``, ns; ``rank``; ``focus``),
-    which the script reads and keeps up to date."""
+    """Build the page. The script reads the view from the address, and keeps the address current.
+
+    Its parameters are ``x0`` and ``x1``, ns, ``rank``, ``focus`` and others."""
     view = page_view.view(**query)
     return element(
         "Div",
@@ -39,38 +41,40 @@ def layout(**query: object) -> Any:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Add the addresses that the script asks, and build the first timeline beside serving."""
+    """Register the script's endpoints, and build the first timeline in a thread."""
     app.server.register_blueprint(routes(session))
     app.server.register_blueprint(trace_routes(session))
     threading.Thread(
-        target=warm_first, args=[session], name="advisor-timeline", daemon=True
+        target=build_first_timeline, args=[session], name="advisor-timeline", daemon=True
     ).start()
 
 
-ADDRESS = "/_advisor/trace"
-MAX_KEPT = 2
-"""Number of files that are kept: the one asked for last is likely asked for again."""
+TRACE_ADDRESS = "/_advisor/trace"
+MAX_KEPT_FILES = 2
+"""Number of trace files kept. The last one is likely to be requested again."""
 
 
 class TraceFiles:
-    """Files made so far, in a private folder that goes when the session is closed."""
+    """Trace files, in a private folder that is removed when the session is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._closing = ExitStack()
+        self._exit_stack = ExitStack()
         self._folder: Path | None = None
-        self._number = itertools.count()
-        self._made: dict[tuple[str, int, int], Path] = {}
+        self._numbers = itertools.count()
+        self._files: dict[tuple[str, int, int], Path] = {}
 
-    def file(self, view: PageView) -> Path:
-        """Return the file of a view. One is made at a time: it takes as long as reading did."""
+    def get_file(self, view: PageView) -> Path:
+        """Return the trace file of a view, and write it if needed, which takes as long as reading.
+
+        Raises AdvisorError if there is no trace to write."""
         from advisor.export import build_tracks, write_trace
 
         a, report = view.analysis, view.loaded.report
         key = (view.entry.key, -1 if view.rank is None else view.rank, view.entry.version)
         with self._lock:
-            if key in self._made:
-                return self._made[key]
+            if key in self._files:
+                return self._files[key]
             if a.record_only:
                 raise AdvisorError("no window was profiled, so there is no trace")
             if a.trace.meta.path == "-":
@@ -78,36 +82,37 @@ class TraceFiles:
                     "a trace from standard input is not kept; save it to a file first"
                 )
             if self._folder is None:
-                self._folder = self._closing.enter_context(scratch_folder())
-            target = self._folder / f"{next(self._number)}.json.gz"
+                self._folder = self._exit_stack.enter_context(scratch_folder())
+            target = self._folder / f"{next(self._numbers)}.json.gz"
             limit = view.session.options.read.max_bytes
             write_trace(a.trace, target, lambda head: build_tracks(a, report, head), limit=limit)
-            while len(self._made) >= MAX_KEPT:
-                self._made.pop(next(iter(self._made))).unlink(missing_ok=True)
-            self._made[key] = target
+            while len(self._files) >= MAX_KEPT_FILES:
+                self._files.pop(next(iter(self._files))).unlink(missing_ok=True)
+            self._files[key] = target
             return target
 
     def close(self) -> None:
+        """Remove all files."""
         with self._lock:
-            self._closing.close()
+            self._exit_stack.close()
             self._folder = None
-            self._made.clear()
+            self._files.clear()
 
 
 def trace_routes(session: DashboardSession) -> flask.Blueprint:
-    """Add ``/_advisor/trace?run=…&rank=…``: the file, packed with gzip."""
-    blueprint = flask.Blueprint("advisor_trace", "advisor.dashboard", url_prefix=ADDRESS)
+    """Build the blueprint of ``/_advisor/trace?run=…&rank=…``: the trace, compressed by gzip."""
+    blueprint = flask.Blueprint("advisor_trace", "advisor.dashboard", url_prefix=TRACE_ADDRESS)
     files = TraceFiles()
-    session.closers.append(files.close)
+    session.close_callbacks.append(files.close)
 
     @blueprint.get("")
     def trace() -> flask.typing.ResponseReturnValue:
-        given: dict[str, Any] = clean_query(flask.request.args.to_dict(flat=False))
-        view = page_view.view(**given)
+        parameters: dict[str, Any] = clean_query(flask.request.args.to_dict(flat=False))
+        view = page_view.view(**parameters)
         if view.entry.loaded is None:
             return flask.Response(f"{view.entry.failure_reason or 'Not read yet.'}\n", 409)
         try:
-            file = files.file(view)
+            file = files.get_file(view)
         except AdvisorError as error:
             return flask.Response(f"{labels.clean(str(error))}\n", 409, mimetype="text/plain")
         return flask.send_file(
@@ -118,7 +123,7 @@ def trace_routes(session: DashboardSession) -> flask.Blueprint:
 
 
 def file_name(view: PageView) -> str:
-    """Return the file's name where it is saved: ``train.advisor.json.gz``."""
+    """Return the file name of a saved trace, such as ``train.advisor.json.gz``."""
     stem = view.entry.name.split(".json")[0]
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in stem)
     rank = "" if view.rank is None else f".rank{view.rank}"
@@ -126,13 +131,14 @@ def file_name(view: PageView) -> str:
 
 
 def trace_buttons(view: PageView) -> Any:
-    """Build buttons that save the trace, and open it in Perfetto; what that does is said before it
-    is done. ``None`` without a trace."""
+    """Build the buttons that save the trace and open it in Perfetto, or ``None`` without a trace.
+
+    The Perfetto button first shows what it will do."""
     a = view.analysis
     if a.record_only or a.trace.meta.path == "-":
         return None
-    address = view.href(ADDRESS, rank=view.rank)
-    save = element(
+    address = view.href(TRACE_ADDRESS, rank=view.rank)
+    save_link = element(
         "A",
         "Save the trace with advisor's tracks",
         href=address,
@@ -141,18 +147,18 @@ def trace_buttons(view: PageView) -> Any:
     )
     viewer = view.session.perfetto
     if viewer is None:
-        return element("Div", save, cls="actions trace-file")
+        return element("Div", save_link, cls="actions trace-file")
     return element(
         "Div",
-        save,
+        save_link,
         element("Button", icon("show"), "Open in Perfetto …", id="perfetto-ask", cls="button"),
-        _explanation(viewer, address, file_name(view)),
+        _perfetto_notice(viewer, address, file_name(view)),
         cls="actions trace-file",
     )
 
 
-def _explanation(viewer: str, address: str, title: str) -> Any:
-    """Build the text that the first click shows; assets/perfetto.js opens it at the second."""
+def _perfetto_notice(viewer: str, address: str, title: str) -> Any:
+    """Build the notice that the first click shows; the second click opens the trace."""
     return element(
         "Section",
         element("H2", "Open in Perfetto"),

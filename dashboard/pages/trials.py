@@ -8,7 +8,15 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.dashboard import page_view
-from advisor.dashboard.components import banner, card, draw_block, empty_page, head, page, tiles
+from advisor.dashboard.components import (
+    banner,
+    card,
+    draw_block,
+    empty_page,
+    page,
+    page_heading,
+    tiles,
+)
 from advisor.dashboard.page_view import PageView
 from advisor.render.documents.trial import build
 from advisor.tune.report import (
@@ -22,13 +30,15 @@ from advisor.tune.report import (
 
 
 def has_content(view: PageView) -> bool:
+    """Return whether the run has a report of trials."""
     return (Path(view.entry.path) / FILE).is_file()
 
 
 def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
     try:
-        report = read(view.entry.path)
+        report = read_trials(view.entry.path)
     except (AdvisorError, OSError) as error:
         return empty_page("Trials", "These trials cannot be read", labels.clean(str(error)))
     if report is None:
@@ -39,30 +49,36 @@ def layout(**query: object) -> Any:
             "Run advisor try RUN. It reruns the recorded program with and without each fix that "
             "needs no file change.",
         )
-    measured, *blocks = build(report).blocks
-    both = report.together
-    saved = t.NOT_MEASURED if both is None else format_interval(both.gain_low, both.gain_high)
+    method, *blocks = build(report).blocks
+    together = report.together
+    saved = (
+        t.NOT_MEASURED
+        if together is None
+        else format_interval(together.gain_low, together.gain_high)
+    )
     return page(
-        head("Trials", labels.clean(write_headline(report))),
+        page_heading("Trials", labels.clean(write_headline(report))),
         banner([describe_losses(report)] if report.repeats is False else []),
         tiles(
             [
                 ("Step before", t.format_duration(report.step_ns), f"{report.steps} steps per run"),
                 (
                     "Step with all winning changes",
-                    t.format_duration(None if both is None else both.step_ns),
-                    "" if both is None else labels.clean(", ".join(map(str, both.knob_settings))),
+                    t.format_duration(None if together is None else together.step_ns),
+                    ""
+                    if together is None
+                    else labels.clean(", ".join(map(str, together.knob_settings))),
                 ),
                 ("Saved", saved, "of the mean step, 95% confidence"),
             ]
         ),
         *map(draw_block, blocks),
-        card("How it was measured", draw_block(measured)),
+        card("How it was measured", draw_block(method)),
     )
 
 
-def read(path: str) -> TrialReport | None:
-    """Read the trials in a run's folder, or return ``None`` without any."""
+def read_trials(path: str) -> TrialReport | None:
+    """Read the trials in a run's folder. Return ``None`` if there are none."""
     file = Path(path) / FILE
     if not file.is_file():
         return None

@@ -1,7 +1,7 @@
-"""Binary answer to a view, which ``assets/timeline/data.js`` reads.
+"""Encoding of the binary answer to a view, which ``assets/timeline/data.js`` decodes.
 
-Little endian throughout. A header of 72 bytes, then columns one after another, each beginning at a
-multiple of 8 bytes (zeros between)::
+All numbers are little-endian. A header of 72 bytes is followed by columns. Each column starts at a
+multiple of 8 bytes, with zeros as padding::
 
     0   4s   "ATL1"
     4   u32  slices n
@@ -10,19 +10,19 @@ multiple of 8 bytes (zeros between)::
     16  u32  counters c
     20  u32  pixels p of each counter
     24  u32  level k: a cell is 2^k ns
-    28  u32  slices in view, drawn either way
+    28  u32  slices in view, wide and narrow
     32  f64  view's x0, ns of the trace
     40  f64  view's x1
     48  f64  cell0: start of cell 0 of the runs, ns of the trace
-    56  f64  what it took to make, ms
-    64  u32  version of the data: changes when a live run's next window was read
+    56  f64  time to compute the answer, ms
+    64  u32  version of the data, which changes with each window of a live run
     68  u32  0
 
     slices   f64[n] start - x0, f64[n] duration, u32[n] name, u32[n] id, u16[n] lane,
-             u8[n] category, u8[n] flags (1: of the finding in focus, 2: found by the search)
-    runs     u16[m] lane, u32[m] cell, u16[m] cells wide, u8[m] category, u8[m] cover (of 255)
-    flagged  u16[f] lane, u32[f] cell, u16[f] cells wide, u8[f] flags
-    counters f32[c * p] least, f32[c * p] largest (NaN: no value)
+             u8[n] category, u8[n] flags (1: slice of the focused finding, 2: search match)
+    runs     u16[m] lane, u32[m] cell, u16[m] width in cells, u8[m] category, u8[m] cover of 255
+    flagged  u16[f] lane, u32[f] cell, u16[f] width in cells, u8[f] flags
+    counters f32[c * p] smallest, f32[c * p] largest value (NaN: no value)
 """
 
 import struct
@@ -50,28 +50,28 @@ def encode_view(
     px: int,
     counters: list[int],
     flags: NDArray[np.uint8] | None = None,
-    ms: float = 0.0,
+    duration_ms: float = 0.0,
     version: int = 0,
 ) -> bytes:
-    """Encode the answer to a view; ``counters``: which of the index's are wanted."""
+    """Encode the answer to a view. ``counters``: indices of the counters to include."""
     x0, x1 = span
     positions = view.position
     base = np.array([lane.base for lane in index.lanes] or [0], dtype=np.int64)
     slice_flags = (
         flags[positions] if flags is not None else np.zeros(len(positions), dtype=np.uint8)
     )
-    low = int(view.runs.cell[0]) if len(view.runs.cell) else 0
+    first_cell = int(view.runs.cell[0]) if len(view.runs.cell) else 0
     for cells in (view.runs.cell, view.flagged.cell):
-        low = min(low, int(cells.min())) if len(cells) else low
+        first_cell = min(first_cell, int(cells.min())) if len(cells) else first_cell
     slices = (
         index.start[positions] - x0, index.end[positions] - index.start[positions],
         index.name[positions], positions, view.lane, base[view.lane] + index.slot[positions],
         slice_flags,
     )  # fmt: skip
     runs = view.runs
-    sampled = [sample_counter(index.counters[i], x0, x1, px) for i in counters]
-    both = np.stack(sampled) if sampled else np.zeros((0, 2, px))
-    head = HEADER.pack(
+    sampled_counters = [sample_counter(index.counters[i], x0, x1, px) for i in counters]
+    counter_bounds = np.stack(sampled_counters) if sampled_counters else np.zeros((0, 2, px))
+    header = HEADER.pack(
         MAGIC,
         len(positions),
         len(runs.cell),
@@ -82,8 +82,8 @@ def encode_view(
         min(view.slice_count, 2**32 - 1),
         x0,
         x1,
-        index.begin + (low << view.k),
-        ms,
+        index.first_ns + (first_cell << view.k),
+        duration_ms,
         version,
         0,
     )
@@ -92,7 +92,7 @@ def encode_view(
         *zip(
             (
                 runs.lane,
-                runs.cell - low,
+                runs.cell - first_cell,
                 np.minimum(runs.width, MAX_WIDTH),
                 base[runs.lane] + runs.slot,
                 runs.cover,
@@ -103,18 +103,18 @@ def encode_view(
         *zip(
             (
                 view.flagged.lane,
-                view.flagged.cell - low,
+                view.flagged.cell - first_cell,
                 np.minimum(view.flagged.width, MAX_WIDTH),
                 view.flagged.flags,
             ),
             _FLAGGED,
             strict=True,
         ),
-        (both[:, 0], "<f4"),
-        (both[:, 1], "<f4"),
+        (counter_bounds[:, 0], "<f4"),
+        (counter_bounds[:, 1], "<f4"),
     ]
-    parts = [head]
-    for column, kind in columns:
-        data = np.ascontiguousarray(column).astype(kind).tobytes()
+    parts = [header]
+    for column, dtype in columns:
+        data = np.ascontiguousarray(column).astype(dtype).tobytes()
         parts += [data, b"\0" * (-len(data) % 8)]
     return b"".join(parts)

@@ -1,4 +1,4 @@
-"""Timeline of one rank: its index, and the results of recent requests."""
+"""Timeline of one rank: its index, and a cache of recent results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.timeline.index_builder import build_index
-from advisor.dashboard.timeline.search import SearchHits, affected_slices, keyed_findings, search
+from advisor.dashboard.timeline.search import (
+    SearchHits,
+    find_affected_slices,
+    findings_by_key,
+    search,
+)
 from advisor.measure.ranks.skew import align_ranks
 
 if TYPE_CHECKING:
@@ -18,16 +23,16 @@ if TYPE_CHECKING:
     from advisor.dashboard.loaded_runs import LoadedRun
     from advisor.measure import Analysis
 
-MAX_RECENT = 6
-"""Number of searches and outlines that are remembered: one byte, or less than 8, a slice each."""
-FOCUS, FOUND = 1, 2
-LABEL = 60
-"""Length of a slice's name in the picture, characters; more do not fit into most."""
-MAX_PAGES = 8
+MAX_CACHED_RESULTS = 6
+"""Number of cached searches and masks. Each takes 1 to 8 bytes per slice."""
+FOCUS_FLAG, MATCH_FLAG = 1, 2
+LABEL_LENGTH = 60
+"""Length limit of a slice's label, characters. Few slices have room for more."""
+MAX_CACHED_PAGES = 8
 
 
 class RankTimeline:
-    """Timeline that the addresses answer from. Read-only but for remembered results."""
+    """Timeline of a rank, with what the endpoints need. Read-only except for its caches."""
 
     def __init__(
         self,
@@ -44,42 +49,44 @@ class RankTimeline:
         self.version = version
         self.libraries = libraries
         self.index = build_index(analysis, libraries=libraries)
-        # for each timeline its own: the last ones are remembered as long as it is
-        self.labels = lru_cache(MAX_PAGES)(self._labels)
-        self.outline = lru_cache(MAX_RECENT)(self._outline)
-        self._found = lru_cache(MAX_RECENT)(lambda query: search(self.index, query))
-        self._flagged = lru_cache(MAX_RECENT)(self._make_flags)
+        # caches per instance, which last as long as the timeline
+        self.labels = lru_cache(MAX_CACHED_PAGES)(self._labels)
+        self.outline = lru_cache(MAX_CACHED_RESULTS)(self._outline)
+        self._cached_search = lru_cache(MAX_CACHED_RESULTS)(lambda query: search(self.index, query))
+        self._cached_flags = lru_cache(MAX_CACHED_RESULTS)(self._make_flags)
 
     def _labels(self, page: int, size: int) -> list[str]:
-        """Return labels of one page of the names, as they stand in a slice."""
+        """Return the labels of a page of names, as drawn in slices."""
         names = self.index.names[page * size : (page + 1) * size]
-        return distinct_labels(names, LABEL, always_tidy=True)
+        return distinct_labels(names, LABEL_LENGTH, always_tidy=True)
 
     def search(self, query: str) -> SearchHits:
-        """Find slices whose name contains the text."""
-        return self._found(query.strip().lower())
+        """Find the slices whose name contains a text, in any case."""
+        return self._cached_search(query.strip().lower())
 
     def flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
-        """Return a byte a slice: FOCUS for those of the finding, FOUND for those of the search;
-        ``None``: none of either."""
+        """Return a byte per slice: FOCUS_FLAG for a finding's slices, MATCH_FLAG for matches.
+
+        ``focus``: key of the finding. Return ``None`` if no slice has a flag."""
         query = query.strip().lower()
-        finding = keyed_findings(self.report).get(focus)
-        return self._flagged(focus, query) if finding is not None or query else None
+        finding = findings_by_key(self.report).get(focus)
+        return self._cached_flags(focus, query) if finding is not None or query else None
 
     def _make_flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
+        """Compute ``flags``."""
         flags = np.zeros(len(self.index), dtype=np.uint8)
         if focus:
-            flags[self.outline(focus)] |= FOCUS
+            flags[self.outline(focus)] |= FOCUS_FLAG
         if query:
-            flags[self.search(query).position] |= FOUND
+            flags[self.search(query).position] |= MATCH_FLAG
         return flags if flags.any() else None
 
     def _outline(self, focus: str) -> NDArray[np.bool_]:
-        """Find the slices of a finding of this rank; none for another rank's."""
-        finding = keyed_findings(self.report).get(focus)
+        """Return a mask of a finding's slices; empty for a finding of another rank."""
+        finding = findings_by_key(self.report).get(focus)
         if finding is None or finding.trace_rank not in (None, self.rank):
             return np.zeros(len(self.index), dtype=bool)
-        return affected_slices(self.analysis, self.index, finding)
+        return find_affected_slices(self.analysis, self.index, finding)
 
 
 ON_ONE_CLOCK = "on one clock, by their collectives"
@@ -88,31 +95,33 @@ FROM_FIRST_EVENT = "each from its first event"
 
 
 class TimeOffset(NamedTuple):
-    """Time to add to one timeline to get the same moment of another, ns."""
+    """Offset between two timelines."""
 
     ns: int
+    """Time to add to the first timeline's times to get those of the second, ns."""
     alignment: str
-    """Text that says how the two are aligned."""
+    """Description of how the two are aligned."""
 
 
-def time_offset(here: tuple[LoadedRun, int], there: tuple[LoadedRun, int]) -> TimeOffset:
-    """Return the offset between two ranks, each given with its run.
+def time_offset(this: tuple[LoadedRun, int], other: tuple[LoadedRun, int]) -> TimeOffset:
+    """Return the offset between two ranks, each given as (run, rank).
 
-    Ranks of one run are aligned by their collectives where possible; everything else is put
-    together where the first analysed step begins."""
-    (run, a), (other_run, b) = here, there
-    if run is other_run and a != b:
-        alignment = run.cached("alignment", lambda: align_ranks(run.analyses))
-        known = alignment.shift_ns
-        if alignment.error_ns is not None and a in known and b in known:
-            return TimeOffset(round(known[a] - known[b]), ON_ONE_CLOCK)
-    first = [_first_step(r.analyses[rank]) for r, rank in (here, there)]
-    if None not in first:
-        return TimeOffset((first[1] or 0) - (first[0] or 0), FROM_FIRST_STEP)
+    Ranks of one run are aligned by their collectives if possible. Otherwise the starts of the first
+    analysed steps are aligned."""
+    (run, rank), (other_run, other_rank) = this, other
+    if run is other_run and rank != other_rank:
+        alignment = run.get_or_compute("alignment", lambda: align_ranks(run.analyses))
+        shifts = alignment.shift_ns
+        if alignment.error_ns is not None and rank in shifts and other_rank in shifts:
+            return TimeOffset(round(shifts[rank] - shifts[other_rank]), ON_ONE_CLOCK)
+    first_steps = [_first_step_start(r.analyses[number]) for r, number in (this, other)]
+    if None not in first_steps:
+        return TimeOffset((first_steps[1] or 0) - (first_steps[0] or 0), FROM_FIRST_STEP)
     return TimeOffset(0, FROM_FIRST_EVENT)
 
 
-def _first_step(a: Analysis) -> int | None:
+def _first_step_start(a: Analysis) -> int | None:
+    """Return the start of the first analysed step, ns, or ``None`` without steps."""
     if a.steps.source == "whole trace" or not len(a.spans):
         return None
     return int(a.spans.start[0])

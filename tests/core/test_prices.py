@@ -161,7 +161,7 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     for line in ("energy   30 J per step", "cost     $0.200 for 1,000 steps"):
         assert line in str(report)
     here: Any = SimpleNamespace(href=lambda path, **query: path)
-    view = str(overview._head(here, report))
+    view = str(overview._heading(here, report))
     assert "30 J per step" in view and "$0.200 for 1,000 steps" in view
     unpriced = analysed(tmp_path / "c", record(counter=False, power=False))
     assert {"energy", "cost"}.isdisjoint(label for label, _ in report_text.describe_scope(unpriced))

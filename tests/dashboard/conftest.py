@@ -59,7 +59,7 @@ def _answering(application: Callable[..., Any], access: Access) -> Iterator[str]
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        yield server.base.rstrip("/")
+        yield server.base_address.rstrip("/")
     finally:
         server.close()
 

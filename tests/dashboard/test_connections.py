@@ -83,7 +83,7 @@ def test_the_file_that_opens_the_browser_is_the_users_alone_and_goes_once_it_ser
     address = opened.get(timeout=20)
     file = Path(address.removeprefix("file://"))
     assert str(server.access.token) not in address
-    assert f"{server.base}?token={server.access.token}" in file.read_text()
+    assert f"{server.base_address}?token={server.access.token}" in file.read_text()
     if os.name == "posix":
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
@@ -120,7 +120,7 @@ def test_a_browser_that_stays_in_the_terminal_does_not_hold_the_server_up(
 
 def arrived(page: Any, server: DashboardServer, path: str) -> None:
     page.locator("main h1").first.wait_for(state="attached", timeout=30_000)
-    assert page.url == server.base.rstrip("/") + path
+    assert page.url == server.base_address.rstrip("/") + path
 
 
 def test_a_browser_comes_in_by_the_file_and_by_links_of_others(
@@ -142,11 +142,11 @@ def test_a_browser_comes_in_by_the_file_and_by_links_of_others(
     link = tmp_path / "chat.html"
     for _ in range(2):
         deep = "/findings?run=0&category=compute"
-        link.write_text(f'<a href="{server.base.rstrip("/")}{deep}">look</a>')
+        link.write_text(f'<a href="{server.base_address.rstrip("/")}{deep}">look</a>')
         page.goto(link.as_uri())
         page.click("a")
         arrived(page, server, deep)
-    page.goto(f"{server.base}kernels?token={server.access.token}&rank=0")
+    page.goto(f"{server.base_address}kernels?token={server.access.token}&rank=0")
     arrived(page, server, "/kernels?rank=0")
     context.close()
 
@@ -156,13 +156,13 @@ def test_a_browser_without_the_token_is_told_how_to_come_in(
 ) -> None:
     context = browser.new_context()
     page = context.new_page()
-    answer = page.goto(server.base)
+    answer = page.goto(server.base_address)
     assert answer.status == 401
     assert "advisor dashboard" in page.locator("body").inner_text()
     context.add_cookies(
-        [{"name": f"advisor_arrived_{server.port}", "value": "1", "url": server.base}]
+        [{"name": f"advisor_arrived_{server.port}", "value": "1", "url": server.base_address}]
     )
-    page.goto(server.base)  # asked for once more, and no further
+    page.goto(server.base_address)  # asked for once more, and no further
     page.get_by_text("A token is needed").wait_for(timeout=30_000)
     context.close()
 
@@ -175,7 +175,7 @@ def test_a_browser_finds_no_way_to_another_host_in_a_redirect(
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     for path in ("%09/evil.example/", "/evil.example/", "%5Cevil.example", "/%09//evil.example"):
-        page.goto(f"{server.base}{path}?token={server.access.token}")
-        assert page.url.startswith(server.base)
-    assert asked and all(url.startswith(server.base) for url in asked)
+        page.goto(f"{server.base_address}{path}?token={server.access.token}")
+        assert page.url.startswith(server.base_address)
+    assert asked and all(url.startswith(server.base_address) for url in asked)
     context.close()

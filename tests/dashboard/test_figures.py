@@ -67,7 +67,7 @@ def test_memory_that_is_sampled_now_and_then_is_drawn_over_all_steps() -> None:
         for n in range(66)
     ]
     run: Any = SimpleNamespace(recorded=SimpleNamespace(steps=steps, hosts=[]))
-    _, device, host = memory._recorded(run).children
+    _, device, host = memory._memory_by_step_card(run).children
     drawn = [each.children[0].children[0].figure for each in (device, host)]
     line = drawn[0].data[0]
     assert (line.x, line.y, line.mode) == ((2.0, 9.0), (3.0, 4.0), "lines+markers")
@@ -103,11 +103,11 @@ def test_a_column_without_any_value_is_named_below_the_grid_and_not_drawn() -> N
 
 
 def test_a_memory_chart_begins_where_something_happens() -> None:
-    from advisor.dashboard.memory_cards import _busy_part
+    from advisor.dashboard.memory_cards import _active_range
 
-    assert _busy_part([0.0, 1.0, 91.0, 95.0, 101.0], peak=3) == [90.5, 101.0]
-    assert _busy_part([0.0, 1.0, 91.0, 95.0, 101.0], peak=1) is None  # the peak is before that
-    assert _busy_part([0.0, 30.0, 60.0, 100.0], peak=2) is None
+    assert _active_range([0.0, 1.0, 91.0, 95.0, 101.0], peak=3) == [90.5, 101.0]
+    assert _active_range([0.0, 1.0, 91.0, 95.0, 101.0], peak=1) is None  # the peak is before that
+    assert _active_range([0.0, 30.0, 60.0, 100.0], peak=2) is None
 
 
 def test_the_labels_of_a_roofline_stand_apart_and_inside() -> None:

@@ -96,11 +96,11 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
     pair: tuple[str, str], show: Any, tab: Any
 ) -> None:
     shown = show(pair[0])
-    result = shown.session.entries[0].loaded.examined
+    result = shown.session.entries[0].loaded.result
     _, second = finding_text.ranked_findings(result.report)[:2]
     t = tab(shown)
     page = t.open("/")
-    ticks, stairs = page.locator(".stair input"), page.locator(".stair .then")
+    ticks, stairs = page.locator(".stair input"), page.locator(".stair .after-figures")
     ticks.nth(0).uncheck()
     alone = second.impact.gain_ns
     stairs.nth(2).get_by_text(f"−{format_duration(alone)}").wait_for()
@@ -163,7 +163,7 @@ def test_a_part_of_the_step_leads_to_its_longest_stretch(
     page = t.open("/")
     part = page.locator(".bar a.part-loader")
     part.hover()
-    page.locator(".legend tr.part-loader.lit").wait_for()
+    page.locator(".legend tr.part-loader.highlighted").wait_for()
     part.click()
     page.wait_for_url("**/timeline?**")
     t.settle()
@@ -439,7 +439,7 @@ def test_before_and_after_are_identified_by_sign_word_and_one_scale(
     assert after / before == pytest.approx(117.3 / 154.8, rel=0.02)
     idle = page.locator(".compared tr", has_text="data loader")
     assert idle.locator(".change.better").inner_text().split() == ["▼", "−30.6", "ms", "better"]
-    was, now = (idle.locator(f".two-bars {look}").bounding_box() for look in (".was", ".is"))
+    was, now = (idle.locator(f".two-bars {look}").bounding_box() for look in (".before", ".after"))
     assert was["width"] > 20 > now["width"]
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_function("() => document.documentElement.scrollWidth <= window.innerWidth")
@@ -498,7 +498,7 @@ def test_evidence_is_open_where_there_is_room_and_one_touch_away_on_a_telephone(
     assert page.locator("table.evidence").first.is_visible()
     page = tab(show(ranks), width=390).open("/findings")
     assert not page.locator("table.evidence").first.is_visible()
-    page.locator("details.grounds summary").first.click()
+    page.locator("details.evidence-fold summary").first.click()
     assert page.locator("table.evidence").first.is_visible()
 
 

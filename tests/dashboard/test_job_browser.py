@@ -182,7 +182,7 @@ def test_what_is_not_a_rank_of_the_job_opens_nothing(tmp_path: Path, key: str) -
 def test_no_more_ranks_are_kept_open_than_there_is_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "MAX_OPENED", 2)
+    monkeypatch.setattr(home, "MAX_OPEN_RUNS", 2)
     folder = write_ranks(tmp_path / "ranks", 4)
     session = DashboardSession([str(saved(folder, 4))]).load()
     for row in range(4):

@@ -42,7 +42,7 @@ def test_the_page_moves_with_the_training_and_shows_findings_once_a_window_lands
     run, process = recording_process(480, 0.012)  # 120 steps of some 0.1 s, and validation
     try:
         until((run / "rank0" / STEPS).exists)
-        session = DashboardSession([str(run)], live=True)
+        session = DashboardSession([str(run)], is_live=True)
         session.start()
         with served(session) as shown:
             t = tab(shown)

@@ -29,7 +29,7 @@ from advisor.dashboard import loaded_runs as home
 from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
 from advisor.dashboard.live_run import Follower
-from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, newest_windows
+from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, recording_fingerprint
 from advisor.dashboard.page_view import describe_missing
 from advisor.dashboard.pages import kernels, runs
 from advisor.dashboard.server import Access
@@ -104,7 +104,8 @@ def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> Non
 
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(loaded.cached("x", make))) for _ in range(8)
+        threading.Thread(target=lambda: found.append(loaded.get_or_compute("x", make)))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -120,7 +121,7 @@ def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
     loaded = session.load().entries[0].loaded
     assert loaded is not None
     for key in (("op_tree", None), ("op_rows", None), ("kernel_rows", None)):
-        loaded.cached(key, lambda: pytest.fail("made while somebody waits"))
+        loaded.get_or_compute(key, lambda: pytest.fail("made while somebody waits"))
 
 
 def test_layers_are_drawn_where_modules_were_recorded() -> None:
@@ -131,10 +132,10 @@ def test_layers_are_drawn_where_modules_were_recorded() -> None:
         b.sync()
     a = b.analysis()
     view: Any = SimpleNamespace(
-        analysis=a, rank=None, loaded=SimpleNamespace(cached=lambda key, make: make())
+        analysis=a, rank=None, loaded=SimpleNamespace(get_or_compute=lambda key, make: make())
     )
     cards = json.dumps(
-        [card.to_plotly_json() for card in kernels._layers(view)], cls=PlotlyJSONEncoder
+        [card.to_plotly_json() for card in kernels._layer_cards(view)], cls=PlotlyJSONEncoder
     )
     texts = re.findall(r'"children": ("[^"]*")', cards)
     assert [json.loads(text) for text in texts[:9]] == [
@@ -143,7 +144,7 @@ def test_layers_are_drawn_where_modules_were_recorded() -> None:
     ]  # fmt: skip
     assert '"By kind of module"' in texts
     view.analysis = SimpleNamespace(layers=None)
-    assert kernels._layers(view) == []
+    assert kernels._layer_cards(view) == []
 
 
 # -- a run that is going on ----------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
     window = run / "rank0" / "trace_w0.json.gz"
     aside = tmp_path / "trace"
     shutil.move(window, aside)
-    session = DashboardSession([str(run)], live=True)
+    session = DashboardSession([str(run)], is_live=True)
     session.start()
     try:
         assert session.wait(60)
@@ -173,7 +174,7 @@ def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    session = DashboardSession([str(folder)], live=True)
+    session = DashboardSession([str(folder)], is_live=True)
     session.start()
     try:
         assert session.wait(60)
@@ -188,13 +189,13 @@ def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
 def test_many_more_steps_are_a_reason_to_look_again_only_without_a_window(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run")
     steps = run / "rank0" / "steps.jsonl"
-    with_window = newest_windows(str(run))
+    with_window = recording_fingerprint(str(run))
     steps.write_bytes(steps.read_bytes() * 20)
-    assert newest_windows(str(run)) == with_window
+    assert recording_fingerprint(str(run)) == with_window
     (run / "rank0" / "trace_w0.json.gz").unlink()
-    few = newest_windows(str(run))
+    few = recording_fingerprint(str(run))
     steps.write_bytes(steps.read_bytes() * 20)
-    assert newest_windows(str(run)) != few
+    assert recording_fingerprint(str(run)) != few
 
 
 def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> 
 
 def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run", steps=50, end=False)
-    session = DashboardSession([str(run)], live=True).load()
+    session = DashboardSession([str(run)], is_live=True).load()
     app = create_app(session, Access())
     client = app.server.test_client()
     client.get("/")
@@ -259,7 +260,7 @@ def _runs(folder: Path, medians: list[int]) -> list[str]:
 def test_of_a_folder_of_runs_the_newest_are_read_and_the_others_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "MAX_OPENED", 1)
+    monkeypatch.setattr(home, "MAX_OPEN_RUNS", 1)
     paths = _runs(tmp_path / "runs", [4_000_000, 3_000_000, 2_000_000])
     session = DashboardSession(paths, folder=str(tmp_path / "runs")).start()
     newest, middle, oldest = session.entries
@@ -323,22 +324,22 @@ def _listed(program: str, ns: float | None, **more: Any) -> OpenedPath:
 
 def test_step_times_are_compared_within_a_program_and_where_they_are_measured() -> None:
     entries = [_listed("a.py", 2e6), _listed("a.py", 4e6), _listed("b.py", 1e6)]
-    assert [runs._row(entries, i)[4] for i in range(3)] == ["−50.0%", "–", "–"]
-    assert "Step time of a.py" in str(runs._history(entries))
+    assert [runs._table_row(entries, i)[4] for i in range(3)] == ["−50.0%", "–", "–"]
+    assert "Step time of a.py" in str(runs._history_card(entries))
     unknown = [_listed("a.py", 2e6), _listed("a.py", None, verdict="GPU busy")]
-    assert "not measured" in str(runs._row(unknown, 1)[3])
-    assert runs._row(unknown, 0)[4] == "–" and runs._history(unknown) is None
-    assert "not read yet" in str(runs._row([_listed("a.py", None)], 0)[3])
+    assert "not measured" in str(runs._table_row(unknown, 1)[3])
+    assert runs._table_row(unknown, 0)[4] == "–" and runs._history_card(unknown) is None
+    assert "not read yet" in str(runs._table_row([_listed("a.py", None)], 0)[3])
 
 
 def test_a_list_of_runs_leaves_out_columns_that_are_the_same_in_all_of_them() -> None:
     entries = [_listed("a.py", 2e6), _listed("a.py", 4e6)]
-    rows = [runs._row(entries, i) for i in range(2)]
-    header, shown = runs._columns(rows)
+    rows = [runs._table_row(entries, i) for i in range(2)]
+    header, shown = runs._drop_empty_columns(rows)
     assert header == ["Run", "Started", "Step", "Change", "Steps", "Verdict and program"]
     assert [len(row) for row in shown] == [6, 6]
     rows[0][2], rows[1][6] = "0123abcd", "8"
-    assert runs._columns(rows)[0] == list(runs.HEAD)
+    assert runs._drop_empty_columns(rows)[0] == list(runs.COLUMN_TITLES)
 
 
 def test_a_program_that_a_wrapper_runs_is_not_the_wrappers_other_program(shared_file: Any) -> None:

@@ -18,7 +18,7 @@ from advisor import cli
 from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.text import host_label, split_verdict
 from advisor.dashboard.app import PAGES
-from advisor.dashboard.pages.distributed import _folded as folded
+from advisor.dashboard.pages.distributed import _split_small as folded
 from advisor.render.formats.html import MAX_TITLE
 from advisor.testing import TraceBuilder
 
@@ -245,7 +245,7 @@ def _the_fix_is_named(t: Any, report: dict[str, Any]) -> None:
 def _same_staircase(t: Any, report: dict[str, Any]) -> None:
     """Each stair is the one before it less the finding's marginal gain."""
     ranked = [f for f in report["findings"] if f["folded_under"] is None]
-    stairs = t.page.locator(".stair .then").all_inner_texts()
+    stairs = t.page.locator(".stair .after-figures").all_inner_texts()
     if not ranked:
         assert stairs == []
         return
@@ -417,14 +417,14 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     loaded = session.entries[0].loaded
     assert loaded is not None, session.entries[0].failure_reason
     (peak,), (told,) = loaded.main.peak_memories, loaded.report.memory
-    drawn = memory_cards._timeline(peak, peak.timeline(50))
+    drawn = memory_cards._timeline_figure(peak, peak.timeline(50))
     at = int(peak.timeline(50)["event"].index_of(peak.event) or 0)
     assert drawn.layout.yaxis.title.text == "MiB"  # less than one GiB
     stacked = {line.name: line.y[at] * MIB for line in drawn.data if line.stackgroup}
     assert {name: held for name, held in stacked.items() if held} == {
         each.category: each.bytes for each in told.categories
     }
-    bars = memory_cards._segments(peak).data
+    bars = memory_cards._segment_figure(peak).data
     assert sum(sum(bar.x) for bar in bars) * MIB == pytest.approx(
         sum(p.reserved for p in told.pools)
     )
@@ -522,9 +522,13 @@ def test_other_programs_are_not_called_faster_nor_their_findings_fixed() -> None
     from benchmarks.public_traces import path_of
 
     c = compare(path_of("h100/host_metric"), path_of("h100/wide_embedding"))
-    assert page._head(c, None).children[0].children == "Not comparable"
-    tables = page._table("Time", page.words.breakdown_lines(c)), page._work(c), page._steps(c)
-    texts = {*_texts([*tables, page._findings(c)])}
+    assert page._heading(c, None).children[0].children == "Not comparable"
+    tables = (
+        page._comparison_table("Time", page.comparison_text.breakdown_lines(c)),
+        page._work_card(c),
+        page._step_card(c),
+    )
+    texts = {*_texts([*tables, page._finding_card(c)])}
     assert not texts & {"better", "worse", "gone"} and "only before 3" in texts
 
 
@@ -577,7 +581,7 @@ def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:
         )
     }
     view = SimpleNamespace(analysis=a, rank=0, href=lambda *_, **__: "/timeline")
-    shown = str(kernels._detail(cast(Any, view), 0))
+    shown = str(kernels._kernel_detail(cast(Any, view), 0))
     assert "aten.add" in shown and "model.py:6" in shown
 
 
@@ -632,7 +636,7 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     # an outlier's idle time is unknown, not zero
     index = build_index(loaded.main)
     (lane,) = [lane for lane in index.lanes if index.groups[lane.group].label == "Not analysed"]
-    spans = [(index.start[i], index.end[i]) for i in range(lane.lo, lane.hi)]
+    spans = [(index.start[i], index.end[i]) for i in range(lane.first_slice, lane.end_slice)]
     aside = loaded.main.steps.table.filter(~pl.col("used"))
     assert spans == list(zip(aside["ts"], aside["end"], strict=True))
     # the timeline's names of idle time are the bar's
@@ -649,6 +653,6 @@ def test_an_alternative_is_not_a_fix_that_comes_with_another(
     others = {"also": "a symptom", "or": "another way"}
     monkeypatch.setattr(finding_text, "folded_findings", lambda *_: list(others))
     monkeypatch.setattr(finding_text, "covered_line", lambda _, word: (word, others[word]))
-    first, second = findings._folded(Any, Any)  # type: ignore[arg-type]
+    first, second = findings._covered_findings(Any, Any)  # type: ignore[arg-type]
     assert "Also fixed by this" in str(first) and "another way" not in str(first)
     assert "Also fixed by this" not in str(second) and "another way" in str(second)

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("dash")
 
-from advisor.dashboard.timeline.detail_levels import ALL
+from advisor.dashboard.timeline.detail_levels import ALL_CATEGORIES
 from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
 from tests.dashboard import test_timeline_browser as timeline
 from tests.read import profiler_files as files
 from tests.read import xspace_writer as xspace
 
-COLOUR = {category.key: category.colour for category in ALL}
+COLOUR = {category.key: category.color for category in ALL_CATEGORIES}
 
 
 def _jax(path: Path) -> Path:

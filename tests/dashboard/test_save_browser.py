@@ -166,7 +166,7 @@ def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.Mo
             assert answer.status_code == 200
             assert our_tracks(answer.data)[0] > 0
     (folder,) = made
-    assert len(list(folder.glob("*.json.gz"))) == timeline.MAX_KEPT
+    assert len(list(folder.glob("*.json.gz"))) == timeline.MAX_KEPT_FILES
     session.close()
     assert not folder.exists()
     trace.rename(trace.with_suffix(".gone"))

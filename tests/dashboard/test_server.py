@@ -18,7 +18,7 @@ from advisor.core.errors import AdvisorError
 from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import clean_query, parse_query
-from advisor.dashboard.server import COOKIE, Access, bind, listen, local_address
+from advisor.dashboard.server import ACCESS_COOKIE, Access, bind, listen, local_address
 from advisor.testing import TraceBuilder
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -214,7 +214,7 @@ def test_the_cookie_is_signed_bound_to_the_port_and_not_the_token(
         answer = guarded.test_client().get(
             f"/?token={local.token}", headers={"Host": f"localhost:{port}"}
         )
-        value, _, rest = cookies(answer)[f"{COOKIE}_{port}"].partition(";")
+        value, _, rest = cookies(answer)[f"{ACCESS_COOKIE}_{port}"].partition(";")
         assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(rest.strip().split("; "))
         assert str(local.token) not in str(answer.headers.getlist("Set-Cookie"))
         seen.add(value)
@@ -226,10 +226,10 @@ def test_the_cookie_is_signed_bound_to_the_port_and_not_the_token(
         f"{payload}x.{mark}", "é.é", good.swapcase(), Access.for_host("127.0.0.1").make_cookie(),
     ]  # fmt: skip
     for value, expected in [(good, 200), *((value, 401) for value in forged)]:
-        given = {"Host": "localhost:8050", "Cookie": f"{COOKIE}_8050={value}"}
+        given = {"Host": "localhost:8050", "Cookie": f"{ACCESS_COOKIE}_8050={value}"}
         asked = guarded.test_client(use_cookies=False).get("/", headers=given)
         assert asked.status_code == expected, value
-    elsewhere = {"Host": "localhost:8051", "Cookie": f"{COOKIE}_8050={good}"}
+    elsewhere = {"Host": "localhost:8051", "Cookie": f"{ACCESS_COOKIE}_8050={good}"}
     stranger = guarded.test_client(use_cookies=False)
     assert stranger.get("/", headers=elsewhere).status_code == 401
 

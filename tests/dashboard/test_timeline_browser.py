@@ -11,17 +11,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from advisor.dashboard.timeline.detail_levels import ALL
+from advisor.dashboard.timeline.detail_levels import ALL_CATEGORIES
 from advisor.testing import TraceBuilder
 
 HOSTILE = "<img src=x onerror=document.title='owned'><b>"
 
 STATE = """() => { const t = advisorTimeline.current;
-  return {x0: t.x0, x1: t.x1, begin: t.data.info.begin, finish: t.data.info.finish,
-          chosen: t.chosen && (({name, ts, dur, id}) => ({name, ts, dur, id}))(t.chosen),
+  return {x0: t.x0, x1: t.x1, begin: t.data.info.first_ns, finish: t.data.info.last_ns,
+          chosen: t.selectedSlice &&
+            (({name, ts, dur, id}) => ({name, ts, dur, id}))(t.selectedSlice),
           finding: t.finding, query: t.query, range: t.range, width: t.width}; }"""
 HIDDEN = """() => { const t = advisorTimeline.current, rows = t.layout.byLane;
-  return fetch(t.data.url('view', {x0: t.data.info.begin, x1: t.data.info.finish, px: 100,
+  return fetch(t.data.buildUrl('view', {x0: t.data.info.first_ns, x1: t.data.info.last_ns, px: 100,
       lanes: t.data.info.groups.flatMap(g => Array.from({length: g.count}, (_, i) => g.first + i))
         .filter(lane => rows[lane] === undefined).join()}))
     .then(r => r.arrayBuffer()).then(b => new DataView(b).getUint32(28, true)); }"""
@@ -30,7 +31,8 @@ SETTLED = """() => new Promise(done => {
   const later = () => performance.now() - began > 20000 ? done(false) : setTimeout(look, 20);
   const look = () => {
     if (t.urlTimer || t.data.pending) { later(); }  // 250 ms after the view
-    else { t.settled().then(() => t.urlTimer || t.data.pending ? later() : still(4, t.x0, t.x1)); }
+    else { t.whenSettled().then(
+      () => t.urlTimer || t.data.pending ? later() : still(4, t.x0, t.x1)); }
   };
   // a zoom by key moves for 140 ms: the view is where it was for some frames
   const still = (frames, x0, x1) => {
@@ -102,7 +104,7 @@ def test_every_kind_of_lane_is_painted(a100: Any) -> None:
         labels
     )
     seen = colours(page)
-    by_key = {c.key: c.colour for c in ALL}
+    by_key = {c.key: c.color for c in ALL_CATEGORIES}
     for key in ("step", "phase-forward", "gpu-communication", "copy-htod", "host-op"):
         assert seen[by_key[key]] > 100, key
     assert len(seen) > 50, "narrow slices are blended into many colours"
@@ -169,7 +171,7 @@ def test_search_counts_goes_to_the_next_and_back(a100: Any) -> None:
     page.keyboard.press("Enter")
     first = settle(page)
     assert "ncclKernel_SendRecv" in first["chosen"]["name"]
-    hits = page.locator(".tl-hits").inner_text()
+    hits = page.locator(".tl-match-count").inner_text()
     assert re.fullmatch(r"1 of \d+", hits)
     page.keyboard.press("Enter")
     second = settle(page)
@@ -198,7 +200,7 @@ def test_show_me_on_the_findings_page_leads_to_the_worst_instance(a100: Any) -> 
 def test_a_finding_in_focus_dims_all_but_its_events(a100: Any) -> None:
     page = a100.open("/timeline")
     settle(page)
-    colour = {c.key: c.colour for c in ALL}
+    colour = {c.key: c.color for c in ALL_CATEGORIES}
     before = colours(page)
     page = a100.open("/timeline?focus=exposed-communication")
     state = settle(page)
@@ -269,7 +271,9 @@ def test_hovering_says_what_is_there_wide_or_narrow(a100: Any) -> None:
     card = page.locator(".tl-card")
     card.wait_for(state="visible")
     assert "ProfilerStep#1009" in card.inner_text()
-    first = page.evaluate("() => advisorTimeline.current.data.json('search', {q: 'fbgemm_gpu'})")
+    first = page.evaluate(
+        "() => advisorTimeline.current.data.fetchJson('search', {q: 'fbgemm_gpu'})"
+    )
     pointer_on(page, first["ts"], "stream:3:7")
     page.locator(".tl-card", has_text="longest of").or_(
         page.locator(".tl-card", has_text="here")
@@ -290,7 +294,7 @@ def test_a_dragged_range_has_the_statistics_of_the_analysis(
     state = settle(page)
     x0, x1 = state["range"]
     assert x1 - x0 == pytest.approx(200 / before["width"] * (state["x1"] - state["x0"]), rel=0.02)
-    shown = page.locator(".tl-big strong").inner_text()
+    shown = page.locator(".tl-headline strong").inner_text()
     a = show(shared_trace("a100_train_6steps")).session.entries[0].loaded.main
     idle = a.gaps
     inside = sum(
@@ -404,7 +408,7 @@ def test_a_trace_without_device_work_shows_the_host_and_says_what_is_missing(
     page.keyboard.press("p")
     assert "The trace has no GPU work" in page.locator(".tl-side").inner_text()
     assert not any("stream" in text for text in page.locator(".tl-label").all_inner_texts())
-    assert colours(page)[next(c.colour for c in ALL if c.key == "host-op")] > 100
+    assert colours(page)[next(c.color for c in ALL_CATEGORIES if c.key == "host-op")] > 100
     assert made.wrong == []
 
 
@@ -428,7 +432,7 @@ def test_the_picture_has_the_width_and_the_panel_comes_when_asked(a100: Any) -> 
     assert wide > 1100
     assert not page.locator(".tl-side").is_visible()
     page.locator(".tl-button", has_text="Panel").click()
-    assert "Colours in view" in page.locator(".tl-side").inner_text()
+    assert "Colors in view" in page.locator(".tl-side").inner_text()
     assert settle(page)["width"] < wide - 300
     page.reload()  # what was chosen stays
     settle(page)
@@ -463,11 +467,11 @@ def test_pinned_lanes_stay_while_the_others_scroll(a100: Any) -> None:
     )
     # what is there to click is the pinned lane, not what scrolled under it
     found = page.evaluate(
-        """() => { const t = advisorTimeline.current, row = t.layout.rows.find(r => r.pin);
-          return [t.rowAt(row.y + 2).lane, row.lane, t.layout.pins]; }"""
+        """() => { const t = advisorTimeline.current, row = t.layout.rows.find(r => r.isPinned);
+          return [t.rowAt(row.y + 2).lane, row.lane, t.layout.pinnedHeight]; }"""
     )
     assert found[0] == found[1]
-    kernel = next(c.colour for c in ALL if c.key == "gpu-communication")
+    kernel = next(c.color for c in ALL_CATEGORIES if c.key == "gpu-communication")
     assert colours(page)[kernel] > 100
     page.reload()
     assert settle(page)["x1"] == state["x1"]
@@ -477,9 +481,9 @@ def test_pinned_lanes_stay_while_the_others_scroll(a100: Any) -> None:
 
 
 PARTNER = """() => { const t = advisorTimeline.current, p = t.partner;
-  return {x0: p.x0, x1: p.x1, shift: p.shift, begin: p.data.info.begin, rank: p.data.rank,
+  return {x0: p.x0, x1: p.x1, shift: p.shift, begin: p.data.info.first_ns, rank: p.data.rank,
           run: p.run, slices: p.answer ? p.answer.slices.n + p.answer.runs.n : 0,
-          who: [t.who.innerText, p.who.innerText]}; }"""
+          who: [t.runCaption.innerText, p.runCaption.innerText]}; }"""
 
 
 def test_two_ranks_and_two_runs_are_under_each_other_with_one_zoom(
@@ -489,7 +493,7 @@ def test_two_ranks_and_two_runs_are_under_each_other_with_one_zoom(
     t = tab(shown)
     page = t.open("/timeline")
     settle(page)
-    page.locator(".tl-beside").select_option("rank:1")
+    page.locator(".tl-compare").select_option("rank:1")
     page.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
     page.locator(".tl-stage").first.focus()
     page.keyboard.press("w")
@@ -506,7 +510,7 @@ def test_two_ranks_and_two_runs_are_under_each_other_with_one_zoom(
         for a in analyses.values()
     ]
     assert abs(ends[1] - ends[0] - below["shift"]) < 5e6
-    page.locator(".tl-second .tl-stage").focus()  # from below it moves the upper one too
+    page.locator(".tl-partner .tl-stage").focus()  # from below it moves the upper one too
     page.keyboard.press("d")
     moved = settle(page)
     assert moved["x0"] > top["x0"]
@@ -527,7 +531,7 @@ def test_two_ranks_and_two_runs_are_under_each_other_with_one_zoom(
     assert below["shift"] == starts[1] - starts[0]
     assert "workers0" in below["who"][0]
     assert "workers4" in below["who"][1] and "first analysed step" in below["who"][1]
-    page.locator(".tl-beside").select_option("")
+    page.locator(".tl-compare").select_option("")
     assert page.locator(".tl-stage").count() == 1
     settle(page)
     assert "beside" not in page.url
@@ -556,7 +560,7 @@ def test_frames_of_libraries_are_hidden_and_functions_come_before_files(
     flat, fewer, _ = page.evaluate(rows)
     assert flat < deep / 2 and fewer < many
     assert "libraries" not in page.url  # as without a choice
-    found = "q => advisorTimeline.current.data.json('search', {q: q}).then(a => a.total)"
+    found = "q => advisorTimeline.current.data.fetchJson('search', {q: q}).then(a => a.total)"
     assert page.evaluate(found, "torch/nn/modules/module.py") == 0
     assert page.evaluate(found, "aten::") > 50
     assert t.wrong == []
@@ -605,7 +609,7 @@ def test_on_a_narrow_screen_labels_have_lines_of_their_own(
     made = tab(show(shared_trace("a100_train_6steps")), width=390)
     page = made.open("/timeline")
     settle(page)
-    assert page.evaluate("() => advisorTimeline.current.narrow")
+    assert page.evaluate("() => advisorTimeline.current.isNarrow")
     _names_do_not_overlap(page)
     width = page.evaluate("() => advisorTimeline.current.width")
     assert width > 300
@@ -632,7 +636,7 @@ def test_the_picture_does_not_wait_for_the_scripts_of_the_frame(fresh: Any) -> N
     page = fresh.open("/timeline")
     settle(page)
     painted, begun = page.evaluate(
-        "() => ['advisor-timeline-painted', 'advisor-frame-there'].map("
+        "() => ['advisor-timeline-painted', 'advisor-frame-ready'].map("
         "  name => performance.getEntriesByName(name)[0].startTime)"
     )
     asked = page.evaluate(

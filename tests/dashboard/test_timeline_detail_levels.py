@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.detail_levels import (
-    ALL,
-    BASE,
+    ALL_CATEGORIES,
     COVER_STEP,
-    HOST,
-    KERNELS,
-    level_of_detail,
+    FIRST_CATEGORY,
+    HOST_CATEGORIES,
+    KERNEL_CATEGORIES,
+    select_visible,
     stored_levels,
 )
 from advisor.dashboard.timeline.index import IndexBuilder, TimelineIndex
@@ -28,30 +28,30 @@ def index_of(*lanes: list[Slice]) -> TimelineIndex:
     """An index with one group a lane, alternating between two sets of categories."""
     b = IndexBuilder()
     for number, slices in enumerate(lanes):
-        of = (HOST, KERNELS)[number % 2]
+        of = (HOST_CATEGORIES, KERNEL_CATEGORIES)[number % 2]
         columns = [np.array([s[i] for s in slices], dtype=np.int64) for i in range(3)]
         name = np.array([b.names.number_of(f"n{s[2]}") for s in slices], dtype=np.uint32)
         row = np.arange(len(slices))
-        b.group(
+        b.add_group(
             str(number), str(number), "thread", [("cpu", of, *columns[:2], name, columns[2], row)]
         )
-    return b.index()
+    return b.build()
 
 
 def brute_cells(index: TimelineIndex, lanes: list[int], k: int, x0: int, x1: int):
     """(lane, cell) -> (category, covered ns) of slices shorter than two cells, one by one."""
-    low, high = max(x0 - index.begin, 0) >> k, max(x1 - 1 - index.begin, 0) >> k
+    low, high = max(x0 - index.first_ns, 0) >> k, max(x1 - 1 - index.first_ns, 0) >> k
     time: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for number in lanes:
         lane = index.lanes[number]
-        for i in range(lane.lo, lane.hi):
+        for i in range(lane.first_slice, lane.end_slice):
             start, end = int(index.start[i]), int(index.end[i])
             if end - start >= 2 << k:
                 continue
             end = max(end, start + 1)
-            first, last = ((t - index.begin) // (1 << k) for t in (start, end - 1))
+            first, last = ((t - index.first_ns) // (1 << k) for t in (start, end - 1))
             for cell in range(max(low, first), min(high, last) + 1):
-                a = index.begin + (cell << k)
+                a = index.first_ns + (cell << k)
                 inside = min(end, a + (1 << k)) - max(start, a)
                 if inside > 0:
                     time[number, cell][lane.base + int(index.slot[i])] += inside
@@ -79,7 +79,7 @@ def cells(view, index: TimelineIndex):
 
 
 def check(index: TimelineIndex, lanes: list[int], x0: int, x1: int, px: int, flags=None) -> None:
-    view = level_of_detail(index, lanes, x0, x1, px, flags)
+    view = select_visible(index, lanes, x0, x1, px, flags)
     k = view.k
     pixel = (x1 - x0) / px
     assert (1 << k) <= max(pixel, 1) < 2 << k, "a cell is half a pixel to one pixel"
@@ -87,7 +87,7 @@ def check(index: TimelineIndex, lanes: list[int], x0: int, x1: int, px: int, fla
     seen = 0
     for number in sorted(set(lanes)):
         lane = index.lanes[number]
-        for i in range(lane.lo, lane.hi):
+        for i in range(lane.first_slice, lane.end_slice):
             if index.end[i] > x0 and index.start[i] < x1:
                 seen += 1
                 if index.end[i] - index.start[i] >= 2 << k:
@@ -123,8 +123,8 @@ def test_a_view_shows_each_wide_slice_and_the_dominant_category_of_each_cell(lan
     index = index_of(*lanes)
     if not index.lanes:
         return
-    span = index.finish - index.begin
-    x0 = data.draw(st.integers(index.begin - 50, index.finish - 1))
+    span = index.last_ns - index.first_ns
+    x0 = data.draw(st.integers(index.first_ns - 50, index.last_ns - 1))
     x1 = data.draw(st.integers(x0 + 16, x0 + 16 + 2 * span))
     px = data.draw(st.integers(16, 200))
     if (x1 - x0) // px < 1 << 12:  # the twin looks at each cell: keep them few
@@ -144,9 +144,9 @@ def test_stored_levels_say_what_a_count_says(seed, px):
     index = index_of(slices, slices[::3])
     assert index.pyramid, "this test is about stored levels"
     for _ in range(3):
-        x0 = int(rng.integers(index.begin, index.finish - 20))
-        check(index, [0, 1], x0, min(x0 + 40 * px, index.finish), px)
-    check(index, [0, 1], index.begin, index.finish, px)
+        x0 = int(rng.integers(index.first_ns, index.last_ns - 20))
+        check(index, [0, 1], x0, min(x0 + 40 * px, index.last_ns), px)
+    check(index, [0, 1], index.first_ns, index.last_ns, px)
 
 
 def test_levels_are_stored_only_where_there_are_many_slices_a_cell():
@@ -158,8 +158,8 @@ def test_levels_are_stored_only_where_there_are_many_slices_a_cell():
 
 def test_more_slices_than_an_answer_holds_are_reported_in_wider_cells():
     index = index_of([(i * 10, i * 10 + 10, i % 3) for i in range(4000)])
-    few = level_of_detail(index, [0], 0, 40_000, 8192, max_slices=500)
-    assert few.k > level_of_detail(index, [0], 0, 40_000, 8192).k
+    few = select_visible(index, [0], 0, 40_000, 8192, max_slices=500)
+    assert few.k > select_visible(index, [0], 0, 40_000, 8192).k
     assert len(few.position) <= 500
     assert set(cells(few, index)) == {(0, c) for c in range(((40_000 - 1) >> few.k) + 1)}
 
@@ -169,7 +169,7 @@ def test_flagged_narrow_slices_mark_the_cells_they_begin_in():
     flags = np.zeros(len(index), dtype=np.uint8)
     flags[[5, 6, 2000]] = 1
     flags[3000] = 2
-    view = level_of_detail(index, [0], 0, 40_960, 256, flags)
+    view = select_visible(index, [0], 0, 40_960, 256, flags)
     f = view.flagged
     marked = {
         (cell + i, flag)
@@ -188,11 +188,13 @@ def test_flagged_narrow_slices_mark_the_cells_they_begin_in():
 
 def test_an_instant_is_seen_as_a_cell():
     index = index_of([(0, 0, 1), (500_000, 500_000, 2), (1_000_000, 1_000_000, 3)])
-    view = level_of_detail(index, [0], -1000, 1_001_000, 1000)
-    assert [c for c, _ in cells(view, index).values()] == [BASE[HOST] + slot for slot in (1, 2, 3)]
+    view = select_visible(index, [0], -1000, 1_001_000, 1000)
+    assert [c for c, _ in cells(view, index).values()] == [
+        FIRST_CATEGORY[HOST_CATEGORIES] + slot for slot in (1, 2, 3)
+    ]
     assert set(view.runs.cover.tolist()) == {COVER_STEP}
 
 
 def test_categories_fit_a_byte_and_are_distinguished():
-    assert len(ALL) < 256
-    assert len({category.key for category in ALL}) == len(ALL)
+    assert len(ALL_CATEGORIES) < 256
+    assert len({category.key for category in ALL_CATEGORIES}) == len(ALL_CATEGORIES)

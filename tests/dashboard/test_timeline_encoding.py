@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.dashboard.timeline.detail_levels import level_of_detail
+from advisor.dashboard.timeline.detail_levels import select_visible
 from advisor.dashboard.timeline.encoding import encode_view
 from advisor.dashboard.timeline.index_builder import build_index
 from advisor.measure import Analysis
@@ -30,7 +30,7 @@ def index():
 
 def answer(index, x0: int, x1: int, px: int, flags=None):
     lanes = list(range(len(index.lanes)))
-    view = level_of_detail(index, lanes, x0, x1, px, flags)
+    view = select_visible(index, lanes, x0, x1, px, flags)
     counters = list(range(len(index.counters)))
     return view, encode_view(index, view, (x0, x1), px, counters, flags, 1.5, 7)
 
@@ -38,8 +38,8 @@ def answer(index, x0: int, x1: int, px: int, flags=None):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_is_written_is_what_is_read(index, decode, data):
-    x0 = data.draw(st.integers(index.begin - 1000, index.finish - 1))
-    x1 = x0 + data.draw(st.integers(16, index.finish - index.begin))
+    x0 = data.draw(st.integers(index.first_ns - 1000, index.last_ns - 1))
+    x1 = x0 + data.draw(st.integers(16, index.last_ns - index.first_ns))
     px = data.draw(st.integers(16, 2000))
     flags = np.arange(len(index), dtype=np.uint8) % 4
     view, raw = answer(index, x0, x1, px, flags)
@@ -62,7 +62,7 @@ def test_what_is_written_is_what_is_read(index, decode, data):
     run_lane, cell, width, run_category, cover = found.runs
     assert (run_lane == view.runs.lane).all()
     begin = found.head["cell0"] + cell.astype(float) * 2.0**view.k
-    assert (begin == index.begin + view.runs.cell * 2.0**view.k).all()
+    assert (begin == index.first_ns + view.runs.cell * 2.0**view.k).all()
     assert (width == view.runs.width).all()
     assert (run_category == base[run_lane] + view.runs.slot).all()
     assert (cover == view.runs.cover).all()
@@ -71,11 +71,11 @@ def test_what_is_written_is_what_is_read(index, decode, data):
 
 
 def test_the_header_is_where_it_is_documented(index, decode):
-    _, raw = answer(index, index.begin, index.finish, 500)
+    _, raw = answer(index, index.first_ns, index.last_ns, 500)
     assert raw[:4] == b"ATL1"
     assert len(raw) % 8 == 0
-    assert struct.unpack_from("<d", raw, 32)[0] == index.begin
-    assert struct.unpack_from("<d", raw, 40)[0] == index.finish
+    assert struct.unpack_from("<d", raw, 32)[0] == index.first_ns
+    assert struct.unpack_from("<d", raw, 40)[0] == index.last_ns
     assert struct.unpack_from("<I", raw, 20)[0] == 500
     slices = struct.unpack_from("<I", raw, 4)[0]
     first = struct.unpack_from("<d", raw, 72)[0]
@@ -86,6 +86,6 @@ def test_the_header_is_where_it_is_documented(index, decode):
     "damage", [lambda b: b[:-8], lambda b: b + b"\0" * 8, lambda b: b"X" + b[1:], lambda b: b""]
 )
 def test_what_is_not_an_answer_is_refused(index, damage, decode):
-    _, raw = answer(index, index.begin, index.finish, 100)
+    _, raw = answer(index, index.first_ns, index.last_ns, 100)
     with pytest.raises(ValueError, match="answer"):
         decode(damage(raw))

@@ -49,5 +49,8 @@ def test_the_index_without_libraries_has_all_else() -> None:
     }
     for index in (whole, own):
         for lane in index.lanes:  # slices of a lane do not overlap
-            start, end = index.start[lane.lo : lane.hi], index.end[lane.lo : lane.hi]
+            start, end = (
+                index.start[lane.first_slice : lane.end_slice],
+                index.end[lane.first_slice : lane.end_slice],
+            )
             assert (end[:-1] <= start[1:]).all()

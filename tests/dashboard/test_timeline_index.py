@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from advisor.core.run_directory import GpuSample, RankInfo, RankRecord, Sample
 from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample_counter
-from advisor.dashboard.timeline.detail_levels import ALL
+from advisor.dashboard.timeline.detail_levels import ALL_CATEGORIES
 from advisor.dashboard.timeline.details import describe_slice
 from advisor.dashboard.timeline.index import assign_tracks
 from advisor.dashboard.timeline.index_builder import build_index
 from advisor.dashboard.timeline.search import (
-    longest_slices,
-    range_statistics,
+    find_longest_slices,
+    find_next_match,
+    find_slice_starting,
+    measure_range,
     search,
-    slice_starting,
-    step_through,
 )
 from advisor.measure import Analysis
 from advisor.read import read_trace
@@ -75,8 +75,11 @@ def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name
     index = build_index(a)
     assert len(index.lanes) == sum(group.count for group in index.groups)
     for lane in index.lanes:
-        start, end = index.start[lane.lo : lane.hi], index.end[lane.lo : lane.hi]
-        assert lane.hi > lane.lo
+        start, end = (
+            index.start[lane.first_slice : lane.end_slice],
+            index.end[lane.first_slice : lane.end_slice],
+        )
+        assert lane.end_slice > lane.first_slice
         assert (end >= start).all()
         assert (start[1:] >= end[:-1]).all()
     assert (index.slice_of_row["gpu"] >= 0).all()
@@ -84,7 +87,10 @@ def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name
     assert shown.sum() == a.trace.cpu.height
     total = a.gaps["dur"].sum()
     idle = [lane for lane in index.lanes if lane.source == "gaps"]
-    assert sum(int((index.end - index.start)[g.lo : g.hi].sum()) for g in idle) == total
+    assert (
+        sum(int((index.end - index.start)[g.first_slice : g.end_slice].sum()) for g in idle)
+        == total
+    )
 
 
 def test_what_a_trace_lacks_is_reported():
@@ -101,7 +107,7 @@ def test_an_empty_trace_has_an_index_without_lanes(small):
     index = build_index(Analysis(trace))
     assert len(index) == 0
     assert index.lanes == ()
-    assert index.finish > index.begin
+    assert index.last_ns > index.first_ns
 
 
 # -- tracks -----------------------------------------------------------------------------------
@@ -200,12 +206,12 @@ def test_search_goes_through_all_found_slices_in_order_of_time_and_round(small):
     assert len(hits.order) == small.trace.gpu.filter(small.trace.gpu["kind"] == "kernel").height
     seen, at = [], None
     for _ in range(len(hits.order) + 1):
-        found = step_through(index, hits, at, index.begin, back=False)
+        found = find_next_match(index, hits, at, index.first_ns, is_backward=False)
         at = found["id"]
         seen.append(found["ts"])
     assert seen[:-1] == sorted(small.trace.gpu.filter(small.trace.gpu["kind"] == "kernel")["ts"])
     assert seen[-1] == seen[0]
-    assert step_through(index, hits, at, index.begin, back=True)["ts"] == seen[-2]
+    assert find_next_match(index, hits, at, index.first_ns, is_backward=True)["ts"] == seen[-2]
 
 
 def test_a_copy_drawn_in_two_lanes_is_found_once(small):
@@ -218,9 +224,9 @@ def test_a_copy_drawn_in_two_lanes_is_found_once(small):
 def test_the_slice_of_an_instant_is_device_work_before_host_work(small):
     index = build_index(small)
     row = small.trace.gpu.row(3, named=True)
-    found = slice_starting(index, row["ts"], row["dur"])
+    found = find_slice_starting(index, row["ts"], row["dur"])
     assert found is not None and found["id"] == index.slice_of_row["gpu"][3]
-    assert slice_starting(index, index.finish + 5, None) is None
+    assert find_slice_starting(index, index.last_ns + 5, None) is None
 
 
 def test_a_kernel_is_tied_to_its_launch_and_operator(small):
@@ -261,7 +267,7 @@ def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
 
 def test_statistics_of_everything_are_those_of_the_analysis(small):
     index = build_index(small)
-    found = range_statistics(small, index, index.begin, index.finish)
+    found = measure_range(small, index, index.first_ns, index.last_ns)
     assert found["device"] == small.breakdown.totals()
     assert found["measured"] == small.span_ns
     kernels = small.trace.gpu
@@ -277,7 +283,7 @@ def test_statistics_of_a_range_count_only_what_lies_in_it(small):
     gpu = small.trace.gpu
     row = gpu.filter(gpu["kind"] == "kernel").row(0, named=True)
     half = row["ts"] + row["dur"] // 2
-    found = range_statistics(small, index, half, half + 16)
+    found = measure_range(small, index, half, half + 16)
     assert found["kernels"]["rows"] == [
         {"name": "ampere_sgemm_64x64", "count": 1, "total": 16, "mean": float(row["dur"])}
     ]
@@ -287,12 +293,12 @@ def test_statistics_of_a_range_count_only_what_lies_in_it(small):
 def test_the_table_has_the_longest_slices_in_order_of_time(small):
     index = build_index(small)
     lanes = list(range(len(index.lanes)))
-    found = longest_slices(index, lanes, index.begin, index.finish, 20)
+    found = find_longest_slices(index, lanes, index.first_ns, index.last_ns, 20)
     durations = (index.end - index.start).tolist()
     assert found["total"] == len(index)
     assert sorted(row["dur"] for row in found["rows"]) == sorted(durations)[-20:]
     assert [row["ts"] for row in found["rows"]] == sorted(row["ts"] for row in found["rows"])
-    assert all(row["category"] in {c.label for c in ALL} for row in found["rows"])
+    assert all(row["category"] in {c.label for c in ALL_CATEGORIES} for row in found["rows"])
 
 
 def test_a_run_without_a_window_shows_the_recorded_steps_from_the_first_one():

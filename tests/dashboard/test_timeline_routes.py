@@ -51,7 +51,7 @@ def test_the_answers_fit_together(client, decode):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
     names = get(client, "names").json["names"]
-    whole = {"x0": info["begin"], "x1": info["finish"], "px": 800, "lanes": f"0-{lanes - 1}"}
+    whole = {"x0": info["first_ns"], "x1": info["last_ns"], "px": 800, "lanes": f"0-{lanes - 1}"}
     response = get(client, "view", **whole)
     assert response.mimetype == "application/octet-stream"
     answer = decode(response.data)
@@ -59,7 +59,7 @@ def test_the_answers_fit_together(client, decode):
     assert answer.slices[4].max() < lanes
     assert HOSTILE.replace("\x00", "") in "".join(names).replace("\x00", "")
     at = int(answer.slices[3][0])
-    assert get(client, "slice", id=at).json["ts"] == info["begin"] + answer.slices[0][0]
+    assert get(client, "slice", id=at).json["ts"] == info["first_ns"] + answer.slices[0][0]
     assert get(client, "table", **whole).json["total"] == info["slices"]
 
 
@@ -75,7 +75,7 @@ def test_a_finding_in_focus_outlines_its_events(client, decode):
     keys = [finding["key"] for finding in info["findings"]]
     assert keys and len(set(keys)) == len(keys)
     lanes = sum(group["count"] for group in info["groups"])
-    whole = {"x0": info["begin"], "x1": info["finish"], "px": 800, "lanes": f"0-{lanes - 1}"}
+    whole = {"x0": info["first_ns"], "x1": info["last_ns"], "px": 800, "lanes": f"0-{lanes - 1}"}
     outlined = {}
     for key in keys:
         answer = decode(get(client, "view", focus=key, **whole).data)
@@ -87,7 +87,7 @@ def test_a_finding_in_focus_outlines_its_events(client, decode):
 def test_a_search_flags_what_it_finds(client, decode):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
-    query = {"x0": info["begin"], "x1": info["finish"], "px": 800, "lanes": f"0-{lanes - 1}"}
+    query = {"x0": info["first_ns"], "x1": info["last_ns"], "px": 800, "lanes": f"0-{lanes - 1}"}
     answer = decode(get(client, "view", q="aten::mm", **query).data)
     assert (answer.slices[6] & 2).sum() + len(answer.flagged[0]) > 0
     assert get(client, "search", q="aten::mm").json["total"] == 4

@@ -530,13 +530,13 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
 
 def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("dash", reason="the dashboard's packages are not installed")
-    from advisor.dashboard.timeline.detail_levels import ALL, category_label
+    from advisor.dashboard.timeline.detail_levels import ALL_CATEGORIES, category_label
     from advisor.dashboard.timeline.index_builder import build_index
 
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
     index = build_index(Analysis(read_trace(str(path))))
-    shown = {*index.names, *(category_label(category, index) for category in ALL)}
+    shown = {*index.names, *(category_label(category, index) for category in ALL_CATEGORIES)}
     assert "input pipeline" in shown
     assert not [name for name in shown if PYTORCHS.search(name)]
 

@@ -107,8 +107,8 @@ def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Repor
     for made in (one, other):
         page = REPORTS.render("html", made)
         assert 'class="c-idle-sync"' in page and 'class="c-idle-loader"' in page
-        assert f".c-idle-sync {{ fill: {theme.colour_of('idle', 'sync')};" in page
-        assert theme.colour_of("idle", "loader") in made._repr_html_()
+        assert f".c-idle-sync {{ fill: {theme.color_of('idle', 'sync')};" in page
+        assert theme.color_of("idle", "loader") in made._repr_html_()
         looks = {segment.key: segment.look for segment in idle_of(made)}
         assert looks["sync"] == charts.CAUSES["sync"]
 

@@ -252,14 +252,14 @@ def dashboard(path: Path) -> None:
 
     from advisor.dashboard.live_run import Follower
     from advisor.dashboard.loaded_runs import DashboardSession
-    from advisor.dashboard.page_view import KEY
+    from advisor.dashboard.page_view import SESSION_KEY
     from advisor.dashboard.timeline.index_builder import build_index
 
     app = application()
     session = DashboardSession([str(path)])
-    session.warmers += app.server.config[KEY].warmers
+    session.precompute_callbacks += app.server.config[SESSION_KEY].precompute_callbacks
     session.load()
-    app.server.config[KEY].entries = session.entries
+    app.server.config[SESSION_KEY].entries = session.entries
     entry = session.entries[0]
     if entry.loaded is None:
         assert entry.failure_reason and "\n" not in entry.failure_reason

@@ -1,88 +1,88 @@
-// Timeline: what the server says, asked for once and kept.
+// Client of the timeline's endpoints. It caches the trace's structure and its names.
 
-const HEADER = 72;
+const HEADER_BYTES = 72;
 
-// The answer's columns as views into its bytes (see advisor/dashboard/timeline/encoding.py).
 /**
+ * Decodes the answer to a view (dashboard/timeline/encoding.py). Columns are views of the buffer.
  * @param {ArrayBuffer} buffer
  */
-export function decode(buffer) {
-  const head = new DataView(buffer);
-  if (buffer.byteLength < HEADER || head.getUint32(0, true) !== 0x314c5441) {
+export function decodeAnswer(buffer) {
+  const header = new DataView(buffer);
+  if (buffer.byteLength < HEADER_BYTES || header.getUint32(0, true) !== 0x314c5441) {
     throw new Error("not an answer");
   }
-  const n = head.getUint32(4, true);
-  const m = head.getUint32(8, true);
-  const f = head.getUint32(12, true);
-  const c = head.getUint32(16, true);
-  const px = head.getUint32(20, true);
-  let at = HEADER;
-  function column(Kind, count) {
-    const found = new Kind(buffer, at, count);
-    at += Math.ceil(found.byteLength / 8) * 8;
-    return found;
+  const sliceCount = header.getUint32(4, true);
+  const runCount = header.getUint32(8, true);
+  const flaggedCount = header.getUint32(12, true);
+  const counterCount = header.getUint32(16, true);
+  const px = header.getUint32(20, true);
+  let offset = HEADER_BYTES;
+  function column(ArrayType, count) {
+    const values = new ArrayType(buffer, offset, count);
+    offset += Math.ceil(values.byteLength / 8) * 8;
+    return values;
   }
   return {
-    k: head.getUint32(24, true),
-    seen: head.getUint32(28, true),
+    k: header.getUint32(24, true),
+    sliceCount: header.getUint32(28, true),
     px,
-    x0: head.getFloat64(32, true),
-    x1: head.getFloat64(40, true),
-    cell0: head.getFloat64(48, true),
-    ms: head.getFloat64(56, true),
-    version: head.getUint32(64, true),
-    cell: Math.pow(2, head.getUint32(24, true)),
+    x0: header.getFloat64(32, true),
+    x1: header.getFloat64(40, true),
+    cell0: header.getFloat64(48, true),
+    ms: header.getFloat64(56, true),
+    version: header.getUint32(64, true),
+    cell: Math.pow(2, header.getUint32(24, true)),
     slices: {
-      n,
-      start: column(Float64Array, n),
-      dur: column(Float64Array, n),
-      name: column(Uint32Array, n),
-      id: column(Uint32Array, n),
-      lane: column(Uint16Array, n),
-      category: column(Uint8Array, n),
-      flags: column(Uint8Array, n),
+      n: sliceCount,
+      start: column(Float64Array, sliceCount),
+      dur: column(Float64Array, sliceCount),
+      name: column(Uint32Array, sliceCount),
+      id: column(Uint32Array, sliceCount),
+      lane: column(Uint16Array, sliceCount),
+      category: column(Uint8Array, sliceCount),
+      flags: column(Uint8Array, sliceCount),
     },
     runs: {
-      n: m,
-      lane: column(Uint16Array, m),
-      cell: column(Uint32Array, m),
-      width: column(Uint16Array, m),
-      category: column(Uint8Array, m),
-      cover: column(Uint8Array, m),
+      n: runCount,
+      lane: column(Uint16Array, runCount),
+      cell: column(Uint32Array, runCount),
+      width: column(Uint16Array, runCount),
+      category: column(Uint8Array, runCount),
+      cover: column(Uint8Array, runCount),
     },
     flagged: {
-      n: f,
-      lane: column(Uint16Array, f),
-      cell: column(Uint32Array, f),
-      width: column(Uint16Array, f),
-      flags: column(Uint8Array, f),
+      n: flaggedCount,
+      lane: column(Uint16Array, flaggedCount),
+      cell: column(Uint32Array, flaggedCount),
+      width: column(Uint16Array, flaggedCount),
+      flags: column(Uint8Array, flaggedCount),
     },
-    low: column(Float32Array, c * px),
-    high: column(Float32Array, c * px),
-    counters: c,
+    low: column(Float32Array, counterCount * px),
+    high: column(Float32Array, counterCount * px),
+    counters: counterCount,
   };
 }
 
-// [0,1,2,5] -> "0-2,5"
-export function ranges(numbers) {
+/** Formats sorted numbers as ranges: [0,1,2,5] becomes "0-2,5". */
+export function formatRanges(numbers) {
   const parts = [];
   for (let i = 0; i < numbers.length; i++) {
-    const from = numbers[i];
+    const first = numbers[i];
     while (i + 1 < numbers.length && numbers[i + 1] === numbers[i] + 1) {
       i += 1;
     }
-    parts.push(from === numbers[i] ? from : from + "-" + numbers[i]);
+    parts.push(first === numbers[i] ? first : first + "-" + numbers[i]);
   }
   return parts.join(",");
 }
 
 /**
- * What is known of a trace before any of it is drawn (dashboard/timeline/state.py).
+ * Structure of a trace, which is loaded before its slices (dashboard/timeline/routes.py).
  * @typedef {object} Info
  * @property {number} rank
- * @property {number} begin first instant, ns
- * @property {number} finish last instant, ns
- * @property {number} page names in a page of their table
+ * @property {number} first_ns start of the first slice, ns
+ * @property {number} last_ns end of the last slice, ns
+ * @property {number} page number of names per page of the name table
  * @property {Group[]} groups
  * @property {any[]} counters
  * @property {any[]} runs
@@ -90,18 +90,18 @@ export function ranges(numbers) {
  */
 
 /**
- * Lanes that belong together: a stream, a thread with its depths.
+ * Group of lanes, such as a stream, or a thread with its call depths.
  * @typedef {object} Group
  * @property {string} key
  * @property {string} kind
  * @property {string} label
- * @property {number} first its first lane
- * @property {number} count how many lanes
+ * @property {number} first index of its first lane
+ * @property {number} count number of lanes
  */
 
-/** @typedef {ReturnType<typeof decode>} Answer what the server says of a span: columns */
+/** @typedef {ReturnType<typeof decodeAnswer>} Answer slices, cells and counters of a view */
 
-export class Data {
+export class TimelineData {
   /**
    * @param {string} run key of the run; empty: the only one
    * @param {number | null} rank
@@ -114,32 +114,32 @@ export class Data {
     this.info = null;
     this.names = [];
     this.labels = [];
-    this.pages = {};
+    this.requestedPages = {};
     this.pending = 0;
-    this.onnames = function () {};
+    this.onNames = function () {};
   }
 
-  url(what, query) {
-    const all = new URLSearchParams();
+  buildUrl(endpoint, query) {
+    const parameters = new URLSearchParams();
     if (this.run) {
-      all.set("run", this.run);
+      parameters.set("run", this.run);
     }
     if (this.rank !== null) {
-      all.set("rank", String(this.rank));
+      parameters.set("rank", String(this.rank));
     }
     if (!this.libraries) {
-      all.set("libraries", "0");
+      parameters.set("libraries", "0");
     }
     Object.keys(query || {}).forEach((key) => {
-      all.set(key, query[key]);
+      parameters.set(key, query[key]);
     });
-    return "/_advisor/timeline/" + what + "?" + all.toString();
+    return "/_advisor/timeline/" + endpoint + "?" + parameters.toString();
   }
 
-  json(what, query) {
+  fetchJson(endpoint, query) {
     const self = this;
     this.pending += 1;
-    return fetch(this.url(what, query))
+    return fetch(this.buildUrl(endpoint, query))
       .then((answer) => {
         return answer.json().then((body) => {
           if (!answer.ok) {
@@ -153,50 +153,50 @@ export class Data {
       });
   }
 
-  load() {
+  loadInfo() {
     const self = this;
-    return this.json("info").then((info) => {
+    return this.fetchJson("info").then((info) => {
       self.info = info;
       self.rank = info.rank;
-      self.page(0);
+      self.loadNames(0);
       return info;
     });
   }
 
-  // One page of the name table; names that are not there yet are drawn without a label.
-  page(number) {
+  // Loads a page of the name table. Slices whose names are not loaded yet have no label.
+  loadNames(number) {
     const self = this;
-    if (this.pages[number]) {
+    if (this.requestedPages[number]) {
       return;
     }
-    this.pages[number] = true;
-    this.json("names", { page: number }).then(
+    this.requestedPages[number] = true;
+    this.fetchJson("names", { page: number }).then(
       (answer) => {
         for (let i = 0; i < answer.names.length; i++) {
           self.names[number * self.info.page + i] = answer.names[i];
           self.labels[number * self.info.page + i] = answer.labels[i];
         }
-        self.onnames();
+        self.onNames();
       },
       () => {
-        self.pages[number] = false;
+        self.requestedPages[number] = false;
       },
     );
   }
 
-  view(x0, x1, px, lanes, counters, focus, q) {
+  fetchView(x0, x1, px, lanes, counters, focus, searchText) {
     const self = this;
-    const query = { x0, x1, px, lanes: ranges(lanes) };
+    const query = { x0, x1, px, lanes: formatRanges(lanes) };
     if (counters.length) {
-      query.counters = ranges(counters);
+      query.counters = formatRanges(counters);
     }
     if (focus) {
       query.focus = focus;
     }
-    if (q) {
-      query.q = q;
+    if (searchText) {
+      query.q = searchText;
     }
-    return fetch(this.url("view", query))
+    return fetch(this.buildUrl("view", query))
       .then((answer) => {
         if (!answer.ok) {
           throw new Error("no answer (" + answer.status + ")");
@@ -204,16 +204,16 @@ export class Data {
         return answer.arrayBuffer();
       })
       .then((buffer) => {
-        const found = decode(buffer);
-        const name = found.slices.name;
-        const need = {};
-        for (let i = 0; i < name.length; i++) {
-          need[Math.floor(name[i] / self.info.page)] = true;
+        const decoded = decodeAnswer(buffer);
+        const nameNumbers = decoded.slices.name;
+        const neededPages = {};
+        for (let i = 0; i < nameNumbers.length; i++) {
+          neededPages[Math.floor(nameNumbers[i] / self.info.page)] = true;
         }
-        Object.keys(need).forEach((page) => {
-          self.page(Number(page));
+        Object.keys(neededPages).forEach((page) => {
+          self.loadNames(Number(page));
         });
-        return found;
+        return decoded;
       });
   }
 }

@@ -1,351 +1,368 @@
-// Timeline: pointer, wheel, touch and keys.
+// Input of the timeline: pointer, wheel, touch and keys.
 
 import * as ui from "./ui.js";
 
-const CLICK = 4;
+const DRAG_THRESHOLD = 4;
 
 export class Input {
   /** @type {any} what a pressed pointer does; null: nothing */
   drag = null;
 
   constructor(timeline) {
-    this.t = timeline;
+    this.timeline = timeline;
     this.pointers = new Map();
-    this.off = [];
-    const t = timeline;
+    this.removers = [];
     const self = this;
-    this.on(
-      t.overlay,
+    this.listen(
+      timeline.overlay,
       "wheel",
-      (e) => {
-        self.wheel(e);
+      (event) => {
+        self.onWheel(event);
       },
       { passive: false },
     );
-    this.on(t.overlay, "pointerdown", (e) => {
-      t.point(null, null); // the card is of what was under the pointer before
-      self.down(e);
+    this.listen(timeline.overlay, "pointerdown", (event) => {
+      timeline.movePointer(null, null); // hide the hover card
+      self.onPointerDown(event);
     });
-    this.on(t.overlay, "pointermove", (e) => {
-      self.move(e);
+    this.listen(timeline.overlay, "pointermove", (event) => {
+      self.onPointerMove(event);
     });
-    this.on(t.overlay, "pointerup", (e) => {
-      self.up(e);
+    this.listen(timeline.overlay, "pointerup", (event) => {
+      self.onPointerUp(event);
     });
-    this.on(t.overlay, "pointercancel", (e) => {
-      self.cancel(e);
+    this.listen(timeline.overlay, "pointercancel", (event) => {
+      self.onPointerCancel(event);
     });
-    this.on(t.overlay, "pointerleave", () => {
-      t.point(null, null);
+    this.listen(timeline.overlay, "pointerleave", () => {
+      timeline.movePointer(null, null);
     });
-    this.on(t.overlay, "dblclick", () => {
-      if (t.chosen) {
-        t.zoomTo(t.chosen);
+    this.listen(timeline.overlay, "dblclick", () => {
+      if (timeline.selectedSlice) {
+        timeline.zoomTo(timeline.selectedSlice);
       }
     });
-    this.on(
-      t.axis,
+    this.listen(
+      timeline.axis,
       "wheel",
-      (e) => {
-        self.wheel(e, true);
+      (event) => {
+        self.onWheel(event, true);
       },
       { passive: false },
     );
-    this.on(t.stage, "pointerdown", () => {
-      t.activate();
+    this.listen(timeline.stage, "pointerdown", () => {
+      timeline.activate();
     });
-    this.on(t.stage, "focusin", () => {
-      t.activate();
+    this.listen(timeline.stage, "focusin", () => {
+      timeline.activate();
     });
-    this.strip(
-      t.axis,
+    this.enableDragZoom(
+      timeline.axis,
       () => {
-        return [t.x0, t.x1];
+        return [timeline.x0, timeline.x1];
       },
       false,
     );
-    this.strip(
-      t.map,
+    this.enableDragZoom(
+      timeline.overview,
       () => {
-        return [t.data.info.begin, t.data.info.finish];
+        return [timeline.data.info.first_ns, timeline.data.info.last_ns];
       },
       true,
     );
-    this.on(document, "keydown", (e) => {
-      self.key(e);
+    this.listen(document, "keydown", (event) => {
+      self.onKeyDown(event);
     });
   }
 
-  on(target, name, listener, options) {
+  listen(target, name, listener, options) {
     target.addEventListener(name, listener, options);
-    this.off.push(() => {
+    this.removers.push(() => {
       target.removeEventListener(name, listener, options);
     });
   }
 
   destroy() {
-    this.off.forEach((f) => {
+    this.removers.forEach((f) => {
       f();
     });
   }
 
-  // As in Perfetto: the wheel scrolls the lanes (which the browser does), with ctrl or ⌘ it zooms
-  // as a pinch on a touchpad does, which comes as ctrl and small steps. On the axis there is
-  // nothing to scroll.
-  wheel(e, axis) {
-    const t = this.t;
-    const unit = e.deltaMode === 1 ? 16 : e.deltaMode === 2 ? 300 : 1;
-    const dx = e.deltaX * unit;
-    const dy = e.deltaY * unit;
-    if (!t.data.info) {
+  // Zooms with ctrl or ⌘, pans with shift, as in Perfetto; otherwise the browser scrolls the
+  // lanes. Browsers report a pinch on a touchpad as ctrl+wheel with small steps. On the axis,
+  // where there is nothing to scroll, the wheel always zooms.
+  onWheel(event, isOnAxis) {
+    const timeline = this.timeline;
+    const pixelsPerUnit = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 300 : 1;
+    const dx = event.deltaX * pixelsPerUnit;
+    const dy = event.deltaY * pixelsPerUnit;
+    if (!timeline.data.info) {
       return;
     }
-    const sideways = Math.abs(dx) > Math.abs(dy);
-    const held = e.ctrlKey || e.metaKey;
-    if (!held && (e.shiftKey || sideways)) {
-      e.preventDefault();
-      t.pan((sideways ? dx : dy) / t.width);
-    } else if (held || axis) {
-      e.preventDefault();
-      t.zoom(
-        Math.exp(ui.clamp(dy * (e.ctrlKey && Math.abs(dy) < 30 ? 0.012 : 0.0022), -1, 1)),
-        e.offsetX / t.width,
+    const isSideways = Math.abs(dx) > Math.abs(dy);
+    const isZoomKeyDown = event.ctrlKey || event.metaKey;
+    if (!isZoomKeyDown && (event.shiftKey || isSideways)) {
+      event.preventDefault();
+      timeline.pan((isSideways ? dx : dy) / timeline.width);
+    } else if (isZoomKeyDown || isOnAxis) {
+      event.preventDefault();
+      timeline.zoom(
+        Math.exp(ui.clamp(dy * (event.ctrlKey && Math.abs(dy) < 30 ? 0.012 : 0.0022), -1, 1)),
+        event.offsetX / timeline.width,
       );
-    } else if (t.body.scrollHeight <= t.body.clientHeight + 1) {
-      (t.parent || t).panel.hintZoom();
+    } else if (timeline.body.scrollHeight <= timeline.body.clientHeight + 1) {
+      (timeline.parent || timeline).panel.hintZoom();
     }
   }
 
-  down(e) {
-    const t = this.t;
-    t.stage.focus({ preventScroll: true });
-    if (e.button > 1) {
+  onPointerDown(event) {
+    const timeline = this.timeline;
+    timeline.stage.focus({ preventScroll: true });
+    if (event.button > 1) {
       return;
     }
-    if (t.overlay.setPointerCapture) {
-      t.overlay.setPointerCapture(e.pointerId);
+    if (timeline.overlay.setPointerCapture) {
+      timeline.overlay.setPointerCapture(event.pointerId);
     }
-    this.pointers.set(e.pointerId, { x: e.offsetX, y: e.offsetY });
+    this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
     if (this.pointers.size === 2) {
-      const p = Array.from(this.pointers.values());
+      const points = Array.from(this.pointers.values());
       this.drag = {
         kind: "pinch",
-        distance: Math.abs(p[0].x - p[1].x) || 1,
-        x0: t.x0,
-        x1: t.x1,
-        middle: (p[0].x + p[1].x) / 2,
+        distance: Math.abs(points[0].x - points[1].x) || 1,
+        x0: timeline.x0,
+        x1: timeline.x1,
+        middle: (points[0].x + points[1].x) / 2,
       };
-      t.setRange(null);
+      timeline.setRange(null);
       return;
     }
-    const pans = e.pointerType === "touch" || e.button === 1 || e.shiftKey;
+    const isPan = event.pointerType === "touch" || event.button === 1 || event.shiftKey;
     this.drag = {
-      kind: pans ? "pan" : "range",
-      x: e.offsetX,
-      y: e.offsetY,
-      lastX: e.offsetX,
-      lastY: e.offsetY,
+      kind: isPan ? "pan" : "range",
+      x: event.offsetX,
+      y: event.offsetY,
+      lastX: event.offsetX,
+      lastY: event.offsetY,
       moved: false,
-      at: t.timeAt(e.offsetX),
+      at: timeline.timeAt(event.offsetX),
     };
-    if (e.button === 1) {
-      e.preventDefault();
+    if (event.button === 1) {
+      event.preventDefault();
     }
   }
 
-  move(e) {
-    const t = this.t;
-    const d = this.drag;
-    if (this.pointers.has(e.pointerId)) {
-      this.pointers.set(e.pointerId, { x: e.offsetX, y: e.offsetY });
+  onPointerMove(event) {
+    const timeline = this.timeline;
+    const drag = this.drag;
+    if (this.pointers.has(event.pointerId)) {
+      this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
     }
-    if (!d) {
-      t.point(e.offsetX, e.offsetY);
+    if (!drag) {
+      timeline.movePointer(event.offsetX, event.offsetY);
       return;
     }
-    if (d.kind === "pinch") {
+    if (drag.kind === "pinch") {
       if (this.pointers.size < 2) {
         return;
       }
-      const p = Array.from(this.pointers.values());
-      const distance = Math.max(Math.abs(p[0].x - p[1].x), 8);
-      const span = ((d.x1 - d.x0) * d.distance) / distance;
-      const held = d.x0 + (d.middle / t.width) * (d.x1 - d.x0);
-      const now = (p[0].x + p[1].x) / 2 / t.width;
-      t.setView(held - now * span, held - now * span + span);
+      const points = Array.from(this.pointers.values());
+      const distance = Math.max(Math.abs(points[0].x - points[1].x), 8);
+      const span = ((drag.x1 - drag.x0) * drag.distance) / distance;
+      const anchor = drag.x0 + (drag.middle / timeline.width) * (drag.x1 - drag.x0);
+      const position = (points[0].x + points[1].x) / 2 / timeline.width;
+      timeline.setView(anchor - position * span, anchor - position * span + span);
       return;
     }
-    if (!d.moved && Math.hypot(e.offsetX - d.x, e.offsetY - d.y) < CLICK) {
+    if (
+      !drag.moved &&
+      Math.hypot(event.offsetX - drag.x, event.offsetY - drag.y) < DRAG_THRESHOLD
+    ) {
       return;
     }
-    d.moved = true;
-    if (d.kind === "pan") {
-      t.pan(-(e.offsetX - d.lastX) / t.width);
-      t.body.scrollTop -= e.offsetY - d.lastY;
-      d.lastX = e.offsetX;
-      d.lastY = e.offsetY;
+    drag.moved = true;
+    if (drag.kind === "pan") {
+      timeline.pan(-(event.offsetX - drag.lastX) / timeline.width);
+      timeline.body.scrollTop -= event.offsetY - drag.lastY;
+      drag.lastX = event.offsetX;
+      drag.lastY = event.offsetY;
     } else {
-      t.setRange([d.at, t.timeAt(e.offsetX)], false);
+      timeline.setRange([drag.at, timeline.timeAt(event.offsetX)], false);
     }
   }
 
-  up(e) {
-    const t = this.t;
-    const d = this.drag;
-    this.pointers.delete(e.pointerId);
+  onPointerUp(event) {
+    const timeline = this.timeline;
+    const drag = this.drag;
+    this.pointers.delete(event.pointerId);
     if (this.pointers.size) {
       return;
     }
-    if (!d || d.kind === "pinch") {
+    if (!drag || drag.kind === "pinch") {
       return;
     }
-    if (!d.moved) {
-      t.click(e.offsetX, e.offsetY);
+    if (!drag.moved) {
+      timeline.click(event.offsetX, event.offsetY);
       return;
     }
-    if (d.kind === "range") {
-      t.setRange([d.at, t.timeAt(e.offsetX)], true);
+    if (drag.kind === "range") {
+      timeline.setRange([drag.at, timeline.timeAt(event.offsetX)], true);
     }
   }
 
-  cancel(e) {
-    this.pointers.delete(e.pointerId);
+  onPointerCancel(event) {
+    this.pointers.delete(event.pointerId);
   }
 
-  // Axis and overview: a drag zooms to what it spans; a click on the overview goes there.
-  strip(canvas, span, whole) {
-    const t = this.t;
-    let from = null;
-    let moved = false;
-    function at(e) {
-      const s = span();
-      return s[0] + (e.offsetX / t.width) * (s[1] - s[0]);
+  // Lets a drag on the axis or the overview zoom to the range. A click on the overview moves the
+  // view.
+  enableDragZoom(canvas, span, movesOnClick) {
+    const timeline = this.timeline;
+    let pressed = null;
+    let hasMoved = false;
+    function timeAt(event) {
+      const ends = span();
+      return ends[0] + (event.offsetX / timeline.width) * (ends[1] - ends[0]);
     }
-    this.on(canvas, "pointerdown", (e) => {
-      if (e.button || !t.data.info) {
+    this.listen(canvas, "pointerdown", (event) => {
+      if (event.button || !timeline.data.info) {
         return;
       }
-      canvas.setPointerCapture(e.pointerId);
-      from = { x: e.offsetX, at: at(e) };
-      moved = false;
+      canvas.setPointerCapture(event.pointerId);
+      pressed = { x: event.offsetX, time: timeAt(event) };
+      hasMoved = false;
     });
-    this.on(canvas, "pointermove", (e) => {
-      if (!from) {
+    this.listen(canvas, "pointermove", (event) => {
+      if (!pressed) {
         return;
       }
-      if (Math.abs(e.offsetX - from.x) >= CLICK) {
-        moved = true;
+      if (Math.abs(event.offsetX - pressed.x) >= DRAG_THRESHOLD) {
+        hasMoved = true;
       }
-      if (moved) {
-        t.setRange([from.at, at(e)], false);
+      if (hasMoved) {
+        timeline.setRange([pressed.time, timeAt(event)], false);
       }
     });
-    this.on(canvas, "pointerup", (e) => {
-      if (!from) {
+    this.listen(canvas, "pointerup", (event) => {
+      if (!pressed) {
         return;
       }
-      const a = Math.min(from.at, at(e));
-      const b = Math.max(from.at, at(e));
-      const half = (t.x1 - t.x0) / 2;
-      if (moved) {
-        t.setRange(null);
-        t.setView(a, b, true);
-      } else if (whole) {
-        t.setView(a - half, a + half, true);
+      const start = Math.min(pressed.time, timeAt(event));
+      const end = Math.max(pressed.time, timeAt(event));
+      const halfSpan = (timeline.x1 - timeline.x0) / 2;
+      if (hasMoved) {
+        timeline.setRange(null);
+        timeline.setView(start, end, true);
+      } else if (movesOnClick) {
+        timeline.setView(start - halfSpan, start + halfSpan, true);
       }
-      from = null;
+      pressed = null;
     });
-    this.on(canvas, "pointercancel", () => {
-      from = null;
-      t.setRange(null);
+    this.listen(canvas, "pointercancel", () => {
+      pressed = null;
+      timeline.setRange(null);
     });
   }
 
-  key(e) {
-    const t = this.t;
-    const target = e.target;
-    const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.isContentEditable;
-    if (!t.active() || !t.data.info || e.ctrlKey || e.metaKey || e.altKey) {
+  onKeyDown(event) {
+    const timeline = this.timeline;
+    const target = event.target;
+    const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.isContentEditable;
+    if (
+      !timeline.isActive() ||
+      !timeline.data.info ||
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey
+    ) {
       return;
     }
-    if (e.key === "Escape") {
-      t.escape();
+    if (event.key === "Escape") {
+      timeline.clearSelection();
       return;
     }
-    if (typing) {
+    if (isTyping) {
       return;
     }
-    // arrows scroll the page and move in lists, unless the picture itself has the focus
-    const own = target === t.stage || target === document.body;
-    const arrow = e.key.slice(0, 5) === "Arrow";
-    if (arrow && !own) {
+    // arrow keys belong to the page and its lists, unless the timeline has the focus
+    const isOnTimeline = target === timeline.stage || target === document.body;
+    const isArrow = event.key.slice(0, 5) === "Arrow";
+    if (isArrow && !isOnTimeline) {
       return;
     }
-    const step = e.shiftKey ? 0.5 : 0.12;
-    let done = true;
-    switch (e.key.length === 1 ? e.key.toLowerCase() : e.key) {
+    const step = event.shiftKey ? 0.5 : 0.12;
+    let isHandled = true;
+    switch (event.key.length === 1 ? event.key.toLowerCase() : event.key) {
       case "w":
       case "+":
       case "=":
-        t.zoom(1 / 1.4, t.pointer === null ? 0.5 : t.pointer / t.width, true);
+        timeline.zoom(
+          1 / 1.4,
+          timeline.pointer === null ? 0.5 : timeline.pointer / timeline.width,
+          true,
+        );
         break;
       case "s":
       case "-":
-        t.zoom(1.4, t.pointer === null ? 0.5 : t.pointer / t.width, true);
+        timeline.zoom(
+          1.4,
+          timeline.pointer === null ? 0.5 : timeline.pointer / timeline.width,
+          true,
+        );
         break;
       case "a":
       case "ArrowLeft":
-        t.pan(-step, true);
+        timeline.pan(-step, true);
         break;
       case "d":
       case "ArrowRight":
-        t.pan(step, true);
+        timeline.pan(step, true);
         break;
       case "ArrowUp":
-        t.body.scrollTop -= 48;
+        timeline.body.scrollTop -= 48;
         break;
       case "ArrowDown":
-        t.body.scrollTop += 48;
+        timeline.body.scrollTop += 48;
         break;
       case "f":
-        t.fit();
+        timeline.fit();
         break;
       case "/":
-        (t.parent || t).panel.search.focus();
-        (t.parent || t).panel.search.select();
+        (timeline.parent || timeline).panel.search.focus();
+        (timeline.parent || timeline).panel.search.select();
         break;
       case "n":
-        t.next(e.shiftKey);
+        timeline.findNext(event.shiftKey);
         break;
       case "[":
-        t.beside(-1);
+        timeline.selectNeighbor(-1);
         break;
       case "]":
-        t.beside(1);
+        timeline.selectNeighbor(1);
         break;
       case "z":
-        t.zoomToRange();
+        timeline.zoomToRange();
         break;
       case "p":
-        (t.parent || t).panel.toggle();
+        (timeline.parent || timeline).panel.toggle();
         break;
       case "?":
-        (t.parent || t).panel.help();
+        (timeline.parent || timeline).panel.showHelp();
         break;
       case "Enter":
-        if (own && t.chosen) {
-          t.zoomTo(t.chosen);
-        } else if (own) {
-          t.chooseVisible();
+        if (isOnTimeline && timeline.selectedSlice) {
+          timeline.zoomTo(timeline.selectedSlice);
+        } else if (isOnTimeline) {
+          timeline.selectVisible();
         } else {
-          done = false;
+          isHandled = false;
         }
         break;
       default:
-        done = false;
+        isHandled = false;
     }
-    if (done) {
-      e.preventDefault();
+    if (isHandled) {
+      event.preventDefault();
     }
   }
 }

@@ -1,8 +1,8 @@
-// The timeline: Data (what the server said), Paint (pixels), Input (pointer, wheel, keys), Panel
-// (text beside the picture) and Timeline, which ties them. This file sets it going.
+// Entry point of the timeline. TimelineData requests data, Painter draws, Input handles pointer,
+// wheel and keys, Panel shows text and controls, and Timeline connects them.
 
-import "./last.js";
-import { start, state } from "./place.js";
+import "./deferred_scripts.js";
+import { start, state } from "./mount.js";
 
 Object.assign(window, { advisorTimeline: state });
 start();

@@ -1,8 +1,8 @@
-// Timeline: pixels. Rows are laid out once; a frame is drawn from the last answers.
+// Painter of the timeline: layout of its rows, and drawing on its canvases.
 
 import * as ui from "./ui.js";
 
-const HEIGHT = {
+const LANE_HEIGHTS = {
   steps: 20,
   phases: 16,
   idle: 22,
@@ -13,152 +13,161 @@ const HEIGHT = {
   thread: 15,
   overhead: 14,
 };
-const THIN = 8;
-const GAP = 7;
-const COUNTER = 40;
-const HALO = 4;
-const HEAD = 22;
-// of a name, which is clicked: no less than WCAG 2.5.8 asks of a target
-export const LABEL = 24;
+const FOLDED_HEIGHT = 8;
+const GROUP_GAP = 7;
+const COUNTER_HEIGHT = 40;
+const FRAME_MARGIN = 4;
+const COUNTER_HEADER_HEIGHT = 22;
+// minimum size of a click target by WCAG 2.5.8
+export const LABEL_HEIGHT = 24;
 
-// How far a name that stands beside low lanes reaches above them.
-/** @param {number} height of the lanes */
-export function overhang(height) {
-  return Math.max(0, Math.ceil((LABEL - height) / 2));
+/**
+ * Returns how far a label extends above lanes that are lower than it, pixels.
+ * @param {number} height of the lanes
+ */
+export function labelOverhang(height) {
+  return Math.max(0, Math.ceil((LABEL_HEIGHT - height) / 2));
 }
 
-// Rows of the picture from top to bottom: {y, h, lane} and {y, h, counter}, and the groups' boxes.
-// Pinned groups come first; their rows stay where they are when the others scroll.
-// Without room for a gutter the labels have a line of their own.
 /**
- * A group's or the counters' box, across its lanes.
- * @typedef {{ y: number, h: number, shut: boolean, pin: boolean,
+ * Box around the lanes of a group, or around the counters.
+ * @typedef {{ y: number, h: number, isFolded: boolean, isPinned: boolean,
  *   group?: import("./data.js").Group, counters?: boolean }} Box
  */
 
 /**
- * A lane, or a counter's.
- * @typedef {{ y: number, h: number, pin: boolean, lane?: number, group?: number,
+ * Row of a lane or of a counter.
+ * @typedef {{ y: number, h: number, isPinned: boolean, lane?: number, group?: number,
  *   counter?: number }} Row
  */
 
 /**
+ * Lays out rows and boxes from top to bottom. Pinned groups come first and do not scroll. In a
+ * narrow window, labels are above the lanes instead of beside them.
  * @param {import("./data.js").Info} info
  * @param {Record<string, boolean>} folded by the groups' keys
  * @param {boolean} narrow
  * @param {string[]} pinned keys of groups
  */
-export function layOut(info, folded, narrow, pinned) {
-  let y = GAP;
+export function layOutRows(info, folded, narrow, pinned) {
+  let y = GROUP_GAP;
   /** @type {Row[]} */
   const rows = [];
   /** @type {Box[]} */
   const boxes = [];
   /** @type {number[]} */
   const byLane = [];
-  let pins = 0;
-  let below = 0; // the name of the group before
-  function place(group, number, pin) {
-    const shut = folded[group.key];
-    const shown = shut ? 1 : group.count;
-    const own = shut && group.count === 1 ? THIN : HEIGHT[group.kind] || 16;
-    const over = overhang(shown * (own + 1));
-    y = narrow ? y + LABEL : Math.max(y, below + over);
+  let pinnedHeight = 0;
+  let labelEnd = 0; // bottom of the previous group's label
+  function placeGroup(group, number, isPinned) {
+    const isFolded = folded[group.key];
+    const laneCount = isFolded ? 1 : group.count;
+    const laneHeight =
+      isFolded && group.count === 1 ? FOLDED_HEIGHT : LANE_HEIGHTS[group.kind] || 16;
+    const overhang = labelOverhang(laneCount * (laneHeight + 1));
+    y = narrow ? y + LABEL_HEIGHT : Math.max(y, labelEnd + overhang);
     const top = y;
-    below = top - over + LABEL;
-    for (let i = 0; i < shown; i++) {
+    labelEnd = top - overhang + LABEL_HEIGHT;
+    for (let i = 0; i < laneCount; i++) {
       byLane[group.first + i] = rows.length;
-      rows.push({ y, h: own, lane: group.first + i, group: number, pin });
-      y += own + 1;
+      rows.push({ y, h: laneHeight, lane: group.first + i, group: number, isPinned });
+      y += laneHeight + 1;
     }
-    boxes.push({ y: top, h: y - top, group, shut, pin });
-    y += narrow ? 0 : GAP;
+    boxes.push({ y: top, h: y - top, group, isFolded, isPinned });
+    y += narrow ? 0 : GROUP_GAP;
   }
-  function isPinned(group) {
+  function isGroupPinned(group) {
     return pinned.indexOf(group.key) >= 0;
   }
   info.groups.forEach((group, number) => {
-    if (isPinned(group)) {
-      place(group, number, true);
+    if (isGroupPinned(group)) {
+      placeGroup(group, number, true);
     }
   });
   if (boxes.length) {
-    pins = y;
-    y += GAP;
+    pinnedHeight = y;
+    y += GROUP_GAP;
   }
   info.groups.forEach((group, number) => {
-    if (!isPinned(group)) {
-      place(group, number, false);
+    if (!isGroupPinned(group)) {
+      placeGroup(group, number, false);
     }
   });
   if (info.counters.length) {
-    y += narrow ? LABEL : 0;
-    const first = y;
-    const all = folded.counters;
-    if (!all) {
-      y += narrow ? 0 : HEAD;
+    y += narrow ? LABEL_HEIGHT : 0;
+    const countersTop = y;
+    const areCountersFolded = folded.counters;
+    if (!areCountersFolded) {
+      y += narrow ? 0 : COUNTER_HEADER_HEIGHT;
       info.counters.forEach((counter, i) => {
-        rows.push({ y, h: COUNTER - 8, counter: i, pin: false });
-        y += COUNTER;
+        rows.push({ y, h: COUNTER_HEIGHT - 8, counter: i, isPinned: false });
+        y += COUNTER_HEIGHT;
       });
     } else {
-      y += LABEL;
+      y += LABEL_HEIGHT;
     }
-    boxes.push({ y: first, h: y - first, counters: true, shut: all, pin: false });
+    boxes.push({
+      y: countersTop,
+      h: y - countersTop,
+      counters: true,
+      isFolded: areCountersFolded,
+      isPinned: false,
+    });
   }
-  return { rows, boxes, height: y + GAP, byLane, pins };
+  return { rows, boxes, height: y + GROUP_GAP, byLane, pinnedHeight };
 }
 
 function luminance(hex) {
-  function part(at) {
-    const v = parseInt(hex.slice(at, at + 2), 16) / 255;
-    return v <= 0.03928 ? v / 12.92 : Math.pow((v + 0.055) / 1.055, 2.4);
+  function channel(offset) {
+    const value = parseInt(hex.slice(offset, offset + 2), 16) / 255;
+    return value <= 0.03928 ? value / 12.92 : Math.pow((value + 0.055) / 1.055, 2.4);
   }
-  return 0.2126 * part(1) + 0.7152 * part(3) + 0.0722 * part(5);
+  return 0.2126 * channel(1) + 0.7152 * channel(3) + 0.0722 * channel(5);
 }
 
-export class Paint {
-  dpr = 1; // device pixels in one of the page
+export class Painter {
+  dpr = 1; // device pixels per CSS pixel
 
-  // colours of the page, by the names of its style sheet (theme)
+  // colors of the page, by the names of its CSS variables
   bg = "";
   card = "";
   sunk = "";
   line = "";
-  line_strong = "";
+  lineStrong = "";
   text = "";
   dim = "";
   accent = "";
 
   constructor(timeline) {
-    this.t = timeline;
-    this.widths = new Map();
-    this.theme();
+    this.timeline = timeline;
+    this.textWidths = new Map();
+    this.readTheme();
   }
 
-  // Colours of the page as it is now; those of the slices are the same in both themes.
-  theme() {
+  // Reads the colors of the current theme. Slices have the same colors in both themes.
+  readTheme() {
     const style = getComputedStyle(document.documentElement);
     const self = this;
     ["bg", "card", "sunk", "line", "line-strong", "text", "dim", "accent"].forEach((name) => {
-      self[name.replace("-", "_")] = style.getPropertyValue("--" + name).trim() || "#888";
+      self[name === "line-strong" ? "lineStrong" : name] =
+        style.getPropertyValue("--" + name).trim() || "#888";
     });
     this.font = style.getPropertyValue("--sans").trim() || "sans-serif";
     this.dark = luminance(/^#[0-9a-f]{6}$/i.test(this.card) ? this.card : "#ffffff") < 0.2;
     this.outline = this.dark ? "#ffffff" : "#101014";
   }
 
-  categories(list) {
-    this.colours = list.map((c) => {
+  setCategories(list) {
+    this.colors = list.map((c) => {
       return c[2];
     });
-    // white on it, or black: what has more contrast
-    this.inks = list.map((c) => {
+    // white or black, whichever has more contrast
+    this.labelColors = list.map((c) => {
       return luminance(c[2]) > 0.19 ? "#101014" : "#ffffff";
     });
   }
 
-  size(canvas, width, height) {
+  prepareCanvas(canvas, width, height) {
     const dpr = ui.clamp(window.devicePixelRatio || 1, 1, 3);
     if (canvas.width !== Math.round(width * dpr) || canvas.height !== Math.round(height * dpr)) {
       canvas.width = Math.round(width * dpr);
@@ -173,70 +182,72 @@ export class Paint {
     return ctx;
   }
 
-  snap(x) {
+  snapToPixel(x) {
     return Math.round(x * this.dpr) / this.dpr;
   }
 
-  main() {
-    const t = this.t;
-    const w = t.width;
-    const h = t.height;
-    const top = t.scroll;
-    const layout = t.layout;
-    const ctx = this.size(t.canvas, w, h);
-    if (!layout || !t.data.info) {
+  drawLanes() {
+    const timeline = this.timeline;
+    const w = timeline.width;
+    const h = timeline.height;
+    const top = timeline.scroll;
+    const layout = timeline.layout;
+    const ctx = this.prepareCanvas(timeline.canvas, w, h);
+    if (!layout || !timeline.data.info) {
       return;
     }
-    const scale = w / (t.x1 - t.x0);
-    this.pinning = false;
-    this.layers(ctx, layout, w, h, top, scale);
-    if (t.answer) {
-      this.counters(ctx, t.answer, scale, layout, top);
+    const scale = w / (timeline.x1 - timeline.x0);
+    this.isPinnedPass = false;
+    this.drawLayers(ctx, layout, w, h, top, scale);
+    if (timeline.answer) {
+      this.drawCounters(ctx, timeline.answer, scale, layout, top);
     }
-    if (!layout.pins) {
+    if (!layout.pinnedHeight) {
       return;
     }
-    this.pinning = true;
+    this.isPinnedPass = true;
     ctx.save();
     ctx.beginPath();
-    ctx.rect(0, 0, w, layout.pins);
+    ctx.rect(0, 0, w, layout.pinnedHeight);
     ctx.clip();
-    this.layers(ctx, layout, w, layout.pins, 0, scale);
+    this.drawLayers(ctx, layout, w, layout.pinnedHeight, 0, scale);
     ctx.restore();
-    ctx.fillStyle = this.line_strong;
-    ctx.fillRect(0, layout.pins, w, 1);
+    ctx.fillStyle = this.lineStrong;
+    ctx.fillRect(0, layout.pinnedHeight, w, 1);
   }
 
-  // What lies on each other, from the ground up: of the pinned rows, or of the others.
-  layers(ctx, layout, w, h, top, scale) {
-    const t = this.t;
+  // Draws all layers, from back to front, of the pinned rows or of the others.
+  drawLayers(ctx, layout, width, height, top, scale) {
+    const timeline = this.timeline;
     const self = this;
     ctx.fillStyle = this.card;
-    ctx.fillRect(0, 0, w, h);
-    this.grounds(ctx, layout, w, h, top);
-    this.grid(ctx, w, h);
-    const answers = t.covered() ? [t.answer] : [t.base, t.answer];
-    // all cells first, then all slices on them
-    const drawn = /** @type {const} */ (["cells", "slices"]);
-    drawn.forEach((kind) => {
+    ctx.fillRect(0, 0, width, height);
+    this.drawGroupLines(ctx, layout, width, height, top);
+    this.drawStepLines(ctx, width, height);
+    const answers = timeline.isViewCovered()
+      ? [timeline.answer]
+      : [timeline.overviewAnswer, timeline.answer];
+    // slices are drawn over all cells
+    const passes = /** @type {const} */ (["drawCells", "drawSlices"]);
+    passes.forEach((drawPass) => {
       answers.forEach((answer, i) => {
         if (answer) {
-          const except = answers.length > 1 && i === 0 ? t.answer : null;
-          self[kind](ctx, answer, scale, layout, top, except);
+          const newerAnswer = answers.length > 1 && i === 0 ? timeline.answer : null;
+          self[drawPass](ctx, answer, scale, layout, top, newerAnswer);
         }
       });
     });
-    if (t.answer) {
-      this.flagged(ctx, t.answer, scale, layout, top);
+    if (timeline.answer) {
+      this.drawFlaggedCells(ctx, timeline.answer, scale, layout, top);
     }
-    this.outside(ctx, w, h);
+    this.drawUnrecordedTime(ctx, width, height);
   }
 
-  grounds(ctx, layout, w, h, top) {
+  drawGroupLines(ctx, layout, w, h, top) {
     const line = this.line;
-    const pinning = this.pinning;
+    const pinning = this.isPinnedPass;
     layout.boxes.forEach((box) => {
-      if (box.pin !== pinning) {
+      if (box.isPinned !== pinning) {
         return;
       }
       const y = box.y - top + box.h + 3;
@@ -248,30 +259,30 @@ export class Paint {
     });
   }
 
-  // Lines where steps begin, so that one can see over all lanes to which step something belongs.
-  grid(ctx, w, h) {
-    const t = this.t;
-    const starts = t.steps;
-    const scale = w / (t.x1 - t.x0);
+  // Draws a line across all lanes at the start of each step.
+  drawStepLines(ctx, w, h) {
+    const timeline = this.timeline;
+    const starts = timeline.stepStarts;
+    const scale = w / (timeline.x1 - timeline.x0);
     if (!starts || starts.length * 3 > w) {
       return;
     }
-    ctx.fillStyle = this.line_strong;
+    ctx.fillStyle = this.lineStrong;
     for (let i = 0; i < starts.length; i++) {
-      const x = (starts[i] - t.x0) * scale;
+      const x = (starts[i] - timeline.x0) * scale;
       if (x >= 0 && x <= w) {
         ctx.fillRect(Math.round(x), 0, 1, h);
       }
     }
   }
 
-  // Beyond the first and last event nothing was recorded: hatched, not empty.
-  outside(ctx, w, h) {
-    const t = this.t;
-    const info = t.data.info;
-    const scale = w / (t.x1 - t.x0);
-    const left = (info.begin - t.x0) * scale;
-    const right = (info.finish - t.x0) * scale;
+  // Shades the time before the first and after the last event.
+  drawUnrecordedTime(ctx, w, h) {
+    const timeline = this.timeline;
+    const info = timeline.data.info;
+    const scale = w / (timeline.x1 - timeline.x0);
+    const left = (info.first_ns - timeline.x0) * scale;
+    const right = (info.last_ns - timeline.x0) * scale;
     ctx.fillStyle = this.sunk;
     if (left > 0) {
       ctx.fillRect(0, 0, Math.min(left, w), h);
@@ -281,139 +292,147 @@ export class Paint {
     }
   }
 
-  cells(ctx, answer, scale, layout, top, except) {
-    const r = answer.runs;
-    const t = this.t;
-    const colours = this.colours;
+  drawCells(ctx, answer, scale, layout, top, newerAnswer) {
+    const runs = answer.runs;
+    const timeline = this.timeline;
+    const colors = this.colors;
     const rows = layout.rows;
     const byLane = layout.byLane;
-    const cell = answer.cell;
-    const base = (answer.cell0 - t.x0) * scale;
-    const size = cell * scale;
-    const w = t.width;
-    const h = t.height;
-    const dim = t.finding || t.query ? 0.38 : 1;
-    let last = -1;
-    // where a fresher answer is drawn over this one, this one is left out
-    const from = except ? (except.x0 - t.x0) * scale : w + 1;
-    const to = except ? (except.x1 - t.x0) * scale : w + 1;
-    for (let i = 0; i < r.n; i++) {
-      const row = rows[byLane[r.lane[i]]];
-      if (!row || row.pin !== this.pinning) {
+    const cellNs = answer.cell;
+    const base = (answer.cell0 - timeline.x0) * scale;
+    const cellWidth = cellNs * scale;
+    const w = timeline.width;
+    const h = timeline.height;
+    const alpha = timeline.finding || timeline.query ? 0.38 : 1;
+    let lastCategory = -1;
+    // skip cells that a newer answer will draw
+    const newerStart = newerAnswer ? (newerAnswer.x0 - timeline.x0) * scale : w + 1;
+    const newerEnd = newerAnswer ? (newerAnswer.x1 - timeline.x0) * scale : w + 1;
+    for (let i = 0; i < runs.n; i++) {
+      const row = rows[byLane[runs.lane[i]]];
+      if (!row || row.isPinned !== this.isPinnedPass) {
         continue;
       }
       const y = row.y - top;
       if (y > h || y + row.h < 0) {
         continue;
       }
-      const a = base + r.cell[i] * size;
-      const b = a + r.width[i] * size;
-      if (b < 0 || a > w || (a >= from && b <= to && except.has[r.lane[i]])) {
+      const start = base + runs.cell[i] * cellWidth;
+      const end = start + runs.width[i] * cellWidth;
+      if (
+        end < 0 ||
+        start > w ||
+        (start >= newerStart && end <= newerEnd && newerAnswer.hasLane[runs.lane[i]])
+      ) {
         continue;
       }
-      const x = this.snap(Math.max(a, -2));
-      const width = Math.max(this.snap(Math.min(b, w + 2)) - x, 1 / this.dpr);
-      if (r.category[i] !== last) {
-        last = r.category[i];
-        ctx.fillStyle = colours[last];
+      const x = this.snapToPixel(Math.max(start, -2));
+      const width = Math.max(this.snapToPixel(Math.min(end, w + 2)) - x, 1 / this.dpr);
+      if (runs.category[i] !== lastCategory) {
+        lastCategory = runs.category[i];
+        ctx.fillStyle = colors[lastCategory];
       }
-      ctx.globalAlpha = dim * (0.3 + (0.7 * r.cover[i]) / 255);
+      ctx.globalAlpha = alpha * (0.3 + (0.7 * runs.cover[i]) / 255);
       ctx.fillRect(x, y, width, row.h);
     }
     ctx.globalAlpha = 1;
   }
 
-  slices(ctx, answer, scale, layout, top, except) {
-    const s = answer.slices;
-    const t = this.t;
+  drawSlices(ctx, answer, scale, layout, top, newerAnswer) {
+    const slices = answer.slices;
+    const timeline = this.timeline;
     const rows = layout.rows;
     const byLane = layout.byLane;
-    const w = t.width;
-    const h = t.height;
-    const shift = answer.x0 - t.x0;
-    const dimmed = Boolean(t.finding || t.query);
-    const labels = t.data.labels;
-    const from = except ? (except.x0 - t.x0) * scale : w + 1;
-    const to = except ? (except.x1 - t.x0) * scale : w + 1;
+    const w = timeline.width;
+    const h = timeline.height;
+    const shift = answer.x0 - timeline.x0;
+    const hasFocus = Boolean(timeline.finding || timeline.query);
+    const labels = timeline.data.labels;
+    const newerStart = newerAnswer ? (newerAnswer.x0 - timeline.x0) * scale : w + 1;
+    const newerEnd = newerAnswer ? (newerAnswer.x1 - timeline.x0) * scale : w + 1;
     ctx.textBaseline = "middle";
     ctx.font = "11px " + this.font;
-    for (let i = 0; i < s.n; i++) {
-      const row = rows[byLane[s.lane[i]]];
-      if (!row || row.pin !== this.pinning) {
+    for (let i = 0; i < slices.n; i++) {
+      const row = rows[byLane[slices.lane[i]]];
+      if (!row || row.isPinned !== this.isPinnedPass) {
         continue;
       }
       const y = row.y - top;
       if (y > h || y + row.h < 0) {
         continue;
       }
-      const a = (shift + s.start[i]) * scale;
-      const b = a + s.dur[i] * scale;
-      if (b < 0 || a > w || (a >= from && b <= to && except.has[s.lane[i]])) {
+      const start = (shift + slices.start[i]) * scale;
+      const end = start + slices.dur[i] * scale;
+      if (
+        end < 0 ||
+        start > w ||
+        (start >= newerStart && end <= newerEnd && newerAnswer.hasLane[slices.lane[i]])
+      ) {
         continue;
       }
-      const x = this.snap(Math.max(a, -4));
-      const end = this.snap(Math.min(b, w + 4));
-      const width = Math.max(end - x - (b - a > 3 ? 1 / this.dpr : 0), 1 / this.dpr);
-      ctx.globalAlpha = dimmed && !s.flags[i] ? 0.3 : 1;
-      ctx.fillStyle = this.colours[s.category[i]];
+      const x = this.snapToPixel(Math.max(start, -4));
+      const right = this.snapToPixel(Math.min(end, w + 4));
+      const width = Math.max(right - x - (end - start > 3 ? 1 / this.dpr : 0), 1 / this.dpr);
+      ctx.globalAlpha = hasFocus && !slices.flags[i] ? 0.3 : 1;
+      ctx.fillStyle = this.colors[slices.category[i]];
       ctx.fillRect(x, y, width, row.h);
       if (width > 26 && row.h > 11) {
-        // on a dimmed slice the ground shows through: the page's own ink is the one to read
-        const dull = dimmed && !s.flags[i];
-        ctx.globalAlpha = dull ? 0.75 : 1;
-        ctx.fillStyle = dull ? this.dim : this.inks[s.category[i]];
-        this.label(ctx, labels[s.name[i]], x, y, width, row.h, s.dur[i]);
+        // the background shows through a dimmed slice, so its label has the page's text color
+        const isDimmed = hasFocus && !slices.flags[i];
+        ctx.globalAlpha = isDimmed ? 0.75 : 1;
+        ctx.fillStyle = isDimmed ? this.dim : this.labelColors[slices.category[i]];
+        this.drawLabel(ctx, labels[slices.name[i]], x, y, width, row.h, slices.dur[i]);
       }
-      if (s.flags[i] & 1) {
-        this.mark(ctx, x, y, width, row.h, 1);
-      } else if (s.flags[i] & 2) {
-        this.mark(ctx, x, y, width, row.h, 2);
+      if (slices.flags[i] & 1) {
+        this.drawOutline(ctx, x, y, width, row.h, 1);
+      } else if (slices.flags[i] & 2) {
+        this.drawOutline(ctx, x, y, width, row.h, 2);
       }
     }
     ctx.globalAlpha = 1;
   }
 
-  // The name as far as it fits, and the duration behind it where there is room.
-  label(ctx, text, x, y, width, height, dur) {
+  // Draws a slice's name, shortened to fit, and its duration if there is space.
+  drawLabel(ctx, text, x, y, width, height, duration) {
     if (!text) {
       return;
     }
     const left = Math.max(x, 0) + 4;
-    const room = Math.min(x + width, this.t.width) - left - 4;
-    if (room < 14) {
+    const available = Math.min(x + width, this.timeline.width) - left - 4;
+    if (available < 14) {
       return;
     }
-    const full = this.measure(ctx, text);
-    if (full > room) {
-      const fit = Math.floor((text.length * room) / full) - 1;
-      if (fit < 2) {
+    const textWidth = this.measureText(ctx, text);
+    if (textWidth > available) {
+      const fittingLength = Math.floor((text.length * available) / textWidth) - 1;
+      if (fittingLength < 2) {
         return;
       }
-      text = text.slice(0, fit) + "…";
+      text = text.slice(0, fittingLength) + "…";
     } else {
-      const time = ui.formatDuration(dur);
-      if (full + 60 < room) {
+      const time = ui.formatDuration(duration);
+      if (textWidth + 60 < available) {
         ctx.globalAlpha *= 0.72;
-        ctx.fillText(time, left + full + 8, y + height / 2 + 0.5);
+        ctx.fillText(time, left + textWidth + 8, y + height / 2 + 0.5);
         ctx.globalAlpha /= 0.72;
       }
     }
     ctx.fillText(text, left, y + height / 2 + 0.5);
   }
 
-  measure(ctx, text) {
-    let width = this.widths.get(text);
+  measureText(ctx, text) {
+    let width = this.textWidths.get(text);
     if (width === undefined) {
-      if (this.widths.size > 20000) {
-        this.widths.clear();
+      if (this.textWidths.size > 20000) {
+        this.textWidths.clear();
       }
       width = ctx.measureText(text).width;
-      this.widths.set(text, width);
+      this.textWidths.set(text, width);
     }
     return width;
   }
 
-  mark(ctx, x, y, width, height, kind) {
+  drawOutline(ctx, x, y, width, height, kind) {
     ctx.globalAlpha = 1;
     ctx.lineWidth = kind === 1 ? 2 : 1.5;
     ctx.strokeStyle = kind === 1 ? this.outline : this.accent;
@@ -425,44 +444,44 @@ export class Paint {
     ctx.strokeRect(x + 1, y + 1, width - 2, height - 2);
   }
 
-  flagged(ctx, answer, scale, layout, top) {
-    const f = answer.flagged;
-    const t = this.t;
-    const base = (answer.cell0 - t.x0) * scale;
-    const size = answer.cell * scale;
-    for (let i = 0; i < f.n; i++) {
-      const row = layout.rows[layout.byLane[f.lane[i]]];
-      if (!row || row.pin !== this.pinning) {
+  drawFlaggedCells(ctx, answer, scale, layout, top) {
+    const flagged = answer.flagged;
+    const timeline = this.timeline;
+    const base = (answer.cell0 - timeline.x0) * scale;
+    const cellWidth = answer.cell * scale;
+    for (let i = 0; i < flagged.n; i++) {
+      const row = layout.rows[layout.byLane[flagged.lane[i]]];
+      if (!row || row.isPinned !== this.isPinnedPass) {
         continue;
       }
-      const a = base + f.cell[i] * size;
-      const b = a + f.width[i] * size;
+      const start = base + flagged.cell[i] * cellWidth;
+      const end = start + flagged.width[i] * cellWidth;
       const y = row.y - top;
-      if (b < 0 || a > t.width || y > t.height || y + row.h < 0) {
+      if (end < 0 || start > timeline.width || y > timeline.height || y + row.h < 0) {
         continue;
       }
-      const x = this.snap(a);
-      const width = Math.max(b - a, 1.5);
-      ctx.fillStyle = f.flags[i] & 1 ? this.outline : this.accent;
-      // a bar above and below, with the cell's own colour in full between them
+      const x = this.snapToPixel(start);
+      const width = Math.max(end - start, 1.5);
+      ctx.fillStyle = flagged.flags[i] & 1 ? this.outline : this.accent;
+      // lines above and below the cell, which keeps its color
       ctx.fillRect(x, y - 1, width, 2.5);
       ctx.fillRect(x, y + row.h - 1.5, width, 2.5);
     }
   }
 
-  counters(ctx, answer, scale, layout, top) {
-    const t = this.t;
-    const info = t.data.info;
-    const w = t.width;
+  drawCounters(ctx, answer, scale, layout, top) {
+    const timeline = this.timeline;
+    const info = timeline.data.info;
+    const w = timeline.width;
     const self = this;
-    const step = (answer.x1 - answer.x0) / answer.px;
+    const pixelNs = (answer.x1 - answer.x0) / answer.px;
     layout.rows.forEach((row) => {
       if (row.counter === undefined) {
         return;
       }
-      const at = answer.asked.indexOf(row.counter);
+      const position = answer.counterNumbers.indexOf(row.counter);
       const y = row.y - top;
-      if (at < 0 || y > t.height || y + row.h < 0) {
+      if (position < 0 || y > timeline.height || y + row.h < 0) {
         return;
       }
       const counter = info.counters[row.counter];
@@ -474,83 +493,83 @@ export class Paint {
         span = high - low || 1;
       }
       ctx.fillStyle = self.accent;
-      const base = at * answer.px;
+      const offset = position * answer.px;
       for (let i = 0; i < answer.px; i++) {
-        const value = answer.high[base + i];
-        const least = answer.low[base + i];
-        if (value !== value) {
+        const largest = answer.high[offset + i];
+        const smallest = answer.low[offset + i];
+        if (largest !== largest) {
           continue;
         }
-        let x = (answer.x0 - t.x0 + i * step) * scale;
-        const width = step * scale;
+        let x = (answer.x0 - timeline.x0 + i * pixelNs) * scale;
+        const width = pixelNs * scale;
         if (x + width < 0 || x > w) {
           continue;
         }
-        const up = row.h * ui.clamp((value - low) / span, 0, 1);
-        const down = row.h * ui.clamp((least - low) / span, 0, 1);
-        const right = self.snap(x + width); // where the next one begins
-        x = self.snap(x);
-        const wide = Math.max(right - x, 0.5);
+        const top = row.h * ui.clamp((largest - low) / span, 0, 1);
+        const bottom = row.h * ui.clamp((smallest - low) / span, 0, 1);
+        const right = self.snapToPixel(x + width); // start of the next pixel
+        x = self.snapToPixel(x);
+        const barWidth = Math.max(right - x, 0.5);
         ctx.globalAlpha = 0.22;
-        ctx.fillRect(x, y + row.h - up, right - x, up); // never over another: it would be darker
+        ctx.fillRect(x, y + row.h - top, right - x, top); // translucent: bars must not overlap
         ctx.globalAlpha = 1;
-        ctx.fillRect(x, y + row.h - up - 0.5, wide, Math.max(up - down, 1.5));
+        ctx.fillRect(x, y + row.h - top - 0.5, barWidth, Math.max(top - bottom, 1.5));
       }
     });
   }
 
-  axis() {
-    const t = this.t;
-    const w = t.width;
-    const ctx = this.size(t.axis, w, 26);
-    const span = t.x1 - t.x0;
-    const step = tick(span, w);
-    const first = Math.ceil(t.x0 / step) * step;
+  drawAxis() {
+    const timeline = this.timeline;
+    const w = timeline.width;
+    const ctx = this.prepareCanvas(timeline.axis, w, 26);
+    const span = timeline.x1 - timeline.x0;
+    const step = tickStep(span, w);
+    const first = Math.ceil(timeline.x0 / step) * step;
     const scale = w / span;
     ctx.font = "11px " + this.font;
     ctx.textBaseline = "middle";
-    let at = first;
-    let n = 0;
-    for (; at < t.x1 && n < 100; at += step, n++) {
-      const x = Math.round((at - t.x0) * scale);
-      ctx.fillStyle = this.line_strong;
+    let time = first;
+    let count = 0;
+    for (; time < timeline.x1 && count < 100; time += step, count++) {
+      const x = Math.round((time - timeline.x0) * scale);
+      ctx.fillStyle = this.lineStrong;
       ctx.fillRect(x, 16, 1, 10);
       ctx.fillStyle = this.dim;
-      const text = ui.formatInstant(at, step);
-      if (x + 6 + this.measure(ctx, text) < w) {
+      const text = ui.formatInstant(time, step);
+      if (x + 6 + this.measureText(ctx, text) < w) {
         ctx.fillText(text, x + 4, 10);
       }
     }
-    for (at = first - step; at < t.x1 && n < 1000; at += step / 5, n++) {
+    for (time = first - step; time < timeline.x1 && count < 1000; time += step / 5, count++) {
       ctx.fillStyle = this.line;
-      ctx.fillRect(Math.round((at - t.x0) * scale), 21, 1, 5);
+      ctx.fillRect(Math.round((time - timeline.x0) * scale), 21, 1, 5);
     }
   }
 
-  overview() {
-    const t = this.t;
-    const w = t.width;
+  drawOverview() {
+    const timeline = this.timeline;
+    const w = timeline.width;
     const h = 34;
-    const ctx = this.size(t.map, w, h);
-    const base = t.base;
-    const info = t.data.info;
+    const ctx = this.prepareCanvas(timeline.overview, w, h);
+    const base = timeline.overviewAnswer;
+    const info = timeline.data.info;
     if (!info) {
       return;
     }
-    const span = info.finish - info.begin;
+    const span = info.last_ns - info.first_ns;
     const scale = w / span;
     const self = this;
     ctx.fillStyle = this.sunk;
     ctx.fillRect(0, 0, w, h);
     if (base) {
-      const rows = t.mapLanes;
+      const rows = timeline.overviewLanes;
       const height = (h - 6) / Math.max(rows.length, 1);
-      const draw = function (lane, a, b, colour, alpha) {
+      const draw = function (lane, a, b, color, alpha) {
         const row = rows.indexOf(lane);
         if (row < 0) {
           return;
         }
-        ctx.fillStyle = colour;
+        ctx.fillStyle = color;
         ctx.globalAlpha = alpha;
         ctx.fillRect(a, 3 + row * height, Math.max(b - a, 0.5), height - 1);
       };
@@ -559,23 +578,23 @@ export class Paint {
       let i;
       let x;
       for (i = 0; i < r.n; i++) {
-        x = (base.cell0 + r.cell[i] * base.cell - info.begin) * scale;
+        x = (base.cell0 + r.cell[i] * base.cell - info.first_ns) * scale;
         draw(
           r.lane[i],
           x,
           x + r.width[i] * base.cell * scale,
-          self.colours[r.category[i]],
+          self.colors[r.category[i]],
           0.3 + (0.7 * r.cover[i]) / 255,
         );
       }
       for (i = 0; i < s.n; i++) {
-        x = (base.x0 + s.start[i] - info.begin) * scale;
-        draw(s.lane[i], x, x + s.dur[i] * scale, self.colours[s.category[i]], 1);
+        x = (base.x0 + s.start[i] - info.first_ns) * scale;
+        draw(s.lane[i], x, x + s.dur[i] * scale, self.colors[s.category[i]], 1);
       }
       ctx.globalAlpha = 1;
     }
-    let left = (t.x0 - info.begin) * scale;
-    let right = (t.x1 - info.begin) * scale;
+    let left = (timeline.x0 - info.first_ns) * scale;
+    let right = (timeline.x1 - info.first_ns) * scale;
     ctx.fillStyle = this.card;
     ctx.globalAlpha = 0.66;
     ctx.fillRect(0, 0, Math.max(left, 0), h);
@@ -591,114 +610,114 @@ export class Paint {
     ctx.fillRect(right - 2, h / 2 - 6, 4, 12);
   }
 
-  over() {
-    const t = this.t;
-    const w = t.width;
-    const h = t.height;
-    const ctx = this.size(t.overlay, w, h);
-    const scale = w / (t.x1 - t.x0);
+  drawOverlay() {
+    const timeline = this.timeline;
+    const w = timeline.width;
+    const h = timeline.height;
+    const ctx = this.prepareCanvas(timeline.overlay, w, h);
+    const scale = w / (timeline.x1 - timeline.x0);
     const self = this;
-    if (!t.layout) {
+    if (!timeline.layout) {
       return;
     }
-    if (t.range) {
-      const a = (Math.min(t.range[0], t.range[1]) - t.x0) * scale;
-      const b = (Math.max(t.range[0], t.range[1]) - t.x0) * scale;
+    if (timeline.range) {
+      const left = (Math.min(timeline.range[0], timeline.range[1]) - timeline.x0) * scale;
+      const right = (Math.max(timeline.range[0], timeline.range[1]) - timeline.x0) * scale;
       ctx.fillStyle = this.accent;
       ctx.globalAlpha = 0.13;
-      ctx.fillRect(a, 0, b - a, h);
+      ctx.fillRect(left, 0, right - left, h);
       ctx.globalAlpha = 1;
-      ctx.fillRect(Math.round(a), 0, 1, h);
-      ctx.fillRect(Math.round(b), 0, 1, h);
-      const text = ui.formatDuration(Math.abs(t.range[1] - t.range[0]));
+      ctx.fillRect(Math.round(left), 0, 1, h);
+      ctx.fillRect(Math.round(right), 0, 1, h);
+      const text = ui.formatDuration(Math.abs(timeline.range[1] - timeline.range[0]));
       ctx.font = "600 11px " + this.font;
-      const tw = ctx.measureText(text).width + 12;
-      const x = ui.clamp((a + b) / 2 - tw / 2, 2, w - tw - 2);
-      ctx.fillRect(x, 4, tw, 18);
+      const textWidth = ctx.measureText(text).width + 12;
+      const x = ui.clamp((left + right) / 2 - textWidth / 2, 2, w - textWidth - 2);
+      ctx.fillRect(x, 4, textWidth, 18);
       ctx.fillStyle = this.card;
       ctx.textBaseline = "middle";
       ctx.fillText(text, x + 6, 13.5);
-    } else if (t.pointer !== null) {
+    } else if (timeline.pointer !== null) {
       ctx.fillStyle = this.dim;
       ctx.globalAlpha = 0.5;
-      ctx.fillRect(Math.round(t.pointer), 0, 1, h);
+      ctx.fillRect(Math.round(timeline.pointer), 0, 1, h);
       ctx.globalAlpha = 1;
     }
-    if (t.instant !== null) {
+    if (timeline.instant !== null) {
       ctx.strokeStyle = this.accent;
       ctx.setLineDash([4, 3]);
       ctx.lineWidth = 1;
       ctx.beginPath();
-      ctx.moveTo((t.instant - t.x0) * scale, 0);
-      ctx.lineTo((t.instant - t.x0) * scale, h);
+      ctx.moveTo((timeline.instant - timeline.x0) * scale, 0);
+      ctx.lineTo((timeline.instant - timeline.x0) * scale, h);
       ctx.stroke();
       ctx.setLineDash([]);
     }
-    if (t.hover) {
-      this.frame(ctx, t.hover, this.dim, 1.5);
+    if (timeline.hoveredSlice) {
+      this.drawFrame(ctx, timeline.hoveredSlice, this.dim, 1.5);
     }
-    if (t.chosen) {
-      this.frame(ctx, t.chosen, this.accent, 2.5);
-      const links = t.chosen.links || [];
-      const many =
+    if (timeline.selectedSlice) {
+      this.drawFrame(ctx, timeline.selectedSlice, this.accent, 2.5);
+      const links = timeline.selectedSlice.links || [];
+      const hasManyLaunches =
         links.filter((link) => {
           return link.kind === "launched";
         }).length > 8;
       links.forEach((link) => {
         if (
           !["called from", "contains", "operator"].includes(link.kind) &&
-          !(many && link.kind === "launched")
+          !(hasManyLaunches && link.kind === "launched")
         ) {
-          self.arrow(ctx, t.chosen, link);
+          self.drawArrow(ctx, timeline.selectedSlice, link);
         }
       });
     }
   }
 
-  box(slice) {
-    const t = this.t;
-    const row = t.layout.rows[t.layout.byLane[slice.lane]];
-    const scale = t.width / (t.x1 - t.x0);
+  sliceBox(slice) {
+    const timeline = this.timeline;
+    const row = timeline.layout.rows[timeline.layout.byLane[slice.lane]];
+    const scale = timeline.width / (timeline.x1 - timeline.x0);
     if (!row) {
       return null;
     }
-    const x = (slice.ts - t.x0) * scale;
+    const x = (slice.ts - timeline.x0) * scale;
     return {
       x,
-      y: row.y - (row.pin ? 0 : t.scroll),
+      y: row.y - (row.isPinned ? 0 : timeline.scroll),
       w: Math.max(slice.dur * scale, 2),
       h: row.h,
-      pin: row.pin,
+      pin: row.isPinned,
     };
   }
 
-  frame(ctx, slice, colour, width) {
-    const box = this.box(slice);
-    if (!box || box.x > this.t.width + HALO || box.x + box.w < -HALO) {
+  drawFrame(ctx, slice, color, width) {
+    const box = this.sliceBox(slice);
+    if (!box || box.x > this.timeline.width + FRAME_MARGIN || box.x + box.w < -FRAME_MARGIN) {
       return;
     }
-    if (!box.pin && box.y < this.t.layout.pins) {
+    if (!box.isPinned && box.y < this.timeline.layout.pinnedHeight) {
       return;
-    } // below what is pinned
-    const x = Math.max(box.x, -HALO);
-    const right = Math.min(box.x + box.w, this.t.width + HALO);
-    ctx.strokeStyle = colour;
+    } // hidden by pinned rows
+    const x = Math.max(box.x, -FRAME_MARGIN);
+    const right = Math.min(box.x + box.w, this.timeline.width + FRAME_MARGIN);
+    ctx.strokeStyle = color;
     ctx.lineWidth = width;
     ctx.strokeRect(x - 1, box.y - 1, right - x + 2, box.h + 2);
   }
 
-  arrow(ctx, from, link) {
-    const back = link.kind === "launched by" || link.kind === "caused by";
-    const a = this.box(back ? link : from);
-    const b = this.box(back ? from : link);
-    const w = this.t.width;
-    if (!a || !b) {
+  drawArrow(ctx, from, link) {
+    const isReversed = link.kind === "launched by" || link.kind === "caused by";
+    const fromBox = this.sliceBox(isReversed ? link : from);
+    const toBox = this.sliceBox(isReversed ? from : link);
+    const w = this.timeline.width;
+    if (!fromBox || !toBox) {
       return;
     }
-    const x0 = ui.clamp(a.x + Math.min(a.w, 6) / 2, -40, w + 40);
-    const y0 = a.y + a.h / 2;
-    const x1 = ui.clamp(b.x, -40, w + 40);
-    const y1 = b.y + b.h / 2;
+    const x0 = ui.clamp(fromBox.x + Math.min(fromBox.w, 6) / 2, -40, w + 40);
+    const y0 = fromBox.y + fromBox.h / 2;
+    const x1 = ui.clamp(toBox.x, -40, w + 40);
+    const y1 = toBox.y + toBox.h / 2;
     const bend = Math.max(Math.abs(x1 - x0) * 0.4, 24);
     ctx.strokeStyle = this.card;
     ctx.lineWidth = 4;
@@ -722,18 +741,12 @@ export class Paint {
   }
 }
 
-// -- the lanes -------------------------------------------------------------------------------
-
-// -- axis and overview -----------------------------------------------------------------------
-
-export function tick(span, width) {
-  const rough = span / Math.max(width / 110, 1);
-  const size = Math.pow(10, Math.floor(Math.log10(rough)));
+export function tickStep(span, width) {
+  const roughStep = span / Math.max(width / 110, 1);
+  const size = Math.pow(10, Math.floor(Math.log10(roughStep)));
   const step =
-    [1, 2, 5, 10].filter((m) => {
-      return m * size >= rough;
+    [1, 2, 5, 10].filter((multiple) => {
+      return multiple * size >= roughStep;
     })[0] * size;
   return Math.max(step, 1);
 }
-
-// -- what lies over the lanes: selection, arrows, the chosen range -----------------------------

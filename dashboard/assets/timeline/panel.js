@@ -1,7 +1,7 @@
-// Timeline: the controls beside the picture: toolbar, details, statistics, table, hover card.
-// Everything from a trace goes in as text, never as markup.
+// Panel of the timeline: toolbar, details, statistics, table and hover card. Text from a trace is
+// always inserted as text, never as markup.
 
-import { ranges } from "./data.js";
+import { formatRanges } from "./data.js";
 import * as ui from "./ui.js";
 
 const KEYS = [
@@ -24,7 +24,7 @@ const KEYS = [
   ["drag on the axis", "zoom to that range"],
 ];
 
-// Findings about events; others (memory that grows, clocks that fall) have nothing to outline.
+// Returns whether a finding is about events. Others, such as memory growth, cannot be highlighted.
 function hasEvents(finding) {
   return finding.places.length || finding.edits;
 }
@@ -40,7 +40,7 @@ function button(label, title, onclick, cls) {
   });
 }
 
-// A line of a list that leads somewhere: what it is, and a figure beside it.
+// Builds a list item with a link and a figure beside it.
 function linkItem(text, figure, onclick) {
   return ui.el("li", {}, [
     ui.el("button", { type: "button", cls: "tl-link", onclick }, [
@@ -66,12 +66,12 @@ export class Panel {
   timers = {};
 
   constructor(timeline) {
-    this.t = timeline;
+    this.timeline = timeline;
     this.build();
   }
 
   build() {
-    const t = this.t;
+    const timeline = this.timeline;
     const self = this;
     this.search = ui.el("input", {
       type: "search",
@@ -85,95 +85,95 @@ export class Panel {
     this.search.addEventListener("keydown", (e) => {
       if (e.key === "Enter") {
         e.preventDefault();
-        t.find(self.search.value, e.shiftKey);
+        timeline.findMatch(self.search.value, e.shiftKey);
       }
       if (e.key === "Escape") {
         self.search.value = "";
-        t.setQuery("");
-        t.stage.focus();
+        timeline.setQuery("");
+        timeline.stage.focus();
         e.stopPropagation();
       }
     });
     this.search.addEventListener("input", () => {
-      self.later("search", 250, () => {
-        t.setQuery(self.search.value);
+      self.debounce("search", 250, () => {
+        timeline.setQuery(self.search.value);
       });
     });
-    this.hits = ui.el("span", { cls: "tl-hits", "aria-live": "polite" });
-    this.rank = ui.el("select", {
+    this.matchCount = ui.el("span", { cls: "tl-match-count", "aria-live": "polite" });
+    this.rankSelect = ui.el("select", {
       cls: "tl-select",
       "aria-label": "Rank",
       onchange() {
-        t.setRank(Number(self.rank.value));
+        timeline.setRank(Number(self.rankSelect.value));
       },
     });
     this.rankBox = ui.el("label", { cls: "tl-field", hidden: true }, [
       ui.el("span", { text: "Rank" }),
-      this.rank,
+      this.rankSelect,
     ]);
-    this.focus = ui.el("select", {
+    this.findingSelect = ui.el("select", {
       cls: "tl-select tl-focus",
       "aria-label": "Highlight a finding",
       onchange() {
-        t.setFinding(self.focus.value, true);
+        timeline.setFinding(self.findingSelect.value, true);
       },
     });
-    this.beside = ui.el("select", {
-      cls: "tl-select tl-beside",
+    this.compareSelect = ui.el("select", {
+      cls: "tl-select tl-compare",
       hidden: true,
       "aria-label": "Compare with",
       onchange() {
-        t.setBeside(self.beside.value);
+        timeline.setCompared(self.compareSelect.value);
       },
     });
-    this.frames = button(
+    this.libraryButton = button(
       "Library frames",
       "Frames of PyTorch, the standard library and installed packages",
       () => {
-        t.setLibraries(!t.libraries);
+        timeline.setLibraries(!timeline.libraries);
       },
     );
-    this.frames.hidden = true;
-    this.opener = button("Panel", "Panel: details, findings and colours (P)", () => {
+    this.libraryButton.hidden = true;
+    this.panelButton = button("Panel", "Panel: details, findings and colors (P)", () => {
       self.toggle();
     });
-    this.open = storedState() === "open";
-    this.bar = ui.el("div", { cls: "tl-bar", role: "toolbar", "aria-label": "Timeline" }, [
+    this.isOpen = storedState() === "open";
+    this.toolbar = ui.el("div", { cls: "tl-bar", role: "toolbar", "aria-label": "Timeline" }, [
       this.rankBox,
       ui.el("div", { cls: "tl-find" }, [
         this.search,
         button("‹", "Previous match", () => {
-          t.find(self.search.value, true);
+          timeline.findMatch(self.search.value, true);
         }),
         button("›", "Next match", () => {
-          t.find(self.search.value, false);
+          timeline.findMatch(self.search.value, false);
         }),
-        this.hits,
+        this.matchCount,
       ]),
-      this.focus,
-      this.beside,
+      this.findingSelect,
+      this.compareSelect,
       ui.el("div", { cls: "tl-buttons" }, [
-        this.frames,
+        this.libraryButton,
         button("−", "Zoom out (S)", () => {
-          t.zoom(1.6, 0.5, true);
+          timeline.zoom(1.6, 0.5, true);
         }),
         button("+", "Zoom in (W)", () => {
-          t.zoom(1 / 1.6, 0.5, true);
+          timeline.zoom(1 / 1.6, 0.5, true);
         }),
         button("Fit", "Fit (F)", () => {
-          t.fit();
+          timeline.fit();
         }),
-        this.opener,
+        this.panelButton,
         button("?", "Keys", () => {
-          self.help();
+          self.showHelp();
         }),
       ]),
     ]);
     this.side = ui.el("aside", { cls: "tl-side", "aria-label": "Details", tabindex: "0" });
-    this.card = ui.el("div", { cls: "tl-card", hidden: true, "aria-hidden": "true" });
+    this.hoverCard = ui.el("div", { cls: "tl-card", hidden: true, "aria-hidden": "true" });
     this.status = ui.el("p", { cls: "tl-status", role: "status" });
-    this.body = ui.el("tbody");
-    this.caption = ui.el("caption");
+    this.tableBody = ui.el("tbody");
+    this.tableCaption = ui.el("caption");
     this.table = ui.el("details", { cls: "tl-table" }, [
       ui.el("summary", { text: "Table of visible slices" }),
       ui.el(
@@ -181,7 +181,7 @@ export class Panel {
         { cls: "tl-table-box", tabindex: "0", role: "region", "aria-label": "Visible slices" },
         [
           ui.el("table", {}, [
-            this.caption,
+            this.tableCaption,
             ui.el("thead", {}, [
               ui.el(
                 "tr",
@@ -191,7 +191,7 @@ export class Panel {
                 }),
               ),
             ]),
-            this.body,
+            this.tableBody,
           ]),
         ],
       ),
@@ -199,7 +199,7 @@ export class Panel {
     this.table.addEventListener("toggle", () => {
       self.fillTable();
     });
-    this.dialog = ui.el("dialog", { cls: "tl-help", "aria-label": "Keys" }, [
+    this.helpDialog = ui.el("dialog", { cls: "tl-help", "aria-label": "Keys" }, [
       ui.el("h2", { text: "Keys and gestures" }),
       ui.el(
         "dl",
@@ -209,28 +209,28 @@ export class Panel {
         }, []),
       ),
       button("Close", "Close", () => {
-        self.dialog.close();
+        self.helpDialog.close();
       }),
     ]);
   }
 
-  later(name, ms, f) {
+  debounce(name, delayMs, action) {
     clearTimeout(this.timers[name]);
-    this.timers[name] = setTimeout(f, ms);
+    this.timers[name] = setTimeout(action, delayMs);
   }
 
-  help() {
-    if (!this.dialog.open) {
-      this.dialog.showModal();
+  showHelp() {
+    if (!this.helpDialog.open) {
+      this.helpDialog.showModal();
     }
   }
 
-  // Once the run is known: ranks and findings to choose from.
-  options(info) {
-    const t = this.t;
+  // Fills the lists of ranks, findings and runs after the trace's structure is loaded.
+  fillOptions(info) {
+    const timeline = this.timeline;
     const self = this;
-    this.rank.replaceChildren.apply(
-      this.rank,
+    this.rankSelect.replaceChildren.apply(
+      this.rankSelect,
       info.ranks.map((rank) => {
         return ui.el("option", {
           value: rank,
@@ -240,25 +240,27 @@ export class Panel {
       }),
     );
     this.rankBox.hidden = info.ranks.length < 2;
-    this.focus.replaceChildren(
+    this.findingSelect.replaceChildren(
       ui.el("option", {
         value: "",
         text: info.findings.some(hasEvents) ? "Highlight a finding…" : "No findings to show",
       }),
     );
     info.findings.filter(hasEvents).forEach((finding) => {
-      self.focus.appendChild(
+      self.findingSelect.appendChild(
         ui.el("option", {
           value: finding.key,
-          selected: finding.key === t.finding,
+          selected: finding.key === timeline.finding,
           text: finding.title,
         }),
       );
     });
-    this.focus.disabled = !info.findings.some(hasEvents);
-    this.frames.hidden = !info.frames;
-    this.frames.textContent = t.libraries ? "Hide library frames" : "Show library frames";
-    this.frames.setAttribute("aria-label", this.frames.textContent);
+    this.findingSelect.disabled = !info.findings.some(hasEvents);
+    this.libraryButton.hidden = !info.frames;
+    this.libraryButton.textContent = timeline.libraries
+      ? "Hide library frames"
+      : "Show library frames";
+    this.libraryButton.setAttribute("aria-label", this.libraryButton.textContent);
     const others = [];
     info.ranks.forEach((rank) => {
       if (rank !== info.rank) {
@@ -266,25 +268,25 @@ export class Panel {
       }
     });
     info.runs.forEach((run) => {
-      if (run.key !== t.runKey()) {
+      if (run.key !== timeline.runKey()) {
         others.push(["run:" + run.key, run.name]);
       }
     });
-    this.beside.replaceChildren.apply(
-      this.beside,
+    this.compareSelect.replaceChildren.apply(
+      this.compareSelect,
       [["", "Compare with…"]].concat(others).map((pair) => {
         return ui.el("option", {
           value: pair[0],
-          selected: pair[0] === t.beside_,
+          selected: pair[0] === timeline.comparedKey,
           text: pair[0] ? "With: " + pair[1] : pair[1],
         });
       }),
     );
-    this.beside.hidden = !others.length;
+    this.compareSelect.hidden = !others.length;
   }
 
   showMatchCount(answer) {
-    this.hits.textContent = !answer
+    this.matchCount.textContent = !answer
       ? ""
       : answer.total
         ? (answer.at === undefined ? "" : ui.formatCount(answer.at + 1) + " of ") +
@@ -292,53 +294,53 @@ export class Panel {
         : "no match";
   }
 
-  // Only what was asked for opens the panel by itself: details, a range, an outlined finding.
-  show(children, asked) {
+  // Shows content in the side panel. Content that the user requested opens a closed panel.
+  showSide(children, isRequested) {
     this.side.replaceChildren.apply(this.side, children.filter(Boolean));
-    this.asked = Boolean(asked);
-    this.t.sides();
+    this.isRequested = Boolean(isRequested);
+    this.timeline.updatePanels();
   }
 
   toggle() {
-    const t = this.t;
-    const both = [t, t.partner].filter(Boolean);
-    const shut = both.every((one) => {
-      return one.panel.side.hidden;
+    const timeline = this.timeline;
+    const timelines = [timeline, timeline.partner].filter(Boolean);
+    const areClosed = timelines.every((each) => {
+      return each.panel.side.hidden;
     });
-    this.open = shut;
-    storedState(shut ? "open" : "shut");
-    if (!shut) {
-      both.forEach((one) => {
-        one.panel.asked = false;
+    this.isOpen = areClosed;
+    storedState(areClosed ? "open" : "shut");
+    if (!areClosed) {
+      timelines.forEach((each) => {
+        each.panel.isRequested = false;
       });
     }
-    t.sides();
+    timeline.updatePanels();
   }
 
-  chip(category, label) {
-    const colour = this.t.data.info.categories.filter((c) => {
-      return c[1] === category;
+  categoryChip(category, label) {
+    const entry = this.timeline.data.info.categories.filter((candidate) => {
+      return candidate[1] === category;
     })[0];
     const dot = ui.el("span", { cls: "tl-dot" });
-    if (colour) {
-      dot.style.background = colour[2];
+    if (entry) {
+      dot.style.background = entry[2];
     }
     return ui.el("span", { cls: "tl-chip" }, [dot, label || category]);
   }
 
-  details(slice) {
-    const t = this.t;
+  showDetails(slice) {
+    const timeline = this.timeline;
     const self = this;
-    const groups = [];
-    const by = {};
+    const kinds = [];
+    const linksByKind = {};
     (slice.links || []).forEach((link) => {
-      if (!by[link.kind]) {
-        by[link.kind] = [];
-        groups.push(link.kind);
+      if (!linksByKind[link.kind]) {
+        linksByKind[link.kind] = [];
+        kinds.push(link.kind);
       }
-      by[link.kind].push(link);
+      linksByKind[link.kind].push(link);
     });
-    this.show(
+    this.showSide(
       [
         ui.el("div", { cls: "tl-head" }, [
           ui.el("h2", { cls: "tl-name", text: slice.name }),
@@ -346,16 +348,16 @@ export class Panel {
             "×",
             "Close details",
             () => {
-              t.choose(null);
+              timeline.setSelectedSlice(null);
             },
             "plain",
           ),
         ]),
         ui.el("p", { cls: "tl-where" }, [
-          this.chip(slice.category),
+          this.categoryChip(slice.category),
           ui.el("span", { text: slice.group }),
         ]),
-        ui.el("p", { cls: "tl-big" }, [
+        ui.el("p", { cls: "tl-headline" }, [
           ui.el("strong", { text: ui.formatDuration(slice.dur) }),
           " from " + ui.formatInstant(slice.ts, Math.max(slice.dur / 100, 1)),
         ]),
@@ -369,42 +371,42 @@ export class Panel {
           : null,
         ui.el("div", { cls: "tl-actions" }, [
           button("Zoom to it", "Zoom to it (Enter)", () => {
-            t.zoomTo(slice);
+            timeline.zoomTo(slice);
           }),
           button("‹ Previous", "Previous slice in this lane ([)", () => {
-            t.beside(-1);
+            timeline.selectNeighbor(-1);
           }),
           button("Next ›", "Next slice in this lane (])", () => {
-            t.beside(1);
+            timeline.selectNeighbor(1);
           }),
           button("Find all", "Search this name", () => {
             self.search.value = slice.name.slice(0, 200);
-            t.find(self.search.value, false, true);
+            timeline.findMatch(self.search.value, false, true);
           }),
         ]),
       ].concat(
-        groups.map((kind) => {
+        kinds.map((kind) => {
           return ui.el("section", { cls: "tl-links" }, [
             ui.el("h3", { text: kind.charAt(0).toUpperCase() + kind.slice(1) }),
             ui.el(
               "ul",
               {},
-              by[kind].map((link) => {
+              linksByKind[kind].map((link) => {
                 return linkItem(link.label, ui.formatDuration(link.dur), () => {
-                  t.go(link);
+                  timeline.goToSlice(link);
                 });
               }),
             ),
           ]);
         }),
-        [(slice.facts || []).length ? facts(slice.facts) : null],
+        [(slice.facts || []).length ? factList(slice.facts) : null],
       ),
       true,
     );
   }
 
-  range(stats) {
-    const t = this.t;
+  showRange(stats) {
+    const timeline = this.timeline;
     const span = stats.x1 - stats.x0;
     const children = [
       ui.el("div", { cls: "tl-head" }, [
@@ -413,37 +415,37 @@ export class Panel {
           "×",
           "Clear the range",
           () => {
-            t.setRange(null);
+            timeline.setRange(null);
           },
           "plain",
         ),
       ]),
       ui.el("div", { cls: "tl-actions" }, [
         button("Zoom to it", "Zoom to the range (Z)", () => {
-          t.zoomToRange();
+          timeline.zoomToRange();
         }),
       ]),
     ];
     if (stats.device) {
       const busy = stats.measured - stats.device.idle;
       children.push(
-        ui.el("p", { cls: "tl-big" }, [
+        ui.el("p", { cls: "tl-headline" }, [
           ui.el("strong", { text: ui.formatShare(busy, stats.measured) }),
           " of " + ui.formatDuration(stats.measured) + " in analysed steps with a busy GPU",
         ]),
       );
       children.push(
-        facts(
+        factList(
           Object.keys(stats.device)
-            .filter((k) => {
-              return stats.device[k];
+            .filter((name) => {
+              return stats.device[name];
             })
-            .map((k) => {
+            .map((name) => {
               return [
-                k,
-                ui.formatDuration(stats.device[k]) +
+                name,
+                ui.formatDuration(stats.device[name]) +
                   " · " +
-                  ui.formatShare(stats.device[k], stats.measured),
+                  ui.formatShare(stats.device[name], stats.measured),
               ];
             }),
         ),
@@ -451,11 +453,11 @@ export class Panel {
       if (stats.idle.length) {
         children.push(ui.el("h3", { text: "Idle, by cause" }));
         children.push(
-          facts(
-            stats.idle.map((c) => {
+          factList(
+            stats.idle.map((cause) => {
               return [
-                c.label,
-                ui.formatDuration(c.ns) + " · " + ui.formatShare(c.ns, stats.measured),
+                cause.label,
+                ui.formatDuration(cause.ns) + " · " + ui.formatShare(cause.ns, stats.measured),
               ];
             }),
           ),
@@ -473,35 +475,35 @@ export class Panel {
       ["kernels", "GPU work"],
       ["operators", "Operators, with their children"],
       ["calls", "Runtime calls"],
-    ].forEach((part) => {
-      const of = stats[part[0]];
-      if (!of.count) {
+    ].forEach((section) => {
+      const statistics = stats[section[0]];
+      if (!statistics.count) {
         return;
       }
-      children.push(ui.el("h3", { text: part[1] }));
+      children.push(ui.el("h3", { text: section[1] }));
       children.push(
         ui.el("table", { cls: "tl-stats" }, [
           ui.el("caption", {
             text:
-              ui.formatCount(of.count) +
+              ui.formatCount(statistics.count) +
               " slices of " +
-              ui.formatCount(of.names) +
+              ui.formatCount(statistics.names) +
               " names" +
-              (of.rows.length < of.names ? "; top " + of.rows.length : ""),
+              (statistics.rows.length < statistics.names ? "; top " + statistics.rows.length : ""),
           }),
           ui.el("thead", {}, [
             ui.el(
               "tr",
               {},
-              ["Name", "Count", "Total", "Mean"].map((n) => {
-                return ui.el("th", { scope: "col", text: n });
+              ["Name", "Count", "Total", "Mean"].map((title) => {
+                return ui.el("th", { scope: "col", text: title });
               }),
             ),
           ]),
           ui.el(
             "tbody",
             {},
-            of.rows.map((row) => {
+            statistics.rows.map((row) => {
               return ui.el("tr", {}, [
                 ui.el("td", { title: row.name, "data-full": row.name, text: row.label }),
                 ui.el("td", { cls: "num", text: ui.formatCount(row.count) }),
@@ -513,30 +515,30 @@ export class Panel {
         ]),
       );
     });
-    this.show(children, true);
+    this.showSide(children, true);
   }
 
-  // With nothing chosen: what to look at, what the colours mean, what is missing.
-  welcome() {
-    const t = this.t;
-    const info = t.data.info;
+  // Shows findings, the legend and notes on missing data, while nothing is selected.
+  showWelcome() {
+    const timeline = this.timeline;
+    const info = timeline.data.info;
     const self = this;
     if (!info) {
       return;
     }
-    const chosen = info.findings.filter((f) => {
-      return f.key === t.finding;
+    const finding = info.findings.filter((each) => {
+      return each.key === timeline.finding;
     })[0];
     const children = [];
-    if (chosen) {
+    if (finding) {
       children.push(
         ui.el("div", { cls: "tl-head" }, [
-          ui.el("h2", { text: chosen.title }),
+          ui.el("h2", { text: finding.title }),
           button(
             "×",
             "Clear the highlight",
             () => {
-              t.setFinding("", false);
+              timeline.setFinding("", false);
             },
             "plain",
           ),
@@ -548,15 +550,15 @@ export class Panel {
           text: "Slices that the fix changes are outlined; all others are dimmed.",
         }),
       );
-      if (chosen.places.length) {
+      if (finding.places.length) {
         children.push(ui.el("h3", { text: "Where it costs most" }));
         children.push(
           ui.el(
             "ul",
             { cls: "tl-links" },
-            chosen.places.map((place) => {
+            finding.places.map((place) => {
               return linkItem(place.label || "worst instance", ui.formatDuration(place.dur), () => {
-                t.showPlace(place);
+                timeline.showPlace(place);
               });
             }),
           ),
@@ -571,15 +573,15 @@ export class Panel {
           info.findings
             .filter(hasEvents)
             .slice(0, 12)
-            .map((f) => {
-              return linkItem(f.title, f.places.length ? "show" : "highlight", () => {
-                t.setFinding(f.key, true);
+            .map((each) => {
+              return linkItem(each.title, each.places.length ? "show" : "highlight", () => {
+                timeline.setFinding(each.key, true);
               });
             }),
         ),
       );
     }
-    children.push(ui.el("h2", { text: "Colours in view" }));
+    children.push(ui.el("h2", { text: "Colors in view" }));
     this.legend = ui.el("div");
     children.push(this.legend);
     if (info.notes.length) {
@@ -602,41 +604,41 @@ export class Panel {
           "Drag: select a range. / searches; ? lists all keys.",
       }),
     );
-    this.show(children, chosen);
-    self.colours();
+    this.showSide(children, finding);
+    self.updateLegend();
   }
 
-  // The colours in view, by what they are colours of.
-  colours() {
-    const t = this.t;
-    const seen = {};
-    const answer = t.answer;
+  // Updates the legend with the categories in view.
+  updateLegend() {
+    const timeline = this.timeline;
+    const shownCategories = {};
+    const answer = timeline.answer;
     let i;
-    const info = t.data.info;
+    const info = timeline.data.info;
     const children = [];
     if (!this.legend || !this.legend.isConnected || !answer) {
       return;
     }
     for (i = 0; i < answer.slices.n; i++) {
-      seen[answer.slices.category[i]] = true;
+      shownCategories[answer.slices.category[i]] = true;
     }
     for (i = 0; i < answer.runs.n; i++) {
-      seen[answer.runs.category[i]] = true;
+      shownCategories[answer.runs.category[i]] = true;
     }
-    const key = Object.keys(seen).join();
+    const key = Object.keys(shownCategories).join();
     if (this.legendKey === key && this.legend.childNodes.length) {
       return;
     }
     this.legendKey = key;
     info.sets.forEach((set) => {
       const items = [];
-      for (let c = set[1]; c < set[1] + set[2]; c++) {
-        if (!seen[c]) {
+      for (let category = set[1]; category < set[1] + set[2]; category++) {
+        if (!shownCategories[category]) {
           continue;
         }
         const dot = ui.el("span", { cls: "tl-dot" });
-        dot.style.background = info.categories[c][2];
-        items.push(ui.el("li", {}, [dot, info.categories[c][1]]));
+        dot.style.background = info.categories[category][2];
+        items.push(ui.el("li", {}, [dot, info.categories[category][1]]));
       }
       if (items.length) {
         children.push(ui.el("h3", { text: set[0] }), ui.el("ul", { cls: "tl-legend" }, items));
@@ -645,9 +647,9 @@ export class Panel {
     this.legend.replaceChildren.apply(this.legend, children);
   }
 
-  hover(slice, x, y) {
-    const card = this.card;
-    const t = this.t;
+  showHoverCard(slice, x, y) {
+    const card = this.hoverCard;
+    const timeline = this.timeline;
     if (!slice) {
       card.hidden = true;
       return;
@@ -662,7 +664,7 @@ export class Panel {
         ui.el("p", { cls: "tl-name", text: slice.name || "…" }),
         ui.el("p", {}, [
           ui.el("strong", { text: ui.formatDuration(slice.dur) }),
-          this.chip(slice.label, ""),
+          this.categoryChip(slice.label, ""),
         ]),
         ui.el("p", {
           cls: "dim",
@@ -674,65 +676,69 @@ export class Panel {
     const box = card.getBoundingClientRect();
     let left = x + 14;
     let top = y + 16;
-    if (left + box.width > t.stage.clientWidth - 8) {
+    if (left + box.width > timeline.stage.clientWidth - 8) {
       left = Math.max(x - box.width - 12, 4);
     }
-    if (top + box.height > t.stage.clientHeight - 4) {
+    if (top + box.height > timeline.stage.clientHeight - 4) {
       top = Math.max(y - box.height - 10, 4);
     }
     card.style.transform = "translate(" + Math.round(left) + "px," + Math.round(top) + "px)";
   }
 
-  // The wheel was turned where there is nothing to scroll: perhaps a zoom was meant.
+  // Adds a hint on zooming, after the wheel was turned without lanes to scroll.
   hintZoom() {
-    this.tipped = true;
+    this.hasZoomHint = true;
     this.showStatus();
   }
 
   showStatus() {
-    const t = this.t;
-    if (!t.answer) {
+    const timeline = this.timeline;
+    if (!timeline.answer) {
       return;
     }
     this.status.textContent =
-      ui.formatDuration(t.x1 - t.x0) +
+      ui.formatDuration(timeline.x1 - timeline.x0) +
       " shown, from " +
-      ui.formatInstant(t.x0, Math.max((t.x1 - t.x0) / 1000, 1)) +
+      ui.formatInstant(timeline.x0, Math.max((timeline.x1 - timeline.x0) / 1000, 1)) +
       " · " +
-      ui.formatCount(t.data.info.slices) +
+      ui.formatCount(timeline.data.info.slices) +
       " slices in total" +
-      (t.data.info.device ? " · " + t.data.info.device : "") +
-      (t.data.info.notes.length
-        ? " · " + t.data.info.notes.length + " not recorded (see the panel)"
+      (timeline.data.info.device ? " · " + timeline.data.info.device : "") +
+      (timeline.data.info.notes.length
+        ? " · " + timeline.data.info.notes.length + " not recorded (see the panel)"
         : "") +
-      (this.tipped ? " · ctrl or ⌘+wheel zooms" : "");
+      (this.hasZoomHint ? " · ctrl or ⌘+wheel zooms" : "");
   }
 
   fillTable() {
-    const t = this.t;
+    const timeline = this.timeline;
     const self = this;
-    if (!this.table.open || !t.data.info) {
+    if (!this.table.open || !timeline.data.info) {
       return;
     }
-    const lanes = t.data.info.groups.reduce((all, g) => {
-      for (let i = 0; i < (t.folded[g.key] ? 1 : g.count) && all.length < 900; i++) {
-        all.push(g.first + i);
+    const lanes = timeline.data.info.groups.reduce((all, group) => {
+      for (let i = 0; i < (timeline.folded[group.key] ? 1 : group.count) && all.length < 900; i++) {
+        all.push(group.first + i);
       }
       return all;
     }, []);
-    const wanted = { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: ranges(lanes) };
-    const data = t.data;
-    const key = JSON.stringify(wanted);
-    if (data.tabled === key) {
+    const query = {
+      x0: Math.floor(timeline.x0),
+      x1: Math.ceil(timeline.x1),
+      lanes: formatRanges(lanes),
+    };
+    const data = timeline.data;
+    const key = JSON.stringify(query);
+    if (data.tableKey === key) {
       return;
-    } // new rows would take the focus from the old ones
-    data.tabled = key;
-    data.json("table", wanted).then(
+    } // new rows would lose the keyboard focus
+    data.tableKey = key;
+    data.fetchJson("table", query).then(
       (answer) => {
-        if (t.data !== data || data.tabled !== key) {
+        if (timeline.data !== data || data.tableKey !== key) {
           return;
         }
-        self.caption.textContent =
+        self.tableCaption.textContent =
           answer.total > answer.rows.length
             ? "The " +
               answer.rows.length +
@@ -740,11 +746,11 @@ export class Panel {
               ui.formatCount(answer.total) +
               " visible slices, by start time"
             : ui.formatCount(answer.total) + " visible slices, by start time";
-        const focused = self.body.contains(document.activeElement)
+        const focusedId = self.tableBody.contains(document.activeElement)
           ? /** @type {HTMLElement} */ (document.activeElement).dataset.slice
           : null;
-        self.body.replaceChildren.apply(
-          self.body,
+        self.tableBody.replaceChildren.apply(
+          self.tableBody,
           answer.rows.map((row) => {
             const button = ui.el(
               "button",
@@ -753,7 +759,7 @@ export class Panel {
                 cls: "tl-link",
                 title: row.name,
                 onclick() {
-                  t.go(row);
+                  timeline.goToSlice(row);
                 },
               },
               [ui.el("span", { "data-full": row.name, text: row.label })],
@@ -771,29 +777,29 @@ export class Panel {
             ]);
           }),
         );
-        if (focused !== null) {
-          const again = Array.from(self.body.querySelectorAll("button")).find((b) => {
-            return b.dataset.slice === focused;
-          });
-          if (again) {
-            again.focus({ preventScroll: true });
+        if (focusedId !== null) {
+          const focusedButton = Array.from(self.tableBody.querySelectorAll("button")).find(
+            (candidate) => {
+              return candidate.dataset.slice === focusedId;
+            },
+          );
+          if (focusedButton) {
+            focusedButton.focus({ preventScroll: true });
           }
         }
       },
       (error) => {
-        if (t.data !== data || data.tabled !== key) {
+        if (timeline.data !== data || data.tableKey !== key) {
           return;
         }
-        data.tabled = "";
-        self.caption.textContent = error.message;
+        data.tableKey = "";
+        self.tableCaption.textContent = error.message;
       },
     );
   }
 }
 
-// -- the side panel ----------------------------------------------------------------------------
-
-function facts(rows) {
+function factList(rows) {
   return ui.el(
     "dl",
     { cls: "tl-facts" },
@@ -807,5 +813,3 @@ function facts(rows) {
     }, []),
   );
 }
-
-// -- hover card, status, table -----------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Formats of durations, counts and sizes, and elements of the page, for all parts of the timeline.
+// Formatting of durations, counts and sizes, and creation of elements, for all timeline modules.
 
 /**
  * @param {number} value
@@ -10,7 +10,7 @@ export function clamp(value, low, high) {
 }
 
 /**
- * An element: "text", "cls", listeners as "onclick", else attributes.
+ * Creates an element. Properties are "text", "cls", listeners such as "onclick", and attributes.
  * @param {string} tag
  * @param {Record<string, any>} [props]
  * @param {(Node | string | null | undefined | false)[]} [children]
@@ -48,13 +48,15 @@ const UNITS = [
   [1, "ns"],
 ];
 
-function digits(value) {
+function formatDigits(value) {
   const size = Math.abs(value);
   return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2);
 }
 
-// 12_621_000 -> "12.6 ms"
-/** @param {number} ns */
+/**
+ * Formats a duration: 12_621_000 becomes "12.6 ms".
+ * @param {number} ns
+ */
 export function formatDuration(ns) {
   if (!isFinite(ns)) {
     return "–";
@@ -64,14 +66,14 @@ export function formatDuration(ns) {
   }
   for (let i = 0; i < UNITS.length; i++) {
     if (Math.abs(ns) >= UNITS[i][0] * 0.9995) {
-      return digits(ns / UNITS[i][0]) + " " + UNITS[i][1];
+      return formatDigits(ns / UNITS[i][0]) + " " + UNITS[i][1];
     }
   }
   return ns + " ns";
 }
 
-// an instant with enough digits to tell it from another one "step" ns away
 /**
+ * Formats an instant, with enough digits to distinguish instants that are "step" ns apart.
  * @param {number} ns
  * @param {number} step
  */
@@ -80,8 +82,8 @@ export function formatInstant(ns, step) {
     UNITS.filter((u) => {
       return Math.max(Math.abs(ns), step) >= u[0];
     })[0] || UNITS[3];
-  const places = Math.max(0, Math.ceil(Math.log10(unit[0] / Math.max(step, 1)) - 1e-9));
-  return (ns / unit[0]).toFixed(Math.min(places, 9)) + " " + unit[1];
+  const decimals = Math.max(0, Math.ceil(Math.log10(unit[0] / Math.max(step, 1)) - 1e-9));
+  return (ns / unit[0]).toFixed(Math.min(decimals, 9)) + " " + unit[1];
 }
 
 export function formatCount(n) {
@@ -96,19 +98,19 @@ export function formatShare(part, whole) {
   return part > 0 && share === "0.0" ? "<0.1%" : share + "%";
 }
 
-const PREFIX = ["", "k", "M", "G", "T", "P"];
+const SI_PREFIXES = ["", "k", "M", "G", "T", "P"];
 
-function scaled(value, base, names) {
+function formatScaled(value, base, names) {
   let i = 0;
   while (Math.abs(value) >= base && i < names.length - 1) {
     value /= base;
     i += 1;
   }
-  return (i || !Number.isInteger(value) ? digits(value) : String(value)) + " " + names[i];
+  return (i || !Number.isInteger(value) ? formatDigits(value) : String(value)) + " " + names[i];
 }
 
 /**
- * A value of the server, formatted.
+ * Formats a value from the server by its unit.
  * @param {number | string} value
  * @param {string} unit
  */
@@ -123,18 +125,18 @@ export function formatQuantity(value, unit) {
     return String(value);
   }
   if (unit === "bytes") {
-    return scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+    return formatScaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
   }
   if (unit === "bytes/s" || unit === "B/s" || unit === "FLOP/s") {
-    return scaled(
+    return formatScaled(
       value,
       1000,
-      PREFIX.map((p) => {
+      SI_PREFIXES.map((p) => {
         return p + (unit === "bytes/s" ? "B/s" : unit);
       }),
     );
   }
-  const text = Number.isInteger(value) ? formatCount(value) : digits(value);
+  const text = Number.isInteger(value) ? formatCount(value) : formatDigits(value);
   if (!unit || unit === "count") {
     return text;
   }

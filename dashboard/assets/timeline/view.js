@@ -1,40 +1,40 @@
-// Timeline: the view itself: which span is shown, what is asked of the server and when.
+// Timeline: the visible span, the selection, and the requests to the server.
 
-import { Data } from "./data.js";
+import { TimelineData } from "./data.js";
 import { Input } from "./input.js";
-import { LABEL, Paint, layOut, overhang } from "./paint.js";
+import { LABEL_HEIGHT, Painter, layOutRows, labelOverhang } from "./paint.js";
 import { Panel } from "./panel.js";
 import * as ui from "./ui.js";
 
-const MARGIN = 0.5; // asked for on each side of the view, so that a short pan is there already
-const MINIMUM = 64; // shortest span, ns
-const MOVE_MS = 140; // of a zoom by key or button
+const PREFETCH_SPANS = 0.5; // time requested on each side of the view, in spans of the view
+const MIN_SPAN_NS = 64; // shortest span of a view
+const ZOOM_MS = 140; // duration of an animated zoom
 
-// "parent": the timeline under which this one is shown, with one zoom for both; it has neither
-// toolbar nor address of its own.
+// A timeline may have a partner below it, for a comparison. The partner shares the zoom of its
+// parent, and has neither a toolbar nor an address.
 export class Timeline {
-  /** @type {ReturnType<typeof layOut> | null} */
+  /** @type {ReturnType<typeof layOutRows> | null} */
   layout = null;
   /** @type {import("./data.js").Answer | null} */
   answer = null;
   /** @type {import("./data.js").Answer | null} the one before, of a wider span */
-  base = null;
-  /** @type {Data} asked for by "build" */
+  overviewAnswer = null;
+  /** @type {TimelineData} set by "openRank" */
   data = /** @type {any} */ (null);
-  written = ""; // the address as this view wrote it
-  moving = 0; // the frame in which a zoom goes on
-  linked = false; // it follows the other one, and does not lead
+  writtenUrl = ""; // the last address that this timeline wrote
+  zoomFrame = 0; // animation frame of a zoom
+  isFollowing = false; // whether its span is being set by the other timeline
   /** @type {Error | null} */
-  problem = null; // what went wrong: the message says it
-  painted = 0; // when the first answer was
-  frame = 0; // the one that is asked for
+  viewError = null; // error of the last request
+  paintedAt = 0; // time of the first paint with slices, ms
+  mainFrame = 0; // requested animation frame
   /** @type {HTMLElement | null} */
   main = null;
   /** @type {any} */
-  touched = null;
-  narrow = false; // labels have lines of their own
-  early = false; // begun before the page's frame was there
-  gone = false;
+  activeTimeline = null;
+  isNarrow = false; // labels are above the lanes
+  isEarly = false; // started before the page's frame existed
+  isDestroyed = false;
 
   /**
    * @param {HTMLElement} root
@@ -44,13 +44,13 @@ export class Timeline {
     const self = this;
     this.root = root;
     this.parent = parent || null;
-    this.partner = null; // the one under this one
-    this.shift = 0; // of a partner: what to add to the parent's times to get its own
+    this.partner = null; // the timeline below this one
+    this.shift = 0; // of a partner: its time minus the parent's time, ns
     this.pinned = [];
     this.libraries = parent
       ? parent.libraries
       : new URLSearchParams(location.search).get("libraries") === "1";
-    this.beside_ = "";
+    this.comparedKey = "";
     this.run = root.getAttribute("data-run") || "";
     this.x0 = 0;
     this.x1 = 1;
@@ -59,51 +59,51 @@ export class Timeline {
     this.height = 100;
     this.layout = null;
     this.answer = null;
-    this.base = null;
-    this.steps = null;
-    this.mapLanes = [];
+    this.overviewAnswer = null;
+    this.stepStarts = null;
+    this.overviewLanes = [];
     this.folded = {};
     this.pointer = null;
-    this.hover = null;
-    this.chosen = null;
+    this.hoveredSlice = null;
+    this.selectedSlice = null;
     this.range = null;
     this.instant = null;
     this.finding = "";
     this.query = "";
-    this.flying = null;
-    this.waiters = [];
+    this.pendingView = null;
+    this.settledCallbacks = [];
     this.build();
     this.panel = new Panel(this);
     if (parent) {
       root.replaceChildren(this.stage);
       /** @type {HTMLElement} */ (parent.main).appendChild(this.panel.side);
     } else {
-      this.left = ui.el("div", { cls: "tl-left" }, [this.stage]);
+      this.left = ui.el("div", { cls: "tl-charts" }, [this.stage]);
       const main = ui.el("div", { cls: "tl-main wide" }, [this.left, this.panel.side]);
       this.main = main;
       root.replaceChildren(
-        this.panel.bar,
+        this.panel.toolbar,
         main,
         this.panel.status,
         this.panel.table,
-        this.panel.dialog,
+        this.panel.helpDialog,
       );
     }
     this.panel.side.hidden = true;
-    this.stage.appendChild(this.panel.card);
-    this.paint = new Paint(this);
+    this.stage.appendChild(this.panel.hoverCard);
+    this.painter = new Painter(this);
     this.input = new Input(this);
-    this.watch = new ResizeObserver(() => {
+    this.resizeObserver = new ResizeObserver(() => {
       self.resize();
     });
-    this.watch.observe(this.stage);
+    this.resizeObserver.observe(this.stage);
     this.onTheme = function () {
-      self.paint.theme();
+      self.painter.readTheme();
       self.draw();
     };
     this.onUrl = function () {
-      if (location.pathname + location.search !== self.written) {
-        self.fromUrl(false);
+      if (location.pathname + location.search !== self.writtenUrl) {
+        self.readUrl(false);
       }
     };
     window.addEventListener("advisor-theme", this.onTheme);
@@ -112,21 +112,21 @@ export class Timeline {
     }
     window.addEventListener("popstate", this.onUrl);
     window.addEventListener("_dashprivate_pushstate", this.onUrl);
-    this.open(null);
+    this.openRank(null);
   }
 
   build() {
     const self = this;
-    this.map = ui.el("canvas", { cls: "tl-map", "aria-hidden": "true" });
+    this.overview = ui.el("canvas", { cls: "tl-map", "aria-hidden": "true" });
     this.axis = ui.el("canvas", { cls: "tl-axis", "aria-hidden": "true" });
     this.canvas = ui.el("canvas", { cls: "tl-canvas", "aria-hidden": "true" });
     this.overlay = ui.el("canvas", { cls: "tl-overlay", "aria-hidden": "true" });
     this.labels = ui.el("div", { cls: "tl-labels" });
-    this.pins = ui.el("div", { cls: "tl-pins" });
-    this.who = ui.el("p", { cls: "tl-who", hidden: true });
+    this.pinnedLabels = ui.el("div", { cls: "tl-pins" });
+    this.runCaption = ui.el("p", { cls: "tl-caption", hidden: true });
     this.content = ui.el("div", { cls: "tl-content" }, [
       ui.el("div", { cls: "tl-sticky" }, [this.canvas, this.overlay]),
-      this.pins,
+      this.pinnedLabels,
       this.labels,
     ]);
     this.body = ui.el("div", { cls: "tl-body" }, [this.content]);
@@ -146,19 +146,23 @@ export class Timeline {
           "question mark lists all keys. " +
           "The table below lists the visible slices.",
       },
-      [ui.el("div", { cls: "tl-top" }, [this.who, this.map, this.axis]), this.body, this.message],
+      [
+        ui.el("div", { cls: "tl-top" }, [this.runCaption, this.overview, this.axis]),
+        this.body,
+        this.message,
+      ],
     );
   }
 
-  // Move to the place on the page that came later.
-  adopt(place) {
+  // Moves into its element in the page's frame.
+  moveInto(place) {
     const top = this.body.scrollTop;
     const focus = /** @type {HTMLElement | null} */ (document.activeElement);
     place.replaceChildren.apply(place, Array.from(this.root.childNodes));
     this.root.remove();
     this.root = place;
-    this.early = false;
-    performance.mark("advisor-frame-there");
+    this.isEarly = false;
+    performance.mark("advisor-frame-ready");
     this.body.scrollTop = top;
     if (focus && place.contains(focus)) {
       focus.focus({ preventScroll: true });
@@ -167,7 +171,7 @@ export class Timeline {
   }
 
   destroy() {
-    this.gone = true;
+    this.isDestroyed = true;
     if (this.partner) {
       this.partner.destroy();
     }
@@ -175,71 +179,77 @@ export class Timeline {
       this.root.remove();
       this.panel.side.remove();
     }
-    if (this.early) {
+    if (this.isEarly) {
       this.root.remove();
     }
     this.input.destroy();
-    this.watch.disconnect();
+    this.resizeObserver.disconnect();
     window.removeEventListener("advisor-theme", this.onTheme);
     window.removeEventListener("popstate", this.onUrl);
     window.removeEventListener("_dashprivate_pushstate", this.onUrl);
   }
 
-  // ``rank``: null is the one of the address, else the reported one, which "fallback" insists on.
-  open(rank, keep, fallback) {
+  // Loads a rank; null means the rank in the address, or the reported one. "span" keeps the view,
+  // "usesDefault" ignores the address.
+  openRank(rank, span, usesDefault) {
     const self = this;
-    const asked = new URLSearchParams(location.search);
-    if (rank === null && !fallback && !this.parent && /^-?\d{1,6}$/.test(asked.get("rank") || "")) {
-      rank = Number(asked.get("rank"));
+    const parameters = new URLSearchParams(location.search);
+    if (
+      rank === null &&
+      !usesDefault &&
+      !this.parent &&
+      /^-?\d{1,6}$/.test(parameters.get("rank") || "")
+    ) {
+      rank = Number(parameters.get("rank"));
     }
-    this.data = new Data(this.run, rank, this.libraries);
-    this.answer = this.base = null;
-    this.data.onnames = function () {
+    this.data = new TimelineData(this.run, rank, this.libraries);
+    this.answer = this.overviewAnswer = null;
+    this.data.onNames = function () {
       self.draw();
     };
-    this.data.load().then(
+    this.data.loadInfo().then(
       (info) => {
-        if (self.gone) {
+        if (self.isDestroyed) {
           return;
         }
         self.message.hidden = true;
         self.folded = {};
-        self.layout = null; // its lanes are those of what was open before
-        info.groups.forEach((g) => {
-          self.folded[g.key] = g.folded;
+        self.layout = null; // the layout has the lanes of the previous rank
+        info.groups.forEach((group) => {
+          self.folded[group.key] = group.folded;
         });
-        self.paint.categories(info.categories);
-        self.panel.options(info);
+        self.painter.setCategories(info.categories);
+        self.panel.fillOptions(info);
         if (self.parent) {
-          self.beneath();
+          self.alignWithParent();
           return;
         }
-        if (!keep) {
-          self.pinned = (asked.get("pin") || "").split(",").filter(Boolean).slice(0, 40);
+        if (!span) {
+          self.pinned = (parameters.get("pin") || "").split(",").filter(Boolean).slice(0, 40);
         }
-        if (keep) {
-          self.choose(null);
-          self.setView(keep[0], keep[1]);
+        if (span) {
+          self.setSelectedSlice(null);
+          self.setView(span[0], span[1]);
         } else {
-          self.fromUrl(true);
+          self.readUrl(true);
         }
-        self.arrange();
-        self.panel.welcome();
+        self.layOutLanes();
+        self.panel.showWelcome();
         if (self.partner) {
-          self.setBeside(self.beside_);
-        } else if (asked.get("beside")) {
-          self.setBeside(asked.get("beside"));
+          self.setCompared(self.comparedKey);
+        } else if (parameters.get("beside")) {
+          self.setCompared(parameters.get("beside"));
         }
         if (!info.groups.length && !info.counters.length) {
-          self.fail("The trace has no events.");
+          self.showError("The trace has no events.");
         }
       },
       (error) => {
-        if (rank !== null && !keep && !fallback) {
-          self.open(null, null, true);
+        if (rank !== null && !span && !usesDefault) {
+          self.openRank(null, null, true);
           return;
         }
-        self.fail(error.message);
+        self.showError(error.message);
       },
     );
   }
@@ -254,191 +264,193 @@ export class Timeline {
     );
   }
 
-  // "run:1" or "rank:3": shown under this one; an empty text: nothing.
-  setBeside(key) {
+  // Shows a run or rank below this one: "run:1" or "rank:3". An empty key removes it.
+  setCompared(key) {
     const info = this.data.info;
     const parts = /^(run|rank):(-?\w{1,9})$/.exec(key || "");
-    const there =
+    const isKnown =
       parts &&
       (parts[1] === "rank"
         ? info.ranks.indexOf(Number(parts[2])) >= 0 && Number(parts[2]) !== info.rank
-        : info.runs.some((run) => {
-            return run.key === parts[2];
+        : info.runs.some((candidate) => {
+            return candidate.key === parts[2];
           }) && parts[2] !== this.runKey());
     if (this.partner) {
       this.partner.destroy();
     }
     this.partner = null;
-    this.beside_ = there ? key : "";
-    this.panel.beside.value = this.beside_;
-    if (there) {
+    this.comparedKey = isKnown ? key : "";
+    this.panel.compareSelect.value = this.comparedKey;
+    if (isKnown) {
       const root = ui.el("div", {
-        cls: "tl-second",
+        cls: "tl-partner",
         "data-run": parts[1] === "run" ? parts[2] : this.runKey(),
       });
       this.left.appendChild(root);
       this.partner = new Timeline(root, this);
-      const runs = info.runs.filter((run) => {
-        return parts[1] === "run" && run.key === parts[2];
+      const comparedRun = info.runs.filter((candidate) => {
+        return parts[1] === "run" && candidate.key === parts[2];
       })[0];
-      this.partner.open(
+      this.partner.openRank(
         parts[1] === "rank"
           ? Number(parts[2])
-          : runs.ranks.indexOf(info.rank) >= 0
+          : comparedRun.ranks.indexOf(info.rank) >= 0
             ? info.rank
-            : runs.ranks[0],
+            : comparedRun.ranks[0],
       );
     }
-    this.caption("");
+    this.showCaption("");
     this.activate();
-    this.toUrl();
+    this.writeUrl();
     this.resize();
   }
 
-  // A partner is there: to the times of the one above it.
-  beneath() {
+  // Aligns a partner with its parent, once its trace is loaded.
+  alignWithParent() {
     const self = this;
     const above = this.parent;
     const data = this.data;
-    above.data.json("beside", { other_run: this.run, other_rank: data.rank }).then(
+    above.data.fetchJson("beside", { other_run: this.run, other_rank: data.rank }).then(
       (answer) => {
-        if (self.gone || self.data !== data) {
+        if (self.isDestroyed || self.data !== data) {
           return;
         }
         self.shift = answer.ns;
-        above.caption("");
-        self.caption(answer.how);
+        above.showCaption("");
+        self.showCaption(answer.how);
         self.finding = "";
         self.query = above.query;
-        self.arrange();
-        self.panel.welcome();
-        above.place(above.x0, above.x1);
+        self.layOutLanes();
+        self.panel.showWelcome();
+        above.setSpan(above.x0, above.x1);
       },
       (error) => {
-        self.fail(error.message);
+        self.showError(error.message);
       },
     );
   }
 
-  // Whose picture it is, where there are two.
-  caption(how) {
+  // Shows the run and rank of each timeline if there are two.
+  showCaption(alignment) {
     const info = this.data.info;
-    const run = info && info.runs.filter((one) => one.key === this.runKey())[0];
-    this.who.hidden = !this.partner && !this.parent;
-    if (!info || this.who.hidden) {
+    const run = info && info.runs.filter((candidate) => candidate.key === this.runKey())[0];
+    this.runCaption.hidden = !this.partner && !this.parent;
+    if (!info || this.runCaption.hidden) {
       return;
     }
     const text =
       (info.runs.length > 1 && run ? run.name : "") +
       (info.ranks.length > 1 ? " rank " + info.rank : "");
-    this.who.replaceChildren(
+    this.runCaption.replaceChildren(
       ui.el("b", { text: text.trim() || "this run" }),
-      ui.el("span", { text: how ? how : "" }),
+      ui.el("span", { text: alignment ? alignment : "" }),
     );
-    this.who.title = text.trim() + (how ? ", " + how : "");
+    this.runCaption.title = text.trim() + (alignment ? ", " + alignment : "");
   }
 
-  // Keys go to the one of the two that was touched last, and the panel is its.
-  active() {
+  // Returns whether keys and the panel belong to this one of two timelines: the last one used.
+  isActive() {
     const top = this.parent || this;
-    return (top.touched || top) === this;
+    return (top.activeTimeline || top) === this;
   }
 
   activate() {
     const top = this.parent || this;
-    if (top.touched === this && !this.parent) {
+    if (top.activeTimeline === this && !this.parent) {
       return;
     }
-    top.touched = this;
-    top.sides();
+    top.activeTimeline = this;
+    top.updatePanels();
   }
 
-  sides() {
+  updatePanels() {
     const top = this.parent || this;
-    const both = [top, top.partner].filter(Boolean);
-    let any = false;
+    const timelines = [top, top.partner].filter(Boolean);
+    let isAnyOpen = false;
     if (!top.panel || !top.main) {
       return;
     }
-    if (both.indexOf(top.touched) < 0) {
-      top.touched = top;
+    if (timelines.indexOf(top.activeTimeline) < 0) {
+      top.activeTimeline = top;
     }
-    both.forEach((one) => {
-      one.panel.side.hidden = !(one === top.touched && (one.panel.asked || top.panel.open));
-      any = any || !one.panel.side.hidden;
-      if (!one.panel.side.hidden) {
-        one.panel.colours();
+    timelines.forEach((timeline) => {
+      timeline.panel.side.hidden = !(
+        timeline === top.activeTimeline &&
+        (timeline.panel.isRequested || top.panel.isOpen)
+      );
+      isAnyOpen = isAnyOpen || !timeline.panel.side.hidden;
+      if (!timeline.panel.side.hidden) {
+        timeline.panel.updateLegend();
       }
     });
-    top.main.classList.toggle("wide", !any);
-    top.panel.opener.setAttribute("aria-expanded", String(any));
+    top.main.classList.toggle("wide", !isAnyOpen);
+    top.panel.panelButton.setAttribute("aria-expanded", String(isAnyOpen));
   }
 
   setLibraries(shown) {
     this.libraries = shown;
-    this.open(this.data.rank, [this.x0, this.x1]);
+    this.openRank(this.data.rank, [this.x0, this.x1]);
   }
 
-  fail(why) {
+  showError(reason) {
     this.message.hidden = false;
-    this.message.textContent = why;
-    this.there();
-    this.settle();
+    this.message.textContent = reason;
+    this.announceReady();
+    this.resolveSettled();
   }
 
   setRank(rank) {
     this.finding = "";
     this.query = "";
-    this.open(rank, [this.x0, this.x1]);
+    this.openRank(rank, [this.x0, this.x1]);
   }
 
-  fromUrl(first) {
+  readUrl(isFirst) {
     const info = this.data.info;
-    const asked = new URLSearchParams(location.search);
-    const focus = asked.get("focus") || "";
+    const parameters = new URLSearchParams(location.search);
+    const focus = parameters.get("focus") || "";
     if (!info) {
       return;
     }
-    const whole = /^-?\d{1,18}$/;
-    const x0 = asked.get("x0") || "";
-    const x1 = asked.get("x1") || "";
-    // focus names a finding; a link of the findings page gives the instant, and the finding beside
-    // it
-    this.instant = whole.test(focus) ? Number(focus) : null;
-    const finding = asked.get("finding") || (this.instant === null ? focus : "");
-    const known = info.findings.filter((f) => {
-      return f.key === finding;
+    const integer = /^-?\d{1,18}$/;
+    const x0 = parameters.get("x0") || "";
+    const x1 = parameters.get("x1") || "";
+    // focus is a finding's key, or an instant with the key in "finding" (from the findings page)
+    this.instant = integer.test(focus) ? Number(focus) : null;
+    const finding = parameters.get("finding") || (this.instant === null ? focus : "");
+    const known = info.findings.filter((candidate) => {
+      return candidate.key === finding;
     })[0];
     this.finding = known ? finding : "";
-    this.panel.focus.value = this.finding;
-    this.query = (asked.get("q") || "").slice(0, 200);
+    this.panel.findingSelect.value = this.finding;
+    this.query = (parameters.get("q") || "").slice(0, 200);
     this.panel.search.value = this.query;
     if (this.query) {
-      this.find(this.query, false, true);
+      this.findMatch(this.query, false, true);
     }
-    if (whole.test(x0) && whole.test(x1) && Number(x1) > Number(x0)) {
+    if (integer.test(x0) && integer.test(x1) && Number(x1) > Number(x0)) {
       this.setView(Number(x0), Number(x1));
     } else if (known && known.places.length) {
       this.showPlace(known.places[0], true);
     } else {
-      this.setView(info.begin, info.finish);
+      this.setView(info.first_ns, info.last_ns);
     }
-    if (/^\d{1,9}$/.test(asked.get("sel") || "")) {
-      this.select(Number(asked.get("sel")), first);
+    if (/^\d{1,9}$/.test(parameters.get("sel") || "")) {
+      this.selectById(Number(parameters.get("sel")), isFirst);
     } else if (this.instant !== null) {
       const at = this.instant;
       const place =
         known &&
-        known.places.filter((p) => {
-          return p.ts === at;
+        known.places.filter((candidate) => {
+          return candidate.ts === at;
         })[0];
-      this.selectAt(at, place ? place.dur : null);
+      this.selectStartingAt(at, place ? place.dur : null);
     }
-    this.ask();
+    this.requestView();
     this.draw();
   }
 
-  toUrl() {
+  writeUrl() {
     const self = this;
     if (this.parent) {
       return;
@@ -446,70 +458,71 @@ export class Timeline {
     clearTimeout(this.urlTimer);
     this.urlTimer = setTimeout(() => {
       self.urlTimer = undefined;
-      if (self.gone || !self.data.info) {
+      if (self.isDestroyed || !self.data.info) {
         return;
       }
-      const asked = new URLSearchParams(location.search);
+      const parameters = new URLSearchParams(location.search);
       const info = self.data.info;
-      function put(key, value) {
+      function setParameter(key, value) {
         if (value === null || value === "") {
-          asked.delete(key);
+          parameters.delete(key);
         } else {
-          asked.set(key, value);
+          parameters.set(key, value);
         }
       }
-      const all = Math.abs(self.x0 - info.begin) < 1 && Math.abs(self.x1 - info.finish) < 1;
-      put("x0", all ? null : Math.floor(self.x0));
-      put("x1", all ? null : Math.ceil(self.x1));
-      put("rank", info.ranks.length > 1 || asked.has("rank") ? info.rank : null);
-      put("finding", self.instant === null ? null : self.finding);
-      put("focus", self.instant === null ? self.finding : self.instant);
-      put("q", self.query);
-      put("sel", self.chosen ? self.chosen.id : null);
-      put("pin", self.pinned.join(","));
-      put("beside", self.beside_);
-      put("libraries", self.libraries ? 1 : null);
-      const text = asked.toString();
-      self.written = location.pathname + (text ? "?" + text : "");
-      if (self.written !== location.pathname + location.search) {
-        history.replaceState(history.state, "", self.written);
+      const isWholeTrace =
+        Math.abs(self.x0 - info.first_ns) < 1 && Math.abs(self.x1 - info.last_ns) < 1;
+      setParameter("x0", isWholeTrace ? null : Math.floor(self.x0));
+      setParameter("x1", isWholeTrace ? null : Math.ceil(self.x1));
+      setParameter("rank", info.ranks.length > 1 || parameters.has("rank") ? info.rank : null);
+      setParameter("finding", self.instant === null ? null : self.finding);
+      setParameter("focus", self.instant === null ? self.finding : self.instant);
+      setParameter("q", self.query);
+      setParameter("sel", self.selectedSlice ? self.selectedSlice.id : null);
+      setParameter("pin", self.pinned.join(","));
+      setParameter("beside", self.comparedKey);
+      setParameter("libraries", self.libraries ? 1 : null);
+      const text = parameters.toString();
+      self.writtenUrl = location.pathname + (text ? "?" + text : "");
+      if (self.writtenUrl !== location.pathname + location.search) {
+        history.replaceState(history.state, "", self.writtenUrl);
       }
     }, 250);
   }
 
   resize() {
     const gutter = this.stage.clientWidth < 620 ? 0 : 188;
-    const turned = this.narrow !== !gutter;
-    this.narrow = !gutter;
-    this.stage.classList.toggle("narrow", this.narrow);
+    const hasChanged = this.isNarrow !== !gutter;
+    this.isNarrow = !gutter;
+    this.stage.classList.toggle("narrow", this.isNarrow);
     this.stage.style.setProperty("--tl-gutter", gutter + "px");
     this.width = Math.max(this.body.clientWidth - gutter, 50);
     this.height = Math.max(this.body.clientHeight, 50);
-    if (turned && this.layout) {
-      this.arrange();
+    if (hasChanged && this.layout) {
+      this.layOutLanes();
       return;
     }
-    this.ask();
+    this.requestView();
     this.draw();
   }
 
-  arrange() {
+  layOutLanes() {
     const self = this;
     const info = this.data.info;
-    const layout = (this.layout = layOut(info, this.folded, this.narrow, this.pinned));
+    const layout = (this.layout = layOutRows(info, this.folded, this.isNarrow, this.pinned));
     this.content.style.height = layout.height + "px";
-    this.stage.style.setProperty("--tl-pins", layout.pins + "px");
-    const labelled = layout.boxes.map((box) => {
+    this.stage.style.setProperty("--tl-pins", layout.pinnedHeight + "px");
+    const labels = layout.boxes.map((box) => {
       const group = box.group;
       const key = group ? group.key : "counters";
       const text = group ? group.label : "Counters";
-      const many = !group || group.count > 1;
+      const hasSeveralLanes = !group || group.count > 1;
       const node = ui.el(
         "button",
         {
           type: "button",
-          cls: "tl-label" + (many ? " many" : "") + (box.shut ? " shut" : ""),
-          "aria-expanded": box.shut ? "false" : "true",
+          cls: "tl-label" + (hasSeveralLanes ? " many" : "") + (box.isFolded ? " shut" : ""),
+          "aria-expanded": box.isFolded ? "false" : "true",
           title: text,
         },
         [
@@ -517,44 +530,46 @@ export class Timeline {
           ui.el("span", { cls: "tl-text", text }),
         ],
       );
-      node.style.height = LABEL + "px";
-      const pin = box.counters
+      node.style.height = LABEL_HEIGHT + "px";
+      const pinButton = box.counters
         ? null
         : ui.el(
             "button",
             {
               type: "button",
               cls: "tl-pin",
-              "aria-pressed": String(box.pin),
-              title: box.pin ? "Unpin" : "Pin to the top",
-              "aria-label": (box.pin ? "Unpin " : "Pin to the top: ") + text,
+              "aria-pressed": String(box.isPinned),
+              title: box.isPinned ? "Unpin" : "Pin to the top",
+              "aria-label": (box.isPinned ? "Unpin " : "Pin to the top: ") + text,
             },
             [ui.el("span", { cls: "icon icon-pin", "aria-hidden": "true" })],
           );
-      if (pin) {
-        pin.addEventListener("click", () => {
-          self.pin(key);
+      if (pinButton) {
+        pinButton.addEventListener("click", () => {
+          self.togglePin(key);
         });
       }
-      // the label stays in sight while any of its lanes is
-      const frame = ui.el("div", { cls: "tl-box" }, [ui.el("div", { cls: "tl-row" }, [node, pin])]);
-      const above = self.narrow ? LABEL : overhang(box.h);
-      frame.style.top = box.y - above + "px";
-      frame.style.height = Math.max(box.h + above, LABEL) + "px";
+      // the label stays visible while any of its lanes is
+      const labelBox = ui.el("div", { cls: "tl-box" }, [
+        ui.el("div", { cls: "tl-row" }, [node, pinButton]),
+      ]);
+      const above = self.isNarrow ? LABEL_HEIGHT : labelOverhang(box.h);
+      labelBox.style.top = box.y - above + "px";
+      labelBox.style.height = Math.max(box.h + above, LABEL_HEIGHT) + "px";
       node.addEventListener("click", () => {
-        self.fold(key);
+        self.toggleFold(key);
       });
-      return frame;
+      return labelBox;
     });
-    function of(pinned) {
-      return labelled.filter((_, i) => {
-        return layout.boxes[i].pin === pinned;
+    function labelsOf(pinned) {
+      return labels.filter((_, i) => {
+        return layout.boxes[i].isPinned === pinned;
       });
     }
-    this.pins.replaceChildren.apply(this.pins, of(true));
+    this.pinnedLabels.replaceChildren.apply(this.pinnedLabels, labelsOf(true));
     this.labels.replaceChildren.apply(
       this.labels,
-      of(false).concat(
+      labelsOf(false).concat(
         layout.rows
           .filter((row) => {
             return row.counter !== undefined;
@@ -577,171 +592,182 @@ export class Timeline {
           }),
       ),
     );
-    this.mapLanes = this.pickMap();
-    this.ask();
+    this.overviewLanes = this.pickOverviewLanes();
+    this.requestView();
     this.draw();
   }
 
-  // Pinned lanes stay at the top while the others scroll.
-  pin(key) {
-    const at = this.pinned.indexOf(key);
-    const label = function (one) {
-      return one.querySelector(".tl-pin");
+  // Pins a group to the top, where it does not scroll, or unpins it.
+  togglePin(key) {
+    const position = this.pinned.indexOf(key);
+    const pinButton = function (labelBox) {
+      return labelBox.querySelector(".tl-pin");
     };
-    if (at >= 0) {
-      this.pinned.splice(at, 1);
+    if (position >= 0) {
+      this.pinned.splice(position, 1);
     } else {
       this.pinned.push(key);
     }
-    this.arrange();
-    this.toUrl();
+    this.layOutLanes();
+    this.writeUrl();
     const groups = (this.layout ? this.layout.boxes : []).flatMap((box) => box.group || []);
-    const i = groups.findIndex((group) => {
+    const index = groups.findIndex((group) => {
       return group.key === key;
     });
-    const moved = Array.from(this.pins.children).concat(
+    const movedLabel = Array.from(this.pinnedLabels.children).concat(
       Array.from(this.labels.querySelectorAll(".tl-box")),
-    )[i];
-    if (moved && label(moved)) {
-      label(moved).focus({ preventScroll: true });
+    )[index];
+    if (movedLabel && pinButton(movedLabel)) {
+      pinButton(movedLabel).focus({ preventScroll: true });
     }
   }
 
-  fold(key) {
+  toggleFold(key) {
     this.folded[key] = !this.folded[key];
-    this.arrange();
+    this.layOutLanes();
   }
 
-  // The overview shows steps, idle time and the busiest stream; without a device the main thread.
-  pickMap() {
+  // Returns the overview's lanes: steps, idle time and the busiest stream, or the main thread.
+  pickOverviewLanes() {
     const groups = this.data.info.groups;
-    const found = [];
+    const lanes = [];
     ["steps", "idle", "stream", "thread"].forEach((kind) => {
-      const group = groups.filter((g) => {
-        return g.kind === kind;
+      const group = groups.filter((candidate) => {
+        return candidate.kind === kind;
       })[0];
-      if (group && (kind !== "thread" || found.length < 2)) {
-        found.push(group.first);
+      if (group && (kind !== "thread" || lanes.length < 2)) {
+        lanes.push(group.first);
       }
     });
-    return found;
+    return lanes;
   }
 
   timeAt(x) {
     return this.x0 + (x / this.width) * (this.x1 - this.x0);
   }
 
-  setView(x0, x1, moves) {
+  setView(x0, x1, isAnimated) {
     const info = this.data.info;
-    const whole = info.finish - info.begin;
-    const span = ui.clamp(x1 - x0, MINIMUM, whole * 1.2 + MINIMUM);
-    const middle = ui.clamp((x0 + x1) / 2, info.begin, info.finish);
-    const from = [this.x0, this.x1];
+    const traceSpan = info.last_ns - info.first_ns;
+    const span = ui.clamp(x1 - x0, MIN_SPAN_NS, traceSpan * 1.2 + MIN_SPAN_NS);
+    const middle = ui.clamp((x0 + x1) / 2, info.first_ns, info.last_ns);
+    const previous = [this.x0, this.x1];
     const self = this;
-    const to = [middle - span / 2, middle + span / 2];
-    cancelAnimationFrame(this.moving);
-    if (!moves || ui.prefersReducedMotion() || document.hidden) {
-      this.place(to[0], to[1]);
+    const target = [middle - span / 2, middle + span / 2];
+    cancelAnimationFrame(this.zoomFrame);
+    if (!isAnimated || ui.prefersReducedMotion() || document.hidden) {
+      this.setSpan(target[0], target[1]);
       return;
     }
-    const began = performance.now();
+    const startTime = performance.now();
     (function frame(now) {
-      const part = ui.clamp((now - began) / MOVE_MS, 0, 1);
-      const ease = 1 - Math.pow(1 - part, 3);
-      self.place(from[0] + (to[0] - from[0]) * ease, from[1] + (to[1] - from[1]) * ease);
-      if (part < 1 && !self.gone) {
-        self.moving = requestAnimationFrame(frame);
+      const progress = ui.clamp((now - startTime) / ZOOM_MS, 0, 1);
+      const eased = 1 - Math.pow(1 - progress, 3);
+      self.setSpan(
+        previous[0] + (target[0] - previous[0]) * eased,
+        previous[1] + (target[1] - previous[1]) * eased,
+      );
+      if (progress < 1 && !self.isDestroyed) {
+        self.zoomFrame = requestAnimationFrame(frame);
       }
-    })(began);
-    this.target = to;
+    })(startTime);
+    this.target = target;
   }
 
-  place(x0, x1) {
+  setSpan(x0, x1) {
     this.x0 = x0;
     this.x1 = x1;
-    this.hover = null;
-    this.panel.hover(null);
-    this.ask();
+    this.hoveredSlice = null;
+    this.panel.showHoverCard(null);
+    this.requestView();
     this.draw();
-    this.toUrl();
+    this.writeUrl();
     const other = this.parent || this.partner;
-    const by = this.parent ? -this.shift : other ? other.shift : 0;
-    if (!other || this.linked || !other.layout) {
+    const offset = this.parent ? -this.shift : other ? other.shift : 0;
+    if (!other || this.isFollowing || !other.layout) {
       return;
     }
-    other.linked = true;
-    cancelAnimationFrame(other.moving);
-    other.place(x0 + by, x1 + by);
-    other.linked = false;
+    other.isFollowing = true;
+    cancelAnimationFrame(other.zoomFrame);
+    other.setSpan(x0 + offset, x1 + offset);
+    other.isFollowing = false;
   }
 
-  pan(share, moves) {
-    const by = share * (this.x1 - this.x0);
+  pan(share, isAnimated) {
+    const offset = share * (this.x1 - this.x0);
     const info = this.data.info;
     const span = this.x1 - this.x0;
-    const x0 = ui.clamp(this.x0 + by, info.begin - span / 2, info.finish - span / 2);
-    this.setView(x0, x0 + span, moves);
+    const x0 = ui.clamp(this.x0 + offset, info.first_ns - span / 2, info.last_ns - span / 2);
+    this.setView(x0, x0 + span, isAnimated);
   }
 
-  zoom(factor, at, moves) {
+  zoom(factor, anchor, isAnimated) {
     const span = this.x1 - this.x0;
     const info = this.data.info;
-    const held = this.x0 + at * span;
-    const wide = ui.clamp(span * factor, MINIMUM, (info.finish - info.begin) * 1.2 + MINIMUM);
-    this.setView(held - at * wide, held - at * wide + wide, moves);
+    const anchorTime = this.x0 + anchor * span;
+    const newSpan = ui.clamp(
+      span * factor,
+      MIN_SPAN_NS,
+      (info.last_ns - info.first_ns) * 1.2 + MIN_SPAN_NS,
+    );
+    this.setView(
+      anchorTime - anchor * newSpan,
+      anchorTime - anchor * newSpan + newSpan,
+      isAnimated,
+    );
   }
 
   fit() {
     const info = this.data.info;
-    const c = this.chosen;
-    if (c && c !== this.fitted) {
-      this.fitted = c;
-      this.zoomTo(c);
+    const slice = this.selectedSlice;
+    if (slice && slice !== this.fittedSlice) {
+      this.fittedSlice = slice;
+      this.zoomTo(slice);
       return;
     }
-    this.fitted = null;
-    this.setView(info.begin, info.finish, true);
+    this.fittedSlice = null;
+    this.setView(info.first_ns, info.last_ns, true);
   }
 
   zoomTo(slice) {
     const margin = Math.max(slice.dur * 0.6, 500);
     this.setView(slice.ts - margin, slice.ts + slice.dur + margin, true);
-    this.reveal(slice);
+    this.scrollToSlice(slice);
   }
 
   zoomToRange() {
     if (!this.range) {
       return;
     }
-    const a = Math.min(this.range[0], this.range[1]);
-    const b = Math.max(this.range[0], this.range[1]);
-    this.setView(a, b, true);
+    const start = Math.min(this.range[0], this.range[1]);
+    const end = Math.max(this.range[0], this.range[1]);
+    this.setView(start, end, true);
   }
 
-  // Scroll a slice's lane into sight, opening what is folded.
-  reveal(slice) {
+  // Scrolls to the lane of a slice, and expands its group.
+  scrollToSlice(slice) {
     const info = this.data.info;
-    const group = info.groups.filter((g) => {
-      return slice.lane >= g.first && slice.lane < g.first + g.count;
+    const group = info.groups.filter((candidate) => {
+      return slice.lane >= candidate.first && slice.lane < candidate.first + candidate.count;
     })[0];
     if (group && this.folded[group.key]) {
-      this.fold(group.key);
+      this.toggleFold(group.key);
     }
     const layout = this.layout;
     const row = layout && layout.rows[layout.byLane[slice.lane]];
-    if (!row || row.pin) {
+    if (!row || row.isPinned) {
       return;
     }
     if (
-      row.y < this.body.scrollTop + layout.pins + 10 ||
+      row.y < this.body.scrollTop + layout.pinnedHeight + 10 ||
       row.y + row.h > this.body.scrollTop + this.height - 10
     ) {
       this.body.scrollTop = Math.max(row.y - this.height / 2, 0);
     }
   }
 
-  // Bring a slice into view without changing the zoom more than is needed to see it.
-  go(slice) {
+  // Selects a slice and moves it into view. The zoom changes only if the slice would be too small.
+  goToSlice(slice) {
     const span = this.x1 - this.x0;
     const scale = this.width / span;
     if (slice.dur * scale < 3 || slice.dur > span) {
@@ -749,109 +775,109 @@ export class Timeline {
     } else if (slice.ts < this.x0 || slice.ts + slice.dur > this.x1) {
       const middle = slice.ts + slice.dur / 2;
       this.setView(middle - span / 2, middle + span / 2, true);
-      this.reveal(slice);
+      this.scrollToSlice(slice);
     } else {
-      this.reveal(slice);
+      this.scrollToSlice(slice);
     }
-    this.select(slice.id);
+    this.selectById(slice.id);
   }
 
-  showPlace(place, still) {
+  showPlace(place, isImmediate) {
     const margin = Math.max(place.dur * 1.5, 20000);
-    this.setView(place.ts - margin, place.ts + place.dur + margin, !still);
-    this.selectAt(place.ts, place.dur);
+    this.setView(place.ts - margin, place.ts + place.dur + margin, !isImmediate);
+    this.selectStartingAt(place.ts, place.dur);
   }
 
-  choose(slice) {
-    this.chosen = slice;
+  setSelectedSlice(slice) {
+    this.selectedSlice = slice;
     if (slice) {
       this.range = null;
-      this.panel.details(slice);
+      this.panel.showDetails(slice);
     } else {
-      this.panel.welcome();
+      this.panel.showWelcome();
     }
     this.draw();
-    this.toUrl();
+    this.writeUrl();
   }
 
-  select(id, show) {
+  selectById(id, scrolls) {
     const self = this;
     const data = this.data;
-    return data.json("slice", { id }).then(
+    return data.fetchJson("slice", { id }).then(
       (slice) => {
         if (self.data !== data) {
           return;
         }
-        self.choose(slice);
-        if (show) {
-          self.reveal(slice);
+        self.setSelectedSlice(slice);
+        if (scrolls) {
+          self.scrollToSlice(slice);
         }
       },
       () => {
-        self.choose(null);
+        self.setSelectedSlice(null);
       },
     );
   }
 
-  selectAt(ts, dur) {
+  selectStartingAt(ts, dur) {
     const self = this;
     const query = { t: Math.round(ts) };
     if (dur !== null) {
       query.dur = Math.round(dur);
     }
-    this.data.json("find", query).then(
+    this.data.fetchJson("find", query).then(
       (slice) => {
         if (slice) {
-          self.select(slice.id, true);
+          self.selectById(slice.id, true);
         }
       },
       () => {
-        /* an instant where nothing begins: the line shows it */
+        /* no slice starts there: only the line at the instant is shown */
       },
     );
   }
 
-  beside(by) {
+  selectNeighbor(offset) {
     const self = this;
-    const c = this.chosen;
-    if (!c || c.id + by < 0) {
+    const current = this.selectedSlice;
+    if (!current || current.id + offset < 0) {
       return;
     }
-    this.data.json("slice", { id: c.id + by }).then(
+    this.data.fetchJson("slice", { id: current.id + offset }).then(
       (slice) => {
-        if (slice.lane !== c.lane) {
+        if (slice.lane !== current.lane) {
           return;
         }
-        self.choose(slice);
+        self.setSelectedSlice(slice);
         if (slice.ts < self.x0 || slice.ts + slice.dur > self.x1) {
-          self.go(slice);
+          self.goToSlice(slice);
         }
       },
       () => {
-        /* the last one */
+        /* there is no such slice */
       },
     );
   }
 
-  setRange(range, done) {
+  setRange(range, isComplete) {
     this.range = range && Math.abs(range[1] - range[0]) >= 16 ? range : null;
     const self = this;
-    const r = this.range;
+    const requested = this.range;
     if (this.range === null) {
-      if (!this.chosen && this.data.info) {
-        this.panel.welcome();
+      if (!this.selectedSlice && this.data.info) {
+        this.panel.showWelcome();
       }
-    } else if (done) {
-      this.chosen = null;
+    } else if (isComplete) {
+      this.selectedSlice = null;
       this.data
-        .json("range", {
-          x0: Math.floor(Math.min(r[0], r[1])),
-          x1: Math.ceil(Math.max(r[0], r[1])),
+        .fetchJson("range", {
+          x0: Math.floor(Math.min(requested[0], requested[1])),
+          x1: Math.ceil(Math.max(requested[0], requested[1])),
         })
         .then(
           (stats) => {
-            if (self.range === r) {
-              self.panel.range(stats);
+            if (self.range === requested) {
+              self.panel.showRange(stats);
             }
           },
           () => {
@@ -862,11 +888,11 @@ export class Timeline {
     this.draw();
   }
 
-  escape() {
+  clearSelection() {
     if (this.range) {
       this.setRange(null);
-    } else if (this.chosen) {
-      this.choose(null);
+    } else if (this.selectedSlice) {
+      this.setSelectedSlice(null);
     } else if (this.query) {
       this.panel.search.value = "";
       this.setQuery("");
@@ -875,51 +901,51 @@ export class Timeline {
     }
   }
 
-  setFinding(key, show) {
-    const found = this.data.info.findings.filter((f) => {
-      return f.key === key;
+  setFinding(key, showsPlace) {
+    const finding = this.data.info.findings.filter((candidate) => {
+      return candidate.key === key;
     })[0];
-    this.finding = found ? key : "";
+    this.finding = finding ? key : "";
     this.instant = null;
-    this.chosen = null;
-    this.panel.focus.value = this.finding;
-    this.panel.welcome();
-    if (found && show && found.places.length) {
+    this.selectedSlice = null;
+    this.panel.findingSelect.value = this.finding;
+    this.panel.showWelcome();
+    if (finding && showsPlace && finding.places.length) {
       if (
-        found.rank !== null &&
-        found.rank !== this.data.rank &&
-        this.data.info.ranks.indexOf(found.rank) >= 0
+        finding.rank !== null &&
+        finding.rank !== this.data.rank &&
+        this.data.info.ranks.indexOf(finding.rank) >= 0
       ) {
-        this.elsewhere(found);
+        this.openFindingRank(finding);
         return;
       }
       this.setView(
-        found.places[0].ts - Math.max(found.places[0].dur * 1.5, 20000),
-        found.places[0].ts + found.places[0].dur + Math.max(found.places[0].dur * 1.5, 20000),
+        finding.places[0].ts - Math.max(finding.places[0].dur * 1.5, 20000),
+        finding.places[0].ts + finding.places[0].dur + Math.max(finding.places[0].dur * 1.5, 20000),
         true,
       );
-      this.revealPlace(found.places[0]);
+      this.scrollToPlace(finding.places[0]);
     }
-    this.ask();
-    this.toUrl();
+    this.requestView();
+    this.writeUrl();
   }
 
-  elsewhere(found) {
-    const place = found.places[0];
+  openFindingRank(finding) {
+    const place = finding.places[0];
     const margin = Math.max(place.dur * 1.5, 20000);
-    this.open(found.rank, [place.ts - margin, place.ts + place.dur + margin]);
+    this.openRank(finding.rank, [place.ts - margin, place.ts + place.dur + margin]);
   }
 
-  revealPlace(place) {
+  scrollToPlace(place) {
     const self = this;
-    this.data.json("find", { t: Math.round(place.ts), dur: Math.round(place.dur) }).then(
+    this.data.fetchJson("find", { t: Math.round(place.ts), dur: Math.round(place.dur) }).then(
       (slice) => {
         if (slice) {
-          self.reveal(slice);
+          self.scrollToSlice(slice);
         }
       },
       () => {
-        /* nothing to scroll to */
+        /* there is no such slice */
       },
     );
   }
@@ -930,28 +956,28 @@ export class Timeline {
       return;
     }
     this.query = query;
-    this.mirror();
+    this.copyQueryToPartner();
     if (!query) {
       this.panel.showMatchCount(null);
     } else {
-      this.find(query, false, true);
+      this.findMatch(query, false, true);
     }
-    this.ask();
+    this.requestView();
     this.draw();
-    this.toUrl();
+    this.writeUrl();
   }
 
-  // What is searched for is marked in both.
-  mirror() {
+  // Marks search matches in the partner too.
+  copyQueryToPartner() {
     if (this.partner && this.partner.layout) {
       this.partner.query = this.query;
-      this.partner.ask();
+      this.partner.requestView();
       this.partner.draw();
     }
   }
 
-  // Go to the next found slice; with "only" just count them.
-  find(query, back, only) {
+  // Moves to the next match. "countsOnly" only counts the matches.
+  findMatch(query, isBackward, countsOnly) {
     const self = this;
     const data = this.data;
     query = query.trim();
@@ -961,26 +987,26 @@ export class Timeline {
     }
     if (query !== this.query) {
       this.query = query;
-      this.mirror();
-      this.ask();
-      this.toUrl();
+      this.copyQueryToPartner();
+      this.requestView();
+      this.writeUrl();
     }
-    const ask = { q: query, back: back ? 1 : 0, t: Math.round(this.x0) };
-    if (this.chosen && !only) {
-      ask.id = this.chosen.id;
-      ask.t = this.chosen.ts;
+    const parameters = { q: query, back: isBackward ? 1 : 0, t: Math.round(this.x0) };
+    if (this.selectedSlice && !countsOnly) {
+      parameters.id = this.selectedSlice.id;
+      parameters.t = this.selectedSlice.ts;
     }
-    return data.json("search", ask).then(
+    return data.fetchJson("search", parameters).then(
       (answer) => {
         if (self.query !== query || self.data !== data) {
           return;
         }
-        if (only) {
+        if (countsOnly) {
           delete answer.at;
         }
         self.panel.showMatchCount(answer);
-        if (!only && answer.total) {
-          self.go(answer);
+        if (!countsOnly && answer.total) {
+          self.goToSlice(answer);
         }
       },
       () => {
@@ -989,95 +1015,103 @@ export class Timeline {
     );
   }
 
-  next(back) {
+  findNext(isBackward) {
     if (this.query) {
-      this.find(this.query, back);
+      this.findMatch(this.query, isBackward);
     }
   }
 
   rowAt(y) {
     const rows = this.layout ? this.layout.rows : [];
-    const pinned = Boolean(this.layout && y < this.layout.pins);
-    const at = pinned ? y : y + this.scroll;
+    const isPinnedPart = Boolean(this.layout && y < this.layout.pinnedHeight);
+    const position = isPinnedPart ? y : y + this.scroll;
     for (let i = 0; i < rows.length; i++) {
-      if (rows[i].pin === pinned && at >= rows[i].y - 1 && at < rows[i].y + rows[i].h + 1) {
+      if (
+        rows[i].isPinned === isPinnedPart &&
+        position >= rows[i].y - 1 &&
+        position < rows[i].y + rows[i].h + 1
+      ) {
         return rows[i];
       }
     }
     return null;
   }
 
-  // The slice drawn at a place; among narrow ones the one nearest.
+  // Returns the slice drawn at a point, or the nearest one within two pixels.
   sliceAt(x, y) {
     const row = this.rowAt(y);
-    const a = this.answer;
-    if (!row || row.lane === undefined || !a) {
+    const answer = this.answer;
+    if (!row || row.lane === undefined || !answer) {
       return null;
     }
-    const s = a.slices;
-    const at = this.timeAt(x) - a.x0;
+    const slices = answer.slices;
+    const time = this.timeAt(x) - answer.x0;
     const slack = (2 * (this.x1 - this.x0)) / this.width;
     let best = -1;
     let nearest = slack;
-    for (let i = 0; i < s.n; i++) {
-      if (s.lane[i] !== row.lane) {
+    for (let i = 0; i < slices.n; i++) {
+      if (slices.lane[i] !== row.lane) {
         continue;
       }
-      const off =
-        at < s.start[i]
-          ? s.start[i] - at
-          : at > s.start[i] + s.dur[i]
-            ? at - s.start[i] - s.dur[i]
+      const distance =
+        time < slices.start[i]
+          ? slices.start[i] - time
+          : time > slices.start[i] + slices.dur[i]
+            ? time - slices.start[i] - slices.dur[i]
             : 0;
-      if (off <= nearest && (best < 0 || off < nearest)) {
+      if (distance <= nearest && (best < 0 || distance < nearest)) {
         best = i;
-        nearest = off;
+        nearest = distance;
       }
     }
     if (best < 0) {
       return null;
     }
     return {
-      id: s.id[best],
+      id: slices.id[best],
       lane: row.lane,
-      ts: a.x0 + s.start[best],
-      dur: s.dur[best],
-      name: this.data.names[s.name[best]],
-      label: this.data.info.categories[s.category[best]][1],
+      ts: answer.x0 + slices.start[best],
+      dur: slices.dur[best],
+      name: this.data.names[slices.name[best]],
+      label: this.data.info.categories[slices.category[best]][1],
       count: 1,
     };
   }
 
   cellAt(x, y) {
     const row = this.rowAt(y);
-    const a = this.answer;
-    if (!row || row.lane === undefined || !a) {
+    const answer = this.answer;
+    if (!row || row.lane === undefined || !answer) {
       return null;
     }
-    const r = a.runs;
-    const cell = (this.timeAt(x) - a.cell0) / a.cell;
-    for (let i = 0; i < r.n; i++) {
-      if (r.lane[i] === row.lane && cell >= r.cell[i] - 1 && cell < r.cell[i] + r.width[i] + 1) {
+    const runs = answer.runs;
+    const cell = (this.timeAt(x) - answer.cell0) / answer.cell;
+    for (let i = 0; i < runs.n; i++) {
+      if (
+        runs.lane[i] === row.lane &&
+        cell >= runs.cell[i] - 1 &&
+        cell < runs.cell[i] + runs.width[i] + 1
+      ) {
         return row.lane;
       }
     }
     return null;
   }
 
-  // A counter's value under the pointer.
+  // Returns the value of the counter at a point.
   counterAt(x, y) {
     const row = this.rowAt(y);
-    const a = this.answer;
+    const answer = this.answer;
     const number = row ? row.counter : undefined;
-    if (!a || number === undefined || a.asked.indexOf(number) < 0) {
+    if (!answer || number === undefined || answer.counterNumbers.indexOf(number) < 0) {
       return null;
     }
-    const at = a.asked.indexOf(number);
+    const position = answer.counterNumbers.indexOf(number);
     const counter = this.data.info.counters[number];
-    const i = Math.floor(((this.timeAt(x) - a.x0) / (a.x1 - a.x0)) * a.px);
-    const low = a.low[at * a.px + i];
-    const high = a.high[at * a.px + i];
-    if (!(i >= 0 && i < a.px) || low !== low) {
+    const pixel = Math.floor(((this.timeAt(x) - answer.x0) / (answer.x1 - answer.x0)) * answer.px);
+    const low = answer.low[position * answer.px + pixel];
+    const high = answer.high[position * answer.px + pixel];
+    if (!(pixel >= 0 && pixel < answer.px) || low !== low) {
       return { counter: counter.label, value: "no sample" };
     }
     const text = ui.formatQuantity(high, counter.unit);
@@ -1087,62 +1121,63 @@ export class Timeline {
     };
   }
 
-  under(x, y) {
+  fetchSliceAt(x, y) {
     const lane = this.cellAt(x, y);
     if (lane === null) {
       return Promise.resolve(null);
     }
-    return this.data.json("at", {
+    return this.data.fetchJson("at", {
       lane,
       t: Math.round(this.timeAt(x)),
       reach: Math.max(1, Math.round((1.5 * (this.x1 - this.x0)) / this.width)),
     });
   }
 
-  point(x, y) {
+  movePointer(x, y) {
     const self = this;
-    const found = x === null ? null : this.sliceAt(x, y);
+    const slice = x === null ? null : this.sliceAt(x, y);
     const card = this.panel;
     this.pointer = x;
     const other = this.parent || this.partner;
     if (other) {
       other.pointer = x;
-      other.drawOver();
+      other.drawOverlay();
     }
-    clearTimeout(this.pointTimer);
-    this.hover = found;
+    clearTimeout(this.hoverTimer);
+    this.hoveredSlice = slice;
     const left = this.overlay.parentNode.offsetLeft + x;
     const top = this.body.offsetTop + y;
-    card.hover(found || (x !== null && this.counterAt(x, y)), left, top);
-    if (!found && x !== null) {
-      this.pointTimer = setTimeout(() => {
-        self.under(x, y).then(
+    card.showHoverCard(slice || (x !== null && this.counterAt(x, y)), left, top);
+    if (!slice && x !== null) {
+      this.hoverTimer = setTimeout(() => {
+        self.fetchSliceAt(x, y).then(
           (slice) => {
-            if (!slice || self.pointer !== x || self.gone) {
+            if (!slice || self.pointer !== x || self.isDestroyed) {
               return;
             }
             slice.label = slice.category;
-            self.hover = slice;
-            card.hover(slice, left, top);
+            self.hoveredSlice = slice;
+            card.showHoverCard(slice, left, top);
             self.draw();
           },
           () => {
-            /* nothing there */
+            /* no slice there */
           },
         );
       }, 60);
     }
-    this.drawOver();
+    this.drawOverlay();
   }
 
-  // By the keyboard: the slice nearest the middle of the topmost lane that has one in view.
-  chooseVisible() {
+  // Selects the slice nearest to the middle of the topmost lane with a slice in view.
+  selectVisible() {
     for (let y = 2; y < this.height; y += 6) {
-      for (let off = 0; off <= 0.5; off += 0.05) {
-        const found =
-          this.sliceAt((0.5 + off) * this.width, y) || this.sliceAt((0.5 - off) * this.width, y);
-        if (found) {
-          this.select(found.id);
+      for (let offset = 0; offset <= 0.5; offset += 0.05) {
+        const slice =
+          this.sliceAt((0.5 + offset) * this.width, y) ||
+          this.sliceAt((0.5 - offset) * this.width, y);
+        if (slice) {
+          this.selectById(slice.id);
           return;
         }
       }
@@ -1151,36 +1186,36 @@ export class Timeline {
 
   click(x, y) {
     const self = this;
-    const found = this.sliceAt(x, y);
-    if (found) {
-      this.select(found.id);
+    const slice = this.sliceAt(x, y);
+    if (slice) {
+      this.selectById(slice.id);
       this.range = null;
       return;
     }
-    this.under(x, y).then(
+    this.fetchSliceAt(x, y).then(
       (slice) => {
         if (slice) {
           self.range = null;
-          self.select(slice.id);
+          self.selectById(slice.id);
         } else {
           self.setRange(null);
-          self.choose(null);
+          self.setSelectedSlice(null);
         }
       },
       () => {
-        self.choose(null);
+        self.setSelectedSlice(null);
       },
     );
   }
 
-  // Lanes on the screen and a screen above and below it.
-  wanted() {
+  // Returns the lanes and counters on the screen, and one screen above and below it.
+  lanesToRequest() {
     const lanes = [];
     const counters = [];
     const top = this.scroll - this.height;
     const bottom = this.scroll + 2 * this.height;
     (this.layout ? this.layout.rows : []).forEach((row) => {
-      if (!row.pin && (row.y > bottom || row.y + row.h < top)) {
+      if (!row.isPinned && (row.y > bottom || row.y + row.h < top)) {
         return;
       }
       if (row.lane !== undefined) {
@@ -1192,104 +1227,117 @@ export class Timeline {
     return { lanes: lanes.slice(0, 1000), counters };
   }
 
-  covered() {
-    const a = this.answer;
-    return Boolean(a && a.x0 <= Math.max(this.x0, a.low0) && a.x1 >= Math.min(this.x1, a.high0));
+  isViewCovered() {
+    const answer = this.answer;
+    return Boolean(
+      answer &&
+      answer.x0 <= Math.max(this.x0, answer.firstEvent) &&
+      answer.x1 >= Math.min(this.x1, answer.lastEvent),
+    );
   }
 
-  // Whether the last answer is as good as a new one would be.
-  enough(want) {
-    const a = this.answer;
-    if (!a || !this.covered() || a.focus !== this.finding || a.q !== this.query) {
+  // Returns whether the last answer has everything that a new answer would have.
+  isAnswerSufficient(wanted) {
+    const answer = this.answer;
+    if (
+      !answer ||
+      !this.isViewCovered() ||
+      answer.focus !== this.finding ||
+      answer.q !== this.query
+    ) {
       return false;
     }
-    const ideal = (this.x1 - this.x0) / (this.width * this.sharp());
+    const idealCell = (this.x1 - this.x0) / (this.width * this.pixelRatio());
     if (
-      a.cell > Math.max(ideal, 1) * 1.01 ||
-      (a.cell < ideal / 4 && a.x1 - a.x0 > 3 * (this.x1 - this.x0))
+      answer.cell > Math.max(idealCell, 1) * 1.01 ||
+      (answer.cell < idealCell / 4 && answer.x1 - answer.x0 > 3 * (this.x1 - this.x0))
     ) {
       return false;
     }
     return (
-      want.lanes.every((lane) => {
-        return a.has[lane];
+      wanted.lanes.every((lane) => {
+        return answer.hasLane[lane];
       }) &&
-      want.counters.every((c) => {
-        return a.asked.indexOf(c) >= 0;
+      wanted.counters.every((counter) => {
+        return answer.counterNumbers.indexOf(counter) >= 0;
       })
     );
   }
 
-  sharp() {
+  pixelRatio() {
     return ui.clamp(window.devicePixelRatio || 1, 1, 2);
   }
 
-  ask() {
-    if (!this.layout || !this.data.info || this.flying || this.gone) {
+  requestView() {
+    if (!this.layout || !this.data.info || this.pendingView || this.isDestroyed) {
       return;
     }
-    const want = this.wanted();
+    const wanted = this.lanesToRequest();
     const self = this;
     const data = this.data;
     const span = this.x1 - this.x0;
     const info = data.info;
-    if (this.enough(want) || this.x1 <= info.begin || this.x0 >= info.finish) {
-      this.settle();
+    if (this.isAnswerSufficient(wanted) || this.x1 <= info.first_ns || this.x0 >= info.last_ns) {
+      this.resolveSettled();
       return;
     }
-    const slack = (info.finish - info.begin) * 0.1 + 1000;
-    const low = Math.floor(Math.max(this.x0 - MARGIN * span, info.begin - slack));
-    let high = Math.ceil(Math.min(this.x1 + MARGIN * span, info.finish + slack));
+    const slack = (info.last_ns - info.first_ns) * 0.1 + 1000;
+    const low = Math.floor(Math.max(this.x0 - PREFETCH_SPANS * span, info.first_ns - slack));
+    let high = Math.ceil(Math.min(this.x1 + PREFETCH_SPANS * span, info.last_ns + slack));
     if (high - low < 64) {
       high = low + 64;
     }
-    const px = Math.round(ui.clamp(((high - low) / span) * this.width * this.sharp(), 16, 8192));
-    const focus = this.finding;
-    const q = this.query;
-    this.flying = data.view(low, high, px, want.lanes, want.counters, focus, q).then(
-      (answer) => {
-        self.flying = null;
-        if (self.gone || self.data !== data) {
-          self.ask();
-          return;
-        }
-        if (answer.version !== info.version) {
-          self.open(data.rank, [self.x0, self.x1]);
-          return;
-        } // a live run's next window
-        answer.asked = want.counters;
-        answer.has = [];
-        want.lanes.forEach((lane) => {
-          answer.has[lane] = true;
-        });
-        answer.focus = focus;
-        answer.q = q;
-        answer.low0 = info.begin;
-        answer.high0 = info.finish;
-        self.answer = answer;
-        self.problem = null;
-        if (!self.base) {
-          self.wide();
-        }
-        self.draw();
-        self.ask();
-      },
-      (error) => {
-        self.flying = null;
-        self.problem = error;
-        self.panel.status.textContent = "The server does not respond: " + error.message;
-        self.there();
-        self.settle();
-      },
+    const px = Math.round(
+      ui.clamp(((high - low) / span) * this.width * this.pixelRatio(), 16, 8192),
     );
+    const focus = this.finding;
+    const searchText = this.query;
+    this.pendingView = data
+      .fetchView(low, high, px, wanted.lanes, wanted.counters, focus, searchText)
+      .then(
+        (answer) => {
+          self.pendingView = null;
+          if (self.isDestroyed || self.data !== data) {
+            self.requestView();
+            return;
+          }
+          if (answer.version !== info.version) {
+            self.openRank(data.rank, [self.x0, self.x1]);
+            return;
+          } // a live run has a new window
+          answer.counterNumbers = wanted.counters;
+          answer.hasLane = [];
+          wanted.lanes.forEach((lane) => {
+            answer.hasLane[lane] = true;
+          });
+          answer.focus = focus;
+          answer.q = searchText;
+          answer.firstEvent = info.first_ns;
+          answer.lastEvent = info.last_ns;
+          self.answer = answer;
+          self.viewError = null;
+          if (!self.overviewAnswer) {
+            self.requestOverview();
+          }
+          self.draw();
+          self.requestView();
+        },
+        (error) => {
+          self.pendingView = null;
+          self.viewError = error;
+          self.panel.status.textContent = "The server does not respond: " + error.message;
+          self.announceReady();
+          self.resolveSettled();
+        },
+      );
   }
 
-  // Everything once, coarsely: for the overview, and to be seen while a finer answer comes.
-  wide() {
+  // Requests the whole trace once, for the overview and as a preview until a finer answer arrives.
+  requestOverview() {
     const self = this;
     const data = this.data;
     const info = data.info;
-    let lanes = this.wanted().lanes.concat(this.mapLanes);
+    let lanes = this.lanesToRequest().lanes.concat(this.overviewLanes);
     lanes = lanes
       .filter((lane, i) => {
         return lanes.indexOf(lane) === i;
@@ -1298,9 +1346,9 @@ export class Timeline {
         return a - b;
       });
     data
-      .view(
-        info.begin,
-        Math.max(info.finish, info.begin + 64),
+      .fetchView(
+        info.first_ns,
+        Math.max(info.last_ns, info.first_ns + 64),
         Math.round(ui.clamp(this.width, 64, 4096)),
         lanes,
         [],
@@ -1308,130 +1356,108 @@ export class Timeline {
         "",
       )
       .then(
-        (base) => {
+        (overviewAnswer) => {
           if (self.data !== data) {
             return;
           }
-          const s = base.slices;
-          const first = info.groups.filter((g) => {
-            return g.kind === "steps";
+          const slices = overviewAnswer.slices;
+          const stepGroup = info.groups.filter((group) => {
+            return group.kind === "steps";
           })[0];
-          base.has = [];
-          base.asked = [];
-          self.base = base;
-          self.steps = [];
-          for (let i = 0; first && i < s.n; i++) {
-            if (s.lane[i] === first.first) {
-              self.steps.push(base.x0 + s.start[i]);
+          overviewAnswer.hasLane = [];
+          overviewAnswer.counterNumbers = [];
+          self.overviewAnswer = overviewAnswer;
+          self.stepStarts = [];
+          for (let i = 0; stepGroup && i < slices.n; i++) {
+            if (slices.lane[i] === stepGroup.first) {
+              self.stepStarts.push(overviewAnswer.x0 + slices.start[i]);
             }
           }
           self.draw();
         },
         () => {
-          self.there(); /* the overview stays empty */
+          self.announceReady(); /* without an overview */
         },
       );
   }
 
   draw() {
     const self = this;
-    if (this.frame || this.gone) {
+    if (this.mainFrame || this.isDestroyed) {
       return;
     }
-    this.frame = requestAnimationFrame(() => {
-      self.frame = 0;
-      if (self.gone) {
+    this.mainFrame = requestAnimationFrame(() => {
+      self.mainFrame = 0;
+      if (self.isDestroyed) {
         return;
       }
-      self.paint.main();
-      self.paint.axis();
-      self.paint.overview();
-      self.paint.over();
+      self.painter.drawLanes();
+      self.painter.drawAxis();
+      self.painter.drawOverview();
+      self.painter.drawOverlay();
       self.panel.showStatus();
-      self.panel.later("calm", 350, () => {
-        self.panel.colours();
+      self.panel.debounce("calm", 350, () => {
+        self.panel.updateLegend();
         self.panel.fillTable();
       });
-      if (self.answer && !self.painted && !self.parent) {
-        self.painted = performance.now();
+      if (self.answer && !self.paintedAt && !self.parent) {
+        self.paintedAt = performance.now();
         performance.mark("advisor-timeline-painted");
       }
-      if (self.answer && self.base) {
-        self.there();
+      if (self.answer && self.overviewAnswer) {
+        self.announceReady();
       }
-      self.settle();
+      self.resolveSettled();
     });
   }
 
-  // Said once there is a picture, or never will be: the frame's scripts wait for it.
-  there() {
-    if (this.said || this.parent) {
+  // Announces the first paint, or that there will be none. deferred_scripts.js waits for it.
+  announceReady() {
+    if (this.isReadyAnnounced || this.parent) {
       return;
     }
-    this.said = true;
+    this.isReadyAnnounced = true;
     setTimeout(() => {
-      window.dispatchEvent(new Event("advisor-timeline-there"));
+      window.dispatchEvent(new Event("advisor-timeline-ready"));
     });
   }
 
-  drawOver() {
+  drawOverlay() {
     const self = this;
-    if (this.overFrame || this.frame) {
+    if (this.overlayFrame || this.mainFrame) {
       return;
     }
-    this.overFrame = requestAnimationFrame(() => {
-      self.overFrame = 0;
-      self.paint.over();
+    this.overlayFrame = requestAnimationFrame(() => {
+      self.overlayFrame = 0;
+      self.painter.drawOverlay();
     });
   }
 
-  // Resolves once what the view shows is all that can be shown of it: for tests and measurements.
-  settled() {
+  // Resolves when the view is completely drawn. Tests and benchmarks use it.
+  whenSettled() {
     const self = this;
-    return new Promise((done) => {
-      self.waiters.push(done);
-      self.settle();
+    return new Promise((resolve) => {
+      self.settledCallbacks.push(resolve);
+      self.resolveSettled();
     });
   }
 
-  settle() {
-    if (!this.waiters.length || this.flying || this.frame) {
+  resolveSettled() {
+    if (!this.settledCallbacks.length || this.pendingView || this.mainFrame) {
       return;
     }
     if (
-      !this.problem &&
+      !this.viewError &&
       this.message.hidden &&
-      (!this.layout || !this.data.info || !this.enough(this.wanted()))
+      (!this.layout || !this.data.info || !this.isAnswerSufficient(this.lanesToRequest()))
     ) {
       return;
     }
-    if (!this.problem && !this.message.hidden && this.message.textContent === "Reading…") {
+    if (!this.viewError && !this.message.hidden && this.message.textContent === "Reading…") {
       return;
     }
-    this.waiters.splice(0).forEach((done) => {
-      done();
+    this.settledCallbacks.splice(0).forEach((resolve) => {
+      resolve();
     });
   }
 }
-
-// -- opening a rank ------------------------------------------------------------------------------
-
-// -- two under each other
-// --------------------------------------------------------------------------
-
-// -- failing
-// -----------------------------------------------------------------------------------------
-
-// -- the address ---------------------------------------------------------------------------------
-
-// -- size and rows -------------------------------------------------------------------------------
-
-// -- moving --------------------------------------------------------------------------------------
-
-// -- choosing ------------------------------------------------------------------------------------
-
-// -- pointing ------------------------------------------------------------------------------------
-
-// -- asking --------------------------------------------------------------------------------------
-
-// -- drawing -------------------------------------------------------------------------------------

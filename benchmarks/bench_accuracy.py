@@ -29,7 +29,7 @@ Loop = Callable[[bool], Iterator[None]]
 
 @dataclass(frozen=True)
 class Experiment:
-    """One program, its fix, and the fix in the edit language."""
+    """A program, its fix, and the fix in the edit language."""
 
     name: str
     loop: Loop
@@ -40,7 +40,7 @@ class Experiment:
 def _slow_dataset(seconds: float, count: int = 100_000) -> Any:
     import torch
 
-    class Slow(torch.utils.data.Dataset):  # type: ignore[misc]
+    class SlowDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         def __len__(self) -> int:
             return count
 
@@ -48,7 +48,7 @@ def _slow_dataset(seconds: float, count: int = 100_000) -> Any:
             time.sleep(seconds)
             return torch.full((64,), float(index % 7))
 
-    return Slow()
+    return SlowDataset()
 
 
 def _mlp(device: str, width: int = 256, depth: int = 2) -> Any:
@@ -310,7 +310,7 @@ Row = dict[str, Any]
 
 
 def timed(experiment: Experiment, steps: int, rounds: int, trace: Path) -> Row:
-    """One recording of the slow program, and the truth from alternating runs."""
+    """Record the slow program once, and measure the truth from alternating runs."""
     record(experiment.loop(False), trace, cuda=experiment.cuda)
     slow, fixed = [], []
     for _ in range(rounds):
@@ -330,12 +330,12 @@ def predicted(row: Row, trace: Path) -> Row:
     """The same with what a replay of the recording says."""
     import advisor
 
-    found = advisor.whatif(advisor.open(trace), row["edits"])
+    whatif = advisor.whatif(advisor.open(trace), row["edits"])
     return {
         **row,
-        "predicted_gain": 1 - found.edited_step_ns / found.replayed_step_ns,
-        "profiled_ms": found.measured_step_ns / 1e6,
-        "replay_error": found.replay.step_error,
+        "predicted_gain": 1 - whatif.edited_step_ns / whatif.replayed_step_ns,
+        "profiled_ms": whatif.measured_step_ns / 1e6,
+        "replay_error": whatif.replay.step_error,
     }
 
 
@@ -372,14 +372,14 @@ def main() -> None:
             measure(folder, args.only, args.steps, args.rounds)
         if args.record is not None:
             return
-        found = json.loads((folder / MEASURED).read_text())
-        rows = [predicted(row, folder / row.pop("trace")) for row in found["rows"]]
-    text = f"{found['where']}\n\n{table(rows)}\n"
+        document = json.loads((folder / MEASURED).read_text())
+        rows = [predicted(row, folder / row.pop("trace")) for row in document["rows"]]
+    text = f"{document['where']}\n\n{table(rows)}\n"
     print(text)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     if args.write:
-        write(args.write, text, found["cuda"])
+        write(args.write, text, document["cuda"])
 
 
 MEASURED = "measured.json"

@@ -56,7 +56,7 @@ NSYS: Tables = {
         "start", "end", "eventType", "text", "textId", "globalTid", "endGlobalTid", "domainId",
     ),
 }  # fmt: skip
-"""What our reader reads of the generated file; below, of the others."""
+"""Columns that our reader reads of the generated file; below, of the others."""
 
 RPD: Tables = {
     "rocpd_string": ("id", "string"),
@@ -78,7 +78,8 @@ TEXTS = {
 
 
 def rocpd_tables(version: int) -> Tables:
-    """What is read of rocprofv3's tables, whose times stand in a table of their own in 4."""
+    """Columns that are read of rocprofv3's tables, whose times stand in a table of their own in
+    4."""
     place = ("agent_id", "queue_id", "stream_id")
     host = ("start", "end", "pid", "tid") if version == 3 else ("track_id", "start_id", "end_id")
     device = (*host, *place) if version == 3 else host
@@ -113,7 +114,7 @@ def columns(names: tuple[str, ...]) -> str:
     )
 
 
-class Written:
+class GeneratedDatabase:
     """A database under construction: how many rows, and whether it is large enough."""
 
     def __init__(self, path: Path, megabytes: int, tables: Tables) -> None:
@@ -163,7 +164,7 @@ def nsys(path: Path, megabytes: int) -> int:
         "SAMPLING_CALLCHAINS": ("chain", "symbol", "module", "originalIP", "stackDepth"),
         "PROCESSES": ("globalPid", "pid", "name"),
     }
-    file = Written(path, megabytes, tables)
+    file = GeneratedDatabase(path, megabytes, tables)
     names = [*KERNELS, "cudaLaunchKernel_v7000", "cudaMemcpyAsync_v3020"]
     file.put("StringIds", list(enumerate(names, 1)))
     pids = [(1 << 48) + (100 + n << 24) for n in range(2)]
@@ -216,7 +217,7 @@ def rpd(path: Path, megabytes: int) -> int:
             "stream", "width", "height", "kind", "dst", "src", "dstDevice", "srcDevice", "sync",
         ),
     }  # fmt: skip
-    file = Written(path, megabytes, {t: (*n, *extra.get(t, ())) for t, n in RPD.items()})
+    file = GeneratedDatabase(path, megabytes, {t: (*n, *extra.get(t, ())) for t, n in RPD.items()})
     names = ["", *KERNELS, "hipLaunchKernel", "hipMemcpyAsync", "UserMarker", "KernelExecution",
              "CopyHostToDevice"]  # fmt: skip
     file.put("rocpd_string", list(enumerate(names, 1)))
@@ -263,7 +264,7 @@ def rocpd(path: Path, megabytes: int, version: int = 3) -> int:
     read = rocpd_tables(version)
     layout = {t: (*n, *extra.get(_bare(t), ())) for t, n in read.items()}
     layout[f"rocpd_arg{GUID}"] = ("id", "guid", "event_id", "position", "type", "name", "value")
-    file = Written(path, megabytes, layout)
+    file = GeneratedDatabase(path, megabytes, layout)
     names = [
         "HIP_RUNTIME_API_EXT", "MARKER_CORE_RANGE_API", "KERNEL_DISPATCH", "MEMORY_COPY",
         "hipLaunchKernel", "hipMemcpyAsync", "roctxThreadRangeA", "MEMORY_COPY_HOST_TO_DEVICE",
@@ -328,10 +329,10 @@ def rocpd(path: Path, megabytes: int, version: int = 3) -> int:
                     (*when(begin + 7_100, begin + 7_500, True), copy, 4096, 2, 1,
                      happened(moved, stack + 2), copy_id, own, 1, 0, 0, 1, "{}")
                 )  # fmt: skip
-        for table, made in rows.items():
-            if made:
-                file.put(f"rocpd_{table}{GUID}", made)
-                made.clear()
+        for table, table_rows in rows.items():
+            if table_rows:
+                file.put(f"rocpd_{table}{GUID}", table_rows)
+                table_rows.clear()
         first += BLOCK
     return file.close()
 
@@ -366,10 +367,10 @@ def measure(subject: str, form: str, path: Path) -> tuple[float, float]:
     """CPU seconds and megabytes of one run."""
     command = [sys.executable, __file__, "--run", subject, form, str(path)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, float(done.stdout.split()[-1])
+    return seconds, float(result.stdout.split()[-1])
 
 
 FORMATS: dict[str, tuple[Callable[[Path, int], int], Tables]] = {

@@ -1,4 +1,5 @@
-"""What taking a ready batch over from a DataLoader's worker costs: queue, shared memory, wake-up.
+"""The cost of taking a ready batch over from a DataLoader's worker: queue, shared memory,
+wake-up.
 
 python benchmarks/bench_hand_over.py
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 BATCHES = 60
 
 
-class Ready(Dataset[torch.Tensor]):
+class ReadyDataset(Dataset[torch.Tensor]):
     """Samples that take no time."""
 
     def __init__(self, numbers: int) -> None:
@@ -33,7 +34,7 @@ class Ready(Dataset[torch.Tensor]):
 
 def hand_over(workers: int, numbers: int) -> list[float]:
     """Seconds that ``next`` takes for batches that are ready."""
-    batches = iter(DataLoader(Ready(numbers), batch_size=32, num_workers=workers))
+    batches = iter(DataLoader(ReadyDataset(numbers), batch_size=32, num_workers=workers))
     for _ in range(10):  # the start of the workers
         next(batches)
     took = []

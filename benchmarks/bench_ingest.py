@@ -47,7 +47,7 @@ def read(path: str, processes: int) -> int:
 
 
 def analyse(path: str, processes: int) -> int:
-    """From the file to findings."""
+    """Read a file and find what can be found."""
     from advisor.advise.engine import analyze
     from advisor.read import ReadOptions, open_run
 
@@ -77,8 +77,8 @@ SUBJECTS: dict[str, tuple[str, Callable[[str], int]]] = {
 
 
 @dataclass
-class Figures:
-    """One subject on one file."""
+class Measurement:
+    """Figures of one subject on one file."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -142,19 +142,20 @@ def _pss(pid: int) -> int:
 
 def measure(
     subjects: dict[str, str], path: Path, repeat: int, *, memory: bool
-) -> dict[str, Figures]:
-    """All subjects on one file, in turn, so that a busy moment of the machine hits all alike."""
-    found = {subject: Figures() for subject in subjects}
+) -> dict[str, Measurement]:
+    """Measure all subjects on one file, in turn, so that a busy moment of the machine affects
+    all equally."""
+    results = {subject: Measurement() for subject in subjects}
     for _ in range(repeat):
         for subject, python in subjects.items():
             wall, cpu, result = timed(subject, path, python)
-            found[subject].wall.append(wall)
-            found[subject].cpu.append(cpu)
-            found[subject].result = result
+            results[subject].wall.append(wall)
+            results[subject].cpu.append(cpu)
+            results[subject].result = result
     if memory:
         for subject, python in subjects.items():
-            found[subject].peak = peak_memory(subject, path, python)
-    return found
+            results[subject].peak = peak_memory(subject, path, python)
+    return results
 
 
 # -- how it is shown ----------------------------------------------------------------------------
@@ -162,9 +163,9 @@ def measure(
 COLUMNS = ("JSON", "what", "CPU s", "× floor", "wall s", "peak MB", "peak / JSON")
 
 
-def rows(size: int, found: dict[str, Figures]) -> list[tuple[str, ...]]:
+def rows(size: int, measurements: dict[str, Measurement]) -> list[tuple[str, ...]]:
     """Table rows of one file."""
-    base = min(found["floor"].cpu)
+    base = min(measurements["floor"].cpu)
     return [
         (
             f"{size / 1e6:.0f} MB",
@@ -175,7 +176,7 @@ def rows(size: int, found: dict[str, Figures]) -> list[tuple[str, ...]]:
             f"{f.peak / 1e6:.0f}" if f.peak else "-",
             f"{f.peak / size:.2f}" if f.peak else "-",
         )
-        for subject, f in found.items()
+        for subject, f in measurements.items()
     ]
 
 
@@ -184,19 +185,19 @@ def table(lines: list[tuple[str, ...]]) -> str:
     widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS))]
 
     def row(cells: tuple[str, ...]) -> str:
-        shown = [
+        padded = [
             c.ljust(w) if i < 2 else c.rjust(w)
             for i, (c, w) in enumerate(zip(cells, widths, strict=True))
         ]
-        return "| " + " | ".join(shown) + " |"
+        return "| " + " | ".join(padded) + " |"
 
     rule = [("-" * (w + 2) if i < 2 else "-" * (w + 1) + ":") for i, w in enumerate(widths)]
     return "\n".join([row(COLUMNS), f"|{'|'.join(rule)}|", *map(row, lines)])
 
 
 def _available(python: str, code: str) -> bool:
-    done = subprocess.run([python, "-c", code], capture_output=True, check=False)
-    return done.returncode == 0
+    result = subprocess.run([python, "-c", code], capture_output=True, check=False)
+    return result.returncode == 0
 
 
 def main() -> None:
@@ -232,12 +233,12 @@ def main() -> None:
         lines = []
         for megabytes in args.mb:
             path, size = _trace(folder, megabytes, args.source)
-            found = measure(subjects, path, args.repeat, memory=not args.no_memory)
-            lines += rows(size, found)
-            print(table(lines[-len(found) :]), flush=True)
-    shown = table(lines)
+            result = measure(subjects, path, args.repeat, memory=not args.no_memory)
+            lines += rows(size, result)
+            print(table(lines[-len(result) :]), flush=True)
+    table_text = table(lines)
     if args.markdown:
-        args.markdown.write_text(_page(shown, args.source), encoding="utf-8")
+        args.markdown.write_text(_page(table_text, args.source), encoding="utf-8")
 
 
 def _trace(folder: Path, megabytes: float, source: str | None) -> tuple[Path, int]:
@@ -255,7 +256,7 @@ def _trace(folder: Path, megabytes: float, source: str | None) -> tuple[Path, in
     return path, size
 
 
-def _page(shown: str, source: str | None) -> str:
+def _page(table_text: str, source: str | None) -> str:
     import msgspec
     import polars
 
@@ -268,7 +269,7 @@ def _page(shown: str, source: str | None) -> str:
         "# Benchmarks\n\n"
         f"Written by `benchmarks/bench_ingest.py` ({versions}).\n"
         f"The traces are {origin}, repeated with shifted times and ids.\n\n"
-        f"{(__doc__ or '').split(chr(10) * 2)[1]}\n\n{shown}\n"
+        f"{(__doc__ or '').split(chr(10) * 2)[1]}\n\n{table_text}\n"
     )
 
 

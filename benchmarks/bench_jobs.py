@@ -30,7 +30,7 @@ from advisor.replay.predictions import (
     shipped_predictions,
 )
 from advisor.replay.ranks.study import study_ranks
-from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
+from benchmarks.simulation.jobs import FAULTS, HEALTHY, FaultTruth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
 from benchmarks.simulation.summaries import summarise_all
@@ -46,11 +46,11 @@ MESHES = "\n## Another device mesh\n"
 
 
 class Case(NamedTuple):
-    """One job and its diagnosis."""
+    """A job and its diagnosis."""
 
     seed: int
     layout: str
-    truth: Truth
+    truth: FaultTruth
     score: Score
     play_s: float
     summarise_s: float
@@ -65,9 +65,9 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     there = time.perf_counter()
     summaries, unread = summarise_all(played)
     summarised = time.perf_counter()
-    found = study_ranks(summaries, unread)
-    assert found is not None
-    ranks_found = found.ranks
+    study = study_ranks(summaries, unread)
+    assert study is not None
+    ranks_found = study.ranks
     done = time.perf_counter()
     layout = played.job.layout
     score = judge(ranks_found, truth, played.job.cut)
@@ -85,7 +85,7 @@ def cases(
         yield first + 500_000 + number, ranks, HEALTHY
 
 
-def table(found: list[Case], ranks: int) -> str:
+def table(results: list[Case], ranks: int) -> str:
     """The results, as Markdown."""
     lines = [
         "| fault | jobs | kind right | kind and who right | others blamed | predicted ÷ true gain "
@@ -93,9 +93,9 @@ def table(found: list[Case], ranks: int) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     by_kind: dict[str, list[Case]] = defaultdict(list)
-    for case in found:
+    for case in results:
         by_kind[case.truth.kind].append(case)
-    faulty = [case for case in found if case.truth.kind != HEALTHY]
+    faulty = [case for case in results if case.truth.kind != HEALTHY]
     order = [name for name in FAULTS if name in by_kind]
     for name, cases_of in [*((n, by_kind[n]) for n in order), ("**all faults**", faulty)]:
         if not cases_of:
@@ -120,7 +120,7 @@ def table(found: list[Case], ranks: int) -> str:
     if healthy:
         alarms = sum(not case.score.right for case in healthy)
         lines += ["", f"False alarms on jobs without a fault: {alarms} of {len(healthy)}."]
-    read = statistics.mean(case.diagnose_s for case in found)
+    read = statistics.mean(case.diagnose_s for case in results)
     lines.append(
         f"\nA diagnosis of {ranks} ranks took {read:.2f} s on average "
         f"({platform.machine()}, Python {platform.python_version()}), "
@@ -129,7 +129,7 @@ def table(found: list[Case], ranks: int) -> str:
     return "\n".join(lines)
 
 
-def predictions(found: list[Case], ranks: int) -> list[Prediction]:
+def predictions(results: list[Case], ranks: int) -> list[Prediction]:
     """Lines of the table of past predictions, ns: of each fault that was found."""
     return [
         Prediction(
@@ -141,7 +141,7 @@ def predictions(found: list[Case], ranks: int) -> list[Prediction]:
             predicted=round(case.score.gain_ns),
             measured=round(case.truth.gain_ns),
         )
-        for case in found
+        for case in results
         if case.score.gain_ns
     ]
 
@@ -152,7 +152,7 @@ def _share(values: Iterator[bool] | list[bool]) -> str:
 
 
 def seeds() -> str:
-    """Which jobs the bands come from."""
+    """Seeds of the jobs that the ranges come from."""
     jobs = [row.program for row in shipped_predictions() if row.source == "job"]
     return f"{jobs[0]} to {jobs[-1]}"
 
@@ -222,16 +222,16 @@ def main() -> None:
     )
     if arguments.workers > 1:
         with ProcessPoolExecutor(arguments.workers) as pool:
-            found = list(pool.map(one, *zip(*asked, strict=True), chunksize=4))
+            items = list(pool.map(one, *zip(*asked, strict=True), chunksize=4))
     else:
-        found = [one(*each) for each in asked]
+        items = [one(*each) for each in asked]
     if arguments.verbose:
-        for case in found:
+        for case in items:
             if not case.score.right or case.score.beside:
                 print(describe(case))
     if arguments.calibrate:
-        replace(SHIPPED, "job", predictions(found, arguments.ranks))
-    text = table(found, arguments.ranks)
+        replace(SHIPPED, "job", predictions(items, arguments.ranks))
+    text = table(items, arguments.ranks)
     print(text)
     if arguments.write:
         # the section of bench_meshes stays
@@ -241,7 +241,7 @@ def main() -> None:
 
 
 def describe(case: Case) -> str:
-    """One job in one line."""
+    """Describe a job in one line."""
     truth = case.truth
     share, step = truth.gain_ns / truth.step_ns, truth.step_ns / 1e6
     who = f"{truth.unit} {truth.name} ({len(truth.ranks)} ranks)"
@@ -252,7 +252,7 @@ def describe(case: Case) -> str:
 
 
 def single(arguments: argparse.Namespace) -> None:
-    """One job: its report, or its files."""
+    """Run a single job: write its report, or its files."""
     played, truth = play(arguments.seed, arguments.ranks, arguments.kind)
     print(truth)
     if arguments.files:
@@ -261,10 +261,10 @@ def single(arguments: argparse.Namespace) -> None:
         print(len(write(played, arguments.files)), "files")
     if arguments.job:
         summaries, unread = summarise_all(played)
-        found = study_ranks(summaries, unread)
-        assert found is not None
-        arguments.job.write_bytes(msgspec.json.encode(found.ranks))
-        print(judge(found.ranks, truth, played.job.cut))
+        study = study_ranks(summaries, unread)
+        assert study is not None
+        arguments.job.write_bytes(msgspec.json.encode(study.ranks))
+        print(judge(study.ranks, truth, played.job.cut))
 
 
 if __name__ == "__main__":

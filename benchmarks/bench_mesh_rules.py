@@ -16,15 +16,15 @@ import advisor
 from advisor.advise.options import Options
 from advisor.core.finding import Finding
 from advisor.core.report import Report
-from benchmarks.simulation.engine import Played
+from benchmarks.simulation.engine import SimulatedRun
 from benchmarks.simulation.jobs import RANKS_PER_HOST
 from benchmarks.simulation.kineto import trace
-from benchmarks.simulation.planted import FAULTS, Planted, draw_planted
+from benchmarks.simulation.planted import FAULTS, PlantedFault, draw_planted
 from benchmarks.simulation.programs import simulate
 
 
 class Outcome(NamedTuple):
-    """One planted fault. Times ns per step; ``None``: nothing was found."""
+    """The result for a planted fault. Times are ns per step; ``None``: nothing was found."""
 
     truth: float
     step: float
@@ -40,11 +40,11 @@ class Outcome(NamedTuple):
         return self.gain is not None and self.low <= self.truth <= self.high
 
 
-def judge(rule: str, planted: Planted, folder: Path) -> Outcome:
+def judge(rule: str, planted: PlantedFault, folder: Path) -> Outcome:
     """The first rank of the faulty job and of the cured one, analysed."""
     faulty, cured = simulate(planted.faulty), simulate(planted.cured)
-    found = find(rule, faulty, planted.network, folder)
-    impact = None if found is None else found.impact
+    result = find(rule, faulty, planted.network, folder)
+    impact = None if result is None else result.impact
     known = impact is not None and impact.gain_ns is not None
     return Outcome(
         truth=faulty.step_ns - cured.step_ns,
@@ -56,13 +56,13 @@ def judge(rule: str, planted: Planted, folder: Path) -> Outcome:
     )
 
 
-def find(rule: str, played: Played, network: float | None, folder: Path) -> Finding | None:
-    """What a rule finds on the first rank of a job."""
+def find(rule: str, played: SimulatedRun, network: float | None, folder: Path) -> Finding | None:
+    """Find what a rule finds on the first rank of a job."""
     report = report_of_first_rank(played, network, folder)
     return next((each for each in report.findings if each.rule == rule), None)
 
 
-def report_of_first_rank(played: Played, network: float | None, folder: Path) -> Report:
+def report_of_first_rank(played: SimulatedRun, network: float | None, folder: Path) -> Report:
     """Report on the trace of rank 0, which is written into the folder."""
     path = folder / "rank0.json"
     path.write_bytes(trace(played, 0))
@@ -70,7 +70,7 @@ def report_of_first_rank(played: Played, network: float | None, folder: Path) ->
 
 
 def main() -> None:
-    """Print a line per rule."""
+    """Waits for batches of loaders that are not torch's are recorded, with their kind."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=20)
     jobs = parser.parse_args().jobs
@@ -79,12 +79,12 @@ def main() -> None:
             outcomes = [
                 judge(rule, planted, Path(folder)) for planted in islice(draw_planted(rule), jobs)
             ]
-        found = [each for each in outcomes if each.gain is not None]
+        result = [each for each in outcomes if each.gain is not None]
         missed = [each for each in outcomes if each.gain is None and each.truth > 0.05 * each.step]
-        wrong = [each for each in found if each.truth <= 0]
+        wrong = [each for each in result if each.truth <= 0]
         print(
-            f"{rule:20} {jobs} jobs: found {len(found)}, missed {len(missed)} that cost 5%; "
-            f"range contains the truth in {sum(each.covered for each in found)} of {len(found)}; "
+            f"{rule:20} {jobs} jobs: found {len(result)}, missed {len(missed)} that cost 5%; "
+            f"range contains the truth in {sum(each.covered for each in result)} of {len(result)}; "
             f"no better without it {len(wrong)}; cured jobs left alone "
             f"{sum(each.cured for each in outcomes)}",
             flush=True,

@@ -26,7 +26,7 @@ from advisor.read import read_trace
 from advisor.replay.predictions import SHIPPED, Prediction
 from advisor.replay.project.mesh import Mesh, MeshProjector, MeshResult, parse_mesh
 from benchmarks import table_of_predictions
-from benchmarks.simulation.engine import Played
+from benchmarks.simulation.engine import SimulatedRun
 from benchmarks.simulation.jobs import RANKS_PER_HOST, Kernel
 from benchmarks.simulation.kineto import trace
 from benchmarks.simulation.meshes import Model, draw_pair, play_mesh
@@ -42,7 +42,7 @@ TITAN = (
 ONEFLOW = "https://github.com/Oneflow-Inc/DLPerf/blob/master/OneFlow/LanguageModeling/GPT/README.md"
 
 
-class Published(NamedTuple):
+class PublishedRun(NamedTuple):
     """A model of transformer layers on two meshes: two rows of one table."""
 
     name: str
@@ -58,16 +58,16 @@ class Published(NamedTuple):
     heads: int
     sequence: int
     batch: int
-    """Of a micro-batch here."""
+    """Samples of a micro-batch."""
     micro_batches: int
     layout: str
     node_gb_per_s: float
     network_gb_per_s: float
-    """Of a GPU in one direction."""
+    """Bandwidth of a GPU in one direction."""
     same_batch: bool = False
     there_micro_batches: int | None = None
     parameters: float | None = None
-    """Of the layers; None: 12 h^2 each."""
+    """Parameters of the layers; None: 12 h^2 each."""
 
 
 _LLAMA = (32, 4096, 32, 8192, 2, 1, "fsdp", 450.0 * 0.82, 50.0)
@@ -75,35 +75,35 @@ _GPT = (16, 1536, 16, 2048)
 _GPT_24 = (24, 2304, 24, 2048)
 _V100 = (150.0 * 0.82, 100 / 8 / 8)
 TABLES = (
-    Published("Llama 3.1 8B, FSDP", TITAN, "dp=8", "dp=128", 5762 / 5605,
+    PublishedRun("Llama 3.1 8B, FSDP", TITAN, "dp=8", "dp=128", 5762 / 5605,
               2 * 8192 / 5762 * 1e3, *_LLAMA, parameters=7.0e9),
-    Published("the same with torch.compile", TITAN, "dp=8", "dp=128", 6667 / 6514,
+    PublishedRun("the same with torch.compile", TITAN, "dp=8", "dp=128", 6667 / 6514,
               2 * 8192 / 6667 * 1e3, *_LLAMA, parameters=7.0e9),
-    Published("GPT 16 x 1536, data", ONEFLOW, "dp=8", "dp=16", 489.67 / 417.95, 417.95,
+    PublishedRun("GPT 16 x 1536, data", ONEFLOW, "dp=8", "dp=16", 489.67 / 417.95, 417.95,
               *_GPT, 2, 1, "ddp", *_V100),
-    Published("", ONEFLOW, "dp=8", "dp=32", 518.64 / 417.95, 417.95,
+    PublishedRun("", ONEFLOW, "dp=8", "dp=32", 518.64 / 417.95, 417.95,
               *_GPT, 2, 1, "ddp", *_V100),
-    Published("", ONEFLOW, "dp=16", "dp=32", 518.64 / 489.67, 489.67,
+    PublishedRun("", ONEFLOW, "dp=16", "dp=32", 518.64 / 489.67, 489.67,
               *_GPT, 2, 1, "ddp", *_V100),
-    Published("GPT 16 x 1536, tensor", ONEFLOW, "dp=8", "dp=4,tp=2", 543.88 / 417.90, 417.90,
+    PublishedRun("GPT 16 x 1536, tensor", ONEFLOW, "dp=8", "dp=4,tp=2", 543.88 / 417.90, 417.90,
               *_GPT, 2, 1, "parallel", *_V100, True, 1),
-    Published("", ONEFLOW, "dp=8", "dp=2,tp=4", 539.69 / 417.90, 417.90,
+    PublishedRun("", ONEFLOW, "dp=8", "dp=2,tp=4", 539.69 / 417.90, 417.90,
               *_GPT, 2, 1, "parallel", *_V100, True, 1),
-    Published("", ONEFLOW, "dp=4,tp=2", "dp=2,tp=4", 539.69 / 543.88, 543.88,
+    PublishedRun("", ONEFLOW, "dp=4,tp=2", "dp=2,tp=4", 539.69 / 543.88, 543.88,
               *_GPT, 4, 1, "parallel", *_V100, True, 1),
-    Published("", ONEFLOW, "dp=2,tp=4", "tp=8", 644.4 / 539.69, 539.69,
+    PublishedRun("", ONEFLOW, "dp=2,tp=4", "tp=8", 644.4 / 539.69, 539.69,
               *_GPT, 8, 1, "parallel", *_V100, True, 1),
-    Published("GPT 24 x 2304, pipeline", ONEFLOW, "dp=2,tp=4,pp=4", "dp=2,tp=8,pp=2",
+    PublishedRun("GPT 24 x 2304, pipeline", ONEFLOW, "dp=2,tp=4,pp=4", "dp=2,tp=8,pp=2",
               14375.35 / 13117.18, 13117.18, *_GPT_24, 8, 32, "parallel", *_V100, True, 32),
-    Published("", ONEFLOW, "dp=2,tp=8,pp=2", "dp=2,tp=4,pp=4", 13117.18 / 14375.35, 14375.35,
+    PublishedRun("", ONEFLOW, "dp=2,tp=8,pp=2", "dp=2,tp=4,pp=4", 13117.18 / 14375.35, 14375.35,
               *_GPT_24, 8, 32, "parallel", *_V100, True, 32),
-    Published("", ONEFLOW, "dp=2,tp=4,pp=4", "tp=8,pp=4", 19196.65 / 13117.18, 13117.18,
+    PublishedRun("", ONEFLOW, "dp=2,tp=4,pp=4", "tp=8,pp=4", 19196.65 / 13117.18, 13117.18,
               *_GPT_24, 8, 32, "parallel", *_V100, True, 32),
 )  # fmt: skip
 
 
 class Case(NamedTuple):
-    """One prediction: ns, or a ratio of steps."""
+    """A prediction: ns, or a ratio of steps."""
 
     name: str
     predicted: float
@@ -118,9 +118,14 @@ class Case(NamedTuple):
 
 
 def project(
-    played: Played, mesh: Mesh, machine: NodeLinks, *, same_batch: bool = False, count: int = 0
+    played: SimulatedRun,
+    mesh: Mesh,
+    machine: NodeLinks,
+    *,
+    same_batch: bool = False,
+    count: int = 0,
 ) -> MeshResult:
-    """From the file of the first rank, as a user has it."""
+    """Project from the file of the first rank, as a user has it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank0.json"
         path.write_bytes(trace(played, 0))
@@ -142,7 +147,7 @@ def one(seed: int) -> Case:
     return Case(name, result.step_ns, result.low_ns, result.high_ns, there.step_ns)
 
 
-def model_of(row: Published) -> Model:
+def model_of(row: PublishedRun) -> Model:
     """Kernels of one micro-batch and layer: products by their FLOPs, the others by the 34 s b h
     bytes of activations that they read and write (arXiv:2205.05198); backward twice as much."""
     h, tokens = row.hidden, row.batch * row.sequence
@@ -193,7 +198,7 @@ def model_of(row: Published) -> Model:
     return model
 
 
-def published(row: Published) -> Case:
+def published(row: PublishedRun) -> Case:
     """The ratio of two rows of a table."""
     mesh = parse_mesh(row.recorded)
     played = play_mesh(model_of(row), mesh)

@@ -1,4 +1,4 @@
-"""What recording costs a process: its training thread, its other threads, and waiting.
+"""The cost of recording to a process: its training thread, its other threads, and waiting.
 
     python benchmarks/bench_overhead.py [--steps 4000] [--seconds 30] [--blocks 12] [--write]
     python benchmarks/bench_overhead.py --stack-samples [--write]
@@ -61,14 +61,14 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
 WARM = 300
 """Steps before any is measured: caches, allocators, CPython's specialised code."""
 TABLES, SAMPLES = "bench_overhead", "bench_overhead samples"
-"""What the page's comments around each measured part are called by."""
+"""Names of the page's comments around each measured part."""
 IN_A_ROW = 3000
 FRAMES = 40
-"""Of the stack that is sampled: a training function below a trainer of some library."""
+"""Depth of the sampled stack: a training function below a trainer of some library."""
 
 
-class Calls(NamedTuple):
-    """What a training step calls, and what an optimizer's hooks are."""
+class StepFunctions(NamedTuple):
+    """The functions that a training step calls, and an optimizer's hooks."""
 
     next: Callable[..., Any]
     to: Callable[..., Any]
@@ -77,13 +77,13 @@ class Calls(NamedTuple):
     before: dict[int, Any]
     after: dict[int, Any]
     code: Any = None
-    """Of ``Module.__call__``."""
+    """Code of ``Module.__call__``."""
     then: Callable[[], Any] | None = None
-    """What the loop calls when a step is over."""
+    """Function that the loop calls when a step is over."""
 
     @classmethod
-    def present(cls) -> Calls:
-        """As they are at this moment."""
+    def present(cls) -> StepFunctions:
+        """The functions as they are at this moment."""
         return cls(
             dataloader._BaseDataLoaderIter.__next__,
             torch.Tensor.to,
@@ -95,7 +95,7 @@ class Calls(NamedTuple):
         )
 
 
-LIVE = Calls(
+LIVE = StepFunctions(
     next,
     lambda tensor, target: tensor.to(target),
     lambda model, x: model(x),
@@ -122,7 +122,7 @@ class Loop:
             self.model.to(self.target)
         self.batches = iter(self.loader)
 
-    def use(self, calls: Calls) -> None:
+    def use(self, calls: StepFunctions) -> None:
         """Have these called in the next step. Not part of it."""
         torch.autograd._engine_run_backward = calls.backward
         for hooks, wanted in (
@@ -134,7 +134,7 @@ class Loop:
         if calls.code is not None and nn.Module.__call__.__code__ is not calls.code:
             nn.Module.__call__.__code__ = calls.code
 
-    def batch(self, calls: Calls) -> Any:
+    def batch(self, calls: StepFunctions) -> Any:
         """The next one; the loader begins again when it is done."""
         try:
             return calls.next(self.batches)
@@ -147,8 +147,8 @@ class Loop:
         for _ in range(steps):
             self.step(LIVE)
 
-    def step(self, calls: Calls) -> None:
-        """One training step that calls these."""
+    def step(self, calls: StepFunctions) -> None:
+        """Run a training step that calls these."""
         x, y = self.batch(calls)
         moved = calls.to(x, self.target), calls.to(y, self.target)
         if self.cuda:
@@ -175,8 +175,8 @@ def deep() -> Loop:
     return Loop(nn.Sequential(*layers, nn.Linear(32, 10)), (32,), 16)
 
 
-class Compared(NamedTuple):
-    """Times of a step, µs."""
+class StepDifferences(NamedTuple):
+    """Differences of step times, µs."""
 
     plain: float
     added: float
@@ -185,7 +185,9 @@ class Compared(NamedTuple):
     pairs: int
 
 
-def compare(loop: Loop, plain: Calls, other: Calls, steps: int, seconds: float) -> Compared:
+def compare(
+    loop: Loop, plain: StepFunctions, other: StepFunctions, steps: int, seconds: float
+) -> StepDifferences:
     """Steps of both kinds in turns, until there are enough or the time is up."""
     rng = random.Random(0)
     clock = time.thread_time_ns
@@ -204,7 +206,7 @@ def compare(loop: Loop, plain: Calls, other: Calls, steps: int, seconds: float) 
     differences = [(b - a) / 1e3 for a, b in zip(alone, with_it, strict=True)]
     low, high = interval(differences)
     loop.use(plain)
-    return Compared(
+    return StepDifferences(
         statistics.median(alone) / 1e3,
         statistics.median(differences),
         low,
@@ -221,36 +223,38 @@ def interval(values: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: Any) -> Compared:
-    """With all that a recording does outside of windows."""
+def recorded(
+    make: Callable[[], Loop], steps: int, seconds: float, **options: Any
+) -> StepDifferences:
+    """Record with all that a recording does outside of windows."""
     loop = make()
-    plain = Calls.present()
+    plain = StepFunctions.present()
     with tempfile.TemporaryDirectory() as folder:
         chosen = RecordOptions(out=f"{folder}/run", active=0, report=False).with_changes(**options)
         session = RecordingSession(chosen, "context")
         session.start()
         loop.train(WARM)
-        ours = Calls.present()
-        found = compare(loop, plain, ours, steps, seconds)
+        ours = StepFunctions.present()
+        comparison = compare(loop, plain, ours, steps, seconds)
         loop.use(ours)
         if session.problem:
             sys.exit(f"recording stopped: {session.problem}")
         count = session.count()
         session.finish()
-    if count < found.pairs + 2 * WARM:
+    if count < comparison.pairs + 2 * WARM:
         sys.exit(f"only {count} steps were recorded")
-    return found
+    return comparison
 
 
-def control(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
-    """With nothing on either side."""
+def control(make: Callable[[], Loop], steps: int, seconds: float) -> StepDifferences:
+    """Compare with nothing on either side."""
     loop = make()
-    plain = Calls.present()
+    plain = StepFunctions.present()
     return compare(loop, plain, plain, steps, seconds)
 
 
-def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
-    """With functions in the same places that only call what they wrap."""
+def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> StepDifferences:
+    """Put functions in the same places that only call what they wrap."""
 
     def bare(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -262,23 +266,23 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
         pass
 
     loop = make()
-    plain = Calls.present()
+    plain = StepFunctions.present()
     functions = [bare(function) for function in plain[:4]]
-    other = Calls(*functions, {0: nothing}, {0: nothing})
+    other = StepFunctions(*functions, {0: nothing}, {0: nothing})
     return compare(loop, plain, other, steps, seconds)
 
 
-def idle_profiler(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
-    """With ``torch.profiler`` waiting for a window that never comes, told of each step."""
+def idle_profiler(make: Callable[[], Loop], steps: int, seconds: float) -> StepDifferences:
+    """Run ``torch.profiler`` waiting for a window that never comes, with a call per step."""
     loop = make()
-    plain = Calls.present()
+    plain = StepFunctions.present()
     never = profiler.schedule(wait=1 << 40, warmup=1, active=1)
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU], schedule=never) as waiting:
         return compare(loop, plain, plain._replace(then=waiting.step), steps, seconds)
 
 
 def call() -> float:
-    """How fast the interpreter is here: one call of an empty function, ns."""
+    """Measure how fast the interpreter is here: one call of an empty function, ns."""
 
     def empty() -> None:
         pass
@@ -292,8 +296,8 @@ def call() -> float:
     return statistics.median(taken)
 
 
-class Whole(NamedTuple):
-    """Medians of differences between neighbouring blocks, µs a step."""
+class BlockDifferences(NamedTuple):
+    """Medians of differences between neighbouring blocks, µs per step."""
 
     plain: float
     thread: float
@@ -304,15 +308,15 @@ class Whole(NamedTuple):
 
 
 def unserved() -> float:
-    """How long the calling thread was ready to run and had no core so far, s."""
+    """Total time so far that the calling thread was ready to run and had no core, s."""
     stat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text("utf-8")
     return int(stat.split()[1]) / 1e9
 
 
-def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
+def whole(make: Callable[[], Loop], blocks: int, record: bool) -> BlockDifferences:
     """Blocks with and without a recording in turns; without ``record`` nothing on either side."""
     loop = make()
-    plain = Calls.present()
+    plain = StepFunctions.present()
     with tempfile.TemporaryDirectory() as folder:
         session = None
         ours = plain
@@ -322,7 +326,7 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
             )
             session.start()
             loop.train(WARM)
-            ours = Calls.present()
+            ours = StepFunctions.present()
         loop.use(plain)
         begin = time.perf_counter()
         for _ in range(WARM):
@@ -355,7 +359,7 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
     both = sorted(blocked for *_, blocked in rows)
     spread = (both[3 * len(both) // 4] - both[len(both) // 4]) / 2
     medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-    return Whole(statistics.median(row[0] for row in taken[False]), *medians, spread)
+    return BlockDifferences(statistics.median(row[0] for row in taken[False]), *medians, spread)
 
 
 class TimedSampler(StackSampler):
@@ -385,7 +389,7 @@ class TimedSampler(StackSampler):
 
 
 def stack_samples() -> list[str]:
-    """What a sample costs, and the share of a core that this is at each rate."""
+    """Measure the cost of a sample, and the share of a core that this is at each rate."""
     loop = mlp()
     sampler = TimedSampler(threading.get_ident())
 
@@ -433,7 +437,7 @@ def tables(steps: int, seconds: float, blocks: int) -> list[str]:
         "| loop | what | plain step, µs | added, µs | 95% interval, µs | share | pairs |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    kinds: list[tuple[str, Callable[..., Compared], dict[str, Any]]] = [
+    kinds: list[tuple[str, Callable[..., StepDifferences], dict[str, Any]]] = [
         ("nothing (control)", control, {}),
         ("functions that only call", wrapped, {}),
         ("idle torch.profiler", idle_profiler, {}),
@@ -448,7 +452,7 @@ def tables(steps: int, seconds: float, blocks: int) -> list[str]:
                 f"| {name} | {what} | {row.plain:.0f} | {row.added:+.1f} | {row.low:+.1f} to"
                 f" {row.high:+.1f} | {100 * row.added / row.plain:+.1f}% | {row.pairs} |"
             )
-    told = [
+    paragraphs = [
         "| loop | what | plain step, µs | training thread, µs | process CPU, µs | blocked, µs"
         " | ± | together, µs |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -457,7 +461,7 @@ def tables(steps: int, seconds: float, blocks: int) -> list[str]:
         for what, record in (("nothing (control)", False), ("recorded, telemetry at 2 Hz", True)):
             print(f"{name}: {what}, whole …", file=sys.stderr, flush=True)
             cost = whole(make, blocks, record)
-            told.append(
+            paragraphs.append(
                 f"| {name} | {what} | {cost.plain:.0f} | {cost.thread:+.1f} | {cost.process:+.1f}"
                 f" | {cost.blocked:+.1f} | {cost.spread:.1f} | {cost.process + cost.blocked:+.1f} |"
             )
@@ -468,7 +472,7 @@ def tables(steps: int, seconds: float, blocks: int) -> list[str]:
         "",
         "The whole process:",
         "",
-        *told,
+        *paragraphs,
         "",
         where(),
     ]
@@ -484,15 +488,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks a row")
     parser.add_argument("--stack-samples", action="store_true", help="only what these cost")
     parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     part, lines = (
         (SAMPLES, stack_samples())
-        if given.stack_samples
-        else (TABLES, tables(given.steps, given.seconds, given.blocks))
+        if args.stack_samples
+        else (TABLES, tables(args.steps, args.seconds, args.blocks))
     )
     print("\n".join(lines))
-    if given.write:
+    if args.write:
         begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
         before, rest = PAGE.read_text("utf-8").split(begin)
         tail = rest.split(end)[1]

@@ -46,7 +46,7 @@ KIND_OF_RULE = {
     "single-process-loader": "loader",
     "workers-respawned": "host",
 }
-"""Of the fixes that were tried on a bundled program: the kind of change they are."""
+"""Kind of change of the fixes that were tried on a bundled program."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
 HEAD = (
     "change",
@@ -62,16 +62,16 @@ HEAD = (
 )
 
 
-class Lengths(NamedTuple):
-    """How long a step of one file took, ms: by its mean and by its median."""
+class StepTimes(NamedTuple):
+    """Step times of one file, ms: the mean and the median."""
 
     mean: float
     median: float
 
 
-class Truth(NamedTuple):
-    """What really happened, ms. ``low`` to ``high``: what the ways to measure it say; the change
-    is what the step became shorter by, negative where it became longer."""
+class MeasuredChange(NamedTuple):
+    """The measured change, ms. ``low`` to ``high``: the results of the ways to measure it. The
+    change is what the step became shorter by, negative where it became longer."""
 
     before: float
     after: float | None
@@ -88,24 +88,24 @@ class GainInterval(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One pair: prediction and truth."""
+    """A pair: prediction and truth."""
 
     pair: Pair
-    truth: Truth
+    truth: MeasuredChange
     predicted: GainInterval
-    """With a band that knows nothing of this pair."""
+    """Prediction with a range that knows nothing of this pair."""
     shown: GainInterval
-    """As it is shown: with all that is known."""
+    """Prediction as it is shown: with all that is known."""
     exposed: float
-    """What the exposed time of the same edits would say, ms."""
+    """Change that the exposed time of the same edits would predict, ms."""
     found: GainInterval | None
-    """What the finding that proposes the change is estimated to save; ``None``: no such
-    finding, or one without an estimate."""
+    """Estimated gain of the finding that proposes the change; ``None``: no such finding, or one
+    without an estimate."""
 
     @property
     def scale(self) -> float:
-        """What errors are a share of: the measured change, or the step where the change itself
-        is what is not expected to be much."""
+        """The time that errors are a share of: the measured change, or the step where the change
+        itself is not expected to be much."""
         if self.pair.whole_step:
             assert self.truth.after is not None
             return self.truth.after
@@ -139,33 +139,33 @@ def events(path: Path) -> list[dict[str, Any]]:
         data = json.loads(gzip.decompress(path.read_bytes()))
     finally:
         gc.enable()
-    found = data["traceEvents"] if isinstance(data, dict) else data
-    return [e for e in found if e.get("ph") == "X"]
+    trace_events = data["traceEvents"] if isinstance(data, dict) else data
+    return [e for e in trace_events if e.get("ph") == "X"]
 
 
-def marked(path: Path) -> Lengths:
+def marked(path: Path) -> StepTimes:
     """Steps that the profiler marked on the host (``ProfilerStep#n``)."""
     steps = [
         e["dur"] / 1e3
         for e in events(path)
         if e["name"].startswith("ProfilerStep#") and e.get("cat") != "gpu_user_annotation"
     ]
-    return Lengths(statistics.mean(steps), statistics.median(steps))
+    return StepTimes(statistics.mean(steps), statistics.median(steps))
 
 
-def asked(path: Path) -> Lengths:
-    """From one batch that was asked for to the next. The first is left out: it starts workers,
-    loads kernels and takes seconds."""
+def asked(path: Path) -> StepTimes:
+    """Step times from one batch that was asked for to the next. The first is left out: it starts
+    workers, loads kernels and takes seconds."""
     starts = sorted(e["ts"] for e in events(path) if e["name"].startswith("enumerate(DataLoader)#"))
     steps = [(b - a) / 1e3 for a, b in pairwise(starts[1:])]
-    return Lengths(statistics.mean(steps), statistics.median(steps))
+    return StepTimes(statistics.mean(steps), statistics.median(steps))
 
 
-def whole(path: Path) -> Lengths:
-    """From the first event of host or device to the end of the last."""
+def whole(path: Path) -> StepTimes:
+    """Time from the first event of host or device to the end of the last."""
     real = [e for e in events(path) if e.get("cat") not in ("Trace", "python_function", None)]
     begin, end = min(e["ts"] for e in real), max(e["ts"] + e["dur"] for e in real)
-    return Lengths((end - begin) / 1e3, (end - begin) / 1e3)
+    return StepTimes((end - begin) / 1e3, (end - begin) / 1e3)
 
 
 def busy(path: Path) -> float:
@@ -180,13 +180,13 @@ def busy(path: Path) -> float:
     return total / 1e3
 
 
-def both(measure: Callable[[Path], Lengths]) -> Callable[[Path, Path], Truth]:
+def both(measure: Callable[[Path], StepTimes]) -> Callable[[Path, Path], MeasuredChange]:
     """The change between two files that are measured in the same way."""
 
-    def truth(before: Path, after: Path) -> Truth:
+    def truth(before: Path, after: Path) -> MeasuredChange:
         a, b = measure(before), measure(after)
         changes = sorted((a.mean - b.mean, a.median - b.median))
-        return Truth(a.mean, b.mean, *changes)
+        return MeasuredChange(a.mean, b.mean, *changes)
 
     return truth
 
@@ -204,9 +204,9 @@ class Pair:
     change: str
     edits: tuple[Any, ...]
     """Lines of the edit language, or ``Edit`` as keywords, where factors have a band."""
-    truth: Callable[[Path, Path], Truth]
+    truth: Callable[[Path, Path], MeasuredChange]
     kind: str
-    """Of the change, as far as its errors go: see ``advisor/replay/predictions.py``."""
+    """Kind of the change, as far as its errors go: see ``advisor/replay/predictions.py``."""
     group: str = ""
     """The program, where other pairs are of it too: its outcomes are left out together."""
     rule: str = ""
@@ -220,7 +220,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """Its name in the documentation and in the table of past predictions."""
+        """Name of the pair in the documentation and in the table of past predictions."""
         return f"{self.name}: {self.change}" if self.whole_step else self.name
 
 
@@ -237,8 +237,8 @@ def work(op: str, factors: tuple[float, float, float], **select: Any) -> dict[st
 
 
 def one_by_one(*ops: str) -> tuple[Any, ...]:
-    """What is decoded one by one, no more: small kernels of these operators with their launches,
-    and the operators themselves where they are short, that is where they do not wait."""
+    """Edits for work that is decoded one by one: small kernels of these operators with their
+    launches, and the operators themselves where they are short and so do not wait."""
     pattern = "^aten::(" + "|".join(ops) + ")$"
     return (
         {
@@ -341,21 +341,22 @@ PAIRS = (
 # -- predicting ----------------------------------------------------------------------------------
 
 
-def edit(given: Any) -> Any:
+def edit(description: Any) -> Any:
     """An ``Edit``, from a line of the language or from keywords."""
     from advisor import Edit, Select
     from advisor.replay.edit_language import parse_edit
 
-    if isinstance(given, str):
-        return parse_edit(given)
-    return Edit(**{**given, "select": Select(**given["select"])})
+    if isinstance(description, str):
+        return parse_edit(description)
+    return Edit(**{**description, "select": Select(**description["select"])})
 
 
 def predict(
     path: Path, edits: Sequence[Any], title: str
 ) -> tuple[GainInterval, GainInterval, float]:
-    """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
-    pair and with that which is shown; and what their exposed time says."""
+    """Predict the saving of a replay of the edits together, ms per step, with a range that knows
+    nothing of the pair and with the range that is shown; and the saving that their exposed time
+    predicts."""
     import advisor
     from advisor.measure import Analysis
     from advisor.replay.estimators import BoundEstimator
@@ -373,42 +374,42 @@ def predict(
 
 
 def findings(path: Path) -> dict[str, GainInterval]:
-    """By rule: what findings with an estimate save, ms per step."""
+    """Savings of findings with an estimate, by rule, ms per step."""
     import advisor
 
-    found = {}
+    result = {}
     for f in advisor.analyze(path).findings:
         w = f.impact
-        if w is not None and w.gain_ns is not None and f.rule not in found:
+        if w is not None and w.gain_ns is not None and f.rule not in result:
             low, high = (w.gain_ns if v is None else v for v in (w.low_ns, w.high_ns))
-            found[f.rule] = GainInterval(w.gain_ns / 1e6, low / 1e6, high / 1e6)
-    return found
+            result[f.rule] = GainInterval(w.gain_ns / 1e6, low / 1e6, high / 1e6)
+    return result
 
 
 def row(pair: Pair, traces: Path) -> Row:
     """Prediction and truth of one pair."""
     before, after = (traces / f"{name}.json.gz" for name in (pair.before, pair.after))
-    predicted, shown, exposed = predict(before, [edit(e) for e in pair.edits], pair.title)
+    predicted, shown_gain, exposed = predict(before, [edit(e) for e in pair.edits], pair.title)
     with without_program(pair.title):
-        found = findings(before).get(pair.rule) if pair.rule else None
-    return Row(pair, pair.truth(before, after), predicted, shown, exposed, found)
+        finding = findings(before).get(pair.rule) if pair.rule else None
+    return Row(pair, pair.truth(before, after), predicted, shown_gain, exposed, finding)
 
 
 # -- showing -------------------------------------------------------------------------------------
 
 
-def shown_edit(given: Any) -> str:
+def shown_edit(description: Any) -> str:
     """An edit as text."""
-    if isinstance(given, str):
-        return f"`{given}`"
-    select = given["select"]
+    if isinstance(description, str):
+        return f"`{description}`"
+    select = description["select"]
     what = "/".join(select.get("family", ())) or select.get("under") or select.get("name", "")
     what = what.removeprefix("^aten::(").removesuffix(")$").replace("|", "/")
     if "max_ns" in select:
         what += f" ≤ {select['max_ns'] // 1000} µs"
-    factor = f" {given['factor']:.2g}" if given.get("factor") is not None else ""
+    factor = f" {description['factor']:.2g}" if description.get("factor") is not None else ""
     where = "kernels" if select["on"] == "gpu" else "operators"
-    return f"`{given['op']}` {where} of {what}{factor}"
+    return f"`{description['op']}` {where} of {what}{factor}"
 
 
 def cells(r: Row) -> tuple[str, ...]:
@@ -416,10 +417,10 @@ def cells(r: Row) -> tuple[str, ...]:
     t, p = r.truth, r.predicted
     change = f"{t.low:.1f}" if t.high - t.low < 0.05 else f"{t.low:.1f} to {t.high:.1f}"
     after = "?" if t.after is None else f"{t.after:.1f}"
-    found = "–"
+    finding_text = "–"
     if r.pair.rule:
-        found = f"`{r.pair.rule}`: "
-        found += (
+        finding_text = f"`{r.pair.rule}`: "
+        finding_text += (
             f"{r.found.point:.1f} ({r.found.low:.1f} to {r.found.high:.1f})"
             if r.found
             else "no estimate"
@@ -435,12 +436,12 @@ def cells(r: Row) -> tuple[str, ...]:
         f"{r.width:.0%}{of}",
         "yes" if r.inside else "**no**",
         f"{r.exposed:.1f}",
-        found,
+        finding_text,
     )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown, with what the edits rest on below."""
+    """Markdown of the pairs, with what the edits rest on below."""
     lines = [HEAD, tuple("---" for _ in HEAD), *(cells(r) for r in rows)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = [f"- **{r.pair.name}**: {r.pair.why}" for r in rows if r.pair.why]
@@ -459,14 +460,14 @@ class Outcome(NamedTuple):
 
 
 def outcome(r: Row) -> Outcome:
-    """Of a pair."""
+    """The ledger entry of a pair."""
     half = (r.predicted.high - r.predicted.low) / 2 / r.scale
     return Outcome(r.pair.kind, r.pair.group or r.pair.name, r.inside, half)
 
 
 def measured_here(known: Prediction) -> Outcome:
-    """Of a program that was run with and without its fix: its range is as wide as predictions of
-    other programs were wrong, by kind of change and by rule."""
+    """Text of a program that was run with and without its fix. Its range is as wide as
+    predictions of other programs were wrong, by kind of change and by rule."""
     kind = known.kind or KIND_OF_RULE[known.rule]
     with without_program(known.program):
         factor = math.exp(error_of([kind], shipped_experiments()))
@@ -481,8 +482,8 @@ def measured_here(known: Prediction) -> Outcome:
 
 
 def coverage(rows: Sequence[Row]) -> str:
-    """By kind of change: how many outcomes are inside the range that all other programs give, and
-    half the width of that range, the median."""
+    """Rows by kind of change: how many outcomes are inside the range that all other programs
+    give, and half the width of that range, the median."""
     own_runs = [
         p for p in shipped_predictions() if p.source in ("experiment", "workload", "program")
     ]

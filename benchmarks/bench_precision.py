@@ -43,12 +43,13 @@ class Case(NamedTuple):
 
 
 def shapes(role: Role, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """Of one of the three products of a layer from ``k`` to ``n`` features with ``m`` rows."""
+    """Shapes of one of the three products of a layer from ``k`` to ``n`` features with ``m``
+    rows."""
     return {"input gradient": (m, k, n), "weight gradient": (n, k, m)}.get(role, (m, n, k))
 
 
 def usual_ns(gpu: GpuSpec, gemm: Gemm) -> float:
-    """What a product in the recorded format takes at the attainable rates, ns: where a table gives
+    """Time of a product in the recorded format at the attainable rates, ns: where a table gives
     a ratio only."""
     rate = gpus.attainable_matmul(gpu, gemm.dtype)
     assert rate is not None
@@ -71,11 +72,11 @@ def cases() -> list[Case]:
             took = [usual_ns(gpu, gemm) for gemm in gemms]
             if old is not None:
                 took = [each * old / sum(took) for each in took]
-            found = [
+            results = [
                 estimate_product(gemm, table["format"], gpu, each)
                 for gemm, each in zip(gemms, took, strict=True)
             ]
-            totals = [each.total for each in found if each is not None]
+            totals = [each.total for each in results if each is not None]
             best, middle, worst = (sum(took) / sum(column) for column in zip(*totals, strict=True))
             measured = after if old is None or new is None else old / new
             result.append(Case(table, m, n, k, measured, best, middle, worst))
@@ -109,34 +110,34 @@ def _decode(
     return Case(table, 1, weights, 1, old / new, best, middle, worst)
 
 
-def covered(found: list[Case]) -> str:
-    inside = sum(case.inside for case in found)
-    return f"{inside} of {len(found)}"
+def covered(compared_cases: list[Case]) -> str:
+    inside = sum(case.inside for case in compared_cases)
+    return f"{inside} of {len(compared_cases)}"
 
 
 def lines() -> list[str]:
-    found = cases()
-    errors = sorted(abs(math.log(case.middle / case.measured)) for case in found)
-    slower = [case for case in found if case.measured < 1]
-    told = sum(case.middle < 1 for case in slower)
+    compared_cases = cases()
+    errors = sorted(abs(math.log(case.middle / case.measured)) for case in compared_cases)
+    slower = [case for case in compared_cases if case.measured < 1]
+    predicted_slower = sum(case.middle < 1 for case in slower)
     result = [
-        f"{covered(found)} published speed-ups are in the range of the estimate; the central "
-        f"estimate is off by {math.exp(errors[len(errors) // 2]):.2f} times (median). "
+        f"{covered(compared_cases)} published speed-ups are in the range of the estimate; "
+        f"the central estimate is off by {math.exp(errors[len(errors) // 2]):.2f} times (median). "
         f"{len(slower)} "
-        f"were slower than before; the central estimate says so of {told}.",
+        f"were slower than before; the central estimate says so of {predicted_slower}.",
         "",
         "| format | GPU | source | measured | estimated | in the range |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for table in {id(case.table): case.table for case in found}.values():
-        own = [case for case in found if case.table is table]
+    for table in {id(case.table): case.table for case in compared_cases}.values():
+        own = [case for case in compared_cases if case.table is table]
         result.append(
             f"| {table['format']} | {find_gpu(table['gpu']).gpu.name} | "
             f"[{table['what']}]({table['source']}) | {_span([c.measured for c in own])} | "
             f"{_span([c.middle for c in own])} | {covered(own)} |"
         )
     result += ["", "Outside of the range:", ""]
-    for case in found:
+    for case in compared_cases:
         if not case.inside:
             shape = f"{case.m}x{case.n}x{case.k}"
             result.append(
@@ -155,14 +156,14 @@ def _span(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     text = "\n".join(lines())
-    if given.write is None:
+    if args.write is None:
         print(text)
         return
-    page = given.write.read_text()
+    page = args.write.read_text()
     block = f"{BEGIN}\n{text}\n{END}"
-    given.write.write_text(re.sub(f"(?s){BEGIN}.*{END}", lambda _: block, page))
+    args.write.write_text(re.sub(f"(?s){BEGIN}.*{END}", lambda _: block, page))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ BEGIN, END = "<!-- crossings begin -->", "<!-- crossings end -->"
 PAIRS = Path(__file__).with_name("gpu_pairs.json")
 
 
-class Crossing(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of work on two GPUs."""
+class WorkOnTwoGpus(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of work on two GPUs."""
 
     kind: str
     """``compute`` or ``memory``: what bounds it on the first."""
@@ -47,7 +47,7 @@ class Crossing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def projected_ns(self) -> float:
-        """On the second GPU, from the first."""
+        """Time on the second GPU, projected from the first."""
         return projected(self, _gpu(self.source), _gpu(self.target), self.source_ns)
 
     @property
@@ -78,7 +78,7 @@ class Crossing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Efficiency(msgspec.Struct, frozen=True):
-    """What the kernels of one family reach of the attainable rates in a public trace."""
+    """The share of the attainable rates that kernels of one family reach in a public trace."""
 
     family: str
     bound: str
@@ -88,7 +88,7 @@ class Efficiency(msgspec.Struct, frozen=True):
 
 
 class HostTime(msgspec.Struct, frozen=True):
-    """What one operator takes a host, in the median of a public trace, ns."""
+    """The host time of one operator, the median of a public trace, ns."""
 
     op: str
     ns: float
@@ -96,12 +96,12 @@ class HostTime(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[WorkOnTwoGpus, ...]
     efficiencies: tuple[Efficiency, ...]
     hosts: tuple[HostTime, ...]
 
 
-def projected(work: Crossing, source: GpuSpec, target: GpuSpec, source_ns: float) -> float:
+def projected(work: WorkOnTwoGpus, source: GpuSpec, target: GpuSpec, source_ns: float) -> float:
     """ns on ``target`` of what takes ``source_ns`` on ``source``."""
     ideal = []
     for gpu in (source, target):
@@ -118,7 +118,7 @@ def _gpu(name: str) -> GpuSpec:
 
 @cache
 def measurements() -> _File:
-    """What is known."""
+    """Measurements that are known."""
     return msgspec.json.decode(PAIRS.read_bytes(), type=_File)
 
 
@@ -156,8 +156,8 @@ def predictions() -> list[Prediction]:
     return rows
 
 
-def key(pair: Crossing) -> tuple[str, str, str]:
-    """What a group of pairs shares."""
+def key(pair: WorkOnTwoGpus) -> tuple[str, str, str]:
+    """Key of a group of pairs."""
     return pair.source, pair.target, pair.what.split()[0]
 
 

@@ -1,4 +1,4 @@
-"""What a job of many ranks costs: time, memory of the driver, bytes that its workers send.
+"""The cost of a job of many ranks: time, memory of the driver, bytes that its workers send.
 
 A trace of some 20 MB (steps of a public A100 recording with NCCL) is there once for each rank,
 under as many names for one file: the rank is read from the name, and each name is read as any
@@ -45,7 +45,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 HTA_BEGIN, HTA_END = "<!-- hta: begin -->", "<!-- hta: end -->"
 ONE_BEGIN, ONE_END = "<!-- one: begin -->", "<!-- one: end -->"
 STEPS = 4
-"""Of the recording's six: 20 MB of text."""
+"""Steps kept of the recording's six: 20 MB of text."""
 
 
 def make(source: Path, target: Path) -> int:
@@ -111,25 +111,25 @@ def watch(command: list[str], *, shared_once: bool = False) -> dict[str, float]:
                     held += one.memory_full_info().pss if shared_once else one.memory_info().rss
             most = max(most, held)
             time.sleep(0.2 if shared_once else 0.1)
-        said = process.stderr.read().decode() if process.stderr else ""
+        messages = process.stderr.read().decode() if process.stderr else ""
     if process.returncode:
-        raise SystemExit(f"{command[0]}: {said.strip()[-500:] or process.returncode}")
+        raise SystemExit(f"{command[0]}: {messages.strip()[-500:] or process.returncode}")
     return {"seconds": time.monotonic() - begun, "memory": most}
 
 
 def _most_held() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) << 10 if found else 0
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) << 10 if match else 0
 
 
 def run(folder: Path, workers: int) -> dict[str, float]:
     """The same in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--workers", str(workers)], check=True, stdout=subprocess.PIPE, text=True
     )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    results: dict[str, float] = json.loads(result.stdout)
+    return results
 
 
 def table(size: int, rows: list[tuple[int, int, dict[str, float]]]) -> str:
@@ -139,13 +139,13 @@ def table(size: int, rows: list[tuple[int, int, dict[str, float]]]) -> str:
         "largest worker | bytes sent to the driver |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for ranks, workers, found in rows:
-        seconds = found["seconds"]
+    for ranks, workers, measured in rows:
+        seconds = measured["seconds"]
         lines.append(
             f"| {ranks} | {workers} | {seconds:,.1f} s | {seconds / ranks:.2f} s | "
-            f"{found['cpu'] / ranks:.2f} s | "
-            f"{found['memory'] / 2**20:,.0f} MiB | {found['worker'] / 2**20:,.0f} MiB | "
-            f"{found['moved'] / 1e6:,.1f} MB |"
+            f"{measured['cpu'] / ranks:.2f} s | "
+            f"{measured['memory'] / 2**20:,.0f} MiB | {measured['worker'] / 2**20:,.0f} MiB | "
+            f"{measured['moved'] / 1e6:,.1f} MB |"
         )
     about = (
         f"A rank's trace has {size / 1e6:.1f} MB. Measured by `benchmarks/bench_ranks.py` on "
@@ -167,19 +167,19 @@ def main() -> None:
     parser.add_argument("--hta-ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--hta", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--one-gb", type=float, help="one trace of this size, 10^9 bytes, instead")
-    given = parser.parse_args()
-    if given.one_gb:
-        one_trace(given.one_gb, write=given.write)
+    args = parser.parse_args()
+    if args.one_gb:
+        one_trace(args.one_gb, write=args.write)
         return
-    if given.hta:
-        print(hta(given.hta))
+    if args.hta:
+        print(hta(args.hta))
         return
-    if given.measure:
-        print(json.dumps(measure(given.measure, given.workers[0])))
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.workers[0])))
         return
     with tempfile.TemporaryDirectory() as temporary:
         whole = Path(temporary, "trace.json")
-        size = make(given.source, whole)
+        size = make(args.source, whole)
 
         def folder(ranks: int) -> Path:
             path = Path(temporary, str(ranks))
@@ -189,20 +189,20 @@ def main() -> None:
                     os.link(whole, path / f"rank{rank}.json")
             return path
 
-        if given.hta_python:
-            beside(given.hta_python, [(n, folder(n)) for n in given.hta_ranks], given.write)
+        if args.hta_python:
+            beside(args.hta_python, [(n, folder(n)) for n in args.hta_ranks], args.write)
             return
         rows: list[tuple[int, int, dict[str, float]]] = []
         load = table(size, [])
-        for ranks in given.ranks:
-            for workers in given.workers:
-                found = run(folder(ranks), workers)
-                if found["read"] != ranks:
-                    raise SystemExit(f"{ranks} ranks: only {found['read']:.0f} were read")
-                rows.append((ranks, workers, found))
-                print(ranks, workers, {k: round(v, 1) for k, v in found.items()}, file=sys.stderr)
+        for ranks in args.ranks:
+            for workers in args.workers:
+                result = run(folder(ranks), workers)
+                if result["read"] != ranks:
+                    raise SystemExit(f"{ranks} ranks: only {result['read']:.0f} were read")
+                rows.append((ranks, workers, result))
+                print(ranks, workers, {k: round(v, 1) for k, v in result.items()}, file=sys.stderr)
     text = load.partition("\n")[0] + "\n\n" + table(size, rows).partition("\n\n")[2]
-    show(text, BEGIN, END, write=given.write)
+    show(text, BEGIN, END, write=args.write)
 
 
 def beside(python: str, jobs: list[tuple[int, Path]], write: bool) -> None:
@@ -225,7 +225,7 @@ def beside(python: str, jobs: list[tuple[int, Path]], write: bool) -> None:
 
 
 def one_trace(gigabytes: float, *, write: bool) -> None:
-    """One rank's trace of that size, as a file and as a job."""
+    """Measure one rank's trace of that size, as a file and as a job."""
     load = os.getloadavg()[0]
     lines = [
         "| `advisor analyze` of one trace | size | time | memory, all processes | of its size |",
@@ -239,11 +239,11 @@ def one_trace(gigabytes: float, *, write: bool) -> None:
         out = str(Path(temporary, "report.json"))
         for more in ([], ["--workers", "2"]):
             command = [sys.executable, "-m", "advisor", "analyze", str(path), *more]
-            found = watch([*command, "--output", out], shared_once=True)
+            result = watch([*command, "--output", out], shared_once=True)
             lines.append(
                 f"| {' '.join(more) or 'as it is'} | {size / 1e9:.2f} GB | "
-                f"{found['seconds']:,.0f} s | {found['memory'] / 1e9:.2f} GB | "
-                f"{found['memory'] / size:.2f} |"
+                f"{result['seconds']:,.0f} s | {result['memory'] / 1e9:.2f} GB | "
+                f"{result['memory'] / size:.2f} |"
             )
             print(lines[-1], file=sys.stderr)
     lines.append(f"\nThe load average was {load:.0f} when it began.")

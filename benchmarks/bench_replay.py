@@ -1,4 +1,5 @@
-"""How well, and how fast, unchanged steps of real traces are replayed; the naive twin beside.
+"""The accuracy and the speed of a replay of unchanged steps of real traces; the naive twin
+beside.
 
     python benchmarks/bench_replay.py [--traces DIR] [--write docs/accuracy.md] [TRACE …]
 
@@ -97,34 +98,36 @@ def row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
 
 def hard_row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
     """Waits and idle time of one trace, by brute force and as the library has them."""
-    found: HardTime = hard_time(replayer.a, replayer.plan)
-    said = [getattr(replayer.quality, f"{what}_explained", None) for what in ("waits", "idle")]
+    hard: HardTime = hard_time(replayer.a, replayer.plan)
+    explained_shares = [
+        getattr(replayer.quality, f"{what}_explained", None) for what in ("waits", "idle")
+    ]
 
     def share(value: float | None) -> str:
         return "–" if value is None else f"{value:.0%}"
 
     return (
         name,
-        f"{found.waited / 1e6:.2f}",
-        str(found.waits),
-        share(found.waits_explained),
+        f"{hard.waited / 1e6:.2f}",
+        str(hard.waits),
+        share(hard.waits_explained),
         "copied",
-        share(said[0]),
-        f"{found.idle / 1e6:.2f}",
-        share(found.idle_explained),
-        share(found.idle_twin),
-        share(said[1]),
+        share(explained_shares[0]),
+        f"{hard.idle / 1e6:.2f}",
+        share(hard.idle_explained),
+        share(hard.idle_twin),
+        share(explained_shares[1]),
     )
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """As Markdown."""
+    """Format a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def main() -> None:
-    """Print the table; write it into a document if told."""
+    """Print the table; write it into a document on request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--traces", type=Path, default=CORPUS)
@@ -133,15 +136,15 @@ def main() -> None:
     rows, hard = [], []
     for path in args.files or sorted(args.traces.rglob("*.json.gz")):
         try:
-            found = replayed(path)
+            result = replayed(path)
         except AdvisorError as error:
             print(f"{path.name}: {error}")
             continue
-        if found is not None:
+        if result is not None:
             name = path.relative_to(args.traces) if path.is_relative_to(args.traces) else path
             short = str(name).removesuffix(".json.gz").removesuffix(".pt.trace")
-            rows.append(row(short, found))
-            hard.append(hard_row(short, found))
+            rows.append(row(short, result))
+            hard.append(hard_row(short, result))
             print(*rows[-1], *hard[-1][1:], sep="  ", flush=True)
     if args.write:
         text = args.write.read_text()

@@ -156,11 +156,11 @@ def time_chains() -> None:
             shapes = ((rows, inner), (inner, joined), (joined, columns))
             matrices = [torch.randn(batch, *shape, requires_grad=back) for shape in shapes]
 
-            def multiply(from_left: bool, given: list[torch.Tensor] = matrices) -> None:
-                a, b, c = given
+            def multiply(from_left: bool, matrices: list[torch.Tensor] = matrices) -> None:
+                a, b, c = matrices
                 result = (a @ b) @ c if from_left else a @ (b @ c)
                 if result.requires_grad:
-                    torch.autograd.grad(result.sum(), given)
+                    torch.autograd.grad(result.sum(), matrices)
 
             left, right = (time_of(partial(multiply, order)) for order in (True, False))
             print(f"{batch} x {shapes}, {back=}: {left:.2f} ms, then {right / left:.3f} remain")
@@ -172,8 +172,8 @@ def time_chains() -> None:
                 time_of(partial(torch.sparse.mm, matrix, torch.randn(matrix.shape[1], width)))
                 for width in (1, 32, 128, 512)
             ]
-            shown = ", ".join(f"{ms:.2f}" for ms in times)
-            print(f"{nodes} x {degree}, {layout}; 1, 32, 128, 512 columns: {shown} ms")
+            times_text = ", ".join(f"{ms:.2f}" for ms in times)
+            print(f"{nodes} x {degree}, {layout}; 1, 32, 128, 512 columns: {times_text} ms")
 
 
 def main() -> None:

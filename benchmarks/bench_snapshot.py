@@ -30,8 +30,8 @@ def unpickle(path: str) -> int:
     import pickle
 
     with Path(path).open("rb") as file:
-        found = pickle.load(file)  # noqa: S301 - written above
-    return sum(map(len, found["device_traces"]))
+        result = pickle.load(file)  # noqa: S301 - written above
+    return sum(map(len, result["device_traces"]))
 
 
 def read(path: str) -> int:
@@ -43,7 +43,7 @@ def read(path: str) -> int:
 
 
 def analyse(path: str) -> int:
-    """From the file to the report."""
+    """Read a file and build its report."""
     from advisor.advise.engine import analyze
 
     return len(analyze(path).memory)
@@ -65,19 +65,19 @@ def make(path: Path, size: int) -> None:
 
 def measure(way: str, path: Path) -> tuple[float, float]:
     """CPU seconds and megabytes of one process."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, __file__, "--one", way, str(path)],
         check=True,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )
-    told = json.loads(done.stdout.splitlines()[-1])
-    return told["cpu"], told["kb"] / 1e3
+    result = json.loads(completed.stdout.splitlines()[-1])
+    return result["cpu"], result["kb"] / 1e3
 
 
 def one(way: str, path: str) -> None:
-    """In a process of its own."""
+    """Measure in a process of its own."""
     WAYS[way](path)
     status = Path("/proc/self/status").read_text()  # getrusage has the parent's too
     most = int(status.partition("VmHWM:")[2].split()[0])

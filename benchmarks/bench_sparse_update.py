@@ -1,4 +1,4 @@
-"""What a sparse gradient of an embedding costs on a CPU, and a dense one: backward and update.
+"""The cost of a sparse gradient of an embedding on a CPU, and a dense one: backward and update.
 
 python benchmarks/bench_sparse_update.py
 
@@ -28,10 +28,10 @@ def update_ms(name: str, rows: int, size: int, batch: int, *, sparse: bool) -> f
     optimizer = OPTIMIZERS[name][sparse](table.parameters(), lr=0.01)
     took = []
     for _ in range(10):
-        found = table(torch.randint(rows, (batch,)))
+        result = table(torch.randint(rows, (batch,)))
         optimizer.zero_grad()
         begin = thread_time()
-        found.sum().backward()
+        result.sum().backward()
         optimizer.step()
         took.append(thread_time() - begin)
     return 1e3 * median(took[3:])

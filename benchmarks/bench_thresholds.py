@@ -1,4 +1,4 @@
-"""How sensitive rules are to their thresholds: half and twice of each, on public traces.
+"""The sensitivity of rules to their thresholds: half and twice of each, on public traces.
 
 python benchmarks/bench_thresholds.py [--rule ID ...]
 
@@ -66,16 +66,16 @@ def asked_for(rule: Rule, a: Analysis) -> tuple[bool, set[str]]:
     """Whether the rule fires, and the options that it read: the others change nothing."""
     seen: set[str] = set()
 
-    class Watched(type(rule)):  # type: ignore[misc]
+    class WatchedRule(type(rule)):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             seen.add(name)
             return super().__getattribute__(name)
 
-    rule.__class__ = Watched
+    rule.__class__ = WatchedRule
     try:
         return fires(rule, a), seen
     finally:
-        rule.__class__ = Watched.__base__
+        rule.__class__ = WatchedRule.__base__
 
 
 def changes(file: Path, named: list[str] | None) -> Counter[tuple[str, str, float]]:
@@ -87,20 +87,22 @@ def changes(file: Path, named: list[str] | None) -> Counter[tuple[str, str, floa
     rules = {rule.id: rule for rule in load_rules(config={})}
     wanted = thresholds(named)
     before = {rule: asked_for(rules[rule], a) for rule in {rule for rule, _, _ in wanted}}
-    found: Counter[tuple[str, str, float]] = Counter()
+    result: Counter[tuple[str, str, float]] = Counter()
     for rule, name, value in wanted:
         fired, seen = before[rule]
         for factor in FACTORS if name in seen else ():
             setattr(rules[rule], name, type(value)(value * factor))
-            found[rule, name, factor] += fires(rules[rule], a) != fired
+            result[rule, name, factor] += fires(rules[rule], a) != fired
             delattr(rules[rule], name)
-    return found
+    return result
 
 
 def rows(text: str) -> dict[tuple[str, str], list[str]]:
     """Cells of the page's table, by rule and threshold."""
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if " | `" in line]
-    return {(rule, name.strip("`")): [value, *told] for rule, name, value, *told in cells}
+    return {
+        (rule, name.strip("`")): [value, *cells_left] for rule, name, value, *cells_left in cells
+    }
 
 
 def main() -> None:
@@ -109,17 +111,17 @@ def main() -> None:
     parser.add_argument("--rule", action="append", help="measure this rule only")
     named = parser.parse_args().rule
     files = sorted(CORPUS.rglob("*.json.gz"))
-    found: Counter[tuple[str, str, float]] = Counter()
+    result: Counter[tuple[str, str, float]] = Counter()
     with ProcessPoolExecutor() as pool:
         for one in pool.map(changes, files, [named] * len(files)):
-            found.update(one)
+            result.update(one)
     old = rows(PAGE.read_text(encoding="utf-8"))
     table = ""
     for rule, name, value in thresholds():
-        told = [str(found[rule, name, factor] or "–") for factor in FACTORS]
+        results = [str(result[rule, name, factor] or "–") for factor in FACTORS]
         if named and rule not in named:
-            told = old[rule, name][1:]
-        table += f"| {' | '.join([rule, f'`{name}`', f'{value:g}', *told])} |\n"
+            results = old[rule, name][1:]
+        table += f"| {' | '.join([rule, f'`{name}`', f'{value:g}', *results])} |\n"
     PAGE.write_text(HEAD + table, encoding="utf-8")
 
 

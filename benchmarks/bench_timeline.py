@@ -103,8 +103,8 @@ def serve(trace: Path, mode: str) -> tuple[subprocess.Popen[str], dict[str, Any]
 
 
 def measure(browser: Any, trace: Path, moves: int) -> dict[str, float]:
-    """One trace: the figures of a row."""
-    child, told = serve(trace, "measure")
+    """Measure a trace: the figures of a row."""
+    child, result = serve(trace, "measure")
     child.wait()
     child, up = serve(trace, "serve")
     try:
@@ -126,34 +126,34 @@ def measure(browser: Any, trace: Path, moves: int) -> dict[str, float]:
     finally:
         child.kill()
         child.wait()
-    found: dict[str, float] = {
-        "slices": told["slices"],
+    results: dict[str, float] = {
+        "slices": result["slices"],
         "first": firsts[0],
         "again": statistics.median(firsts[1:]),
         "again_worst": max(firsts[1:]),
         "around": statistics.median(frames_at[1:]),
-        "build": told["build"] * 1e3,
-        "tables": told["tables"],
-        "index": told["index"],
-        "grown": told["rss_after"] - told["rss_before"],
+        "build": result["build"] * 1e3,
+        "tables": result["tables"],
+        "index": result["index"],
+        "grown": result["rss_after"] - result["rss_before"],
         "frame": statistics.median(frames),
         "server": statistics.median(r[1] for kind in rows.values() for r in kind),
         "server_worst": max(r[1] for kind in rows.values() for r in kind),
     }
     for kind, row in rows.items():
-        found[kind] = statistics.median(r[0] for r in row)
-        found[f"{kind}_worst"] = max(r[0] for r in row)
-    return found
+        results[kind] = statistics.median(r[0] for r in row)
+        results[f"{kind}_worst"] = max(r[0] for r in row)
+    return results
 
 
-def table(found: list[tuple[str, dict[str, float]]]) -> str:
+def table(measured: list[tuple[str, dict[str, float]]]) -> str:
     """The figures as Markdown."""
     mb = 1e6
-    lines = ["| | " + " | ".join(name for name, _ in found) + " | wanted |"]
-    lines.append("|---|" + "---|" * (len(found) + 1))
+    lines = ["| | " + " | ".join(name for name, _ in measured) + " | wanted |"]
+    lines.append("|---|" + "---|" * (len(measured) + 1))
 
     def row(label: str, text: Any, wanted: str = "") -> None:
-        cells = " | ".join(text(f) for _, f in found)
+        cells = " | ".join(text(f) for _, f in measured)
         lines.append(f"| {label} | {cells} | {wanted} |")
 
     row("slices", lambda f: f"{f['slices']:,.0f}")
@@ -208,13 +208,13 @@ def main() -> None:
             executable_path=shutil.which("chromium"),
             args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
         )
-        found = []
+        result = []
         for trace in traces:
             began = time.perf_counter()
-            found.append((trace.name.split(".")[0], measure(browser, trace, args.moves)))
+            result.append((trace.name.split(".")[0], measure(browser, trace, args.moves)))
             print(f"{trace}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         browser.close()
-    print(table(found))
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def run(workload: Workload, device: str, budget: int, folder: Path) -> TrialRepo
     script.write_text(PROGRAM)
     out = folder / workload.name
     words = [sys.executable, "-m", "advisor", "try", "--budget", f"{budget}s", "--out", str(out)]
-    done = subprocess.run(
+    result = subprocess.run(
         [*words, "--no-progress", str(script), workload.name, device],
         capture_output=True,
         text=True,
@@ -70,12 +70,12 @@ def run(workload: Workload, device: str, budget: int, folder: Path) -> TrialRepo
         timeout=4 * budget + 300,
     )
     if not (out / FILE).is_file():
-        return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no report"
+        return result.stderr.strip().splitlines()[-1] if result.stderr.strip() else "no report"
     return TrialReport.from_json((out / FILE).read_bytes())
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """In per cent of the step."""
+    """Format a range in per cent of the step."""
     return "–" if low is None or high is None else f"{100 * low:.0f} to {100 * high:.0f}%"
 
 
@@ -99,33 +99,35 @@ def row(workload: Workload, report: TrialReport | str) -> str:
     )
 
 
-def summary(found: dict[str, TrialReport | str]) -> str:
-    """In sentences, from the reports."""
-    reports = {name: r for name, r in found.items() if isinstance(r, TrialReport)}
+def summary(reports_by_name: dict[str, TrialReport | str]) -> str:
+    """Summarize the reports in sentences."""
+    reports = {name: r for name, r in reports_by_name.items() if isinstance(r, TrialReport)}
     cured = [n for n in reports if n in KNOBS]
     wins = [n for n in cured if any(t.knob_setting.knob == KNOBS[n] for t in reports[n].winners)]
-    priced: list[Trial] = [
+    predicted: list[Trial] = [
         t
         for n in cured
         for t in reports[n].winners
         if t.knob_setting.knob == KNOBS[n] and t.inside is not None
     ]
-    inside = sum(bool(t.inside) for t in priced)
+    inside = sum(bool(t.inside) for t in predicted)
     known = catalogue()
     healthy = [n for n in reports if not known[n].finds]
     alone = [n for n in healthy if not reports[n].winners]
     return (
-        f"A knob won in {len(wins)} of {len(cured)} workloads that a knob fixes. Of {len(priced)} "
-        f"winning settings with an estimate, {inside} were within the range. {len(alone)} of "
-        f"{len(healthy)} healthy workloads were left alone.\n"
+        f"A knob won in {len(wins)} of {len(cured)} workloads that a knob fixes. "
+        f"Of {len(predicted)} winning settings with an estimate, {inside} were within the range. "
+        f"{len(alone)} of {len(healthy)} healthy workloads were left alone.\n"
     )
 
 
-def entries(found: dict[str, TrialReport | str], folder: Path) -> list[predictions.Prediction]:
-    """What the runs' own ledgers hold, as ours."""
+def entries(
+    reports_by_name: dict[str, TrialReport | str], folder: Path
+) -> list[predictions.Prediction]:
+    """Entries of the runs' own ledgers, as ours."""
     return [
         msgspec.structs.replace(row, source="workload", program=name)
-        for name in found
+        for name in reports_by_name
         for row in predictions.read_predictions(folder / name / predictions.FILE).predictions
     ]
 
@@ -145,22 +147,24 @@ def main() -> None:
         "| workload | knob | outcome | predicted | measured | inside | what won |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
     )
-    found: dict[str, TrialReport | str] = {}
+    result: dict[str, TrialReport | str] = {}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for workload in catalogue().values():
-            shown = workload.shown_on == "cpu" or device == "cuda"
-            if not re.search(args.only, workload.name) or not shown or workload.processes > 1:
+            can_show = workload.shown_on == "cpu" or device == "cuda"
+            if not re.search(args.only, workload.name) or not can_show or workload.processes > 1:
                 continue
-            found[workload.name] = run(workload, device, args.budget, folder)
-            rows.append(row(workload, found[workload.name]))
+            result[workload.name] = run(workload, device, args.budget, folder)
+            rows.append(row(workload, result[workload.name]))
             print(rows[-1], file=sys.stderr, flush=True)
         if args.ledger:
-            replace(args.ledger, "workload", entries(found, folder))
+            replace(args.ledger, "workload", entries(result, folder))
     load = f", load {os.getloadavg()[0]:.1f} at the end" if hasattr(os, "getloadavg") else ""
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
-    text = f"PyTorch {torch.__version__}, {where}{load}. {summary(found)}\n{head}" + "\n".join(rows)
+    text = f"PyTorch {torch.__version__}, {where}{load}. {summary(result)}\n{head}" + "\n".join(
+        rows
+    )
     print(text)
     if args.write:
         mark = "CUDA" if device == "cuda" else "CPU"

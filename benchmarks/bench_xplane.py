@@ -85,14 +85,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("file", type=Path)
     arguments.add_argument("--times", type=int, default=10)
-    given = arguments.parse_args()
-    data = given.file.read_bytes() * given.times
+    args = arguments.parse_args()
+    data = args.file.read_bytes() * args.times
     space = message_class()
 
     def decode() -> None:
-        found = XSpace(data + bytes(PADDING), len(data))
-        for plane in found.planes:
-            found.read(plane, STATS)
+        xspace = XSpace(data + bytes(PADDING), len(data))
+        for plane in xspace.planes:
+            xspace.read(plane, STATS)
 
     parse = best(lambda: space.FromString(data))
     rows = (

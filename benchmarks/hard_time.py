@@ -1,4 +1,5 @@
-"""How much of the host's waiting and of the device's idle time a replay explains, by brute force.
+"""Measure by brute force how much of the host's waiting and of the device's idle time a replay
+explains.
 
 Counted in time, from the tables of the trace. Of the replay only its edges are used, and each end
 is computed from them as if all else happened as measured.
@@ -35,7 +36,7 @@ SHORT_NS = 20_000
 AFTER_NS = 100_000
 """A call that returns later than this after the work ended did not wait for it alone."""
 CLOCK_NS = 5_000
-"""How much earlier than the work's recorded end a call may return: two clocks."""
+"""Tolerance for a call that returns before the work's recorded end: there are two clocks."""
 
 
 class HardTime(NamedTuple):
@@ -52,12 +53,12 @@ class HardTime(NamedTuple):
 
 
 def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
-    """Of the steps that a plan replays."""
+    """Measure the steps that a plan replays."""
     graph = plan.graph
     row, waited = waits(a, graph)
-    told = _told(graph, [EdgeKind.SYNC])
-    done = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
-    node = dict(zip(graph.row[done].tolist(), done.tolist(), strict=True))
+    sync_ready_ns = _ready_times(graph, [EdgeKind.SYNC])
+    sync_ends = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
+    node = dict(zip(graph.row[sync_ends].tolist(), sync_ends.tolist(), strict=True))
     begun = np.flatnonzero(graph.kind == NodeKind.SYNC)
     start = dict(zip(graph.row[begun].tolist(), begun.tolist(), strict=True))
     free = plan.run(dur=np.zeros(len(graph)))
@@ -65,14 +66,18 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
     explained = 0.0
     for which, length in zip(row.tolist(), waited.tolist(), strict=True):
         at, since = node.get(which), start.get(which)
-        if at is not None and since is not None and np.isfinite(told[at]):
-            off = abs(float(told[at] - graph.time[at]))
+        if at is not None and since is not None and np.isfinite(sync_ready_ns[at]):
+            off = abs(float(sync_ready_ns[at] - graph.time[at]))
             gone = float(lasted[which]) - float(free[at] - free[since])
             explained += max(0.0, min(length - off, gone))
     after, gap = idle(graph, graph.time)
     every = [e for e in EdgeKind if e != EdgeKind.PROGRAM]
     ours, twin = (
-        float(np.maximum(gap - np.abs(_told(graph, kinds)[after] - _start(graph)[after]), 0).sum())
+        float(
+            np.maximum(
+                gap - np.abs(_ready_times(graph, kinds)[after] - _start(graph)[after]), 0
+            ).sum()
+        )
         for kinds in (every, [EdgeKind.LAUNCH, EdgeKind.STREAM])
     )
     host = (graph.edge == EdgeKind.PROGRAM) & (graph.weight > NEVER)
@@ -136,8 +141,8 @@ def waits(a: Analysis, graph: Graph) -> tuple[Any, Any]:
     held = (began <= returned[at]) & (before > called[at]) & (before <= began)
     held &= (began - before <= AFTER_NS) & (last[at] < 0)
     last[at[held]] = began[held]
-    found = last >= 0
-    return row[found], np.minimum(last, returned)[found] - called[found]
+    is_wait = last >= 0
+    return row[is_wait], np.minimum(last, returned)[is_wait] - called[is_wait]
 
 
 def idle(graph: Graph, time: Any) -> tuple[Any, Any]:
@@ -156,8 +161,8 @@ def _start(graph: Graph) -> Any:
     return graph.time - graph.dur
 
 
-def _told(graph: Graph, kinds: list[EdgeKind]) -> Any:
-    """For each node, when edges of these kinds let it start, all else as measured."""
+def _ready_times(graph: Graph, kinds: list[EdgeKind]) -> Any:
+    """Earliest start of each node by edges of these kinds, all else as measured."""
     kept = np.isin(graph.edge, kinds)
     src = graph.src[kept]
     base = graph.time[src] - np.where(graph.from_start[kept], graph.dur[src], 0)

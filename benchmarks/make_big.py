@@ -52,7 +52,7 @@ class Template:
     values: list[int]
     groups: list[str]
     shift: dict[str, int]
-    """How much each group grows from one copy to the next."""
+    """Growth of each group of ids from one copy to the next."""
     tail: bytes
     size: int
     """Bytes of one copy."""

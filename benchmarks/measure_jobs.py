@@ -1,4 +1,5 @@
-"""What simulated jobs are drawn from: kernel lengths, launches and collectives of public traces.
+"""Measure what simulated jobs are drawn from: kernel lengths, launches and collectives of public
+traces.
 
     python -m benchmarks.measure_jobs [FOLDER]
 
@@ -36,7 +37,7 @@ FEWEST = 20
 """Kernels of a family; with fewer it is not written."""
 FEWEST_MESSAGES = 5
 MIN_BYTES = 100_000
-"""Of a message whose rate is written: shorter ones take as long as an empty one."""
+"""Smallest message whose rate is written: shorter ones take as long as an empty one."""
 QUEUED_NS = 50_000
 """A launch that begins so long after the stream was free did not wait for it."""
 OUT = Path(__file__).parent / "simulation" / "measured.json"
@@ -51,7 +52,7 @@ def main() -> None:
     for name in TRACES:
         run = open_run(folder / name)
         pooled.add(Analysis(next(iter(run.traces.values()))))
-    OUT.write_text(json.dumps(pooled.told(), indent=1) + "\n", encoding="utf-8")
+    OUT.write_text(json.dumps(pooled.as_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 class Pool:
@@ -63,7 +64,7 @@ class Pool:
         self.collectives: dict[str, list[tuple[float, float, float]]] = {}
 
     def add(self, a: Analysis) -> None:
-        """One trace."""
+        """Add a trace."""
         gpu = a.trace.gpu.with_columns(family=a.kernels["family"].cast(pl.String)).filter(
             pl.col("kind") == "kernel"
         )
@@ -95,8 +96,8 @@ class Pool:
             waited[(waited > 0) & (waited < QUEUED_NS)].astype(float)
         )
 
-    def told(self) -> dict[str, Any]:
-        """As it is written."""
+    def as_dict(self) -> dict[str, Any]:
+        """The measurements as they are written."""
         return {
             "sources": TRACES,
             "written_by": "benchmarks/measure_jobs.py",
@@ -121,8 +122,8 @@ class Pool:
 
 
 def _quantiles(values: NDArray[np.float64], digits: int = 0) -> list[float]:
-    found = np.quantile(values, QUANTILES)
-    return [round(float(v), digits) if digits else int(v) for v in found]
+    quantiles = np.quantile(values, QUANTILES)
+    return [round(float(v), digits) if digits else int(v) for v in quantiles]
 
 
 if __name__ == "__main__":

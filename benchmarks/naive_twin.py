@@ -20,7 +20,7 @@ COMPUTED = ("cross-stream starts",)
 
 
 class Twin(NamedTuple):
-    """Its figures, defined as the replay's are."""
+    """Figures of the twin, defined as the replay's are."""
 
     step_error: float
     explained: float

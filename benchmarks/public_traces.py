@@ -1,4 +1,4 @@
-"""Where the public real traces are: ``tests/corpus``, and what else lies in a folder beside it.
+"""Find the public real traces: ``tests/corpus``, and what else lies in a folder beside it.
 
 The corpus comes first. A file that it lacks is looked for in $ADVISOR_SHARED_TRACES, else in
 ``../shared/traces`` beside the checkout. Tests and benchmarks find their traces here.

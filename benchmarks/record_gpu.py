@@ -81,30 +81,30 @@ def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
     scale = workload.default_scale(options.device) if options.scale is None else options.scale
     run = Setup(variant=variant, device=options.device, scale=scale, folder=str(options.output))  # type: ignore[arg-type]
     began = time.monotonic()
-    found: Results = {"scale": scale}
+    results: Results = {"scale": scale}
     if options.jobs > 1 and workload.processes == 1:
         running.drive(name, run, 2)  # what starts and compiles needs no turn
     with turn(options.output):
-        found["block_ms"] = running.measure(
+        results["block_ms"] = running.measure(
             name, run, seconds=options.seconds, blocks=12, most=options.seconds * 5
         )
-    found["median_ms"] = statistics.median(found["block_ms"])
+    results["median_ms"] = statistics.median(results["block_ms"])
     left_out: list[str] = []
     for way in ladder(workload):
         shutil.rmtree(folder, ignore_errors=True)
         with turn(options.output):
             files = recorder(name, run, folder, **way)
         largest = max(_pack(file) for file in files)
-        found["recorded"] = {**way, "kb": round(largest / 1e3), "left_out": list(left_out)}
+        results["recorded"] = {**way, "kb": round(largest / 1e3), "left_out": list(left_out)}
         if largest <= options.limit_kb * 1e3:
             break
         left_out = [f"{largest / 1e3:.0f} kB with {way}"]
     else:
         shutil.rmtree(folder)
-        found["recorded"] = None
-        found["error"] = f"no recording of at most {options.limit_kb} kB: {left_out[0]}"
-    found["wall_s"] = round(time.monotonic() - began, 1)
-    print("\n" + json.dumps(found), flush=True)
+        results["recorded"] = None
+        results["error"] = f"no recording of at most {options.limit_kb} kB: {left_out[0]}"
+    results["wall_s"] = round(time.monotonic() - began, 1)
+    print("\n" + json.dumps(results), flush=True)
 
 
 @contextmanager
@@ -153,15 +153,15 @@ def record_all(options: argparse.Namespace) -> None:
         running = [(name, variant, processes.submit(one, name, variant)) for name, variant in due]
         for name, variant, process in running:
             found = entries.setdefault(name, {})[variant] = process.result()
-            said = found.get("error") or f"{found['median_ms']:.3f} ms a step"
-            print(f"{name}, {variant}: {said}", flush=True)
+            summary_line = found.get("error") or f"{found['median_ms']:.3f} ms per step"
+            print(f"{name}, {variant}: {summary_line}", flush=True)
             save(options.output, results)
     (options.output / ".turn").unlink(missing_ok=True)
     save(options.output, results)
 
 
 def spawn(name: str, variant: str, options: argparse.Namespace, seconds: float) -> Results:
-    """One variant in a process group of its own, which is ended when it takes too long."""
+    """Run a variant in a process group of its own, which is ended when it takes too long."""
     command = [sys.executable, __file__, "--one", name, variant, "--device", options.device]
     command += ["--output", str(options.output), "--limit-kb", str(options.limit_kb)]
     command += ["--seconds", str(options.seconds), "--jobs", str(options.jobs)]
@@ -183,18 +183,18 @@ def spawn(name: str, variant: str, options: argparse.Namespace, seconds: float) 
         return {"error": f"ended after {seconds:.0f} s"}
     lines = output.strip().splitlines()
     try:
-        found: Results = json.loads(lines[-1])
+        results: Results = json.loads(lines[-1])
     except (IndexError, json.JSONDecodeError):
-        told = [line for line in errors.strip().splitlines() if line.strip()]
-        return {"error": told[-1][:300] if told else f"exit code {process.returncode}"}
-    return found
+        messages = [line for line in errors.strip().splitlines() if line.strip()]
+        return {"error": messages[-1][:300] if messages else f"exit code {process.returncode}"}
+    return results
 
 
 def environment(device: str) -> Results:
-    """What the recordings were made on; ``None``: unknown."""
+    """Hardware and software of the recordings; ``None``: unknown."""
     import torch
 
-    found: Results = {
+    results: Results = {
         "device": device,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -203,11 +203,11 @@ def environment(device: str) -> Results:
     }
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = properties.name
-        found["gpus"] = torch.cuda.device_count()
-        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
-        found["cudnn"] = torch.backends.cudnn.version()
-    return found
+        results["gpu"] = properties.name
+        results["gpus"] = torch.cuda.device_count()
+        results["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        results["cudnn"] = torch.backends.cudnn.version()
+    return results
 
 
 def load(folder: Path) -> Results:
@@ -215,8 +215,8 @@ def load(folder: Path) -> Results:
     file = folder / RESULTS
     if not file.exists():
         return {}
-    found: Results = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    results: Results = json.loads(file.read_text(encoding="utf-8"))
+    return results
 
 
 def save(folder: Path, results: Results) -> None:
@@ -271,12 +271,12 @@ def advice(folder: Path) -> Results:
     except AdvisorError as error:
         return {"error": str(error)}
     step = report.scope.step_ns or None
-    found = []
+    result = []
     for finding in report.findings:
         impact = finding.impact
         gain = None if impact is None else finding.marginal_gain_ns or impact.gain_ns
         ends = (None, None) if impact is None else (impact.low_ns, impact.high_ns)
-        found.append(
+        result.append(
             {
                 "rule": finding.rule,
                 "priority": finding.priority,
@@ -291,7 +291,7 @@ def advice(folder: Path) -> Results:
         "verdict": report.verdict,
         "step_ms": None if step is None else step / 1e6,
         "busy_share": report.busy_share,
-        "findings": found,
+        "findings": result,
         "risks": [finding.rule for finding in report.risks],
         "notes": [finding.rule for finding in report.notes],
     }
@@ -302,51 +302,55 @@ def _share(ns: float | None, step: float | None) -> float | None:
 
 
 def compared(workload: Workload, entry: Results) -> Results:
-    """The claims about a workload, each true, false or ``None`` where it could not be told."""
+    """Check the claims about a workload: each is true, false or ``None`` where it is unknown."""
     slow, cured = entry.get("slow", {}), entry.get("cured", {})
-    found: Results = {"measured": None, "predicted": None}
+    claims: Results = {"measured": None, "predicted": None}
     if slow.get("median_ms") and cured.get("median_ms"):
         before = slow["median_ms"] / workload.samples[0]
         after = cured["median_ms"] / workload.samples[1]
-        found["measured"] = 1 - after / before
-    told, after_cure = slow.get("advice"), cured.get("advice")
-    if told and "error" not in told:
-        found["place"] = place(workload.finds, told)
+        claims["measured"] = 1 - after / before
+    advice, after_cure = slow.get("advice"), cured.get("advice")
+    if advice and "error" not in advice:
+        claims["place"] = place(workload.finds, advice)
         ours = [
             f
-            for f in told["findings"]
+            for f in advice["findings"]
             if f["rule"] in (*workload.finds, *workload.also)
             and f["priority"] is not None
             and f["share"] is not None
         ]
         if ours:
-            found["predicted"] = sum(f["share"] for f in ours)
-            found["low"] = sum(f["low"] or 0 for f in ours)
-            found["high"] = sum(f["high"] if f["high"] is not None else f["share"] for f in ours)
+            claims["predicted"] = sum(f["share"] for f in ours)
+            claims["low"] = sum(f["low"] or 0 for f in ours)
+            claims["high"] = sum(f["high"] if f["high"] is not None else f["share"] for f in ours)
     if after_cure and "error" not in after_cure:
-        if found.get("place"):
-            found["gone"] = place(workload.finds, after_cure) in (None, "note")
-        found["left"] = [f["rule"] for f in after_cure["findings"] if f["priority"] is not None]
-        found["left"] += after_cure["risks"]
-    if not workload.finds and told and "error" not in told:
-        found["silent"] = not [f for f in told["findings"] if f["priority"]] and not told["risks"]
-    return found
+        if claims.get("place"):
+            claims["gone"] = place(workload.finds, after_cure) in (None, "note")
+        claims["left"] = [f["rule"] for f in after_cure["findings"] if f["priority"] is not None]
+        claims["left"] += after_cure["risks"]
+    if not workload.finds and advice and "error" not in advice:
+        claims["silent"] = (
+            not [f for f in advice["findings"] if f["priority"]] and not advice["risks"]
+        )
+    return claims
 
 
-def place(rules: tuple[str, ...], told: Results) -> str | None:
-    """Where the first of the rules stands: its rank, ``risk 1``, ``note`` or ``None``."""
+def place(rules: tuple[str, ...], advice: Results) -> str | None:
+    """Place of the first of the rules: its rank, ``risk 1``, ``note`` or ``None``."""
     ranks = [
-        f["priority"] for f in told["findings"] if f["rule"] in rules and f["priority"] is not None
+        f["priority"]
+        for f in advice["findings"]
+        if f["rule"] in rules and f["priority"] is not None
     ]
     if ranks:
         return str(min(ranks))
-    for number, rule in enumerate(told["risks"], 1):
+    for number, rule in enumerate(advice["risks"], 1):
         if rule in rules:
             return f"risk {number}"
-    folded = [f["folded_under"] for f in told["findings"] if f["rule"] in rules]
+    folded = [f["folded_under"] for f in advice["findings"] if f["rule"] in rules]
     if folded:
         return f"under {folded[0]}" if folded[0] else "unranked"
-    return "note" if any(rule in told["notes"] for rule in rules) else None
+    return "note" if any(rule in advice["notes"] for rule in rules) else None
 
 
 # -- the page -------------------------------------------------------------------------------------
@@ -399,7 +403,7 @@ def page(results: Results, limit_kb: int) -> str:
 
 
 def summary(results: Results) -> str:
-    """How often each claim held, of how often it could be told."""
+    """Share of the workloads for which each claim held, of those where it is known."""
     entries = {n: e for n, e in results.get("workloads", {}).items() if n in catalogue()}
     faulty = {n: e.get("compared", {}) for n, e in entries.items() if catalogue()[n].finds}
     controls = {n: e.get("compared", {}) for n, e in entries.items() if not catalogue()[n].finds}
@@ -421,25 +425,25 @@ def summary(results: Results) -> str:
 
 
 def _row(name: str, entry: Results, workload: Workload) -> str:
-    said = entry.get("compared", {})
+    claims = entry.get("compared", {})
     band = "–"
-    if said.get("predicted") is not None:
-        band = f"{said['low']:.0%} to {said['high']:.0%}"
-    gone = {True: "yes", False: "**no**", None: "–"}[said.get("gone")]
-    where = said.get("place") or ("–" if "place" not in said else "**none**")
+    if claims.get("predicted") is not None:
+        band = f"{claims['low']:.0%} to {claims['high']:.0%}"
+    gone = {True: "yes", False: "**no**", None: "–"}[claims.get("gone")]
+    where = claims.get("place") or ("–" if "place" not in claims else "**none**")
     if not workload.finds:
         gone = "–"
-        where = {True: "silent", False: "**not silent**", None: "–"}[said.get("silent")]
+        where = {True: "silent", False: "**not silent**", None: "–"}[claims.get("silent")]
     cells = [
         name,
         _time(entry.get("slow", {})),
         _time(entry.get("cured", {})),
-        _percent(said.get("measured")),
-        _percent(said.get("predicted")),
+        _percent(claims.get("measured")),
+        _percent(claims.get("predicted")),
         band,
         where,
         gone,
-        ", ".join(said.get("left", [])) or "–",
+        ", ".join(claims.get("left", [])) or "–",
     ]
     return f"| {' | '.join(cells)} |"
 

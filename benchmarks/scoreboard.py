@@ -34,11 +34,11 @@ PAGE = REPO / "docs" / "scoreboard.md"
 BEGIN, END = "<!-- scoreboard: begin -->", "<!-- scoreboard: end -->"
 TRUTH = CORPUS / "truth.toml"
 MAX_SPREAD = 3.0
-"""Of a range's ends: in a wider one the point is no prediction."""
+"""Largest ratio of a range's ends: in a wider one the point is no prediction."""
 
 
 class Row(NamedTuple):
-    """One file: what is known, and what the report says."""
+    """A file: what is known, and what the report says."""
 
     name: str
     accepted: list[str]
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     gain: tuple[float, float, float] | None
     """Estimated by the first finding, ms: from, most likely, to."""
     busy: float | None
-    """Of the analysed steps; ``None``: no GPU work."""
+    """Busy share of the analysed steps; ``None``: no GPU work."""
     unsaid: tuple[str, ...] = ()
     """Patterns of the true cure that the first fix does not contain."""
 
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def analyze(name: str) -> Report:
-    """Its report, with ranges that are not widened by what they are held against."""
+    """Build the report, with ranges that are not widened by the pairs they are compared with."""
     import advisor  # not where HTA runs
     from advisor.replay.predictions import without_program
 
@@ -106,7 +106,7 @@ def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
     from advisor.replay.predictions import Prediction, edit_kind
 
     report = analyze(name)
-    found = (
+    accepted = (
         f
         for f in report.findings
         if f.rule in truth["first"]
@@ -115,7 +115,7 @@ def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
         and f.impact is not None
         and f.impact.gain_ns
     )
-    finding = next(found, None)
+    finding = next(accepted, None)
     if finding is None or finding.impact is None or "saves_ms" not in truth:
         return None
     impact, (low, high) = finding.impact, truth["saves_ms"]
@@ -132,7 +132,7 @@ def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
 
 
 def file_of(name: str) -> str:
-    """Its path; serving traces are named without what their files end in."""
+    """Path of a trace; serving traces are named without the end of their file names."""
     return str(find(name) or path_of(f"{name}.json.gz"))
 
 
@@ -145,8 +145,8 @@ def hta(path: str) -> float:
         data = Path(path).read_bytes()
         file.write_bytes(gzip.decompress(data) if path.endswith(".gz") else data)
         loaded = TraceAnalysis(trace_files={0: str(file)}, trace_dir=folder)
-        found = loaded.get_temporal_breakdown(visualize=False)
-        return 1.0 - float(found["idle_time_pctg"].iloc[0]) / 100.0
+        temporal_breakdown = loaded.get_temporal_breakdown(visualize=False)
+        return 1.0 - float(temporal_breakdown["idle_time_pctg"].iloc[0]) / 100.0
 
 
 def beside(python: str, name: str) -> float | None:
@@ -211,8 +211,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--hta", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--ledger", action="store_true", help="write the table of predictions")
-    given = parser.parse_args()
-    if given.ledger:
+    args = parser.parse_args()
+    if args.ledger:
         from table_of_predictions import replace
 
         from advisor.replay.predictions import SHIPPED
@@ -226,18 +226,18 @@ def main() -> None:
         ]
         replace(SHIPPED, "program", filter(None, lines))
         return
-    if given.hta:
-        print(json.dumps(hta(given.hta)))
+    if args.hta:
+        print(json.dumps(hta(args.hta)))
         return
     rows: list[Row] = []
     for name, truth in tomllib.loads(TRUTH.read_text()).items():
         rows.append(row(name, truth))
         print(rows[-1], file=sys.stderr)
     theirs = {}
-    if given.hta_python:
-        theirs = {r.name: beside(given.hta_python, r.name) for r in rows if r.busy is not None}
+    if args.hta_python:
+        theirs = {r.name: beside(args.hta_python, r.name) for r in rows if r.busy is not None}
     text = page(rows, theirs)
-    if not given.write:
+    if not args.write:
         print(text)
         return
     before, _, rest = PAGE.read_text().partition(BEGIN)

@@ -58,22 +58,22 @@ OPTIONS_BEGIN, OPTIONS_END = "<!-- options: begin -->", "<!-- options: end -->"
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
     rules = [rule_page.describe(rule) for rule in load_rules(config={})]
-    found = {DOCS / "rules" / f"{page.rule.id}.md": GENERATED + rule_text(page) for page in rules}
-    found[DOCS / "rules" / "README.md"] = GENERATED + index_text(rules)
+    result = {DOCS / "rules" / f"{page.rule.id}.md": GENERATED + rule_text(page) for page in rules}
+    result[DOCS / "rules" / "README.md"] = GENERATED + index_text(rules)
     readme = DOCS.parent / "README.md"
     unproven = sum(page.rule.validation == "synthetic" for page in rules)
-    found[readme] = re.sub(
+    result[readme] = re.sub(
         r"\d+ of \d+ rules are not",
         f"{unproven} of {len(rules)} rules are not",
         readme.read_text(encoding="utf-8"),
     )
-    found[DOCS / "workloads.md"] = GENERATED + workloads_text()
-    found[DOCS / "report-schema.md"] = GENERATED + schema_text()
-    found[DOCS / "comparison-schema.md"] = GENERATED + comparison_text()
-    found[DOCS / "recording.md"] = recording_text()
-    found[DOCS / "commands.md"] = GENERATED + commands_text()
-    found[DOCS / "python.md"] = GENERATED + python_text()
-    return found
+    result[DOCS / "workloads.md"] = GENERATED + workloads_text()
+    result[DOCS / "report-schema.md"] = GENERATED + schema_text()
+    result[DOCS / "comparison-schema.md"] = GENERATED + comparison_text()
+    result[DOCS / "recording.md"] = recording_text()
+    result[DOCS / "commands.md"] = GENERATED + commands_text()
+    result[DOCS / "python.md"] = GENERATED + python_text()
+    return result
 
 
 # -- rules --------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def rule_text(page: RulePage) -> str:
 
 
 def _advice(page: RulePage) -> list[str]:
-    """What a finding advises; ``{…}`` in it is filled in from the trace."""
+    """The advice of a finding; ``{…}`` in it is filled in from the trace."""
     parts = _advised("What to do", page._asdict()) if page.fix else []
     for name, case in page.cases.items():
         texts = (case[key] for key in ("title", "fix") if key in case)
@@ -138,7 +138,7 @@ def _advice(page: RulePage) -> list[str]:
 
 
 def _inference(page: RulePage) -> list[str]:
-    """What is said in place of that where nothing is trained."""
+    """The text in place of the advice where nothing is trained."""
     if not page.inference:
         return []
     parts = _advised("For inference", page.inference)
@@ -249,11 +249,11 @@ def index_text(rules: list[RulePage]) -> str:
 
 def workloads_text() -> str:
     """Every workload, from its docstring, and what must be found in it."""
-    found = catalogue()
+    result = catalogue()
     parts = [
         "# Sample workloads",
         "After this page you can try `advisor` on a program whose bottleneck is known. There are "
-        f"{len(found)} small programs. Each has one known bottleneck and a cured variant, except "
+        f"{len(result)} small programs. Each has one known bottleneck and a cured variant, except "
         "the healthy controls. Run and record one, then analyse it:",
         fenced_block(
             "advisor workloads run pageable_copies --variant slow    # or cured\n"
@@ -266,7 +266,7 @@ def workloads_text() -> str:
         "training loop that yields after each step. `make record-h200` times and records all of "
         "them on a CUDA GPU. It compares the measured gains with the predicted ones.",
     ]
-    for name, workload in found.items():
+    for name, workload in result.items():
         title, *rest = workload.doc.split("\n\n")
         parts.append(f"## {name}")
         parts.append(f"**{_prose(title)}**")
@@ -403,7 +403,7 @@ FOR_PACKAGES = {
 
 
 def _for_packages() -> str:
-    """What another package may import, each with the first paragraph of its docstring."""
+    """Names that another package may import, each with the first paragraph of its docstring."""
     rows = ["| name | from | what it is |", "|---|---|---|"]
     for module, names in FOR_PACKAGES.items():
         home = importlib.import_module(module)
@@ -436,8 +436,8 @@ def python_text() -> str:
         parts.append(f"## advisor.{name}")
         if not inspect.isclass(item):
             call = item if inspect.isfunction(item) else type(item).__call__
-            shown = str(inspect.signature(call)).replace("(self, ", "(").replace("'", "")
-            parts.append(fenced_block(f"advisor.{name}{shown}", "text"))
+            signature = str(inspect.signature(call)).replace("(self, ", "(").replace("'", "")
+            parts.append(fenced_block(f"advisor.{name}{signature}", "text"))
         parts += map(_prose, re.split(r"\n\n+", inspect.getdoc(item) or ""))
         if rows := [f"| `{member}` | {doc} |" for member, doc in _members(item)]:
             parts.append("\n".join(["| name | what it is |", "|---|---|", *rows]))
@@ -506,11 +506,11 @@ def _structures(module: object) -> dict[str, ast.ClassDef]:
 
 def _aliases(module: object) -> dict[str, str]:
     """Names of literal types, and the values they stand for."""
-    found = {}
+    result = {}
     for node in _tree(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
-            found[ast.unparse(node.targets[0])] = ast.unparse(node.value)
-    return found
+            result[ast.unparse(node.targets[0])] = ast.unparse(node.value)
+    return result
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
@@ -532,12 +532,12 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
 
 def _reachable(start: str, structures: dict[str, ast.ClassDef]) -> list[str]:
     """The structures a report holds, in the order in which they are met."""
-    found = [start]
-    for name in found:
+    reached = [start]
+    for name in reached:
         for _, kind, _ in _fields(structures[name]):
             inside = {n.id for n in ast.walk(ast.parse(kind)) if isinstance(n, ast.Name)}
-            found += [other for other in structures if other in inside and other not in found]
-    return found
+            reached += [other for other in structures if other in inside and other not in reached]
+    return reached
 
 
 def _kind(annotation: str, aliases: dict[str, str]) -> str:

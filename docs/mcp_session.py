@@ -43,18 +43,18 @@ NEW = "batch_size=16, num_workers=2, persistent_workers=True)"
 
 async def session(folder: Path) -> list[tuple[str, Any, Any]]:
     """(tool or what the agent does, arguments, answer) in order."""
-    said: list[tuple[str, Any, Any]] = []
+    calls: list[tuple[str, Any, Any]] = []
     server = StdioServerParameters(
         command=sys.executable, args=["-m", "advisor", "mcp", str(folder), "--allow-run"]
     )
     async with Client(server) as client:
 
         async def call(tool: str, **arguments: Any) -> Any:
-            done = await client.call_tool(tool, arguments)
-            if done.is_error:
-                raise RuntimeError(f"{tool}: {done.content[0].text}")
-            said.append((tool, arguments, done.structured_content))
-            return done.structured_content
+            reply = await client.call_tool(tool, arguments)
+            if reply.is_error:
+                raise RuntimeError(f"{tool}: {reply.content[0].text}")
+            calls.append((tool, arguments, reply.structured_content))
+            return reply.structured_content
 
         script = folder / "train.py"
         script.write_text(SCRIPT)
@@ -65,15 +65,15 @@ async def session(folder: Path) -> list[tuple[str, Any, Any]]:
         await call("try", script="train.py", out="tried", only=["workers=2"], budget_s=90)
         changed = SCRIPT.replace(OLD, NEW)
         lines = difflib.unified_diff(SCRIPT.splitlines(), changed.splitlines(), n=1, lineterm="")
-        said.append(("the agent changes train.py", "\n".join(list(lines)[2:]), None))
+        calls.append(("the agent changes train.py", "\n".join(list(lines)[2:]), None))
         script.write_text(changed)
         await call("record", script="train.py", out="after", timeout_s=300)
         await call("compare", before="before", after="after")
-    return said
+    return calls
 
 
 def shortened(value: Any) -> Any:
-    """What is shown on the page: long texts and lists cut, the folder and the note left out."""
+    """Shorten a value for the page: long texts and lists cut, the folder and the note left out."""
     if isinstance(value, dict):
         return {k: shortened(v) for k, v in value.items() if k not in ("untrusted", "limits")}
     if isinstance(value, list):
@@ -83,16 +83,16 @@ def shortened(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def written(said: list[tuple[str, Any, Any]], folder: Path) -> str:
+def written(calls: list[tuple[str, Any, Any]], folder: Path) -> str:
     """The transcript as Markdown."""
     parts = []
-    for what, given, answer in said:
+    for what, arguments, answer in calls:
         if answer is None:
-            parts.append(f"**{what}**\n\n```diff\n{given}\n```\n")
+            parts.append(f"**{what}**\n\n```diff\n{arguments}\n```\n")
             continue
         text = json.dumps(shortened(answer), indent=2, ensure_ascii=False)
         text = text.replace(str(folder), "FOLDER").replace(sys.prefix, ".venv")
-        parts.append(f"**{what}** `{json.dumps(given)}`\n\n```json\n{text}\n```\n")
+        parts.append(f"**{what}** `{json.dumps(arguments)}`\n\n```json\n{text}\n```\n")
     return "\n".join(parts)
 
 

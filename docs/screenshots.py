@@ -38,17 +38,17 @@ def main() -> None:
     parser.add_argument("paths", nargs="+")
     parser.add_argument("--only", default="")
     parser.add_argument("--all", action="store_true")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     wanted = [
         (page.module, width, theme)
         for page in PAGES
         for width in SIZES
         for theme in ("light", "dark")
-        if given.all or (page.module, width, theme) in SHOWN
+        if args.all or (page.module, width, theme) in SHOWN
     ]
-    only = {name for name in given.only.split(",") if name}
-    session = DashboardSession(given.paths).load()
+    only = {name for name in args.only.split(",") if name}
+    session = DashboardSession(args.paths).load()
     access = Access.for_host()
     server = bind(create_app(session, access).server, access, 0)
     threading.Thread(target=server.run, daemon=True).start()
@@ -58,7 +58,7 @@ def main() -> None:
         )
         for module, width, theme in wanted:
             if not only or module in only:
-                shoot(browser, server, module, width, theme, given.out, full=given.all)
+                shoot(browser, server, module, width, theme, args.out, full=args.all)
         browser.close()
     server.close()
 
@@ -73,7 +73,7 @@ def shoot(
     *,
     full: bool,
 ) -> None:
-    """One page: from its top, or all of it."""
+    """Shoot a page: from its top, or all of it."""
     context = browser.new_context(
         viewport={"width": width, "height": 900 if width > 500 else 844}, color_scheme=theme
     )

@@ -76,8 +76,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What depends on how the machine runs a program meanwhile may be tried again; the summary
-    lists each test that needed it. Further members of a kind run with ``ADVISOR_THOROUGH``."""
+    """Mark tests that may be tried again, since they depend on how the machine runs a program
+    meanwhile. The summary lists each test that needed it. Further members of a kind run with
+    ``ADVISOR_THOROUGH``."""
     if not os.environ.get("ADVISOR_THOROUGH"):
         further = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=further)
@@ -101,7 +102,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _heap_settles() -> Iterator[None]:
+def _freeze_heap() -> Iterator[None]:
     """Modules that a test file imported are not looked at in each collection ever after."""
     yield
     _settle_heap()
@@ -117,7 +118,7 @@ corpus_analyses.share()  # before a test file imports what is shared
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _reports(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _shared_reports(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A folder of reports that all processes of a run share."""
     base = tmp_path_factory.getbasetemp()
     parallel = "PYTEST_XDIST_WORKER" in os.environ
@@ -137,8 +138,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def analysed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a test that two analyses of one file are the same: no analysis is shared."""
+def no_shared_analysis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share no analysis, for a test that two analyses of one file are the same."""
     monkeypatch.setattr(corpus_analyses, "patched", lambda: True)
 
 
@@ -188,20 +189,20 @@ def browser() -> Iterator[Any]:
         no_browser("playwright is not installed")
     with sync_playwright() as playwright:
         own = playwright.chromium.executable_path
-        found = os.environ.get("ADVISOR_CHROMIUM") or shutil.which("chromium")
-        found = found or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        if found is None and not Path(own).exists():
+        executable = os.environ.get("ADVISOR_CHROMIUM") or shutil.which("chromium")
+        executable = executable or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        if executable is None and not Path(own).exists():
             no_browser("no Chromium is installed (apt install chromium, or playwright install)")
-        chromium = playwright.chromium.launch(executable_path=found or own, args=ARGUMENTS)
+        chromium = playwright.chromium.launch(executable_path=executable or own, args=ARGUMENTS)
         yield chromium
         chromium.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was skipped, a line a reason (``-rs`` gives one for each place)."""
+    """Print what was skipped, one line per reason (``-rs`` gives one for each place)."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
-        told = report.longrepr
-        reasons[told[2] if isinstance(told, tuple) else str(told)] += 1
+        location = report.longrepr
+        reasons[location[2] if isinstance(location, tuple) else str(location)] += 1
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"SKIPPED [{count}] {reason.removeprefix('Skipped: ')}")

@@ -25,7 +25,7 @@ from benchmarks.public_traces import CORPUS
 SUFFIXES = (".json.gz", ".sqlite.gz", ".sqlite", ".gz", "")
 RECORDED = [CORPUS, CORPUS.parent / "data"]
 """Folders whose files no test changes; fixtures that make a file for many tests add theirs."""
-MOST = 4
+MAX_KEPT = 4
 """Results that a process keeps: some hold a gigabyte."""
 
 reports: Path | None = None
@@ -35,7 +35,7 @@ patched: Callable[[], bool] = lambda: False  # noqa: E731
 _kept: OrderedDict[str, AnalysisResult] = OrderedDict()
 
 
-def examined(path: str) -> AnalysisResult:
+def analyze_cached(path: str) -> AnalysisResult:
     """The result for a file or folder, under the settings as delivered."""
     return engine.examine(path, Options(config={}))
 
@@ -46,7 +46,7 @@ def share() -> None:
 
     @wraps(examine)
     def examine_once(source: Any, options: Any = None, on_read: Any = None) -> AnalysisResult:
-        key = _key(source, options)
+        key = _cache_key(source, options)
         if key is None:
             return examine(source, options, on_read)
         if key in _kept:
@@ -55,13 +55,13 @@ def share() -> None:
                 on_read()
         else:
             _kept[key] = examine(source, options, on_read)
-            while len(_kept) > MOST:
+            while len(_kept) > MAX_KEPT:
                 _kept.popitem(last=False)
         return _kept[key]
 
     @wraps(analyze)
     def analyze_once(source: Any, options: Any = None) -> Report:
-        key = _key(source, options)
+        key = _cache_key(source, options)
         if key is None or reports is None:
             return analyze(source, options)
         file = reports / hashlib.sha256(key.encode()).hexdigest()
@@ -74,7 +74,7 @@ def share() -> None:
     engine.examine, engine.analyze = examine_once, analyze_once
 
 
-def _key(source: Any, options: Options | None) -> str | None:
+def _cache_key(source: Any, options: Options | None) -> str | None:
     """All that a result depends on; None: it is of other files, or may differ."""
     options = options or Options()
     several = isinstance(source, Sequence) and not isinstance(source, str)

@@ -20,14 +20,14 @@ def lengths(text: str) -> Iterator[tuple[str, int]]:
 
 
 def test_no_function_is_longer_than_a_screen() -> None:
-    found = {
+    result = {
         f"{file.relative_to(ROOT)}: {name}": lines
         for tree in TREES
         for file in sorted((ROOT / tree).rglob("*.py"))
         for name, lines in lengths(file.read_text(encoding="utf-8"))
         if lines > MAX_LINES
     }
-    assert found == {}
+    assert result == {}
 
 
 def test_the_length_of_a_method_is_counted_with_its_docstring() -> None:

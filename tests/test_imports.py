@@ -32,12 +32,12 @@ def module_name(file: Path, root: Path) -> str:
 
 def sources(root: Path) -> dict[str, Path]:
     """Module -> its file. ``advisor/rules`` and the like are links to what is listed by itself."""
-    found = {}
+    result = {}
     for tree in TREES:
         for file in sorted((root / tree).rglob("*.py")):
             if not any(part.is_symlink() for part in file.parents if root in part.parents):
-                found[module_name(file, root)] = file
-    return found
+                result[module_name(file, root)] = file
+    return result
 
 
 def import_graph(root: Path) -> Graph:
@@ -47,12 +47,12 @@ def import_graph(root: Path) -> Graph:
     for name, file in modules.items():
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
         asked = set(_imports(ast.parse(file.read_bytes()), package))
-        found = {target for one in asked for target in _known(one, modules)}
-        graph[name] = found - {name}
+        result = {target for one in asked for target in _imported_modules(one, modules)}
+        graph[name] = result - {name}
     return graph
 
 
-def _known(asked: str, modules: dict[str, Path]) -> set[str]:
+def _imported_modules(asked: str, modules: dict[str, Path]) -> set[str]:
     """The modules that an import of ``asked`` means: itself, the module that has the name, or for
     ``advisor.cli.*`` all below."""
     if asked.endswith("*"):
@@ -93,24 +93,25 @@ def layers(text: str) -> list[set[str]]:
 
 
 def layer_of(module: str, table: list[set[str]]) -> int | None:
-    """Its row: that of ``read`` for ``advisor.read.build``; of ``advisor`` for all."""
+    """Row of a module in the table: that of ``read`` for ``advisor.read.build``; of ``advisor``
+    for all."""
     unit = module.split(".")[1] if "." in module else module
     return next((number for number, row in enumerate(table) if unit in row), None)
 
 
-def against(graph: Graph, table: list[set[str]]) -> list[str]:
+def forbidden_imports(graph: Graph, table: list[set[str]]) -> list[str]:
     """Imports that the table does not allow: of a higher row, or of another unit in the same."""
-    found = []
+    result = []
     for name, targets in sorted(graph.items()):
         for target in sorted(targets):
             own, other = layer_of(name, table), layer_of(target, table)
             inside = name.split(".")[1:2] == target.split(".")[1:2]
             if own is None or other is None or (own <= other and not inside):
-                found.append(f"{name} imports {target}")
-    return found
+                result.append(f"{name} imports {target}")
+    return result
 
 
-def circle(graph: Graph) -> list[str]:
+def import_cycle(graph: Graph) -> list[str]:
     """Modules that import each other round and round; empty: none."""
     try:
         TopologicalSorter(graph).prepare()
@@ -120,20 +121,20 @@ def circle(graph: Graph) -> list[str]:
 
 
 @cache
-def ours() -> Graph:
+def product_graph() -> Graph:
     return import_graph(ROOT)
 
 
-def the_table() -> list[set[str]]:
+def documented_layers() -> list[set[str]]:
     return layers((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    assert circle(ours()) == []
+    assert import_cycle(product_graph()) == []
 
 
 def test_every_import_points_down_the_table_of_layers() -> None:
-    assert against(ours(), the_table()) == []
+    assert forbidden_imports(product_graph(), documented_layers()) == []
 
 
 def is_rule(file: Path) -> bool:
@@ -147,21 +148,21 @@ def is_rule(file: Path) -> bool:
 
 
 def test_nothing_but_what_loads_rules_knows_a_rule() -> None:
-    """What others need of a rule is in a file that rules share."""
+    """Code that others need of a rule is in a file that rules share."""
     rules = {
         name
         for name, file in sources(ROOT).items()
         if name.startswith("advisor.rules.") and is_rule(file)
     }
     assert len(rules) > 50
-    known = {name: targets & rules for name, targets in ours().items() if targets & rules}
+    known = {name: targets & rules for name, targets in product_graph().items() if targets & rules}
     assert known.pop("advisor.advise.rule_loading") == rules
     assert known == {}
 
 
 def test_every_folder_and_file_has_its_row_and_every_row_its_folder() -> None:
-    units = {name.split(".")[1] if "." in name else name for name in ours()} - {"__main__"}
-    listed = [unit for row in the_table() for unit in row]
+    units = {name.split(".")[1] if "." in name else name for name in product_graph()} - {"__main__"}
+    listed = [unit for row in documented_layers() for unit in row]
     assert sorted(listed) == sorted({*units, "__main__"})
 
 
@@ -191,7 +192,7 @@ TABLE = "| 1 | `low` `beside` | |\n| 2 | `high` | |\n"
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "told"),
+    ("low", "high", "expected"),
     [
         ("", "from advisor.low.one import x", []),
         ("from advisor.high.one import x", "", ["advisor.low.one imports advisor.high.one"]),
@@ -207,17 +208,17 @@ TABLE = "| 1 | `low` `beside` | |\n| 2 | `high` | |\n"
     ],
 )
 def test_an_import_upwards_is_seen_wherever_it_stands(
-    tmp_path: Path, low: str, high: str, told: list[str]
+    tmp_path: Path, low: str, high: str, expected: list[str]
 ) -> None:
     for name, text in {"low/one": low, "high/one": high, "beside": ""}.items():
         file = tmp_path / "advisor" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    assert against(import_graph(tmp_path), layers(TABLE)) == told
+    assert forbidden_imports(import_graph(tmp_path), layers(TABLE)) == expected
 
 
 def test_a_circle_is_seen_by_way_of_a_function(tmp_path: Path) -> None:
     (tmp_path / "advisor").mkdir()
     (tmp_path / "advisor/a.py").write_text("import advisor.b")
     (tmp_path / "advisor/b.py").write_text("def f():\n    from advisor.a import x")
-    assert set(circle(import_graph(tmp_path))) == {"advisor.a", "advisor.b"}
+    assert set(import_cycle(import_graph(tmp_path))) == {"advisor.a", "advisor.b"}

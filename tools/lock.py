@@ -88,17 +88,17 @@ def resolved(uv: str, needed: list[str], extras: list[str]) -> str | None:
             str(inputs),
             *sys.argv[1:],
         ]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
+        result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    if result.returncode:
+        print(result.stderr, file=sys.stderr)
         return None
-    return done.stdout
+    return result.stdout
 
 
 def needed_by_torch() -> list[str]:
     """Requirements of the installed torch that are no part of its build."""
-    found = [text for text in requires("torch") or [] if "extra ==" not in text]
-    return [text for text in found if not name(text).startswith(APART)]
+    result = [text for text in requires("torch") or [] if "extra ==" not in text]
+    return [text for text in result if not name(text).startswith(APART)]
 
 
 def pins(text: str) -> set[tuple[str, str]]:
@@ -109,8 +109,8 @@ def pins(text: str) -> set[tuple[str, str]]:
 
 def name(requirement: str) -> str:
     """A requirement's project name, as PEP 503 has it."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    return re.sub(r"[-_.]+", "-", found[0]).lower() if found is not None else ""
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return re.sub(r"[-_.]+", "-", match[0]).lower() if match is not None else ""
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ BEGIN_NS = 1_718_000_000_000_000_000
 """Unix time at which every job begins."""
 COMPUTE_STREAM = 7
 BETWEEN_NS = 1_000.0
-"""From the end of work to the start of what is queued behind it."""
+"""Time from the end of work to the start of what is queued behind it."""
 ALPHA_NS = 15_000.0
 """A collective of no bytes."""
 BACKWARD, MAIN = 1, 0
@@ -30,19 +30,19 @@ DTYPE_BYTES = 2
 
 
 class Call(NamedTuple):
-    """What a collective kernel was called with, besides its group's row."""
+    """Arguments of a collective kernel besides its group's row."""
 
     groups: str
     """Name in ``Job.groups``; ``pp``: a pair of two stages."""
     kind: str
-    """As PyTorch spells it: ``allreduce``, ``_allgather_base`` …"""
+    """Name in PyTorch's spelling: ``allreduce``, ``_allgather_base`` …."""
     given: int
     """Elements; of an all-to-all each rank has its own in ``given`` and ``out`` of the table."""
     out: int
 
 
 @dataclass
-class Played:
+class SimulatedRun:
     """All that happened, by rank and in order of the host's calls; local clocks, whole ns."""
 
     job: Job
@@ -55,8 +55,8 @@ class Played:
     loads: Table
     """``rank step start end``"""
     kernels: Table
-    """``rank step spec thread op call called closed start end held``: operator's begin, launch
-    call's begin and end, operator's end; kernel. ``held``: its stream was told to wait before."""
+    """``rank step spec thread op call called closed start end held``: operator's start, launch
+    call's start and end, operator's end; kernel. ``held``: its stream had to wait before."""
     talks: Table
     """Likewise, ``spec`` a row of ``calls``, with ``row`` (of the groups), ``sequence``,
     ``stream``, ``peer`` (-1: none), ``given``, ``out``."""
@@ -90,7 +90,7 @@ _TIMES = ("op", "call", "called", "closed", "start", "end", "wait")
 
 
 class Engine:
-    """One run of one job."""
+    """A run of a job."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -105,7 +105,7 @@ class Engine:
         self.done: dict[str, Times] = {}
         """End of the last collective of each rank, by what ``talk`` called it."""
         self.held = np.zeros(count, dtype=bool)
-        """The compute stream was told to wait since its last work."""
+        """Whether the compute stream had to wait since its last work."""
         self.catalogue: list[Kernel] = []
         self._spec: dict[Kernel, int] = {}
         self.calls: list[Call] = []
@@ -120,9 +120,9 @@ class Engine:
         if fault.kind == "slow_input":
             self.extra_wait[list(fault.ranks)] = fault.wait_ns
         self.load = np.ones(count)
-        """Of the experts of a rank."""
+        """Load of the experts of each rank."""
         self.data = np.ones(count)
-        """Of a rank in this step."""
+        """Amount of data of each rank in this step."""
         self._at = {name: groups.of(np.arange(count)) for name, groups in job.groups.items()}
         host = ("rank", "step", "spec", "thread", "op", "call", "called", "closed")
         common = (*host, "start", "end", "held")
@@ -231,12 +231,12 @@ class Engine:
         members = groups.members[rows]
         size = members.shape[1]
         whole = int(self.job.message[name] * share) // (DTYPE_BYTES * size) * size
-        given = out = whole
+        sent_elements = out = whole
         if kind == "_allgather_base":
-            given = whole // size
+            sent_elements = whole // size
         elif kind == "_reduce_scatter_base":
             out = whole // size
-        given_all: NDArray[Any] = np.full(members.shape, given)
+        given_all: NDArray[Any] = np.full(members.shape, sent_elements)
         out_all: NDArray[Any] = np.full(members.shape, out)
         heavy = 1.0
         if kind == "all_to_all":
@@ -245,7 +245,7 @@ class Engine:
             heavy = np.maximum(1.0, self.load[members].max(axis=1))
         ns = ALPHA_NS + whole * DTYPE_BYTES / self.job.rate[name] * self._link(members) * heavy
         ns = ns * np.exp(self.rng.normal(0.0, 0.05 if groups.crosses else 0.02, len(rows)))
-        spec = self._call_of(Call(name, kind, given, out))
+        spec = self._call_of(Call(name, kind, sent_elements, out))
         key = key or name
         row = rows + groups.first
         self._meet(
@@ -264,10 +264,19 @@ class Engine:
         # a pair of ranks has a communicator, and so a stream, of its own
         stream = groups.stream + 4 * stage
         specs = [self._call_of(Call("pp", kind, whole, whole)) for kind in ("send", "recv")]
-        given = np.full(members.shape, whole)
+        sent_elements = np.full(members.shape, whole)
         row = self._at["pp"][senders] + groups.first
         self._meet(
-            members, ns, stream, np.array([specs]), name, row, given, given, False, pairs=True
+            members,
+            ns,
+            stream,
+            np.array([specs]),
+            name,
+            row,
+            sent_elements,
+            sent_elements,
+            False,
+            pairs=True,
         )
         self.wait(takers, name)
 
@@ -291,7 +300,7 @@ class Engine:
         spec: Any,
         name: str,
         row: Ranks,
-        given: NDArray[Any],
+        sent_elements: NDArray[Any],
         out: NDArray[Any],
         wait: bool,
         *,
@@ -318,7 +327,7 @@ class Engine:
         peer = members[:, ::-1] if pairs else np.full(members.shape, -1)
         self.talks.add(
             members, self.step, spec, self.thread, op, call, called, closed, start, end, True,
-            row[:, None], counts[members], stream, peer, given, out,
+            row[:, None], counts[members], stream, peer, sent_elements, out,
         )  # fmt: skip
         if wait:
             self.wait(ranks, name)
@@ -346,7 +355,8 @@ class Engine:
         return slow
 
     def _specs_of(self, kernels: tuple[Kernel, ...], size: Times) -> NDArray[np.int64]:
-        """By rank and kernel. More data is more blocks: on other ranks it is another launch."""
+        """Specs by rank and kernel. More data is more blocks: on other ranks it is another
+        launch."""
         sizes, which = np.unique(size, return_inverse=True)
         rows = [
             [self._spec_of(k._replace(blocks=max(1, round(k.blocks * each)))) for k in kernels]
@@ -368,7 +378,7 @@ class Engine:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def played(self) -> Played:
+    def played(self) -> SimulatedRun:
         """Everything on the hosts' own clocks."""
         job = self.job
         rng = np.random.default_rng([job.seed, 4])
@@ -393,7 +403,7 @@ class Engine:
             order = np.lexsort((first, rank))
             for column in table:
                 table[column] = table[column][order]
-        return Played(job, mean, self.catalogue, self.calls, *tables)
+        return SimulatedRun(job, mean, self.catalogue, self.calls, *tables)
 
 
 def _factor(fault: Fault, kind: str, count: int) -> Times:

@@ -24,7 +24,7 @@ FAULTS = (
     "pipeline_imbalance",  # one stage has more to do
 )
 EVEN = "even"
-"""``Fault.unit`` of a pipeline whose stages have alike of what one had too much."""
+"""``Fault.unit`` of a pipeline where all stages have equal shares of what one had too much."""
 RANKS_PER_HOST = 8
 LAYOUTS = ("ddp", "fsdp", "hybrid", "parallel", "experts")
 
@@ -36,27 +36,28 @@ class Kernel(NamedTuple):
     name: str
     family: str
     ns: float
-    """On a healthy device, without noise."""
+    """Time on a healthy device, without noise."""
     blocks: int = 432
     threads: int = 256
     query: tuple[int, int, int, int] | None = None
-    """Of an attention: batch, sequence, heads, width."""
+    """Batch, sequence, heads and width of an attention."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong. ``ranks`` are those that have it; of ``moving``, it is another each step."""
+    """A planted fault of ``ranks``; where it is ``moving``, of another one in each step."""
 
     kind: str
     unit: str = ""
     """``rank``, ``host``, ``rack``, ``expert``, ``stage``."""
     index: int = 0
-    """Which of them."""
+    """Number of the unit."""
     ranks: tuple[int, ...] = ()
     factor: float = 1.0
-    """How many times as long: kernels, launches, collectives, the experts' work, the stage."""
+    """Slowdown of what has the fault: kernels, launches, collectives, the experts' work, the
+    stage."""
     wait_ns: float = 0.0
-    """For the loader, a step."""
+    """Time that the loader waits, ns per step."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Groups:
     first: int
     """Number of the first of them: PyTorch counts process groups over the whole job."""
     crosses: bool
-    """They reach over hosts."""
+    """Whether they reach over hosts."""
 
     def of(self, ranks: Ranks) -> Ranks:
         """Row of each of ``ranks``."""
@@ -88,7 +89,7 @@ class Job:
     layout: str
     steps: int
     layers: int
-    """Of a rank."""
+    """Layers of a rank."""
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     expert: tuple[Kernel, ...]
@@ -109,18 +110,18 @@ class Job:
     noise: float = 0.02
     """Standard deviation of the log of a kernel's length."""
     chip: float = 0.004
-    """Likewise of whole devices: no two chips are alike."""
+    """Relative spread of whole devices: no two chips are the same."""
     launch_ns: float = 30_000.0
-    """From a launch to the next where the host is not held."""
+    """Time from a launch to the next where the host is not held."""
     call_ns: float = 7_000.0
     latency_ns: float = 3_000.0
-    """From the end of a launch call to the start of its kernel."""
+    """Time from the end of a launch call to the start of its kernel."""
     load_ns: float = 80_000.0
-    """For the next batch, where it is ready."""
+    """Time to load the next batch, where it is ready."""
     offset_ns: float = 5e6
     """Clocks of hosts differ by up to this, either way."""
     drift: float = 50e-6
-    """And run apart by up to this."""
+    """Largest drift of the clocks."""
     lost: tuple[int, ...] = ()
     """Ranks without a file."""
     cut: tuple[int, ...] = ()
@@ -159,8 +160,8 @@ class Job:
         return replace(self, fault=None)
 
 
-class Truth(NamedTuple):
-    """What a diagnosis has to find."""
+class FaultTruth(NamedTuple):
+    """The truth that a diagnosis has to find."""
 
     kind: str
     """``healthy`` or one of FAULTS."""
@@ -172,8 +173,8 @@ class Truth(NamedTuple):
     step_ns: float
     """Mean of the job's step, as it is."""
     gain_ns: float
-    """By how much it would be shorter without the fault (``Job.mended``): simulated with the same
-    noise."""
+    """Time that it would be shorter by without the fault (``Job.mended``): simulated with the
+    same noise."""
 
 
 def draw(seed: int, ranks: int = 64, kind: str | None = None, steps: int = 6) -> Job:
@@ -334,21 +335,21 @@ def _with_groups(rng: Generator, known: Measured, job: Job, compute: float) -> J
     """The process groups of a layout, their messages and rates."""
     every = np.arange(job.ranks)
     grid = every.reshape(job.pp, -1, job.tp)  # stage, data, tensor
-    found: list[tuple[str, Ranks]] = []
+    result: list[tuple[str, Ranks]] = []
     if job.layout in ("ddp", "fsdp"):
-        found.append(("world", every[None, :]))
+        result.append(("world", every[None, :]))
     elif job.layout == "hybrid":
         rows = every.reshape(-1, RANKS_PER_HOST)
-        found += [("shard", rows), ("replicate", rows.T)]
+        result += [("shard", rows), ("replicate", rows.T)]
     else:
-        found.append(("dp", grid.transpose(0, 2, 1).reshape(-1, grid.shape[1])))
+        result.append(("dp", grid.transpose(0, 2, 1).reshape(-1, grid.shape[1])))
         if job.tp > 1:
-            found.append(("tp", grid.reshape(-1, job.tp)))
+            result.append(("tp", grid.reshape(-1, job.tp)))
         if job.ep > 1:
             cut = grid.reshape(job.pp, -1, job.ep, job.tp)
-            found.append(("ep", cut.transpose(0, 1, 3, 2).reshape(-1, job.ep)))
+            result.append(("ep", cut.transpose(0, 1, 3, 2).reshape(-1, job.ep)))
     if job.pp > 1:
-        found.append(("pp", every.reshape(job.pp, -1).T))
+        result.append(("pp", every.reshape(job.pp, -1).T))
     groups, message, rate = {}, {}, {}
     number = 1
     calls = {
@@ -360,7 +361,7 @@ def _with_groups(rng: Generator, known: Measured, job: Job, compute: float) -> J
         "ep": job.layers * job.micro_batches * 4,
     }
     share = {"world": 0.3, "shard": 0.3, "replicate": 0.2, "dp": 0.1, "tp": 0.2, "ep": 0.2}
-    for stream, (name, members) in enumerate(found):
+    for stream, (name, members) in enumerate(result):
         crosses = bool((members // RANKS_PER_HOST != members[:, :1] // RANKS_PER_HOST).any())
         whole = members.shape == (1, job.ranks)
         groups[name] = Groups(name, members, 20 + 4 * stream, 0 if whole else number, crosses)

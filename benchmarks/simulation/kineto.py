@@ -12,14 +12,21 @@ from typing import Any
 import numpy as np
 
 from advisor.testing.builder import DEVICES
-from benchmarks.simulation.engine import BACKWARD, BEGIN_NS, COMPUTE_STREAM, Call, Played, Table
+from benchmarks.simulation.engine import (
+    BACKWARD,
+    BEGIN_NS,
+    COMPUTE_STREAM,
+    Call,
+    SimulatedRun,
+    Table,
+)
 from benchmarks.simulation.jobs import Job
 
 DEVICE = "A100"
 PID = 4000
 BASE_NS = BEGIN_NS - 345_600_000_000_000
 """Kineto counts from the beginning of a quarter."""
-MAX_RANKS_TOLD = 30
+MAX_LISTED_RANKS = 30
 """Longer lists are written with an ellipsis (``kTruncatLength`` in torch/csrc/profiler)."""
 _KERNELS = {
     "allreduce": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -54,20 +61,20 @@ def kernel_of(call: Call) -> str:
     return _KERNELS.get(call.kind, _SEND)
 
 
-def told_ranks(members: list[int]) -> str:
+def format_ranks(members: list[int]) -> str:
     """The members of a group as PyTorch writes them."""
-    if len(members) <= MAX_RANKS_TOLD:
+    if len(members) <= MAX_LISTED_RANKS:
         return "[" + ", ".join(map(str, members)) + "]"
-    first = ", ".join(map(str, members[: MAX_RANKS_TOLD - 1]))
+    first = ", ".join(map(str, members[: MAX_LISTED_RANKS - 1]))
     return f"[{first}, ..., {members[-1]}]"
 
 
 def file_name(job: Job, rank: int) -> str:
-    """As ``tensorboard_trace_handler`` names it: host, process, time."""
+    """File name in the form of ``tensorboard_trace_handler``: host, process, time."""
     return f"{job.host_name(rank)}_{PID + rank}.{BEGIN_NS // 10**6 + rank}.pt.trace.json.gz"
 
 
-def write(played: Played, folder: Path) -> list[Path]:
+def write(played: SimulatedRun, folder: Path) -> list[Path]:
     """A file for each rank that is not lost; those that are cut end in the middle.
 
     Raises OSError.
@@ -86,7 +93,7 @@ def write(played: Played, folder: Path) -> list[Path]:
     return written
 
 
-def trace(played: Played, rank: int) -> bytes:
+def trace(played: SimulatedRun, rank: int) -> bytes:
     """The JSON of one rank."""
     job = played.job
     lists = _configs(job, rank)
@@ -112,10 +119,10 @@ def trace(played: Played, rank: int) -> bytes:
 
 
 def _configs(job: Job, rank: int) -> list[dict[str, Any]]:
-    found = [(0, "default_pg", list(range(job.ranks)))]
+    configs = [(0, "default_pg", list(range(job.ranks)))]
     for name, groups in job.groups.items():
         rows = np.flatnonzero((groups.members == rank).any(axis=1)).tolist()
-        found += [
+        configs += [
             (groups.first + row, name, groups.members[row].tolist())
             for row in rows
             if groups.first + row
@@ -128,14 +135,14 @@ def _configs(job: Job, rank: int) -> list[dict[str, Any]]:
             "pg_size": len(ranks),
             "ranks": ranks,
         }
-        for number, name, ranks in found
+        for number, name, ranks in configs
     ]
 
 
 class _Events:
     """The events of one rank, as JSON texts."""
 
-    def __init__(self, played: Played, rank: int) -> None:
+    def __init__(self, played: SimulatedRun, rank: int) -> None:
         self.played, self.rank = played, rank
         self.pid = PID + rank
         self.identity = 0
@@ -166,8 +173,8 @@ class _Events:
         yield from later
 
     def _rows(self, table: Table) -> Iterator[dict[str, int]]:
-        mine = table["rank"] == self.rank
-        columns = [values[mine].tolist() for values in table.values()]
+        is_own = table["rank"] == self.rank
+        columns = [values[is_own].tolist() for values in table.values()]
         for values in zip(*columns, strict=True):  # a line of text each
             yield dict(zip(table, values, strict=True))
 
@@ -180,10 +187,10 @@ class _Events:
             node = kernel.op.removeprefix("aten::").removesuffix("_backward").strip("_")
             label = f"autograd::engine::evaluate_function: {node.title().replace('_', '')}Backward0"
             yield self._host("cpu_op", label, op, closed + 1, tid)
-        told = f'"External id": {external}'
+        args = f'"External id": {external}'
         if kernel.query is not None:
-            told += f", {_attention(list(kernel.query))}"
-        yield self._host("cpu_op", kernel.op, op, closed, tid, told)
+            args += f", {_attention(list(kernel.query))}"
+        yield self._host("cpu_op", kernel.op, op, closed, tid, args)
         if row["held"]:
             part = (call - op) // 4
             yield self._call("cudaStreamWaitEvent", op + 2 * part, op + 3 * part, tid, self._next())
@@ -200,7 +207,7 @@ class _Events:
         call = self.played.calls[row["spec"]]
         tid = self._thread(row)
         external = self._next()
-        begin, launch, done, closed = row["op"], row["call"], row["called"], row["closed"]
+        begin, launch, returned, closed = row["op"], row["call"], row["called"], row["closed"]
         part = (launch - begin) // 8
         arguments = self._arguments(call, row)
         yield self._host("cpu_op", _OPERATORS[call.kind], begin, closed, tid)
@@ -215,9 +222,9 @@ class _Events:
         for name, place in (("cudaEventRecord", 3), ("cudaStreamWaitEvent", 5)):
             start = begin + place * part
             yield self._call(name, start, start + part, tid, self._next())
-        yield self._call("cudaLaunchKernelExC", launch, done, tid, external)
+        yield self._call("cudaLaunchKernelExC", launch, returned, tid, external)
         yield from self._device(
-            kernel_of(call), row["start"], row["end"], row["stream"], external, done, tid,
+            kernel_of(call), row["start"], row["end"], row["stream"], external, returned, tid,
             '"registers per thread": 96, "shared memory": 82240, "blocks per SM": 0.222222, '
             '"warps per SM": 3.777778, "grid": [24, 1, 1], "block": [544, 1, 1], '
             f'"est. achieved occupancy %": 0, {arguments}',
@@ -242,7 +249,7 @@ class _Events:
     def _arguments(self, call: Call, row: dict[str, int]) -> str:
         groups = self.played.job.groups[call.groups]
         members = groups.members[row["row"] - groups.first].tolist()
-        told: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "Collective name": call.kind,
             "In msg nelems": row["given"],
             "Out msg nelems": row["out"],
@@ -254,14 +261,14 @@ class _Events:
             "Global rank stride": members[1] - members[0],
             "Process Group Name": str(row["row"]),
             "Process Group Description": "default_pg" if not row["row"] else call.groups,
-            "Process Group Ranks": told_ranks(members),
+            "Process Group Ranks": format_ranks(members),
             "Rank": members.index(self.rank),
             "Seq": row["sequence"],
         }
         if row["peer"] >= 0:
             ends = (self.rank, row["peer"]) if call.kind == "send" else (row["peer"], self.rank)
-            told |= {"Src Rank": ends[0], "Dst Rank": ends[1]}
-        return json.dumps(told)[1:-1]
+            arguments |= {"Src Rank": ends[0], "Dst Rank": ends[1]}
+        return json.dumps(arguments)[1:-1]
 
     def _thread(self, row: dict[str, int]) -> int:
         return self.pid + 100_000 * row["thread"]
@@ -280,8 +287,8 @@ class _Events:
         )
 
     def _call(self, name: str, start: int, end: int, tid: int, correlation: int) -> str:
-        told = f'"External id": {correlation}, "cbid": 211, "correlation": {correlation}'
-        return self._host("cuda_runtime", name, start, end, tid, told)
+        args = f'"External id": {correlation}, "cbid": 211, "correlation": {correlation}'
+        return self._host("cuda_runtime", name, start, end, tid, args)
 
     def _device(
         self,
@@ -295,13 +302,13 @@ class _Events:
         arguments: str,
         category: str = "kernel",
     ) -> Iterator[str]:
-        told = (
+        args = (
             f'"External id": {correlation}, "device": 0, "context": 1, "stream": {stream}, '
             f'"correlation": {correlation}, {arguments}'
         )
         yield (
             f'{{"ph": "X", "cat": "{category}", "name": "{name}", "pid": 0, "tid": {stream}, '
-            f'"ts": {_us(start - BASE_NS)}, "dur": {_us(end - start)}, "args": {{{told}}}}}'
+            f'"ts": {_us(start - BASE_NS)}, "dur": {_us(end - start)}, "args": {{{args}}}}}'
         )
         flow = f'"id": {correlation}, "cat": "ac2g", "name": "ac2g"'
         at = _us(called - 1 - BASE_NS)
@@ -312,14 +319,14 @@ class _Events:
 
 def _attention(query: list[int]) -> str:
     """Inputs of ``aten::_flash_attention_forward``, as ``record_shapes`` writes them."""
-    told = {
+    attributes = {
         "Input Dims": [query] * 3 + [[]] * 11,
         "Input type": ["c10::BFloat16"] * 3 + [""] * 2 + ["Scalar"] * 5 + [""] * 4,
         "Concrete Inputs": [""] * 5
         + [str(query[1]), str(query[1]), "0.", "True", "False"]
         + [""] * 4,
     }
-    return json.dumps(told)[1:-1]
+    return json.dumps(attributes)[1:-1]
 
 
 def _split(call: Call, elements: int, members: int) -> str:

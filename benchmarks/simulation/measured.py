@@ -1,4 +1,4 @@
-"""What was measured in public traces (``benchmarks/measure_jobs.py``), to draw from."""
+"""Measurements of public traces (``benchmarks/measure_jobs.py``), to draw from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Measured(Struct, frozen=True):
     written_by: str
     quantiles: list[float]
     kernel_ns: dict[str, list[float]]
-    """By family."""
+    """Kernel times by family."""
     host_ns: dict[str, list[float]]
     """``between`` launches of a thread, in the ``call``, and from call to kernel (``latency``)."""
     collectives: dict[str, Messages]

@@ -1,4 +1,4 @@
-"""One model on several device meshes: what ``advisor whatif --mesh`` is compared with.
+"""A model on several device meshes, to compare with ``advisor whatif --mesh``.
 
 A model and its machines are drawn once; each mesh makes a job of them. How kernels change with
 their size is not what advisor assumes: blocks fill whole waves in part, and smaller products attain
@@ -16,7 +16,7 @@ from numpy.random import Generator
 
 from advisor.measure.comm.messages import bus_factor
 from advisor.replay.project.mesh import Mesh
-from benchmarks.simulation.engine import Played
+from benchmarks.simulation.engine import SimulatedRun
 from benchmarks.simulation.jobs import (
     RANKS_PER_HOST,
     Groups,
@@ -38,7 +38,7 @@ SPLIT = (
     "aten::_flash_attention_backward",
     "aten::gelu",
 )
-"""What tensor parallelism splits; norms and the sums beside them stay whole."""
+"""Operators that tensor parallelism splits; norms and the sums beside them stay whole."""
 KIND = {"tp": "all_reduce", "dp": "all_reduce", "ep": "all_to_all", "cp": "all_gather"}
 
 
@@ -72,7 +72,7 @@ class Model:
         return 2.0 * math.prod(self.query)
 
 
-class Pair(NamedTuple):
+class MeshPair(NamedTuple):
     """A model, the mesh that is recorded and the one that is asked for."""
 
     model: Model
@@ -80,7 +80,7 @@ class Pair(NamedTuple):
     asked: Mesh
 
 
-def draw_pair(seed: int) -> Pair:
+def draw_pair(seed: int) -> MeshPair:
     """Chosen at random. What cannot be projected by design (gradients of one rank) is not drawn."""
     rng = np.random.default_rng([seed, 7])
     known = measured()
@@ -121,27 +121,27 @@ def draw_pair(seed: int) -> Pair:
         whole_waves=rng.uniform(0, 1),
         loss=rng.uniform(0, 0.1),
     )
-    return Pair(model, recorded, asked)
+    return MeshPair(model, recorded, asked)
 
 
 def _meshes(rng: Generator, style: str, micro: int) -> tuple[Mesh, Mesh]:
     if style == "sharded":
         sizes = rng.permutation([4, 8, 16, 32])[:2].tolist()
         return Mesh(dp=sizes[0]), Mesh(dp=sizes[1])
-    found: list[Mesh] = []
-    while len(found) < 2:
+    result: list[Mesh] = []
+    while len(result) < 2:
         world = int(rng.choice([8, 16, 32]))
         tp = int(rng.choice([1, 2, 4, 8]))
         pp = int(rng.choice([1, 2, 4])) if micro > 1 else 1
         cp = int(rng.choice([1, 1, 2])) if style == "dense" else 1
         dp, rest = divmod(world, tp * pp * cp)
         ep = int(rng.choice([2, 4])) if style == "experts" else 1
-        if rest or dp < (1 if found else 2) or dp % ep:
+        if rest or dp < (1 if result else 2) or dp % ep:
             continue
         mesh = Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-        if mesh not in found:
-            found.append(mesh)
-    return found[0], found[1]
+        if mesh not in result:
+            result.append(mesh)
+    return result[0], result[1]
 
 
 def job_on(model: Model, mesh: Mesh, *, tensor_inside: bool = True) -> Job:
@@ -201,26 +201,26 @@ def _scaled(model: Model, kernels: tuple[Kernel, ...], mesh: Mesh) -> tuple[Kern
 def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job, grid: Ranks) -> Job:
     every = np.arange(mesh.world)
     acts = model.activations / mesh.cp
-    found: list[tuple[str, Ranks, float]] = []
+    result: list[tuple[str, Ranks, float]] = []
     if model.layout != "parallel":
-        found.append(("world", every[None, :], model.parameters / model.layers))
+        result.append(("world", every[None, :], model.parameters / model.layers))
     else:
         data = grid.transpose(0, 3, 1, 2).reshape(-1, mesh.dp * mesh.cp)
         if data.shape[1] > 1:
-            found.append(("dp", data, model.parameters / (mesh.tp * mesh.pp * 1.5)))
+            result.append(("dp", data, model.parameters / (mesh.tp * mesh.pp * 1.5)))
         if mesh.tp > 1:
-            found.append(("tp", grid.reshape(-1, mesh.tp), acts))
+            result.append(("tp", grid.reshape(-1, mesh.tp), acts))
         if mesh.cp > 1:
             rows = grid.transpose(0, 1, 3, 2).reshape(-1, mesh.cp)
-            found.append(("cp", rows, 2 * model.activations / mesh.tp))
+            result.append(("cp", rows, 2 * model.activations / mesh.tp))
         if mesh.ep > 1:
             cut = grid.reshape(mesh.pp, mesh.dp // mesh.ep, mesh.ep, mesh.cp * mesh.tp)
-            found.append(("ep", cut.transpose(0, 1, 3, 2).reshape(-1, mesh.ep), acts))
+            result.append(("ep", cut.transpose(0, 1, 3, 2).reshape(-1, mesh.ep), acts))
         if mesh.pp > 1:
-            found.append(("pp", every.reshape(mesh.pp, -1).T, acts))
+            result.append(("pp", every.reshape(mesh.pp, -1).T, acts))
     groups, message, rate = {}, {}, {}
     number = 1
-    for stream, (name, members, size) in enumerate(found):
+    for stream, (name, members, size) in enumerate(result):
         nodes = members[0] // RANKS_PER_HOST
         crosses = bool((nodes != nodes[0]).any())
         whole = members.shape == (1, mesh.world)
@@ -237,6 +237,6 @@ def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job, grid: Ranks
     return replace(job, groups=groups, message=message, rate=rate)
 
 
-def play_mesh(model: Model, mesh: Mesh) -> Played:
+def play_mesh(model: Model, mesh: Mesh) -> SimulatedRun:
     """The model, trained on a mesh."""
     return simulate(job_on(model, mesh))

@@ -16,7 +16,7 @@ UNITS = 4
 """FSDP units that a layer is cut into."""
 
 
-class Planted(NamedTuple):
+class PlantedFault(NamedTuple):
     """A job, its cure, and what is known of the machines beside the trace."""
 
     seed: int
@@ -26,7 +26,7 @@ class Planted(NamedTuple):
     """GB/s of a GPU across nodes."""
 
 
-def tensor_apart(seed: int) -> Planted | None:
+def tensor_apart(seed: int) -> PlantedFault | None:
     """Tensor-parallel ranks lie in several nodes; ``None``: not with this seed."""
     model, mesh, _ = draw_pair(seed)
     if mesh.tp < 2 or mesh.dp < 2 or mesh.world <= RANKS_PER_HOST:
@@ -34,10 +34,10 @@ def tensor_apart(seed: int) -> Planted | None:
     faulty = job_on(model, mesh, tensor_inside=False)
     if not faulty.groups["tp"].crosses:
         return None
-    return Planted(seed, faulty, job_on(model, mesh))
+    return PlantedFault(seed, faulty, job_on(model, mesh))
 
 
-def small_units(seed: int) -> Planted | None:
+def small_units(seed: int) -> PlantedFault | None:
     """FSDP wraps parts of each layer; the host is fast, and the layers are small."""
     model, *_ = draw_pair(seed)
     if model.layout != "fsdp":
@@ -53,10 +53,10 @@ def small_units(seed: int) -> Planted | None:
         layers=job.layers * UNITS,
         message={name: size / UNITS for name, size in job.message.items()},
     )
-    return Planted(seed, faulty, job, model.network_rate)
+    return PlantedFault(seed, faulty, job, model.network_rate)
 
 
-def few_micro_batches(seed: int) -> Planted | None:
+def few_micro_batches(seed: int) -> PlantedFault | None:
     """A pipeline with at most two micro-batches per stage; cured, each is cut in two."""
     model, mesh, _ = draw_pair(seed)
     if mesh.pp < 2:
@@ -67,24 +67,24 @@ def few_micro_batches(seed: int) -> Planted | None:
     job = replace(job_on(model, mesh), micro_batches=slots)
     halved = {name: size / (1 if name == "dp" else 2) for name, size in job.message.items()}
     cured = _with_kernels(job, lambda kernels: _scaled(kernels, 0.5))
-    return Planted(seed, job, replace(cured, micro_batches=2 * slots, message=halved))
+    return PlantedFault(seed, job, replace(cured, micro_batches=2 * slots, message=halved))
 
 
-FAULTS: dict[str, Callable[[int], Planted | None]] = {
+FAULTS: dict[str, Callable[[int], PlantedFault | None]] = {
     "tensor-across-nodes": tensor_apart,
     "small-gathers": small_units,
     "pipeline-bubble": few_micro_batches,
 }
-"""By the rule that is for it."""
+"""Planted faults by the rule that finds them."""
 
 
-def draw_planted(rule: str) -> Iterator[Planted]:
-    """Without end."""
+def draw_planted(rule: str) -> Iterator[PlantedFault]:
+    """Draw planted faults without end."""
     seed = 0
     while True:
-        found = FAULTS[rule](seed)
-        if found is not None:
-            yield found
+        planted = FAULTS[rule](seed)
+        if planted is not None:
+            yield planted
         seed += 1
 
 

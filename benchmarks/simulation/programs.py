@@ -1,4 +1,4 @@
-"""What the ranks of each layout do in a step, in the order that PyTorch and Megatron do it."""
+"""The work of the ranks of each layout in a step, in the order of PyTorch and Megatron."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.simulation.engine import BACKWARD, MAIN, Engine, Played
-from benchmarks.simulation.jobs import EVEN, HEALTHY, Job, Kernel, Ranks, Truth, draw
+from benchmarks.simulation.engine import BACKWARD, MAIN, Engine, SimulatedRun
+from benchmarks.simulation.jobs import EVEN, HEALTHY, FaultTruth, Job, Kernel, Ranks, draw
 
 MIN_SHARE = 0.03
 """A fault that costs less of the step is made worse until it costs that: below, a job has none."""
 _ROUNDS = 8
 
 
-def simulate(job: Job) -> Played:
+def simulate(job: Job) -> SimulatedRun:
     """Run a job."""
     engine = Engine(job)
     program = {"ddp": _ddp, "fsdp": _sharded, "hybrid": _sharded}.get(job.layout, _parallel)
@@ -30,13 +30,13 @@ def simulate(job: Job) -> Played:
 
 def play(
     seed: int, ranks: int = 64, kind: str | None = None, steps: int = 6
-) -> tuple[Played, Truth]:
+) -> tuple[SimulatedRun, FaultTruth]:
     """A random job and its truth. See :func:`benchmarks.simulation.jobs.draw`."""
     job = draw(seed, ranks, kind, steps)
     played = simulate(job)
     fault = job.fault
     if fault is None:
-        return played, Truth(HEALTHY, "", "", (), False, played.step_ns, 0.0)
+        return played, FaultTruth(HEALTHY, "", "", (), False, played.step_ns, 0.0)
     without = simulate(job.mended()).step_ns
     for _ in range(_ROUNDS):
         if played.step_ns - without >= MIN_SHARE * played.step_ns:
@@ -56,7 +56,9 @@ def play(
     }.get(fault.unit, str(fault.index) if fault.unit else "")
     gain = played.step_ns - without
     moves = fault.kind == "moving"
-    return played, Truth(fault.kind, fault.unit, name, fault.ranks, moves, played.step_ns, gain)
+    return played, FaultTruth(
+        fault.kind, fault.unit, name, fault.ranks, moves, played.step_ns, gain
+    )
 
 
 def _ddp(engine: Engine) -> None:
@@ -158,8 +160,8 @@ def _layer(engine: Engine, ranks: Ranks, kernels: tuple[Kernel, ...], *, backwar
 
 
 def _more(engine: Engine, ranks: Ranks, stage: int, kernels: tuple[Kernel, ...]) -> None:
-    """What the longer stage has more: kernels like the others, in every micro-batch. Their noise
-    is drawn aside, so that all else has the same noise as without them."""
+    """Additional work of the longer stage: kernels like the others, in every micro-batch. Their
+    noise is drawn aside, so that all else has the same noise as without them."""
     fault, job = engine.fault, engine.job
     even = fault.unit == EVEN
     if fault.kind != "pipeline_imbalance" or (fault.index != stage and not even):

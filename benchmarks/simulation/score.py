@@ -1,4 +1,4 @@
-"""A diagnosis held against the truth."""
+"""Compare a diagnosis with the truth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from advisor.core.ranks import Outlier, Ranks
-from benchmarks.simulation.jobs import HEALTHY, Truth
+from benchmarks.simulation.jobs import HEALTHY, FaultTruth
 
 KIND = {
     "slow_device": "compute",
@@ -18,11 +18,11 @@ KIND = {
     "expert_imbalance": "imbalance",
     "pipeline_imbalance": "pipeline",
 }
-"""What ``Outlier.kind`` is for each fault."""
+"""``Outlier.kind`` of each fault."""
 
 
 class Score(NamedTuple):
-    """How right a diagnosis is."""
+    """The result of comparing a diagnosis with the truth."""
 
     kind: bool
     """The first that is blamed is blamed for the right thing; nothing, where all is well."""
@@ -31,13 +31,13 @@ class Score(NamedTuple):
     beside: int
     """Blamed besides: for another thing, or ranks that have nothing."""
     gain_ns: float | None
-    """As predicted; ``None``: not priced."""
+    """Predicted gain; ``None``: not estimated."""
     inside: bool | None
-    """Whether the true gain lies in the band that was told; ``None``: none was."""
+    """Whether the true gain lies in the reported range; ``None``: there was none."""
     width: float | None
-    """Of that band, over the predicted gain."""
-    told: str
-    """Who was blamed for what, in short."""
+    """Width of that range, over the predicted gain."""
+    reported: str
+    """Short text of who was blamed for what."""
 
     @property
     def right(self) -> bool:
@@ -45,16 +45,16 @@ class Score(NamedTuple):
         return self.kind and self.who
 
 
-def judge(ranks: Ranks, truth: Truth, cut: Collection[int] = ()) -> Score:
+def judge(ranks: Ranks, truth: FaultTruth, cut: Collection[int] = ()) -> Score:
     """Compare what is said of the ranks with the truth. Ranks that were not read cannot be named;
     whether those are whose files are ``cut`` off is not asked."""
-    told = "; ".join(
+    reported = "; ".join(
         f"{each.kind}{' moving' if each.moves else ''} {each.unit} {each.name} ({each.ranks})"
         for each in ranks.outliers[:6]
     )
     if truth.kind == HEALTHY:
         healthy = not ranks.outliers
-        return Score(healthy, healthy, len(ranks.outliers), None, None, None, told)
+        return Score(healthy, healthy, len(ranks.outliers), None, None, None, reported)
     wanted = KIND[truth.kind]
     hits = [
         outlier
@@ -73,12 +73,12 @@ def judge(ranks: Ranks, truth: Truth, cut: Collection[int] = ()) -> Score:
     if first is not None and first.low_ns is not None and first.high_ns is not None:
         inside = first.low_ns <= truth.gain_ns <= first.high_ns
         width = (first.high_ns - first.low_ns) / gain if gain else None
-    return Score(kind, who, len(beside), gain, inside, width, told)
+    return Score(kind, who, len(beside), gain, inside, width, reported)
 
 
 def _ranks(outlier: Outlier) -> set[int]:
     """``0-3, 7`` as numbers."""
-    found: set[int] = set()
+    result: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", outlier.ranks):
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        result.update(range(int(first), int(last or first) + 1))
+    return result

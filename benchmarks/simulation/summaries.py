@@ -1,4 +1,4 @@
-"""What each rank of a simulated job says of itself, without writing and reading its file.
+"""Summarize each rank of a simulated job, without writing and reading its file.
 
 The same numbers as ``advise.ranks.measure.summarise_file`` of the files of ``kineto.write``
 (tested), so that hundreds of jobs can be diagnosed in minutes. Advice of single ranks is left out.
@@ -33,8 +33,15 @@ from advisor.measure.ranks.summary_schema import (
     pack,
 )
 from advisor.testing.builder import DEVICES
-from benchmarks.simulation.engine import BACKWARD, COMPUTE_STREAM, DTYPE_BYTES, MAIN, Played, Table
-from benchmarks.simulation.kineto import DEVICE, file_name, told_ranks
+from benchmarks.simulation.engine import (
+    BACKWARD,
+    COMPUTE_STREAM,
+    DTYPE_BYTES,
+    MAIN,
+    SimulatedRun,
+    Table,
+)
+from benchmarks.simulation.kineto import DEVICE, file_name, format_ranks
 
 Ints = NDArray[np.int64]
 _KIND = {
@@ -48,29 +55,29 @@ _KIND = {
 _SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def summarise_all(played: Played) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Of every rank that has a file. Those that are cut off tell of half of their events; lost
-    ones of nothing, and nobody was told of them either."""
+def summarise_all(played: SimulatedRun) -> tuple[list[RankSummary], list[UnreadRank]]:
+    """Summarize every rank that has a file. Files that are cut off hold half of their events.
+    Lost ones hold nothing, and nobody knows of them either."""
     offsets = {
         name: np.searchsorted(table["rank"], np.arange(played.job.ranks + 1))
         for name, table in _tables(played).items()
     }
-    found = []
+    result = []
     for rank in range(played.job.ranks):
         if rank in played.job.lost:
             continue
-        mine = {
+        tables = {
             name: {
                 column: values[offsets[name][rank] : offsets[name][rank + 1]]
                 for column, values in table.items()
             }
             for name, table in _tables(played).items()
         }
-        found.append(_summarise(played, rank, mine))
-    return found, []
+        result.append(_summarise(played, rank, tables))
+    return result, []
 
 
-def _tables(played: Played) -> dict[str, Table]:
+def _tables(played: SimulatedRun) -> dict[str, Table]:
     return {
         "steps": played.steps,
         "loads": played.loads,
@@ -91,15 +98,15 @@ class _Device(NamedTuple):
     held: NDArray[np.bool_]
 
 
-def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary:
+def _summarise(played: SimulatedRun, rank: int, tables: dict[str, Table]) -> RankSummary:
     job = played.job
-    whole = mine
+    whole = tables
     if rank in job.cut:
-        mine = _cut(mine)
-    kernels, talks, reads = mine["kernels"], mine["talks"], mine["reads"]
+        tables = _cut(tables)
+    kernels, talks, reads = tables["kernels"], tables["talks"], tables["reads"]
     device = _device(kernels, talks, reads)
-    begin = mine["steps"]["start"]
-    until = np.append(begin[1:], max(int(mine["steps"]["end"][-1]), int(device.end.max())))
+    begin = tables["steps"]["start"]
+    until = np.append(begin[1:], max(int(tables["steps"]["end"][-1]), int(device.end.max())))
     count = len(begin)
     spans = union(begin, until)
     compute = intersect(union(kernels["start"], kernels["end"]), spans)
@@ -109,7 +116,7 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary
     copies = subtract(copied, union_of(compute, talked))
     idle = gaps(union_of(compute, talked, copied), int(begin[0]), int(until[-1]))
     classes = {"compute": compute, "communication": exposed, "copies": copies}
-    causes = _causes(idle, begin, until, device, _host_segments(whole, mine, None))
+    causes = _causes(idle, begin, until, device, _host_segments(whole, tables, None))
     per_step = {name: covered_length(begin, until, part) for name, part in classes.items()}
     per_step |= {
         f"idle: {cause}": covered_length(begin, until, part) for cause, part in causes.items()
@@ -135,7 +142,7 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary
             steps=[
                 StepSummary(f"ProfilerStep#{number + 3}", start, end)
                 for number, start, end in zip(
-                    mine["steps"]["step"].tolist(), begin.tolist(), until.tolist(), strict=True
+                    tables["steps"]["step"].tolist(), begin.tolist(), until.tolist(), strict=True
                 )
             ],
             step_ns=float(until[-1] - begin[0]) / count,
@@ -145,7 +152,7 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary
                 "idle": idle.total / count,
             },
             idle={cause: part.total / count for cause, part in causes.items() if part.total},
-            host_time=_host_time(whole, mine, spans, count),
+            host_time=_host_time(whole, tables, spans, count),
             families={name: total for name, total in families.items() if total},
             kernels=_kernels(played, spec, ns, count),
             per_step={name: pack(values) for name, values in per_step.items() if values.any()},
@@ -156,14 +163,14 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> RankSummary
     )
 
 
-def _cut(mine: dict[str, Table]) -> dict[str, Table]:
+def _cut(tables: dict[str, Table]) -> dict[str, Table]:
     """A third of the calls and of the device work, which stand in a file behind all operators."""
-    last = int(np.quantile(mine["kernels"]["call"], 1 / 3))
+    last = int(np.quantile(tables["kernels"]["call"], 1 / 3))
     return {
         name: table
         if "call" not in table
         else {column: values[table["call"] <= last] for column, values in table.items()}
-        for name, table in mine.items()
+        for name, table in tables.items()
     }
 
 
@@ -188,13 +195,15 @@ def _device(kernels: Table, talks: Table, reads: Table) -> _Device:
 
 
 def _waited(held: NDArray[np.bool_], thread: Ints, stream: Ints, call: Ints) -> NDArray[np.bool_]:
-    """Whether the launching thread told any stream to wait after its launch before on the same
-    stream, as ``advisor.measure.host.gaps`` asks."""
+    """Whether the launching thread made any stream wait after its launch before on the same
+    stream, as in ``advisor.measure.host.gaps``."""
     order = np.lexsort((call, thread))
-    told = np.where(held[order], np.arange(len(order)), -1)
+    latest_of_position = np.where(held[order], np.arange(len(order)), -1)
     new = np.flatnonzero(np.diff(thread[order], prepend=-1))
-    told[new] = np.where(told[new] < 0, -2 - new, told[new])
-    latest = np.maximum.accumulate(told)
+    latest_of_position[new] = np.where(
+        latest_of_position[new] < 0, -2 - new, latest_of_position[new]
+    )
+    latest = np.maximum.accumulate(latest_of_position)
     first = np.zeros(len(order), dtype=np.int64)
     first[new] = new
     latest = np.where(latest >= np.maximum.accumulate(first), latest, -1)
@@ -202,25 +211,30 @@ def _waited(held: NDArray[np.bool_], thread: Ints, stream: Ints, call: Ints) -> 
     for each in np.unique(stream):  # a handful of them
         rows = np.flatnonzero(stream[order] == each)
         before[rows[1:]] = rows[:-1]
-    found = np.zeros(len(order), dtype=bool)
-    found[order] = latest > before
-    return found
+    values = np.zeros(len(order), dtype=bool)
+    values[order] = latest > before
+    return values
 
 
 def _host_segments(
-    whole: dict[str, Table], mine: dict[str, Table], thread: int | None
+    whole: dict[str, Table], own_tables: dict[str, Table], thread: int | None
 ) -> dict[str, Intervals]:
-    """When the threads of a rank are in which class; ``thread``: of one of them alone. Operators
-    are those of the whole file, calls those that were left in it."""
+    """Intervals in which the threads of a rank are in which class; ``thread``: of one of them
+    alone. Operators are those of the whole file, calls those that were left in it."""
 
-    def rows(name: str, tables: dict[str, Table] = mine) -> Table:
+    def rows(name: str, tables: dict[str, Table] = own_tables) -> Table:
         table = tables[name]
         if thread is None or name == "reads":
             return table
         keep = table["thread"] == thread
         return {column: values[keep] for column, values in table.items()}
 
-    kernels, talks, reads, loads = rows("kernels"), rows("talks"), mine["reads"], mine["loads"]
+    kernels, talks, reads, loads = (
+        rows("kernels"),
+        rows("talks"),
+        own_tables["reads"],
+        own_tables["loads"],
+    )
     launches = union(
         np.concatenate([kernels["call"], talks["call"], reads["call"]]),
         np.concatenate([kernels["called"], talks["called"], reads["called"]]),
@@ -251,10 +265,10 @@ def _causes(
     returned = np.where(tail, part.end, device.called[at])
     upto = np.minimum(np.maximum(returned, part.start), part.end)
     on_host = union(part.start[upto > part.start], upto[upto > part.start])
-    found = {cause: intersect(on_host, spans) for cause, spans in host.items()}
+    result = {cause: intersect(on_host, spans) for cause, spans in host.items()}
     rest = subtract(on_host, union_of(*host.values()))
     last = union(part.start[tail], part.end[tail])
-    found["end"] = intersect(rest, last)
+    result["end"] = intersect(rest, last)
     dark = subtract(rest, last)
     queued = (upto < part.end) & ~tail
     late = part.end - upto > LATENCY_NS
@@ -264,22 +278,22 @@ def _causes(
     elsewhere = (latest >= 0) & (device.stream[releaser] != device.stream[at])
     elsewhere &= part.end - device.end[releaser] <= LATENCY_NS
     stream = queued & device.held[at] & elsewhere
-    found["stream"] = union(upto[stream], part.end[stream])
+    result["stream"] = union(upto[stream], part.end[stream])
     soon, never = queued & ~stream & ~late, queued & ~stream & late
-    found["launch"] = union_of(found["launch"], union(upto[soon], part.end[soon]))
-    found["unknown"] = union_of(dark, union(upto[never], part.end[never]))
-    return found
+    result["launch"] = union_of(result["launch"], union(upto[soon], part.end[soon]))
+    result["unknown"] = union_of(dark, union(upto[never], part.end[never]))
+    return result
 
 
 def _host_time(
-    whole: dict[str, Table], mine: dict[str, Table], spans: Intervals, count: int
+    whole: dict[str, Table], tables: dict[str, Table], spans: Intervals, count: int
 ) -> dict[str, float]:
-    """The main thread's classes, ns a step."""
+    """Time of the main thread's classes, ns per step."""
     segments = {
-        name: intersect(part, spans) for name, part in _host_segments(whole, mine, MAIN).items()
+        name: intersect(part, spans) for name, part in _host_segments(whole, tables, MAIN).items()
     }
-    told = {name: part.total / count for name, part in segments.items()}
-    kernels, marks = whole["kernels"], mine["steps"]
+    ns_of = {name: part.total / count for name, part in segments.items()}
+    kernels, marks = whole["kernels"], tables["steps"]
     engine = kernels["thread"] == BACKWARD
     step = kernels["step"][engine]
     autograd = 0
@@ -289,13 +303,13 @@ def _host_time(
         runs = kernels["closed"][engine][last] + 1 - kernels["op"][engine][first]
         autograd = int(runs.sum())
     inside = union(marks["start"], marks["end"])
-    told["autograd"] = autograd / count
-    told["unrecorded"] = (spans.total - intersect(inside, spans).total) / count
-    told["unknown"] = spans.total / count - sum(told.values())
-    return {name: ns for name, ns in told.items() if ns}
+    ns_of["autograd"] = autograd / count
+    ns_of["unrecorded"] = (spans.total - intersect(inside, spans).total) / count
+    ns_of["unknown"] = spans.total / count - sum(ns_of.values())
+    return {name: ns for name, ns in ns_of.items() if ns}
 
 
-def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, KernelSummary]:
+def _kernels(played: SimulatedRun, spec: Ints, ns: Ints, count: int) -> dict[str, KernelSummary]:
     lines: dict[tuple[str, int, int], list[Ints]] = {}
     for each in np.unique(spec).tolist():
         kernel = played.catalogue[each]
@@ -303,19 +317,19 @@ def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, Kern
         lines.setdefault(of, []).append(ns[spec == each])
     joined = {of: np.concatenate(parts) for of, parts in lines.items()}
     first = sorted(joined, key=lambda of: (-int(joined[of].sum()), *of))[:MAX_KERNELS]
-    found = {}
+    result = {}
     for of in first:
         text = "|".join(map(str, of)).encode("utf-8", "replace")
         name = f"{of[0][:40]}#{hashlib.blake2s(text, digest_size=6).hexdigest()}"
         values = joined[of]
-        found[name] = KernelSummary(
+        result[name] = KernelSummary(
             len(values), float(values.sum()) / count, float(np.median(values))
         )
-    return found
+    return result
 
 
 def _collectives(
-    played: Played, talks: Table, begin: Ints, until: Ints, exposed: Intervals
+    played: SimulatedRun, talks: Table, begin: Ints, until: Ints, exposed: Intervals
 ) -> Collectives | None:
     start, end = talks["start"], talks["end"]
     at = np.searchsorted(begin, start, side="right") - 1
@@ -335,13 +349,13 @@ def _collectives(
     sends = np.array([call.kind == "send" for call in played.calls], dtype=bool)[talks["spec"]]
     own = talks["rank"][order]
     source = np.where(peer < 0, -1, np.where(sends[order], own, peer))
-    told = np.stack([talks["spec"][order], talks["row"][order], source, peer])
+    calls = np.stack([talks["spec"][order], talks["row"][order], source, peer])
     rows: dict[tuple[int, int, int, int], int] = {}
     keys: list[str] = []
     facts: list[tuple[str, int, str, int]] = []
     places: dict[str, int] = {}
     alone: list[bool] = []
-    distinct, inverse = np.unique(told, axis=1, return_inverse=True)
+    distinct, inverse = np.unique(calls, axis=1, return_inverse=True)
     seen = np.full(distinct.shape[1], len(order))
     np.minimum.at(seen, inverse, np.arange(len(order)))
     for each in np.argsort(seen).tolist():
@@ -352,10 +366,12 @@ def _collectives(
         kind = _KIND[call.kind]
         size = None if kind == "all_to_all" else max(call.given, call.out) * DTYPE_BYTES
         if other < 0:
-            text = short_key(True, str(row), told_ranks(members), kind, size, None)
+            text = short_key(True, str(row), format_ranks(members), kind, size, None)
         else:
             target = other if call.kind == "send" else int(own[0])
-            text = short_key(False, str(row), told_ranks(members), kind, size, None, sender, target)
+            text = short_key(
+                False, str(row), format_ranks(members), kind, size, None, sender, target
+            )
         if text not in places:
             places[text] = len(keys)
             keys.append(text)

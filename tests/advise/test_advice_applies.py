@@ -104,5 +104,5 @@ def test_links_are_about_what_is_made_again(name: str) -> None:
 
 def test_reads_that_break_a_graph_are_counted() -> None:
     (finding,) = [f for f in report_of("h100/compiled_breaks").findings if f.rule == "graph-breaks"]
-    assert "8 calls of .item() per step" in finding.summary  # the program reads 8 values a step
+    assert "8 calls of .item() per step" in finding.summary  # the program reads 8 values per step
     assert "export TORCH_LOGS=graph_breaks" in finding.code.splitlines()

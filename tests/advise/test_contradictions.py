@@ -29,12 +29,12 @@ from advisor.render.formats import REPORTS
 from advisor.render.formats.terminal import MAX_SCREEN_LINES
 from advisor.replay.selection import selected_gpu
 from benchmarks.public_traces import CORPUS
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 LARGE = 1_500_000
 """Bytes of a file whose report takes long; other tests read those."""
 NOT_PYTHON = r";\s*(//.*)?$|^(vllm|python|torchrun|export|nvcc|sglang|advisor) "
-"""Code of C++ and of a shell."""
+"""Patterns of code in C++ and in a shell."""
 NEVER = {
     "a share of minus nothing": r"[-−]0 ?%",
     "a share of the whole above it": r"\b(10[1-9]|1[1-9]\d|[2-9]\d\d|\d{4,}) ?% of "
@@ -47,19 +47,19 @@ NEVER = {
 
 
 def files() -> list[Path]:
-    found = [
+    result = [
         path
         for path in CORPUS.rglob("*")
         if path.name.endswith((".json.gz", ".sqlite", ".sqlite.gz", ".rpd", ".pb"))
     ]
     runs = (path.parent for path in CORPUS.glob("h100/*/manifest.json"))
-    return sorted([*(p for p in found if p.stat().st_size <= LARGE), *runs])
+    return sorted([*(p for p in result if p.stat().st_size <= LARGE), *runs])
 
 
 @pytest.fixture(scope="module", params=files(), ids=lambda p: str(p.relative_to(CORPUS)))
 def result(request: pytest.FixtureRequest) -> AnalysisResult:
     try:
-        return examined(str(request.param))
+        return analyze_cached(str(request.param))
     except AdvisorError as error:
         pytest.skip(f"no trace of steps: {error}")
 
@@ -130,13 +130,13 @@ def test_no_fix_of_host_time_makes_a_step_shorter_than_its_device_work(
 
 def test_the_busy_share_is_of_the_step_beside_it(result: AnalysisResult, report: Report) -> None:
     """``GPU busy 67% of a 134 ms step``: the device's time in a step of the window, over these."""
-    said = re.search(r"busy (\d+)% of an? ([\d.]+ (?:s|ms|µs)) ", report.verdict)
+    match = re.search(r"busy (\d+)% of an? ([\d.]+ (?:s|ms|µs)) ", report.verdict)
     a = result.main
-    if said is None or a.device_id is None:
+    if match is None or a.device_id is None:
         return
-    number, unit = said[2].split()
+    number, unit = match[2].split()
     step = float(number) * {"s": 1e9, "ms": 1e6, "µs": 1e3}[unit]
-    assert int(said[1]) / 100 == pytest.approx(
+    assert int(match[1]) / 100 == pytest.approx(
         a.breakdown.busy.total / max(1, a.step_count) / step, abs=0.04
     )
 
@@ -176,15 +176,15 @@ def test_no_note_says_that_work_gains_nothing_which_a_fix_gains(result: Analysis
         reason = "" if note.impact is None else note.impact.reason
         for edit in note.edits:
             if edit.op == "overlap" and "gains little" in reason:
-                mine = selected_gpu(a, edit.select)
-                assert not any((mine & ~other).sum() == 0 for other in fixed), note.rule
+                selected = selected_gpu(a, edit.select)
+                assert not any((selected & ~other).sum() == 0 for other in fixed), note.rule
 
 
 def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     result: AnalysisResult, text: str
 ) -> None:
-    """What the step takes with all fixes is the last of the steps after each, and no shorter than
-    the work that is left."""
+    """The step time with all fixes is the last of the steps after each, and no shorter than the
+    work that is left."""
     report, a = result.report, next(iter(result.analyses.values()))
     stairs = build_fix_sequence(report)
     if stairs is None:
@@ -194,8 +194,8 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     if report.replay is not None:
         left = report.replay.step_after_ns / report.replay.measured_ns
         assert left == pytest.approx(after / report.step_ns)
-    shown = re.search(r"With (?:this fix|all fixes): [\d.]+ \S+ → ([\d.]+ \S+) ", text)
-    assert shown is None or shown[1] == t.format_duration(after)
+    match = re.search(r"With (?:this fix|all fixes): [\d.]+ \S+ → ([\d.]+ \S+) ", text)
+    assert match is None or match[1] == t.format_duration(after)
     fixes = ranked_findings(report)
     edits = [edit for finding in fixes for edit in finding.edits]
     selected = any(e.select.on == "gpu" or e.op in ("resize", "remove_skew") for e in edits)
@@ -227,8 +227,8 @@ def test_the_limit_of_a_phase_is_not_a_host_time_that_only_the_profiler_adds(
 def test_a_verdict_that_leads_with_a_far_smaller_gain_says_what_all_fixes_gain(
     report: Report,
 ) -> None:
-    found = [f.impact for f in ranked_findings(report) if f.impact is not None]
-    gains = [i.gain_ns or 0 for i in found if i.currency == "step_time" and i.unit == "step"]
+    result = [f.impact for f in ranked_findings(report) if f.impact is not None]
+    gains = [i.gain_ns or 0 for i in result if i.currency == "step_time" and i.unit == "step"]
     if report.status != "bottlenecks" or len(gains) < 2 or max(gains) < 2 * gains[0]:
         return
     faster = re.search(r"\(((?:up to )?[\d.]+× faster)\)", describe_all_fixes(report))
@@ -246,24 +246,24 @@ def test_a_verdict_gives_the_range_of_the_gain_that_it_names(report: Report) -> 
 @pytest.mark.parametrize("name", ["h100/host_metric", "h100/gpt2_eager_attention", "dlrm_8ranks"])
 def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -> None:
     """A fix that is offered saves what the step lacks to that of both; alone, its own gain."""
-    result = examined(str(CORPUS / name))
+    result = analyze_cached(str(CORPUS / name))
     report = result.report
     full = build_fix_sequence(report)
     assert full is not None
     first, second, *_ = numbers = [stair.priority for stair in full.fixes]
     gain = {f.priority: f.impact.gain_ns for f in report.findings if f.impact is not None}
 
-    def chosen(*kept: int | None) -> dict[int | None, StepAfterFix]:
+    def chosen_stairs(*kept: int | None) -> dict[int | None, StepAfterFix]:
         stairs = build_chosen_fix_sequence(report, kept, result.estimator)
         assert stairs is not None
         return {stair.priority: stair for stair in stairs.fixes}
 
-    none, both = chosen(), chosen(*numbers)
+    none, both = chosen_stairs(), chosen_stairs(*numbers)
     assert [none[n].saved_ns for n in (first, second)] == [gain[first], gain[second]]
     assert [both[n].left_ns for n in numbers] == [stair.left_ns for stair in full.fixes]
     of_two = sum(stair.saved_ns for stair in full.fixes[:2])
     for kept, offered in ((first, second), (second, first)):
-        stairs = chosen(kept)
+        stairs = chosen_stairs(kept)
         assert stairs[kept].saved_ns + stairs[offered].saved_ns == pytest.approx(of_two)
 
 
@@ -276,8 +276,8 @@ def test_too_little_for_advice_and_grave_findings_exclude_each_other(
 
 @pytest.mark.parametrize("what", NEVER)
 def test_no_sentence_says_what_cannot_be(text: str, what: str) -> None:
-    said = re.search(NEVER[what], text)
-    assert said is None, text[max(0, said.start() - 80) : said.end() + 40]
+    match = re.search(NEVER[what], text)
+    assert match is None, text[max(0, match.start() - 80) : match.end() + 40]
 
 
 def test_no_device_is_unknown_beside_its_name(report: Report, text: str) -> None:
@@ -298,8 +298,10 @@ def test_without_steps_nothing_is_said_of_each_step(report: Report) -> None:
     """Summaries and fixes of a recording without steps are of the recording."""
     if report.scope.step_source != "whole trace":
         return
-    said = [s for f in report.findings for s in (f.summary, f.fix) if s and "of each step" in s]
-    assert not said
+    sentences = [
+        s for f in report.findings for s in (f.summary, f.fix) if s and "of each step" in s
+    ]
+    assert not sentences
 
 
 def test_snippets_of_python_can_be_pasted(report: Report) -> None:
@@ -324,9 +326,9 @@ def test_the_first_sentence_of_a_fix_says_what_to_do(report: Report) -> None:
 
 
 def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
-    """Of its exposed time, all-to-alls have the most, all-gathers and all-reduces the rest."""
-    found = examined(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
-    own = next(f for f in found if f.rule == "exposed-communication")
+    """All-to-alls have most of the exposed time; all-gathers and all-reduces have the rest."""
+    result = analyze_cached(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
+    own = next(f for f in result if f.rule == "exposed-communication")
     assert own.code is not None
     assert "alltoall_pooled" in own.code
     assert "DDP" not in own.code
@@ -364,8 +366,8 @@ def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
     ],
 )
 def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None:
-    made = examined(str(CORPUS / "h100" / name)).report
-    text = re.sub(r"\s+", " ", REPORTS.render("terminal", made, details=True))
+    report = analyze_cached(str(CORPUS / "h100" / name)).report
+    text = re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
     assert re.search(says, text)
     assert not re.search(denies, text)
 
@@ -389,14 +391,14 @@ def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None
     ],
 )
 def test_a_report_says_what_matters_once(name: str, says: str, denies: str) -> None:
-    made = examined(str(CORPUS / f"{name}.json.gz")).report
-    text = re.sub(r"\s+", " ", REPORTS.render("terminal", made, details=True))
+    report = analyze_cached(str(CORPUS / f"{name}.json.gz")).report
+    text = re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
     assert re.search(says, text)
     assert not re.search(denies, text)
 
 
 MAX_LINES = 4
-"""Lines of 80 columns that a verdict may take."""
+"""Longest verdict, in lines of 80 columns."""
 RETIRED = (
     "no rule has a fix", "fewer bits", "Fixing this alone", "python train.py", "cudnn attention",
     "uint8 images", "the range is assumed", "off by as much", "no longer written",
@@ -419,19 +421,19 @@ def test_a_verdict_points_at_a_note_on_several_times_as_much(report: Report) -> 
             assert f"{t.first_clause(note.fix)} (unproven" in report.verdict
 
 
-def test_what_is_not_shown_takes_a_line_that_names_the_main_limit(report: Report) -> None:
-    shown = REPORTS.render("terminal", report, width=80).splitlines()
-    last = shown[-1]
-    assert ("Not shown" not in "".join(shown)) or last.startswith("Not shown (--details): ")
+def test_hidden_findings_take_a_line_that_names_the_main_limit(report: Report) -> None:
+    lines = REPORTS.render("terminal", report, width=80).splitlines()
+    last = lines[-1]
+    assert ("Not shown" not in "".join(lines)) or last.startswith("Not shown (--details): ")
     missing = [item.missing for item in report.not_checked if item.missing]
     if report.main_limit or missing:
         assert any(f" ({name})" in last for name in (report.main_limit, *missing))
 
 
 def test_a_report_fits_a_screen(report: Report) -> None:
-    shown = REPORTS.render("terminal", report, width=80).splitlines()
-    assert len(shown) <= MAX_SCREEN_LINES, len(shown)
-    assert max(map(cell_len, shown)) <= 80 or "://" in "".join(shown)
+    lines = REPORTS.render("terminal", report, width=80).splitlines()
+    assert len(lines) <= MAX_SCREEN_LINES, len(lines)
+    assert max(map(cell_len, lines)) <= 80 or "://" in "".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -480,26 +482,26 @@ def test_links_are_about_the_collective_that_is_advised(report: Report) -> None:
 def test_a_host_that_runs_ahead_bounds_what_faster_kernels_save() -> None:
     """The host's own steps of ads_ranker take 8.49 ms while profiled; the step had 12 ms, and 6.3
     to 6.8 with the cure."""
-    made = examined(str(CORPUS / "h100/ads_ranker"))
-    (finding,) = [f for f in made.report.findings if f.rule == "dense-embedding-gradient"]
+    result = analyze_cached(str(CORPUS / "h100/ads_ranker"))
+    (finding,) = [f for f in result.report.findings if f.rule == "dense-embedding-gradient"]
     assert finding.impact is not None and finding.impact.gain_ns is not None
-    assert step_after_fixes(made.report) >= 0.9 * (made.report.host_step_ns or 0) - 1.4e6
+    assert step_after_fixes(result.report) >= 0.9 * (result.report.host_step_ns or 0) - 1.4e6
     assert (finding.impact.low_ns or 0) <= 5.2e6 and (finding.impact.high_ns or 0) >= 5.7e6
 
 
 def test_idle_time_that_two_edits_of_a_fix_select_counts_once() -> None:
-    """Of 75.5 ms of b200_eager's idle time the profiler takes 1.5, and compiling 0.4."""
-    made = examined(str(CORPUS / "b200_eager.json.gz"))
-    (finding,) = [f for f in made.report.findings if f.rule == "launch-bound"]
-    gaps = made.main.gaps
+    """The profiler takes 1.5 ms of the 75.5 ms of idle time in b200_eager, and compiling 0.4 ms."""
+    result = analyze_cached(str(CORPUS / "b200_eager.json.gz"))
+    (finding,) = [f for f in result.report.findings if f.rule == "launch-bound"]
+    gaps = result.main.gaps
     idle = gaps.filter(~gaps["cause"].is_in(["profiler", "compile"]))["dur"].sum()
     assert finding.impact is not None and finding.impact.high_ns is not None
-    assert finding.impact.high_ns <= idle / made.main.step_count
+    assert finding.impact.high_ns <= idle / result.main.step_count
 
 
 def test_a_fix_of_dense_layers_saves_the_idle_time_of_dense_layers() -> None:
-    made = examined(str(CORPUS / "dlrm_8ranks"))
-    (finding,) = [f for f in made.report.findings if f.rule == "launch-bound"]
+    result = analyze_cached(str(CORPUS / "dlrm_8ranks"))
+    (finding,) = [f for f in result.report.findings if f.rule == "launch-bound"]
     assert "only the dense layers" in finding.fix
     (dense,) = [e.value for e in finding.evidence if e.label == "of it, in dense layers"]
     (idle,) = [e.value for e in finding.evidence if e.label == "idle for launches"]
@@ -510,7 +512,7 @@ def test_a_fix_of_dense_layers_saves_the_idle_time_of_dense_layers() -> None:
 
 def test_fixes_that_take_from_each_other_what_they_need_are_alternatives() -> None:
     """Sizes of sparse gradients vary from step to step, and CUDA graphs need the same ones."""
-    report = examined(str(CORPUS / "h100/wide_embedding")).report
+    report = analyze_cached(str(CORPUS / "h100/wide_embedding")).report
     assert [f.rule for f in ranked_findings(report)] == ["dense-embedding-gradient"]
     graphs = [f for f in report.findings if f.needs == "sizes repeat"]
     assert {f.folded_under for f in graphs} == {"dense-embedding-gradient"}
@@ -518,7 +520,7 @@ def test_fixes_that_take_from_each_other_what_they_need_are_alternatives() -> No
     assert text.count("instead of this fix") == 1
 
 
-def test_what_copies_save_beyond_their_own_time_is_late_launches(report: Report) -> None:
+def test_savings_of_copies_beyond_their_own_time_are_late_launches(report: Report) -> None:
     """A copy that blocks the host until the GPU is done delays the launches after it."""
     late = sum(cause.ns for cause in report.idle if cause.cause in LATE_CAUSES)
     text = re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
@@ -533,7 +535,7 @@ def test_what_copies_save_beyond_their_own_time_is_late_launches(report: Report)
 
 def test_fixes_of_the_host_leave_work_that_was_launched_before_the_recording() -> None:
     """An H100 trains a radiance field: 27.7 ms of work per step, 1.03 of it launched before."""
-    result = examined(str(CORPUS / "h100" / "nerf_scene"))
+    result = analyze_cached(str(CORPUS / "h100" / "nerf_scene"))
     (a,) = result.analyses.values()
     busy = a.breakdown.busy.total / a.step_count
     assert busy > a.device_busy(a.in_window).total / a.step_count + 1e6

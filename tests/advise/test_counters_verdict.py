@@ -27,8 +27,8 @@ def test_the_kernel_that_is_first_has_one_name_everywhere(name: str) -> None:
     report = advisor.analyze(CORPUS / "ncu" / name)
     first = re.split(r"First: |The largest estimated gain, [^:]+: ", report.verdict)[1]
     kernel = first[first.index("(") + 1 : first.index(")")].split(" and ")[0]
-    shown = REPORTS.render("terminal", report, width=100)
-    table, findings = shown.split("What the counters show")
+    text = REPORTS.render("terminal", report, width=100)
+    table, findings = text.split("What the counters show")
     assert f"  {kernel}  " in table
     assert kernel in " ".join(findings.split())
 
@@ -182,24 +182,24 @@ def test_two_variants_of_a_program_are_compared_and_not_added_up() -> None:
 
 
 def test_a_profile_says_what_it_knows_of_program_and_device() -> None:
-    """Its kernels have PyTorch's TensorIteratorBase in their names; of the GPU it has CC 12.0."""
-    shown = _shown("ncu/deepseek_ocr_rtx5090.csv.gz")
-    assert "20 kernels of a PyTorch program" in shown
-    assert "model not recorded, compute capability 12.0" in shown
-    assert "no known framework" not in shown
-    assert "MI350, gfx950" in _shown("rocprof/rocprof_compute_sample.db.gz")
+    """The kernels have PyTorch's TensorIteratorBase in their names; the GPU has CC 12.0."""
+    text = _report_text("ncu/deepseek_ocr_rtx5090.csv.gz")
+    assert "20 kernels of a PyTorch program" in text
+    assert "model not recorded, compute capability 12.0" in text
+    assert "no known framework" not in text
+    assert "MI350, gfx950" in _report_text("rocprof/rocprof_compute_sample.db.gz")
 
 
 def test_the_profilers_own_rules_follow_the_findings_each_once() -> None:
-    shown = _shown("ncu/deepseek_ocr_rtx5090.csv.gz")
-    own = shown.split("The kernel profiler's own advice")[1].split("Skipped checks")[0]
-    assert shown.index("What the counters show") < shown.index("The kernel profiler's own advice")
+    text = _report_text("ncu/deepseek_ocr_rtx5090.csv.gz")
+    own = text.split("The kernel profiler's own advice")[1].split("Skipped checks")[0]
+    assert text.index("What the counters show") < text.index("The kernel profiler's own advice")
     assert len(own) < 1200 and "fp64" not in own  # these kernels compute in BF16
     assert own.count("Every scheduler is capable of") == 1
 
 
 def test_a_kernel_with_a_unit_half_busy_is_not_limited_by_latency_alone() -> None:
-    """Its compute is 53% busy; the copies and the heap are of AMD's runtime."""
+    """The kernel's compute is 53% busy; the copies and the heap come from AMD's runtime."""
     report = advisor.analyze(CORPUS / "rocprof" / "rocprof_compute_sample.db.gz")
     assert "5 kernels with hardware counters: 4 are limited by latency, 1 by latency and" in (
         report.verdict
@@ -207,6 +207,6 @@ def test_a_kernel_with_a_unit_half_busy_is_not_limited_by_latency_alone() -> Non
     assert "2 kernels of the runtime are not counted." in report.verdict
 
 
-def _shown(name: str) -> str:
+def _report_text(name: str) -> str:
     text = REPORTS.render("terminal", advisor.analyze(CORPUS / name), width=100, details=True)
     return " ".join(text.split())

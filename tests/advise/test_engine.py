@@ -25,7 +25,7 @@ from advisor.testing import TraceBuilder
 from benchmarks.public_traces import CORPUS
 
 
-class Broken(Rule):
+class FailingRule(Rule):
     """A rule of a user's that has a bug in it, and must not take the others down with it at all."""
 
     id = "broken"
@@ -33,12 +33,12 @@ class Broken(Rule):
     category = "host"
 
     def check(self, a: object) -> Iterator[Outcome]:
-        """Fail."""
+        """Raise an error."""
         raise ZeroDivisionError("oops")
         yield
 
 
-class Slow(Rule):
+class FindingRule(Rule):
     """Kernels of a name could be gone: a rule made for these tests, with a gain we can foresee."""
 
     category = "kernel"
@@ -48,7 +48,7 @@ class Slow(Rule):
     group = ""
 
     def check(self, a: object) -> Iterator[Outcome]:
-        """Always find."""
+        """Yield a finding for every trace."""
         yield Finding(
             rule=self.id,
             title=self.title,
@@ -63,10 +63,10 @@ class Slow(Rule):
 
 def rule(rule_id: str, pattern: str, group: str = "", confidence: float = 0.8) -> Rule:
     own = {"id": rule_id, "pattern": pattern, "group": group, "confidence": confidence}
-    cls = type(rule_id, (Slow,), own)
-    made = cls()
-    assert isinstance(made, Rule)
-    return made
+    cls = type(rule_id, (FindingRule,), own)
+    instance = cls()
+    assert isinstance(instance, Rule)
+    return instance
 
 
 def two_kernels(small_us: float = 1000) -> Run:
@@ -98,18 +98,18 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
     trace = two_kernels().traces[-1, 0]
     from advisor.measure import Analysis
 
-    result = run_rules(-1, Analysis(trace), [Broken()])
+    result = run_rules(-1, Analysis(trace), [FailingRule()])
     assert [type(n) for n in result.skipped] == [SkippedCheck]
     assert result.skipped[0].why == (
         f"{RULE_FAILED} (ZeroDivisionError: oops at test_engine.py:"
-        f"{Broken.check.__code__.co_firstlineno + 2})"
+        f"{FailingRule.check.__code__.co_firstlineno + 2})"
     )
 
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = report(two_kernels(), [rule("small", "^small"), rule("big", "^big")], monkeypatch)
-    assert [(f.rule, f.priority) for f in made.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
-    gains = [f.impact.gain_ns for f in made.findings]  # type: ignore[attr-defined]
+    result = report(two_kernels(), [rule("small", "^small"), rule("big", "^big")], monkeypatch)
+    assert [(f.rule, f.priority) for f in result.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
+    gains = [f.impact.gain_ns for f in result.findings]  # type: ignore[attr-defined]
     # 3 ms and 1 ms of device work, one launch call less each
     assert gains[0] == pytest.approx(3.0e6, rel=0.02)
     assert gains[1] == pytest.approx(1.0e6, rel=0.02)
@@ -125,8 +125,8 @@ def test_a_little_more_confidence_does_not_outweigh_a_clearly_larger_gain(
 ) -> None:
     """The larger gain is of 3 ms, with a confidence of 80%."""
     rules = [rule("small", "^small", confidence=confidence), rule("big", "^big")]
-    made = report(two_kernels(small_us), rules, monkeypatch)
-    assert made.findings[0].rule == first  # type: ignore[attr-defined]
+    result = report(two_kernels(small_us), rules, monkeypatch)
+    assert result.findings[0].rule == first  # type: ignore[attr-defined]
 
 
 def test_gains_of_the_window_are_ordered_as_they_are_in_the_run(
@@ -135,40 +135,40 @@ def test_gains_of_the_window_are_ordered_as_they_are_in_the_run(
     """A gain of the record is of the run's step already; others come from a profiled one."""
     rules = [rule("small", "^small"), rule("big", "^big")]
 
-    def scales(findings: list[Finding], *_: object) -> list[float]:
+    def scale_gains(findings: list[Finding], *_: object) -> list[float]:
         return [4.0 if finding.rule == "small" else 1.0 for finding in findings]
 
-    monkeypatch.setattr("advisor.advise.priority.scales_to_run", scales)
-    made = report(two_kernels(), rules, monkeypatch)
-    assert [f.rule for f in made.findings] == ["small", "big"]  # type: ignore[attr-defined]
+    monkeypatch.setattr("advisor.advise.priority.scales_to_run", scale_gains)
+    result = report(two_kernels(), rules, monkeypatch)
+    assert [f.rule for f in result.findings] == ["small", "big"]  # type: ignore[attr-defined]
 
 
 def test_code_of_a_place_that_another_fix_may_be_about_is_not_saved_twice() -> None:
     """H100: pinning each batch is also what the sampled stacks show in that line."""
-    made = examine(str(CORPUS / "h100/pin_each_step")).report
-    hot = next(f for f in made.findings if f.rule == "sampled-hot-spot")
-    assert (hot.priority, hot.folded_under) == (None, made.findings[0].rule)
+    report = examine(str(CORPUS / "h100/pin_each_step")).report
+    hot = next(f for f in report.findings if f.rule == "sampled-hot-spot")
+    assert (hot.priority, hot.folded_under) == (None, report.findings[0].rule)
     assert hot.title == "Line 28 of pin_each_step.py leaves the GPU idle"
 
 
 def test_a_gain_between_the_steps_is_in_no_table_of_the_step_and_found_once() -> None:
     """H100: validation every 8 steps, outside of them."""
-    made = examine(str(CORPUS / "h100/seg_val_hist")).report
-    first = made.findings[0]
+    report = examine(str(CORPUS / "h100/seg_val_hist")).report
+    first = report.findings[0]
     assert (first.rule, first.impact and first.impact.unit) == ("periodic-work", "run")
-    (pauses,) = (f for f in made.findings if f.rule == "time-between-steps")
+    (pauses,) = (f for f in report.findings if f.rule == "time-between-steps")
     assert (pauses.priority, pauses.folded_under) == (None, "periodic-work")
-    stairs = build_fix_sequence(made)
+    stairs = build_fix_sequence(report)
     assert stairs is not None
     assert 1 not in [stair.priority for stair in stairs.fixes]
-    said = report_text.describe_all_fixes(made)
-    assert said.endswith("Fix 1 saves 1.44 s over the run, outside these steps.")
+    description = report_text.describe_all_fixes(report)
+    assert description.endswith("Fix 1 saves 1.44 s over the run, outside these steps.")
 
 
 def test_fixes_with_gains_of_their_own_have_code_of_their_own() -> None:
     """H100: transposes ask for channels-last order, slow convolutions for a search besides."""
-    made = examine(str(CORPUS / "h100/conv_heuristics")).report
-    code = {f.rule: f.code for f in made.findings}
+    report = examine(str(CORPUS / "h100/conv_heuristics")).report
+    code = {f.rule: f.code for f in report.findings}
     assert code["slow-convolution"].startswith("torch.backends.cudnn.benchmark = True")
     assert "channels_last" not in code["slow-convolution"]
     assert "channels_last" in code["layout-transposes"]
@@ -183,11 +183,11 @@ def test_host_time_that_a_run_shows_without_the_profiler_bounds_a_gain_from_belo
 
 
 def test_the_device_work_that_stays_ends_the_range_of_a_cost_recorded_in_part() -> None:
-    made = examine(str(CORPUS / "h100/compiled_breaks")).report
-    first = made.findings[0]
+    report = examine(str(CORPUS / "h100/compiled_breaks")).report
+    first = report.findings[0]
     assert first.known_cost and first.impact is not None
     assert first.impact.high_by == "device work"
-    busy = made.step_ns - (first.impact.high_ns or 0)
+    busy = report.step_ns - (first.impact.high_ns or 0)
     assert busy == pytest.approx(1.87e6, rel=0.02)
 
 
@@ -196,34 +196,36 @@ def test_a_collective_that_two_ranks_show_in_two_ways_is_saved_once(
 ) -> None:
     """Hidden under compute it saves 373 µs; rank 0 shows it on the compute stream, rank 1 that it
     takes 8% of the step."""
-    made = analyze(shared_file("nsys/mfu_2gpu_after.sqlite"), Options(config={}))
-    collectives = [f for f in made.findings if f.category in ("communication", "distributed")]
+    report = analyze(shared_file("nsys/mfu_2gpu_after.sqlite"), Options(config={}))
+    collectives = [f for f in report.findings if f.category in ("communication", "distributed")]
     assert [f.folded_under for f in collectives] == [None, collectives[0].rule]
 
 
 def test_the_pace_is_that_of_the_step_without_the_profiler() -> None:
     """H100: the device works for 8.04 ms of a step of 8.7, or of a profiled one of 17.2."""
-    made = examine(str(CORPUS / "h100/latent_sampler")).report
-    assert made.verdict.startswith("GPU busy 93% of an 8.7 ms inference step (47% while profiled)")
-    assert made.replay is not None
-    assert max(made.replay.critical, key=made.replay.critical.__getitem__) == "compute"
-    assert not any(note.rule == "batch-headroom" for note in made.notes)
+    report = examine(str(CORPUS / "h100/latent_sampler")).report
+    assert report.verdict.startswith(
+        "GPU busy 93% of an 8.7 ms inference step (47% while profiled)"
+    )
+    assert report.replay is not None
+    assert max(report.replay.critical, key=report.replay.critical.__getitem__) == "compute"
+    assert not any(note.rule == "batch-headroom" for note in report.notes)
 
 
 def test_a_finding_that_another_explains_is_folded_under_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = report(two_kernels(), [rule("all", "kernel"), rule("small", "^small")], monkeypatch)
-    assert [(f.rule, f.folded_under) for f in made.findings] == [  # type: ignore[attr-defined]
+    result = report(two_kernels(), [rule("all", "kernel"), rule("small", "^small")], monkeypatch)
+    assert [(f.rule, f.folded_under) for f in result.findings] == [  # type: ignore[attr-defined]
         ("all", None),
         ("small", "all"),
     ]
 
 
-def test_of_alternatives_only_one_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_several_alternatives_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = [rule("small", "^small", "fuse"), rule("big", "^big", "fuse")]
-    made = report(two_kernels(), rules, monkeypatch)
-    assert [(f.rule, f.priority, f.folded_under) for f in made.findings] == [  # type: ignore[attr-defined]
+    result = report(two_kernels(), rules, monkeypatch)
+    assert [(f.rule, f.priority, f.folded_under) for f in result.findings] == [  # type: ignore[attr-defined]
         ("big", 1, None),
         ("small", None, "big"),
     ]
@@ -232,9 +234,9 @@ def test_of_alternatives_only_one_is_ranked(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_busy_device_whose_rates_are_unknown_is_not_called_healthy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = report(two_kernels(), [], monkeypatch)
-    assert made.status == "limited"  # type: ignore[attr-defined]
-    assert "in kernels, not in waits. How close most kernels come to the limits" in made.verdict  # type: ignore[attr-defined]
+    result = report(two_kernels(), [], monkeypatch)
+    assert result.status == "limited"  # type: ignore[attr-defined]
+    assert "in kernels, not in waits. How close most kernels come to the limits" in result.verdict  # type: ignore[attr-defined]
 
 
 def test_a_user_can_switch_a_rule_off_and_move_its_threshold(tmp_path: Path) -> None:
@@ -286,8 +288,8 @@ def test_without_a_device_the_operators_that_take_the_time_are_reported() -> Non
             pass
     report = analyze(Run(traces={(-1, 0): b.trace()}), Options(config={}))
     # own time: linear 9.5 + 0.5 after what is inside; a step is on average half of both
-    found = [(o.name, o.ns / 1e3, o.share, o.count) for o in report.operators]
-    assert found == [("aten::mm", 20.0, 0.8, 1.0), ("aten::linear", 5.0, 0.2, 0.5)]
+    result = [(o.name, o.ns / 1e3, o.share, o.count) for o in report.operators]
+    assert result == [("aten::mm", 20.0, 0.8, 1.0), ("aten::linear", 5.0, 0.2, 0.5)]
     assert "ops      aten::mm 80% of operators' time · aten::linear 20%" in REPORTS.render(
         "terminal", report
     )
@@ -299,12 +301,12 @@ def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_
         with b.step(number):
             b.launch("gemm", 100)
             b.sync()
-    for trace, told in ((read_bytes(b.json()), True), (b.trace(), False)):
+    for trace, is_limited in ((read_bytes(b.json()), True), (b.trace(), False)):
         limits = analyze(Run({(-1, 0): trace}), Options(config={})).limits
-        assert any("too few to tell" in line for line in limits) is told
+        assert any("too few to tell" in line for line in limits) is is_limited
 
 
-def test_what_the_verdict_takes_from_rules_is_declared_by_them() -> None:
+def test_rules_declare_the_evidence_that_the_verdict_takes_from_them() -> None:
     """Nothing above the rules names one: each part that the verdict takes has a rule."""
     rules = load_rules(config={})
     assert {each.verdict_role for each in rules} == {*get_args(VerdictRole)}

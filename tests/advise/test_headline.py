@@ -63,7 +63,7 @@ def report_of(folder: Path, record: RankRecord) -> Report:
 
 
 def texts(report: Report) -> dict[str, str]:
-    made = {
+    rendered = {
         "terminal": REPORTS.render("terminal", report),
         "markdown": REPORTS.render("markdown", report),
         "html": REPORTS.render("html", report),
@@ -71,7 +71,7 @@ def texts(report: Report) -> dict[str, str]:
         "github": REPORTS.render("github", report),
         "sarif": REPORTS.render("sarif", report),
     }
-    return {name: " ".join(text.split()) for name, text in made.items()}
+    return {name: " ".join(text.split()) for name, text in rendered.items()}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,8 @@ UNPROFILED = [folder for folder in RECORDED if not list(folder.glob("rank*/trace
 
 @pytest.mark.parametrize("folder", UNPROFILED, ids=lambda folder: folder.name)
 def test_shares_and_gains_of_a_verdict_are_of_a_step_that_it_names(folder: Path) -> None:
-    """One step time leads: the median, or the mean where it is another; the other is not there."""
+    """A single step time leads: the median, or the mean where it differs. The other is not
+    shown."""
     report = analyze(folder, OPTIONS)
     step = report.step
     assert step is not None and step.window_ns is None
@@ -111,7 +112,8 @@ RECORDED_ON_GPU = (
     *("ads_ranker", "blocking_upload", "seg_val_hist", "voice_stream", "decode_batch1"),
     "face_gan",
 )
-"""Of the first three the steps vary; those of the others are profiled some 10% to 50% longer."""
+"""Recordings made on a GPU. In the first three the steps vary; profiled steps of the others are
+10% to 50% longer."""
 
 
 @pytest.mark.parametrize("name", RECORDED_ON_GPU)
@@ -258,7 +260,7 @@ def test_the_profilers_cost_is_reported_as_such(tmp_path: Path) -> None:
 
 
 def test_slow_steps_that_come_without_the_profiler_too_are_not_its_cost(tmp_path: Path) -> None:
-    """Of the 6 ms more in the window, 5 ms last on after it for a while."""
+    """5 of the additional 6 ms in the window last on after it for a while."""
     report = report_of(tmp_path / "run", run_of((40, 6), profiled=12, rest=(8, 11)))
     assert report.step is not None and report.step.profiler_overhead is None
     assert report.recorded is not None and report.recorded.profiler_overhead is None
@@ -322,7 +324,7 @@ def test_too_few_steps_are_not_headline(tmp_path: Path) -> None:
 # -- crashes ------------------------------------------------------------------------------------
 
 
-def crashed(reason: str, at: int, **more: object) -> RankRecord:
+def crashed_record(reason: str, at: int, **more: object) -> RankRecord:
     r = RecordBuilder()
     r.steps(60 + at, 10)
     r.event("end", steps=60 + at, reason=reason, **more)
@@ -331,10 +333,12 @@ def crashed(reason: str, at: int, **more: object) -> RankRecord:
 
 def test_a_crashed_rank_and_its_error_come_first_in_every_renderer(tmp_path: Path) -> None:
     ranks = {
-        0: crashed("exception", 9, exception="DistBackendError", message="peer is gone"),
-        1: crashed("exception", 3, exception="RuntimeError", message="shape \x1b[2Jof <b>x</b>."),
-        2: crashed("interrupted", 2, exception="KeyboardInterrupt"),
-        3: crashed("finished", 5),
+        0: crashed_record("exception", 9, exception="DistBackendError", message="peer is gone"),
+        1: crashed_record(
+            "exception", 3, exception="RuntimeError", message="shape \x1b[2Jof <b>x</b>."
+        ),
+        2: crashed_record("interrupted", 2, exception="KeyboardInterrupt"),
+        3: crashed_record("finished", 5),
     }
     report = analyze(write_run(tmp_path / "run", ranks), OPTIONS)
     assert [(c.rank, c.exception, c.steps) for c in report.crashes] == [
@@ -392,12 +396,14 @@ def test_a_file_that_is_cut_before_its_gpu_work_advises_nothing(
 def test_matrix_units_are_not_praised_far_below_their_rate(
     shared_trace: Callable[[str], str],
 ) -> None:
-    def praised(name: str) -> bool:
+    def praises_matrix_units(name: str) -> bool:
         report = analyze(shared_trace(name))
         return any("GEMM and convolution time runs on" in each.text for each in report.passed)
 
-    assert praised("mi300_torch_compile")  # 34% of the GPU's peak over the whole recording
-    assert not praised("mi250_train")  # below 1% in a busy time of 2%
+    assert praises_matrix_units(
+        "mi300_torch_compile"
+    )  # 34% of the GPU's peak over the whole recording
+    assert not praises_matrix_units("mi250_train")  # below 1% in a busy time of 2%
 
 
 @pytest.mark.parametrize("kept", [30_000, 400_000])
@@ -436,9 +442,9 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
 
 def test_recorded_phases_have_names_of_their_work(shared_file: Callable[[str], str]) -> None:
     report = analyze(shared_file("h100/healthy_lm"))
-    shown = ", ".join(report_text.describe_phases(report))
-    assert "code outside these phases 31%" in shown and "uploads <1%" in shown
-    assert not re.search(r"\b(?:h2d|other|data) [<\d]", shown.replace("loading data", ""))
+    phases = ", ".join(report_text.describe_phases(report))
+    assert "code outside these phases 31%" in phases and "uploads <1%" in phases
+    assert not re.search(r"\b(?:h2d|other|data) [<\d]", phases.replace("loading data", ""))
 
 
 def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
@@ -447,9 +453,9 @@ def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
     """Ten marks of the host 152 µs apart; their work begins 17 ms later and takes 21 ms."""
     for name, behind in (("mi300x_kernels_after_steps", True), ("b200_eager", False)):
         report = analyze(shared_trace(name))
-        (shown,) = [parts for label, parts in describe_scope(report) if label == "steps"]
+        (step_parts,) = [parts for label, parts in describe_scope(report) if label == "steps"]
         assert (
-            "the host queues work 17.2 ms ahead, so steps are timed by the GPU's work" in shown
+            "the host queues work 17.2 ms ahead, so steps are timed by the GPU's work" in step_parts
         ) == behind
 
 
@@ -482,7 +488,7 @@ def test_gains_whose_sum_or_order_surprises_are_explained(
 
 
 def test_a_column_of_dashes_alone_is_left_out(shared_file: Callable[[str], str]) -> None:
-    """One rank's trace does not show how long each collective waits, nor a bandwidth."""
+    """The trace of one rank shows neither how long each collective waits nor a bandwidth."""
     report = analyze(shared_file("dlrm_8ranks/worker1.pt.trace.json.gz"))
     text = REPORTS.render("terminal", report, details=True)
     assert re.search(r"axis +ranks +collectives +bytes +time +exposed\n", text)
@@ -515,14 +521,14 @@ def test_a_read_is_counted_once_though_it_copies_and_waits(
 ) -> None:
     """4,259 reads of a value; each is a copy and a wait for the stream."""
     report = analyze(shared_file("pairs/sam_1_fp32_many_syncs.json.gz"))
-    found = next(each for each in report.findings if each.rule == "host-reads")
-    assert sum(place.count for place in found.where) == 4259
+    match = next(each for each in report.findings if each.rule == "host-reads")
+    assert sum(place.count for place in match.where) == 4259
 
 
 def test_the_shares_of_a_range_are_those_of_the_printed_gains(
     shared_file: Callable[[str], str],
 ) -> None:
-    """Of 24.9 ms of slow operators the fix removes the same shares as its gain is."""
+    """The fix removes the same shares of 24.9 ms of slow operators as its gain."""
     report = analyze(shared_file("h100/conv_heuristics"))
     first = report.findings[0]
     (note,) = [why for why in finding_text.range_reasons(first) if why.startswith("range: ")]
@@ -538,7 +544,7 @@ def test_the_shares_of_a_range_are_those_of_the_printed_gains(
 def test_a_gain_at_the_upper_end_of_a_wide_range_is_up_to_it(
     shared_file: Callable[[str], str],
 ) -> None:
-    """At best all copies go, 15 ms, at worst none; 15.4 ms is the error of the estimate."""
+    """All copies go at best (15 ms), none at worst; 15.4 ms is the error of the estimate."""
     first = analyze(shared_file("v100_train_copy_heavy.json.gz")).findings[0]
     assert finding_text.describe_gain(first) == "up to 15 ms, 12%"
 
@@ -583,8 +589,8 @@ def test_a_faster_step_by_an_uncertain_cause_is_reported_as_such(
     report = analyze(shared_file("mi300x_kernels_after_steps.json.gz"))
     (finding,) = finding_text.ranked_findings(report)
     assert finding.confidence < finding_text.MIN_SURE
-    said = report_text.describe_all_fixes(report)
-    assert said.startswith(f"If the cause is right ({finding.confidence:.0%}): 2.1 ms → ")
+    description = report_text.describe_all_fixes(report)
+    assert description.startswith(f"If the cause is right ({finding.confidence:.0%}): 2.1 ms → ")
 
 
 def test_two_ranks_have_no_median(shared_file: Callable[[str], str]) -> None:
@@ -636,8 +642,8 @@ def test_a_number_has_the_article_that_it_is_read_with(number: str, article: str
 
 
 def of_host(folder: Path, *, loading: float, steps: int = 60, gc: float = 0.0) -> Report:
-    """A run that trains on the CPU: 10 ms a step, of them so many ms of loading in the run, and
-    3 ms in the profiled window."""
+    """A run that trains on the CPU in steps of 10 ms, of them so many ms of loading in the run,
+    and 3 ms in the profiled window."""
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.loader_wait(3000, workers=0)
@@ -736,7 +742,7 @@ def test_a_loader_gains_of_what_the_run_loads_and_not_the_few_steps_of_its_windo
     assert (long.impact.high_ns or 0) <= 5.5 * MS
 
 
-def test_what_surely_costs_much_of_the_run_leads_though_no_median_step_has_it(
+def test_a_certain_large_cost_of_the_run_leads_though_no_median_step_has_it(
     tmp_path: Path,
 ) -> None:
     r = RecordBuilder()
@@ -781,8 +787,8 @@ def test_a_step_without_its_matrix_products_is_reported_as_a_part(
     assert any(each.startswith("Only a part of a step") for each in report.limits)
 
 
-def test_why_a_gain_is_more_than_the_waits_of_a_graph_that_is_normalised_again() -> None:
-    """Its edits end the kernels of the normalisation with the wait for its size."""
+def test_a_gain_beyond_the_waits_of_a_renormalized_graph_says_why() -> None:
+    """The edits of the fix end the kernels of the normalisation with the wait for its size."""
     report = analyze(Path(__file__).parents[1] / "corpus" / "h100" / "citation_gcn", OPTIONS)
     (why,) = finding_text.beyond_evidence(report.findings[0], report)
     assert why.startswith("the gain is more than")

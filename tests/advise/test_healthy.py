@@ -1,4 +1,4 @@
-"""What is called healthy has been looked at: rates, single long steps, numbers of collectives."""
+"""Recordings called healthy were checked: rates, single long steps, numbers of collectives."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_attention_at_a_third_of_its_rate_is_not_healthy(tmp_path: Path) -> None
 
 
 def test_hundreds_of_hidden_all_reduces_are_named(tmp_path: Path) -> None:
-    made = UnbucketedGradients.examples().values()
-    (example,) = (each for each in made if not isinstance(each, tuple))
+    examples = UnbucketedGradients.examples().values()
+    (example,) = (each for each in examples if not isinstance(each, tuple))
     report = report_of(example, tmp_path)
     assert report.status != "healthy"
     assert any("150 all-reduces" in note.title for note in report.notes)

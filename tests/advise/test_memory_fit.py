@@ -62,7 +62,7 @@ def capacity_for(reserved: int) -> int:
 CORPUS = Path(__file__).parents[1] / "corpus"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def fit_output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert run(["fit", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -70,11 +70,11 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_less_room_than_fragments_take_is_not_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """11.79 GiB reserved; with the 8-bit optimizer alone 0.7% of an RTX 3080 would be left."""
     peak = measured(program(activation=MIB, logits=MIB))
-    found = find_fit(peak, None, capacity_for(peak.reserved) - 2 * MIB)
-    assert found.chosen  # as it is, it fits barely
-    alone = find_fit(peak, None, capacity_for(found.reserved_after) - 2 * MIB)
-    assert alone.reserved_after < found.reserved_after
-    text = said(capsys, str(CORPUS / "memory/transformer_training_ctx512.pickle.gz"), "--gpu",
+    fit = find_fit(peak, None, capacity_for(peak.reserved) - 2 * MIB)
+    assert fit.chosen  # as it is, it fits barely
+    alone = find_fit(peak, None, capacity_for(fit.reserved_after) - 2 * MIB)
+    assert alone.reserved_after < fit.reserved_after
+    text = fit_output(capsys, str(CORPUS / "memory/transformer_training_ctx512.pickle.gz"), "--gpu",
                 "rtx 3080")  # fmt: skip
     assert "with 2 changes: 2.13 GiB left" in text and "0 ms" not in text
 
@@ -86,23 +86,23 @@ def test_a_bare_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         for _ in range(20):
             m.alloc(100 * MIB)
     peak = measured(m)
-    found = find_fit(peak, None, round(peak.reserved * 1.03) + CUDA_CONTEXT_BYTES)
-    assert found.fits and found.barely and found.chosen == []
-    headline = build_fit(found, gpu="", batch="").headline
+    fit = find_fit(peak, None, round(peak.reserved * 1.03) + CUDA_CONTEXT_BYTES)
+    assert fit.fits and fit.barely and fit.chosen == []
+    headline = build_fit(fit, gpu="", batch="").headline
     assert headline.startswith("It fits") and ", but may run out of memory: " in headline
     assert "left (3%), and fragmentation can take" in headline
 
 
 def test_the_drivers_part_of_a_named_gpu_is_taken_off() -> None:
-    """What traces report of NVIDIA GPUs lies within it: 10.76 GiB of an 11 GB card."""
+    """The reported memory of NVIDIA GPUs lies within this part: 10.76 GiB of an 11 GB card."""
     assert pytest.approx(1 - DRIVER_SHARE, abs=0.001) == 11554586624 / (11 << 30)
-    found = find_fit(measured(program()), None, 80 * GIB, driver_share=DRIVER_SHARE)
-    assert found.available == round(80 * GIB * (1 - DRIVER_SHARE)) - CUDA_CONTEXT_BYTES
+    fit = find_fit(measured(program()), None, 80 * GIB, driver_share=DRIVER_SHARE)
+    assert fit.available == round(80 * GIB * (1 - DRIVER_SHARE)) - CUDA_CONTEXT_BYTES
 
 
 def test_half_the_batch_is_not_twice_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """80.6 GiB do not fit 80: only segments that grow, without free pieces, leave room."""
-    text = said(capsys, str(CORPUS / "memory/h100_full.pickle.gz"), "--gpu", "h100")
+    text = fit_output(capsys, str(CORPUS / "memory/h100_full.pickle.gz"), "--gpu", "h100")
     assert "Up to 1.1 times the recorded batch fits" in text and "2.0 times" not in text
     assert "the request of 15.6 GiB that failed included" in text
 
@@ -111,7 +111,7 @@ def test_times_without_a_trace_are_not_said_to_be_all_unknown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = str(CORPUS / "memory/transformer_training_ctx512.pickle.gz")
-    text = said(capsys, file, "--gpu", "rtx 3080")
+    text = fit_output(capsys, file, "--gpu", "rtx 3080")
     assert "Times that need a trace are unknown; others are by the GPU's rated bandwidths" in text
     assert "No trace was given, so times are unknown" not in text
 
@@ -124,12 +124,12 @@ def test_time_is_split_by_what_launched_it() -> None:
 
 def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() -> None:
     peak = measured(program())
-    found = find_fit(peak, None, 80 * GIB)
-    assert found.fits and found.chosen == [] and found.reserved_after == found.reserved
+    fit = find_fit(peak, None, 80 * GIB)
+    assert fit.fits and fit.chosen == [] and fit.reserved_after == fit.reserved
     # activations grow with the batch, nothing else does
-    room = found.available / (1 + MARGIN_SHARE) * peak.allocated / peak.reserved
-    assert count_needed_bytes(peak, scale=found.largest_batch) <= room
-    assert count_needed_bytes(peak, scale=found.largest_batch * 1.01) > room
+    room = fit.available / (1 + MARGIN_SHARE) * peak.allocated / peak.reserved
+    assert count_needed_bytes(peak, scale=fit.largest_batch) <= room
+    assert count_needed_bytes(peak, scale=fit.largest_batch * 1.01) > room
 
 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
@@ -138,20 +138,20 @@ def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed
     by_name = {way.change.name: way for way in find_fit(peak, a, 80 * GIB).candidates}
     # what costs no time is taken before what does
     less = whole - by_name["8-bit optimizer"].bytes // 2
-    found = find_fit(peak, a, capacity_for(less))
-    assert found.fits and [way.ns for way in found.chosen] == [0.0]
-    found = find_fit(peak, a, capacity_for(whole - 2200 * MIB))
-    (checkpointed,) = [way for way in found.chosen if way.change.name == "checkpointing"]
-    assert found.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
+    fit = find_fit(peak, a, capacity_for(less))
+    assert fit.fits and [way.ns for way in fit.chosen] == [0.0]
+    fit = find_fit(peak, a, capacity_for(whole - 2200 * MIB))
+    (checkpointed,) = [way for way in fit.chosen if way.change.name == "checkpointing"]
+    assert fit.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
     assert "calls keep their output alone" in checkpointed.change.assumes
-    safe = found.available / (1 + MARGIN_SHARE)
-    assert found.reserved_after <= safe
+    safe = fit.available / (1 + MARGIN_SHARE)
+    assert fit.reserved_after <= safe
     # one call fewer would not do
     part = checkpointed.change.forward_call
     assert part is not None
     fewer = [
         way.change.for_calls(int(part.max())) if way is checkpointed else way.change
-        for way in found.chosen
+        for way in fit.chosen
     ]
     assert count_needed_bytes(peak, fewer) * peak.reserved / peak.allocated > safe
 
@@ -173,8 +173,8 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
 def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
     peak = measured(program(activation=MIB, logits=MIB))
     gpu = find_gpu("a100 sxm4 80gb").gpu
-    found = find_fit(peak, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
-    ways = {way.change.name: way for way in found.candidates}
+    fit = find_fit(peak, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
+    ways = {way.change.name: way for way in fit.candidates}
     weights = 10 * 32 * MIB
     assert ways["ZeRO 1"].bytes == pytest.approx(2 * weights * 3 / 4, rel=0.1)
     assert ways["ZeRO 1"].bytes <= ways["ZeRO 2"].bytes <= ways["ZeRO 3"].bytes
@@ -184,8 +184,8 @@ def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
 
 
 def test_too_large_a_program_is_said_not_to_fit() -> None:
-    found = find_fit(measured(program()), None, GIB)
-    assert not found.fits and found.chosen == [] and found.reserved_after > found.available
+    fit = find_fit(measured(program()), None, GIB)
+    assert not fit.fits and fit.chosen == [] and fit.reserved_after > fit.available
 
 
 def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFix
     [[], ["--capacity", "24GiB", "--gpu", "l4"], ["--capacity", "many"],
      ["--capacity", "24GiB", "--batch-size", "64"]],
 )  # fmt: skip
-def test_what_is_missing_is_one_line(
+def test_missing_memory_figures_are_one_line(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     snapshot = str(program().write(tmp_path / "memory.pickle"))

@@ -59,9 +59,9 @@ def test_a_program_without_a_gpu_is_not_said_to_be_limited_by_its_host() -> None
     assert text == "With this fix: 6.63 ms → 4.76 ms (1.39× faster)."
 
 
-@pytest.mark.parametrize(("free", "said"), [(0.2, True), (2.0, False), (None, False)])
+@pytest.mark.parametrize(("free", "is_explained"), [(0.2, True), (2.0, False), (None, False)])
 def test_without_a_gpu_only_a_lack_of_cores_explains_a_loader_fix_without_gain(
-    monkeypatch: pytest.MonkeyPatch, free: float | None, said: bool
+    monkeypatch: pytest.MonkeyPatch, free: float | None, is_explained: bool
 ) -> None:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
@@ -74,11 +74,11 @@ def test_without_a_gpu_only_a_lack_of_cores_explains_a_loader_fix_without_gain(
     edit = Edit(op="parallelize", select=Select(on="host", name=SINGLE_PROCESS), workers=2)
     notes = without_gain([Finding(summary="S.", edits=[edit])], estimator, a, 1.0)
     assert [note.summary for note in notes] == (
-        ["S. Other processes do not shorten the step: no core is free for them."] * said
+        ["S. Other processes do not shorten the step: no core is free for them."] * is_explained
     )
 
 
-def test_a_loader_that_sets_the_pace_is_not_told_to_be_shortened_first(
+def test_a_loader_that_limits_the_step_is_not_the_first_to_shorten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shortening it is the fix itself: what keeps workers from it is the cores in use."""
@@ -280,8 +280,13 @@ def test_a_step_takes_what_the_device_takes_where_the_host_runs_ahead(tmp_path: 
     assert report.step.ns == report.step.mean_ns == 20 * MS
     assert [set(each.durations_ns) for each in report.step_durations[:1]] == [{20 * MS}]
     assert "unprofiled" not in report.verdict and "vary" not in report.verdict
-    said = {finding.rule for finding in (*report.findings, *report.risks, *report.notes)}
-    assert not said & {"gc-pauses", "step-jitter", "regular-stalls", "slow-profiled-steps"}
+    reported_rules = {finding.rule for finding in (*report.findings, *report.risks, *report.notes)}
+    assert not reported_rules & {
+        "gc-pauses",
+        "step-jitter",
+        "regular-stalls",
+        "slow-profiled-steps",
+    }
 
 
 def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -> None:
@@ -337,7 +342,7 @@ def test_steps_that_end_long_before_the_run_are_not_what_it_does(tmp_path: Path)
         assert seen == ("The longest part on the host is" in report.verdict)
 
 
-def _on_the_cpu(devices: list[RecordedDevice]) -> tuple[RecordBuilder, bytes]:
+def _cpu_run(devices: list[RecordedDevice]) -> tuple[RecordBuilder, bytes]:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.on_host("aten::mm", 18_000)
@@ -349,7 +354,7 @@ def test_only_lines_that_collect_in_each_step_are_named(
     tmp_path: Path, times: tuple[int, ...], asks: bool
 ) -> None:
     """Python collects by itself in each step that makes many objects, whoever asked once."""
-    r, window = _on_the_cpu([])
+    r, window = _cpu_run([])
     r.steps(100, 20, gc=2, forward=18)
     for number in times:
         r.event("collect", file="train.py", line=9, function="main", times=number)
@@ -366,7 +371,7 @@ def test_only_lines_that_collect_in_each_step_are_named(
 def test_a_recorded_program_on_the_cpu_lacks_no_device_work(
     tmp_path: Path, devices: list[RecordedDevice]
 ) -> None:
-    r, window = _on_the_cpu(devices)
+    r, window = _cpu_run(devices)
     r.steps(100, 20, forward=5)
     folder = write_run(tmp_path / "run", {0: r.build()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(window)
@@ -389,7 +394,7 @@ def test_steps_that_are_long_while_other_programs_compute_are_not_the_programs(
             cpu=99, process_cpu=98 if crowded and round(100 * share) in long else 198
         )
     )
-    _, window = _on_the_cpu([])
+    _, window = _cpu_run([])
     folder = write_run(tmp_path / "run", {0: r.build()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(window)
     report = report_of(folder)

@@ -19,16 +19,16 @@ H100 = Path(__file__).parents[1] / "corpus" / "h100"
 Trace = Callable[[str], str]
 
 
-def of(path: str | Path) -> Report:
+def report_of(path: str | Path) -> Report:
     return analyze(str(path), options=OPTIONS)
 
 
-def part(report: Report, label: str) -> TimeWithoutFix:
+def part_of(report: Report, label: str) -> TimeWithoutFix:
     (own,) = (each for each in report.without_fix if label in each.labels)
     return own
 
 
-def idle(report: Report, cause: str) -> float:
+def idle_ns(report: Report, cause: str) -> float:
     return sum(each.ns for each in report.idle if each.cause == cause)
 
 
@@ -44,19 +44,19 @@ def idle(report: Report, cause: str) -> float:
 def test_idle_time_as_long_as_a_fix_has_a_reason(
     shared_trace: Trace, name: str, cause: str, label: str, why: str
 ) -> None:
-    report = of(shared_trace(name))
-    own = part(report, label)
+    report = report_of(shared_trace(name))
+    own = part_of(report, label)
     smallest = min(f.impact.gain_ns or 0 for f in report.findings if f.priority and f.impact)
-    assert own.ns == pytest.approx(idle(report, cause)) and own.ns >= smallest
+    assert own.ns == pytest.approx(idle_ns(report, cause)) and own.ns >= smallest
     assert why in own.why
-    shown = REPORTS.render("terminal", report, details=True)
-    assert f"{label} " in shown.partition("no fix")[2].partition("What to change")[0]
+    text = REPORTS.render("terminal", report, details=True)
+    assert f"{label} " in text.partition("no fix")[2].partition("What to change")[0]
 
 
 def test_exposed_copies_are_distinguished_by_direction(shared_trace: Trace) -> None:
     """201 reads of values belong to the first fix; copies within the GPU take 2.7% of the time."""
-    report = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
-    own = part(report, "exposed copies")
+    report = report_of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
+    own = part_of(report, "exposed copies")
     assert own.ns == next(each.ns for each in report.time if each.name == "copies")
     assert own.why == (
         "15.1 ms to the CPU belong to fix 1; "
@@ -66,20 +66,22 @@ def test_exposed_copies_are_distinguished_by_direction(shared_trace: Trace) -> N
 
 def test_a_fix_that_the_replay_finds_useless_is_named() -> None:
     """Pinning in the loop holds up the step; the copies are as long, and hide behind it."""
-    report = of(H100 / "pin_each_step")
-    assert "'Copies do not overlap with compute'" in part(report, "exposed copies").why
+    report = report_of(H100 / "pin_each_step")
+    assert "'Copies do not overlap with compute'" in part_of(report, "exposed copies").why
 
 
 def test_a_note_on_a_part_is_its_reason(shared_trace: Trace) -> None:
-    report = of(shared_trace("dlrm_8ranks/worker7.pt.trace"))
-    own = part(report, "exposed comm.")
+    report = report_of(shared_trace("dlrm_8ranks/worker7.pt.trace"))
+    own = part_of(report, "exposed comm.")
     assert own.why.startswith("gains little alone") and "(note 'The GPU waits" in own.why
 
 
-def test_what_a_finding_is_about_needs_no_second_word(shared_trace: Trace) -> None:
+def test_causes_that_a_finding_covers_are_not_listed_again(shared_trace: Trace) -> None:
     """Late launches are fix 2 on each rank, the loader's waits fix 1 of the pair."""
     for name in ("dlrm_8ranks/worker0.pt.trace", "pairs/loader_autograd_workers0"):
-        named = {label for each in of(shared_trace(name)).without_fix for label in each.labels}
+        named = {
+            label for each in report_of(shared_trace(name)).without_fix for label in each.labels
+        }
         assert not named & {"CPU operators", "exposed comm."}
     assert "data loader" not in named
 
@@ -89,7 +91,7 @@ def test_a_step_that_computes_has_no_such_time(tmp_path: Path) -> None:
     for _ in b.steps():
         b.product(6000, wait=True)
     (tmp_path / "trace.json").write_bytes(b.json())
-    assert describe_time_without_fix(of(tmp_path / "trace.json")) == []
+    assert describe_time_without_fix(report_of(tmp_path / "trace.json")) == []
 
 
 def test_a_note_that_may_gain_as_much_as_a_fix_is_shown(shared_trace: Trace) -> None:
@@ -97,24 +99,24 @@ def test_a_note_that_may_gain_as_much_as_a_fix_is_shown(shared_trace: Trace) -> 
         (shared_trace("a100_train_6steps"), "The host waits for GPU values"),
         (H100 / "healthy_lm", "The GPU is power throttling"),
     ):
-        shown = REPORTS.render("terminal", of(path), width=120)
-        (line,) = (line for line in shown.splitlines() if title in line)
+        text = REPORTS.render("terminal", report_of(path), width=120)
+        (line,) = (line for line in text.splitlines() if title in line)
         assert "possibly" in line and line.startswith(" ∙")
 
 
 def test_the_start_of_cuda_before_the_first_work_is_said(shared_trace: Trace) -> None:
     """cudaDeviceGetStreamPriorityRange takes 29.9 and 24.6 s before the first kernel."""
     for name, took in (("alexnet", "29.9 s"), ("simple_add", "24.6 s")):
-        report = of(shared_trace(name))
+        report = report_of(shared_trace(name))
         assert f"CUDA's start took {took} before that." in report.verdict
         assert any(f"{took} of it in cudaDeviceGet" in limit for limit in report.limits)
-    quiet = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
+    quiet = report_of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
     assert "CUDA starts" not in quiet.verdict and not any("of it in" in x for x in quiet.limits)
 
 
 def test_ranges_that_a_trace_has_are_not_asked_for_as_new() -> None:
     """Some 11,000 NVTX ranges are in this file, and explain a quarter of the time."""
-    report = of(H100.parent / "nsys" / "ee4fcf3_report1.sqlite.gz")
+    report = report_of(H100.parent / "nsys" / "ee4fcf3_report1.sqlite.gz")
     asked = [report.verdict, *(each.record for each in report.not_checked)]
     assert sum("more NVTX ranges" in text for text in asked) == 2
     assert not any("with NVTX ranges" in text for text in asked)

@@ -285,7 +285,7 @@ def record(fixture: Path) -> None:
 
 
 def _trimmed(line: str) -> str:
-    """Without the settings of dynamo and inductor, which are thousands of characters."""
+    """Remove the settings of dynamo and inductor, which are thousands of characters."""
     start = line.find("{") if '"compilation_metrics"' in line[:200] else -1
     if start < 0:
         return line

@@ -13,8 +13,8 @@ from advisor.testing import TraceBuilder
 from tests.corpus_analyses import RECORDED
 
 
-class Done(NamedTuple):
-    """What a command did."""
+class CommandResult(NamedTuple):
+    """The result of a command."""
 
     code: int
     out: str
@@ -24,14 +24,14 @@ class Done(NamedTuple):
 @pytest.fixture
 def advisor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., Done]:
+) -> Callable[..., CommandResult]:
     """``advisor("analyze", path)``: the command line in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: object) -> Done:
+    def run(*arguments: object) -> CommandResult:
         capsys.readouterr()
         code = cli.run([str(argument) for argument in arguments])
-        return Done(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
     return run
 

@@ -133,7 +133,7 @@ def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("command", [["analyze"], ["dashboard", "--no-browser"]])
-def test_what_is_not_a_trace_is_refused_in_two_lines_of_a_terminal(
+def test_a_file_that_is_no_trace_is_refused_in_two_lines_of_a_terminal(
     advisor: Run, name: str, content: bytes, command: list[str]
 ) -> None:
     path = Path(name)
@@ -234,9 +234,9 @@ def test_fail_on_a_slow_trace_is_exit_code_1_and_the_report_is_still_shown(
 ) -> None:
     _, out, _ = advisor("analyze", slow_trace, "--format", "json")
     severities = {finding.severity for finding in Report.from_json(out).findings}
-    code, shown, err = advisor("analyze", slow_trace, "--fail-on", "warning")
+    code, output, err = advisor("analyze", slow_trace, "--fail-on", "warning")
     assert code == (1 if severities & {"warning", "critical"} else 0)
-    assert (shown != "", err) == (True, "")
+    assert (output != "", err) == (True, "")
 
 
 def test_fail_on_a_healthy_trace_is_exit_code_0(advisor: Run, busy_trace: Path) -> None:
@@ -251,16 +251,20 @@ def test_fail_on_a_healthy_trace_is_exit_code_0(advisor: Run, busy_trace: Path) 
 def test_fail_on_counts_causes_and_risks_but_no_symptoms_and_no_notes(
     advisor: Run, busy_trace: Path, severity: str, warning: bool, critical: bool
 ) -> None:
-    def found(**changes: object) -> Finding:
-        given = {"rule": "r", "title": "t", "summary": "s", "fix": "f", "severity": severity}
-        return Finding(**given, **changes)  # type: ignore[arg-type]
+    def make_finding(**changes: object) -> Finding:
+        fields = {"rule": "r", "title": "t", "summary": "s", "fix": "f", "severity": severity}
+        return Finding(**fields, **changes)  # type: ignore[arg-type]
 
     report = Report.from_json(advisor("analyze", busy_trace, "--format", "json")[1])
-    for findings, risks in (([found()], []), ([], [found()])):
+    for findings, risks in (([make_finding()], []), ([], [make_finding()])):
         report.findings, report.risks = findings, risks
         assert reaches_severity(report, "warning") is warning
         assert reaches_severity(report, "critical") is critical
-    report.findings, report.risks, report.notes = [found(folded_under="x")], [], [found()]
+    report.findings, report.risks, report.notes = (
+        [make_finding(folded_under="x")],
+        [],
+        [make_finding()],
+    )
     assert not reaches_severity(report, "warning")
 
 
@@ -295,10 +299,10 @@ def test_a_failed_write_leaves_what_was_there(
     output.parent.mkdir()
     output.write_text("the last one")
 
-    def full(_: int) -> None:
+    def raise_disk_full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     code, _, err = advisor("analyze", slow_trace, "--output", output)
     assert code == 2
     assert "No space left" in one_line(err)
@@ -373,14 +377,14 @@ def test_operators_are_listed_with_their_rates_instead_of_the_report(
                 b.launch("void at::native::vectorized_elementwise_kernel<4>", 500)
             b.sync()
     path = b.write(tmp_path / "trace.json")
-    done = advisor("analyze", path, "--by", "operator")
-    assert advisor("analyze", path, "--operators") == done, "the option of 0.2 still works"
+    result = advisor("analyze", path, "--by", "operator")
+    assert advisor("analyze", path, "--operators") == result, "the option of 0.2 still works"
     for former in (("--gpu", "a100 sxm4 80gb"), ("--gpu=a100 sxm4 80gb",)):
-        assert advisor("analyze", path, "--operators", *former) == done
-    assert done.code == 0
+        assert advisor("analyze", path, "--operators", *former) == result
+    assert result.code == 0
     # 3 x 134 MB in 0.5 ms are 805 GB/s; a triad reaches 1,725 on such an A100
-    assert "805 GB/s 1,725 GB/s" in " ".join(done.out.split())
-    assert "What to change" not in done.out
+    assert "805 GB/s 1,725 GB/s" in " ".join(result.out.split())
+    assert "What to change" not in result.out
     refused = advisor("analyze", path, "--by", "operator", "--format", "json")
     assert refused.code == 2
     assert refused.err.count("\n") == 1 and "--by" in refused.err
@@ -397,30 +401,30 @@ def test_layers_are_listed_instead_of_the_report(
                     b.run("aten::mm", "gemm", 900 if number == 2 else 300)
             b.sync()
     path = b.write(tmp_path / "trace.json")
-    done = advisor("analyze", path, "--by", "layer")
-    assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
-    assert "Block_0–3 4 1.8 ms 100%" in " ".join(done.out.split())
-    assert "What to change" not in done.out
+    result = advisor("analyze", path, "--by", "layer")
+    assert result.code == 0 and max(map(len, result.out.splitlines())) <= 80
+    assert "Block_0–3 4 1.8 ms 100%" in " ".join(result.out.split())
+    assert "What to change" not in result.out
     report = json.loads(advisor("analyze", path, "--format", "json").out)["layers"]
     assert report["source"] == "module events" and report["layers"][0]["ns"] == 1.8e6
     refused = advisor("analyze", path, "--by", "layer", "--format", "json")
     assert refused.code == 2 and refused.err.count("\n") == 1 and "--by" in refused.err
 
 
-def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
+def test_a_recording_without_layers_gets_one_line_on_how_to_record_them(
     advisor: Callable[..., Any], tmp_path: Path
 ) -> None:
     b = TraceBuilder()
     with b.step():
         b.run("aten::mm", "gemm", 300)
         b.sync()
-    done = advisor("analyze", b.write(tmp_path / "trace.json"), "--by", "layer")
-    text = " ".join(done.out.split())
-    assert done.code == 0 and text.startswith("No layers were recorded.") and "with_stack" in text
+    result = advisor("analyze", b.write(tmp_path / "trace.json"), "--by", "layer")
+    text = " ".join(result.out.split())
+    assert result.code == 0 and text.startswith("No layers were recorded.") and "with_stack" in text
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         ("analyze slow.json --brief --details", "--brief and --details: choose one"),
         ("report slow.json --details --brief", "--brief and --details: choose one"),
@@ -458,7 +462,9 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("explain launch-bound", "for a rule: advisor rules show launch-bound"),
     ],
 )
-def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said: str) -> None:
+def test_errors_name_what_is_wrong(
+    advisor: Run, slow_trace: Path, typed: str, message: str
+) -> None:
     shutil.copy(slow_trace, "slow.json")
     Path("notes.txt").write_text("Monday\nit was slow\n")
     Path("notes.md").write_text("# A heading\n\nand text")
@@ -466,7 +472,7 @@ def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said
     Path("other.json").write_text(re.sub(r'"pid": ?1000', '"pid":77', slow_trace.read_text()))
     code, out, err = advisor(*typed.split())
     assert (code, out) == (2, "")
-    assert said in one_line(err)
+    assert message in one_line(err)
 
 
 def test_files_of_a_folder_that_are_not_traces_are_named(advisor: Run, slow_trace: Path) -> None:
@@ -475,8 +481,8 @@ def test_files_of_a_folder_that_are_not_traces_are_named(advisor: Run, slow_trac
     shutil.copy(slow_trace, folder / "slow.json")
     for number in range(6):
         (folder / f"junk{number}.json").write_text('{"a": 1}')
-    for given in (["mixed"], [slow_trace, "mixed/junk0.json"]):
-        code, _, err = advisor("analyze", *given)
+    for paths in (["mixed"], [slow_trace, "mixed/junk0.json"]):
+        code, _, err = advisor("analyze", *paths)
         assert code == 0
         assert "left out: mixed/junk0.json: JSON without traceEvents (its keys: a);" in err
     assert advisor("analyze", "mixed")[2].splitlines()[-1].endswith("2 more (see --details)")
@@ -529,8 +535,8 @@ def test_whatif_takes_an_edit_without_quotes(advisor: Run, slow_trace: Path) -> 
 
 
 def test_top_is_the_number_of_fixes_of_a_brief_report_too(advisor: Run) -> None:
-    shown = advisor("demo", "--brief")[1]
+    output = advisor("demo", "--brief")[1]
     trace = Path(advisor_package.__file__).parent / "sample_workloads/recordings"
     one = advisor("analyze", trace / "loader_before.json.gz", "--brief", "--top", 1)[1]
-    assert len(re.findall(r"^ \d  ", shown, re.M)) == 3
+    assert len(re.findall(r"^ \d  ", output, re.M)) == 3
     assert len(re.findall(r"^ \d  ", one, re.M)) == 1 and "3 more fixes" in one

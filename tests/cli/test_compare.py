@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m `|` @team ::error::"
 
 
-def write(
+def write_trace(
     path: Path, kernel_us: float, name: str = "ampere_sgemm_128x64_nn", steps: int = 6
 ) -> Path:
     """Steps of one kernel; their lengths differ by a microsecond."""
@@ -31,32 +31,32 @@ def write(
 
 
 @pytest.fixture
-def fast(tmp_path: Path) -> Path:
-    return write(tmp_path / "fast.json", 1000)
+def fast_trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "fast.json", 1000)
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """About 10% slower."""
-    return write(tmp_path / "slow.json", 1100)
+def slow_trace(tmp_path: Path) -> Path:
+    """A trace about 10% slower than the fast one."""
+    return write_trace(tmp_path / "slow.json", 1100)
 
 
 @pytest.mark.parametrize(("bound", "code"), [("5%", 1), ("0.05", 1), ("15%", 0), ("0%", 1)])
 def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
-    advisor: Run, fast: Path, slow: Path, bound: str, code: int
+    advisor: Run, fast_trace: Path, slow_trace: Path, bound: str, code: int
 ) -> None:
-    found, _, err = advisor("compare", fast, slow, "--fail-if-slower", bound)
+    found, _, err = advisor("compare", fast_trace, slow_trace, "--fail-if-slower", bound)
     assert found == code
     assert err.startswith("slower by " if code else "not slower: slower by ")
     share = f"{float(bound.rstrip('%')) / (100 if '%' in bound else 1):.1%}"
     assert f"; up to {share} slower is allowed (95% confidence); exit code {code}" in err
     assert err.count("\n") == 1
-    found, _, err = advisor("compare", slow, fast, "--fail-if-slower", bound)
+    found, _, err = advisor("compare", slow_trace, fast_trace, "--fail-if-slower", bound)
     assert found == 0 and err.startswith("not slower: faster by ")
 
 
 def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
-    advisor: Run, fast: Path, tmp_path: Path
+    advisor: Run, fast_trace: Path, tmp_path: Path
 ) -> None:
     b = TraceBuilder()
     for us in (800, 1000, 1200, 1400, 1600, 800):  # 13% slower on average, and all over the place
@@ -64,27 +64,27 @@ def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
             b.launch("ampere_sgemm_128x64_nn", us)
             b.sync()
     code, out, err = advisor(
-        "compare", fast, b.write(tmp_path / "b.json"), "--fail-if-slower", "5%"
+        "compare", fast_trace, b.write(tmp_path / "b.json"), "--fail-if-slower", "5%"
     )
     assert code == 0 and err.startswith("not shown to be slower: ")
     assert "No difference in step time can be shown" in out
 
 
 def test_a_gate_that_cannot_measure_does_not_let_through(
-    advisor: Run, fast: Path, tmp_path: Path
+    advisor: Run, fast_trace: Path, tmp_path: Path
 ) -> None:
-    other = write(tmp_path / "two.json", 1000, steps=2)
-    code, out, err = advisor("compare", fast, other, "--fail-if-slower", "5%")
+    other = write_trace(tmp_path / "two.json", 1000, steps=2)
+    code, out, err = advisor("compare", fast_trace, other, "--fail-if-slower", "5%")
     assert code == 2
     assert "too few" in err
     assert err.count("\n") == 1
     assert "aten::mm" not in err
     assert "Step times are not compared" in " ".join(out.split())
-    assert advisor("compare", fast, other)[0] == 0
+    assert advisor("compare", fast_trace, other)[0] == 0
 
 
-def test_terminal_text_keeps_to_the_width(advisor: Run, fast: Path, slow: Path) -> None:
-    code, out, err = advisor("compare", fast, slow)
+def test_terminal_text_keeps_to_the_width(advisor: Run, fast_trace: Path, slow_trace: Path) -> None:
+    code, out, err = advisor("compare", fast_trace, slow_trace)
     assert (code, err) == (0, "")
     assert out.startswith("Slower by")
     assert max(map(len, out.splitlines())) <= 80
@@ -92,17 +92,17 @@ def test_terminal_text_keeps_to_the_width(advisor: Run, fast: Path, slow: Path) 
 
 
 def test_noise_and_statistics_are_counted_and_shown_with_details(
-    advisor: Run, fast: Path, slow: Path
+    advisor: Run, fast_trace: Path, slow_trace: Path
 ) -> None:
-    code, short, _ = advisor("compare", fast, slow)
+    code, short, _ = advisor("compare", fast_trace, slow_trace)
     assert code == 0 and "bootstrap" not in short and "95% confidence" in short
     assert "figures within noise, statistics." in " ".join(short.split())
-    full = advisor("compare", fast, slow, "--details")[1]
+    full = advisor("compare", fast_trace, slow_trace, "--details")[1]
     assert "bootstrap" in full and "Within noise" in full and "Not shown" not in full
 
 
-def test_json_is_a_comparison(advisor: Run, fast: Path, slow: Path) -> None:
-    code, out, _ = advisor("compare", fast, slow, "--format", "json")
+def test_json_is_a_comparison(advisor: Run, fast_trace: Path, slow_trace: Path) -> None:
+    code, out, _ = advisor("compare", fast_trace, slow_trace, "--format", "json")
     assert code == 0
     c = Comparison.from_json(out)
     assert json.loads(out)["schema"] == "advisor.comparison/2"
@@ -111,17 +111,17 @@ def test_json_is_a_comparison(advisor: Run, fast: Path, slow: Path) -> None:
 
 
 def test_the_format_follows_the_suffix(
-    advisor: Run, fast: Path, slow: Path, tmp_path: Path
+    advisor: Run, fast_trace: Path, slow_trace: Path, tmp_path: Path
 ) -> None:
-    assert advisor("compare", fast, slow, "-o", tmp_path / "c.md")[:2] == (0, "")
+    assert advisor("compare", fast_trace, slow_trace, "-o", tmp_path / "c.md")[:2] == (0, "")
     assert (tmp_path / "c.md").read_text().startswith("**Slower by")
     assert "| mean |" in (tmp_path / "c.md").read_text()
 
 
-def test_hostile_names_stay_names(advisor: Run, fast: Path, tmp_path: Path) -> None:
-    other = write(tmp_path / "x.json", 3000, HOSTILE)
+def test_hostile_names_stay_names(advisor: Run, fast_trace: Path, tmp_path: Path) -> None:
+    other = write_trace(tmp_path / "x.json", 3000, HOSTILE)
     for form in ("terminal", "markdown", "json"):
-        code, out, _ = advisor("compare", fast, other, "--format", form)
+        code, out, _ = advisor("compare", fast_trace, other, "--format", form)
         assert code == 0
         assert "\x1b" not in out
         if form == "markdown":
@@ -133,7 +133,7 @@ def test_a_redacted_comparison_holds_nothing_private(advisor: Run, tmp_path: Pat
     folder = tmp_path / "jdoe17"
     folder.mkdir()
     name = "gemm TOKEN=hunter2 /home/jdoe17/x.cu"
-    one, other = write(folder / "a.json", 1000), write(folder / "b.json", 3000, name)
+    one, other = write_trace(folder / "a.json", 1000), write_trace(folder / "b.json", 3000, name)
     for form in ("terminal", "markdown", "json"):
         code, out, _ = advisor("compare", one, other, "--format", form, "--redact")
         assert code == 0
@@ -154,9 +154,9 @@ def test_a_redacted_comparison_holds_nothing_private(advisor: Run, tmp_path: Pat
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
-    advisor: Run, fast: Path, arguments: list[str], complaint: str
+    advisor: Run, fast_trace: Path, arguments: list[str], complaint: str
 ) -> None:
-    code, out, err = advisor("compare", *(a.format(fast=fast) for a in arguments))
+    code, out, err = advisor("compare", *(a.format(fast=fast_trace) for a in arguments))
     assert (code, out) == (2, "")
     assert complaint in err
     assert err.count("\n") == 1
@@ -174,7 +174,7 @@ def test_a_share_must_be_one(text: str) -> None:
 
 @pytest.fixture
 def save(advisor: Run, tmp_path: Path) -> Callable[[Path], Path]:
-    """What ``analyze --format json`` writes of a trace."""
+    """Save what ``analyze --format json`` writes for a trace."""
 
     def make(trace: Path) -> Path:
         target = tmp_path / f"{trace.stem}.report.json"
@@ -185,22 +185,24 @@ def save(advisor: Run, tmp_path: Path) -> Callable[[Path], Path]:
 
 
 def test_saved_reports_are_compared_as_far_as_they_tell(
-    advisor: Run, fast: Path, slow: Path, save: Callable[[Path], Path]
+    advisor: Run, fast_trace: Path, slow_trace: Path, save: Callable[[Path], Path]
 ) -> None:
-    reports = save(fast), save(slow)
+    reports = save(fast_trace), save(slow_trace)
     for before, after, only in (
         (*reports, "of both runs"),
-        (fast, reports[1], "of the run after"),
-        (reports[0], slow, "of the run before"),
+        (fast_trace, reports[1], "of the run after"),
+        (reports[0], slow_trace, "of the run before"),
     ):
-        found = Comparison.from_json(advisor("compare", before, after, "--format", "json")[1])
-        whole = Comparison.from_json(advisor("compare", fast, slow, "--format", "json")[1])
-        assert only in found.limits[0] and "not compared" in found.limits[0]
-        assert (found.before.path, found.after.path) == (str(before), str(after))
-        assert found.steps.verdict == whole.steps.verdict == "slower"
-        assert found.steps == whole.steps
-        assert (found.work, found.kernels, found.realised.rules) == ([], [], [])
-        assert [a.name for a in found.amounts] == [a.name for a in whole.amounts]
+        comparison = Comparison.from_json(advisor("compare", before, after, "--format", "json")[1])
+        whole = Comparison.from_json(
+            advisor("compare", fast_trace, slow_trace, "--format", "json")[1]
+        )
+        assert only in comparison.limits[0] and "not compared" in comparison.limits[0]
+        assert (comparison.before.path, comparison.after.path) == (str(before), str(after))
+        assert comparison.steps.verdict == whole.steps.verdict == "slower"
+        assert comparison.steps == whole.steps
+        assert (comparison.work, comparison.kernels, comparison.realised.rules) == ([], [], [])
+        assert [a.name for a in comparison.amounts] == [a.name for a in whole.amounts]
     for form in ("terminal", "markdown"):
         assert "Only a saved report" in " ".join(
             advisor("compare", *reports, "--format", form)[1].split()
@@ -208,18 +210,18 @@ def test_saved_reports_are_compared_as_far_as_they_tell(
 
 
 def test_the_gate_works_on_saved_reports(
-    advisor: Run, fast: Path, slow: Path, save: Callable[[Path], Path], tmp_path: Path
+    advisor: Run, fast_trace: Path, slow_trace: Path, save: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    reports = save(fast), save(slow)
+    reports = save(fast_trace), save(slow_trace)
     assert advisor("compare", *reports, "--fail-if-slower", "5%")[0] == 1
     assert advisor("compare", *reports[::-1], "--fail-if-slower", "5%")[0] == 0
-    few = save(write(tmp_path / "few.json", 1000, steps=2))
+    few = save(write_trace(tmp_path / "few.json", 1000, steps=2))
     code, _, err = advisor("compare", few, reports[1], "--fail-if-slower", "5%")
     assert code == 2 and "too few" in err
 
 
 def test_a_finding_that_only_one_saved_report_has_is_neither_fixed_nor_new(
-    advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast: Path
+    advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast_trace: Path
 ) -> None:
     b = TraceBuilder()
     for _ in range(6):
@@ -229,16 +231,20 @@ def test_a_finding_that_only_one_saved_report_has_is_neither_fixed_nor_new(
                 b.launch("ampere_sgemm_128x64_nn", 1000)
             b.sync()
     waiting = save(b.write(tmp_path / "waiting.json"))
-    found = Comparison.from_json(advisor("compare", waiting, save(fast), "--format", "json")[1])
-    (gone,) = [item for item in found.findings if "loader" in item.rule]
+    comparison = Comparison.from_json(
+        advisor("compare", waiting, save(fast_trace), "--format", "json")[1]
+    )
+    (gone,) = [item for item in comparison.findings if "loader" in item.rule]
     assert gone.change == "unchecked" and "too small to report" in gone.reason
-    assert not found.findings_with("fixed") and not found.findings_with("new")
-    back = Comparison.from_json(advisor("compare", save(fast), waiting, "--format", "json")[1])
+    assert not comparison.findings_with("fixed") and not comparison.findings_with("new")
+    back = Comparison.from_json(
+        advisor("compare", save(fast_trace), waiting, "--format", "json")[1]
+    )
     assert [i.change for i in back.findings if i.rule == gone.rule] == ["unchecked before"]
 
 
 def test_a_rank_cannot_be_chosen_in_a_saved_report(
-    advisor: Run, fast: Path, save: Callable[[Path], Path]
+    advisor: Run, fast_trace: Path, save: Callable[[Path], Path]
 ) -> None:
-    code, _, err = advisor("compare", save(fast), fast, "--rank", "0")
+    code, _, err = advisor("compare", save(fast_trace), fast_trace, "--rank", "0")
     assert code == 2 and "--rank" in err

@@ -51,14 +51,14 @@ GUARDS = {
 }
 
 
-def write(folder: Path, *programs: str, name: str = "x") -> Path:
+def write_log(folder: Path, *programs: str, name: str = "x") -> Path:
     path = folder / f"dedicated_log_torch_trace_{name}.log"
     path.write_text("\n".join(line for program in programs for line in LOGS[program]) + "\n")
     return path
 
 
 def read(folder: Path, *programs: str) -> CompileLog:
-    return read_logs(write(folder, *programs))
+    return read_logs(write_log(folder, *programs))
 
 
 @pytest.mark.parametrize("program", BREAKS)
@@ -66,21 +66,23 @@ def test_a_planted_graph_break_is_named_with_its_line(program: str, tmp_path: Pa
     log = read(tmp_path, program)
     for each in log.breaks:
         assert LINES[each.line - 1].split("  # ")[1].split()[0] == program
-    found = next(each for each in log.breaks if each.reason.startswith(BREAKS[program]))
-    assert found.file == "/home/me/compile_programs.py"
-    assert found.explanation and log.ns > 0
-    assert found.eager == (program == "break_in_a_loop")
-    assert found.function == ("inner" if program == "break_inlined" else "f")
+    match = next(each for each in log.breaks if each.reason.startswith(BREAKS[program]))
+    assert match.file == "/home/me/compile_programs.py"
+    assert match.explanation and log.ns > 0
+    assert match.eager == (program == "break_in_a_loop")
+    assert match.function == ("inner" if program == "break_inlined" else "f")
     assert not log.recompilations and not log.damaged
 
 
 @pytest.mark.parametrize("program", GUARDS)
 def test_a_planted_recompilation_is_named_with_its_guard(program: str, tmp_path: Path) -> None:
     log = read(tmp_path, program)
-    (found,) = log.recompilations
-    assert GUARDS[program] in found.reason and "  #" not in found.reason
-    assert found.count == 1 and found.ns is not None and 0 < found.ns < log.ns
-    assert found.file is not None and found.line is not None
+    (recompilation,) = log.recompilations
+    assert GUARDS[program] in recompilation.reason and "  #" not in recompilation.reason
+    assert (
+        recompilation.count == 1 and recompilation.ns is not None and 0 < recompilation.ns < log.ns
+    )
+    assert recompilation.file is not None and recompilation.line is not None
     assert not log.breaks and not log.not_compiled
 
 
@@ -101,9 +103,9 @@ def test_nothing_is_found_in_a_program_without_a_cause(program: str, tmp_path: P
 
 
 def test_a_reason_against_cuda_graphs_is_read_from_the_metrics(tmp_path: Path) -> None:
-    """As ``torch._inductor.cudagraph_utils.log_cudagraph_skip_and_bump_counter`` writes it, which
-    needs a GPU."""
-    path = write(tmp_path, "inductor_on_cpu")
+    """The line is written by
+    ``torch._inductor.cudagraph_utils.log_cudagraph_skip_and_bump_counter``, which needs a GPU."""
+    path = write_log(tmp_path, "inductor_on_cpu")
     reason = '"skipping cudagraphs due to mutated inputs (1 instances). Found from"'
     path.write_text(
         path.read_text().replace(
@@ -114,21 +116,24 @@ def test_a_reason_against_cuda_graphs_is_read_from_the_metrics(tmp_path: Path) -
             '"co_name"', f'"cudagraph_skip_reason": {reason}, "co_name"', 1
         )
     )
-    (found,) = read_logs(path).without_cuda_graphs
-    assert found.reason == "mutated inputs (1 instances). Found from" and found.function == "f"
+    (skipped_graph,) = read_logs(path).without_cuda_graphs
+    assert (
+        skipped_graph.reason == "mutated inputs (1 instances). Found from"
+        and skipped_graph.function == "f"
+    )
 
 
 def test_ranks_that_compile_the_same_are_counted_once(tmp_path: Path) -> None:
     one = read(tmp_path, "break_print", "recompile_dtype")
     for rank in range(3):
-        write(tmp_path, "break_print", "recompile_dtype", name=f"rank_{rank}_ab")
+        write_log(tmp_path, "break_print", "recompile_dtype", name=f"rank_{rank}_ab")
     log = read_logs(tmp_path)
     assert log.logs == 4 and log.compilations == one.compilations and log.ns == one.ns
     assert log.breaks == one.breaks and log.recompilations == one.recompilations
 
 
 def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None:
-    path = write(tmp_path, "break_print", "recompile_dtype")
+    path = write_log(tmp_path, "break_print", "recompile_dtype")
     whole = path.read_text()
     prefix = "V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2009] "
     bad = [
@@ -146,7 +151,7 @@ def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None
     assert read_logs(path).breaks
 
 
-def test_what_is_not_a_log_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
     other = tmp_path / "train.log"
     other.write_text("step 1\n")
     with pytest.raises(AdvisorError, match="TORCH_TRACE=FOLDER"):
@@ -176,16 +181,16 @@ def findings(report: Report) -> dict[str, Finding]:
 @pytest.mark.parametrize("program", [*BREAKS, *GUARDS, "recompile_limit"])
 def test_the_cause_that_was_planted_is_the_finding(program: str, tmp_path: Path) -> None:
     log = read(tmp_path, program)
-    found = findings(analyze(tmp_path))
+    result = findings(analyze(tmp_path))
     if program in BREAKS:
-        assert set(found) == {"graph-breaks"}
-        finding = found["graph-breaks"]
+        assert set(result) == {"graph-breaks"}
+        finding = result["graph-breaks"]
         assert BREAKS[program] in finding.summary and "not measured" in finding.summary
         assert {each.line for each in finding.where} == {each.line for each in log.breaks}
         assert finding.impact is not None and finding.impact.currency == "unknown"
         return
-    assert set(found) == {"recompilation"}
-    finding = found["recompilation"]
+    assert set(result) == {"recompilation"}
+    finding = result["recompilation"]
     assert finding.impact is not None and finding.impact.currency == "run_time"
     assert finding.impact.gain_ns == round(sum(each.ns or 0 for each in log.recompilations))
     assert finding.where[0].line == log.recompilations[0].line
@@ -198,14 +203,14 @@ def test_the_cause_that_was_planted_is_the_finding(program: str, tmp_path: Path)
 
 @pytest.mark.parametrize("program", ["nothing_wrong", "inductor_on_cpu"])
 def test_without_a_cause_there_is_no_finding(program: str, tmp_path: Path) -> None:
-    write(tmp_path, program)
+    write_log(tmp_path, program)
     report = analyze(tmp_path)
     assert not findings(report) and "no graph break, no recompilation" in report.verdict
 
 
 def test_each_break_has_the_idle_time_around_it(tmp_path: Path) -> None:
-    """Three regions: 1/0 follows the break of the log, which idles 300 us a step, 5/0 another that
-    the log does not have, 100 us; the launch of a kernel is no break."""
+    """The trace has three regions. 1/0 follows the break of the log and idles 300 us per step;
+    5/0 follows a break that the log does not have, 100 us. The launch of a kernel is no break."""
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.op("Torch-Compiled Region: 0/0"):
@@ -221,16 +226,22 @@ def test_each_break_has_the_idle_time_around_it(tmp_path: Path) -> None:
                 with b.op("Torch-Compiled Region: 5/0"), b.op("CompiledFunction"):
                     b.run("aten::mm", "gemm", 400)
     b.write(tmp_path / "trace.json")
-    write(tmp_path, "break_print")
+    write_log(tmp_path, "break_print")
     report = analyze(tmp_path)
     assert report.compilation is not None
-    (found,) = report.compilation.breaks
-    assert found.frames == ["1"] and found.idle_ns is not None and found.gain_ns is not None
-    assert 300e3 <= found.idle_ns < 330e3
-    assert 0.9 * found.idle_ns < found.gain_ns <= found.idle_ns
+    (graph_break,) = report.compilation.breaks
+    assert (
+        graph_break.frames == ["1"]
+        and graph_break.idle_ns is not None
+        and graph_break.gain_ns is not None
+    )
+    assert 300e3 <= graph_break.idle_ns < 330e3
+    assert 0.9 * graph_break.idle_ns < graph_break.gain_ns <= graph_break.idle_ns
     finding = findings(report)["graph-breaks"]
-    assert finding.where[0].line == found.line == 44 and finding.impact is not None
-    assert finding.impact.gain_ns is not None and finding.impact.gain_ns > found.gain_ns + 80e3
+    assert finding.where[0].line == graph_break.line == 44 and finding.impact is not None
+    assert (
+        finding.impact.gain_ns is not None and finding.impact.gain_ns > graph_break.gain_ns + 80e3
+    )
     assert "Failed to trace builtin operator" in finding.summary
 
 
@@ -243,7 +254,7 @@ def test_a_recompilation_in_the_steps_has_its_guard(tmp_path: Path) -> None:
             b.run("aten::mm", "gemm", 400)
             b.sync()
     b.write(tmp_path / "trace.json")
-    write(tmp_path, "recompile_shape")
+    write_log(tmp_path, "recompile_shape")
     finding = findings(analyze(tmp_path))["recompilation"]
     assert finding.impact is not None and finding.impact.currency == "step_time"
     assert GUARDS["recompile_shape"] in finding.summary and finding.where[0].line == 168
@@ -285,7 +296,7 @@ V1123 20:55:20.489000 8996 torch/_inductor/graph.py:2745] {"inductor_output_code
 |         # Unsorted Source Nodes: [y, sum_1], Original ATen: [aten.relu, aten.sum]
 |         triton_per_fused_relu_sum_1.run(buf1, buf2, 1, 128, stream=stream0)
 """.replace("\n| ", "\n\t")  # noqa: E501
-"""As inductor writes it (``torch/_inductor/utils.py``, ``get_kernel_metadata``)."""
+"""A line of inductor's log (``torch/_inductor/utils.py``, ``get_kernel_metadata``)."""
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
@@ -371,15 +382,15 @@ def test_processes_that_number_functions_otherwise_name_none() -> None:
 
 
 def test_logs_alone_are_analysed(advisor: Callable[..., Any], tmp_path: Path) -> None:
-    write(tmp_path, "break_print", "recompile_dtype", "recompile_limit")
-    done = advisor("analyze", str(tmp_path))
-    text = " ".join(done.out.split())
-    assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
+    write_log(tmp_path, "break_print", "recompile_dtype", "recompile_limit")
+    result = advisor("analyze", str(tmp_path))
+    text = " ".join(result.out.split())
+    assert result.code == 0 and max(map(len, result.out.splitlines())) <= 80
     assert "Graph breaks (1)" in text and ":44 in f: Failed to trace builtin operator" in text
     assert "dtype mismatch. expected Float, actual Double" in text and "Not compiled (1)" in text
     assert "1 graph break, 8 recompilations, 1 uncompiled function" in text
-    made = json.loads(advisor("analyze", str(tmp_path), "--format", "json").out)
-    assert made["compilation"]["breaks"][0]["line"] == 44
+    document = json.loads(advisor("analyze", str(tmp_path), "--format", "json").out)
+    assert document["compilation"]["breaks"][0]["line"] == 44
     private = advisor("analyze", str(tmp_path), "--format", "json", "--redact").out
     assert "/home/me" not in private
     assert json.loads(private)["compilation"]["breaks"][0]["line"] == 44
@@ -397,17 +408,17 @@ def test_logs_beside_a_trace_are_part_of_its_report(
     folder = tmp_path / "run"
     folder.mkdir()
     trace = b.write(folder / "trace.json")
-    log = write(folder if beside else tmp_path, "break_print")
-    given = [str(folder)] if beside else [str(trace), "--compile-log", str(log)]
-    text = " ".join(advisor("analyze", *given).out.split())
+    log = write_log(folder if beside else tmp_path, "break_print")
+    arguments = [str(folder)] if beside else [str(trace), "--compile-log", str(log)]
+    text = " ".join(advisor("analyze", *arguments).out.split())
     assert "Failed to trace builtin operator" in text and "as long as" in text
-    report = json.loads(advisor("analyze", *given, "--format", "json").out)
+    report = json.loads(advisor("analyze", *arguments, "--format", "json").out)
     assert report["compilation"]["breaks"][0]["reason"] == BREAKS["break_print"]
 
 
 def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path: Path) -> None:
-    done = advisor("analyze", "--compile-log", str(tmp_path))
-    assert done.code == 2 and done.err.count("\n") == 1 and "TORCH_TRACE" in done.err
+    result = advisor("analyze", "--compile-log", str(tmp_path))
+    assert result.code == 2 and result.err.count("\n") == 1 and "TORCH_TRACE" in result.err
 
 
 def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:
@@ -415,7 +426,7 @@ def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:
     from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 
-    write(tmp_path, "break_print", "recompile_dtype")
+    write_log(tmp_path, "break_print", "recompile_dtype")
     assert "1 graph break, 1 recompilation" in package.analyze(tmp_path).verdict
     answer = str(Tools(AllowedFolders([tmp_path])).analyze(str(tmp_path)))
     assert (
@@ -443,7 +454,7 @@ def test_logs_beside_ranks_are_not_ranks(
             b.sync()
     for rank in range(2):
         b.write(tmp_path / f"trace_rank{rank}.json")
-        write(tmp_path, "break_print", name=f"rank_{rank}_ab")
+        write_log(tmp_path, "break_print", name=f"rank_{rank}_ab")
     options = ["--workers", "1"] if apart else []
     report = json.loads(advisor("analyze", str(tmp_path), *options, "--format", "json").out)
     assert [each["line"] for each in report["compilation"]["breaks"]] == [44]
@@ -452,7 +463,7 @@ def test_logs_beside_ranks_are_not_ranks(
     assert "Ranks · 2 in this recording" in text
 
 
-def test_who_a_log_names_is_redacted_everywhere(
+def test_users_that_a_log_names_are_redacted_everywhere(
     advisor: Callable[..., Any], tmp_path: Path
 ) -> None:
     b = TraceBuilder()
@@ -461,11 +472,11 @@ def test_who_a_log_names_is_redacted_everywhere(
         b.sync()
     trace, logs = b.write(tmp_path / "trace.json"), tmp_path / "logs"
     logs.mkdir()
-    log = write(logs, "break_print")
+    log = write_log(logs, "break_print")
     log.write_text(log.read_text().replace("/home/me/", "/home/zaphodb/"))
-    given = [str(trace), "--compile-log", str(logs), "--format", "json"]
-    assert "zaphodb" in advisor("analyze", *given).out
-    assert "zaphodb" not in advisor("analyze", *given, "--redact").out
+    arguments = [str(trace), "--compile-log", str(logs), "--format", "json"]
+    assert "zaphodb" in advisor("analyze", *arguments).out
+    assert "zaphodb" not in advisor("analyze", *arguments, "--redact").out
 
 
 def test_two_logs_are_not_the_same_recording(tmp_path: Path) -> None:
@@ -474,7 +485,7 @@ def test_two_logs_are_not_the_same_recording(tmp_path: Path) -> None:
     sides = []
     for program in ("break_print", "break_item"):
         (tmp_path / program).mkdir()
-        write(tmp_path / program, program)
+        write_log(tmp_path / program, program)
         sides.append(tmp_path / program)
     same = "Both are the same recording."
     assert same not in compare(sides[0], sides[1]).limits

@@ -34,41 +34,41 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path) -> dict[str, list[dict[str, str]]]:
-    found = {}
+    result = {}
     for file in folder.glob("*.csv"):
         with file.open(encoding="utf-8", newline="") as opened:
-            found[file.stem] = list(csv.DictReader(opened))
-    return found
+            result[file.stem] = list(csv.DictReader(opened))
+    return result
 
 
 def test_the_tables_add_up_to_what_the_report_says(
     advisor: Cli, trace: Path, tmp_path: Path
 ) -> None:
-    done = advisor("analyze", trace, "--csv", tmp_path / "a" / "b", "--format", "json")
-    assert done.code == 0 and "kernels.csv" in done.err
-    report = advisor_report(done.out)
-    found = read(tmp_path / "a" / "b")
-    assert set(found) == NAMES
-    kernels = {row["kernel"]: row for row in found["kernels"]}
+    result = advisor("analyze", trace, "--csv", tmp_path / "a" / "b", "--format", "json")
+    assert result.code == 0 and "kernels.csv" in result.err
+    report = advisor_report(result.out)
+    parsed = read(tmp_path / "a" / "b")
+    assert set(parsed) == NAMES
+    kernels = {row["kernel"]: row for row in parsed["kernels"]}
     assert set(kernels) == {"gemm_kernel", f"'{FORMULA}"}
     # by hand: used steps have one of each
     assert float(kernels["gemm_kernel"]["ns_per_step"]) == 900e3
     assert float(kernels["gemm_kernel"]["share"]) == pytest.approx(0.9)
-    (mm,) = found["rooflines"]
+    (mm,) = parsed["rooflines"]
     assert (mm["operator"], mm["shapes"]) == ("aten::mm", "[512, 512] [512, 512]")
     assert float(mm["ns_per_step"]) == 1e6  # with what it launched beside its product
     assert float(mm["flops_per_call"]) == 2 * 512**3
-    used = [row for row in found["steps"] if row["used"] == "True"]
+    used = [row for row in parsed["steps"] if row["used"] == "True"]
     assert len(used) == report.scope.steps_used
     mean = sum(int(row["duration_ns"]) for row in used) / len(used)
     assert mean == pytest.approx(report.scope.step_ns)
-    idle = sum(int(row["duration_ns"]) for row in found["idle"]) / len(used)
+    idle = sum(int(row["duration_ns"]) for row in parsed["idle"]) / len(used)
     assert idle == pytest.approx(sum(cause.ns for cause in report.idle))
-    assert [row["rule"] for row in found["findings"] if row["section"] == "finding"] == [
+    assert [row["rule"] for row in parsed["findings"] if row["section"] == "finding"] == [
         finding.rule for finding in report.findings
     ]
-    assert found["findings"][0]["code"] == report.findings[0].code.rstrip("\r")
-    assert found["operators"][0]["operator"] == "aten::mm"
+    assert parsed["findings"][0]["code"] == report.findings[0].code.rstrip("\r")
+    assert parsed["operators"][0]["operator"] == "aten::mm"
 
 
 def advisor_report(text: str) -> Any:
@@ -82,10 +82,10 @@ def test_without_a_device_what_was_not_measured_is_empty(advisor: Cli, tmp_path:
     for _ in range(4):
         with b.step(), b.op("aten::mm"):
             b.host(100)
-    done = advisor("analyze", b.write(tmp_path / "cpu.json"), "--csv", tmp_path)
-    found = read(tmp_path)
-    assert done.code == 0 and found["kernels"] == found["idle"] == []
-    assert {row["device_ns"] for row in found["operators"]} == {""}
+    result = advisor("analyze", b.write(tmp_path / "cpu.json"), "--csv", tmp_path)
+    trace = read(tmp_path)
+    assert result.code == 0 and trace["kernels"] == trace["idle"] == []
+    assert {row["device_ns"] for row in trace["operators"]} == {""}
 
 
 def test_redacted_tables_tell_no_folder(advisor: Cli, tmp_path: Path) -> None:
@@ -95,14 +95,14 @@ def test_redacted_tables_tell_no_folder(advisor: Cli, tmp_path: Path) -> None:
             b.launch("gemm", 900)
             b.sync()
     advisor("analyze", b.write(tmp_path / "t.json"), "--csv", tmp_path / "out", "--redact")
-    told = "".join(file.read_text() for file in (tmp_path / "out").glob("*.csv"))
-    assert "gemm" in told and "alice" not in told
+    tables = "".join(file.read_text() for file in (tmp_path / "out").glob("*.csv"))
+    assert "gemm" in tables and "alice" not in tables
 
 
 def test_a_folder_that_is_none_is_one_line(advisor: Cli, trace: Path) -> None:
     for target in (trace, trace / "x"):
-        done = advisor("analyze", trace, "--csv", target)
-        assert (done.code, done.err.count("\n")) == (2, 1)
+        result = advisor("analyze", trace, "--csv", target)
+        assert (result.code, result.err.count("\n")) == (2, 1)
 
 
 # -- print -------------------------------------------------------------------------------------
@@ -114,13 +114,13 @@ def test_a_printed_report_is_what_the_command_prints_and_its_repr_is_one_line(
     import advisor as library
 
     report = library.analyze(trace)
-    shown = advisor("analyze", trace).out
-    assert str(report).splitlines() == shown.rstrip("\n").splitlines()
+    output = advisor("analyze", trace).out
+    assert str(report).splitlines() == output.rstrip("\n").splitlines()
     assert "\n" not in repr(report) and repr(report).startswith("<Report bottlenecks")
     assert repr([report]) == f"[{report!r}]"
 
 
-def test_what_is_printed_is_bounded_and_harmless(trace: Path) -> None:
+def test_printed_tables_are_bounded_and_harmless(trace: Path) -> None:
     report = advisor.analyze(trace)
     report.limits = [f"limit {n} \x1b[2J" for n in range(3000)]
     report.verdict = "long\n\x1b[31m" * 3000
@@ -132,16 +132,18 @@ def test_what_is_printed_is_bounded_and_harmless(trace: Path) -> None:
 def test_a_printed_comparison_is_the_table(trace: Path) -> None:
     from advisor.compare import compare
 
-    made = compare(trace, trace)
-    assert "Step times" in str(made) and repr(made).startswith("<Comparison: No difference")
-    assert "\n" not in repr(made)
+    comparison = compare(trace, trace)
+    assert "Step times" in str(comparison) and repr(comparison).startswith(
+        "<Comparison: No difference"
+    )
+    assert "\n" not in repr(comparison)
 
 
 def test_a_notebook_shows_the_fix_with_its_code(trace: Path) -> None:
     report = advisor.analyze(trace)
     code = "loader = DataLoader(num_workers=8)\n<script>x</script>"
     first = report.findings[0] = replace(report.findings[0], code=code)
-    shown = report._repr_html_()
-    assert "loader = DataLoader(num_workers=8)\n&lt;script&gt;" in shown
-    assert first.fix.split("<")[0][:40] in shown and shown.count("<details open") == 1
-    assert "<script" not in shown
+    text = report._repr_html_()
+    assert "loader = DataLoader(num_workers=8)\n&lt;script&gt;" in text
+    assert first.fix.split("<")[0][:40] in text and text.count("<details open") == 1
+    assert "<script" not in text

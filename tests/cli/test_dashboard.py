@@ -21,9 +21,9 @@ pytestmark = pytest.mark.timed
 
 
 def test_a_path_that_is_not_there_is_one_line(advisor: Callable[..., Any]) -> None:
-    done = advisor("dashboard", "nowhere.json", "--no-browser")
-    assert done.code == 2
-    assert done.err == "advisor: nowhere.json: no such file or directory\n"
+    result = advisor("dashboard", "nowhere.json", "--no-browser")
+    assert result.code == 2
+    assert result.err == "advisor: nowhere.json: no such file or directory\n"
 
 
 def test_help_names_the_options(advisor: Callable[..., Any]) -> None:
@@ -32,7 +32,7 @@ def test_help_names_the_options(advisor: Callable[..., Any]) -> None:
         assert option in out
 
 
-def test_it_serves_on_this_machine_only_and_ends_with_ctrl_c(busy_trace: Path) -> None:
+def test_the_dashboard_serves_on_this_machine_only_and_ends_with_ctrl_c(busy_trace: Path) -> None:
     pytest.importorskip("dash")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -64,8 +64,8 @@ def test_the_token_is_in_no_argument_and_no_environment_of_what_it_starts(
         f"#!{sys.executable}\n"
         "import os, pathlib, sys, urllib.request\n"
         "page = urllib.request.urlopen(sys.argv[1]).read().decode()\n"
-        "told = str(sys.argv) + str(dict(os.environ))\n"
-        f"pathlib.Path({str(seen)!r}).write_text(told + chr(10) + page)\n"
+        "arguments = str(sys.argv) + str(dict(os.environ))\n"
+        f"pathlib.Path({str(seen)!r}).write_text(arguments + chr(10) + page)\n"
     )
     browser.chmod(0o700)
     environment = {"ADVISOR_DASHBOARD_TOKEN": token, "BROWSER": f"{browser} %s"}
@@ -75,12 +75,12 @@ def test_the_token_is_in_no_argument_and_no_environment_of_what_it_starts(
         while not (seen.exists() and seen.read_text().endswith("</html>\n")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        told, _, page = seen.read_text().partition("\n")
-        assert token not in told and "file://" in told
+        arguments, _, page = seen.read_text().partition("\n")
+        assert token not in arguments and "file://" in arguments
         assert f"{address}" in page
         assert token not in Path(f"/proc/{process.pid}/cmdline").read_text()
         process.ending = signal.SIGTERM
-    folder = Path(told.split("file://")[1].split("'")[0]).parent
+    folder = Path(arguments.split("file://")[1].split("'")[0]).parent
     assert not folder.exists()  # nobody came, and the end took it
 
 
@@ -91,24 +91,24 @@ def test_a_token_that_others_read_or_guess_is_refused_in_one_line(
     trace.write_text("{}")
     file.write_text("long-enough-to-be-a-token")
 
-    def refused(*options: str) -> str:
-        done = advisor("dashboard", str(trace), "--no-browser", *options)
-        assert (done.code, done.err.count("\n")) == (2, 1)
-        return str(done.err)
+    def refusal(*options: str) -> str:
+        result = advisor("dashboard", str(trace), "--no-browser", *options)
+        assert (result.code, result.err.count("\n")) == (2, 1)
+        return str(result.err)
 
     file.chmod(0o644)
-    assert "chmod 600" in refused("--token-file", str(file))
+    assert "chmod 600" in refusal("--token-file", str(file))
     file.chmod(0o600)
-    assert "choose one" in refused("--no-token", "--token-file", str(file))
+    assert "choose one" in refusal("--no-token", "--token-file", str(file))
     for bad in ("short", "a token with spaces in it", "x" * 600, "é" * 30, ""):
         file.write_text(bad)
-        assert "letters, digits" in refused("--token-file", str(file))
+        assert "letters, digits" in refusal("--token-file", str(file))
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
-    assert "not a file" in refused("--token-file", str(pipe))
-    assert "cannot be read" in refused("--token-file", str(tmp_path / "nowhere"))
+    assert "not a file" in refusal("--token-file", str(pipe))
+    assert "cannot be read" in refusal("--token-file", str(tmp_path / "nowhere"))
     monkeypatch.setenv("ADVISOR_DASHBOARD_TOKEN", "short")
-    assert "ADVISOR_DASHBOARD_TOKEN: a token has" in refused()
+    assert "ADVISOR_DASHBOARD_TOKEN: a token has" in refusal()
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_a_token_that_others_read_or_guess_is_refused_in_one_line(
 def test_an_address_of_perfetto_that_is_none_is_one_line(
     advisor: Callable[..., Any], busy_trace: Path, url: str
 ) -> None:
-    done = advisor("dashboard", str(busy_trace), "--no-browser", "--perfetto-url", url)
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "--perfetto-url" in done.err
+    result = advisor("dashboard", str(busy_trace), "--no-browser", "--perfetto-url", url)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "--perfetto-url" in result.err
 
 
-class Started(subprocess.Popen[str]):
+class RunningDashboard(subprocess.Popen[str]):
     """A dashboard that runs; ``err`` is what it said once it has ended."""
 
     err = ""
@@ -131,9 +131,9 @@ class Started(subprocess.Popen[str]):
 
 
 @contextmanager
-def started(*arguments: object, **environment: str) -> Iterator[tuple[Started, str]]:
-    """``advisor dashboard`` and the address that it told; ended as Ctrl-C does."""
-    process = Started(
+def started(*arguments: object, **environment: str) -> Iterator[tuple[RunningDashboard, str]]:
+    """``advisor dashboard`` and the address that it printed; ended as Ctrl-C does."""
+    process = RunningDashboard(
         [sys.executable, "-m", "advisor", "dashboard", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

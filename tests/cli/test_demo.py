@@ -31,7 +31,7 @@ def test_without_torch_it_says_how_to_install_it(
     assert install_command("torch") in err
 
 
-def test_it_shows_a_real_gpu_and_what_the_fix_brought_without_torch(
+def test_demo_without_torch_shows_a_real_gpu_and_the_gain_of_the_fix(
     advisor: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measured means are those of the public pair, and the range of gains is that of the
@@ -52,7 +52,7 @@ def test_it_shows_a_real_gpu_and_what_the_fix_brought_without_torch(
     assert "with 2 or 4 workers" in out and "· 1× per step\n" in out
 
 
-def test_its_report_comes_in_other_formats(advisor: Run) -> None:
+def test_the_demo_report_comes_in_other_formats(advisor: Run) -> None:
     code, out, _ = advisor("demo", "--format", "json")
     assert code == 0
     assert Report.from_json(out).scope.steps_used == 6
@@ -70,7 +70,7 @@ needs_torch = pytest.mark.skipif(
 
 
 @needs_torch
-def test_it_records_a_trace_analyses_it_and_keeps_it_when_asked(
+def test_demo_records_a_trace_analyzes_it_and_keeps_it_on_request(
     advisor: Run, tmp_path: Path
 ) -> None:
     code, out, _ = advisor(
@@ -115,9 +115,9 @@ def test_make_demo_ends_with_a_command_that_works_in_the_checkout() -> None:
         f"BIN={bin_}",
         "STAMP=/nowhere",
     ]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
-    said = done.stdout.rpartition("Next, ")[2].splitlines()
-    assert said[1].split()[:2] == [f"{bin_}/advisor", "analyze"]
-    subprocess.run(said[1].split(), cwd=root, capture_output=True, check=True)
-    assert said[2].startswith('". .venv/bin/activate"')
-    assert said[-1].endswith('pip install -e ".[record,dashboard,mcp]"')
+    result = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+    next_lines = result.stdout.rpartition("Next, ")[2].splitlines()
+    assert next_lines[1].split()[:2] == [f"{bin_}/advisor", "analyze"]
+    subprocess.run(next_lines[1].split(), cwd=root, capture_output=True, check=True)
+    assert next_lines[2].startswith('". .venv/bin/activate"')
+    assert next_lines[-1].endswith('pip install -e ".[record,dashboard,mcp]"')

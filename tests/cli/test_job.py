@@ -58,9 +58,9 @@ def test_ranks_are_compared_the_same_way_here_and_one_by_one(
     for field in ("schema", "findings", "notes", "ranks"):
         assert here[field] == apart[field], field
     assert [line["rank"] for line in apart["ranks"]["lines"]] == [0, 1, 2]
-    code, shown, _ = advisor("analyze", folder, "--ranks", "0,2", "--format", "json")
+    code, out, _ = advisor("analyze", folder, "--ranks", "0,2", "--format", "json")
     assert code == 0
-    assert [line["rank"] for line in json.loads(shown)["ranks"]["lines"]] == [0, 2]
+    assert [line["rank"] for line in json.loads(out)["ranks"]["lines"]] == [0, 2]
 
 
 @pytest.mark.parametrize("more", [[], ["--workers", "2"]])
@@ -89,9 +89,9 @@ def test_ranks_are_chosen_in_files_whose_names_do_not_have_them(
         b.write(tmp_path / f"host{9 - rank}_4{rank}7.1700000000.pt.trace.json")
     for more in ([], ["--workers", "2"]):
         line = ["analyze", tmp_path, *more, "--ranks", "1-2", "--format", "json"]
-        code, shown, err = advisor(*line)
+        code, out, err = advisor(*line)
         assert (code, err) == (0, "")
-        assert [each["rank"] for each in json.loads(shown)["ranks"]["lines"]] == [1, 2]
+        assert [each["rank"] for each in json.loads(out)["ranks"]["lines"]] == [1, 2]
         code, _, err = advisor("analyze", tmp_path, *more, "--ranks", "7")
         assert code == 2 and "--ranks 7: no trace of these" in err and err.count("\n") == 1
 
@@ -101,12 +101,12 @@ def test_many_ranks_are_read_one_by_one_and_one_of_them_alone(
 ) -> None:
     folder = ranks(MAX_RANKS_IN_MEMORY + 1)
     out = tmp_path / "job.html"
-    code, shown, err = advisor("analyze", folder, "--output", out)
-    assert (code, shown, err) == (0, "", "")
+    code, output, err = advisor("analyze", folder, "--output", out)
+    assert (code, output, err) == (0, "", "")
     assert f"rank {MAX_RANKS_IN_MEMORY}" in out.read_text()
-    code, shown, err = advisor("analyze", folder / "rank3.json", "--format", "json")
+    code, output, err = advisor("analyze", folder / "rank3.json", "--format", "json")
     assert (code, err) == (0, "")
-    assert json.loads(shown)["ranks"] is None
+    assert json.loads(output)["ranks"] is None
 
 
 def test_tables_and_sarif_are_of_a_job_too(
@@ -115,12 +115,12 @@ def test_tables_and_sarif_are_of_a_job_too(
     folder = ranks(2)
     code, _, err = advisor("analyze", folder, "--workers", 1, "--csv", tmp_path / "tables")
     assert code == 0 and "findings.csv" in err
-    code, shown, _ = advisor("analyze", folder, "--workers", 1, "--format", "sarif")
-    assert code == 0 and json.loads(shown)["version"] == "2.1.0"
+    code, out, _ = advisor("analyze", folder, "--workers", 1, "--format", "sarif")
+    assert code == 0 and json.loads(out)["version"] == "2.1.0"
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("arguments", "why"),
     [
         (["--workers", "2", "--cluster", "tcp://127.0.0.1:1"], "choose one"),
         (["--workers", "2", "--rank", "7"], "--rank 7: not measured (ranks present: 0, 1)"),
@@ -130,27 +130,27 @@ def test_tables_and_sarif_are_of_a_job_too(
         (["--workers", "0"], "--workers"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(
-    advisor: Run, ranks: Callable[[int], Path], given: list[str], why: str
+def test_options_that_exclude_each_other_are_one_line(
+    advisor: Run, ranks: Callable[[int], Path], arguments: list[str], why: str
 ) -> None:
-    code, out, err = advisor("analyze", ranks(2), *given)
+    code, out, err = advisor("analyze", ranks(2), *arguments)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert why in err
 
 
-def test_a_job_is_told_without_private_names_where_that_is_wanted(
+def test_a_redacted_report_of_a_job_has_no_private_names(
     advisor: Run, tmp_path: Path, ranks: Callable[[int], Path]
 ) -> None:
     folder = ranks(2)
     secret = tmp_path / "gpu-tarrasque-17"
     folder.rename(secret)
-    code, shown, _ = advisor("analyze", secret, "--workers", 1, "--format", "json")
+    code, out, _ = advisor("analyze", secret, "--workers", 1, "--format", "json")
     assert code == 0
-    assert "tarrasque" in shown
-    code, shown, _ = advisor("analyze", secret, "--workers", 1, "--redact", "--format", "json")
+    assert "tarrasque" in out
+    code, out, _ = advisor("analyze", secret, "--workers", 1, "--redact", "--format", "json")
     assert code == 0
-    assert "tarrasque" not in shown
+    assert "tarrasque" not in out
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_findings_fail_from_a_severity_on(severity: Any, level: Any, code: int) 
 
 
 def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
-    said: list[str] = []
-    shown = cast("Progress", SimpleNamespace(show=said.append))
+    messages: list[str] = []
+    progress_bar = cast("Progress", SimpleNamespace(show=messages.append))
     for read, unread in ((0, 0), (2, 1), (5, 1)):
-        RankProgress(shown)(RanksDone(total=6, read=read, unread=unread))
-    assert said == [
+        RankProgress(progress_bar)(RanksDone(total=6, read=read, unread=unread))
+    assert messages == [
         f"[{'.' * 24}] 0 of 6 ranks",
         f"[{'#' * 12}{'.' * 12}] 3 of 6 ranks, 1 not read",
         "comparing the ranks",

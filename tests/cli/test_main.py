@@ -33,7 +33,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     encoding = "utf-8"  # type: ignore[assignment]
 
@@ -50,12 +50,12 @@ def test_the_help_names_the_commands(
     advisor: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    code, shown, err = advisor(*arguments)
+    code, out, err = advisor(*arguments)
     assert (code, err) == (0, "")
     for command in ("analyze", "demo", "rules"):
-        assert command in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "advisor analyze trace.json.gz" in shown and f"Docs: {cli.DOCS}" in shown
+        assert command in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "advisor analyze trace.json.gz" in out and f"Docs: {cli.DOCS}" in out
 
 
 def test_help_is_a_command_too(advisor: Run) -> None:
@@ -64,9 +64,9 @@ def test_help_is_a_command_too(advisor: Run) -> None:
 
 
 def test_the_help_has_every_command_under_one_heading(advisor: Run) -> None:
-    shown = advisor("--help").out
+    output = advisor("--help").out
     for heading, names in groups.GROUPS.items():
-        assert f"\n{heading}:\n  {names[0]} " in shown
+        assert f"\n{heading}:\n  {names[0]} " in output
     assert sorted(cli.COMMANDS) == sorted(n for names in groups.GROUPS.values() for n in names)
 
 
@@ -75,8 +75,8 @@ def test_the_help_has_every_option_under_one_heading(
     advisor: Run, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = advisor(command, "--help").out
-    sections = dict(re.findall(r"^([A-Z][^\n:]*):\n((?:  .*\n)+)", shown, re.MULTILINE))
+    output = advisor(command, "--help").out
+    sections = dict(re.findall(r"^([A-Z][^\n:]*):\n((?:  .*\n)+)", output, re.MULTILINE))
     assert sections["Other"].split() == "-h, --help Show this message and exit.".split()
     (only,) = cli._build_command(command).commands.values()
     own = [option for option in only.params if option.param_type_name == "option"]
@@ -84,7 +84,7 @@ def test_the_help_has_every_option_under_one_heading(
     assert len(listed) == len(set(listed))
     assert all(set(option.opts) & set(listed) for option in own)
     assert set(sections) - {"Arguments", "Formats"} <= {*groups.HEADINGS, groups.OTHER_HEADING}
-    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert [line for line in output.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_help_has_every_option_under_one_heading(
 )
 def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "advisor"],
         check=False,
         capture_output=True,
@@ -100,15 +100,15 @@ def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> N
         timeout=60,
         env={**os.environ, **words, "_ADVISOR_COMPLETE": "complete_bash"},
     )
-    assert (done.stdout.split(), done.stderr) == ([completed], "")
+    assert (result.stdout.split(), result.stderr) == ([completed], "")
 
 
 def test_a_command_that_is_misspelled_gets_the_one_that_is_meant(
     advisor: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["analyse", "x"]) == 2
-    said = capsys.readouterr().err
-    assert "'analyze'? See" in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "'analyze'? See" in error and error.count("\n") == 1
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -120,17 +120,17 @@ def test_help_loads_nothing_heavy() -> None:
         "loaded = heavy & {name.split('.')[0] for name in sys.modules}\n"
         "sys.exit(', '.join(loaded) or 0)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "advisor", "--version"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"advisor {package.__version__}\n"
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"advisor {package.__version__}\n"
 
 
 def test_colour_is_for_terminals_and_for_those_who_want_it(
@@ -165,12 +165,12 @@ def test_a_stream_without_unicode_gets_a_bar_it_can_show(
     monkeypatch.setattr(sys, "stdout", stream)
     assert cli.run(["analyze", str(slow_trace)]) == 0
     stream.flush()
-    shown = buffer.getvalue().decode(encoding)
-    assert "####" in shown
-    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    text = buffer.getvalue().decode(encoding)
+    assert "####" in text
+    assert [line for line in text.splitlines() if len(line) > 80] == []
 
 
-class Broken(io.StringIO):
+class BrokenPipe(io.StringIO):
     """A stream whose reader has gone."""
 
     def write(self, text: str) -> int:
@@ -186,7 +186,7 @@ def test_a_reader_that_goes_away_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", Broken())
+    monkeypatch.setattr(sys, "stdout", BrokenPipe())
     assert cli.run(["analyze", str(slow_trace)]) == cli.BROKEN_PIPE
     assert capsys.readouterr().err == ""
 
@@ -199,16 +199,16 @@ def test_a_full_disk_behind_stdout_is_one_line(
 ) -> None:
     stream = io.StringIO()
 
-    def full(_: str) -> int:
+    def raise_disk_full(_: str) -> int:
         raise OSError(28, "No space left on device")
 
-    stream.write = full  # type: ignore[method-assign, assignment]
+    stream.write = raise_disk_full  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(sys, "stdout", stream)
     assert cli.run(["analyze", str(slow_trace)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def _unread(pipe: IO[bytes]) -> int:
+def _unread_bytes(pipe: IO[bytes]) -> int:
     """Number of bytes in a pipe that nobody has read."""
     left = bytearray(4)
     fcntl.ioctl(pipe, termios.FIONREAD, left)
@@ -224,7 +224,7 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
         process.stdin.write(b'{"traceEvents": [')  # and then it waits for more
         process.stdin.flush()
         deadline = time.monotonic() + 300
-        while _unread(process.stdin) and time.monotonic() < deadline:  # past the imports
+        while _unread_bytes(process.stdin) and time.monotonic() < deadline:  # past the imports
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
@@ -240,8 +240,8 @@ def test_no_progress_where_nobody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.0)
-    with Progress() as shown:
-        shown.show("reading")
+    with Progress() as progress:
+        progress.show("reading")
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
 
@@ -250,13 +250,13 @@ def test_progress_waits_a_second_and_leaves_no_trace(monkeypatch: pytest.MonkeyP
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress() as shown:
-        shown.show("reading")
+    with Progress() as progress:
+        progress.show("reading")
     assert terminal.getvalue() == ""
     monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.01)
     monkeypatch.setattr(progress_module, "UPDATE_SECONDS", 0.01)
-    with Progress() as shown:
-        shown.report_bytes("/somewhere/\x1b[31mtrace.json", 120_000_000)
+    with Progress() as progress:
+        progress.report_bytes("/somewhere/\x1b[31mtrace.json", 120_000_000)
         time.sleep(0.2)
     written = terminal.getvalue()
     assert "trace.json: 120 MB" in written
@@ -285,13 +285,13 @@ def test_every_command_uses_each_of_its_options() -> None:
 
 def test_every_shared_option_arrives_in_what_is_analysed() -> None:
     """Each of ANALYSIS is a field of Options or ReadOptions, or changes one."""
-    given: dict[str, Any] = dict.fromkeys(o.ANALYSIS, 3)
-    given |= {"steps": "1:2", "max_size": "1G", "price": "2/h", "rules": Path("rules")}
-    given["recorded_gpu"] = "h100"
+    fields: dict[str, Any] = dict.fromkeys(o.ANALYSIS, 3)
+    fields |= {"steps": "1:2", "max_size": "1G", "price": "2/h", "rules": Path("rules")}
+    fields["recorded_gpu"] = "h100"
     for name in o.ANALYSIS:
         if name == "prices":  # a file, in place of --price
             continue
-        assert o.analysis(**{name: given[name]}) != o.analysis(), name
+        assert o.analysis(**{name: fields[name]}) != o.analysis(), name
 
 
 @pytest.mark.parametrize("command", ["whatif", "project", "fit"])
@@ -305,18 +305,18 @@ def test_a_command_that_analyses_by_itself_uses_each_shared_option(command: str)
 
 
 @pytest.mark.parametrize("name", ["/root/x.html", None])
-def test_what_may_not_be_read_or_written_is_one_line(
+def test_a_file_without_permission_is_one_line(
     name: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``Path.is_dir`` raises in a folder that one may not enter."""
 
-    def refuse(_: str) -> None:
+    def raise_permission_error(_: str) -> None:
         raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr(cli, "_build_command", refuse)
+    monkeypatch.setattr(cli, "_build_command", raise_permission_error)
     assert cli.run(["analyze"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"advisor: {name + ': ' if name else ''}Permission denied\n"
+    error = capsys.readouterr().err
+    assert error == f"advisor: {name + ': ' if name else ''}Permission denied\n"
 
 
 def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
@@ -327,9 +327,10 @@ def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
 
 
 def test_a_parameter_has_the_name_of_its_option() -> None:
-    """One longer where Python, or the file, has it: ``format_name``, ``all_gpus``, ``as_json``."""
+    """A parameter has a longer name where Python or the file has its option's name:
+    ``format_name``, ``all_gpus``, ``as_json``."""
     commands = cli._build_command("").commands
-    leaves = {(name, leaf) for name, each in commands.items() for leaf in _leaves(each)}
+    leaves = {(name, leaf) for name, each in commands.items() for leaf in _leaf_commands(each)}
     other = set()
     for name, command in leaves:
         for param in command.params:
@@ -343,6 +344,6 @@ def test_a_parameter_has_the_name_of_its_option() -> None:
     }
 
 
-def _leaves(command: Any) -> list[Any]:
+def _leaf_commands(command: Any) -> list[Any]:
     below = getattr(command, "commands", {}).values()
-    return [leaf for each in below for leaf in _leaves(each)] if below else [command]
+    return [leaf for each in below for leaf in _leaf_commands(each)] if below else [command]

@@ -22,10 +22,12 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = fake.ordinary("GPU-aaaa-1111", processes=[SimpleNamespace(pid=1, usedGpuMemory=5)])
-    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(found))
+    healthy_gpu = fake.healthy_gpu(
+        "GPU-aaaa-1111", processes=[SimpleNamespace(pid=1, usedGpuMemory=5)]
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(healthy_gpu))
     monkeypatch.setattr(monitor, "FIRST_DELAY_NS", 1_000_000)
-    return found
+    return healthy_gpu
 
 
 @pytest.fixture
@@ -35,18 +37,18 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_driver_it_says_so_and_shows_the_host(advisor: Run, no_driver: None) -> None:
-    done = advisor("monitor", "--once")
-    assert done.code == 0 and done.err == ""
-    assert "no NVIDIA driver" in done.out and "Host" in done.out and "CPU" in done.out
+    result = advisor("monitor", "--once")
+    assert result.code == 0 and result.err == ""
+    assert "no NVIDIA driver" in result.out and "Host" in result.out and "CPU" in result.out
 
 
 def test_a_pipe_gets_one_table(advisor: Run, gpu: Any) -> None:
-    done = advisor("monitor")
-    assert done.code == 0
-    text = " ".join(done.out.split())
+    result = advisor("monitor")
+    assert result.code == 0
+    text = " ".join(result.out.split())
     for part in ("97%", "30 GiB of 80 GiB", "1700 of 1980 MHz", "690 W", "software power cap"):
         assert part in text
-    assert "\x1b" not in done.out
+    assert "\x1b" not in result.out
 
 
 def test_every_gpu_is_shown_whatever_cuda_may_see(
@@ -59,19 +61,21 @@ def test_every_gpu_is_shown_whatever_cuda_may_see(
 def test_json_is_one_object_a_line_with_null_for_what_is_not_reported(
     advisor: Run, gpu: Any
 ) -> None:
-    done = advisor("monitor", "--once", "--json")
-    (line,) = done.out.splitlines()
-    found = json.loads(line)
-    assert found["gpus"][0]["uuid"] == "GPU-aaaa-1111" and found["gpus"][0]["power"] == 690_000
-    assert found["gpus"][0]["energy"] is None and found["gpus"][0]["processes"] == 1
-    assert found["without_gpu"] is None and found["host"] is not None
+    result = advisor("monitor", "--once", "--json")
+    (line,) = result.out.splitlines()
+    document = json.loads(line)
+    assert (
+        document["gpus"][0]["uuid"] == "GPU-aaaa-1111" and document["gpus"][0]["power"] == 690_000
+    )
+    assert document["gpus"][0]["energy"] is None and document["gpus"][0]["processes"] == 1
+    assert document["without_gpu"] is None and document["host"] is not None
 
 
 def test_prometheus_gets_a_whole_file(advisor: Run, gpu: Any, tmp_path: Path) -> None:
     file = tmp_path / "advisor.prom"
     file.write_text("old")
-    done = advisor("monitor", "--once", "--prometheus", file)
-    assert done.code == 0
+    result = advisor("monitor", "--once", "--prometheus", file)
+    assert result.code == 0
     lines = file.read_text().splitlines()
     label = '{gpu="GPU-aaaa-1111",index="0",name="NVIDIA Test"}'
     assert f"advisor_gpu_power_watts{label} 690" in lines
@@ -81,23 +85,23 @@ def test_prometheus_gets_a_whole_file(advisor: Run, gpu: Any, tmp_path: Path) ->
 
 
 def test_a_file_that_cannot_be_written_is_one_line(advisor: Run, gpu: Any, tmp_path: Path) -> None:
-    done = advisor("monitor", "--once", "--prometheus", tmp_path / "none" / "x.prom")
-    assert done.code == 2 and done.err.count("\n") == 1
+    result = advisor("monitor", "--once", "--prometheus", tmp_path / "none" / "x.prom")
+    assert result.code == 2 and result.err.count("\n") == 1
 
 
-def test_it_goes_on_until_it_is_interrupted(
+def test_monitor_goes_on_until_it_is_interrupted(
     advisor: Run, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naps = []
 
-    def nap(seconds: float) -> None:
+    def sleep(seconds: float) -> None:
         naps.append(seconds)
         if len(naps) > 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(monitor.time, "sleep", nap)
-    done = advisor("monitor", "--json")
-    assert done.code == 0 and len(done.out.splitlines()) == 3
+    monkeypatch.setattr(monitor.time, "sleep", sleep)
+    result = advisor("monitor", "--json")
+    assert result.code == 0 and len(result.out.splitlines()) == 3
 
 
 def test_costly_fields_stay_until_they_are_asked_again() -> None:
@@ -105,9 +109,9 @@ def test_costly_fields_stay_until_they_are_asked_again() -> None:
         t=1, gpus=[GpuSample(uuid="a", power=1, ecc_uncorrected=3)], host=HostSample(swap_used=7)
     )
     then = Sample(t=2, gpus=[GpuSample(uuid="a", power=2)], host=HostSample(cpu=5.0))
-    shown = monitor._fill_slow_fields(then, first)
-    assert (shown.gpus[0].power, shown.gpus[0].ecc_uncorrected) == (2, 3)
-    assert shown.host is not None and (shown.host.cpu, shown.host.swap_used) == (5.0, 7)
+    filled = monitor._fill_slow_fields(then, first)
+    assert (filled.gpus[0].power, filled.gpus[0].ecc_uncorrected) == (2, 3)
+    assert filled.host is not None and (filled.host.cpu, filled.host.swap_used) == (5.0, 7)
 
 
 def test_an_idle_gpu_is_held_down_by_nothing() -> None:

@@ -18,7 +18,7 @@ SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
 MIB = 1 << 20
 
 
-def write(path: Path, gpu: str | None = "A100") -> Path:
+def write_trace(path: Path, gpu: str | None = "A100") -> Path:
     """Steps of a product of 20 ms on an A100, and 30 GiB of memory."""
     b = TraceBuilder(gpu)
     for _ in range(5):
@@ -32,27 +32,27 @@ def write(path: Path, gpu: str | None = "A100") -> Path:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("project") / "trace.json")
+    return write_trace(tmp_path_factory.mktemp("project") / "trace.json")
 
 
 def words(text: str) -> str:
-    """Text as it reads, wherever its lines end."""
+    """Join the lines of a text."""
     return " ".join(text.split())
 
 
 def test_json_has_the_step_its_band_and_what_it_rests_on(advisor: Run, trace: Path) -> None:
-    done = advisor("project", trace, "--gpu", "h100 sxm5", "--format", "json")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
-    assert found["source"] == "NVIDIA A100 SXM4 80GB" and found["replayed"] is True
-    (gpu,) = found["gpus"]
+    result = advisor("project", trace, "--gpu", "h100 sxm5", "--format", "json")
+    assert result.code == 0, result.err
+    output = json.loads(result.out)
+    assert output["source"] == "NVIDIA A100 SXM4 80GB" and output["replayed"] is True
+    (gpu,) = output["gpus"]
     # 271.2 and 794.5 TFLOP/s of bf16 were measured on the two
     assert gpu["step_ns"] == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
     assert gpu["low_ns"] < gpu["step_ns"] < gpu["high_ns"]
     assert gpu["memory"]["verdict"] == "fits" and gpu["memory"]["allocated"] == 30_000 * MIB
     assert [part["kind"] for part in gpu["parts"]] == ["compute"]
     assert gpu["price_per_hour"] is None and gpu["cost_per_million_steps"] is None
-    assert found["rests_on"]["crossings"] >= 30
+    assert output["rests_on"]["crossings"] >= 30
 
 
 def test_with_prices_the_cheapest_that_can_run_it_comes_first(
@@ -60,8 +60,8 @@ def test_with_prices_the_cheapest_that_can_run_it_comes_first(
 ) -> None:
     prices = tmp_path / "prices.toml"
     prices.write_text('[prices]\n"h100 sxm5" = 3.0\nmi300x = 2.0\nl4 = 0.01\n')
-    done = advisor("project", trace, "--all", "--prices", prices, "--format", "json")
-    rows = json.loads(done.out)["gpus"]
+    result = advisor("project", trace, "--all", "--prices", prices, "--format", "json")
+    rows = json.loads(result.out)["gpus"]
     # by hand: 6.83 ms at 3.0 and 8.11 ms at 2.0 an hour; 30 GiB do not fit into 24
     assert [r["gpu"] for r in rows] == [
         "AMD Instinct MI300X",
@@ -80,13 +80,13 @@ def test_with_prices_the_cheapest_that_can_run_it_comes_first(
     "arguments",
     [("--gpu", "h200"), ("--gpu", "mi300x", "--gpu", "t4", "--same-host"), ("--all",)],
 )
-def test_what_a_person_reads_fits_into_80_columns(
+def test_the_text_fits_into_80_columns(
     advisor: Run, trace: Path, arguments: tuple[str, ...]
 ) -> None:
-    done = advisor("project", trace, *arguments)
-    assert done.code == 0
-    assert max(map(len, done.out.splitlines())) <= 80
-    assert "measured 20 ms per step · NVIDIA A100 SXM4 80GB" in done.out
+    result = advisor("project", trace, *arguments)
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "measured 20 ms per step · NVIDIA A100 SXM4 80GB" in result.out
 
 
 def test_a_short_name_says_what_it_was_taken_for(advisor: Run, trace: Path) -> None:
@@ -97,10 +97,10 @@ def test_a_short_name_says_what_it_was_taken_for(advisor: Run, trace: Path) -> N
 def test_gpus_that_the_host_makes_equal_are_one_row_with_the_reason_once(
     advisor: Run, shared_trace: Callable[[str], str]
 ) -> None:
-    done = advisor("project", shared_trace("linear_2080ti_launch_bound"), "--all").out
-    assert re.search(r"\n  \d\d models, as NVIDIA V100 SXM2… +23.9 ms  12.3 to 46.3 ms", done)
-    assert len(done.splitlines()) < 25 and done.count("the host limits the step") == 1
-    assert words(done).startswith("The step on each of ")
+    output = advisor("project", shared_trace("linear_2080ti_launch_bound"), "--all").out
+    assert re.search(r"\n  \d\d models, as NVIDIA V100 SXM2… +23.9 ms  12.3 to 46.3 ms", output)
+    assert len(output.splitlines()) < 25 and output.count("the host limits the step") == 1
+    assert words(output).startswith("The step on each of ")
 
 
 def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
@@ -111,34 +111,32 @@ def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
     (tmp_path / "pyproject.toml").write_text(text)
     out = advisor("project", trace, "--all").out
     assert "EUR a million" in out and "NVIDIA H200 NVL" in out and "NVIDIA L4" not in out
-    found = json.loads(advisor("project", trace, "--all", "--format", "json").out)
-    assert found["currency"] == "EUR"
-    assert {g["gpu"] for g in found["gpus"]} == {"NVIDIA H200 SXM", "NVIDIA H200 NVL"}
+    document = json.loads(advisor("project", trace, "--all", "--format", "json").out)
+    assert document["currency"] == "EUR"
+    assert {g["gpu"] for g in document["gpus"]} == {"NVIDIA H200 SXM", "NVIDIA H200 NVL"}
 
 
-def test_a_recording_that_does_not_tell_its_gpu_can_be_reported(
-    advisor: Run, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "bare.json", None)
+def test_the_gpu_of_a_recording_without_one_can_be_given(advisor: Run, tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "bare.json", None)
     refused = advisor("project", path, "--gpu", "h100 sxm5")
     assert refused.code == 2 and "--recorded-gpu NAME says what it was" in refused.err
-    told = ("--recorded-gpu", "a100 sxm4 80gb", "--gpu", "h100 sxm5", "--format", "json")
-    (gpu,) = json.loads(advisor("project", path, *told).out)["gpus"]
+    options = ("--recorded-gpu", "a100 sxm4 80gb", "--gpu", "h100 sxm5", "--format", "json")
+    (gpu,) = json.loads(advisor("project", path, *options).out)["gpus"]
     assert gpu["speedup"] == pytest.approx(794.5 / 271.2, rel=0.01)
 
 
 def test_the_gpu_that_is_given_counts_for_more_of_them_too(advisor: Run, tmp_path: Path) -> None:
-    path = write(tmp_path / "bare.json", None)
+    path = write_trace(tmp_path / "bare.json", None)
     prices = tmp_path / "prices.toml"
     prices.write_text('[prices]\n"a100 sxm4 80gb" = 2.0\n')
-    told = ("--gpus", "1", "--prices", prices, "--format", "json")
-    (bare,) = json.loads(advisor("project", path, *told).out)["splits"]
-    named = advisor("project", path, *told, "--recorded-gpu", "a100 sxm4 80gb")
+    options = ("--gpus", "1", "--prices", prices, "--format", "json")
+    (bare,) = json.loads(advisor("project", path, *options).out)["splits"]
+    named = advisor("project", path, *options, "--recorded-gpu", "a100 sxm4 80gb")
     assert bare["cost"] is None and json.loads(named.out)["splits"][0]["cost"] > 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((), "give a GPU with --gpu NAME, or --all"),
         (("--gpu", "voodoo"), "no GPU 'voodoo' is known"),
@@ -157,15 +155,17 @@ def test_the_gpu_that_is_given_counts_for_more_of_them_too(advisor: Run, tmp_pat
         (("--gpu", "l4", "--rank", "7"), "7"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    advisor: Run, trace: Path, arguments: tuple[str, ...], told: str
+def test_an_impossible_projection_is_one_line(
+    advisor: Run, trace: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    done = advisor("project", trace, *arguments)
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert told in done.err
+    result = advisor("project", trace, *arguments)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert message in result.err
 
 
-def test_of_a_run_of_several_ranks_it_says_which_one_it_is(advisor: Run, tmp_path: Path) -> None:
+def test_the_projection_of_a_run_of_several_ranks_names_the_rank(
+    advisor: Run, tmp_path: Path
+) -> None:
     for rank in (0, 1):
         b = TraceBuilder(rank=rank, world_size=2)
         for _ in range(4):
@@ -175,10 +175,10 @@ def test_of_a_run_of_several_ranks_it_says_which_one_it_is(advisor: Run, tmp_pat
         b.write(tmp_path / f"rank{rank}.json")
     out = words(advisor("project", tmp_path, "--gpu", "mi300x").out)
     assert "the step is that of rank 0" in out.lower()
-    told = ("--gpu", "mi300x", "--rank", "1", "--format", "json")
-    found = advisor("project", tmp_path, *told)
-    assert found.code == 0, found.err
-    assert (json.loads(found.out)["rank"], json.loads(found.out)["median"]) == (1, None)
+    options = ("--gpu", "mi300x", "--rank", "1", "--format", "json")
+    result = advisor("project", tmp_path, *options)
+    assert result.code == 0, result.err
+    assert (json.loads(result.out)["rank"], json.loads(result.out)["median"]) == (1, None)
 
 
 def test_a_job_is_projected_from_its_slowest_rank_with_the_median_beside_it(
@@ -195,9 +195,9 @@ def test_a_job_is_projected_from_its_slowest_rank_with_the_median_beside_it(
     out = words(advisor("project", tmp_path, "--gpu", "mi300x").out).lower()
     assert "rank 1 has the most work of 3 ranks, 3 ms per step" in out
     assert "rank 2, has 2 ms" in out and "the step of rank 2:" in out
-    found = json.loads(advisor("project", tmp_path, "--gpu", "mi300x", "--format", "json").out)
-    (gpu,), (other,) = found["gpus"], found["median"]["gpus"]
-    assert (found["rank"], found["median"]["rank"]) == (1, 2)
+    document = json.loads(advisor("project", tmp_path, "--gpu", "mi300x", "--format", "json").out)
+    (gpu,), (other,) = document["gpus"], document["median"]["gpus"]
+    assert (document["rank"], document["median"]["rank"]) == (1, 2)
     assert gpu["step_ns"] == pytest.approx(1.5 * other["step_ns"], rel=0.05)
 
 
@@ -205,9 +205,9 @@ def test_an_epoch_costs_its_steps(advisor: Run, trace: Path, tmp_path: Path) -> 
     prices = tmp_path / "prices.toml"
     prices.write_text('[prices]\n"h100 sxm5" = 3.0\n')
     asked = ("project", trace, "--all", "--prices", prices, "--epoch-steps", "5000")
-    found = json.loads(advisor(*asked, "--format", "json").out)
-    (gpu,) = found["gpus"]
-    assert found["epoch_steps"] == 5000
+    document = json.loads(advisor(*asked, "--format", "json").out)
+    (gpu,) = document["gpus"]
+    assert document["epoch_steps"] == 5000
     assert gpu["cost_per_epoch"] == pytest.approx(gpu["cost_per_million_steps"] * 5000 / 1e6)
     out = words(advisor(*asked).out)
     assert "USD an epoch" in out and "An epoch has 5,000 recorded steps" in out
@@ -218,7 +218,7 @@ def test_an_epoch_costs_its_steps(advisor: Run, trace: Path, tmp_path: Path) -> 
 
 
 def test_the_length_of_the_recorded_loader_is_an_epoch() -> None:
-    """1,000 batches of 32, two of them a step: 500 steps of 64 samples."""
+    """An epoch has 1,000 batches of 32, two of them per step: 500 steps of 64 samples."""
     b = TraceBuilder()
     record = b.record_of_run()
     record.event("loader", id=1, length=1000, batch_size=32)

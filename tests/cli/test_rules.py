@@ -41,37 +41,37 @@ class Mine(Rule):
 
 
 def test_the_list_has_every_rule_and_fits(advisor: Run) -> None:
-    code, shown, err = advisor("rules", "list")
+    code, out, err = advisor("rules", "list")
     assert (code, err) == (0, "")
     ids = [rule.id for rule in load_rules(config={})]
     assert "exposed-communication" in ids
-    assert [name for name in ids if f"  {name} " not in shown] == []
-    assert max(map(len, shown.splitlines())) <= 80
-    assert shown.count("not proven") == 1  # the mark's meaning
+    assert [name for name in ids if f"  {name} " not in out] == []
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("not proven") == 1  # the mark's meaning
     unproven = [rule for rule in load_rules(config={}) if rule.validation == "synthetic"]
-    assert len(re.findall(r" \*$", shown, re.MULTILINE)) == len(unproven)
-    assert advisor("rules") == (code, shown, err)
+    assert len(re.findall(r" \*$", out, re.MULTILINE)) == len(unproven)
+    assert advisor("rules") == (code, out, err)
 
 
-def first(text: str) -> str:
+def first_words(text: str) -> str:
     """The words of a text up to its first comma or full stop, which say which text it is."""
     return re.split(r"[.,:;]", " ".join(text.split()))[0]
 
 
 def test_every_rule_can_be_shown(advisor: Run) -> None:
     for rule in load_rules(config={}):
-        code, shown, err = advisor("rules", "show", rule.id)
+        code, out, err = advisor("rules", "show", rule.id)
         assert (code, err) == (0, "")
-        assert rule.title in " ".join(shown.split())
-        assert "Why it matters" in shown
-        assert f"[tool.advisor.rules.{rule.id}]" in shown
-        assert ("Where nothing is trained" in shown) == bool(rule.inference)
+        assert rule.title in " ".join(out.split())
+        assert "Why it matters" in out
+        assert f"[tool.advisor.rules.{rule.id}]" in out
+        assert ("Where nothing is trained" in out) == bool(rule.inference)
         for text in (
             rule.inference.get("fix"),
-            *(told.fix for told in rule.framework_advice.values()),
+            *(advice.fix for advice in rule.framework_advice.values()),
         ):
-            assert text is None or first(text) in " ".join(shown.split())
-        assert max(len(line) for line in shown.splitlines() if "://" not in line) <= 80
+            assert text is None or first_words(text) in " ".join(out.split())
+        assert max(len(line) for line in out.splitlines() if "://" not in line) <= 80
 
 
 def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
@@ -79,7 +79,7 @@ def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
 ) -> None:
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "mine.py").write_text(RULE)
-    code, shown, _ = advisor("rules", "show", "mine", "--rules", tmp_path / "rules")
+    code, out, _ = advisor("rules", "show", "mine", "--rules", tmp_path / "rules")
     assert code == 0
     for part in (
         "Looks at nothing at all",
@@ -90,23 +90,23 @@ def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
         "fires    this",
         "silent   that",
     ):
-        assert part in shown, part
+        assert part in out, part
 
 
 def test_a_rule_of_the_users_own_is_run(advisor: Run, tmp_path: Path, slow_trace: Path) -> None:
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "mine.py").write_text(RULE)
-    code, shown, _ = advisor("analyze", slow_trace, "--details", "--rules", tmp_path / "rules")
+    code, out, _ = advisor("analyze", slow_trace, "--details", "--rules", tmp_path / "rules")
     assert code == 0
-    assert "my rule ran" in shown
+    assert "my rule ran" in out
 
 
 def test_a_rule_that_is_switched_off_is_marked(advisor: Run, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         "[tool.advisor.rules.exposed-communication]\nenabled = false\n"
     )
-    _, shown, _ = advisor("rules")
-    assert "switched off" in shown
+    _, out, _ = advisor("rules")
+    assert "switched off" in out
 
 
 def test_a_computed_threshold_has_three_digits(advisor: Run) -> None:
@@ -114,8 +114,8 @@ def test_a_computed_threshold_has_three_digits(advisor: Run) -> None:
 
 
 def test_placeholders_of_a_rule_are_explained(advisor: Run) -> None:
-    shown = " ".join(advisor("rules", "show", "straggler-rank")[1].split())
-    assert "A report fills in words such as <ranks> from your trace." in shown
+    output = " ".join(advisor("rules", "show", "straggler-rank")[1].split())
+    assert "A report fills in words such as <ranks> from your trace." in output
     assert "A report fills in" not in advisor("rules", "show", "recompilation")[1]
 
 
@@ -170,11 +170,11 @@ def test_a_name_like_no_other_gets_no_suggestion(advisor: Run) -> None:
         assert "did you mean" not in advisor(*typed)[2]
 
 
-def test_what_a_trace_fills_in_is_a_placeholder_and_no_code(advisor: Run) -> None:
-    shown = advisor("rules", "show", "single-process-loader")[1]
-    assert "Set num_workers=<workers> to load in worker processes" in shown
+def test_values_from_a_trace_are_placeholders_and_no_code(advisor: Run) -> None:
+    output = advisor("rules", "show", "single-process-loader")[1]
+    assert "Set num_workers=<workers> to load in worker processes" in output
     assert (
-        "num_workers=<workers>,\n" in shown
-        and "make a batch cheaper too: it takes <batch>" in shown
+        "num_workers=<workers>,\n" in output
+        and "make a batch cheaper too: it takes <batch>" in output
     )
-    assert not re.search(r"\{[a-z_]+\}", shown)
+    assert not re.search(r"\{[a-z_]+\}", output)

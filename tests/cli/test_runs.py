@@ -63,17 +63,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_of_runs_lists_them_and_says_what_to_type(
     project: Path, advisor: Cli, words: str
 ) -> None:
-    done = advisor(*shlex.split(words))
-    assert (done.code, done.out) == (2, "")
-    newest, older, last = done.err.splitlines()
+    result = advisor(*shlex.split(words))
+    assert (result.code, result.out) == (2, "")
+    newest, older, last = result.err.splitlines()
     assert newest.split()[0] == str(Path("runs/2026-11-21_b"))
-    assert "345 steps" in newest and "torchrun" in newest and "\x1b" not in done.err
+    assert "345 steps" in newest and "torchrun" in newest and "\x1b" not in result.err
     assert "12 steps" in older and "train.py --lr 1" in older and "python3" not in older
     assert "2024-10-0" in older  # 20,000 days after 1970
     typed = shlex.split(last.partition("choose one: advisor ")[2])
-    given = next(i for i, word in enumerate(shlex.split(words)) if word in ("runs", "runs/", "."))
+    place_of_runs = next(
+        i for i, word in enumerate(shlex.split(words)) if word in ("runs", "runs/", ".")
+    )
     wanted = shlex.split(words)
-    wanted[given] = "runs/2026-11-21_b"
+    wanted[place_of_runs] = "runs/2026-11-21_b"
     assert typed == wanted
 
 
@@ -84,19 +86,19 @@ def test_analyze_takes_the_newest_run_that_can_be_analysed_and_says_why_not_a_ne
     (runs / "2026-11-20_a/rank0" / EVENTS).write_bytes(
         msgspec.json.encode(Event(t=10**9, kind="end", data={"reason": "finished"}))
     )  # the newer one, without an end, was killed
-    done = advisor("analyze", "runs/", "--format", "json")
-    assert done.code == 0
-    assert json.loads(done.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
-    which, another = done.err.splitlines()
+    result = advisor("analyze", "runs/", "--format", "json")
+    assert result.code == 0
+    assert json.loads(result.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
+    which, another = result.err.splitlines()
     assert which.startswith("runs/2026-11-21_b, the newest of 2 runs:") and "345 steps" in which
     trial = record(runs / "2026-11-22_c", 20_002, 12, "train.py")
     (trial / FILE).write_text("{}")
     started = record(runs / "2026-11-23_d", 20_003, 0, "killed.py") / "rank0"
     (started / STEPS).unlink()
     (started / "trace_w0.json.gz").unlink()
-    done = advisor("analyze", "runs/", "--format", "json")
-    assert json.loads(done.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
-    which, *skipped, another = done.err.splitlines()
+    result = advisor("analyze", "runs/", "--format", "json")
+    assert json.loads(result.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
+    which, *skipped, another = result.err.splitlines()
     assert which.startswith("runs/2026-11-21_b, the newest of 4 runs that can be analysed:")
     assert skipped == [
         "skipped: runs/2026-11-23_d, no steps recorded",
@@ -110,17 +112,15 @@ def test_analyze_takes_the_newest_run_that_can_be_analysed_and_says_why_not_a_ne
     assert typed[0] == "analyze" and (project / typed[1]).is_dir() and "11-21" not in typed[1]
 
 
-def test_what_is_in_the_list_is_harmless_and_damaged_runs_are_in_it(
-    project: Path, advisor: Cli
-) -> None:
+def test_the_list_is_harmless_and_has_damaged_runs(project: Path, advisor: Cli) -> None:
     (project / "runs/2026-11-20_a" / MANIFEST).write_bytes(b"\xff" * 10)
     (project / "runs/2026-11-20_a/rank0" / STEPS).unlink()
     for n in range(40):
         (project / f"runs/2026-10-{n:02}").mkdir()
         (project / f"runs/2026-10-{n:02}" / MANIFEST).write_text("[" * 5000)
-    done = advisor("whatif", "runs")
-    lines = done.err.splitlines()
-    assert done.code == 2 and len(lines) == 22
+    result = advisor("whatif", "runs")
+    lines = result.err.splitlines()
+    assert result.code == 2 and len(lines) == 22
     assert "and 22 older runs" in lines[-2]
     assert "choose one: advisor whatif runs/2026-11-21_b" in lines[-1]
 

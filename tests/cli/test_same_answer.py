@@ -1,6 +1,6 @@
-"""One answer for a folder of ranks, by whichever door it is asked: two ways of the command, Python,
-the tools of an agent, the dashboard, and what-if with the edits of what they find. And it is the
-right one, where the truth is known."""
+"""The answer for a folder of ranks is the same, whichever entry point is asked: two ways of the
+command, Python, the tools of an agent, the dashboard, and what-if with the edits of the
+findings. It is the right one where the truth is known."""
 
 from __future__ import annotations
 
@@ -26,31 +26,35 @@ ALONE = {"config": {}}
 
 
 def gains(report: Report) -> list[Any]:
-    """What is found and what it gains, in order."""
+    """The findings and their gains, in order."""
     return [(f.rule, f.title, f.impact, f.priority) for f in (*report.findings, *report.notes)]
 
 
-def same_at_every_door(folder: Path, advisor: Run) -> Report:
-    """The answer."""
+def assert_same_answer(folder: Path, advisor: Run) -> Report:
+    """Assert that all entry points give the same answer, and return the report."""
     report = analyze(folder, Options(config={}))
-    found = {"Python": gains(report)}
+    gains_by_entry_point = {"Python": gains(report)}
     for name, more in (("command", ()), ("--workers", ("--workers", 2))):
-        code, shown, err = advisor("analyze", folder, "--format", "json", *more)
+        code, out, err = advisor("analyze", folder, "--format", "json", *more)
         assert (code, err) == (0, "")
-        found[name] = gains(Report.from_json(shown))
+        gains_by_entry_point[name] = gains(Report.from_json(out))
     entry = DashboardSession([str(folder)], Options(config={})).load().entries[0]
     assert entry.report is not None
-    found["dashboard"] = gains(entry.report)
+    gains_by_entry_point["dashboard"] = gains(entry.report)
     pytest.importorskip("mcp", reason="the mcp extra is not installed")
     from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 
-    found["agent"] = gains(Tools(AllowedFolders([folder]))._examine_path(str(folder), None).report)
-    assert len({json.dumps(each, default=str) for each in found.values()}) == 1, found
+    gains_by_entry_point["agent"] = gains(
+        Tools(AllowedFolders([folder]))._examine_path(str(folder), None).report
+    )
+    assert len({json.dumps(each, default=str) for each in gains_by_entry_point.values()}) == 1, (
+        gains_by_entry_point
+    )
     return report
 
 
-def asked_back(folder: Path, report: Report) -> list[str]:
+def check_whatif(folder: Path, report: Report) -> list[str]:
     """The rules whose findings what-if is asked about: the same ranks, gain and range."""
     run, rules = open_run(folder), []
     for finding in (*report.findings, *report.notes):
@@ -70,11 +74,11 @@ def asked_back(folder: Path, report: Report) -> list[str]:
     return rules
 
 
-@pytest.mark.usefixtures("analysed_anew")
+@pytest.mark.usefixtures("no_shared_analysis")
 def test_the_public_job_gets_one_answer(shared_file: Callable[[str], str], advisor: Run) -> None:
     folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
-    report = same_at_every_door(folder, advisor)
-    assert asked_back(folder, report) == ["launch-bound", "straggler-rank"]
+    report = assert_same_answer(folder, advisor)
+    assert check_whatif(folder, report) == ["launch-bound", "straggler-rank"]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +92,12 @@ def test_the_public_job_gets_one_answer(shared_file: Callable[[str], str], advis
         ),
     ],
 )
-def test_what_if_says_of_a_findings_edits_what_the_report_says(
+def test_whatif_and_the_report_agree_on_a_findings_edits(
     tmp_path: Path, fault: str, ranks: int, seed: int, rules: set[str]
 ) -> None:
     played, truth = play(seed, ranks, fault, steps=3)
     kineto.write(simulate(replace(played.job, lost=(), cut=())), tmp_path)
-    assert rules <= set(asked_back(tmp_path, analyze(tmp_path, Options(config={}))))
+    assert rules <= set(check_whatif(tmp_path, analyze(tmp_path, Options(config={}))))
     check_typed(tmp_path, truth.ranks[0])
 
 
@@ -117,12 +121,12 @@ def check_typed(folder: Path, rank: int) -> None:
 def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
     tmp_path: Path, advisor: Run, ranks: int, in_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beyond the ranks that are held in memory at once, and what-if says the same."""
+    """The answer is the same with more ranks than are held in memory at once, and in what-if."""
     monkeypatch.setattr(job, "MAX_RANKS_IN_MEMORY", in_memory)
     played, truth = play(0, ranks, "slow_device", steps=3)
     played = simulate(replace(played.job, lost=(), cut=()))
     kineto.write(played, tmp_path)
-    report = same_at_every_door(tmp_path, advisor)
+    report = assert_same_answer(tmp_path, advisor)
     rule, title, impact, _ = gains(report)[0]
     # with few kernels of 20 instances the rank is named, and its device left open
     assert rule in ("slow-device", "straggler-rank")
@@ -131,5 +135,5 @@ def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
     if ranks > in_memory:
         assert len(job.files_summarised_apart([str(tmp_path)], Options(config={}))) == ranks
     if ranks in (4, 17):
-        assert "straggler-rank" in asked_back(tmp_path, report)
+        assert "straggler-rank" in check_whatif(tmp_path, report)
         check_typed(tmp_path, truth.ranks[0])

@@ -14,7 +14,7 @@ from advisor.cli.agents import SKILL
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_it_is_installed_where_agents_look_and_never_overwrites(
+def test_the_skill_is_installed_where_agents_look_and_never_overwrites(
     advisor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -28,7 +28,7 @@ def test_it_is_installed_where_agents_look_and_never_overwrites(
     assert (code, err.count("\n"), target.read_text()) == (2, 1, "mine")
 
 
-def test_its_commands_exist_and_it_begins_as_skills_do() -> None:
+def test_the_commands_of_the_skill_exist_and_its_head_is_valid() -> None:
     text = SKILL.read_text()
     assert re.match(r"---\nname: advisor\ndescription: .{40,}\n---\n", text)
     used = set(re.findall(r"`advisor (\w+)", text))

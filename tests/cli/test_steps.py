@@ -103,7 +103,7 @@ def test_two_recordings_of_nsight_systems_are_compared_by_a_range(
                          ("before", "after"))]  # fmt: skip
     code, out, _ = advisor(*line, "--steps", r"^FSDP::pre_forward", "--format", "json")
     assert code == 0
-    told = json.loads(out)
+    comparison = json.loads(out)
     for which, path in zip(("before", "after"), line[1:], strict=True):
         rank = json.loads(out)[which]
         assert rank["step_source"] == "ranges"
@@ -113,6 +113,8 @@ def test_two_recordings_of_nsight_systems_are_compared_by_a_range(
                 "WHERE coalesce(text, value) LIKE 'FSDP::pre_forward%' AND end > start"
             ).fetchall()
         counts = {tid: sum(one == tid for one, _ in ranges) for tid, _ in ranges}
-        assert told["steps"][which]["count"] <= max(counts.values())
-        assert told["steps"][which]["count"] >= min(counts.values()) - 3  # outliers are set aside
-    assert told["steps"]["verdict"] == "slower"
+        assert comparison["steps"][which]["count"] <= max(counts.values())
+        assert (
+            comparison["steps"][which]["count"] >= min(counts.values()) - 3
+        )  # outliers are set aside
+    assert comparison["steps"]["verdict"] == "slower"

@@ -32,56 +32,58 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_step_then_is_the_measured_step_less_what_is_saved(advisor: Run, trace: Path) -> None:
     edits = ("--edit", "scale kernel:gemm 0.5", "--edit", "scale kernel:softmax 0.2")
-    done = advisor("whatif", str(trace), "--format", "json", *edits)
-    assert done.code == 0
-    found = json.loads(done.out)
-    first, second = found["edits"]
+    result = advisor("whatif", str(trace), "--format", "json", *edits)
+    assert result.code == 0
+    output = json.loads(result.out)
+    first, second = output["edits"]
     # By hand: half of 10 ms, then four fifths of 5 ms, with nothing else in the way.
     assert first["gain_ns"] == pytest.approx(5e6, rel=0.01)
     assert second["gain_ns"] == pytest.approx(4e6, rel=0.01)
-    measured = found["measured_step_ns"]
+    measured = output["measured_step_ns"]
     assert first["step_then_ns"] == pytest.approx(measured - first["gain_ns"])
-    assert found["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
+    assert output["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
 
 
 def test_steps_that_the_profiler_made_longer_are_called_profiled(
     advisor: Run, trace: Path, shared_file: Callable[[str], str]
 ) -> None:
     """The run's own steps take 8.7 ms, those of the window 17.2."""
-    done = advisor("whatif", shared_file("h100/latent_sampler"), "--edit", "scale kernel:.* 0.9")
-    assert "per profiled step." in done.out
-    assert "8.7 ms per step without the profiler, median" in " ".join(done.out.split())
+    result = advisor("whatif", shared_file("h100/latent_sampler"), "--edit", "scale kernel:.* 0.9")
+    assert "per profiled step." in result.out
+    assert "8.7 ms per step without the profiler, median" in " ".join(result.out.split())
     plain = advisor("whatif", str(trace), "--edit", "scale kernel:gemm 0.5")
     assert "profile" not in plain.out
 
 
 def test_the_result_leads_and_the_diagnostics_follow(advisor: Run, trace: Path) -> None:
-    """Of two ways to give an edit, both add up in their order: first those beside the trace."""
+    """Edits given in both ways add up in their order: first those beside the trace."""
     edit, other = "scale kernel:softmax 0.2", "scale kernel:gemm 0.5"
     lines = advisor("whatif", str(trace), edit, "--edit", other).out.splitlines()
     # By hand: 4 of the step's 15 ms and 5 of them are 60%.
     assert re.search(r"→ .* \(60% less\) per step\.$", lines[0])
     table = [n for n, line in enumerate(lines) if line.lstrip().startswith((edit, other))]
-    said = next(n for n, line in enumerate(lines) if line.startswith("How exact the replay is"))
-    assert lines[table[0]].lstrip().startswith(edit) and max(table) < said
-    assert any("GPU work explained" in line for line in lines[said:])
+    line_of_accuracy = next(
+        n for n, line in enumerate(lines) if line.startswith("How exact the replay is")
+    )
+    assert lines[table[0]].lstrip().startswith(edit) and max(table) < line_of_accuracy
+    assert any("GPU work explained" in line for line in lines[line_of_accuracy:])
 
 
 def test_the_help_has_an_example_of_each_verb(advisor: Run) -> None:
-    shown = advisor("whatif", "--help").out
-    examples = re.findall(r"^ {4}(\w+ \w.*?) {2,}\w", shown, re.MULTILINE)
+    output = advisor("whatif", "--help").out
+    examples = re.findall(r"^ {4}(\w+ \w.*?) {2,}\w", output, re.MULTILINE)
     assert {parse_edit(example).op for example in examples} == {*VERBS.values()}
-    assert all(target in shown.split("Targets", 1)[1] for target in TARGETS)
+    assert all(target in output.split("Targets", 1)[1] for target in TARGETS)
 
 
-def test_what_an_edit_selects_is_counted_and_timed(advisor: Run, trace: Path) -> None:
-    done = advisor("whatif", str(trace), "--edit", "scale kernel:softmax 0.2")
-    assert "scale kernel:softmax 0.2: 1 kernel per step, 5 ms" in done.out
-    assert "next to nothing" not in done.out
-    found = json.loads(
+def test_the_selection_of_an_edit_is_counted_and_timed(advisor: Run, trace: Path) -> None:
+    result = advisor("whatif", str(trace), "--edit", "scale kernel:softmax 0.2")
+    assert "scale kernel:softmax 0.2: 1 kernel per step, 5 ms" in result.out
+    assert "next to nothing" not in result.out
+    document = json.loads(
         advisor("whatif", str(trace), "--edit", "remove op:aten", "--format", "json").out
     )
-    assert found["edits"][0]["selected_per_step"] == 2
+    assert document["edits"][0]["selected_per_step"] == 2
 
 
 def test_an_edit_of_hidden_work_says_why_nothing_is_gained(advisor: Run, tmp_path: Path) -> None:
@@ -92,17 +94,17 @@ def test_an_edit_of_hidden_work_says_why_nothing_is_gained(advisor: Run, tmp_pat
             b.launch("hidden", 2_000, stream=9)
         b.sync()
     path = b.write(tmp_path / "hidden.json")
-    done = advisor("whatif", str(path), "--edit", "remove kernel:hidden")
-    said = " ".join(done.out.split())
-    assert "remove kernel:hidden: 1 kernel per step, 2 ms" in said
-    assert "'remove kernel:hidden' gains next to nothing: this time is not on the step's" in said
+    result = advisor("whatif", str(path), "--edit", "remove kernel:hidden")
+    output = " ".join(result.out.split())
+    assert "remove kernel:hidden: 1 kernel per step, 2 ms" in output
+    assert "'remove kernel:hidden' gains next to nothing: this time is not on the step's" in output
 
 
 SOFTMAX, SGEMM = "softmax_warp_forward", "ampere_sgemm_128x64_nn"
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         ("scale kernel:sotfmax 0.5", f"kernels here, nearest first: {SOFTMAX} and {SGEMM}"),
         ("scale kernel:segmm_64 0.5", f"kernels here, nearest first: {SGEMM} and {SOFTMAX}"),
@@ -119,36 +121,36 @@ SOFTMAX, SGEMM = "softmax_warp_forward", "ampere_sgemm_128x64_nn"
 )
 @pytest.mark.parametrize("form", ["terminal", "json"])
 def test_an_edit_that_selects_nothing_says_what_there_is(
-    advisor: Run, trace: Path, edit: str, told: str, form: str
+    advisor: Run, trace: Path, edit: str, message: str, form: str
 ) -> None:
-    done = advisor("whatif", str(trace), "--edit", edit, "--format", form)
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert f"edit {edit!r} selects nothing in these steps" in done.err
-    assert told in done.err
+    result = advisor("whatif", str(trace), "--edit", edit, "--format", form)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert f"edit {edit!r} selects nothing in these steps" in result.err
+    assert message in result.err
 
 
-def test_of_several_edits_each_that_selects_nothing_is_reported(advisor: Run, trace: Path) -> None:
+def test_each_of_several_edits_that_selects_nothing_is_reported(advisor: Run, trace: Path) -> None:
     edits = ("scale kernel:gemm 0.5", "scale kernel:nonesuch 0.5", "scale comm 0")
-    done = advisor("whatif", str(trace), *(word for e in edits for word in ("--edit", e)))
-    assert done.code == 2
-    assert "nonesuch" in done.err and "comm 0" in done.err and edits[0] not in done.err
+    result = advisor("whatif", str(trace), *(word for e in edits for word in ("--edit", e)))
+    assert result.code == 2
+    assert "nonesuch" in result.err and "comm 0" in result.err and edits[0] not in result.err
 
 
-def test_what_there_is_is_told_within_bounds(
+def test_the_list_of_selectable_names_is_bounded(
     advisor: Run, shared_trace: Callable[[str], str]
 ) -> None:
     trace = shared_trace("a100_train_6steps")
     for edit in ("scale kernel:flash_atention 0.5", "remove op:aten::conv", "remove host:xyz"):
-        done = advisor("whatif", trace, "--edit", edit)
-        if done.code:
-            assert (done.code, done.err.count("\n")) == (2, 1)
-            assert "more" in done.err and len(done.err) < 1000
+        result = advisor("whatif", trace, "--edit", edit)
+        if result.code:
+            assert (result.code, result.err.count("\n")) == (2, 1)
+            assert "more" in result.err and len(result.err) < 1000
 
 
 def test_an_edit_that_cannot_be_read_is_one_line_and_exit_code_2(advisor: Run, trace: Path) -> None:
-    done = advisor("whatif", str(trace), "--edit", "frobnicate kernel:gemm")
-    assert done.code == 2
-    assert "frobnicate" in done.err and "Traceback" not in done.err
+    result = advisor("whatif", str(trace), "--edit", "frobnicate kernel:gemm")
+    assert result.code == 2
+    assert "frobnicate" in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -161,15 +163,15 @@ def test_the_table_fits_80_columns(
         "remove op:aten::an_operator_with_a_long_name|aten under:the_forward_of_the_model|.",
         "scale host:. 0.123456",
     )
-    done = advisor("whatif", shared_trace(name), *(word for e in edits for word in ("--edit", e)))
-    assert done.code == 0
-    assert max(map(len, done.out.splitlines())) <= 80
-    words = " ".join(done.out.split())  # a long edit takes two lines
+    result = advisor("whatif", shared_trace(name), *(word for e in edits for word in ("--edit", e)))
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 80
+    words = " ".join(result.out.split())  # a long edit takes two lines
     for edit in edits:
         assert edit in words
 
 
-def test_without_marked_steps_it_is_the_recording(
+def test_whatif_without_marked_steps_is_about_the_recording(
     advisor: Run, shared_trace: Callable[[str], str]
 ) -> None:
     out = advisor("whatif", shared_trace("alexnet"), "--edit", "async sync").out

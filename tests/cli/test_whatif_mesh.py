@@ -21,7 +21,7 @@ MESH = ("--mesh", "dp=4,tp=2", "--node-size", "8")
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first rank of a simulated job of dp=2,tp=4."""
+    """File of the first rank of a simulated job of dp=2,tp=4."""
     pair = draw_pair(5)
     path = tmp_path_factory.mktemp("mesh") / "rank0.json"
     path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))
@@ -30,19 +30,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_terminal_json_and_the_library_say_the_same(file: Path, advisor: Run) -> None:
     result = whatif(open_run(file), mesh="dp=4,tp=2", node_size=8)
-    shown = advisor("whatif", str(file), *MESH)
-    assert shown.code == 0 and "dp=4,tp=2" in shown.out
-    assert format_duration(result.step_ns) in shown.out
-    assert "Memory of a GPU: not recorded" in shown.out
-    assert max(map(len, shown.out.splitlines())) <= 80
-    found = json.loads(advisor("whatif", str(file), *MESH, "--format", "json").out)
-    assert found["step_ns"] == pytest.approx(result.step_ns)
-    assert found["measured"] == {"dp": 2, "tp": 4, "pp": 1, "cp": 1, "ep": 1}
-    assert [axis["axis"] for axis in found["axes"]] == ["dp", "tp"]
+    completed = advisor("whatif", str(file), *MESH)
+    assert completed.code == 0 and "dp=4,tp=2" in completed.out
+    assert format_duration(result.step_ns) in completed.out
+    assert "Memory of a GPU: not recorded" in completed.out
+    assert max(map(len, completed.out.splitlines())) <= 80
+    document = json.loads(advisor("whatif", str(file), *MESH, "--format", "json").out)
+    assert document["step_ns"] == pytest.approx(result.step_ns)
+    assert document["measured"] == {"dp": 2, "tp": 4, "pp": 1, "cp": 1, "ep": 1}
+    assert [axis["axis"] for axis in document["axes"]] == ["dp", "tp"]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (("--mesh", "dp=4", "--edit", "remove comm"), "edits"),
         (("--mesh", "four"), "dp=8,tp=4"),
@@ -50,12 +50,12 @@ def test_the_terminal_json_and_the_library_say_the_same(file: Path, advisor: Run
         (("--mesh", "dp=4,tp=2", "--recorded-mesh", "dp=0"), "dp=8,tp=4"),
     ],
 )
-def test_what_cannot_be_projected_is_one_line(
-    file: Path, advisor: Run, given: tuple[str, ...], said: str
+def test_a_mesh_that_cannot_be_projected_is_one_line(
+    file: Path, advisor: Run, arguments: tuple[str, ...], message: str
 ) -> None:
-    done = advisor("whatif", str(file), *given)
-    assert done.code == 2 and said in done.err
-    assert len(done.err.strip().splitlines()) == 1
+    result = advisor("whatif", str(file), *arguments)
+    assert result.code == 2 and message in result.err
+    assert len(result.err.strip().splitlines()) == 1
 
 
 def test_the_table_of_the_mesh_knows_the_size_of_a_node(file: Path, advisor: Run) -> None:

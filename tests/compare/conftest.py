@@ -46,8 +46,8 @@ def training() -> Callable[..., TraceBuilder]:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Callable[..., Path]:
-    """``recorded("name", durations_us, builder)``: a run directory with step records."""
+def write_recording(tmp_path: Path) -> Callable[..., Path]:
+    """``write_recording("name", durations_us, builder)``: a run directory with step records."""
 
     def make(name: str, durations: list[float], b: TraceBuilder, **changes: int) -> Path:
         folder = tmp_path / name / "rank0"

@@ -32,21 +32,21 @@ Shared = Callable[[str], str]
 
 
 def total(c: Comparison, which: str) -> float:
-    """All device work of one side, ns a step."""
+    """All device work of one side, ns per step."""
     rest = [c.work_rest] if c.work_rest is not None else []
     return float(sum(getattr(row, f"{which}_ns") for row in (*c.work, *rest)))
 
 
 def row(c: Comparison, op: str) -> tuple[float, float]:
-    """Device time of an operator before and after, µs a step."""
-    (found,) = [item for item in c.work if item.op == op]
-    return found.before_ns / 1e3, found.after_ns / 1e3
+    """Device time of an operator before and after, µs per step."""
+    (matching,) = [item for item in c.work if item.op == op]
+    return matching.before_ns / 1e3, matching.after_ns / 1e3
 
 
 def amount(c: Comparison, group: str, name: str) -> tuple[float | None, float | None]:
-    """A figure of the breakdown."""
-    (found,) = [a for a in c.amounts if (a.group, a.name) == (group, name)]
-    return found.before, found.after
+    """A figure of the breakdown before and after."""
+    (matching,) = [a for a in c.amounts if (a.group, a.name) == (group, name)]
+    return matching.before, matching.after
 
 
 def test_idle_time_outside_operators_is_called_so_as_in_a_report(tmp_path: Path) -> None:
@@ -62,20 +62,20 @@ def test_idle_time_outside_operators_is_called_so_as_in_a_report(tmp_path: Path)
         paths.append(b.write(tmp_path / f"{gap}.json"))
     before, after = map(analyze, paths)
     assert [part.outside_operators for part in before.idle if part.cause == "unknown"] == [True]
-    made = compare(before, after)
-    labels = {line.name: line.label for line in breakdown_lines(made) if line.group == "idle"}
+    comparison = compare(before, after)
+    labels = {line.name: line.label for line in breakdown_lines(comparison) if line.group == "idle"}
     assert labels["unknown"] == "– outside operators"
-    for amount in made.amounts:
+    for amount in comparison.amounts:
         amount.outside_operators = False
-    labels = {line.name: line.label for line in breakdown_lines(made) if line.group == "idle"}
+    labels = {line.name: line.label for line in breakdown_lines(comparison) if line.group == "idle"}
     assert labels["unknown"] == "– unknown"
 
 
 @pytest.fixture
 def report(training: Make, tmp_path: Path) -> Report:
     """A report of a run in which nothing is wrong."""
-    found = analyze(training().write(tmp_path / "healthy.json"))
-    return replace(found, findings=[], risks=[], notes=[], not_checked=[])
+    report = analyze(training().write(tmp_path / "healthy.json"))
+    return replace(report, findings=[], risks=[], notes=[], not_checked=[])
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def files(tmp_path: Path, training: Make) -> Callable[..., Comparison]:
 @pytest.mark.parametrize(
     "name", ["a100_train_6steps", "v100_train_copy_heavy", "h100_bert_small_inference", "alexnet"]
 )
-@pytest.mark.usefixtures("analysed_anew")
+@pytest.mark.usefixtures("no_shared_analysis")
 def test_a_real_trace_does_not_differ_from_itself(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_real_trace_does_not_differ_from_itself(
     assert c.matched in (None, 1.0)
 
 
-def scaled(source: str, target: Path, factor: float) -> Path:
+def write_scaled(source: str, target: Path, factor: float) -> Path:
     """The same trace in slow motion: every time and duration multiplied."""
     with gzip.open(source) as file:
         trace = json.load(file)
@@ -134,7 +134,7 @@ def test_a_real_trace_in_slow_motion_is_slower_by_exactly_that_much(
     shared_trace: Callable[[str], str], tmp_path: Path
 ) -> None:
     path = shared_trace("a100_train_6steps")
-    c = compare(path, scaled(path, tmp_path / "slow.json", 1.5))
+    c = compare(path, write_scaled(path, tmp_path / "slow.json", 1.5))
     assert c.steps.verdict == "slower"
     assert c.steps.share == pytest.approx(0.5, abs=1e-6)
     assert total(c, "after") == pytest.approx(1.5 * total(c, "before"), rel=1e-6)
@@ -169,8 +169,8 @@ def test_the_page_has_the_step_before_and_after_on_one_scale(
 ) -> None:
     page = COMPARISONS.render("html", files({"gemm": 900.0}, {"gemm": 1900.0}))
     bars = re.findall(r'<svg class="bar".*?</svg>', page)
-    found = [re.findall(r'rect class="(\S+)".*?width="(\S+)"', bar) for bar in bars]
-    before, after = ({kind: float(width) for kind, width in bar} for bar in found)
+    result = [re.findall(r'rect class="(\S+)".*?width="(\S+)"', bar) for bar in bars]
+    before, after = ({kind: float(width) for kind, width in bar} for bar in result)
     assert after["c-compute"] / before["c-compute"] == pytest.approx(2000 / 1000, rel=0.01)
     assert sum(before.values()) < sum(after.values()) == pytest.approx(1000, abs=20)
 
@@ -181,7 +181,7 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     # the wait differs by number % 3 from step to step: 5001 µs on average, and its two ranges
     assert -(c.steps.difference_ns or 0) == pytest.approx(5001e3, abs=5e3)
     fixed = c.findings_with("fixed")
-    # every step waits for the device as well, and is told so under the loader
+    # every step waits for the device as well, which is listed under the loader
     assert {f.rule for f in fixed} == {"single-process-loader", "explicit-synchronize"}
     # the matrix product counts in both steps, the waiting one and the short one
     assert c.findings_with("new") == []
@@ -190,8 +190,8 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     assert not product.reason
     assert product.before_gain_ns == pytest.approx(product.after_gain_ns, rel=0.02)
     (first,) = (f for f in c.findings if f.after_priority == 1)
-    shown = COMPARISONS.render("terminal", c)
-    last = " ".join(shown.partition("What to change next ─")[2].split())
+    text = COMPARISONS.render("terminal", c)
+    last = " ".join(text.partition("What to change next ─")[2].split())
     assert f"{first.title}: " in last and "Its fix: advisor analyze " in last
     assert c.realised.rules
     assert c.realised.method == "replay"
@@ -300,12 +300,15 @@ def test_unmarked_steps_give_no_verdict(tmp_path: Path, training: Make) -> None:
 
 
 def test_recorded_runs_are_compared_by_their_unprofiled_steps(
-    recorded: Record, training: Make
+    write_recording: Record, training: Make
 ) -> None:
     random = np.random.default_rng(0)
     before = [60_000.0] * 5 + list(random.normal(1000, 20, 200))  # five steps of warm-up
     after = [60_000.0] * 5 + list(random.normal(1100, 20, 200))
-    c = compare(recorded("a", before, training(gemm=900)), recorded("b", after, training(gemm=900)))
+    c = compare(
+        write_recording("a", before, training(gemm=900)),
+        write_recording("b", after, training(gemm=900)),
+    )
     assert c.steps.source == "recorder"
     assert c.steps.statistic == "median"
     assert c.steps.before is not None
@@ -317,33 +320,33 @@ def test_recorded_runs_are_compared_by_their_unprofiled_steps(
 
 @pytest.mark.parametrize(("longest", "named"), [(1000.0, False), (4000.0, True)])
 def test_the_verdict_names_the_mean_where_the_median_is_another(
-    longest: float, named: bool, recorded: Record, training: Make
+    longest: float, named: bool, write_recording: Record, training: Make
 ) -> None:
     steps = [60_000.0] * 5 + [1000.0] * 24 + [longest] * 2
-    c = compare(recorded("a", steps, training()), recorded("b", steps, training()))
+    c = compare(write_recording("a", steps, training()), write_recording("b", steps, training()))
     assert c.steps.statistic == "mean"
     assert (" on average (" in c.verdict) == named
 
 
 def test_profiled_steps_and_those_after_them_do_not_count(
-    recorded: Record, training: Make, tmp_path: Path
+    write_recording: Record, training: Make, tmp_path: Path
 ) -> None:
-    folder = recorded("a", [1000.0] * 100, training())
+    folder = write_recording("a", [1000.0] * 100, training())
     lines = (folder / "rank0" / "steps.jsonl").read_text().splitlines()
     for n in (50, 51, 52):
         lines[n] = json.dumps({"n": n, "t": n, "dur": 9_000_000, "window": 0})
     lines[53] = json.dumps({"n": 53, "t": 53, "dur": 90_000_000})
     lines[70] = json.dumps({"n": 70, "t": 70, "dur": 90_000_000, "evaluation": 5})
     (folder / "rank0" / "steps.jsonl").write_text("\n".join(lines))
-    c = compare(folder, recorded("b", [1000.0] * 100, training()))
+    c = compare(folder, write_recording("b", [1000.0] * 100, training()))
     assert c.steps.before is not None
     assert (c.steps.before.count, c.steps.before.max_ns) == (85, 1e6)
 
 
-def test_another_batch_size_is_reported(recorded: Record, training: Make) -> None:
+def test_another_batch_size_is_reported(write_recording: Record, training: Make) -> None:
     c = compare(
-        recorded("a", [1000.0] * 60, training(), samples=32),
-        recorded("b", [1900.0] * 60, training(), samples=32, micro=2),
+        write_recording("a", [1000.0] * 60, training(), samples=32),
+        write_recording("b", [1900.0] * 60, training(), samples=32, micro=2),
     )
     assert (c.before.samples, c.after.samples) == (32, 64)
     assert any("32 samples before and 64 after" in limit for limit in c.limits)
@@ -352,41 +355,49 @@ def test_another_batch_size_is_reported(recorded: Record, training: Make) -> Non
 # -- findings -----------------------------------------------------------------------------------
 
 
-def a_finding(rule: str, file: str | None = None, line: int = 1, gain: int = 0) -> Finding:
+def make_finding(rule: str, file: str | None = None, line: int = 1, gain: int = 0) -> Finding:
     where = [] if file is None else [Location(file=file, line=line, function="step")]
     return Finding(rule=rule, title=rule, summary="", fix="", where=where)
 
 
-def nowhere(finding: Finding, of_before: bool) -> None:
-    """Neither run has it."""
+def assert_absent(finding: Finding, of_before: bool) -> None:
+    """Stand in for the check of a place: neither run has it."""
 
 
-def changes(before: Report, after: Report) -> list[tuple[str, str, bool | None]]:
-    return [(f.change, f.rule, f.same_place) for f, _ in compare_findings(before, after, nowhere)]
+def finding_changes(before: Report, after: Report) -> list[tuple[str, str, bool | None]]:
+    return [
+        (f.change, f.rule, f.same_place) for f, _ in compare_findings(before, after, assert_absent)
+    ]
 
 
 def test_findings_are_matched_by_place_before_they_are_by_rule(report: Report) -> None:
-    one, other = a_finding("sync", "/a/x/train.py", 10), a_finding("sync", "/a/x/loss.py", 20)
+    one, other = make_finding("sync", "/a/x/train.py", 10), make_finding("sync", "/a/x/loss.py", 20)
     before = replace(report, findings=[one, other])
-    after = replace(report, findings=[a_finding("sync", "/home/b/loss.py", 27)])
-    assert changes(before, after) == [("remaining", "sync", True), ("fixed", "sync", None)]
-    assert compare_findings(before, after, nowhere)[1][0].place == "/a/x/train.py:10 in step"
-    moved = replace(report, findings=[a_finding("sync", "/a/x/other.py")])
-    assert ("remaining", "sync", False) in changes(before, moved)
+    after = replace(report, findings=[make_finding("sync", "/home/b/loss.py", 27)])
+    assert finding_changes(before, after) == [("remaining", "sync", True), ("fixed", "sync", None)]
+    assert compare_findings(before, after, assert_absent)[1][0].place == "/a/x/train.py:10 in step"
+    moved = replace(report, findings=[make_finding("sync", "/a/x/other.py")])
+    assert ("remaining", "sync", False) in finding_changes(before, moved)
 
 
-def test_what_a_rule_could_not_look_at_is_not_fixed(report: Report) -> None:
-    before = replace(report, findings=[a_finding("shapes"), a_finding("other")])
+def test_a_finding_of_a_skipped_rule_is_not_fixed(report: Report) -> None:
+    before = replace(report, findings=[make_finding("shapes"), make_finding("other")])
     gone = SkippedCheck(what="x", why="shapes were not recorded", rule="more, shapes")
     after = replace(report, findings=[], not_checked=[gone])
-    assert changes(before, after) == [("unchecked", "shapes", None), ("fixed", "other", None)]
-    assert changes(after, before) == [("unchecked before", "shapes", None), ("new", "other", None)]
+    assert finding_changes(before, after) == [
+        ("unchecked", "shapes", None),
+        ("fixed", "other", None),
+    ]
+    assert finding_changes(after, before) == [
+        ("unchecked before", "shapes", None),
+        ("new", "other", None),
+    ]
 
 
 def test_a_finding_that_sank_to_a_note_is_not_fixed(report: Report) -> None:
-    before = replace(report, findings=[a_finding("sync")])
-    after = replace(report, findings=[], notes=[a_finding("sync"), a_finding("note only")])
-    assert changes(before, after) == [("remaining", "sync", None)]
+    before = replace(report, findings=[make_finding("sync")])
+    after = replace(report, findings=[], notes=[make_finding("sync"), make_finding("note only")])
+    assert finding_changes(before, after) == [("remaining", "sync", None)]
 
 
 def test_a_comparison_reads_back(files: Callable[..., Comparison]) -> None:
@@ -400,9 +411,10 @@ def test_a_comparison_reads_back(files: Callable[..., Comparison]) -> None:
         Comparison.from_json(b'{"schema": "advisor.comparison/2"}')
 
 
-def test_what_hides_behind_something_longer_is_not_fixed(tmp_path: Path) -> None:
+def test_a_finding_that_hides_behind_a_longer_one_is_not_fixed(tmp_path: Path) -> None:
     def run(loader: float) -> TraceBuilder:
-        """The device works 2 ms a step while the host waits for the loader, unsynchronised."""
+        """A run whose device works 2 ms per step while the host waits for the loader,
+        unsynchronised."""
         b = TraceBuilder()
         for _ in range(6):
             with b.step():
@@ -416,12 +428,12 @@ def test_what_hides_behind_something_longer_is_not_fixed(tmp_path: Path) -> None
 
 
 def _waits(report: Report, rule: str, title: str) -> Report:
-    """The report with one finding, at the loader."""
+    """Add a finding at the loader to a report."""
     place = Location(op="enumerate(DataLoader)#_DataLoaderIter.__next__")
-    found = Finding(
+    wait_finding = Finding(
         rule=rule, title=title, summary="", fix="", where=[place], category="input", priority=1
     )
-    return replace(report, findings=[found])
+    return replace(report, findings=[wait_finding])
 
 
 def test_a_cause_that_another_took_the_place_of_is_fixed(report: Report) -> None:
@@ -447,9 +459,9 @@ def test_recordings_without_steps_show_totals(tmp_path: Path) -> None:
                 b.launch("ampere_sgemm_128x64_nn", us)
                 b.sync()
         paths.append(b.write(tmp_path / f"{number}.json"))
-    told = COMPARISONS.render("terminal", compare(*paths))
-    assert "totals of the whole recordings" in " ".join(told.split())
-    assert "per step" not in told and "a step" not in told
+    text = COMPARISONS.render("terminal", compare(*paths))
+    assert "totals of the whole recordings" in " ".join(text.split())
+    assert "per step" not in text and "a step" not in text
 
 
 @pytest.mark.parametrize("crashed", [0, 1])
@@ -470,14 +482,14 @@ def test_a_crash_of_either_run_comes_first(crashed: int, tmp_path: Path) -> None
 
 
 def test_the_time_to_compile_is_gained_again_after_so_many_steps(
-    training: Make, recorded: Callable[..., Path]
+    training: Make, write_recording: Callable[..., Path]
 ) -> None:
     """2 s of compiling, and steps of 8 ms in place of 10: 1,000 steps."""
     metrics = '{"compilation_metrics": {"compile_id": "0/0", "co_name": "f", "duration_us": 2e6}}'
-    eager = recorded("eager", [10_000.0 + n % 2 for n in range(60)], training())
+    eager = write_recording("eager", [10_000.0 + n % 2 for n in range(60)], training())
     runs = {}
     for name, us in (("faster", 8_000.0), ("the same", 10_000.0)):
-        runs[name] = recorded(name, [us + n % 2 for n in range(60)], training())
+        runs[name] = write_recording(name, [us + n % 2 for n in range(60)], training())
         line = f"V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2009] {metrics}\n"
         (runs[name] / "rank0" / "compile.log").write_text(line)
     notes = " ".join(compare(eager, runs["faster"]).steps.notes)
@@ -529,9 +541,9 @@ def test_the_breakdown_of_recorded_runs_says_that_it_is_of_the_window(shared_fil
         Path(shared_file(f"h100/{name}/manifest.json")).parent
         for name in ("healthy_lm", "vocabulary")
     )
-    shown = COMPARISONS.render("terminal", compare(run, other))
-    assert "Breakdown · of the profiled window" in shown
-    assert "figures within noise" not in shown  # different programs: nothing is judged
+    text = COMPARISONS.render("terminal", compare(run, other))
+    assert "Breakdown · of the profiled window" in text
+    assert "figures within noise" not in text  # different programs: nothing is judged
     same = compare(run, run)
     assert "Breakdown" not in (short := COMPARISONS.render("terminal", same))
     assert "Not shown (--details): 15 figures within noise" in short

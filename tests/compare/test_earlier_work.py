@@ -1,4 +1,4 @@
-"""What a comparison says of work that began before a recording, and of its interval."""
+"""Comparisons report work that began before a recording, and its interval."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_work_launched_before_a_recording_is_said_to_be_left_out() -> None:
     ]
     before, after = map(advisor.analyze, files)
     assert before.scope.launched_before_ns > 13_000_000 and after.scope.launched_before_ns == 0
-    (said,) = (each for each in compare(*files).limits if "launched before" in each)
-    assert said.endswith("is left out: 13.7 ms before, none after.")
+    (limit,) = (each for each in compare(*files).limits if "launched before" in each)
+    assert limit.endswith("is left out: 13.7 ms before, none after.")
 
 
 def test_the_interval_of_a_difference_is_a_sentence() -> None:
     pair = [CORPUS / "pairs" / f"loader_autograd_workers{n}.json.gz" for n in (0, 4)]
-    shown = " ".join(COMPARISONS.render("terminal", compare(*pair)).split())
+    text = " ".join(COMPARISONS.render("terminal", compare(*pair)).split())
     assert (
         "The mean step became 44.4 ms shorter. With 95% confidence the change is between "
-        "−70.7 ms and −18.2 ms." in shown  # in time: the verdict has the shares
+        "−70.7 ms and −18.2 ms." in text  # in time: the verdict has the shares
     )

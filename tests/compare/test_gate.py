@@ -84,7 +84,7 @@ Run = Callable[..., tuple[int, str, str]]
         (900, "0%", 0, "passed"),
     ],
 )
-def test_a_run_is_held_against_the_baseline_that_was_saved(
+def test_a_run_is_compared_with_the_saved_baseline(
     advisor: Run, tmp_path: Path, us: float, bound: str, code: int, answer: str
 ) -> None:
     old, new = trace(tmp_path / "old.json", 1000), trace(tmp_path / "new.json", us)
@@ -116,7 +116,7 @@ def test_steps_all_over_the_place_are_not_shown_to_be_slower_and_strict_refuses_
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"samples": 64}, "save the baseline again"),
         ({"program": "other/eval.py"}, "the programs are train.py and eval.py"),
@@ -126,26 +126,26 @@ def test_steps_all_over_the_place_are_not_shown_to_be_slower_and_strict_refuses_
         ),  # the first is warm-up
     ],
 )
-def test_what_cannot_be_held_against_each_other_is_bad_input(
-    advisor: Run, tmp_path: Path, change: dict[str, Any], told: str
+def test_runs_that_cannot_be_compared_are_bad_input(
+    advisor: Run, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     steps = [10.0 + n % 3 for n in range(60)]
     advisor("gate", "--save", "base.json", run_directory(tmp_path / "a", steps))
     other = run_directory(tmp_path / "b", **{"milliseconds": steps, **change})
     code, out, err = advisor("gate", "base.json", other)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "told"),
+    ("name", "other", "message"),
     [
         ("slices", "hooks", "only 14% of the time is in operators that both have"),
         ("training_mode", "leak", "one of the two trains, the other does not"),
     ],
 )
 def test_another_program_on_the_cpu_gets_no_verdict_and_passes_no_gate(
-    advisor: Run, tmp_path: Path, name: str, other: str, told: str
+    advisor: Run, tmp_path: Path, name: str, other: str, message: str
 ) -> None:
     runs = [tmp_path / f"{each}.slow" for each in (name, other)]
     cured = tmp_path / f"{name}.cured"
@@ -154,12 +154,12 @@ def test_another_program_on_the_cpu_gets_no_verdict_and_passes_no_gate(
     code, out, _ = advisor("compare", *runs)
     assert code == 0 and out.startswith("These look like different programs, so neither is")
     code, out, err = advisor("gate", *runs)
-    assert (code, out) == (2, "") and told in err
+    assert (code, out) == (2, "") and message in err
     assert not (runs[1] / "ledger.jsonl").exists()
     assert "different programs" not in advisor("compare", runs[0], cured)[1]  # of one file
 
 
-def test_profiled_steps_are_not_held_against_unprofiled_ones_nor_one_gpu_against_another(
+def test_profiled_steps_are_not_compared_with_unprofiled_ones_nor_one_gpu_with_another(
     advisor: Run, tmp_path: Path
 ) -> None:
     advisor("gate", "--save", "base.json", trace(tmp_path / "t.json", 1000))
@@ -259,7 +259,7 @@ MARKED = [
 
 
 @pytest.mark.parametrize("name", MARKED)
-@pytest.mark.usefixtures("analysed_anew")
+@pytest.mark.usefixtures("no_shared_analysis")
 def test_a_real_trace_does_not_differ_from_itself(
     advisor: Run, shared_file: Callable[[str], str], name: str
 ) -> None:
@@ -287,7 +287,8 @@ def test_repetitions_that_nothing_marks_pass_no_gate(
 def test_a_comparison_of_the_same_runs_has_the_same_interval(
     advisor: Run, tmp_path: Path, before: int, after: int
 ) -> None:
-    """One method for steps that depend on each other, in both; pairs where the numbers are."""
+    """Both use one method for steps that depend on each other, and pairs where the numbers
+    match."""
     runs = [
         run_directory(tmp_path / name, [10 + slower + (n * n) % 7 / 10 for n in range(count + 20)])
         for name, count, slower in (("one", before, 0.0), ("two", after, 0.3))
@@ -304,8 +305,8 @@ def test_three_or_four_steps_are_compared_and_nothing_is_said_of_their_dependenc
     for path, method in ((few, "Welch's t interval"), (more, "circular block bootstrap")):
         steps = json.loads(advisor("compare", path, more, "--format", "json")[1])["steps"]
         assert steps["method"].startswith(method)
-        told = [note for note in steps["notes"] if note.startswith("So few steps")]
-        assert bool(told) is (path == few)
+        notes = [note for note in steps["notes"] if note.startswith("So few steps")]
+        assert bool(notes) is (path == few)
 
 
 def test_a_real_pair_differs_as_its_traces_do(
@@ -334,14 +335,14 @@ class Action:
         inputs = defaults | {name.replace("_", "-"): value for name, value in given.items()}
         outputs = self.folder / "outputs"
         outputs.write_text("")
-        told = ""
+        messages = ""
         for step in self.parsed["runs"]["steps"]:
             condition = re.fullmatch(r"inputs\.([\w-]+) == '(.*)'", step.get("if", ""))
             if condition is not None and inputs[condition[1]] != condition[2]:
                 continue
             assert "${{" not in step["run"], "inputs in a script are commands for who writes them"
-            env = {name: self.value(text, inputs) for name, text in step["env"].items()}
-            done = subprocess.run(
+            env = {name: self.substitute(text, inputs) for name, text in step["env"].items()}
+            result = subprocess.run(
                 ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
                 env={
                     **os.environ,
@@ -357,17 +358,17 @@ class Action:
                 check=False,
                 timeout=600,
             )
-            told += done.stderr
-            if done.returncode:
+            messages += result.stderr
+            if result.returncode:
                 break
         lines = [line.partition("=") for line in outputs.read_text().splitlines()]
-        return done.returncode, told, {name: value for name, _, value in lines}
+        return result.returncode, messages, {name: value for name, _, value in lines}
 
     @staticmethod
-    def value(text: str, inputs: dict[str, str]) -> str:
-        found = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) \}\}", text)
-        assert found is not None, text
-        return inputs[found[1]]
+    def substitute(text: str, inputs: dict[str, str]) -> str:
+        match = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) \}\}", text)
+        assert match is not None, text
+        return inputs[match[1]]
 
 
 def test_the_action_creates_a_baseline_passes_fails_and_refuses(tmp_path: Path) -> None:
@@ -375,14 +376,14 @@ def test_the_action_creates_a_baseline_passes_fails_and_refuses(tmp_path: Path) 
     fast = trace(tmp_path / "fast run.json", 1000)
     slow = trace(tmp_path / "$(touch owned).json", 1200)
     base = {"baseline": "base line.json", "install": "false"}
-    code, err, told = action(run=fast.name, create="true", **base)
-    assert (code, told) == (0, {"answer": "created"}), err
-    code, err, told = action(run=fast.name, create="true", strict="true", **base)
-    assert (code, told) == (0, {"answer": "passed"}), err
-    code, err, told = action(run=slow.name, **base)
-    assert (code, told) == (1, {"answer": "regression"}) and "::error title=" in err
+    code, err, outputs = action(run=fast.name, create="true", **base)
+    assert (code, outputs) == (0, {"answer": "created"}), err
+    code, err, outputs = action(run=fast.name, create="true", strict="true", **base)
+    assert (code, outputs) == (0, {"answer": "passed"}), err
+    code, err, outputs = action(run=slow.name, **base)
+    assert (code, outputs) == (1, {"answer": "regression"}) and "::error title=" in err
     assert json.loads((tmp_path / "advisor-gate.json").read_text())["decision"]["failed"]
-    code, err, told = action(run="absent.json", **base)
-    assert (code, told) == (2, {}) and "no such file" in err
+    code, err, outputs = action(run="absent.json", **base)
+    assert (code, outputs) == (2, {}) and "no such file" in err
     assert not (tmp_path / "owned").exists()
     assert (tmp_path / "summary.md").read_text().count("### ") == 2

@@ -17,7 +17,7 @@ from advisor.testing.allocator import MIB, FakeAllocator, Training
 FOLDER = Path(__file__).parents[1] / "corpus" / "memory"
 
 
-def after(steps: int, path: Path, **how: int) -> Path:
+def snapshot_after(steps: int, path: Path, **how: int) -> Path:
     m = FakeAllocator(max_entries=1500)
     t = Training(m, **how)  # type: ignore[arg-type]
     for _ in range(steps):
@@ -40,15 +40,15 @@ def test_autocast_is_said_to_raise_memory_and_why() -> None:
 
 
 def test_equal_snapshots_are_the_same_recording(tmp_path: Path) -> None:
-    path = after(4, tmp_path / "memory.pickle")
+    path = snapshot_after(4, tmp_path / "memory.pickle")
     c = compare(path, path)
     assert c.limits == ["Both are the same recording."]
     assert "stays the same" in c.verdict
 
 
-def test_what_grew_has_its_line(tmp_path: Path) -> None:
-    before = after(4, tmp_path / "a.pickle", activation=12 * MIB)
-    larger = after(4, tmp_path / "b.pickle", activation=48 * MIB)
+def test_grown_memory_has_its_line_of_code(tmp_path: Path) -> None:
+    before = snapshot_after(4, tmp_path / "a.pickle", activation=12 * MIB)
+    larger = snapshot_after(4, tmp_path / "b.pickle", activation=48 * MIB)
     c = compare(before, larger)
     (line,) = [a for a in c.amounts if a.name.endswith("model.py:20 activations")]
     assert (line.before, line.after) == (4 * 12 * MIB, 4 * 48 * MIB)
@@ -57,7 +57,9 @@ def test_what_grew_has_its_line(tmp_path: Path) -> None:
 
 def test_ranks_are_side_by_side(tmp_path: Path) -> None:
     for rank in range(4):
-        after(4, tmp_path / f"rank{rank}.pickle", activation=(60 if rank == 2 else 12) * MIB)
+        snapshot_after(
+            4, tmp_path / f"rank{rank}.pickle", activation=(60 if rank == 2 else 12) * MIB
+        )
     report = advisor.analyze(str(tmp_path))
     assert [each.name for each in report.memory_ranks] == [f"rank {n}" for n in range(4)]
     held = [each.allocated for each in report.memory_ranks]
@@ -89,14 +91,14 @@ def test_a_leak_over_a_run_has_its_line_and_its_rate(tmp_path: Path, named: str)
 
 def test_a_series_that_stays_the_same_grows_nowhere(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        after(step, tmp_path / f"step_{step}.pickle")
+        snapshot_after(step, tmp_path / f"step_{step}.pickle")
     report = advisor.analyze(str(tmp_path), Options())
     assert report.memory[0].grows == []
     assert "memory-leak" not in [risk.rule for risk in report.risks]
 
 
 def test_two_snapshots_are_not_series_of_growth(tmp_path: Path) -> None:
-    made = [after(n, tmp_path / f"step_{n}.pickle", leak=5 * MIB) for n in (10, 20)]
-    peaks = [PeakMemory(read_snapshot([path.read_bytes()], str(path)), 0) for path in made]
+    snapshots = [snapshot_after(n, tmp_path / f"step_{n}.pickle", leak=5 * MIB) for n in (10, 20)]
+    peaks = [PeakMemory(read_snapshot([path.read_bytes()], str(path)), 0) for path in snapshots]
     assert growing_lines(peaks)[0].is_empty()
     assert len(order_snapshots([peak.snapshot for peak in peaks])) == 2

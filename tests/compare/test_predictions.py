@@ -32,11 +32,11 @@ def training(wait: float = 0.0) -> TraceBuilder:
 
 
 @pytest.fixture
-def runs(recorded: Record) -> tuple[Path, Path]:
-    """Before: 10 of 11 ms are a wait for the loader. After: none is."""
+def runs(write_recording: Record) -> tuple[Path, Path]:
+    """Two runs. Before: 10 of 11 ms are a wait for the loader. After: no wait."""
     return (
-        recorded("before", STEPS, training(wait=10_000)),
-        recorded("after", [us - 10_000 for us in STEPS], training()),
+        write_recording("before", STEPS, training(wait=10_000)),
+        write_recording("after", [us - 10_000 for us in STEPS], training()),
     )
 
 
@@ -44,7 +44,7 @@ def lines(run: Path) -> list[predictions.Prediction]:
     return predictions.read_predictions(run / predictions.FILE).predictions
 
 
-def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
+def test_a_fix_with_an_estimate_is_a_line_in_the_folder_of_the_later_run(
     runs: tuple[Path, Path],
 ) -> None:
     before, after = runs
@@ -65,7 +65,7 @@ def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
     assert len(lines(after)) == 1
 
 
-def test_what_is_written_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
+def test_the_ledger_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
     before, after = runs
     append_prediction(compare(before, after, Options(config={})), after / predictions.FILE, unix=1)
     text = (after / predictions.FILE).read_text()

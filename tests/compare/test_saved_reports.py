@@ -20,24 +20,26 @@ Make = Callable[..., TraceBuilder]
 Record = Callable[..., Path]
 
 
-def saved(run: Path | str) -> Report:
+def saved_report(run: Path | str) -> Report:
     """The report of a run, written and read back."""
     return Report.from_json(advisor.analyze(run).to_json())
 
 
-def test_two_saved_reports_compare_as_their_runs_do(recorded: Record, training: Make) -> None:
+def test_two_saved_reports_compare_as_their_runs_do(
+    write_recording: Record, training: Make
+) -> None:
     random = np.random.default_rng(0)
     for name, us, wait in (("a", 1000, 5000.0), ("b", 1030, 0.0)):
-        recorded(name, list(random.normal(us, 40, 120)), training(wait=wait), samples=32)
-    folder = Path(str(recorded("c", [1000.0] * 60, training(), samples=32))).parent
+        write_recording(name, list(random.normal(us, 40, 120)), training(wait=wait), samples=32)
+    folder = Path(str(write_recording("c", [1000.0] * 60, training(), samples=32))).parent
     for before, after in (("a", "b"), ("b", "a"), ("a", "a"), ("a", "c")):
         runs = [folder / before, folder / after]
-        own, kept = compare(*runs), compare(*map(saved, runs))
+        own, kept = compare(*runs), compare(*map(saved_report, runs))
         assert kept.steps == own.steps
         assert kept.steps.source == "recorder" and kept.steps.verdict != "not measured"
         assert kept.amounts == own.amounts
         assert (kept.before.samples, kept.before.record_shapes) == (32, own.before.record_shapes)
-        assert compare(runs[0], saved(runs[1])).steps == own.steps
+        assert compare(runs[0], saved_report(runs[1])).steps == own.steps
 
 
 @pytest.mark.parametrize(
@@ -52,23 +54,23 @@ def test_reports_of_real_traces_compare_as_the_traces_do(
     shared_trace: Callable[[str], str], before: str, after: str
 ) -> None:
     paths = [shared_trace(name) for name in (before, after)]
-    assert compare(*map(saved, paths)).steps == compare(*paths).steps
+    assert compare(*map(saved_report, paths)).steps == compare(*paths).steps
 
 
 def test_the_interval_is_the_one_of_the_steps(training: Make, tmp_path: Path) -> None:
     paths = [training(gemm=us, steps=4).write(tmp_path / f"{us}.json") for us in (900.0, 1300.0)]
-    reports = [saved(path) for path in paths]
+    reports = [saved_report(path) for path in paths]
     samples = [np.array(r.step_durations[0].durations_ns, dtype=float) for r in reports]
     own = welch_interval(*samples)  # four steps: independent ones
-    found = compare(*reports).steps
-    assert (found.low_ns, found.high_ns) == (own.low, own.high)
+    comparison = compare(*reports).steps
+    assert (comparison.low_ns, comparison.high_ns) == (own.low, own.high)
 
 
 def test_a_long_run_keeps_its_last_steps_and_their_numbers(
-    recorded: Record, training: Make
+    write_recording: Record, training: Make
 ) -> None:
     durations = [1000.0 + n % 7 for n in range(6000)]
-    (steps, _) = saved(recorded("long", durations, training())).step_durations
+    (steps, _) = saved_report(write_recording("long", durations, training())).step_durations
     assert steps.numbers == [(1000, 5999)]
     assert steps.durations_ns == [int(us * 1000) for us in durations[1000:]]
 
@@ -79,7 +81,7 @@ def test_steps_that_are_set_aside_are_missing_from_the_numbers(tmp_path: Path) -
         with b.step(), b.op("aten::mm"):
             b.launch("gemm", 90_000 if number == 4 else 900 + number)
             b.sync()
-    report = saved(b.write(tmp_path / "t.json"))
+    report = saved_report(b.write(tmp_path / "t.json"))
     (steps,) = report.step_durations
     (outlier,) = report.scope.outliers
     aside = int(outlier.rpartition("#")[2])
@@ -88,13 +90,16 @@ def test_steps_that_are_set_aside_are_missing_from_the_numbers(tmp_path: Path) -
 
 
 def test_a_report_without_steps_says_what_to_do(training: Make, tmp_path: Path) -> None:
-    """Those that were written before reports held their steps."""
+    """Reports that were written before reports held their steps."""
     path = training().write(tmp_path / "a.json")
-    old = msgspec.structs.replace(saved(path), step_durations=[])
-    found = compare(old, path)
-    assert found.steps.verdict == "not measured"
-    assert "the report before does not contain its steps; analyze the trace again" in found.verdict
-    assert found.amounts == compare(path, path).amounts
+    old = msgspec.structs.replace(saved_report(path), step_durations=[])
+    comparison = compare(old, path)
+    assert comparison.steps.verdict == "not measured"
+    assert (
+        "the report before does not contain its steps; analyze the trace again"
+        in comparison.verdict
+    )
+    assert comparison.amounts == compare(path, path).amounts
 
 
 @pytest.mark.parametrize(
@@ -116,6 +121,6 @@ def test_damaged_steps_are_not_a_report(training: Make, tmp_path: Path, steps: s
 
 def test_python_takes_reports_and_traces_together(training: Make, tmp_path: Path) -> None:
     path = training().write(tmp_path / "a.json")
-    made = advisor.analyze(path)
-    assert "of the run before" in compare(made, path).limits[0]
-    assert "of both runs" in compare(made, made).limits[0]
+    report = advisor.analyze(path)
+    assert "of the run before" in compare(report, path).limits[0]
+    assert "of both runs" in compare(report, report).limits[0]

@@ -45,6 +45,6 @@ def test_graphs_off_and_on_with_another_batch_and_other_kernels(tmp_path: Path) 
     assert amounts["decode, GPU busy"][1] == pytest.approx(1, abs=0.1)
     assert c.verdict.startswith("Decode takes ")
     assert "less time per token" in c.verdict
-    shown = str(c)
-    assert "Inference by phase" in shown
-    assert "decode: dense gemm, per token" in shown
+    text = str(c)
+    assert "Inference by phase" in text
+    assert "decode: dense gemm, per token" in text

@@ -48,7 +48,7 @@ def report(durations: Sample) -> Report:
     return Report(status="limited", verdict="", inputs=[], scope=scope, step_durations=[steps])
 
 
-def a_run(random: np.random.Generator, slower: float = 0.0, steps: int = 50) -> Report:
+def draw_run(random: np.random.Generator, slower: float = 0.0, steps: int = 50) -> Report:
     """10 ms per step; a run is faster or slower as a whole, and steps depend on each other."""
     speed = (1 + slower) * np.exp(random.normal(0, NOISE))
     noise = random.normal(0, 0.02, steps)
@@ -57,35 +57,35 @@ def a_run(random: np.random.Generator, slower: float = 0.0, steps: int = 50) -> 
     return report(1e7 * speed * (1 + noise))
 
 
-def alarms(baseline_runs: int, bounds: Sequence[float], trials: int = 150) -> list[float]:
-    """How often identical runs are a regression, for each bound."""
+def alarm_rates(baseline_runs: int, bounds: Sequence[float], trials: int = 150) -> list[float]:
+    """Share of trials in which identical runs are a regression, for each bound."""
     random = np.random.default_rng(25)
-    found = np.zeros(len(bounds))
+    values = np.zeros(len(bounds))
     for _ in range(trials):
-        runs = [a_run(random) for _ in range(baseline_runs)]
+        runs = [draw_run(random) for _ in range(baseline_runs)]
         kept = build_baseline(runs, ["run"] * baseline_runs)
-        comparison = compare_with_baseline(kept, a_run(random))
-        found += [decide(comparison, Bounds(slower=bound)).failed for bound in bounds]
-    return [float(share) for share in found / trials]
+        comparison = compare_with_baseline(kept, draw_run(random))
+        values += [decide(comparison, Bounds(slower=bound)).failed for bound in bounds]
+    return [float(share) for share in values / trials]
 
 
 def test_identical_runs_on_a_noisy_machine_seldom_alarm_at_three_runs() -> None:
     bounds = (0.0, 0.02, 0.05)
-    assert max(alarms(3, bounds)) <= 0.05
-    single = alarms(1, bounds, trials=60)
+    assert max(alarm_rates(3, bounds)) <= 0.05
+    single = alarm_rates(1, bounds, trials=60)
     assert min(single) > 0.15, "what one run does not tell"
 
 
 def test_a_large_slowdown_alarms_and_the_smallest_that_can_is_said() -> None:
     random = np.random.default_rng(7)
-    kept = build_baseline([a_run(random) for _ in range(3)], ["a", "b", "c"])
-    found: Comparison = compare_with_baseline(kept, a_run(random, slower=1.0))
-    assert found.decision is not None and found.decision.answer == "regression"
-    edge = found.decision.detectable
-    assert found.steps.share is not None and 0.05 < edge < found.steps.share
-    base = 1 / (1 + found.steps.share)  # a run as fast as the baseline's, to scale
+    kept = build_baseline([draw_run(random) for _ in range(3)], ["a", "b", "c"])
+    comparison: Comparison = compare_with_baseline(kept, draw_run(random, slower=1.0))
+    assert comparison.decision is not None and comparison.decision.answer == "regression"
+    edge = comparison.decision.detectable
+    assert comparison.steps.share is not None and 0.05 < edge < comparison.steps.share
+    base = 1 / (1 + comparison.steps.share)  # a run as fast as the baseline's, to scale
     for scale, answer in ((1.02, "regression"), (0.98, "not shown")):
-        steps = found.steps
+        steps = comparison.steps
         assert steps.after is not None
         durations = np.array(steps.after.durations_ns) * base * (1 + edge * scale)
         decision = compare_with_baseline(kept, report(durations)).decision
@@ -95,22 +95,22 @@ def test_a_large_slowdown_alarms_and_the_smallest_that_can_is_said() -> None:
 def test_the_interval_over_runs_by_hand() -> None:
     """Steps that are all equal: only the runs differ."""
     before = [np.full(8, ms) for ms in (10.0, 11.0, 12.0)]
-    found = difference_of_runs(before, [np.full(8, 15.0)])
+    comparison = difference_of_runs(before, [np.full(8, 15.0)])
     reach = t_quantile(0.975, 2) * np.sqrt(1.0 * (1 / 3 + 1))  # variance of 10, 11, 12 is 1
-    assert (found.before, found.after, found.amount) == (11.0, 15.0, 4.0)
-    assert (found.low, found.high) == pytest.approx((4 - reach, 4 + reach))
+    assert (comparison.before, comparison.after, comparison.amount) == (11.0, 15.0, 4.0)
+    assert (comparison.low, comparison.high) == pytest.approx((4 - reach, 4 + reach))
 
 
 def test_runs_that_do_not_differ_leave_the_interval_of_their_steps() -> None:
     random = np.random.default_rng(3)
     steps = random.normal(100, 10, 60)
     same = [steps, steps.copy(), steps.copy()]
-    found = difference_of_runs(same, [random.normal(100, 10, 60)])
-    assert found.high - found.low > 2
+    comparison = difference_of_runs(same, [random.normal(100, 10, 60)])
+    assert comparison.high - comparison.low > 2
 
 
 def test_the_command_line_gathers_several_runs(
-    recorded: Record,
+    write_recording: Record,
     training: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_the_command_line_gathers_several_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, us in (("a", 1000), ("b", 1080), ("c", 1040), ("d", 1090)):
-        recorded(name, [us + (n * n) % 7 for n in range(60)], training(), samples=32)
+        write_recording(name, [us + (n * n) % 7 for n in range(60)], training(), samples=32)
     assert cli.run(["gate", "--save", "base.json", "a", "b", "c"]) == 0
     assert "of 3 runs" in capsys.readouterr().err
     kept = Report.from_json(Path("base.json").read_bytes())
@@ -135,11 +135,11 @@ def test_the_command_line_gathers_several_runs(
 
 def test_runs_that_do_not_compare_are_not_baseline() -> None:
     random = np.random.default_rng(1)
-    one, other = a_run(random), a_run(random)
+    one, other = draw_run(random), draw_run(random)
     with pytest.raises(AdvisorError, match="give another run"):
         build_baseline([one, one], ["a", "b"])
     other.scope.device_name, one.scope.device_name = "NVIDIA H100", "NVIDIA A100"
     with pytest.raises(AdvisorError, match=r"b: .*keep a baseline for each GPU"):
         build_baseline([one, other], ["a", "b"])
     with pytest.raises(AdvisorError, match="a: 4 steps cannot tell"):
-        build_baseline([a_run(random, steps=4)], ["a"])
+        build_baseline([draw_run(random, steps=4)], ["a"])

@@ -38,36 +38,36 @@ def test_the_distribution_function_has_its_closed_forms() -> None:
 def test_welch_by_hand() -> None:
     before = np.array([8.0, 9.0, 11.0, 12.0])  # variance 10/3
     after = np.array([13.0, 14.0, 14.0, 15.0])  # variance 2/3
-    found = s.welch_interval(before, after)
+    interval = s.welch_interval(before, after)
     va, vb = 10 / 3 / 4, 2 / 3 / 4
     freedom = (va + vb) ** 2 / (va**2 / 3 + vb**2 / 3)
     reach = s.t_quantile(0.975, freedom) * math.sqrt(va + vb)
-    assert (found.before, found.after, found.amount) == (10.0, 14.0, 4.0)
-    assert (found.low, found.high) == pytest.approx((4 - reach, 4 + reach))
+    assert (interval.before, interval.after, interval.amount) == (10.0, 14.0, 4.0)
+    assert (interval.low, interval.high) == pytest.approx((4 - reach, 4 + reach))
     assert freedom == pytest.approx(4.1538, abs=1e-4)
 
 
-def test_steps_that_are_all_alike_leave_no_doubt() -> None:
-    found = s.welch_interval(np.full(4, 10.0), np.full(5, 12.0))
-    assert (found.amount, found.low, found.high) == (2.0, 2.0, 2.0)
+def test_equal_steps_have_an_interval_without_width() -> None:
+    interval = s.welch_interval(np.full(4, 10.0), np.full(5, 12.0))
+    assert (interval.amount, interval.low, interval.high) == (2.0, 2.0, 2.0)
 
 
 def autoregression(random: np.random.Generator, rho: float, count: int) -> s.Sample:
-    """Steps with mean 100 and variance 1 / (1 - rho²), each taking after the one before."""
+    """The recorder's API: decorator with and without options, context manager, explicit steps."""
     noise = random.normal(size=count)
-    found = np.empty(count)
-    found[0] = noise[0] / math.sqrt(1 - rho * rho)
+    values = np.empty(count)
+    values[0] = noise[0] / math.sqrt(1 - rho * rho)
     for i in range(1, count):
-        found[i] = rho * found[i - 1] + noise[i]
-    return 100 + found
+        values[i] = rho * values[i - 1] + noise[i]
+    return 100 + values
 
 
 def test_welch_holds_the_truth_as_often_as_it_says_for_independent_steps() -> None:
     random = np.random.default_rng(3)
     rounds, hits = 1000, 0
     for _ in range(rounds):
-        found = s.welch_interval(random.normal(10, 1, 4), random.normal(12, 3, 6))
-        hits += found.low <= 2 <= found.high
+        interval = s.welch_interval(random.normal(10, 1, 4), random.normal(12, 3, 6))
+        hits += interval.low <= 2 <= interval.high
     assert 0.93 <= hits / rounds <= 0.97
 
 
@@ -82,15 +82,15 @@ def test_the_correlation_of_neighbours_is_that_of_the_series() -> None:
 # -- steps that depend on each other ------------------------------------------------------------
 
 
-def holds(rho: float, count: int, *, naive: bool = False, trials: int = 120) -> float:
-    """How often the interval holds the truth, that there is no difference."""
+def coverage(rho: float, count: int, *, naive: bool = False, trials: int = 120) -> float:
+    """Share of trials whose interval holds the truth, that there is no difference."""
     random = np.random.default_rng(7)
     right = 0
     for _ in range(trials):
         pair = [autoregression(random, rho, count) for _ in range(2)]
-        found = welch_interval(*pair) if naive else difference(*pair)
-        assert found is not None
-        right += found.low <= 0 <= found.high
+        interval = welch_interval(*pair) if naive else difference(*pair)
+        assert interval is not None
+        right += interval.low <= 0 <= interval.high
     return right / trials
 
 
@@ -102,19 +102,19 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say_for_dependent_steps
     rho: float, count: int, trials: int
 ) -> None:
     """95% is said. Never narrower than to hold 88%, and not so wide that they hold all."""
-    assert 0.88 <= holds(rho, count, trials=trials) <= 0.98
+    assert 0.88 <= coverage(rho, count, trials=trials) <= 0.98
 
 
 @pytest.mark.parametrize(("rho", "count"), [(0.0, 10), (0.6, 20), (0.6, 60)])
-def test_so_do_those_of_pairs(rho: float, count: int) -> None:
+def test_intervals_of_pairs_hold_the_truth_too(rho: float, count: int) -> None:
     random = np.random.default_rng(11)
     right = 0
     for _ in range(200):
         batches = 10 * random.normal(size=count)
         one, other = (batches + autoregression(random, rho, count) for _ in range(2))
-        found = difference(one, other, paired=True)
-        assert found is not None
-        right += found.low <= 0 <= found.high
+        result = difference(one, other, paired=True)
+        assert result is not None
+        right += result.low <= 0 <= result.high
     assert 0.88 <= right / 200 <= 0.995
 
 
@@ -125,7 +125,7 @@ def test_the_same_steps_give_the_same_interval() -> None:
 
 
 def test_intervals_for_independent_steps_do_not_hold_for_dependent_ones() -> None:
-    assert holds(0.6, 60, naive=True) < 0.8
+    assert coverage(0.6, 60, naive=True) < 0.8
 
 
 def test_blocks_are_as_long_as_the_formula_says_for_a_known_correlation() -> None:
@@ -139,7 +139,7 @@ def test_blocks_are_as_long_as_the_formula_says_for_a_known_correlation() -> Non
 
 
 @pytest.mark.parametrize("count", [6, 30, 100])
-def test_what_is_long_in_both_runs_is_not_a_difference_when_steps_are_paired(count: int) -> None:
+def test_steps_that_are_long_in_both_runs_are_no_difference_when_paired(count: int) -> None:
     random = np.random.default_rng(5)
     batches = random.gamma(4.0, 25.0, count)  # lengths differ by half from batch to batch
     before, after = batches + random.normal(size=count), 4 + batches + random.normal(size=count)

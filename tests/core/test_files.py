@@ -30,15 +30,15 @@ from advisor.read.formats.scalene import read_scalene
 
 
 @pytest.fixture(params=["pipe", "zero", "folder", "loop", "dangling"])
-def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def irregular_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Something that is no regular file."""
-    path = tmp_path / "odd"
+    path = tmp_path / "file"
     if request.param == "pipe":
         os.mkfifo(path)
     elif request.param == "folder":
         path.mkdir()
     else:
-        path.symlink_to({"zero": "/dev/zero", "loop": "odd", "dangling": "gone"}[request.param])
+        path.symlink_to({"zero": "/dev/zero", "loop": "file", "dangling": "gone"}[request.param])
     return path
 
 
@@ -55,36 +55,38 @@ def run_directory(folder: Path) -> Path:
     return folder
 
 
-def test_only_regular_files_are_opened(odd: Path) -> None:
+def test_only_regular_files_are_opened(irregular_file: Path) -> None:
     with pytest.raises(OSError):
-        open_regular(odd)
+        open_regular(irregular_file)
 
 
-def test_every_reader_tells_what_it_was_given(odd: Path, tmp_path: Path) -> None:
-    for read in (lambda: read_trace(str(odd)), lambda: read_scalene(odd)):
-        with pytest.raises(AdvisorError) as told:
+def test_every_reader_names_the_file_it_cannot_read(irregular_file: Path, tmp_path: Path) -> None:
+    for read in (lambda: read_trace(str(irregular_file)), lambda: read_scalene(irregular_file)):
+        with pytest.raises(AdvisorError) as caught:
             read()
-        assert "\n" not in str(told.value)
-    (tmp_path / "pyproject.toml").symlink_to(odd)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "pyproject.toml").symlink_to(irregular_file)
     assert read_config(tmp_path) == {}  # is_file() says no, without a look inside
     rules = tmp_path / "rules"
     rules.mkdir()
-    (rules / "mine.py").symlink_to(odd)
+    (rules / "mine.py").symlink_to(irregular_file)
     with pytest.raises(AdvisorError, match=r"mine.py: cannot be read"):
         load_rules(rules)
-    assert cli.run(["report", str(odd), "--html", str(tmp_path / "x.html")]) == 2
+    assert cli.run(["report", str(irregular_file), "--html", str(tmp_path / "x.html")]) == 2
 
 
 @pytest.mark.parametrize("name", [RANK, STEPS, TELEMETRY, EVENTS])
-def test_a_run_is_read_without_what_is_not_a_file(odd: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_is_read_without_what_is_not_a_file(
+    irregular_file: Path, tmp_path: Path, name: str
+) -> None:
     folder = run_directory(tmp_path / "run")
     place = folder / "rank0" / name
     place.unlink()
-    if odd.is_symlink():
-        target = odd.readlink()
-        place.symlink_to(name if target.name == odd.name else target)
+    if irregular_file.is_symlink():
+        target = irregular_file.readlink()
+        place.symlink_to(name if target.name == irregular_file.name else target)
     else:
-        odd.rename(place)
+        irregular_file.rename(place)
     record = read_recording(folder).ranks[0]
     assert len(record.steps) == (0 if name == STEPS else 10)
 
@@ -169,7 +171,9 @@ def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
         read_regular(path, 4)
 
 
-def test_a_pipe_is_told_how_to_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_advice_on_how_to_pass_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.json"
     os.mkfifo(path)
     assert cli.run(["analyze", str(path)]) == 2
@@ -221,8 +225,8 @@ def test_steps_without_length_are_reported_as_what_they_are(
     path.write_text('{"traceEvents":[' + ",".join(mark % n for n in range(3)) + "]}")
     for line in (["analyze", str(path)], ["whatif", str(path), "-e", "remove sync:item"]):
         assert cli.run(line) == 2
-        told = capsys.readouterr().err
-        assert "its 3 steps have no length" in told and "--steps" not in told
+        message = capsys.readouterr().err
+        assert "its 3 steps have no length" in message and "--steps" not in message
 
 
 def test_an_export_is_valid_json_whatever_bytes_came_in(tmp_path: Path) -> None:

@@ -209,8 +209,8 @@ def test_a_format_the_chip_lacks_has_no_peak() -> None:
 def test_devices_of_public_traces_are_found(
     name: str, sms: int, memory_bytes: int, compute: tuple[int, int], expected: str
 ) -> None:
-    found = find(name, sms=sms, memory_bytes=memory_bytes, compute=compute)
-    assert found.name == expected
+    result = find(name, sms=sms, memory_bytes=memory_bytes, compute=compute)
+    assert result.name == expected
 
 
 @by_gpu
@@ -270,7 +270,7 @@ def test_a_longer_name_is_another_card(name: str, other: str) -> None:
 
 
 @by_gpu
-def test_what_was_measured_has_a_source_and_could_be(gpu: GpuSpec) -> None:
+def test_measured_rates_have_a_source_and_are_possible(gpu: GpuSpec) -> None:
     """No benchmark moves more than the memory's pins do; GeForce cards clock above what is
     published, by some 10%, and an H200 NVL by 2%."""
     for dtype, rate in gpu.measured.matmul.items():
@@ -284,7 +284,7 @@ def test_what_was_measured_has_a_source_and_could_be(gpu: GpuSpec) -> None:
         assert 0.65 * gpu.bandwidth < memory.rate * 1e9 < gpu.bandwidth
 
 
-def test_sixteen_bit_formats_stand_for_each_other_where_they_run_alike() -> None:
+def test_sixteen_bit_formats_stand_for_each_other_where_their_rates_are_equal() -> None:
     a100 = find("NVIDIA A100-SXM4-80GB")
     assert a100.measured_matmul("c10::Half") == a100.measured_matmul("bf16")
     v100 = find("Tesla V100-SXM2-16GB")
@@ -300,7 +300,7 @@ def test_a_slice_of_a_gpu_is_unknown() -> None:
     assert lookup("AMD Instinct MI300X", sms=38) is None
 
 
-def test_what_contradicts_the_name_makes_it_unknown() -> None:
+def test_properties_that_contradict_the_name_make_a_gpu_unknown() -> None:
     assert lookup("NVIDIA A100-PG509-200", memory_bytes=80 * GiB) is None
     assert lookup("NVIDIA H100 PCIe", sms=132) is None
     assert lookup("Tesla T4", compute=(8, 0)) is None

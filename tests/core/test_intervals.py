@@ -22,13 +22,13 @@ RANGE = 40
 pairs = st.lists(st.tuples(st.integers(0, RANGE), st.integers(-3, 12)), max_size=12)
 
 
-def instants(given: list[tuple[int, int]]) -> set[int]:
+def instants_of(pairs: list[tuple[int, int]]) -> set[int]:
     """The instants of (start, length) pairs; lengths below one cover none."""
-    return {t for start, length in given for t in range(start, start + length)}
+    return {t for start, length in pairs for t in range(start, start + length)}
 
 
-def made(given: list[tuple[int, int]]) -> Intervals:
-    return union([s for s, _ in given], [s + d for s, d in given])
+def make_intervals(pairs: list[tuple[int, int]]) -> Intervals:
+    return union([s for s, _ in pairs], [s + d for s, d in pairs])
 
 
 def points(intervals: Intervals) -> set[int]:
@@ -39,7 +39,7 @@ def points(intervals: Intervals) -> set[int]:
     }
 
 
-def check(intervals: Intervals, expected: set[int]) -> None:
+def assert_intervals(intervals: Intervals, expected: set[int]) -> None:
     """The right instants, and a proper set: ordered, disjoint, nothing empty, exact total."""
     assert points(intervals) == expected
     assert (intervals.end > intervals.start).all()
@@ -49,40 +49,49 @@ def check(intervals: Intervals, expected: set[int]) -> None:
 
 @given(pairs)
 def test_a_union_covers_what_any_covers_and_merges_what_touches(given_pairs):
-    result = made(given_pairs)
-    check(result, instants(given_pairs))
+    result = make_intervals(given_pairs)
+    assert_intervals(result, instants_of(given_pairs))
     assert (result.start[1:] > result.end[:-1]).all()
 
 
 @given(pairs, pairs)
 def test_an_intersection_is_what_both_cover(left, right):
-    check(intersect(made(left), made(right)), instants(left) & instants(right))
+    assert_intervals(
+        intersect(make_intervals(left), make_intervals(right)),
+        instants_of(left) & instants_of(right),
+    )
 
 
 @given(pairs, pairs)
 def test_a_difference_is_what_only_the_first_covers(left, right):
-    check(subtract(made(left), made(right)), instants(left) - instants(right))
+    assert_intervals(
+        subtract(make_intervals(left), make_intervals(right)),
+        instants_of(left) - instants_of(right),
+    )
 
 
 @given(pairs, pairs, pairs)
 def test_a_join_covers_what_any_set_covers(first, second, third):
-    check(
-        union_of(made(first), made(second), made(third)),
-        instants(first) | instants(second) | instants(third),
+    assert_intervals(
+        union_of(make_intervals(first), make_intervals(second), make_intervals(third)),
+        instants_of(first) | instants_of(second) | instants_of(third),
     )
 
 
 @given(pairs, st.integers(-5, RANGE + 20), st.integers(-5, RANGE + 20))
 def test_gaps_are_the_uncovered_rest_of_a_span(given_pairs, start, end):
-    check(gaps(made(given_pairs), start, end), set(range(start, end)) - instants(given_pairs))
+    assert_intervals(
+        gaps(make_intervals(given_pairs), start, end),
+        set(range(start, end)) - instants_of(given_pairs),
+    )
 
 
 @given(pairs, pairs)
 def test_coverage_is_counted_for_each_interval_alone(asked, by):
     starts = np.array([s for s, _ in asked], dtype=np.int64)
     ends = starts + np.array([d for _, d in asked], dtype=np.int64)
-    expected = [len(instants([pair]) & instants(by)) for pair in asked]
-    assert covered_length(starts, ends, made(by)).tolist() == expected
+    expected = [len(instants_of([pair]) & instants_of(by)) for pair in asked]
+    assert covered_length(starts, ends, make_intervals(by)).tolist() == expected
 
 
 def test_nothing_is_a_set_too():

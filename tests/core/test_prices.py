@@ -1,4 +1,5 @@
-"""Energy and money: by hand, not measured where nothing was, the same wherever they are told."""
+"""Energy and money: by hand, not measured where nothing was, and the same wherever they are
+shown."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from advisor.testing import TraceBuilder
 from tests.run_directories import write_run
 
 MS = 1_000_000
-Told = Callable[[float], GpuSample]
+GiveSample = Callable[[float], GpuSample]
 
 
 def record(
@@ -51,7 +52,7 @@ def record(
     rank: int = 0,
 ) -> RankRecord:
     """Equal steps, and samples of a GPU whose power is a function of the second."""
-    made = [StepRow(n=n, t=int(n * ms * MS), dur=int(ms * MS)) for n in range(steps)]
+    step_rows = [StepRow(n=n, t=int(n * ms * MS), dur=int(ms * MS)) for n in range(steps)]
     samples, spent, last = [], 5_000_000.0, 0.0
     for number in range(int(steps * ms / every_ms) + 2):
         now = number * every_ms / 1e3
@@ -71,17 +72,19 @@ def record(
         )
         samples.append(Sample(t=round(now * 1e9), gpus=[gpu]))
     return RankRecord(
-        rank=RankInfo(rank=rank, devices=[RecordedDevice(uuid=uuid)]), steps=made, samples=samples
+        rank=RankInfo(rank=rank, devices=[RecordedDevice(uuid=uuid)]),
+        steps=step_rows,
+        samples=samples,
     )
 
 
 @pytest.mark.parametrize(("counter", "method"), [(True, "counter"), (False, "power")])
 def test_a_step_takes_its_power_times_its_time(counter: bool, method: str) -> None:
-    found = step_energy(StepRecords(record(counter=counter)))
-    assert found is not None and found.method == method
-    assert found.joules == pytest.approx(300 * 0.1, rel=0.01)
-    assert found.watts == pytest.approx(300, rel=0.01)
-    assert found.steps >= 40
+    energy = step_energy(StepRecords(record(counter=counter)))
+    assert energy is not None and energy.method == method
+    assert energy.joules == pytest.approx(300 * 0.1, rel=0.01)
+    assert energy.watts == pytest.approx(300, rel=0.01)
+    assert energy.steps >= 40
 
 
 def test_energy_of_a_power_that_changes_is_its_integral_over_the_steps_that_count() -> None:
@@ -89,26 +92,26 @@ def test_energy_of_a_power_that_changes_is_its_integral_over_the_steps_that_coun
         return 200 + 100 * s  # up to 800 W after 6 s
 
     for counter in (True, False):
-        found = step_energy(StepRecords(record(watts, counter=counter)))
-        assert found is not None
+        energy = step_energy(StepRecords(record(watts, counter=counter)))
+        assert energy is not None
         # the first ten steps are warm-up: the mean from 1 s to the last sample, near 6 s
-        assert found.joules == pytest.approx(0.1 * (200 + 100 * (1 + 6) / 2), rel=0.03)
+        assert energy.joules == pytest.approx(0.1 * (200 + 100 * (1 + 6) / 2), rel=0.03)
 
 
 def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     def watts(s: float) -> float:
         return 1000.0 if 3 <= s < 4 else 300.0
 
-    made = record(watts, every_ms=50)
-    for step in made.steps[30:40]:
+    rank_record = record(watts, every_ms=50)
+    for step in rank_record.steps[30:40]:
         step.window = 0
-    found = step_energy(StepRecords(made))
-    assert found is not None
-    assert found.joules == pytest.approx(30, rel=0.03)
+    energy = step_energy(StepRecords(rank_record))
+    assert energy is not None
+    assert energy.joules == pytest.approx(30, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    "made",
+    "rank_record",
     [
         record(counter=False, power=False),
         record(uuid="MIG-1"),  # the driver tells the whole board's
@@ -118,18 +121,18 @@ def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     ],
     ids=["not sampled", "slice", "too few", "no counter that moves", "too far apart"],
 )
-def test_energy_that_was_not_measured_is_none(made: RankRecord) -> None:
-    assert step_energy(StepRecords(made)) is None
+def test_energy_that_was_not_measured_is_none(rank_record: RankRecord) -> None:
+    assert step_energy(StepRecords(rank_record)) is None
 
 
 def test_a_counter_that_falls_is_not_believed() -> None:
-    made = record()
-    made.samples[14].gpus[0].energy = 10
-    found = step_energy(StepRecords(made))
-    assert found is not None and found.method == "power"
+    rank_record = record()
+    rank_record.samples[14].gpus[0].energy = 10
+    energy = step_energy(StepRecords(rank_record))
+    assert energy is not None and energy.method == "power"
 
 
-def analysed(folder: Path, *records: RankRecord, **options: Any) -> advisor.Report:
+def analyze_records(folder: Path, *records: RankRecord, **options: Any) -> advisor.Report:
     """The report of a run of these ranks."""
     world = Manifest(run_id="r", world_size=len(records))
     path = write_run(folder, dict(enumerate(records)), world)
@@ -137,18 +140,20 @@ def analysed(folder: Path, *records: RankRecord, **options: Any) -> advisor.Repo
 
 
 def test_ranks_are_summed_and_a_shared_gpu_counts_once(tmp_path: Path) -> None:
-    own = analysed(tmp_path / "a", record(), record(uuid="GPU-2", rank=1)).energy
+    own = analyze_records(tmp_path / "a", record(), record(uuid="GPU-2", rank=1)).energy
     assert own is not None and own.joules == pytest.approx(60, rel=0.02)
     assert [one.rank for one in own.ranks] == [0, 1]
-    shared = analysed(tmp_path / "b", record(), record(rank=1)).energy
+    shared = analyze_records(tmp_path / "b", record(), record(rank=1)).energy
     assert shared is not None and shared.joules == pytest.approx(30, rel=0.02)
-    part = analysed(tmp_path / "c", record(), record(rank=1, counter=False, power=False)).energy
+    part = analyze_records(
+        tmp_path / "c", record(), record(rank=1, counter=False, power=False)
+    ).energy
     assert part is not None and part.joules is None and len(part.ranks) == 1
 
 
 def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     paid = Options(prices=parse_price("3.60/h"))
-    report = analysed(tmp_path / "a", record(), record(rank=1), prices=paid.prices)
+    report = analyze_records(tmp_path / "a", record(), record(rank=1), prices=paid.prices)
     cost = report.cost
     assert cost is not None
     assert (cost.gpus, cost.currency, cost.per_hour) == (2, "USD", 3.6)
@@ -163,14 +168,16 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     here: Any = SimpleNamespace(href=lambda path, **query: path)
     view = str(overview._heading(here, report))
     assert "30 J per step" in view and "$0.200 for 1,000 steps" in view
-    unpriced = analysed(tmp_path / "c", record(counter=False, power=False))
-    assert {"energy", "cost"}.isdisjoint(label for label, _ in report_text.describe_scope(unpriced))
-    other = analysed(tmp_path / "b", record(), paid_gpus=8, prices=paid.prices).cost
+    unmeasured = analyze_records(tmp_path / "c", record(counter=False, power=False))
+    assert {"energy", "cost"}.isdisjoint(
+        label for label, _ in report_text.describe_scope(unmeasured)
+    )
+    other = analyze_records(tmp_path / "b", record(), paid_gpus=8, prices=paid.prices).cost
     assert other is not None and other.step == pytest.approx(8 * 0.001 * 0.1)
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Path:
+def slow_trace(tmp_path: Path) -> Path:
     """Steps of 11 ms, of which 10 wait for a loader without workers."""
     b = TraceBuilder("H100")
     for number in range(6):
@@ -182,8 +189,8 @@ def slow(tmp_path: Path) -> Path:
     return b.write(tmp_path / "slow.json")
 
 
-def test_what_fixes_save_is_their_gain_at_the_price_and_adds_up(slow: Path) -> None:
-    report = advisor.analyze(slow, Options(prices=parse_price("3.60"), config={}))
+def test_savings_of_fixes_are_their_gain_at_the_price_and_add_up(slow_trace: Path) -> None:
+    report = advisor.analyze(slow_trace, Options(prices=parse_price("3.60"), config={}))
     cost = report.cost
     assert cost is not None and cost.step_after is not None and cost.run is None
     for fix in cost.fixes:
@@ -193,7 +200,9 @@ def test_what_fixes_save_is_their_gain_at_the_price_and_adds_up(slow: Path) -> N
     assert cost.step_after < 0.25 * cost.step
     again = type(report).from_json(report.to_json())
     assert again.cost == cost
-    assert advisor.analyze(slow, Options(config={}, prices=Prices({}, "USD", ""))).cost is None
+    assert (
+        advisor.analyze(slow_trace, Options(config={}, prices=Prices({}, "USD", ""))).cost is None
+    )
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -203,29 +212,33 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def test_the_price_is_in_every_format_and_absent_without_one(
-    slow: Path,
+    slow_trace: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for form in ("terminal", "markdown", "html"):
-        code, text, _ = run(capsys, "analyze", slow, "--price", "2.50 EUR/h", "--format", form)
+        code, text, _ = run(
+            capsys, "analyze", slow_trace, "--price", "2.50 EUR/h", "--format", form
+        )
         assert code == 0 and "€0.0075" in text.replace(" ", ""), form
-        assert "€" not in run(capsys, "analyze", slow, "--format", form)[1]
+        assert "€" not in run(capsys, "analyze", slow_trace, "--format", form)[1]
     Path("pyproject.toml").write_text('[tool.advisor.prices]\nh100 = 2.5\ncurrency = "CHF"\n')
-    cost = json.loads(run(capsys, "analyze", slow, "--format", "json")[1])["cost"]
+    cost = json.loads(run(capsys, "analyze", slow_trace, "--format", "json")[1])["cost"]
     assert (cost["currency"], cost["per_hour"]) == ("CHF", 2.5)
     assert cost["source"] == "pyproject.toml: [tool.advisor.prices]: h100"
-    _, text, _ = run(capsys, "compare", slow, slow, "--format", "json", "--price", "3.60")
+    _, text, _ = run(
+        capsys, "compare", slow_trace, slow_trace, "--format", "json", "--price", "3.60"
+    )
     amounts = {a["name"]: a for a in json.loads(text)["amounts"]}
     assert amounts["cost of 1,000 steps"]["unit"] == "USD"
     assert amounts["cost of 1,000 steps"]["before"] == pytest.approx(0.011, rel=0.02)
-    _, text, _ = run(capsys, "gate", slow, slow, "--format", "json", "--price", "3.60")
+    _, text, _ = run(capsys, "gate", slow_trace, slow_trace, "--format", "json", "--price", "3.60")
     (figure,) = [f for f in json.loads(text)["amounts"] if f["unit"] == "USD"]
     assert figure["before"] == figure["after"] == pytest.approx(0.011, rel=0.02)
     for words in (("--price", "cheap"), ("--price", "1", "--prices", "x.toml")):
-        code, out, err = run(capsys, "analyze", slow, *words)
+        code, out, err = run(capsys, "analyze", slow_trace, *words)
         assert (code, out, err.count("\n")) == (2, "", 1)
 
 
@@ -234,9 +247,9 @@ def test_energy_is_compared_and_gated(tmp_path: Path, capsys: pytest.CaptureFixt
         write_run(tmp_path / name, {0: record(lambda s, w=watts: w)})
         for name, watts in (("a", 300.0), ("b", 200.0))
     ]
-    found = {a.name: a for a in compare(*runs).amounts}["energy per step"]
-    assert found.unit == "J"
-    assert (found.before, found.after) == (pytest.approx(30, 0.02), pytest.approx(20, 0.02))
+    result = {a.name: a for a in compare(*runs).amounts}["energy per step"]
+    assert result.unit == "J"
+    assert (result.before, result.after) == (pytest.approx(30, 0.02), pytest.approx(20, 0.02))
     _, text, _ = run(capsys, "gate", *runs)
     assert re.search(r"energy per step +30[.\d]* J +20[.\d]* J", text)
 
@@ -253,8 +266,8 @@ def test_a_name_in_the_table_fits_a_gpu_whose_words_it_has(tmp_path: Path) -> No
         ("AMD Instinct MI300X", 2.0),
         ("NVIDIA H100 80GB HBM3", 0.0),
     ):
-        found = prices.price_of(name)
-        assert found is not None and (found.per_hour, found.currency) == (hour, "EUR"), name
+        price = prices.price_of(name)
+        assert price is not None and (price.per_hour, price.currency) == (hour, "EUR"), name
     for name in ("NVIDIA A1000", "NVIDIA RTX A10", None):
         assert prices.price_of(name) is None
     with pytest.raises(AdvisorError, match="both fit"):
@@ -269,9 +282,9 @@ def test_a_name_in_the_table_fits_a_gpu_whose_words_it_has(tmp_path: Path) -> No
 def test_a_bad_table_of_prices_is_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prices.toml"
     file.write_text(text)
-    with pytest.raises(AdvisorError) as told:
+    with pytest.raises(AdvisorError) as caught:
         read_prices(file)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -279,21 +292,21 @@ def test_a_bad_table_of_prices_is_one_line(tmp_path: Path, text: str) -> None:
     [("2.50/h", 2.5, "USD"), ("$2.50", 2.5, "USD"), ("€ 3 / hr", 3, "EUR"), ("4 chf/h", 4, "CHF")],
 )
 def test_prices_are_read_as_people_write_them(text: str, hour: float, currency: str) -> None:
-    found = parse_price(text).price_of(None)
-    assert found is not None and found[:2] == (hour, currency)
+    price = parse_price(text).price_of(None)
+    assert price is not None and price[:2] == (hour, currency)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1e9", "2,50", "$2 EUR", "nan", "9" * 9, "2/day"])
-def test_what_is_not_a_price_is_refused(text: str) -> None:
+def test_an_invalid_price_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--price"):
         parse_price(text)
 
 
 @pytest.mark.parametrize(
-    ("amount", "told"),
+    ("amount", "expected"),
     [(12.4, "$12.40"), (0.00012345, "$0.000123"), (0.0, "$0.00"), (1234.5, "$1,234.50")],
 )
-def test_small_amounts_keep_three_digits(amount: float, told: str) -> None:
-    assert format_money(amount, "USD") == told
-    assert format_money(amount, "CHF") == f"{told[1:]} CHF"
+def test_small_amounts_keep_three_digits(amount: float, expected: str) -> None:
+    assert format_money(amount, "USD") == expected
+    assert format_money(amount, "CHF") == f"{expected[1:]} CHF"
     assert math.isfinite(amount)

@@ -37,18 +37,18 @@ for epoch in range(2):
 """
 
 
-def commands(page: str) -> dict[str, list[str]]:
+def documented_commands(page: str) -> dict[str, list[str]]:
     """The commands of a page with what it shows of their output; ``...`` leaves lines out."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
-        shown: list[str] = []
+        output: list[str] = []
         for line in block.splitlines():
             if line.startswith("$ "):
-                shown = found.setdefault(line[2:].split("   # ")[0].rstrip(), [])
+                output = result.setdefault(line[2:].split("   # ")[0].rstrip(), [])
             elif line.strip() not in ("", "..."):
-                shown.append(line)
-    return {command: shown for command, shown in found.items() if command.startswith("advisor")}
+                output.append(line)
+    return {command: output for command, output in result.items() if command.startswith("advisor")}
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +77,34 @@ PAGES = ("README.md", "docs/index.md", "docs/tutorials.md", "docs/reading-a-repo
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_as_written(
-    page: str, place: Path, here: Callable[[list[str]], tuple[int, str, str]]
+    page: str, place: Path, run_in_process: Callable[[list[str]], tuple[int, str, str]]
 ) -> None:
     pytest.importorskip("torch")
-    found = commands(page)
-    assert found
-    before = {line for earlier in PAGES[: PAGES.index(page)] for line in commands(earlier)}
-    for command, shown in found.items():
-        shown = [re.sub(r" +[①-⑨]$", "", line) for line in shown]
-        if command in before and not shown:
+    result = documented_commands(page)
+    assert result
+    before = {
+        line for earlier in PAGES[: PAGES.index(page)] for line in documented_commands(earlier)
+    }
+    for command, expected_lines in result.items():
+        expected_lines = [re.sub(r" +[①-⑨]$", "", line) for line in expected_lines]
+        if command in before and not expected_lines:
             continue
         words = shlex.split(command)
         if words[1] in SERVERS:
-            serves(words, place)
+            assert_serves(words, place)
             continue
         if page == PAGES[-1]:  # a process each is shown by the pages before
-            code, out, err = here(words[1:])
+            code, out, err = run_in_process(words[1:])
         else:
-            done = subprocess.run(
+            completed = subprocess.run(
                 words, cwd=place, env=environment(), capture_output=True, text=True, check=False,
                 timeout=280, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-            code, out, err = done.returncode, done.stdout, done.stderr
+            code, out, err = completed.returncode, completed.stdout, completed.stderr
         assert code == 0, f"{command}\n{out[-500:]}\n{err[-2000:]}"
-        assert [line for line in shown if line not in out.splitlines()] == [], f"{command}\n{out}"
+        assert [line for line in expected_lines if line not in out.splitlines()] == [], (
+            f"{command}\n{out}"
+        )
 
 
 OTHERS = [
@@ -108,22 +112,24 @@ OTHERS = [
 ]
 
 
-def test_what_the_other_pages_show_of_files_at_hand_is_printed(
-    place: Path, here: Callable[[list[str]], tuple[int, str, str]]
+def test_other_pages_show_what_the_commands_print(
+    place: Path, run_in_process: Callable[[list[str]], tuple[int, str, str]]
 ) -> None:
     """Their other commands need a server, a cluster or a file that nobody has."""
     seen = set()
     for page in OTHERS:
-        for command, shown in commands(f"docs/{page}").items():
+        for command, expected_lines in documented_commands(f"docs/{page}").items():
             words = shlex.split(command)
             files = [word for word in words if word.endswith((".gz", ".sqlite", ".pickle"))]
-            if not shown or not files or "trace.json.gz" in files:  # the reader's own
+            if not expected_lines or not files or "trace.json.gz" in files:  # the reader's own
                 continue
             if not all((place / name).exists() for name in files):
                 continue
-            code, out, err = here(words[1:])
+            code, out, err = run_in_process(words[1:])
             assert code == 0, f"{command}\n{err[-2000:]}"
-            assert [line for line in shown if line not in out.splitlines()] == [], f"{page}\n{out}"
+            assert [line for line in expected_lines if line not in out.splitlines()] == [], (
+                f"{page}\n{out}"
+            )
             seen.add(page)
     assert {"whatif.md", "inference-servers.md"} <= seen
 
@@ -141,10 +147,10 @@ def test_the_python_of_pages_on_files_at_hand_runs(
 
 
 @pytest.fixture
-def here(
+def run_in_process(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], tuple[int, str, str]]:
-    """``here(words)``: exit code and streams of a command line run in this process."""
+    """``run_in_process(words)``: exit code and streams of a command line run in this process."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -164,9 +170,9 @@ def test_the_rule_of_the_page_on_extending_works_as_printed(tmp_path: Path) -> N
     (tmp_path / "progress_bar.py").write_text(code)
     rule = next(each for each in load_rules(tmp_path, {}) if each.id == "progress-bar")
     slow, (quick, _) = (rule.examples()[name] for name in ("slow", "quick"))
-    found = run_rules(0, slow.analysis(), [rule]).findings
+    result = run_rules(0, slow.analysis(), [rule]).findings
     # by hand: 300 µs of each step are the bar's
-    assert [(each.rule, each.impact.gain_ns) for each in found] == [("progress-bar", 300_000)]
+    assert [(each.rule, each.impact.gain_ns) for each in result] == [("progress-bar", 300_000)]
     assert run_rules(0, quick.analysis(), [rule]).findings == []
     assert rule.verify and len(type(rule).__doc__ or "") > 80  # as a rule of the package needs
     one = run_rules(0, Analysis(slow.trace(), (0, 1)), [rule]).findings
@@ -174,7 +180,7 @@ def test_the_rule_of_the_page_on_extending_works_as_printed(tmp_path: Path) -> N
     assert [each.evidence[0].value for each in one] == [pytest.approx(0.23, abs=0.01)]
 
 
-def serves(words: list[str], place: Path) -> None:
+def assert_serves(words: list[str], place: Path) -> None:
     """A server starts, and ends when it is interrupted or its input ends."""
     started = subprocess.Popen(
         words, cwd=place, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -53,14 +53,14 @@ def test_examples_of_other_packages_import_public_names_alone() -> None:
 
 
 def test_the_page_of_thresholds_has_each_with_its_value() -> None:
-    """What is measured of a threshold goes stale with its rule: measure that rule again."""
+    """A measured threshold goes stale with its rule: measure that rule again."""
     rows = bench_thresholds.rows(bench_thresholds.PAGE.read_text(encoding="utf-8"))
-    told = {key: value for key, (value, *_) in rows.items()}
+    documented = {key: value for key, (value, *_) in rows.items()}
     wanted = {(rule, name): f"{value:g}" for rule, name, value in bench_thresholds.thresholds()}
     rules = {
         rule
-        for rule, name in {*told, *wanted}
-        if told.get((rule, name)) != wanted.get((rule, name))
+        for rule, name in {*documented, *wanted}
+        if documented.get((rule, name)) != wanted.get((rule, name))
     }
     assert not rules, "run benchmarks/bench_thresholds.py " + " ".join(f"--rule {r}" for r in rules)
 
@@ -102,7 +102,7 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
-def test_what_the_page_on_extending_names_exists() -> None:
+def test_names_on_the_page_on_extending_exist() -> None:
     """Files (with one of each kind for ``<placeholder>``), attributes, functions and constants."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
@@ -142,7 +142,7 @@ def test_what_the_page_on_extending_names_exists() -> None:
 
 
 def test_files_that_the_code_names_by_their_path_exist() -> None:
-    """In comments and docstrings too: a file that is renamed takes its mentions with it."""
+    """The files named in comments and docstrings count too: a rename takes its mentions with it."""
     places = r"advisor|rules|dashboard|sample_workloads|tests|benchmarks|docs|tools"
     path = re.compile(rf"(?<![\w/.-])(?:{places})/[\w/]+\.(?:py|md|js|css)\b")
     missing, seen = [], 0
@@ -187,8 +187,8 @@ def test_the_readme_and_the_scoreboard_tell_the_same_of_new_programs() -> None:
     assert first and f"On [{first[1]}](docs/scoreboard.md), {first[2]}." in readme
 
 
-def test_what_is_said_of_installing_advisor_is_what_works() -> None:
-    """One way, kept in ``core/errors.py``: no page and no message has another."""
+def test_all_pages_install_advisor_in_the_way_that_works() -> None:
+    """There is one way, kept in ``core/errors.py``: no page and no message has another."""
     from advisor.core.errors import install_command
 
     package = re.escape(".")  # pages are read beside the source

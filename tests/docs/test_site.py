@@ -16,9 +16,11 @@ CONSOLE = (
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = [line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))]
-    assert (done.returncode, said) == (0, [])
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    warnings = [
+        line for line in result.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))
+    ]
+    assert (result.returncode, warnings) == (0, [])
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "Your first report in two minutes" in first
     assert '<link rel="next" href="tutorials/">' in first and "md-footer__link--next" in first
@@ -28,7 +30,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "glossary" / "index.html").exists()
 
 
-def test_what_is_copied_of_a_console_block_is_its_commands(browser: Any) -> None:
+def test_the_copy_button_of_a_console_block_copies_its_commands(browser: Any) -> None:
     """The site's script marks the block while it reads its text (``data-md-copying``)."""
     page = browser.new_page()
     page.set_content(f"<style>{(ROOT / 'docs' / 'site.css').read_text()}</style>{CONSOLE}")

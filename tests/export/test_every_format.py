@@ -1,5 +1,5 @@
-"""What works on a trace of PyTorch's works on every other profiler's: redaction, export and back,
-HTML, what-if, comparison."""
+"""Every profiler's traces work wherever PyTorch's do: redaction, export and back, HTML, what-if,
+comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = b"/home/gracehop/x/k.py"
 """A kernel of that name: as long as what it stands in the place of, so that files stay sound."""
 
 
-def thorough(kind: str) -> Any:
+def mark_thorough(kind: str) -> Any:
     return pytest.param(kind, marks=pytest.mark.thorough)
 
 
@@ -47,7 +47,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], bytes]] = {
         b"void second<int>(int)",
     ),
 }
-"""How to make a small one, and a kernel's name in it."""
+"""Format: how to make a small file, and a kernel's name in it."""
 NO_KERNELS = {"tensorrt"}
 """Formats whose rows are layers."""
 SAME_ROWS = {"xla-timeline": "xplane"}
@@ -66,7 +66,7 @@ def test_no_tool_s_format_is_left_out(tmp_path: Path) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        kind if kind in ("nsys", "xplane", "rpd", "rocprofv3") else thorough(kind)
+        kind if kind in ("nsys", "xplane", "rpd", "rocprofv3") else mark_thorough(kind)
         for kind in FORMATS
     ],
 )
@@ -130,8 +130,8 @@ def test_no_step_of_another_program_is_named_as_pytorchs_are(file: Path, tmp_pat
     out = tmp_path / "out.json"
     assert run("export", file, "--perfetto", out) == 0
     assert run("analyze", file, "--csv", tmp_path / "csv", "-o", tmp_path / "r.json") == 0
-    told = [out, *(tmp_path / "csv").iterdir()]
-    assert [path.name for path in told if "ProfilerStep" in path.read_text()] == []
+    files = [out, *(tmp_path / "csv").iterdir()]
+    assert [path.name for path in files if "ProfilerStep" in path.read_text()] == []
 
 
 def test_a_page_of_it_is_whole(file: Path, tmp_path: Path) -> None:
@@ -146,25 +146,25 @@ def test_half_the_kernel_time_saves_at_most_half(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("whatif", file, "-e", "scale kernel 0.5", "--format", "json") == 0
-    told = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
     kernels = sum(part.ns for part in advisor.analyze(str(file)).families if part.name != "copy")
-    (edit,) = told["edits"]
+    (edit,) = answer["edits"]
     assert edit["selected"] > 0
     assert 0 < edit["gain_ns"] <= 0.5 * kernels * 1.001
-    assert told["edited_step_ns"] < told["measured_step_ns"]
+    assert answer["edited_step_ns"] < answer["measured_step_ns"]
 
 
-@pytest.mark.usefixtures("analysed_anew")
+@pytest.mark.usefixtures("no_shared_analysis")
 def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", file, file, "--format", "json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["steps"]["difference_ns"] == 0
-    assert all(one["before"] == one["after"] for one in told["amounts"])
-    assert {one["change"] for one in told["findings"]} <= {"remaining"}
+    comparison = json.loads(capsys.readouterr().out)
+    assert comparison["steps"]["difference_ns"] == 0
+    assert all(one["before"] == one["after"] for one in comparison["amounts"])
+    assert {one["change"] for one in comparison["findings"]} <= {"remaining"}
 
 
 @pytest.mark.parametrize("kind", ["nsys 2020", "rpd", "rocpd"])
-def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
+def test_a_format_without_steps_gets_advice_on_marking_them_in_its_own_words(
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -175,8 +175,8 @@ def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
     assert run("compare", file, file) == 0
     assert run("gate", file, file) == 2
     assert run("project", file, "--gpu", "h200", "--recorded-gpu", "a100-80gb") in (0, 2)
-    told = capsys.readouterr()
-    for text in map(" ".join, (told.out.split(), told.err.split())):
+    captured = capsys.readouterr()
+    for text in map(" ".join, (captured.out.split(), captured.err.split())):
         assert "name a range with --steps" in text
         assert not TORCH.search(text) and "profile_memory" not in text
         assert "ms per step" not in text
@@ -197,9 +197,9 @@ def test_a_part_of_an_iteration_is_not_called_one(
                     f"end = end + {late}"
                 )
     assert run("compare", *paths) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "nothing marks the steps" in told.lower()
-    assert "pairs of" not in told
+    text = " ".join(capsys.readouterr().out.split())
+    assert "nothing marks the steps" in text.lower()
+    assert "pairs of" not in text
     assert run("gate", *paths) == 2  # what nothing marks is no step to decide on
     assert "nothing marks the steps" in capsys.readouterr().err
 
@@ -223,8 +223,8 @@ def test_nothing_is_advised_in_pytorchs_words(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("analyze", file) == 0
-    told = capsys.readouterr().out
-    advice = told[told.index("What to change") : told.index("Not shown")]
+    text = capsys.readouterr().out
+    advice = text[text.index("What to change") : text.index("Not shown")]
     assert not TORCH.search(advice), TORCH.search(advice)
     links = [link for f in advisor.analyze(str(file)).findings for link in f.references]
     assert not [link for link in links if "torch" in link]
@@ -263,7 +263,7 @@ def test_a_snapshot_s_report_is_redacted_too(snapshot: Path, suffix: str, tmp_pa
         ["compare", "{}", "{}"],
     ],
 )
-def test_what_takes_time_says_so_of_a_snapshot_in_a_line(
+def test_commands_that_need_times_refuse_a_snapshot_in_a_line(
     line: list[str],
     snapshot: Path,
     tmp_path: Path,
@@ -272,8 +272,8 @@ def test_what_takes_time_says_so_of_a_snapshot_in_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = run(*(part.format(snapshot) for part in line))
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     assert code == 2 or line[0] == "compare"
-    assert "Traceback" not in told.err
+    assert "Traceback" not in captured.err
     if code == 2:
-        assert len(told.err.strip().splitlines()) == 1
+        assert len(captured.err.strip().splitlines()) == 1

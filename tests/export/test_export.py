@@ -26,18 +26,18 @@ def load(path: Path | str) -> dict[str, Any]:
         data = gzip.decompress(data)
     elif data[:4] == b"\x28\xb5\x2f\xfd":
         data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
-    found: dict[str, Any] = json.loads(data)
-    return found
+    document: dict[str, Any] = json.loads(data)
+    return document
 
 
 def export(path: str | Path, target: Path) -> tuple[AnalysisResult, dict[str, Any], dict[str, Any]]:
-    """(analysis, original, exported)."""
-    found = examine(path)
-    rewrite(str(path), target, lambda head: build_tracks(found.main, found.report, head))
-    return found, load(path), load(target)
+    """Export a trace; return the analysis, the original and the exported events."""
+    result = examine(path)
+    rewrite(str(path), target, lambda head: build_tracks(result.main, result.report, head))
+    return result, load(path), load(target)
 
 
-def own(original: dict[str, Any], exported: dict[str, Any]) -> list[dict[str, Any]]:
+def own_events(original: dict[str, Any], exported: dict[str, Any]) -> list[dict[str, Any]]:
     """Our events, after the others have been found unchanged."""
     count = len(original["traceEvents"])
     assert exported["traceEvents"][:count] == original["traceEvents"]
@@ -47,18 +47,18 @@ def own(original: dict[str, Any], exported: dict[str, Any]) -> list[dict[str, An
     return list(exported["traceEvents"][count:])
 
 
-def by_track(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def slices_by_track(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Slices of each track by its name."""
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    result: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
     for event in events:
         if event["ph"] == "X":
-            found[names[event["tid"]]].append(event)
-    return found
+            result[names[event["tid"]]].append(event)
+    return result
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Path:
+def slow_trace(tmp_path: Path) -> Path:
     """Four steps of about 6 ms, of which the device waits 5 for a data loader."""
     b = TraceBuilder()
     for _ in range(4):
@@ -72,38 +72,38 @@ def slow(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz", "out.json.zst"])
 def test_events_are_unchanged_and_ours_come_after_them(
-    slow: Path, tmp_path: Path, name: str
+    slow_trace: Path, tmp_path: Path, name: str
 ) -> None:
-    found, original, exported = export(slow, tmp_path / name)
-    ours = own(original, exported)
+    report, original, exported = export(slow_trace, tmp_path / name)
+    ours = own_events(original, exported)
     pids = {e["pid"] for e in original["traceEvents"]}
     (pid,) = {e["pid"] for e in ours}
     assert pid not in pids
     meta = {e["name"]: e["args"] for e in ours if e["ph"] == "M" and e["tid"] == 0}
     assert meta["process_name"] == {"name": "advisor"}
     assert meta["process_sort_index"] == {"sort_index": -1}
-    shown = by_track(ours)
-    assert list(shown)[:2] == ["steps", "idle gaps"]
-    assert list(shown)[2:] == [
-        f"{f.priority}. {f.title}" for f in found.report.findings if f.priority
+    slices = slices_by_track(ours)
+    assert list(slices)[:2] == ["steps", "idle gaps"]
+    assert list(slices)[2:] == [
+        f"{f.priority}. {f.title}" for f in report.report.findings if f.priority
     ]
 
 
-def test_tracks_say_what_the_analysis_says(slow: Path, tmp_path: Path) -> None:
-    found, original, exported = export(slow, tmp_path / "out.json")
-    shown = by_track(own(original, exported))
+def test_tracks_say_what_the_analysis_says(slow_trace: Path, tmp_path: Path) -> None:
+    report, original, exported = export(slow_trace, tmp_path / "out.json")
+    slices = slices_by_track(own_events(original, exported))
     marks = [e for e in original["traceEvents"] if e["name"].startswith("ProfilerStep")]
-    assert [(e["name"], e["ts"]) for e in shown["steps"]] == [(e["name"], e["ts"]) for e in marks]
+    assert [(e["name"], e["ts"]) for e in slices["steps"]] == [(e["name"], e["ts"]) for e in marks]
     # the idle time of the track is that of the report
-    idle = next(part.ns for part in found.report.time if part.name == "idle")
-    assert sum(e["dur"] for e in shown["idle gaps"]) == pytest.approx(4 * idle / 1e3)
-    loader = [e for e in shown["idle gaps"] if e["args"]["cause"] == "loader"]
+    idle = next(part.ns for part in report.report.time if part.name == "idle")
+    assert sum(e["dur"] for e in slices["idle gaps"]) == pytest.approx(4 * idle / 1e3)
+    loader = [e for e in slices["idle gaps"] if e["args"]["cause"] == "loader"]
     assert sum(e["dur"] for e in loader) == pytest.approx(4 * 5000, rel=0.01)
     waits = [e for e in original["traceEvents"] if e["name"].startswith("enumerate(DataLoader)")]
     for gap, wait in zip(loader, waits, strict=True):
         assert wait["ts"] - 1 <= gap["ts"]
         assert gap["ts"] + gap["dur"] <= wait["ts"] + wait["dur"] + 1
-    assert all(shown[name] for name in shown)
+    assert all(slices[name] for name in slices)
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,17 @@ def test_a_real_trace_is_analysed_the_same_after_its_export(
     shared_trace: Callable[[str], str], tmp_path: Path, name: str
 ) -> None:
     path = shared_trace(name)
-    found, original, exported = export(path, tmp_path / "out.json.gz")
-    ours = own(original, exported)
-    for slices in by_track(ours).values():
+    report, original, exported = export(path, tmp_path / "out.json.gz")
+    ours = own_events(original, exported)
+    for slices in slices_by_track(ours).values():
         for before, after in pairwise(sorted(slices, key=lambda e: float(e["ts"]))):
             # times of 2022's profilers are Unix microseconds, of which floats hold quarters
             assert before["ts"] + before["dur"] <= after["ts"] + 0.5
     again = analyze(str(tmp_path / "out.json.gz"))
-    assert again.verdict == found.report.verdict
-    assert again.limits == found.report.limits
-    assert again.findings == found.report.findings
-    assert again.time == found.report.time
+    assert again.verdict == report.report.verdict
+    assert again.limits == report.report.limits
+    assert again.findings == report.report.findings
+    assert again.time == report.report.time
 
 
 def test_times_are_exact_where_floats_are_not(tmp_path: Path) -> None:
@@ -139,22 +139,24 @@ def test_times_are_exact_where_floats_are_not(tmp_path: Path) -> None:
     source.write_text(json.dumps(trace))
     export(source, target)
     step = next(e for e in trace["traceEvents"] if e["name"] == "ProfilerStep#0")
-    mine = [e for e in load(target)["traceEvents"] if e.get("cat") == "advisor"]
-    assert next(e for e in mine if e["name"] == "ProfilerStep#0")["ts"] == step["ts"]
+    findings = [e for e in load(target)["traceEvents"] if e.get("cat") == "advisor"]
+    assert next(e for e in findings if e["name"] == "ProfilerStep#0")["ts"] == step["ts"]
 
 
-def test_a_truncated_trace_is_exported_up_to_the_cut_and_whole(slow: Path, tmp_path: Path) -> None:
-    text = slow.read_bytes()
+def test_a_truncated_trace_is_exported_up_to_the_cut_and_whole(
+    slow_trace: Path, tmp_path: Path
+) -> None:
+    text = slow_trace.read_bytes()
     cut = tmp_path / "cut.json"
     cut.write_bytes(text[: len(text) * 3 // 4])
-    found = examine(str(cut))
+    result = examine(str(cut))
     written = rewrite(
-        str(cut), tmp_path / "out.json", lambda head: build_tracks(found.main, found.report, head)
+        str(cut), tmp_path / "out.json", lambda head: build_tracks(result.main, result.report, head)
     )
     assert written.truncated
     exported = load(tmp_path / "out.json")["traceEvents"]
-    assert exported[: written.events] == load(slow)["traceEvents"][: written.events]
-    assert written.events > 0.6 * len(load(slow)["traceEvents"])
+    assert exported[: written.events] == load(slow_trace)["traceEvents"][: written.events]
+    assert written.events > 0.6 * len(load(slow_trace)["traceEvents"])
 
 
 def test_damaged_events_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_bare_list_and_an_empty_one_are_written_whole(tmp_path: Path) -> None:
     assert load(target) == {"traceEvents": [{"ph": "M"}], "a": {"b": [1.5, None]}}
 
 
-def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_file_and_the_old_one_unchanged(tmp_path: Path) -> None:
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     target.write_text("old")
     source.write_text("no trace")
@@ -222,4 +224,4 @@ def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
             b.launch(name, 100)
             b.sync()
     _, original, exported = export(b.write(tmp_path / "in.json"), tmp_path / "out.json")
-    assert own(original, exported)
+    assert own_events(original, exported)

@@ -104,7 +104,8 @@ IN_CONTEXT = [
 
 
 def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where there is a text in a JSON value: of a key, the path ends in ``(key,)``."""
+    """Yield the path and the text of each string in a JSON value; the path of a key ends in
+    ``(key,)``."""
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict):
@@ -117,7 +118,7 @@ def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def plant(value: Any, path: tuple[Any, ...], secret: str, glue: str = " ") -> Any:
-    """The value with a secret in one place."""
+    """Put a secret into one place of a value."""
     if not path:
         return f"{value}{glue}{secret}"
     head, *rest = path
@@ -135,7 +136,7 @@ def plant(value: Any, path: tuple[Any, ...], secret: str, glue: str = " ") -> An
 
 
 def small_trace() -> dict[str, Any]:
-    """A trace with one event of each kind, metadata, nested arguments and odd extra keys."""
+    """A trace with one event of each kind, metadata, nested arguments and unusual extra keys."""
     b = TraceBuilder(rank=0, world_size=2)
     with b.step():
         b.loader_wait(100)
@@ -145,11 +146,11 @@ def small_trace() -> dict[str, Any]:
             b.copy("HtoD", 4096, pinned=False)
             b.collective("allreduce", 4096, 30)
         b.sync()
-    found: dict[str, Any] = json.loads(b.json())
-    found["traceEvents"].append(
+    document: dict[str, Any] = json.loads(b.json())
+    document["traceEvents"].append(
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}
     )
-    found["traceEvents"].append(
+    document["traceEvents"].append(
         {
             "ph": "X",
             "name": "x",
@@ -158,10 +159,10 @@ def small_trace() -> dict[str, Any]:
             "args": {"deep": [{"a": ["b", {"c": "d"}]}]},
         }
     )
-    found["traceName"] = "/tmp/host_17.pt.trace.json"
-    found["environment"] = {"PATH": "/usr/bin", "LANG": "C"}
-    found["hostname"] = "node17"
-    return found
+    document["traceName"] = "/tmp/host_17.pt.trace.json"
+    document["environment"] = {"PATH": "/usr/bin", "LANG": "C"}
+    document["hostname"] = "node17"
+    return document
 
 
 TRACE = small_trace()
@@ -186,12 +187,12 @@ def test_a_secret_in_any_text_of_a_trace_does_not_come_out(
 
 def test_every_place_is_tried_once_with_one_secret(tmp_path: Path) -> None:
     secret = SECRETS[0]
-    found = json.loads(json.dumps(TRACE))
+    document = json.loads(json.dumps(TRACE))
     for place in PLACES:
         if not isinstance(place[-1], tuple):  # keys are tried one by one above
-            found = plant(found, place, secret)
+            document = plant(document, place, secret)
     source, target = tmp_path / "in.json", tmp_path / "out.json"
-    source.write_text(json.dumps(found))
+    source.write_text(json.dumps(document))
     assert secret.encode() in source.read_bytes()
     rewrite(str(source), target, redacted=True)
     assert secret.encode() not in target.read_bytes()
@@ -211,7 +212,7 @@ def test_a_secret_that_is_spelled_with_escapes_does_not_come_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("form", "private"), IN_CONTEXT)
-def test_what_is_private_by_its_context_goes(form: str, private: str) -> None:
+def test_values_that_are_private_by_their_context_are_removed(form: str, private: str) -> None:
     text = Redactor().text(f"before {form.format(private)} after")
     assert private not in text
     assert text.startswith("before ")
@@ -327,7 +328,7 @@ efs\\{}\\x.py
 
 @pytest.mark.parametrize("word", ["zorvax", "Qwombat-9", "fnord_lab", "marlowe.k", "plimsoll"])
 def test_no_folder_host_or_user_comes_out_in_any_spelling(word: str) -> None:
-    """Of paths and addresses only what is known stays: a file's name, a library's place."""
+    """Paths and addresses keep only what is known: a file's name, a library's place."""
     texts = [form.format(word, word) for form in (*FRAMES, *PLACES_OF_PEOPLE)]
     texts += [f"x {form.format(word, word)} y" for form in PLACES_OF_PEOPLE]
     left = [text for text in texts if word.lower() in Redactor()._redact(text).lower()]
@@ -339,7 +340,7 @@ def test_credentials_go_and_the_text_around_them_stays(secret: str) -> None:
     assert Redactor().text(f"load({secret}) of 3") == f"load({REDACTED}) of 3"
 
 
-def test_a_user_told_in_one_place_goes_everywhere(tmp_path: Path) -> None:
+def test_a_user_name_found_in_one_place_is_removed_everywhere(tmp_path: Path) -> None:
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     events = [
         {"ph": "X", "cat": "cpu_op", "name": "model_of_jdoe7", "ts": 1, "dur": 1},
@@ -406,7 +407,7 @@ def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
         "a // b, x = y // 2",
     ],
 )
-def test_what_advice_needs_stays(name: str) -> None:
+def test_names_that_advice_needs_stay(name: str) -> None:
     assert Redactor().text(name) == name
 
 
@@ -515,12 +516,12 @@ UNITS = [
 
 def seconds(act: Callable[[str], object], text: str) -> float:
     """CPU time; the least of three where it is not next to nothing."""
-    found: list[float] = []
-    while len(found) < 3 and (not found or found[0] > 0.03):
+    result: list[float] = []
+    while len(result) < 3 and (not result or result[0] > 0.03):
         begin = time.process_time()
         act(text)
-        found.append(time.process_time() - begin)
-    return min(found)
+        result.append(time.process_time() - begin)
+    return min(result)
 
 
 def test_time_grows_with_the_length_of_the_text_whatever_it_is() -> None:
@@ -590,7 +591,7 @@ PRIVATE = ("alice", "proj-x", "gpu-node-12", SECRETS[0])
 
 
 def private_trace(folder: Path, kernel_us: int = 900) -> Path:
-    """An ordinary trace: absolute paths of frames, a user's op, a host told in its head."""
+    """An ordinary trace: absolute paths of frames, a user's op, a host named in its metadata."""
     b = TraceBuilder()
     for step in range(5):
         with b.step(), b.python(f"{FOLDER}/train.py(12): step"):
@@ -613,7 +614,7 @@ def private_trace(folder: Path, kernel_us: int = 900) -> Path:
 
 
 def spellings(private: str) -> list[str]:
-    """As it may be written: as it is, escaped for expressions, addresses, JSON."""
+    """The ways to write a text: as it is, escaped for expressions, addresses, JSON."""
     spelled = {private, re.escape(private), quote(private, safe=""), json.dumps(private)[1:-1]}
     spelled.add("".join(f"\\u{ord(c):04x}" for c in private))
     return [text.lower() for text in spelled]
@@ -636,10 +637,10 @@ def test_nothing_private_comes_out_of_any_command_in_any_format(
         for redacted in (False, True) if line[0] == "export" or "json" in line else (True,):
             out.unlink(missing_ok=True)
             assert cli.run([*line, *["--redact"][:redacted]]) == 0, line
-            shown = capsys.readouterr().out + (out.read_text() if out.exists() else "")
-            found = [p for p in PRIVATE if any(s in shown.lower() for s in spellings(p))]
-            plain += bool(found) and not redacted
-            assert not (redacted and found), (line, found)
+            output = capsys.readouterr().out + (out.read_text() if out.exists() else "")
+            result = [p for p in PRIVATE if any(s in output.lower() for s in spellings(p))]
+            plain += bool(result) and not redacted
+            assert not (redacted and result), (line, result)
     assert plain == 3  # else there was nothing to hide
     assert cli.run(["analyze", before, "--redact", "-o", str(tmp_path / "r.json")]) == 0
     patterns = [
@@ -671,10 +672,10 @@ def test_nothing_private_comes_out_of_a_report_about_many_ranks(
                 line = ["analyze", str(job), *workers, "--format", form, "--no-progress"]
                 assert cli.run([*line, *["--redact"][:redacted]]) == 0
                 captured = capsys.readouterr()
-                shown = captured.out + captured.err
-                found = [p for p in PRIVATE if any(s in shown.lower() for s in spellings(p))]
-                plain += bool(found) and not redacted
-                assert not (redacted and found), (line, found)
+                output = captured.out + captured.err
+                result = [p for p in PRIVATE if any(s in output.lower() for s in spellings(p))]
+                plain += bool(result) and not redacted
+                assert not (redacted and result), (line, result)
     assert plain == 7
     assert cli.run(["analyze", str(job), "--redact", "--csv", str(tmp_path / "csv")]) == 0
     written = "".join(file.read_text() for file in (tmp_path / "csv").iterdir())
@@ -697,11 +698,13 @@ def test_edits_of_a_redacted_report_select_what_they_selected(tmp_path: Path) ->
                 continue
             checked += 1
             for a in (examined.main, other):
-                assert chosen(a, safe).tolist() == chosen(examined.main, edit).tolist()
+                assert (
+                    selected_rows(a, safe).tolist() == selected_rows(examined.main, edit).tolist()
+                )
     assert checked
 
 
-def chosen(a: Analysis, edit: Edit) -> Any:
+def selected_rows(a: Analysis, edit: Edit) -> Any:
     """The rows that an edit selects."""
     select = {"gpu": selected_gpu, "host": selected_host, "gap": selected_gaps}
     return select[edit.select.on](a, edit.select)

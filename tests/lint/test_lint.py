@@ -35,7 +35,7 @@ def ids(text: str) -> list[str]:
 
 
 def code(text: str, identifier: str) -> str:
-    """What one hint says to write."""
+    """The code that one hint suggests."""
     (hint,) = [hint for hint in lint_text(text, "train.py") if hint.id == identifier]
     assert hint.code is not None
     return hint.code
@@ -199,12 +199,12 @@ def test_every_hint_names_a_rule_that_exists() -> None:
     """Hints are given without a rule being loaded, so that they name what confirms them; one that
     names a rule which was renamed, anywhere in their source, is found here."""
     texts = [*FIRES.values(), *(HEAD + lines for lines, _ in OTHER_KINDS)]
-    given = [hint for text in texts for hint in lint_text(text)]
-    told = {hint.confirmed_by for hint in given} - {""}
+    hints = [hint for text in texts for hint in lint_text(text)]
+    named_rules = {hint.confirmed_by for hint in hints} - {""}
     known = {rule.id for rule in load_rules(config={})}
     written = names(Path(advisor.lint.__file__).parent)
-    assert written <= known | {hint.id for hint in given} | {"site-packages"}
-    assert told <= known and len(told) > 8
+    assert written <= known | {hint.id for hint in hints} | {"site-packages"}
+    assert named_rules <= known and len(named_rules) > 8
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_lines_and_columns_are_where_the_code_is() -> None:
 
 
 @pytest.mark.parametrize("text", ["def f(:", "\0", "x = (" * 500, "'" * 7])
-def test_what_is_not_python_is_one_line(text: str) -> None:
+def test_a_script_that_is_not_python_is_one_line(text: str) -> None:
     with pytest.raises(AdvisorError) as caught:
         lint_text(text, "train.py")
     assert "train.py" in str(caught.value) and "\n" not in str(caught.value)
@@ -274,13 +274,13 @@ def test_the_standard_library_is_read_without_an_error() -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
+    def run_lint(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
         code = cli.run(["lint", *map(str, arguments)])
-        done = capsys.readouterr()
-        return code, done.out, done.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
-    return call
+    return run_lint
 
 
 def test_hints_are_shown_with_place_and_code(run: Any, tmp_path: Path) -> None:
@@ -296,9 +296,9 @@ def test_json_has_every_field(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(FIRES["loss-keeps-graph"])
     code, out, _ = run(file, "--json")
-    found = json.loads(out)
-    assert code == 0 and found["schema"] == "advisor.hints/2" and found["problems"] == []
-    (hint,) = found["hints"]
+    document = json.loads(out)
+    assert code == 0 and document["schema"] == "advisor.hints/2" and document["problems"] == []
+    (hint,) = document["hints"]
     assert hint["id"] == "loss-keeps-graph" and hint["line"] == 8 and hint["code"]
 
 
@@ -397,7 +397,7 @@ def test_programs_of_other_kinds(lines: str, identifier: str) -> None:
         "from sklearn.naive_bayes import GaussianNB\nGaussianNB()",
     ],
 )
-def test_such_programs_in_order_have_no_hint(lines: str) -> None:
+def test_correct_programs_have_no_hint(lines: str) -> None:
     assert ids(HEAD + lines + "\n") == []
 
 

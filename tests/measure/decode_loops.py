@@ -15,7 +15,7 @@ BATCH, PROMPT, NEW = 3, 12, 9
 
 
 class Block(torch.nn.Module):
-    """A layer with a cache of keys and values."""
+    """A transformer layer with a cache of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A decoder of random weights."""
+    """A decoder with random weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, caches: list[list[torch.Tensor]]) -> torch.Tensor:
-        """Logits of the last token of each sequence."""
+        """Return the logits of the last token of each sequence."""
         x = self.embed(tokens)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache)
@@ -70,7 +70,7 @@ def generate() -> dict[str, object]:
     return {"prefill": 1, "decode": NEW - 1, "batch": BATCH, "prompt": BATCH * PROMPT}
 
 
-def by_hand() -> dict[str, object]:
+def loop_by_hand() -> dict[str, object]:
     """A loop that calls a model token by token."""
     model = Model().eval()
     tokens = torch.randint(VOCABULARY, (BATCH, PROMPT))
@@ -109,7 +109,7 @@ def main(loop: str, path: str) -> None:
     """Record one of them."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    program = {"generate": generate, "by-hand": by_hand, "engine": engine}[loop]
+    program = {"generate": generate, "by-hand": loop_by_hand, "engine": engine}[loop]
     with torch.inference_mode():
         program()  # warms up
         with profile(
@@ -118,9 +118,9 @@ def main(loop: str, path: str) -> None:
             with_stack="--stacks" in sys.argv,
             with_modules="--stacks" in sys.argv,
         ) as recording:
-            told = program()
+            totals = program()
     recording.export_chrome_trace(path)
-    print(json.dumps(told))
+    print(json.dumps(totals))
 
 
 if __name__ == "__main__":

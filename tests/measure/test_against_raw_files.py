@@ -35,21 +35,21 @@ class Work(NamedTuple):
     stream: Any
     bytes: int | None
     called: float | None
-    """When the host launched it; ``None``: not in the file."""
+    """Start of the launch call on the host; ``None``: not in the file."""
     returned: float | None
-    """When that call was over."""
+    """End of that call."""
 
 
 class Oracle(NamedTuple):
-    """What a file says."""
+    """The content of a file, read without the product's readers."""
 
     work: list[Work]
     steps: list[Span]
     """Ranges that mark steps."""
     optimizer: bool
-    """They are the ends of an optimizer's steps instead."""
+    """The bounds are the ends of an optimizer's steps instead."""
     host: bool
-    """The file has calls of the host."""
+    """Whether the file has host calls."""
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def of_rocprofv3(path: Path) -> Oracle:
 # -- arithmetic ---------------------------------------------------------------------------------
 
 
-def covered(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans of the instants that are in any."""
+def union_of(spans: Iterable[Span]) -> list[Span]:
+    """Union of spans, as disjoint spans."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if result and start <= result[-1][1]:
@@ -174,7 +174,7 @@ def covered(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
-def within(spans: list[Span], window: list[Span]) -> list[Span]:
+def clip_to(spans: list[Span], window: list[Span]) -> list[Span]:
     """The parts of disjoint spans inside disjoint windows."""
     starts = [start for start, _ in spans]
     return [
@@ -194,7 +194,7 @@ def measure(work: list[Work], own: list[Work], window: list[Span]) -> dict[str, 
     recording."""
     inside = [w for w in own if any(w.start < b and max(w.end, w.start + 1) > a for a, b in window)]
     union = {
-        kinds: total(within(covered((w.start, w.end) for w in work if w.kind in kinds), window))
+        kinds: total(clip_to(union_of((w.start, w.end) for w in work if w.kind in kinds), window))
         for kinds in (
             ("kernel",),
             ("kernel", "communication"),
@@ -220,8 +220,8 @@ def measure(work: list[Work], own: list[Work], window: list[Span]) -> dict[str, 
 # -- what the product says ------------------------------------------------------------------------
 
 
-def as_measured(a: Analysis) -> dict[str, float]:
-    """The same of the product's measurements."""
+def product_measurements(a: Analysis) -> dict[str, float]:
+    """The same figures, as the product measures them."""
     parts, gpu = a.breakdown, a.trace.gpu.filter(a.in_window)
     kernels = a.kernels.filter(a.in_window)
     result = {
@@ -247,7 +247,7 @@ def as_measured(a: Analysis) -> dict[str, float]:
 # -- the comparison -------------------------------------------------------------------------------
 
 
-def launched_before(work: list[Work]) -> set[int]:
+def launched_before_recording(work: list[Work]) -> set[int]:
     """Places of work whose launch is not in the file, before the first of its stream whose is."""
     first: dict[Any, float] = {}
     for w in work:
@@ -266,15 +266,15 @@ def windows(oracle: Oracle, own: list[Work], a: Analysis) -> list[Span]:
     """Spans of the steps, used or not; of the device's own work where none is marked."""
     source = a.steps.source
     if source == "whole trace":
-        mine = sorted(own, key=lambda w: w.start)
-        begin, until, done = mine[0].start, mine[0].end, 0.0
-        everything = sum(w.end - w.start for w in mine)
-        for previous, w in pairwise(mine):
-            done, until = done + previous.end - previous.start, max(until, previous.end)
+        ordered = sorted(own, key=lambda w: w.start)
+        begin, until, elapsed = ordered[0].start, ordered[0].end, 0.0
+        everything = sum(w.end - w.start for w in ordered)
+        for previous, w in pairwise(ordered):
+            elapsed, until = elapsed + previous.end - previous.start, max(until, previous.end)
             queued = w.returned is not None and w.start - max(w.returned, until) > 1e6
-            if queued and done <= 0.01 * everything:
+            if queued and elapsed <= 0.01 * everything:
                 begin = w.start
-        return [(begin, max(w.end for w in mine))]
+        return [(begin, max(w.end for w in ordered))]
     marks = oracle.steps
     if oracle.optimizer:
         ends = [end for _, end in marks]
@@ -332,7 +332,7 @@ def test_measured_numbers_are_those_of_the_file(
             devices[w.device] += w.end - w.start
         device = a.device_id if len(run.ranks) > 1 else max(devices, key=lambda d: (devices[d], d))
         work = [w for w in oracle.work if w.device == device]
-        before = launched_before(work) if oracle.host else set()
+        before = launched_before_recording(work) if oracle.host else set()
         own = [w for place, w in enumerate(work) if place not in before]
         if a.steps.source not in ("ProfilerStep", "optimizer", "whole trace"):
             # the oracle does not guess and knows no engines' steps: the same instants
@@ -341,10 +341,10 @@ def test_measured_numbers_are_those_of_the_file(
             window = [(ts + shift, end + shift) for ts, end in used.select("ts", "end").iter_rows()]
         else:
             spans = windows(oracle, own, a)
-            queue = covered((work[place].start, work[place].end) for place in before)
+            queue = union_of((work[place].start, work[place].end) for place in before)
             done = queue[-1][1] if queue else 0.0
             first = [(spans[0][0], done)]
-            drains = total(within(queue, first)) >= 0.5 * total(first)
+            drains = total(clip_to(queue, first)) >= 0.5 * total(first)
             # beside two others or more the host of the first step ran on while that work drained
             alone = len(spans) < 3
             if alone and drains and spans[0][0] < done <= min(w.start for w in own):
@@ -352,5 +352,5 @@ def test_measured_numbers_are_those_of_the_file(
             durations = a.steps.table["dur"].to_list()
             assert durations == pytest.approx([b - a for a, b in spans], rel=WITHIN, abs=2e3)
             window = [spans[index] for index in a.steps.used["index"]]
-        expected = measure(work, own, covered(window))
-        assert as_measured(a) == pytest.approx(expected, rel=WITHIN, abs=2e3)
+        expected = measure(work, own, union_of(window))
+        assert product_measurements(a) == pytest.approx(expected, rel=WITHIN, abs=2e3)

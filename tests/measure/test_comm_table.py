@@ -21,10 +21,10 @@ def test_every_collective_is_in_one_row(shared_trace: Callable[[str], str]) -> N
         key = tuple(
             row[name] for name in ("collective", "bytes", "group_size", "dtype", "annotation")
         )
-        found = by_hand.setdefault(key, [0, 0, 0])
-        found[0] += 1
-        found[1] += row["dur"]
-        found[2] += row["exposed"]
+        result = by_hand.setdefault(key, [0, 0, 0])
+        result[0] += 1
+        result[1] += row["dur"]
+        result[2] += row["exposed"]
     assert table.height == len(by_hand)
     for row in table.iter_rows(named=True):
         key = tuple(
@@ -40,11 +40,11 @@ def test_skew_is_the_mean_over_the_collectives_of_a_kind(
     paths = [Path(shared_trace(f"two_ranks_rank{n}")) for n in (0, 1)]
     run = open_run(paths)
     ranks = {number: Analysis(run.window(number)) for number in run.ranks}
-    found = measure_skew(ranks, align_ranks(ranks))
-    table = sum_skew(found)
-    assert table["count"].sum() == found.collectives.height
+    skew = measure_skew(ranks, align_ranks(ranks))
+    table = sum_skew(skew)
+    assert table["count"].sum() == skew.collectives.height
     for row in table.iter_rows(named=True):
-        same = found.collectives.filter(
+        same = skew.collectives.filter(
             (pl.col("collective").cast(pl.String) == row["collective"])
             & pl.col("bytes").eq_missing(row["bytes"])
             & pl.col("annotation").eq_missing(row["annotation"])
@@ -53,7 +53,7 @@ def test_skew_is_the_mean_over_the_collectives_of_a_kind(
         assert row["skew_ns"] == sum(skews) / len(skews)
         assert row["worst_ns"] == max(skews)
         waits = [wait for wait in same["mean_wait_ns"].to_list() if wait is not None]
-        assert abs(row["wait_ns"] - sum(waits) / found.steps) < 1e-6
+        assert abs(row["wait_ns"] - sum(waits) / skew.steps) < 1e-6
         lasts = [last for last in same["last"].to_list() if last is not None]
         if lasts:
             assert row["last_count"] == lasts.count(row["last"])

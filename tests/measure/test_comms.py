@@ -41,7 +41,9 @@ def arguments(name: str, given: Any, out: Any, n: Any, dtype: Any = "Float", **m
     return {**args, **{key.replace("_", " "): value for key, value in more.items()}}
 
 
-def one(comm: Any, kernel: str = "ncclDevKernel_Generic_4(x)", us: float = 1000) -> dict[str, Any]:
+def one_collective(
+    comm: Any, kernel: str = "ncclDevKernel_Generic_4(x)", us: float = 1000
+) -> dict[str, Any]:
     """The only collective of a trace."""
     b = TraceBuilder()
     with b.step():
@@ -124,7 +126,10 @@ def test_arguments_win_over_the_annotation_and_that_over_the_kernels_name() -> N
 
 
 def test_the_generic_kernel_without_a_host_row_is_other_not_send_receive() -> None:
-    assert one(None, "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)")["collective"] == "other"
+    assert (
+        one_collective(None, "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)")["collective"]
+        == "other"
+    )
 
 
 def test_arguments_of_the_op_around_the_launch_count_when_the_kernel_has_none() -> None:
@@ -154,7 +159,7 @@ def test_a_wait_around_the_launch_does_not_describe_the_collective() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "out", "n", "size", "gbps"),
+    ("name", "ranks_of_group", "out", "n", "size", "gbps"),
     [
         # 1 ms each; sizes and factors by hand from nccl-tests' doc/PERFORMANCE.md
         ("allreduce", 25_000_000, 25_000_000, 8, 100_000_000, 100 * 2 * 7 / 8),
@@ -169,9 +174,9 @@ def test_a_wait_around_the_launch_does_not_describe_the_collective() -> None:
     ],
 )
 def test_bus_bandwidth_follows_nccl_tests(
-    name: str, given: int, out: int, n: int, size: int, gbps: float
+    name: str, ranks_of_group: int, out: int, n: int, size: int, gbps: float
 ) -> None:
-    row = one(arguments(name, given, out, n))
+    row = one_collective(arguments(name, ranks_of_group, out, n))
     assert row["bytes"] == size
     assert row["bus_gbps"] == pytest.approx(gbps)
     assert row["dur"] == 1_000_000
@@ -197,25 +202,25 @@ def test_missing_output_is_worked_out_from_the_group() -> None:
         (None, None),
     ],
 )
-def test_what_is_not_known_gives_no_bandwidth(comm: Any, size: int | None) -> None:
-    row = one(comm)
+def test_unknown_sizes_give_no_bandwidth(comm: Any, size: int | None) -> None:
+    row = one_collective(comm)
     assert row["bytes"] == size
     assert row["bus_gbps"] is None
 
 
 def test_an_all_to_all_with_uneven_parts_has_bytes_but_no_bandwidth() -> None:
-    uneven = one(arguments("all_to_allv", 100, 100, 2, In_split_size="[30, 70]"))
+    uneven = one_collective(arguments("all_to_allv", 100, 100, 2, In_split_size="[30, 70]"))
     assert (uneven["bytes"], uneven["bus_gbps"]) == (400, None)
-    even = one(arguments("all_to_allv", 100, 100, 2, In_split_size="[50, 50]"))
+    even = one_collective(arguments("all_to_allv", 100, 100, 2, In_split_size="[50, 50]"))
     assert even["bus_gbps"] == pytest.approx(400 / 2 / 1e6)
-    differ = one(arguments("all_to_allv", 100, 130, 2))
+    differ = one_collective(arguments("all_to_allv", 100, 130, 2))
     assert differ["bus_gbps"] is None
 
 
 def test_a_group_is_counted_by_its_ranks_when_its_size_is_not_reported() -> None:
     comm = arguments("allreduce", 1000, 1000, None)
     comm["Process Group Ranks"] = [0, 4, 8, 12]
-    assert one(comm)["group_size"] == 4
+    assert one_collective(comm)["group_size"] == 4
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,7 @@ def test_a_group_is_counted_by_its_ranks_when_its_size_is_not_reported() -> None
     ],
 )
 def test_hostile_arguments_are_harmless(comm: Any) -> None:
-    row = one(comm)
+    row = one_collective(comm)
     assert row["bytes"] is None or row["bytes"] >= 0
     assert row["bus_gbps"] is None or row["bus_gbps"] > 0
 
@@ -396,11 +401,11 @@ def test_exposure_equals_a_sweep_over_every_microsecond(
         for ts, dur, kind in events
         if kind.startswith("nccl") and inside[ts : ts + dur].any()
     )
-    found = a.collectives
+    collectives = a.collectives
     origin = a.trace.meta.start_ns // 1000 - 1000
     rows = sorted(
         (ts // 1000 + origin, dur // 1000, exposed)
-        for ts, dur, exposed in found.select("ts", "dur", "exposed").iter_rows()
+        for ts, dur, exposed in collectives.select("ts", "dur", "exposed").iter_rows()
     )
     assert rows == wanted
 

@@ -36,16 +36,16 @@ def grid() -> None:
     torch.cat([steps.view(1, 24).add(1), steps.view(-1, 24).mul(2)], dim=0).clamp(-1, 1)
 
 
-def mixture() -> None:
+def mixed_constants() -> None:
     torch.matmul(torch.eye(16, 24), torch.full((24, 8), 2.0).pow(3)).squeeze(0).tanh()
 
 
-CONSTANT = (sines, band_mask, window, grid, mixture)
+CONSTANT = (sines, band_mask, window, grid, mixed_constants)
 
 DATA = torch.randn(64, 64)
 
 
-def noise() -> None:
+def random_tensors() -> None:
     torch.randn(64, 64).sin().cos()
 
 
@@ -57,11 +57,11 @@ def filled_buffer() -> None:
     torch.zeros(64, 64).index_add_(0, torch.arange(64), DATA)
 
 
-def compared() -> None:
+def comparisons() -> None:
     torch.where(torch.zeros(64, 64) < DATA, DATA, torch.full((64, 64), 2.0)).exp()
 
 
-def recorded(function: Callable[[], None], folder: Path) -> Analysis:
+def profile_steps(function: Callable[[], None], folder: Path) -> Analysis:
     """Profile three steps of a function."""
     path = folder / "trace.json"
     with torch.profiler.profile(
@@ -77,7 +77,7 @@ def recorded(function: Callable[[], None], folder: Path) -> Analysis:
     return Analysis(read_trace(str(path)))
 
 
-def computing(a: Analysis, names: list[str]) -> list[str]:
+def computing_operators(a: Analysis, names: list[str]) -> list[str]:
     """Names of operators that compute, in the order of the trace."""
     views = {"aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh"}
     return [name for name in names if name not in views]
@@ -85,31 +85,31 @@ def computing(a: Analysis, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("function", CONSTANT, ids=lambda each: each.__name__)
 def test_every_operator_of_a_constant_is_found(function, tmp_path: Path) -> None:
-    a = recorded(function, tmp_path)
+    a = profile_steps(function, tmp_path)
     from advisor.measure.host.stacks import outermost_rows
 
     names = a.trace.cpu["name"]
     every = names.gather(outermost_rows(a.trace)).to_list()
-    found = names.gather(constant_tensors(a)).to_list()
-    assert len(every) >= 9 and computing(a, found) == computing(a, every)
+    rows = names.gather(constant_tensors(a)).to_list()
+    assert len(every) >= 9 and computing_operators(a, rows) == computing_operators(a, every)
 
 
-@pytest.mark.parametrize("function", [noise, masked_scores, filled_buffer, compared])
-def test_what_depends_on_data_is_not(function, tmp_path: Path) -> None:
-    a = recorded(function, tmp_path)
-    found = set(a.trace.cpu["name"].gather(constant_tensors(a)).to_list())
-    assert not found & {"aten::sin", "aten::cos", "aten::softmax", "aten::exp", "aten::where",
+@pytest.mark.parametrize("function", [random_tensors, masked_scores, filled_buffer, comparisons])
+def test_tensors_that_depend_on_data_are_not_constant(function, tmp_path: Path) -> None:
+    a = profile_steps(function, tmp_path)
+    items = set(a.trace.cpu["name"].gather(constant_tensors(a)).to_list())
+    assert not items & {"aten::sin", "aten::cos", "aten::softmax", "aten::exp", "aten::where",
                         "aten::index_add_", "aten::masked_fill", "aten::gt"}  # fmt: skip
 
 
 def test_arguments_that_differ_from_step_to_step_are_not_constant(tmp_path: Path) -> None:
     lengths = iter(range(100, 200))
-    a = recorded(lambda: torch.arange(next(lengths)).float().sin().cos(), tmp_path)
+    a = profile_steps(lambda: torch.arange(next(lengths)).float().sin().cos(), tmp_path)
     assert not len(constant_tensors(a))
 
 
 def test_without_plain_arguments_nothing_is_known(tmp_path: Path) -> None:
-    a = recorded(sines, tmp_path)
+    a = profile_steps(sines, tmp_path)
     assert len(constant_tensors(a))
     trace = json.loads((tmp_path / "trace.json").read_text())
     for event in trace["traceEvents"]:

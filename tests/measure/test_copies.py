@@ -15,7 +15,7 @@ def program() -> TraceBuilder:
     return TraceBuilder(launch_us=5, latency_us=3)
 
 
-def one(a: Analysis) -> dict:
+def only_copy(a: Analysis) -> dict:
     assert a.copies.height == 1
     return a.copies.row(0, named=True)
 
@@ -25,7 +25,7 @@ def test_a_copy_hidden_under_a_kernel_costs_nothing():
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
         b.copy("HtoD", 1 << 20, 50, stream=20, op=None)  # 13 .. 63
-    copy = one(b.analysis())
+    copy = only_copy(b.analysis())
     assert (copy["copy"], copy["memory"], copy["bytes"]) == ("HtoD", "pinned", 1 << 20)
     assert copy["gbps"] == pytest.approx((1 << 20) / 50e3)
     assert (copy["exposed"], copy["blocking"], copy["same_stream"]) == (0, False, False)
@@ -39,7 +39,7 @@ def test_the_part_outside_kernels_and_collectives_is_exposed():
         b.launch("ncclDevKernel_AllReduce", 50, stream=21, after=1200)  # 200 .. 250
         b.host(500)
     # 108 .. 200 and 250 .. 313
-    assert one(b.analysis())["exposed"] == 92_000 + 63_000
+    assert only_copy(b.analysis())["exposed"] == 92_000 + 63_000
 
 
 def test_a_copy_on_the_compute_stream_waits_its_turn():
@@ -48,7 +48,7 @@ def test_a_copy_on_the_compute_stream_waits_its_turn():
         b.launch("gemm", 100)
         b.copy("HtoD", 1 << 20, 50)
         b.host(200)
-    copy = one(b.analysis())
+    copy = only_copy(b.analysis())
     assert copy["same_stream"]
     assert copy["exposed"] == 50_000
 
@@ -78,7 +78,7 @@ def test_a_copy_that_a_sync_in_its_operator_waits_for_is_blocking():
         # pinned never holds the host, even when the call is slow
         ("Memcpy HtoD (Pinned -> Device)", 60, 20, 10, "pinned", False),
         ("Memcpy DtoH (Device -> Pinned)", 60, 20, 10, "pinned", False),
-        # memory not told (AMD): the time tells
+        # memory not recorded (AMD): the time decides
         ("Memcpy HtoD (Host -> Device)", 60, 20, 10, None, True),
         ("CopyHostToDevice", 7, 20, 10, None, False),
         # within the device nothing holds the host
@@ -104,7 +104,7 @@ def test_memory_and_blocking(name, call_us, begins, lasts, memory, blocking):
             }
         )
         b.host(600)
-    copy = one(b.analysis())
+    copy = only_copy(b.analysis())
     assert (copy["memory"], copy["blocking"]) == (memory, blocking)
     assert copy["same_stream"] is None  # no compute to share a stream with
 

@@ -228,7 +228,7 @@ def families(b: TraceBuilder) -> list[str]:
     return b.analysis().kernels["family"].cast(pl.String).to_list()
 
 
-def test_what_a_convolution_launches_is_convolution_except_transposes_and_its_bias() -> None:
+def test_kernels_of_a_convolution_are_convolution_except_transposes_and_its_bias() -> None:
     b = TraceBuilder()
     with b.step(), b.op("aten::conv2d"), b.op("aten::convolution"), b.op("aten::_convolution"):
         with b.op("aten::cudnn_convolution"):
@@ -378,7 +378,7 @@ def launching_ops(events: list[dict]) -> dict[int, str]:
     for event in events:
         if event["cat"] in ("cpu_op", "cuda_runtime", "cuda_driver"):
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
-    found = {}
+    result = {}
     for rows in threads.values():
         open_ops: list[tuple[float, str]] = []
         for event in sorted(rows, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
@@ -388,8 +388,8 @@ def launching_ops(events: list[dict]) -> dict[int, str]:
             if event["cat"] == "cpu_op":
                 open_ops.append((end, event["name"]))
             elif open_ops and start <= open_ops[-1][0]:
-                found[event["args"].get("correlation")] = open_ops[-1][1]
-    return found
+                result[event["args"].get("correlation")] = open_ops[-1][1]
+    return result
 
 
 @pytest.mark.parametrize("name", ["a100_train_6steps", "b200_eager", "h100_bert_small_inference"])
@@ -415,8 +415,8 @@ def test_family_totals_equal_a_loop_over_rows(name: str, shared_trace) -> None:
         counts[family] = counts.get(family, 0) + 1
         kernel_ns += ns if kind == "kernel" else 0
     table = a.families
-    found = dict(zip(table["family"].cast(pl.String), table["dur"], strict=True))
-    assert found == expected
+    items = dict(zip(table["family"].cast(pl.String), table["dur"], strict=True))
+    assert items == expected
     assert dict(zip(table["family"].cast(pl.String), table["count"], strict=True)) == counts
     for family, share in zip(table["family"].cast(pl.String), table["share"], strict=True):
         assert share == pytest.approx(expected[family] / kernel_ns)

@@ -24,18 +24,18 @@ def inputs(
 ) -> OpInputs:
     """Inputs as the profiler writes them: ``None`` in ``dims`` is a plain argument, whose text
     ``arguments`` has; ``concrete=False`` is a profiler that does not record arguments."""
-    given = arguments or {}
-    count = max(len(dims), max(given, default=-1) + 1)
+    arguments_by_place = arguments or {}
+    count = max(len(dims), max(arguments_by_place, default=-1) + 1)
     shapes = [*dims, *[None] * (count - len(dims))]
     kinds = [types] * count if isinstance(types, str) else [*types, *["Scalar"] * count]
-    told = [
-        ("" if given.get(at, "") == "" else "Scalar") if shape is None else kinds[at]
+    fields = [
+        ("" if arguments_by_place.get(at, "") == "" else "Scalar") if shape is None else kinds[at]
         for at, shape in enumerate(shapes)
     ]
-    texts = [given.get(at, "") for at in range(count)]
+    texts = [arguments_by_place.get(at, "") for at in range(count)]
     return OpInputs(
         json.dumps([shape or [] for shape in shapes]),
-        json.dumps(told),
+        json.dumps(fields),
         json.dumps(strides) if strides else "",
         json.dumps(texts) if concrete else "",
     )
@@ -82,7 +82,7 @@ def test_grouped_products_depend_only_on_the_summed_rows() -> None:
     assert count_flops("aten::_grouped_mm", inputs([[8, 100], [100, 16]])) == 2 * 8 * 100 * 16
     assert (
         count_bytes("aten::_grouped_mm", inputs([[8, 100], [100, 16]])) is None
-    )  # groups not told
+    )  # groups not recorded
 
 
 def test_a_scaled_product_writes_the_dtype_it_was_asked_for() -> None:
@@ -185,7 +185,7 @@ FULL = 4 * 8 * 16 * 4096 * 4096 * 128  # two products of two operations a multip
 PAIRS = 4096 * 4097 // 2
 
 
-def flash(causal: str, dims: list[Any] = QKV, **more: str) -> OpInputs:
+def flash_attention_inputs(causal: str, dims: list[Any] = QKV, **more: str) -> OpInputs:
     arguments = {3: "", 4: "", 5: "4096", 6: "4096", 7: "0.", 8: causal, 9: "False"}
     arguments |= {int(at[1:]): text for at, text in more.items()}
     return inputs(dims, BF16, arguments)
@@ -194,24 +194,35 @@ def flash(causal: str, dims: list[Any] = QKV, **more: str) -> OpInputs:
 def test_flash_attention_forward_is_two_products_and_causal_only_the_lower_half() -> None:
     op = "aten::_flash_attention_forward"
     assert FULL == 1_099_511_627_776
-    assert count_flops(op, flash("False")) == FULL
-    assert count_flops(op, flash("True")) == 4 * 8 * 16 * PAIRS * 128
-    assert count_bytes(op, flash("True")) == 4 * 2 * 8 * 4096 * 16 * 128
-    assert count_flops(op, flash("")) is None  # causal or not makes a factor of two
+    assert count_flops(op, flash_attention_inputs("False")) == FULL
+    assert count_flops(op, flash_attention_inputs("True")) == 4 * 8 * 16 * PAIRS * 128
+    assert count_bytes(op, flash_attention_inputs("True")) == 4 * 2 * 8 * 4096 * 16 * 128
+    assert (
+        count_flops(op, flash_attention_inputs("")) is None
+    )  # causal or not makes a factor of two
 
 
 def test_grouped_queries_and_other_key_lengths() -> None:
     dims = [[2, 10, 8, 64], [2, 30, 2, 64], [2, 30, 2, 32]]
     expected = 2 * 2 * 8 * 10 * 30 * (64 + 32)
-    assert count_flops("aten::_flash_attention_forward", flash("False", dims)) == expected
+    assert (
+        count_flops("aten::_flash_attention_forward", flash_attention_inputs("False", dims))
+        == expected
+    )
     # Query i sees keys 0 … i: 1 + 2 + … + 10 pairs.
-    assert count_flops("aten::_flash_attention_forward", flash("True", dims)) == 2 * 16 * 55 * 96
+    assert (
+        count_flops("aten::_flash_attention_forward", flash_attention_inputs("True", dims))
+        == 2 * 16 * 55 * 96
+    )
 
 
 def test_packed_sequences_and_sliding_windows_are_not_guessed() -> None:
     packed = inputs([[100, 16, 128]] * 3 + [[5], [5]], [BF16] * 3 + ["int"] * 2, {8: "True"})
     assert count_flops("aten::_flash_attention_forward", packed) is None
-    assert count_flops("aten::_flash_attention_forward", flash("True", a11="256")) is None
+    assert (
+        count_flops("aten::_flash_attention_forward", flash_attention_inputs("True", a11="256"))
+        is None
+    )
 
 
 def test_attention_backward_is_five_products() -> None:
@@ -352,7 +363,7 @@ def test_memory_bound_operators(op: str, x: OpInputs, work: float, size: float) 
         ("aten::add", inputs([[8], [8]], "mystery_t")),
     ],
 )
-def test_what_was_not_recorded_is_not_guessed(op: str, x: OpInputs) -> None:
+def test_unrecorded_shapes_are_not_guessed(op: str, x: OpInputs) -> None:
     assert count_bytes(op, x) is None
 
 
@@ -368,7 +379,7 @@ def test_a_fused_triton_kernel_moves_its_arguments_unless_it_may_touch_a_part() 
 SIZE = st.integers(1, 40)
 
 
-def registered() -> dict[str, Any]:
+def torch_formulas() -> dict[str, Any]:
     """``torch.utils.flop_counter``'s formulas by operator name."""
     pytest.importorskip("torch")
     from torch.utils import flop_counter
@@ -379,7 +390,7 @@ def registered() -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 @given(SIZE, SIZE, SIZE, SIZE)
 def test_products_agree_with_pytorchs_flop_counter(b: int, m: int, n: int, k: int) -> None:
-    torch_flops = registered()
+    torch_flops = torch_formulas()
     mm = inputs([[m, k], [k, n]])
     assert count_flops("aten::mm", mm) == torch_flops["mm"]((m, k), (k, n), out_val=None)
     bmm = inputs([[b, m, k], [b, k, n]])
@@ -400,7 +411,7 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
 ) -> None:
     """The output shape comes from torch itself (on the meta device), the formula from its
     counter; gradients of grouped convolutions are left out, where that counter has no groups."""
-    torch_flops = registered()
+    torch_flops = torch_formulas()
     import torch
 
     rank = len(size)
@@ -418,12 +429,12 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
         7: str([0] * rank),
         8: str(groups),
     }
-    mine = count_flops(
+    flops = count_flops(
         "aten::convolution", inputs([list(x.shape), list(w.shape)], "float", arguments)
     )
     from torch.utils.flop_counter import conv_flop_count
 
-    assert mine == conv_flop_count(list(x.shape), list(w.shape), list(out.shape))
+    assert flops == conv_flop_count(list(x.shape), list(w.shape), list(out.shape))
     if groups == 1:
         back = {
             3: "",
@@ -483,31 +494,31 @@ def test_argument_positions_are_those_of_pytorchs_own_schemas() -> None:
 
     checked = 0
     for op, layout in matmuls._CONVOLUTIONS.items():
-        found = names(op)
-        if not found:
+        result = names(op)
+        if not result:
             continue
-        assert found[1] == "weight", op
-        assert found[layout.stride] == "stride", op
-        assert found[layout.padding] == "padding", op
-        assert found[layout.dilation] == "dilation", op
+        assert result[1] == "weight", op
+        assert result[layout.stride] == "stride", op
+        assert result[layout.padding] == "padding", op
+        assert result[layout.dilation] == "dilation", op
         if layout.bias is not None:
-            assert found[layout.bias] == "bias", op
+            assert result[layout.bias] == "bias", op
         if not isinstance(layout.transposed, bool):
-            assert found[layout.transposed] == "transposed", op
+            assert result[layout.transposed] == "transposed", op
         if layout.groups is not None and layout.output_padding is not None:
-            assert found[layout.groups] == "groups", op
-            assert found[layout.output_padding] == "output_padding", op
+            assert result[layout.groups] == "groups", op
+            assert result[layout.output_padding] == "output_padding", op
         checked += 1
     for op, call in matmuls._ATTENTION.items():
-        found = names(op)
-        if not found:
+        result = names(op)
+        if not result:
             continue
-        assert found[call.query : call.query + 3] == ["query", "key", "value"], op
-        assert found[call.causal] in ("is_causal", "custom_mask_type"), op
+        assert result[call.query : call.query + 3] == ["query", "key", "value"], op
+        assert result[call.causal] in ("is_causal", "custom_mask_type"), op
         if call.varlen is not None:
-            assert found[call.varlen] in ("cum_seq_q", "cu_seqlens_q"), op
+            assert result[call.varlen] in ("cum_seq_q", "cu_seqlens_q"), op
         if call.window is not None:
-            assert found[call.window] in ("window_size_left", "window_size"), op
+            assert result[call.window] in ("window_size_left", "window_size"), op
         checked += 1
     back = names("convolution_backward")
     assert (back[7], back[10]) == ("transposed", "output_mask")
@@ -598,7 +609,7 @@ def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
     x = torch.empty(batch, ins * groups, *size, device="meta")
     w = torch.empty(ins * groups, outs, *kernel, device="meta")
     out = torch.convolution(x, w, None, stride, padding, dilation, True, more, groups)
-    told = {"stride": stride, "padding": padding, "dilation": dilation}
+    settings = {"stride": stride, "padding": padding, "dilation": dilation}
     general = {2: "", 3: str(stride), 4: str(padding), 5: str(dilation), 6: "True", 7: str(more),
                8: str(groups)}  # fmt: skip
     own = {2: "", 3: str(stride), 4: str(padding), 5: str(more), 6: str(groups), 7: str(dilation)}
@@ -606,8 +617,8 @@ def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
     size_in_all = 4 * (x.numel() + w.numel() + out.numel())
     for op, arguments in ((f"conv_transpose{rank}d", own), ("convolution", general)):
         seen = inputs([list(x.shape), list(w.shape)], "float", arguments)
-        assert count_flops(f"aten::{op}", seen) == counted, told
-        assert count_bytes(f"aten::{op}", seen) == size_in_all, told
+        assert count_flops(f"aten::{op}", seen) == counted, settings
+        assert count_bytes(f"aten::{op}", seen) == size_in_all, settings
 
 
 def experts(tokens: int, top: int, count: int = 8, gate: int = 2) -> OpInputs:
@@ -635,7 +646,7 @@ def test_a_brute_force_walk_over_tokens_counts_the_same_products() -> None:
         assert count_flops("vllm::outplace_fused_experts", experts(tokens, top, gate=gate)) == work
 
 
-def test_of_few_tokens_it_is_not_told_which_experts_are_read() -> None:
+def test_for_few_tokens_the_experts_that_are_read_are_unknown() -> None:
     assert count_flops("vllm::outplace_fused_experts", experts(3, 2)) is not None
     assert count_bytes("vllm::outplace_fused_experts", experts(3, 2)) is None  # 6 rows, 8 experts
 

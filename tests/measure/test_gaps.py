@@ -34,7 +34,7 @@ REAL = [
 
 
 class Scene:
-    """One step: a kernel, then what the host does, then a second kernel.
+    """A step of three parts: a kernel, then what the host does, then a second kernel.
 
     The first kernel runs from 1010 to 1110 us (its operator from 1000, its call from 1002 to
     1007), so the host is free at 1007.5 and the device from 1110.
@@ -55,7 +55,7 @@ class Scene:
         return self.b.analysis()
 
 
-def blamed(a: Analysis, gap: int = 1) -> dict[str, float]:
+def causes_of_gap(a: Analysis, gap: int = 1) -> dict[str, float]:
     """Cause -> us of one gap (gap 0 is before the first kernel)."""
     table = a.gaps.filter(pl.col("gap") == gap).group_by("cause").agg(pl.col("dur").sum())
     return {str(cause): dur / 1e3 for cause, dur in table.iter_rows()}
@@ -73,14 +73,14 @@ def host_name(a: Analysis, cause: str) -> str | None:
 
 def test_before_the_first_kernel_the_host_dispatches_and_launches():
     a = Scene().finish()
-    assert blamed(a, 0) == {"dispatch": 2, "launch": 8}
+    assert causes_of_gap(a, 0) == {"dispatch": 2, "launch": 8}
 
 
 def test_waiting_for_the_loader():
     s = Scene()
     s.b.loader_wait(500)  # 1007.5 .. 1507.5, so the device waits from 1110
     a = s.finish()
-    assert blamed(a) == {"loader": 397.5, "dispatch": 2, "launch": 8}
+    assert causes_of_gap(a) == {"loader": 397.5, "dispatch": 2, "launch": 8}
     assert "DataLoader" in str(host_name(a, "loader"))
 
 
@@ -90,7 +90,7 @@ def test_operators_inside_the_loader_are_the_loaders():
     with s.b.range(name), s.b.op("aten::stack", host_us=499.5):
         pass
     a = s.finish()
-    assert blamed(a)["loader"] == 397.5
+    assert causes_of_gap(a)["loader"] == 397.5
     assert host_name(a, "loader") == name
 
 
@@ -99,18 +99,18 @@ def test_a_sync_that_ends_with_the_work_leaves_its_successors_to_blame():
     s.b.sync()  # until 1110
     with s.b.python("train.py(3): log"):
         s.b.host(49)
-    assert blamed(s.finish()) == {"python": 50, "dispatch": 2, "launch": 8}
+    assert causes_of_gap(s.finish()) == {"python": 50, "dispatch": 2, "launch": 8}
 
 
 def test_a_sync_that_lasts_longer_than_the_work_is_to_blame_itself():
     s = Scene()
     s.b.call("cudaDeviceSynchronize", 200)  # until 1207.5
     a = s.finish()
-    assert blamed(a) == {"sync": 97.5, "dispatch": 2, "launch": 8}
+    assert causes_of_gap(a) == {"sync": 97.5, "dispatch": 2, "launch": 8}
     assert host_name(a, "sync") == "cudaDeviceSynchronize"
 
 
-def held_copy(b: TraceBuilder, us: float, begins: float, lasts: float, kind: str) -> None:
+def blocking_copy(b: TraceBuilder, us: float, begins: float, lasts: float, kind: str) -> None:
     """A cudaMemcpyAsync call of ``us`` whose copy runs within, ``begins`` us after the call."""
     correlation = 100_000 + len(b.events)
     start = b.now + begins
@@ -132,18 +132,18 @@ def held_copy(b: TraceBuilder, us: float, begins: float, lasts: float, kind: str
 def test_a_pageable_copy_that_holds_the_host():
     s = Scene()
     with s.b.op("aten::copy_", host_us=200):  # 1007.5 .. 1207.5
-        held_copy(s.b, 80, 50, 30, "Memcpy HtoD (Pageable -> Device)")  # staged until 1257.5
+        blocking_copy(s.b, 80, 50, 30, "Memcpy HtoD (Pageable -> Device)")  # staged until 1257.5
     a = s.finish()
-    assert blamed(a, 1) == {"dispatch": 97.5, "copy": 50}
+    assert causes_of_gap(a, 1) == {"dispatch": 97.5, "copy": 50}
     # after it: 0.5 us of its operator, then the next operator
-    assert blamed(a, 2) == {"dispatch": 2.5, "launch": 8}
+    assert causes_of_gap(a, 2) == {"dispatch": 2.5, "launch": 8}
 
 
 def test_the_call_of_a_pinned_copy_is_a_launch():
     s = Scene()
     with s.b.op("aten::copy_", host_us=200):
-        held_copy(s.b, 80, 50, 30, "Memcpy HtoD (Pinned -> Device)")
-    assert blamed(s.finish(), 1) == {"dispatch": 97.5, "launch": 50}
+        blocking_copy(s.b, 80, 50, 30, "Memcpy HtoD (Pinned -> Device)")
+    assert causes_of_gap(s.finish(), 1) == {"dispatch": 97.5, "launch": 50}
 
 
 def test_python_frames_and_their_line():
@@ -151,7 +151,7 @@ def test_python_frames_and_their_line():
     with s.b.python("train.py(12): step"), s.b.python("json/decoder.py(3): decode"):
         s.b.host(300)
     a = s.finish()
-    assert blamed(a)["python"] == pytest.approx(1309.5 - 1110)
+    assert causes_of_gap(a)["python"] == pytest.approx(1309.5 - 1110)
     piece = a.gaps.filter(pl.col("cause") == "python").sort("dur").tail(1)
     assert a.location(piece["line"][0])[0] == "train.py"
     assert host_name(a, "python") == "json/decoder.py(3): decode"
@@ -162,7 +162,7 @@ def test_time_between_operators_without_stacks_is_unknown_and_named_by_its_range
     with s.b.range("## optimizer ##"):
         s.b.host(300)
     a = s.finish()
-    assert blamed(a) == {"unknown": 197.5, "dispatch": 2, "launch": 8}
+    assert causes_of_gap(a) == {"unknown": 197.5, "dispatch": 2, "launch": 8}
     assert host_name(a, "unknown") == "## optimizer ##"
 
 
@@ -192,7 +192,7 @@ def test_allocating_inside_an_operator(call):
     with s.b.op("aten::empty", host_us=10):
         s.b.call(call, 289.5)  # 1017.5 .. 1307; the operator ends at 1307.5
     a = s.finish()
-    assert blamed(a) == {"allocation": 197, "dispatch": 2.5, "launch": 8}
+    assert causes_of_gap(a) == {"allocation": 197, "dispatch": 2.5, "launch": 8}
     assert host_name(a, "allocation") == call
 
 
@@ -201,27 +201,27 @@ def test_other_cuda_calls_belong_to_the_operator_around_them():
     with s.b.op("aten::empty", host_us=10):
         s.b.call("cudaFuncSetAttribute", 289.5)
     a = s.finish()
-    assert blamed(a) == {"dispatch": 199.5, "launch": 8}
+    assert causes_of_gap(a) == {"dispatch": 199.5, "launch": 8}
 
 
 def test_compiling_and_all_that_happens_in_it():
     s = Scene()
     with s.b.range("entire_frame_compile (dynamo_timed)"), s.b.op("aten::add", host_us=299.5):
         pass
-    assert blamed(s.finish())["compile"] == 197.5
+    assert causes_of_gap(s.finish())["compile"] == 197.5
 
 
 def test_running_what_was_compiled_is_dispatch():
     s = Scene()
     with s.b.range("Torch-Compiled Region: 0/0"), s.b.range("## Call CompiledFxGraph fab ##"):
         s.b.host(300)
-    assert blamed(s.finish()) == {"dispatch": 199.5, "launch": 8}
+    assert causes_of_gap(s.finish()) == {"dispatch": 199.5, "launch": 8}
 
 
 def test_loading_code_is_compiling():
     s = Scene()
     s.b.call("cuModuleLoadData", 300)
-    assert blamed(s.finish())["compile"] == 197.5
+    assert causes_of_gap(s.finish())["compile"] == 197.5
 
 
 def test_the_profilers_buffers_are_its_own_fault():
@@ -229,28 +229,32 @@ def test_the_profilers_buffers_are_its_own_fault():
     with s.b.op("aten::empty", host_us=150):  # 1007.5 .. 1157.5
         s.b.overhead("Activity Buffer Request", 100)
         s.b.host(49.5)
-    assert blamed(s.finish()) == {"profiler": 100, "dispatch": 47.5 + 49.5 + 0.5 + 2, "launch": 8}
+    assert causes_of_gap(s.finish()) == {
+        "profiler": 100,
+        "dispatch": 47.5 + 49.5 + 0.5 + 2,
+        "launch": 8,
+    }
 
 
 def test_lazy_loading_inside_an_operator_is_compiling():
     s = Scene()
     with s.b.op("aten::empty", host_us=150):
         s.b.overhead("Lazy Function Loading", 100)
-    assert blamed(s.finish()) == {"compile": 100, "dispatch": 47.5 + 0.5 + 2, "launch": 8}
+    assert causes_of_gap(s.finish()) == {"compile": 100, "dispatch": 47.5 + 0.5 + 2, "launch": 8}
 
 
 def test_the_profilers_buffers_delay_nobody_who_waits_for_data():
     s = Scene()
     with s.b.range("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
         s.b.overhead("Buffer Flush", 300)
-    assert blamed(s.finish()) == {"loader": 197.5, "dispatch": 2, "launch": 8}
+    assert causes_of_gap(s.finish()) == {"loader": 197.5, "dispatch": 2, "launch": 8}
 
 
 def test_the_profilers_own_frames():
     s = Scene()
     with s.b.python("train.py(1): main"), s.b.python("torch/profiler/profiler.py(821): step"):
         s.b.host(298)
-    assert blamed(s.finish())["profiler"] == pytest.approx(1307 - 1110)
+    assert causes_of_gap(s.finish())["profiler"] == pytest.approx(1307 - 1110)
 
 
 def test_waiting_for_the_event_of_another_stream():
@@ -258,7 +262,7 @@ def test_waiting_for_the_event_of_another_stream():
     s.b.launch("side", 500, stream=20)  # 1015.5 .. 1515.5
     s.b.wait_stream(7, 20)
     a = s.finish(after=1550)  # ready at 1515.5, begins at 1550
-    assert blamed(a, 1) == {"stream": 34.5}
+    assert causes_of_gap(a, 1) == {"stream": 34.5}
     assert host_name(a, "stream") == "cudaStreamWaitEvent"
 
 
@@ -266,14 +270,14 @@ def test_another_stream_is_not_blamed_long_after_its_work():
     s = Scene()
     s.b.launch("side", 500, stream=20)  # 1015.5 .. 1515.5
     s.b.wait_stream(7, 20)
-    assert blamed(s.finish(after=1600), 1) == {"unknown": 84.5}
+    assert causes_of_gap(s.finish(after=1600), 1) == {"unknown": 84.5}
 
 
 def test_an_event_that_was_ready_before_the_own_stream_was_held_nothing_up():
     s = Scene()
     s.b.launch("side", 10, stream=20)  # over at 1025.5
     s.b.wait_stream(7, 20)
-    assert blamed(s.finish(after=1116), 1) == {"launch": 6}
+    assert causes_of_gap(s.finish(after=1116), 1) == {"launch": 6}
 
 
 def test_a_wait_before_earlier_work_of_the_stream_held_that_and_not_this():
@@ -282,7 +286,7 @@ def test_a_wait_before_earlier_work_of_the_stream_held_that_and_not_this():
     s.b.wait_stream(7, 20)
     s.b.launch("between", 10)  # 1515.5 .. 1525.5
     s.b.launch("side again", 84.5, stream=20)  # 1515.5 .. 1600
-    assert blamed(s.finish(after=1640), 1) == {"launch": 40}
+    assert causes_of_gap(s.finish(after=1640), 1) == {"launch": 40}
 
 
 def test_work_of_no_duration_ends_no_gap():
@@ -302,7 +306,7 @@ def test_work_of_no_duration_ends_no_gap():
         )
     s.b.loader_wait(300)
     a = s.finish()
-    assert blamed(a) == {"loader": 197.5, "dispatch": 2, "launch": 8}
+    assert causes_of_gap(a) == {"loader": 197.5, "dispatch": 2, "launch": 8}
     assert a.trace.gpu["name"].gather(a.gaps["next"]).unique().len() == 2  # first and second
 
 
@@ -310,18 +314,18 @@ def test_the_last_sync_holds_up_nothing_that_is_launched_later():
     s = Scene()
     s.b.call("cudaDeviceSynchronize", 200)
     s.step.__exit__(None, None, None)
-    assert blamed(s.b.analysis()) == {"end": 97.5}
+    assert causes_of_gap(s.b.analysis()) == {"end": 97.5}
 
 
 def test_launched_long_ago_and_not_run_for_no_visible_reason_is_unknown():
     s = Scene()
     s.b.launch("side", 500, stream=20)
-    assert blamed(s.finish(after=1600), 1) == {"unknown": 84.5}
+    assert causes_of_gap(s.finish(after=1600), 1) == {"unknown": 84.5}
 
 
 def test_a_few_microseconds_between_queued_kernels_are_launch_latency():
     s = Scene()
-    assert blamed(s.finish(after=1116), 1) == {"launch": 6}
+    assert causes_of_gap(s.finish(after=1116), 1) == {"launch": 6}
 
 
 def test_a_kernel_whose_launch_is_not_in_the_trace_is_unknown():
@@ -342,7 +346,7 @@ def test_a_kernel_whose_launch_is_not_in_the_trace_is_unknown():
     with s.b.step():
         s.b.host(1000)
     a = s.b.analysis()
-    assert blamed(a) == {"unknown": 190}
+    assert causes_of_gap(a) == {"unknown": 190}
     assert a.gaps.filter(pl.col("gap") == 1)["thread"].to_list() == [None]
 
 
@@ -354,7 +358,7 @@ def test_a_thread_with_nothing_recorded_hands_over_to_the_one_that_works():
         s.b.launch("backward", 100)
     s.step.__exit__(None, None, None)
     a = s.b.analysis()
-    assert blamed(a) == {"dispatch": 199.5, "launch": 8}
+    assert causes_of_gap(a) == {"dispatch": 199.5, "launch": 8}
     by_thread = a.gaps.filter(gap=1, cause="dispatch").sort("ts")
     names = a.trace.threads["tid"].gather(by_thread["thread"]).to_list()
     assert names == ["1000", "2000"]
@@ -370,7 +374,7 @@ def test_waiting_in_backward_follows_the_thread_that_runs_it():
             s.b.host(200)  # until 1314: the engine's thread is in its operator
         s.b.host(85.5)  # and then nobody shows what it does
     a = s.finish()
-    after = blamed(a, 2)
+    after = causes_of_gap(a, 2)
     assert after["dispatch"] == pytest.approx(1314 - 1126.5 + 2)
     assert after["other_thread"] == pytest.approx(85.5 + 0.5)
     assert "run_backward" in str(host_name(a, "other_thread"))
@@ -383,7 +387,7 @@ def test_after_the_last_work_the_host_is_asked_and_the_rest_is_the_end():
         pass
     s.step.__exit__(None, None, None)
     a = s.b.analysis()
-    assert blamed(a) == {"end": 97.5, "dispatch": 30}
+    assert causes_of_gap(a) == {"end": 97.5, "dispatch": 30}
     assert a.gaps.filter(pl.col("gap") == 1)["next"].to_list() == [None, None]
 
 
@@ -436,14 +440,14 @@ def test_a_call_under_a_range_that_outlasts_its_parent_is_still_found():
     )
     with s.b.op("aten::slow", host_us=299.5):
         pass
-    assert blamed(s.finish()) == {"dispatch": 199.5, "launch": 8}
+    assert causes_of_gap(s.finish()) == {"dispatch": 199.5, "launch": 8}
 
 
 # -- all of them: an independent walk through the events -----------------------------------------
 
 
-class Walk:
-    """What an instant of idle time should be blamed on, found by looking at every event."""
+class EventWalk:
+    """The cause of each instant of idle time, found by looking at every event."""
 
     LAUNCHES = ("launch", "graph_launch", "memset")
 
@@ -456,8 +460,8 @@ class Walk:
         self.kind, self.call = cpu["kind"].to_list(), cpu["call"].to_list()
         self.name = cpu["name"].cast(pl.String).to_list()
         self.start = gpu["ts"].to_numpy()
-        mine = (gpu["device"] == a.device_id).to_numpy() & (gpu["dur"] > 0).to_numpy()
-        self.rows = np.flatnonzero(mine)
+        is_work = (gpu["device"] == a.device_id).to_numpy() & (gpu["dur"] > 0).to_numpy()
+        self.rows = np.flatnonzero(is_work)
         self.launch = gpu["launch"].fill_null(-1).to_list()
 
     def causes(self, instant: int, gap_end: int) -> set[str]:
@@ -471,14 +475,14 @@ class Walk:
             thread = int(self.thread[launched])
             if instant >= self.end[launched]:
                 return {"launch", "stream", "unknown"}
-        own = self.doing(thread, instant)
+        own = self.classes_at(thread, instant)
         if own is not None:
             return own
         others = {int(t) for t in self.thread} - {thread}
-        seen = [c for t in others if (c := self.doing(t, instant)) is not None]
+        seen = [c for t in others if (c := self.classes_at(t, instant)) is not None]
         return {"unknown", "other_thread", "end"}.union(*seen)
 
-    def doing(self, thread: int, instant: int) -> set[str] | None:
+    def classes_at(self, thread: int, instant: int) -> set[str] | None:
         inside = (self.thread == thread) & (self.ts <= instant) & (self.end > instant)
         around = np.flatnonzero(inside).tolist()
         if any("DataLoader)#" in self.name[row] for row in around):
@@ -509,7 +513,7 @@ class Walk:
         return None
 
 
-def check(a: Analysis, instants: int) -> None:
+def assert_matches_walk(a: Analysis, instants: int) -> None:
     """Pieces are in order, complete and, at random instants, what the walk finds."""
     table, idle = a.gaps, a.breakdown.idle
     ts, dur = table["ts"].to_numpy(), table["dur"].to_numpy()
@@ -523,7 +527,7 @@ def check(a: Analysis, instants: int) -> None:
     assert ((ts >= begin[step]) & (ts + dur <= end[step])).all()
     if not len(ts):
         return
-    walk = Walk(a)
+    walk = EventWalk(a)
     random = np.random.default_rng(0)
     # by pieces, so that short ones are seen, and by time, so that long ones are
     by_time = random.choice(len(ts), instants, p=dur / dur.sum())
@@ -536,7 +540,7 @@ def check(a: Analysis, instants: int) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_blame_in_a_real_trace_is_complete_and_agrees_with_a_walk(name, shared_trace):
-    check(Analysis(read_trace(shared_trace(name))), 150)
+    assert_matches_walk(Analysis(read_trace(shared_trace(name))), 150)
 
 
 ACTIONS = """
@@ -546,7 +550,7 @@ ACTIONS = """
 actions = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 60)), max_size=14)
 
 
-def act(b: TraceBuilder, action: str, us: int) -> None:
+def perform(b: TraceBuilder, action: str, us: int) -> None:
     match action:
         case "launch":
             with b.op("aten::mm"):
@@ -571,7 +575,7 @@ def act(b: TraceBuilder, action: str, us: int) -> None:
             b.copy("HtoD", 1000, us)
         case "pageable":
             with b.op("aten::copy_"):
-                held_copy(b, us + 10, 5, us, "Memcpy DtoH (Device -> Pageable)")
+                blocking_copy(b, us + 10, 5, us, "Memcpy DtoH (Device -> Pageable)")
         case "malloc":
             b.call("cudaMalloc", us)
         case "wait":
@@ -607,49 +611,51 @@ def test_any_program_is_blamed_completely_and_as_a_walk_finds(steps):
         with b.step():
             b.host(1)
             for action, us in step:
-                act(b, action, us)
-    check(b.analysis(), 12)
+                perform(b, action, us)
+    assert_matches_walk(b.analysis(), 12)
 
 
 # -- figures of real traces ----------------------------------------------------------------------
 
 
 def shares(a: Analysis) -> dict[str, float]:
-    """Cause -> ms."""
+    """Idle time by cause, ms."""
     table = a.gaps.group_by("cause").agg(pl.col("dur").sum())
     return dict.fromkeys(CAUSES, 0.0) | {str(c): d / 1e6 for c, d in table.iter_rows()}
 
 
 def test_with_python_stacks_nothing_of_the_bert_step_stays_unknown(shared_trace):
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
-    found = shares(a)
-    assert found["unknown"] == 0
-    assert found["python"] + found["dispatch"] + found["launch"] > 0.95 * sum(found.values())
+    shares_found = shares(a)
+    assert shares_found["unknown"] == 0
+    assert shares_found["python"] + shares_found["dispatch"] + shares_found["launch"] > 0.95 * sum(
+        shares_found.values()
+    )
 
 
 def test_without_stacks_the_unknown_share_is_reported(shared_trace):
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
-    found = shares(a)
-    assert found["python"] == 0
-    assert 0.1 < found["unknown"] / sum(found.values()) < 0.4
-    assert found["loader"] < 0.01 * sum(found.values())  # 0.42 ms in six steps
+    shares_found = shares(a)
+    assert shares_found["python"] == 0
+    assert 0.1 < shares_found["unknown"] / sum(shares_found.values()) < 0.4
+    assert shares_found["loader"] < 0.01 * sum(shares_found.values())  # 0.42 ms in six steps
 
 
 def test_a_trace_with_most_of_its_device_work_cut_out_is_mostly_unknown(shared_trace):
     """1,204 of 259,690 consecutive correlation ids are in the file, so what kept the device busy
     in most gaps is not: kernels start up to 100 ms after their launch for no visible reason."""
-    found = shares(Analysis(read_trace(shared_trace("two_ranks_rank0"))))
-    assert found["unknown"] > 0.8 * sum(found.values())
+    shares_found = shares(Analysis(read_trace(shared_trace("two_ranks_rank0"))))
+    assert shares_found["unknown"] > 0.8 * sum(shares_found.values())
 
 
 def test_the_profilers_part_of_the_b200_step_is_what_its_overhead_rows_say(shared_trace):
     a = Analysis(read_trace(shared_trace("b200_eager")))
     cpu = a.trace.cpu.filter(pl.col("kind") == "overhead")
     rows = {str(n): d for n, d in cpu.group_by("name").agg(pl.col("dur").sum()).iter_rows()}
-    found = shares(a)
-    assert found["profiler"] == pytest.approx(rows["Activity Buffer Request"] / 1e6)
-    assert 0.8 * rows["Lazy Function Loading"] <= found["compile"] * 1e6
-    assert found["compile"] * 1e6 <= rows["Lazy Function Loading"]
+    shares_found = shares(a)
+    assert shares_found["profiler"] == pytest.approx(rows["Activity Buffer Request"] / 1e6)
+    assert 0.8 * rows["Lazy Function Loading"] <= shares_found["compile"] * 1e6
+    assert shares_found["compile"] * 1e6 <= rows["Lazy Function Loading"]
 
 
 def test_columns_are_those_of_the_schema():
@@ -673,6 +679,6 @@ def test_device_work_without_any_host_event_is_unknown():
             }
         )
     a = b.analysis()
-    assert blamed(a, 0) == {"unknown": 150}
+    assert causes_of_gap(a, 0) == {"unknown": 150}
     assert a.host.is_empty()
     assert a.syncs.is_empty()

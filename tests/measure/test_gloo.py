@@ -1,5 +1,5 @@
-"""Who waits for whom among processes without a device: gloo, simulated with two threads a process,
-against a walk over the same job microsecond by microsecond."""
+"""Waits among processes without a device: gloo, simulated with two threads per process, against
+a walk over the same job, microsecond by microsecond."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from advisor.measure import Analysis
 from advisor.measure.comm.gloo import has_host_collectives, host_work, list_on_host
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.testing import TraceBuilder
-from tests.measure.stragglers import by_rank, stragglers
+from tests.measure.stragglers import stragglers, times_by_rank
 
 TRANSFER = 40
 THREADS = 2
 
 
-class Walked(NamedTuple):
-    """What is true of a simulated job: by process and collective, µs."""
+class JobTruth(NamedTuple):
+    """The truth about a simulated job: by process and collective, µs."""
 
     wait: np.ndarray
     exposed: np.ndarray
@@ -33,7 +33,7 @@ class Walked(NamedTuple):
 
 def simulate(
     work: Sequence[Sequence[Sequence[int]]], offsets: Sequence[int]
-) -> tuple[dict[int, Analysis], Walked]:
+) -> tuple[dict[int, Analysis], JobTruth]:
     """``work[process][step]``: how long it computes before each of the step's all-reduces, µs.
 
     All-reduces run one after the other, each from when all processes have come to it; a process
@@ -89,7 +89,7 @@ def simulate(
                 if low < high:
                     computing[low - start[k, n] : high - start[k, n]] = True
             exposed[k, n] = int((~computing).sum())
-    return {n: b.analysis() for n, b in enumerate(builders)}, Walked(latest - start, exposed)
+    return {n: b.analysis() for n, b in enumerate(builders)}, JobTruth(latest - start, exposed)
 
 
 jobs = st.integers(2, 3).flatmap(
@@ -115,11 +115,11 @@ def test_waits_of_any_job_are_those_of_a_walk(
     ranks, truth = simulate(work, offsets[: len(work)])
     alignment = align_ranks(ranks)
     assert alignment.error_ns == pytest.approx(0, abs=1e-3)
-    found = measure_skew(ranks, alignment)
-    waits, exposed = (by_rank(ranks, alignment, name) for name in ("wait", "exposed"))
+    skew = measure_skew(ranks, alignment)
+    waits, exposed = (times_by_rank(ranks, alignment, name) for name in ("wait", "exposed"))
     # steps much longer than the others are set aside
     parts = len(work[0][0])
-    steps = [int(name.split("#")[1]) for name in found.collectives["step"]]
+    steps = [int(name.split("#")[1]) for name in skew.collectives["step"]]
     at = [step * parts + steps[:i].count(step) for i, step in enumerate(steps)]
     assert len(at) >= 3 * parts
     for n in ranks:
@@ -153,7 +153,7 @@ def test_operators_that_wait_are_not_work() -> None:
     assert host_work(b.analysis()).total == 100_000
 
 
-def test_without_gloo_there_are_none() -> None:
+def test_without_gloo_there_are_no_waits() -> None:
     b = TraceBuilder(None)
     with b.step(), b.op("aten::mm"):
         pass
@@ -171,13 +171,13 @@ def test_a_group_is_complete_when_all_of_the_job_are_here() -> None:
     ranks, _ = simulate([[[10]] * 4, [[300]] * 4], [0, 0])
     complete = measure_skew(ranks, align_ranks(ranks)).collectives["complete"]
     assert complete.to_list() == [True] * 4
-    larger = {n: Analysis(_of_three(a), None, None) for n, a in ranks.items()}
+    larger = {n: Analysis(_with_three_ranks(a), None, None) for n, a in ranks.items()}
     assert (
         measure_skew(larger, align_ranks(larger)).collectives["complete"].to_list() == [False] * 4
     )
 
 
-def _of_three(a: Analysis) -> Trace:
+def _with_three_ranks(a: Analysis) -> Trace:
     return replace(a.trace, meta=replace(a.trace.meta, world_size=3))
 
 

@@ -28,7 +28,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
 
 
 def classes(a: Analysis, thread: int | None = None) -> dict[str, float]:
-    """Class -> us of one thread (the main one)."""
+    """Time of one thread by class, us; of the main thread by default."""
     table = a.host.filter(pl.col("thread") == (a.trace.main_thread if thread is None else thread))
     return {str(name): ns / 1e3 for name, ns in table.select("class", "ns").iter_rows()}
 
@@ -82,10 +82,10 @@ def test_waiting_for_the_thread_that_runs_backward_is_called_that():
             with b.thread(2000):
                 b.host(3)  # the engine looks for the next node
         b.host(100)
-    found = classes(b.analysis())
+    class_times = classes(b.analysis())
     # from the first node to the last: what comes after it is explained by nothing
-    assert found["autograd"] == pytest.approx(2 * 40.5 + 3, abs=1)
-    assert found["unknown"] == pytest.approx(100 + 3, abs=1)
+    assert class_times["autograd"] == pytest.approx(2 * 40.5 + 3, abs=1)
+    assert class_times["unknown"] == pytest.approx(100 + 3, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_built_in_that_waits_for_the_device_is_not_python_work(frame: str):
             b.host(300)
         b.host(20)
     a = b.analysis()
-    found = classes(a)
-    assert found["sync"] == pytest.approx(300, abs=2)
-    assert found["python"] == pytest.approx(20, abs=2)
+    class_times = classes(a)
+    assert class_times["sync"] == pytest.approx(300, abs=2)
+    assert class_times["python"] == pytest.approx(20, abs=2)
     assert python_hot_spots(a).is_empty()
 
 
@@ -130,19 +130,19 @@ def test_waiting_for_queued_work_is_not_a_cost_of_the_profiler(stacks):
         b.launch("gemm", 300)
         with b.python("torch/profiler/profiler.py(9): stop") if stacks else nullcontext():
             b.sync()
-    found = classes(b.analysis())
-    assert found["drain"] == pytest.approx(303, abs=2)
-    assert found.get("profiler", 0) <= 2  # the frame's own
+    class_times = classes(b.analysis())
+    assert class_times["drain"] == pytest.approx(303, abs=2)
+    assert class_times.get("profiler", 0) <= 2  # the frame's own
 
 
 def test_a_drain_is_said_to_be_one_on_a_real_device(shared_trace):
     """hipDeviceSynchronize is the last call of this trace, and returns with the last kernel."""
     a = Analysis(read_trace(shared_trace("mi210_gpu_only")))
-    found = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    items = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
     last = a.trace.cpu.filter(pl.col("name") == "hipDeviceSynchronize")
     assert last.height == 1
-    assert found["drain"] == pytest.approx(last["dur"][0], rel=0.05)
-    assert "profiler" not in found
+    assert items["drain"] == pytest.approx(last["dur"][0], rel=0.05)
+    assert "profiler" not in items
 
 
 REAL = ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "nccl_collectives",
@@ -174,7 +174,7 @@ def test_calls_of_one_class_take_the_time_of_their_rows(name, shared_trace):
     assert a.host.filter(pl.col("class") == "allocation")["ns"].sum() == expected
 
 
-def test_what_sets_up_cuda_in_a_first_call_is_start_up_and_no_allocation(shared_trace):
+def test_cuda_initialization_in_a_first_call_is_start_up_and_no_allocation(shared_trace):
     """AlexNet's first convolution takes 10.84 s, 6.01 of them in the first cudaFree, and its first
     pooling 0.83 s. Host and idle time call that the same."""
     a = Analysis(read_trace(shared_trace("alexnet")))
@@ -279,7 +279,7 @@ def test_only_python_time_in_which_the_device_waits_is_critical():
     assert 0 < between < 3_000  # main's own
 
 
-def test_without_stacks_there_are_not_hot_spots():
+def test_without_stacks_there_are_no_hot_spots():
     b = TraceBuilder()
     with b.step(), b.op("aten::mm"):
         b.host(10)
@@ -306,8 +306,8 @@ def test_the_hottest_line_of_the_b200_step_is_its_quantised_experts(shared_trace
 
 
 def test_preparing_frames_is_blamed_on_what_takes_the_time(shared_trace):
-    """By the stacks of the file: 267 ms of preprocessing, of them 160 ms in 128 calls for images,
-    54 ms in reading the video."""
+    """The stacks of the file show 267 ms of preprocessing: 160 ms in 128 calls for images, 54 ms
+    for reading the video."""
     spots = python_hot_spots(Analysis(read_trace(shared_trace("mi300_timesformer_inference"))))
     assert spots["function"].head(2).to_list() == ["_preprocess_image", "read_video_pyav"]
     assert spots["critical_ns"].head(2).to_list() == pytest.approx([160e6, 54e6], rel=0.01)
@@ -326,8 +326,8 @@ def test_a_call_is_found_by_the_share_of_the_time_that_its_line_takes():
     ]
 
     def line(share, of=stacks):
-        found = line_of_share(of, share)
-        return None if found is None else (found.location.line, found.share)
+        result = line_of_share(of, share)
+        return None if result is None else (result.location.line, result.share)
 
     assert line(0.33) == (12, 0.3) and line(0.7) == (20, 0.6)
     assert line(0.2) is None  # as near to line 12 as to line 13
@@ -345,16 +345,16 @@ def test_a_line_is_named_by_the_function_that_calls_an_operator():
         SampledStack(2, ("train.py(30): main", "torch/functional.py(9): _unique_impl")),
         SampledStack(18, ("train.py(30): main", "train.py(41): unique")),  # the user's own
     ]
-    found = line_of_function(stacks, "unique")
-    assert found is not None and (found.location.line, found.share) == (40, 0.5)
-    assert found.library_function == "_check (torchmetrics/functional/stat.py)"
+    result = line_of_function(stacks, "unique")
+    assert result is not None and (result.location.line, result.share) == (40, 0.5)
+    assert result.library_function == "_check (torchmetrics/functional/stat.py)"
     assert line_of_function(stacks, "bincount") is None
     assert line_of_function([stack._replace(samples=3) for stack in stacks], "unique") is None
     two = [stacks[0], stacks[1]._replace(samples=20)]
     assert line_of_function(two, "unique") is None  # two lines share it
     in_c = [SampledStack(20, ("train.py(30): main", "train.py(50): push"), "torch.cat")]
-    found = line_of_function([*stacks, *in_c], "cat")
-    assert found is not None and (found.location.line, found.location.function) == (50, "push")
+    result = line_of_function([*stacks, *in_c], "cat")
+    assert result is not None and (result.location.line, result.location.function) == (50, "push")
     numpy = [SampledStack(20, in_c[0].frames, "numpy.cat")]
     assert line_of_function([*stacks, *numpy], "cat") is None
 

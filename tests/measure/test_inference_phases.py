@@ -175,7 +175,7 @@ RECORDED = Path(__file__).parents[1] / "data" / "recorded"
 
 def test_passes_that_compute_the_whole_sequence_again_are_counted_so() -> None:
     """The new token is embedded at the end of a step. Attention has 29, 30 and 31 tokens of 4
-    sequences, in steps of 55.17, 75.28 and 94.67 ms: 120 tokens a step for 4 new ones."""
+    sequences, in steps of 55.17, 75.28 and 94.67 ms: 120 tokens per step for 4 new ones."""
     path = RECORDED / "embedded_prefix.slow"
     inference = _inference(analyze(path))
     (phase,) = inference.phases
@@ -195,7 +195,7 @@ def test_a_phase_has_the_time_of_the_steps_above_it(name: str) -> None:
 
 
 def test_a_last_pass_that_is_cut_off_is_left_out() -> None:
-    """Without marked steps: from look-up to look-up, and 5 µs after the last."""
+    """The passes are not marked: each goes from look-up to look-up, and to 5 µs after the last."""
     b = TraceBuilder(None)
     for number in range(4):
         with b.op("aten::embedding", [[4000, 64], [2, 1]], ["float", "long int"]):
@@ -211,7 +211,7 @@ def test_a_last_pass_that_is_cut_off_is_left_out() -> None:
 # -- graphs ------------------------------------------------------------------------------------
 
 
-def _thinned(path: Path, keep: Callable[[int, int], bool]) -> dict[str, Any]:
+def _without_kernels(path: Path, keep: Callable[[int, int], bool]) -> dict[str, Any]:
     """The file without kernels of its graph replays for which ``keep(place, count)`` is false."""
     data = _events(path)
     events = data["traceEvents"]
@@ -256,7 +256,7 @@ def test_lost_records_of_graphs_leave_no_busy_share(
     path: Path, keep: Callable[[int, int], bool], tmp_path: Path
 ) -> None:
     file = tmp_path / "lost.json"
-    file.write_text(json.dumps(_thinned(path, keep)))
+    file.write_text(json.dumps(_without_kernels(path, keep)))
     report = analyze(file)
     assert report.busy_share is None
     assert (report.time, report.idle) == ([], [])
@@ -297,12 +297,12 @@ def test_a_capture_names_what_is_replayed() -> None:
     assert own.equals(Analysis(trace).host)
 
 
-def test_of_a_folder_with_a_capture_the_replay_is_analysed() -> None:
+def test_the_replay_of_a_folder_with_a_capture_is_analyzed() -> None:
     both = analyze(CAPTURE.parent)
-    given = analyze(VLLM, Options(config={}, capture=str(CAPTURE)))
-    assert both.inference == given.inference is not None
-    assert both.scope == given.scope
-    assert [f.title for f in both.findings] == [f.title for f in given.findings]
+    report = analyze(VLLM, Options(config={}, capture=str(CAPTURE)))
+    assert both.inference == report.inference is not None
+    assert both.scope == report.scope
+    assert [f.title for f in both.findings] == [f.title for f in report.findings]
     text = " ".join(REPORTS.render("terminal", both, details=True).split())
     # experts have no recorded weights: what a step could take at best is not known
     (decode,) = _inference(both).phases
@@ -372,10 +372,10 @@ def test_attention_that_outruns_the_memory_is_not_known() -> None:
 # -- loops that decode, recorded here ----------------------------------------------------------
 
 
-def _recorded(loop: str, path: Path, *options: str) -> dict[str, Any]:
+def _record_loop(loop: str, path: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(LOOPS), loop, str(path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    result: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     return result
 
 
@@ -392,14 +392,17 @@ def test_a_loop_that_decodes_has_its_phases(loop: str, options: list[str], tmp_p
     if loop == "generate":
         pytest.importorskip("transformers")
     file = tmp_path / "loop.json"
-    told = _recorded(loop, file, *options)
+    expected = _record_loop(loop, file, *options)
     inference = _inference(report := analyze(file))
     phases = {phase.name: phase for phase in inference.phases}
     assert set(phases) == {"prefill", "decode"}
-    assert (phases["prefill"].steps, phases["decode"].steps) == (told["prefill"], told["decode"])
-    assert phases["prefill"].tokens == told["prompt"]
-    assert phases["decode"].tokens == phases["decode"].requests == told["batch"]
-    assert report.scope.steps_found == told["prefill"] + told["decode"]
+    assert (phases["prefill"].steps, phases["decode"].steps) == (
+        expected["prefill"],
+        expected["decode"],
+    )
+    assert phases["prefill"].tokens == expected["prompt"]
+    assert phases["decode"].tokens == phases["decode"].requests == expected["batch"]
+    assert report.scope.steps_found == expected["prefill"] + expected["decode"]
     events = json.loads(file.read_text())["traceEvents"]
     if options:
         name = "nn.Module: LlamaForCausalLM_0" if loop == "generate" else "nn.Module: Model_0"
@@ -408,13 +411,18 @@ def test_a_loop_that_decodes_has_its_phases(loop: str, options: list[str], tmp_p
         calls = [e for e in events if e.get("name") == "aten::embedding"]
         calls.append({"ts": max(e["ts"] + e["dur"] for e in events if e.get("cat") == "cpu_op")})
     ends = [e["ts"] + e["dur"] for e in calls] if options else [e["ts"] for e in calls[1:]]
-    rate = told["batch"] * (told["prefill"] + told["decode"]) / (max(ends) - calls[0]["ts"]) * 1e6
+    rate = (
+        expected["batch"]
+        * (expected["prefill"] + expected["decode"])
+        / (max(ends) - calls[0]["ts"])
+        * 1e6
+    )
     assert inference.output_tokens_per_s == pytest.approx(rate, rel=0.01)
 
 
 def test_continuous_batching_by_its_marks(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
-    steps = _recorded("engine", file)["steps"]
+    steps = _record_loop("engine", file)["steps"]
     inference = _inference(analyze(file))
     counted = {"prefill": 0, "decode": 0, "mixed": 0}
     for joined, _, running in steps:

@@ -28,11 +28,11 @@ ZOO = Path(__file__).resolve().parents[1] / "data" / "kernel_zoo.tsv"
 with ZOO.open(encoding="utf-8", newline="") as _file:
     ROWS = list(csv.DictReader(_file, delimiter="\t", quoting=csv.QUOTE_NONE))
 AT_MOST = 0.05
-"""Share of kernel time without a family."""
+"""Largest share of kernel time without a family."""
 
 
 def family_of(name: str) -> str:
-    """The family a kernel's name alone tells."""
+    """Family of a kernel by its name alone."""
     return str(describe_kernels(pl.Series([name]))["family"][0])
 
 
@@ -48,11 +48,11 @@ def test_the_zoo_is_large_public_and_of_many_kinds() -> None:
 
 
 def test_every_name_in_the_zoo_tells_its_family() -> None:
-    told = describe_kernels(pl.Series([row["name"] for row in ROWS]))["family"].cast(pl.String)
+    families = describe_kernels(pl.Series([row["name"] for row in ROWS]))["family"].cast(pl.String)
     wrong = [
-        f"{row['name'][:80]}: {found}, is {row['family']}"
-        for row, found in zip(ROWS, told, strict=True)
-        if found != row["family"]
+        f"{row['name'][:80]}: {family}, is {row['family']}"
+        for row, family in zip(ROWS, families, strict=True)
+        if family != row["family"]
     ]
     assert not wrong, "\n".join(wrong)
 

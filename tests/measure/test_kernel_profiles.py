@@ -1,4 +1,4 @@
-"""What limits a kernel, its launches in a trace, and what a local gain is per step."""
+"""The limiter of a kernel, its launches in a trace, and a local gain per step."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_instances_of_a_lambda_are_two_kernels() -> None:
 
 
 def test_an_author_s_classification_is_reproduced() -> None:
-    """By the thresholds that its author gives: 1.3 times or five points between the use of the
+    """The author gives these thresholds: 1.3 times or five points between the use of the
     multiprocessors and of DRAM, balanced where both are below 20%. One of twenty differs: the
     first kernel's memory is used to 19.7%, and its author calls it memory-bound all the same."""
     a = Analysis(read_trace(str(path_of(OCR))))
     with path_of("ncu/deepseek_ocr_rtx5090.classification.csv").open() as text:
-        said = [row["classification"] for row in csv.DictReader(text)]
+        published = [row["classification"] for row in csv.DictReader(text)]
     own = []
     for k in profiled_kernels(a):
         sm, dram = k.use["compute"], k.use["DRAM"]
@@ -80,7 +80,7 @@ def test_an_author_s_classification_is_reproduced() -> None:
             own.append("balanced")
         else:
             own.append("compute_bound" if sm > dram else "memory_bound")
-    differ = [number for number, (x, y) in enumerate(zip(own, said, strict=True), 1) if x != y]
+    differ = [number for number, (x, y) in enumerate(zip(own, published, strict=True), 1) if x != y]
     assert differ == [1]
 
 

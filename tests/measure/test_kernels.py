@@ -184,7 +184,7 @@ def test_vectors_double_precision_and_helpers_are_not_eligible() -> None:
     assert column(b, "eligible") == [False]
 
 
-def test_what_is_not_a_matrix_work_is_neither_on_tensor_cores_nor_eligible() -> None:
+def test_kernels_other_than_matrix_products_are_neither_on_tensor_cores_nor_eligible() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("aten::add", [[8], [8]], BF16):
@@ -208,7 +208,7 @@ def test_what_is_not_a_matrix_work_is_neither_on_tensor_cores_nor_eligible() -> 
         ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1", "bf16"),
         ("Cijk_Alik_Bljk_SB_Bias_AS_SAV_UserArgs_MT64x16x32_MI16x16x1", "fp32"),
         ("void at::native::reduce_kernel<512, 1, at::native::MeanOps<float, float>>(x)", "fp32"),
-        # Two formats outside a GEMM: which one goes in is not told.
+        # Two formats outside a GEMM: which one goes in is unknown.
         ("void at::native::softmax_warp_forward<c10::BFloat16, float, float>(x)", None),
         ("void vllm::paged_attention_v1_kernel<unsigned short, (vllm::Fp8KVCacheDataType)0>", None),
         ("plain", None),
@@ -248,9 +248,9 @@ def shares(a: Analysis) -> dict[bool | None, float]:
 )
 def test_tensor_core_use_of_public_traces(name: str, on: float, shared_trace) -> None:
     """A name list of before ``nvjet`` and ``wmma_tensorop`` finds 0% on B200 and half on H100."""
-    found = shares(Analysis(read_trace(shared_trace(name))))
-    assert found[True] == on
-    assert found[None] == 0
+    shares_found = shares(Analysis(read_trace(shared_trace(name))))
+    assert shares_found[True] == on
+    assert shares_found[None] == 0
 
 
 def test_tf32_of_an_a100_training_is_seen_by_kernel_and_fp32_input(shared_trace) -> None:
@@ -280,8 +280,8 @@ def test_gemm_flops_of_an_a100_training_equal_a_loop_over_its_operators(shared_t
         dims = json.loads(a.trace.inputs["dims"][a.trace.cpu["inputs"][op]])
         left, right = [d for d in dims if len(d) > 1][-2:]
         expected += 2 * math.prod(left) * right[-1]
-    found = a.families.filter(pl.col("family") == "gemm")["flops"].item()
-    assert found == pytest.approx(expected, rel=1e-6)  # no kernel is cut by the end of a step
+    rows = a.families.filter(pl.col("family") == "gemm")["flops"].item()
+    assert rows == pytest.approx(expected, rel=1e-6)  # no kernel is cut by the end of a step
     assert expected > 1e12
 
 
@@ -329,14 +329,14 @@ def test_a_rate_needs_most_of_the_kernels_time_to_be_known() -> None:
                 b.launch(GEMM, unknown_us)
         a = b.analysis()
         assert (a.mfu is None) == (a.hot_kernels["roofline"][0] is None)
-        found = a.hot_kernels["flops_per_s"][0]
-        return None if found is None else float(found)
+        flops_per_s = a.hot_kernels["flops_per_s"][0]
+        return None if flops_per_s is None else float(flops_per_s)
 
     assert rate(90, 10) == pytest.approx(2e9 / 90e-6)
     assert rate(70, 30) is None
 
 
-def test_one_row_a_name_with_what_it_mostly_is() -> None:
+def test_each_name_has_one_row_with_its_main_kind() -> None:
     b = TraceBuilder("A100")
     with b.step():
         with b.op("aten::add"):
@@ -438,9 +438,9 @@ def test_kernels_vary_that_take_longer_on_the_same_inputs(shape: int | None, var
         us = 100 if number % 2 else 900
         b.run("aten::mm", "gemm", us, [[size, size], [size, size]], "float")
         b.run("aten::relu", "relu", 100, [[512, 512]], "float")
-    found = b.analysis().varying_kernels
-    assert found.share == pytest.approx(4000 / 4800 if varies else 0.0)
-    assert found.ratio == pytest.approx(9.0 if varies else 1.0)
+    analysis = b.analysis().varying_kernels
+    assert analysis.share == pytest.approx(4000 / 4800 if varies else 0.0)
+    assert analysis.ratio == pytest.approx(9.0 if varies else 1.0)
 
 
 @pytest.mark.parametrize(

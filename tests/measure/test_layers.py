@@ -58,7 +58,7 @@ def layers_of(builder: TraceBuilder) -> LayerTable:
 
 
 def times(layers: LayerTable) -> dict[str, int]:
-    """Path of names -> ns."""
+    """Time by the path of names, ns."""
     names, ns = layers.nodes["name"].to_list(), layers.nodes["ns"].to_list()
     return {"/".join(names[i] for i in layers.path(node)): ns[node] for node in range(len(names))}
 
@@ -82,16 +82,16 @@ def test_layers_and_what_is_in_none_add_up_to_the_device_s_work(analyses: list[A
         gpu = a.trace.gpu[np.flatnonzero(a.in_window)]
         ts = gpu["ts"].to_numpy()
         work = int(covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans).sum())
-        shown = report_layers(a)
-        assert shown is not None
-        outermost = [layer for layer in shown.layers if layer.parent is None]
-        total = sum(layer.ns for layer in outermost) + shown.outside_ns
+        report = report_layers(a)
+        assert report is not None
+        outermost = [layer for layer in report.layers if layer.parent is None]
+        total = sum(layer.ns for layer in outermost) + report.outside_ns
         assert total * a.step_count == pytest.approx(work, rel=1e-3)
-        assert shown.outside_ns >= 0
-        kernels = sum(layer.kernels for layer in outermost) + shown.outside_kernels
+        assert report.outside_ns >= 0
+        kernels = sum(layer.kernels for layer in outermost) + report.outside_kernels
         assert kernels * a.step_count == pytest.approx(gpu.height)
-        own = sum(kind.own_ns for kind in shown.kinds)
-        assert len(shown.kinds) == 100 or own == pytest.approx(shown.total_ns - shown.outside_ns)
+        own = sum(kind.own_ns for kind in report.kinds)
+        assert len(report.kinds) == 100 or own == pytest.approx(report.total_ns - report.outside_ns)
 
 
 def test_a_module_is_the_sum_of_its_own_work_and_those_inside_it(analyses: list[Analysis]) -> None:
@@ -103,23 +103,23 @@ def test_a_module_is_the_sum_of_its_own_work_and_those_inside_it(analyses: list[
         assert (joined["own"] + joined["inside"].fill_null(0) == joined["ns"]).all()
         assert (nodes["own"] >= 0).all() and (nodes["backward"] <= nodes["ns"]).all()
         assert a.layers.steps.sum(axis=1)[0] == pytest.approx(nodes["ns"][0], rel=1e-3)
-        shown = report_layers(a)
-        assert shown is not None
+        report = report_layers(a)
+        assert report is not None
         below: dict[int, float] = defaultdict(float)
-        for layer in shown.layers:
+        for layer in report.layers:
             if layer.parent is not None:
                 below[layer.parent] += layer.ns
-        if not shown.more:
-            for place, layer in enumerate(shown.layers):
+        if not report.more:
+            for place, layer in enumerate(report.layers):
                 assert layer.own_ns + below[place] == pytest.approx(layer.ns, abs=1)
 
 
 def test_calls_are_whole_numbers_per_step(analyses: list[Analysis]) -> None:
     for a in analyses:
-        shown = report_layers(a)
-        assert shown is not None
+        report = report_layers(a)
+        assert report is not None
         if a.steps.source in ("ProfilerStep", "whole trace", "engine"):
-            assert all(layer.calls is None or layer.calls.is_integer() for layer in shown.layers)
+            assert all(layer.calls is None or layer.calls.is_integer() for layer in report.layers)
 
 
 def test_a_recording_without_modules_has_no_layers(shared_file: Callable[[str], str]) -> None:
@@ -189,12 +189,12 @@ def test_work_belongs_to_the_innermost_module_around_its_launch() -> None:
     assert times(layers) == {
         "Model_0": 3 * 208 * US, "Model_0/Block_0": 300 * US, "Model_0/Block_1": 303 * US,
     }  # fmt: skip
-    shown = report_layers(b.analysis())
-    assert shown is not None and shown.outside_ns == 3 * US
-    assert [(row.name, row.modules, row.calls, row.ns) for row in shown.layers] == [
+    report = report_layers(b.analysis())
+    assert report is not None and report.outside_ns == 3 * US
+    assert [(row.name, row.modules, row.calls, row.ns) for row in report.layers] == [
         ("Model_0", 1, 1, 208 * US), ("Block_0–1", 2, 2, 201 * US),
     ]  # fmt: skip
-    assert shown.layers[0].backward_ns is None and shown.layers[0].flops is None
+    assert report.layers[0].backward_ns is None and report.layers[0].flops is None
 
 
 def test_backward_work_is_of_the_module_whose_forward_made_it() -> None:
@@ -339,7 +339,7 @@ def test_untrusted_depth_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 @contextmanager
 def blocks(b: TraceBuilder) -> Iterator[Callable[[int, float, float], None]]:
-    """Calls of a block with two modules inside."""
+    """Add calls of a block with two modules inside."""
 
     def call(number: int, norm: float, linear: float) -> None:
         with b.python(module(number)):
@@ -373,9 +373,9 @@ def test_the_one_that_is_longer_than_its_equals_is_named_with_what_is_longer_in_
             for number in range(6):
                 call(number, 10, 190 if number == 3 else 100 + number)
     layers = layers_of(b)
-    (found,) = find_outliers(layers, equal_layers(layers))
-    assert layers.nodes["name"][found.node] == "Block_3"
-    assert (found.ns, found.median, found.slowest_part) == (200 * US, 112 * US, "Linear")
+    (outlier,) = find_outliers(layers, equal_layers(layers))
+    assert layers.nodes["name"][outlier.node] == "Block_3"
+    assert (outlier.ns, outlier.median, outlier.slowest_part) == (200 * US, 112 * US, "Linear")
 
 
 @pytest.mark.parametrize("linear", [[100, 110, 120, 130, 140], [50, 100, 200, 400, 900], [9, 30]])
@@ -408,16 +408,16 @@ def test_modules_are_described_by_kind_and_by_the_equal_ones_around_them() -> No
     assert layers is not None
     nodes = {name.split("/")[-1]: node for node, name in enumerate(times(layers))}
 
-    def said(*names: str) -> str | None:
+    def description(*names: str) -> str | None:
         return describe_nodes(a, [nodes[name] for name in names])
 
-    assert said("Norm_0", "Norm_1", "Norm_2") == "3 Norm in Block_0–2"
-    assert said("Norm_1") == "Norm_1 in Block_1"
-    assert said("Block_0", "Block_1") == "Block_0–1 in Model_0"
-    assert said("Norm_1", "Linear_1") is None and said("Model_0") == "Model_0"
+    assert description("Norm_0", "Norm_1", "Norm_2") == "3 Norm in Block_0–2"
+    assert description("Norm_1") == "Norm_1 in Block_1"
+    assert description("Block_0", "Block_1") == "Block_0–1 in Model_0"
+    assert description("Norm_1", "Linear_1") is None and description("Model_0") == "Model_0"
 
 
-def harness(module_frames: bool) -> TraceBuilder:
+def script_around_model(module_frames: bool) -> TraceBuilder:
     """A line of a script calls a model; ``module_frames``: whose own lines are recorded too."""
     b = TraceBuilder()
     for _ in range(2):
@@ -441,7 +441,7 @@ def harness(module_frames: bool) -> TraceBuilder:
 def test_a_place_names_the_modules_in_place_of_a_line_outside_of_them(
     own_lines: bool, names: list[str]
 ) -> None:
-    a = harness(own_lines).analysis()
+    a = script_around_model(own_lines).analysis()
     hosts = a.trace.gpu["launch"].to_numpy().astype(np.int64)
     (place,) = costliest_places(a, hosts, np.ones(len(hosts), dtype=np.int64))
     expected = [name.replace("3 Block in Model", "Block_0–2") for name in names]
@@ -524,11 +524,11 @@ def test_a_recorded_training_has_its_backward_in_its_modules(
 
 def shown_memory(a: Analysis) -> dict[str, tuple[float | None, float | None, int | None]]:
     """Name of a group -> bytes allocated, kept and at the peak of a call."""
-    shown = report_layers(a)
-    assert shown is not None
+    report = report_layers(a)
+    assert report is not None
     return {
         layer.name: (layer.allocated_bytes, layer.kept_bytes, layer.peak_bytes)
-        for layer in shown.layers
+        for layer in report.layers
     }
 
 
@@ -582,7 +582,7 @@ def test_the_same_memory_comes_out_of_the_json_by_hand(
     allocations = [each for each in allocations if each["args"]["Device Type"] != 0]
     allocations.sort(key=lambda each: float(each["ts"]))
     kept: Counter[str] = Counter()
-    made: Counter[str] = Counter()
+    allocated: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     for each in events:
         if not str(each.get("name", "")).startswith("nn.Module: "):
@@ -595,18 +595,18 @@ def test_the_same_memory_comes_out_of_the_json_by_hand(
             if memory["tid"] == each["tid"] and ts <= float(memory["ts"]) <= end
         ]
         kept[kind] += sum(own)
-        made[kind] += sum(size for size in own if size > 0)
+        allocated[kind] += sum(size for size in own if size > 0)
         peak[kind] = max(peak[kind], int(np.cumsum([0, *own]).max()))
     a = Analysis(read_trace(path))
-    shown = report_layers(a)
-    assert shown is not None and a.step_count == 1
+    report = report_layers(a)
+    assert report is not None and a.step_count == 1
     assert len(kept) > 5
-    for row in shown.kinds:
+    for row in report.kinds:
         assert row.kept_bytes == pytest.approx(kept[row.kind])
         assert row.peak_bytes == peak[row.kind]
     for kind in kept:
-        own = [layer for layer in shown.layers if layer.kind == kind]
-        assert sum(layer.allocated_bytes or 0 for layer in own) == pytest.approx(made[kind])
+        own = [layer for layer in report.layers if layer.kind == kind]
+        assert sum(layer.allocated_bytes or 0 for layer in own) == pytest.approx(allocated[kind])
 
 
 @pytest.mark.parametrize("trained", [False, True])

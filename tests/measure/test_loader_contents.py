@@ -1,4 +1,4 @@
-"""What a loader's fetches consist of, and which line of the user's code calls it."""
+"""The parts of a loader's fetches, and the line of the user's code that calls each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fetches(a: Analysis) -> np.ndarray[Any, Any]:
     return np.flatnonzero((a.trace.cpu["name"].cast(pl.String) == RANGE).to_numpy())
 
 
-def told(a: Analysis) -> list[tuple[str | None, str, str, float]]:
+def loader_rows(a: Analysis) -> list[tuple[str | None, str, str, float]]:
     """(user's frame, what it calls, the call in that that holds most, ms), most first."""
     names = [None if n is None else str(n) for n in a.trace.cpu["name"]]
     return [
@@ -57,7 +57,7 @@ def loading() -> TraceBuilder:
 
 def test_time_belongs_to_the_users_line_and_what_it_calls():
     a = loading().analysis()
-    zoom, stack, own, *_rest = told(a)
+    zoom, stack, own, *_rest = loader_rows(a)
     assert zoom[:3] == (
         "data.py(41): __getitem__",
         "scipy/ndimage/_interpolation.py(600): zoom",
@@ -69,7 +69,7 @@ def test_time_belongs_to_the_users_line_and_what_it_calls():
     assert own[:3] == ("data.py(41): __getitem__",) * 3
     assert own[3] == pytest.approx(3 * 1, rel=0.01)
     whole = sum(int(a.trace.cpu["dur"][int(row)]) for row in fetches(a)) / 1e6
-    assert whole - 3 * 0.31 <= sum(ms for *_, ms in told(a)) <= whole
+    assert whole - 3 * 0.31 <= sum(ms for *_, ms in loader_rows(a)) <= whole
 
 
 def test_without_stacks_it_is_identified_by_operators():
@@ -79,7 +79,7 @@ def test_without_stacks_it_is_identified_by_operators():
             b.host(500)
             with b.op("aten::stack"), b.op("aten::cat", host_us=900):
                 pass
-    ((frame, callee, leaf, ms),) = told(b.analysis())
+    ((frame, callee, leaf, ms),) = loader_rows(b.analysis())
     assert (frame, callee, leaf) == (None, "aten::stack", "aten::cat")
     assert ms == pytest.approx(3 * 0.9, rel=0.01)
 
@@ -90,7 +90,7 @@ def test_a_method_of_two_objects_is_one():
         for address in ("0x7f01", "0x7f02"):
             with b.python(f"<built-in method std of Tensor object at {address}>"):
                 b.host(1000)
-    (_frame, callee, _leaf, ms), *_ = told(b.analysis())
+    (_frame, callee, _leaf, ms), *_ = loader_rows(b.analysis())
     assert callee.startswith("<built-in method std of Tensor")
     assert ms == pytest.approx(2, rel=0.01)
 
@@ -100,10 +100,10 @@ def test_a_function_that_calls_itself_is_counted_once():
     walk = "data.py(5): walk"
     with b.step(), b.range(RANGE), b.python(walk), b.python(walk), b.python(walk):
         b.host(1000)
-    assert sum(ms for *_, ms in told(b.analysis())) == pytest.approx(1.0, rel=0.01)
+    assert sum(ms for *_, ms in loader_rows(b.analysis())) == pytest.approx(1.0, rel=0.01)
 
 
-class _Slow:
+class _SlowDataset:
     """Two samples; each sleeps, decodes a little, and is an array."""
 
     def __len__(self) -> int:
@@ -125,10 +125,10 @@ def test_a_recorded_loader_says_what_it_does(tmp_path: Path):
         schedule=schedule(wait=0, warmup=1, active=3),
         on_trace_ready=lambda p: p.export_chrome_trace(str(tmp_path / "t.json")),
     ) as profiler:
-        for _batch in torch.utils.data.DataLoader(_Slow(), batch_size=2):
+        for _batch in torch.utils.data.DataLoader(_SlowDataset(), batch_size=2):
             profiler.step()
     a = Analysis(read_trace(str(tmp_path / "t.json")))
-    frame, callee, _leaf, ms = told(a)[0]
+    frame, callee, _leaf, ms = loader_rows(a)[0]
     assert frame is not None and frame.endswith(": __getitem__")
     assert "sleep" in callee
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]

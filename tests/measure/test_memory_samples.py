@@ -48,7 +48,7 @@ def measured(name: str) -> PeakMemory:
     return PeakMemory(read_snapshot([content(name)], name), 0)
 
 
-def counted_back(snapshot: dict[str, Any]) -> tuple[int, set[int]]:
+def peak_from_state(snapshot: dict[str, Any]) -> tuple[int, set[int]]:
     """(most bytes in tensors, bytes reserved at each moment with so many), from the state
     backwards, event by event."""
     states = ("active_allocated",)
@@ -76,7 +76,7 @@ def counted_back(snapshot: dict[str, Any]) -> tuple[int, set[int]]:
 @pytest.mark.parametrize("name", [n for n in NAMES if "synthetic" not in n])
 def test_peaks_and_categories_are_the_sums_of_the_events(name: str) -> None:
     # our own file: read by Python, to have a second opinion
-    most, then = counted_back(pickle.loads(content(name)))
+    most, then = peak_from_state(pickle.loads(content(name)))
     peak = measured(name)
     if peak.request is None:
         assert peak.allocated == most and peak.reserved in then
@@ -107,7 +107,7 @@ def shares(name: str) -> dict[str, float]:
     return {kind: size / peak.allocated for kind, size in peak.by_category.items()}
 
 
-def test_what_each_program_held_is_found_with_and_without_modules_and_stacks() -> None:
+def test_memory_of_each_program_is_found_with_and_without_modules_and_stacks() -> None:
     parameters = 24 * (4 * 1024 * 1024 + 3 * 1024 * 4096) + 2 * 10_000 * 1024 + 49 * 1024
     for name in ("transformer_training_ctx128", "transformer_training_ctx512"):
         held = measured(name).by_category
@@ -152,7 +152,7 @@ RISKS = {
     # logits of 2,048 × 16,000 in fp32, their softmax and its gradient: 375 MiB of 1.17 GiB
     "h100_training": ["huge-vocabulary"],
 }
-"""What is wrong by construction (benchmarks/record_snapshots.py)."""
+"""Risks by construction (benchmarks/record_snapshots.py)."""
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -219,8 +219,8 @@ def test_fused_attention_saves_the_16_bit_copies_of_the_scores_too() -> None:
 
 
 def test_autocast_without_its_cache_frees_no_copy_that_a_backward_pass_needs() -> None:
-    """Of 169 copies of a training step each one lives into its backward pass; of 85 of a forward
-    pass alone, 231 MiB at its peak, the end of autocast frees each one."""
+    """Each of 169 copies of a training step lives into its backward pass. In a forward pass
+    alone the end of autocast frees all 85 copies, 231 MiB at its peak."""
     trained, alone = (
         {each.name: each.bytes for each in find_savings(measured(name))}
         for name in ("transformer_training_ctx512", "forward_bf16_autocast")
@@ -242,8 +242,8 @@ def test_bf16_autocast_halves_what_products_make_and_adds_a_copy_of_each_weight(
 
 
 def test_bf16_autocast_is_estimated_as_another_recording_measured_it() -> None:
-    """One model without autocast at 128 tokens, and with it at 512: a fourth of what grows with
-    tokens, a sixteenth of what grows with their square, is what 128 tokens take under autocast."""
+    """The same model without autocast at 128 tokens, and with it at 512. Memory that grows with
+    tokens shrinks to a fourth at 128 tokens, and what grows with their square to a sixteenth."""
     full, half = (measured(f"transformer_training_ctx{tokens}") for tokens in (128, 512))
 
     def at_most_activations(peak: PeakMemory) -> tuple[int, np.ndarray]:
@@ -326,7 +326,7 @@ def test_a_history_of_one_event_is_said_to_be_one() -> None:
 
 
 def test_layers_are_not_steps() -> None:
-    """One forward pass of 24 layers, in each of which memory rises and falls."""
+    """The recording is one forward pass of 24 layers, in each of which memory rises and falls."""
     assert measured("transformer_inference_ctx1024").step_source == ""
 
 

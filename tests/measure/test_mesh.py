@@ -70,28 +70,28 @@ def test_the_mesh_of_a_simulated_job_is_found_with_names_and_without(
     played = simulate(job_of(wanted))
     named = trace(played, RANK)
     bare = re.sub(rb'("Process Group Description"): "[^"]*"', rb'\1: "undefined"', named)
-    found = []
+    result = []
     for number, data in enumerate((named, bare)):
         path = tmp_path / f"{number}.json"
         path.write_bytes(data)
         a = Analysis(read_trace(path))
         mesh = {axis.axis: axis for axis in report_mesh(a)}
-        found.append(mesh)
+        result.append(mesh)
         assert sum(axis.ns for axis in mesh.values()) == pytest.approx(
             a.collectives["dur"].sum() / a.step_count
         )
         assert all(RANK in axis.ranks for axis in mesh.values())
-    assert not any(axis.named for axis in found[1].values())
-    for mesh in found:
-        told = {
+    assert not any(axis.named for axis in result[1].values())
+    for mesh in result:
+        found_axes = {
             "expert" if name == "all-to-all" else name: (next(iter(axis.collectives)), axis.size)
             for name, axis in mesh.items()
         }
-        assert told == axes
+        assert found_axes == axes
 
 
 def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Path) -> None:
-    """Of a simulated job of two nodes: the wait is until the last member arrives, on the true
+    """A simulated job of two nodes: the wait is until the last member arrives, on the true
     clock; the pipeline's bubble is (p - 1) / (m + p - 1)."""
     wanted, _ = LAYOUTS["tensor, pipeline and data"]
     played = simulate(job_of(wanted))
@@ -109,9 +109,9 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
         waits = []
         for members in groups.values():
             calls = played.calls[talks["spec"][members[0]]]
-            mine = [m for m in members if talks["rank"][m] == own]
-            if calls.groups == name and mine:
-                waits.append(talks["start"][members].max() - talks["start"][mine[0]])
+            own_rows = [m for m in members if talks["rank"][m] == own]
+            if calls.groups == name and own_rows:
+                waits.append(talks["start"][members].max() - talks["start"][own_rows[0]])
         waited = sum(waits) / job.steps
         assert mesh[axis].waiting_ns == pytest.approx(waited, rel=0.1, abs=60_000), axis
     rate = job.rate["tp"] * 2 * (job.tp - 1) / job.tp
@@ -229,6 +229,6 @@ def test_figures_by_hand() -> None:
 def test_exposed_collectives_of_tensor_parallelism_are_not_advised_buckets(tmp_path: Path) -> None:
     b = step_of(*[("forward", "allreduce", 64), ("backward", "allreduce", 64)] * 3)
     report = advisor.analyze(b.write(tmp_path / "t.json"))
-    found = next(each for each in report.findings if each.rule == "exposed-communication")
-    assert "tensor-parallel" in found.fix and "bucket" not in found.fix + found.code
-    assert any("(tensor)" in str(each.value) for each in found.evidence)
+    match = next(each for each in report.findings if each.rule == "exposed-communication")
+    assert "tensor-parallel" in match.fix and "bucket" not in match.fix + match.code
+    assert any("(tensor)" in str(each.value) for each in match.evidence)

@@ -23,7 +23,7 @@ MODULES = [
 ]
 
 
-def built(*, gpu: str | None, modules: Any = MODULES) -> TraceBuilder:
+def linear_layers(*, gpu: str | None, modules: Any = MODULES) -> TraceBuilder:
     """Linear layers by their weights, each with its gradient."""
     b = TraceBuilder(gpu=gpu)
     number = 0
@@ -52,37 +52,37 @@ def find(b: TraceBuilder, **place: Any) -> Location | None:
 
 @pytest.mark.parametrize("gpu", [None, "A100"])
 def test_the_layer_of_most_of_the_time_is_named(gpu: str | None) -> None:
-    found = find(built(gpu=gpu), op="aten::mm")
-    assert found == Location(file="net.py", line=40, function="Net.forward", layer="head (Linear)")
+    result = find(linear_layers(gpu=gpu), op="aten::mm")
+    assert result == Location(file="net.py", line=40, function="Net.forward", layer="head (Linear)")
 
 
 def test_a_kernel_has_the_layer_that_launches_it() -> None:
-    found = find(built(gpu="A100"), op="aten::mm", kernel="gemm_16_64")
-    assert found is not None
-    assert (found.line, found.layer) == (13, "blocks.*.down (Linear)")
+    result = find(linear_layers(gpu="A100"), op="aten::mm", kernel="gemm_16_64")
+    assert result is not None
+    assert (result.line, result.layer) == (13, "blocks.*.down (Linear)")
 
 
 def test_normalisations_have_weights_of_one_dimension() -> None:
-    found = find(built(gpu=None), op="aten::native_layer_norm")
-    assert found is not None
-    assert found.line == 39
+    result = find(linear_layers(gpu=None), op="aten::native_layer_norm")
+    assert result is not None
+    assert result.line == 39
 
 
 def test_several_lines_of_one_function_are_its_first() -> None:
-    found = find(built(gpu="A100"), op="aten::bmm", kernel="gemm_16_16")
-    assert found is not None
-    assert (found.line, found.layer) == (51, "encoder.k (Linear) and 1 more")
+    result = find(linear_layers(gpu="A100"), op="aten::bmm", kernel="gemm_16_16")
+    assert result is not None
+    assert (result.line, result.layer) == (51, "encoder.k (Linear) and 1 more")
 
 
 def test_layers_of_several_functions_are_not_line() -> None:
-    assert find(built(gpu="A100"), op="aten::bmm", kernel="gemm_32_32") is None
-    assert find(built(gpu=None), op="aten::bmm") is None  # three fifths of it
+    assert find(linear_layers(gpu="A100"), op="aten::bmm", kernel="gemm_32_32") is None
+    assert find(linear_layers(gpu=None), op="aten::bmm") is None  # three fifths of it
 
 
-def test_what_no_layer_has_is_not_a_line() -> None:
-    assert find(built(gpu=None), op="aten::mul") is None
-    assert find(built(gpu=None, modules=[]), op="aten::mm") is None
-    assert find(built(gpu=None)) is None
+def test_code_without_a_layer_is_no_line() -> None:
+    assert find(linear_layers(gpu=None), op="aten::mul") is None
+    assert find(linear_layers(gpu=None, modules=[]), op="aten::mm") is None
+    assert find(linear_layers(gpu=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_what_no_layer_has_is_not_a_line() -> None:
     [None, "x", [3], [[1, 2]], [["a", "b", 1, [5], "f.py(1): g"]], [["a", "b", 1, [], 7]]],
 )
 def test_a_table_that_is_none_is_left_out(modules: Any) -> None:
-    assert find(built(gpu=None, modules=modules), op="aten::mm") is None
+    assert find(linear_layers(gpu=None, modules=modules), op="aten::mm") is None

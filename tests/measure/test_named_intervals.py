@@ -45,8 +45,8 @@ def test_work_that_is_queued_from_the_step_before_does_not_count_as_this_step_s(
         b.host(100)
         b.launch("gemm", 50)
     # the first work starts after its step has ended; the second when the first is done, at 508
-    found = step_starts(b.analysis())
-    assert (found.start.tolist(), found.end.tolist()) == ([0], [508_000])
+    starts = step_starts(b.analysis())
+    assert (starts.start.tolist(), starts.end.tolist()) == ([0], [508_000])
 
 
 def test_a_window_without_steps_or_device_has_no_beginning_of_a_step() -> None:
@@ -75,7 +75,7 @@ def test_a_break_lasts_from_the_end_of_one_graph_to_the_start_of_the_next() -> N
     assert graph_breaks(a).total == 44_500
 
 
-def test_a_gap_selector_at_a_moment_is_priced_by_the_part_inside_it() -> None:
+def test_a_gap_selector_at_a_moment_gains_the_part_inside_it() -> None:
     b = TraceBuilder(launch_us=5, latency_us=3)
     for _ in range(3):
         with b.step():
@@ -101,7 +101,7 @@ def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: 
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile
 
-    class Broken(torch.nn.Module):  # type: ignore[misc,name-defined]
+    class ModelWithBreak(torch.nn.Module):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(8, 8)
@@ -113,7 +113,7 @@ def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: 
             torch._dynamo.graph_break()
             return self.layer(x)
 
-    model, x = Broken(), torch.randn(4, 8)
+    model, x = ModelWithBreak(), torch.randn(4, 8)
     breaks = torch._dynamo.explain(model)(x).graph_break_count
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
@@ -134,15 +134,19 @@ def test_runs_without_gradient_are_each_one_normalisation_of_the_graph() -> None
     then multiplies by its weights, which have a gradient."""
     run = advisor.open(CORPUS / "h100" / "citation_gcn")
     a = Analysis(next(iter(run.traces.values())))
-    found = without_gradient(a)
+    result = without_gradient(a)
     cpu = a.trace.cpu.select("ts", pl.col("name").cast(pl.String))
 
-    def calls(name: str) -> list[int]:
+    def interval_of_calls(name: str) -> list[int]:
         ts = cpu.filter(pl.col("name") == name)["ts"].to_numpy()
-        place = np.searchsorted(found.start, ts, side="right") - 1
-        return place[(place >= 0) & (ts < found.end[np.maximum(place, 0)])].tolist()
+        place = np.searchsorted(result.start, ts, side="right") - 1
+        return place[(place >= 0) & (ts < result.end[np.maximum(place, 0)])].tolist()
 
     # 3 in each of 5 steps, but that the recording begins in one
-    assert len(found) == 14
-    assert calls("aten::pow_") == calls("aten::nonzero") == list(range(14))
-    assert not calls("aten::mm") and not calls("aten::scatter_add") and not calls("aten::relu")
+    assert len(result) == 14
+    assert interval_of_calls("aten::pow_") == interval_of_calls("aten::nonzero") == list(range(14))
+    assert (
+        not interval_of_calls("aten::mm")
+        and not interval_of_calls("aten::scatter_add")
+        and not interval_of_calls("aten::relu")
+    )

@@ -12,7 +12,7 @@ from advisor.measure.host.names import cache_by_name, distinct_names, map_names,
 
 
 @pytest.mark.parametrize("dtype", [pl.Categorical, pl.String])
-def test_few_names_and_many_are_matched_alike(
+def test_few_names_and_many_are_matched_the_same(
     dtype: type[pl.DataType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     column = pl.Series("name", ["aten::mm", None, "mm", "aten::bmm", "aten::mm", ""], dtype=dtype)
@@ -31,7 +31,7 @@ def test_few_names_and_many_are_matched_alike(
     assert name_matches(column.clear(), "x").to_list() == []
 
 
-def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_for_a_name_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "MAX_REMEMBERED", 4)
     asked: list[list[str | None]] = []
 
@@ -40,20 +40,20 @@ def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPa
         asked.append(names.to_list())
         return pl.DataFrame({"length": names.str.len_chars()})
 
-    def told(*names: str | None) -> list[int | None]:
+    def lengths_of(*names: str | None) -> list[int | None]:
         return lengths(pl.Series(names, dtype=pl.String))["length"].to_list()
 
-    assert told() == []
-    assert told("a", "bbb", "a") == [1, 3, 1]
-    assert told("cc", "bbb", None) == [2, 3, None]
-    assert told("bbb", "cc", "a", None) == [3, 2, 1, None]
+    assert lengths_of() == []
+    assert lengths_of("a", "bbb", "a") == [1, 3, 1]
+    assert lengths_of("cc", "bbb", None) == [2, 3, None]
+    assert lengths_of("bbb", "cc", "a", None) == [3, 2, 1, None]
     assert asked[-2:] == [["a", "bbb"], ["cc", None]]
-    assert told("a", "dddd") == [1, 4]  # no room for a fifth: all over again
+    assert lengths_of("a", "dddd") == [1, 4]  # no room for a fifth: all over again
     assert asked[-1] == ["a", "dddd"]
-    assert told("bbb", "a") == [3, 1]
+    assert lengths_of("bbb", "a") == [3, 1]
     many = [n * "x" for n in range(9)]
-    assert told(*many) == list(range(9))  # never kept
-    assert told("a") == [1]
+    assert lengths_of(*many) == list(range(9))  # never kept
+    assert lengths_of("a") == [1]
     assert asked[-2:] == [["bbb"], many]
 
 
@@ -69,5 +69,5 @@ def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None
         assert map_names(names, len, pl.Int64).to_list() == lengths
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(under_test, "MIN_NAMES_TO_DEDUPLICATE", 0)
-            found = name_matches(names, "m$").to_list()
-        assert found == [name is not None and name.endswith("m") for name in given_names]
+            matches = name_matches(names, "m$").to_list()
+        assert matches == [name is not None and name.endswith("m") for name in given_names]

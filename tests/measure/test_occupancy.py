@@ -48,11 +48,11 @@ def device(compute: tuple[int, int], sms: int = 100) -> Device:
 
 
 def blocks(compute: tuple[int, int], threads: int, registers: int, shared: int = 0) -> float:
-    found = active_blocks(
+    result = active_blocks(
         np.array([threads]), np.array([registers]), np.array([shared]), device(compute)
     )
-    assert found is not None
-    return float(found[0])
+    assert result is not None
+    return float(result[0])
 
 
 def test_the_two_examples_of_nvidias_best_practices_guide() -> None:
@@ -172,15 +172,15 @@ def test_random_launches_agree_with_nvidias_own_header(
     threads, registers = rng.integers(1, 1025, count), rng.integers(1, 256, count)
     limits = LIMITS[compute]
     shared = np.where(rng.random(count) < 0.3, 0, rng.integers(0, limits[3], count))
-    found = active_blocks(threads, registers, shared, device(compute))
-    assert found is not None
+    result = active_blocks(threads, registers, shared, device(compute))
+    assert result is not None
     theirs = [
         oracle(*compute, *limits, int(t), int(r), int(s))
         for t, r, s in zip(threads, registers, shared, strict=True)
     ]
     # The header also refuses blocks whose shared memory with the reserved part exceeds opt-in.
     fits = shared + (1024 if compute >= (8, 0) else 0) <= limits[3]
-    assert (np.nan_to_num(found)[fits] == np.array(theirs)[fits]).all()
+    assert (np.nan_to_num(result)[fits] == np.array(theirs)[fits]).all()
     assert len(set(theirs)) > 8
 
 

@@ -75,7 +75,7 @@ def test_operators_have_host_time_where_the_host_runs_ahead(
     assert host.max() > 0
 
 
-def test_what_launches_several_kernels_itself_holds_them_by_name() -> None:
+def test_an_operator_with_several_kernels_of_its_own_lists_them_by_name() -> None:
     """A graph's kernels have no operators of their own: without their names its time is blank."""
     b = TraceBuilder()
     with b.step():
@@ -108,7 +108,7 @@ def test_modules_of_one_class_at_one_place_are_one() -> None:
     assert linear["parent"] == block["node"] and mm["parent"] == linear["node"]
 
 
-def test_what_does_not_fit_is_the_rest_of_its_parent() -> None:
+def test_children_that_do_not_fit_are_the_rest_of_their_parent() -> None:
     b = TraceBuilder()
     with b.step():
         for i in range(40):
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_the_rest_of_its_parent() -> None:
     assert children["name"][0] == "aten::op39"
 
 
-def test_without_device_work_it_is_host_time() -> None:
+def test_without_device_work_the_tree_has_host_time() -> None:
     b = TraceBuilder()
     for _ in range(2):
         with b.step(), b.op("aten::mm", [[8, 8]], "float"):
@@ -136,7 +136,7 @@ def test_without_device_work_it_is_host_time() -> None:
     assert op_table(b.analysis())["device"].sum() == 0
 
 
-def test_without_operators_there_is_nothing() -> None:
+def test_without_operators_the_tree_is_empty() -> None:
     a = Analysis(blank_trace("nothing"))
     assert op_tree(a).is_empty() and op_table(a).is_empty()
 

@@ -36,15 +36,17 @@ def test_the_good_length_of_a_damaged_trace_takes_no_time() -> None:
 
 
 def test_a_real_fft_back_has_the_length_that_was_asked_for() -> None:
-    given = OpInputs("[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", "")
-    assert arguments.fft_lengths("aten::_fft_c2r", given) == []  # dimensions were not recorded
+    op_inputs = OpInputs("[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", "")
+    assert arguments.fft_lengths("aten::_fft_c2r", op_inputs) == []  # dimensions were not recorded
     concrete = '["", "[1, 2]", "2", "2999"]'
-    given = OpInputs("[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", concrete)
-    assert arguments.fft_lengths("aten::_fft_c2r", given) == [(16, False), (2999, True)]
-    assert arguments.fft_lengths("aten::_fft_c2c", given) == [(16, False), (1500, False)]
+    op_inputs = OpInputs(
+        "[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", concrete
+    )
+    assert arguments.fft_lengths("aten::_fft_c2r", op_inputs) == [(16, False), (2999, True)]
+    assert arguments.fft_lengths("aten::_fft_c2c", op_inputs) == [(16, False), (1500, False)]
 
 
-def part(*after: tuple[str, list[str], str]) -> SortedPart | None:
+def sorted_part(*after: tuple[str, list[str], str]) -> SortedPart | None:
     """The part taken of a sort of rows of 100 by what follows: operator, arguments, type."""
     b = TraceBuilder(None)
     shape, more = [8, 100], [[], []]
@@ -63,20 +65,22 @@ def part(*after: tuple[str, list[str], str]) -> SortedPart | None:
 def test_the_part_of_a_sort_is_all_that_is_taken_of_it() -> None:
     first = ("aten::slice", ["1", "0", "10", "1"], "float")
     ids = ("aten::narrow", ["1", "0", "12"], "long int")
-    assert part(first) == SortedPart(100, 10, 1, True, True)
-    assert part(first, ids) == SortedPart(100, 12, 1, True, True)
-    assert part(("aten::select", ["1", "-1"], "float")) == SortedPart(100, 1, 1, False, False)
+    assert sorted_part(first) == SortedPart(100, 10, 1, True, True)
+    assert sorted_part(first, ids) == SortedPart(100, 12, 1, True, True)
+    assert sorted_part(("aten::select", ["1", "-1"], "float")) == SortedPart(
+        100, 1, 1, False, False
+    )
     last = ("aten::slice", ["1", "-5", str(2**63 - 1), "1"], "long int")
-    assert part(last) == SortedPart(100, 5, 1, False, False)
-    assert part(first, last) == SortedPart(100, 100, 1, True, True)  # both ends: no part
+    assert sorted_part(last) == SortedPart(100, 5, 1, False, False)
+    assert sorted_part(first, last) == SortedPart(100, 100, 1, True, True)  # both ends: no part
 
 
 def test_a_sort_that_something_else_reads_first_or_in_the_middle_has_no_part() -> None:
     first = ("aten::slice", ["1", "0", "10", "1"], "float")
-    assert part(("aten::softmax", ["1", ""], "float"), first) is None
-    assert part(("aten::slice", ["1", "10", "20", "1"], "float")) is None
-    assert part(("aten::slice", ["0", "0", "4", "1"], "float")) is None
-    assert part() is None
+    assert sorted_part(("aten::softmax", ["1", ""], "float"), first) is None
+    assert sorted_part(("aten::slice", ["1", "10", "20", "1"], "float")) is None
+    assert sorted_part(("aten::slice", ["0", "0", "4", "1"], "float")) is None
+    assert sorted_part() is None
 
 
 def test_the_rate_of_elementwise_operators_is_per_byte_of_the_largest_tensor() -> None:

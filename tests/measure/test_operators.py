@@ -22,7 +22,7 @@ MATMUL, MEMORY = 271.2e12, 1725e9
 """Measured of an A100 SXM4 80GB, which the builder's GPU is."""
 
 
-def one(
+def operator_row(
     op: str, shapes: list[list[int]], dtype: str, kernel: str, us: float, gpu: str | None = "A100"
 ) -> dict[str, Any]:
     """The row of an operator that is called three times."""
@@ -36,8 +36,8 @@ def one(
     return row
 
 
-def test_a_large_product_is_held_against_the_measured_rate_of_products() -> None:
-    row = one("aten::mm", [[8192, 4096], [4096, 8192]], BF16, GEMM, 4000)
+def test_a_large_product_is_compared_with_the_measured_rate_of_products() -> None:
+    row = operator_row("aten::mm", [[8192, 4096], [4096, 8192]], BF16, GEMM, 4000)
     work = 2 * 8192 * 8192 * 4096
     assert (row["calls"], row["kernels"], row["dur"]) == (3, 3, 12_000_000)
     assert row["flops"] == 3 * work
@@ -50,8 +50,8 @@ def test_a_large_product_is_held_against_the_measured_rate_of_products() -> None
     assert row["saved"] == pytest.approx(3 * (4e6 - could))
 
 
-def test_a_sum_of_two_tensors_is_held_against_the_memory() -> None:
-    row = one("aten::add", [[8192, 8192]] * 2, BF16, ADD, 500)
+def test_a_sum_of_two_tensors_is_compared_with_the_memory_rate() -> None:
+    row = operator_row("aten::add", [[8192, 8192]] * 2, BF16, ADD, 500)
     size = 3 * 2 * 8192 * 8192
     assert row["bound"] == "memory"
     assert row["attainable_flops_per_s"] is None
@@ -60,19 +60,19 @@ def test_a_sum_of_two_tensors_is_held_against_the_memory() -> None:
 
 
 def test_a_thin_product_is_bound_by_reading_its_weights() -> None:
-    row = one("aten::mm", [[1, 8192], [8192, 8192]], BF16, GEMM, 100)
+    row = operator_row("aten::mm", [[1, 8192], [8192, 8192]], BF16, GEMM, 100)
     assert row["bound"] == "memory"
     size = 2 * (8192 + 8192 * 8192 + 8192)
     assert row["efficiency"] == pytest.approx((size / MEMORY * 1e9 + KERNEL_NS) / 100e3)
 
 
-def test_what_starting_a_kernel_outweighs_is_bound_by_launches_and_not_judged() -> None:
-    small = one("aten::add", [[64, 64]] * 2, BF16, ADD, 9)
+def test_kernels_shorter_than_their_start_are_bound_by_launches_and_not_judged() -> None:
+    small = operator_row("aten::add", [[64, 64]] * 2, BF16, ADD, 9)
     assert (small["bound"], small["efficiency"], small["saved"]) == ("launch", None, None)
 
 
 def test_a_millisecond_for_as_little_work_is_not_a_launch() -> None:
-    slow = one("aten::add", [[64, 64]] * 2, BF16, ADD, 1000)
+    slow = operator_row("aten::add", [[64, 64]] * 2, BF16, ADD, 1000)
     assert slow["bound"] == "memory"
     assert slow["efficiency"] < 0.01
 
@@ -80,8 +80,8 @@ def test_a_millisecond_for_as_little_work_is_not_a_launch() -> None:
 @pytest.mark.parametrize(
     ("gpu", "shapes"), [(None, [[8192, 8192]] * 2), ("A100", None)], ids=["device", "shapes"]
 )
-def test_what_is_not_known_is_not_judged(gpu: str | None, shapes: Any) -> None:
-    row = one("aten::add", shapes, BF16, ADD, 500, gpu)
+def test_operators_of_unknown_work_are_not_judged(gpu: str | None, shapes: Any) -> None:
+    row = operator_row("aten::add", shapes, BF16, ADD, 500, gpu)
     assert (row["bound"], row["efficiency"], row["saved"]) == ("unknown", None, None)
 
 
@@ -103,7 +103,7 @@ def test_shapes_are_apart_and_helpers_count_to_their_operator() -> None:
     assert a.trace.gpu["dur"].to_numpy()[chosen].sum() == small["dur"]
 
 
-def test_experts_in_one_call_are_held_against_products_in_their_weights_format() -> None:
+def test_experts_in_one_call_are_compared_with_products_in_their_weights_format() -> None:
     b = TraceBuilder()
     shapes = [[4096, 1024], [8, 2048, 1024], [8, 1024, 1024], [4096, 2], [4096, 2]]
     with b.op("vllm::outplace_fused_experts", shapes, [BF16, BF16, BF16, "float", "int"]):
@@ -124,13 +124,13 @@ def test_a_rate_that_nobody_measured_is_raised_to_what_the_recording_reaches() -
     assert estimated is not None and estimated.source is None
     assert estimated.rate < 19e12
     # 2 x 8192 x 8192 x 8192 in 57.9 ms: 19 TFLOP/s
-    row = one("aten::mm", [[8192, 8192]] * 2, "float", "ampere_sgemm_128x128_nn", 57_900)
+    row = operator_row("aten::mm", [[8192, 8192]] * 2, "float", "ampere_sgemm_128x128_nn", 57_900)
     assert row["attainable_flops_per_s"] == pytest.approx(19e12, rel=0.01)
-    fast = one("aten::mm", [[8192, 8192]] * 2, "float", "ampere_sgemm_128x128_nn", 10_000)
-    assert fast["attainable_flops_per_s"] == 19.5e12  # the peak: FLOPs are told by shapes
+    fast = operator_row("aten::mm", [[8192, 8192]] * 2, "float", "ampere_sgemm_128x128_nn", 10_000)
+    assert fast["attainable_flops_per_s"] == 19.5e12  # the peak: FLOPs follow from shapes
 
 
-def test_attainable_rates_are_measured_or_the_peak_times_what_kin_reach() -> None:
+def test_attainable_rates_are_measured_or_the_peak_times_what_similar_gpus_reach() -> None:
     h100 = lookup("NVIDIA H100 80GB HBM3")
     assert h100 is not None
     bf16, memory = gpus.attainable_matmul(h100, "bf16"), gpus.attainable_bandwidth(h100)

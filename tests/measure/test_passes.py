@@ -1,4 +1,4 @@
-"""Whether a loop trains is told by what is recorded of it, and advice follows."""
+"""Detect from a recording whether a loop trains; advice follows from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _steps(*ops: str) -> TraceBuilder:
         (["mine::op"], False),
     ],
 )
-def test_what_is_recorded_tells_whether_something_is_learnt(
+def test_the_recording_shows_whether_the_loop_trains(
     ops: list[str], forward_only: bool, tmp_path: Path
 ) -> None:
     run = open_run(_steps(*ops).write(tmp_path / "t.json"))
@@ -52,5 +52,5 @@ def test_inference_gets_no_advice_for_training(
 ) -> None:
     report = analyze(shared_trace(name))
     for finding in (*report.findings, *report.risks, *report.notes):
-        told = " ".join((finding.fix, finding.code or "", finding.verify or ""))
-        assert not FOR_TRAINING.search(told), finding.rule
+        advice = " ".join((finding.fix, finding.code or "", finding.verify or ""))
+        assert not FOR_TRAINING.search(advice), finding.rule

@@ -30,7 +30,7 @@ MIB = 1 << 20
 TIMELINE = Path(__file__).parents[1] / "corpus" / "memory_timeline.raw.gz"
 
 
-def allocating() -> TraceBuilder:
+def allocating_trace() -> TraceBuilder:
     """40 MiB by aten::mm, 10 more by aten::cat, which the peak has; then 40 are freed."""
     b = TraceBuilder()
     with b.step():
@@ -46,7 +46,7 @@ def allocating() -> TraceBuilder:
 
 
 def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
-    a = allocating().analysis()
+    a = allocating_trace().analysis()
     assert memory_devices(a) == [0]
     (peak,) = a.gpu_and_host_peaks
     assert (peak.allocated, peak.reserved) == (150 * MIB, 200 * MIB)
@@ -67,7 +67,7 @@ def test_without_events_there_is_no_peak() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 50)), min_size=1, max_size=60))
-def test_what_is_held_is_what_a_plain_replay_holds(events: list[tuple[int, int]]) -> None:
+def test_held_memory_equals_that_of_a_plain_replay(events: list[tuple[int, int]]) -> None:
     b = TraceBuilder()
     live: dict[int, int] = {}
     total = 7 * MIB  # there before

@@ -1,4 +1,4 @@
-"""What held the memory: by hand, by a twin that counts, and on a simulated allocator."""
+"""Peak memory: by hand, by a twin that counts, and on a simulated allocator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measured(m: FakeAllocator, device: int = 0) -> PeakMemory:
     return PeakMemory(read_snapshot([m.pickled()], "x"), device)
 
 
-def freed(peak: PeakMemory) -> dict[str, int]:
+def savings_by_name(peak: PeakMemory) -> dict[str, int]:
     return {each.name: each.bytes for each in find_savings(peak)}
 
 
@@ -127,8 +127,8 @@ def test_a_stack_tells_what_an_allocation_was_for(name: str) -> None:
 
 def test_the_line_is_the_users_innermost_one() -> None:
     _, frames = FRAMES["a trainer's batch"]
-    found = find_origin(tuple(SnapshotFrame(*frame) for frame in frames))
-    assert (found.file, found.line, found.function) == (TRAIN, 3, "main")
+    origin = find_origin(tuple(SnapshotFrame(*frame) for frame in frames))
+    assert (origin.file, origin.line, origin.function) == (TRAIN, 3, "main")
 
 
 # -- a brute-force twin -------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
     assert int(peak.history.allocated[-1]) == end
     assert int(peak.history.reserved[-1]) == sum(s.total for s in m.segments)
     assert sum(peak.by_category.values()) == peak.allocated
-    shown = peak.timeline(5000)
-    summed = shown.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved")))
+    timeline = peak.timeline(5000)
+    summed = timeline.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved")))
     assert summed.to_series().to_list() == peak.history.allocated.tolist()
     assert (peak.history.reserved >= peak.history.allocated).all() or entries is not None
 
@@ -238,7 +238,7 @@ def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
     row = peak.growth.row(0, named=True)
     assert peak.growth.height == 1
     assert (row["file"], row["line"], row["step_bytes"]) == (TRAIN, 49, 5 * MIB)
-    assert freed(peak)["references"] == 11 * 5 * MIB  # the last step needs its own
+    assert savings_by_name(peak)["references"] == 11 * 5 * MIB  # the last step needs its own
 
 
 def test_a_queue_that_is_emptied_is_not_a_leak() -> None:
@@ -274,7 +274,7 @@ def test_churn_is_what_a_step_allocates(source: str) -> None:
 # -- what could not be placed -------------------------------------------------------------------
 
 
-def in_pieces(pieces: int, hole: int, total: int) -> FakeAllocator:
+def fragmented_memory(pieces: int, hole: int, total: int) -> FakeAllocator:
     """Segments of a hole, 4 MiB in use, and a hole; then a request that no hole holds."""
     m = FakeAllocator(total=total)
     with m.at(*LOOP):
@@ -291,21 +291,21 @@ def in_pieces(pieces: int, hole: int, total: int) -> FakeAllocator:
 
 
 def test_a_request_beside_enough_free_memory_in_pieces_is_reported_as_such() -> None:
-    m = in_pieces(8, 30 * MIB, 8 * 64 * MIB)
+    m = fragmented_memory(8, 30 * MIB, 8 * 64 * MIB)
     peak = measured(m)
-    found, placed, packed = (
+    fragments, placed, packed = (
         measure_fragments(peak),
         explain_placement(peak),
         measure_repacking(peak),
     )
-    assert found is not None and placed is not None and peak.failed_at is not None
+    assert fragments is not None and placed is not None and peak.failed_at is not None
     assert (placed.request, placed.usable, placed.largest) == (60 * MIB, 480 * MIB, 30 * MIB)
     assert placed.scattered and placed.driver == 0
     assert peak.failed_at.line == 77
-    assert found.split == 480 * MIB and found.free_segments == 0
+    assert fragments.split == 480 * MIB and fragments.free_segments == 0
     # holes of neighbours lie side by side in one segment: 60 MiB is one of them
     assert packed is not None and packed.helps
-    assert freed(peak)["expandable segments"] == packed.freed
+    assert savings_by_name(peak)["expandable segments"] == packed.freed
 
 
 def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
@@ -321,7 +321,7 @@ def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
     placed, packed = explain_placement(peak), measure_repacking(peak)
     assert placed is not None and placed.scattered
     assert packed is not None and not packed.helps
-    assert "expandable segments" not in freed(peak)
+    assert "expandable segments" not in savings_by_name(peak)
 
 
 def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
@@ -382,15 +382,15 @@ def test_checkpointing_is_what_a_run_with_it_holds_less() -> None:
     whole = activation * 2  # the two inner ones of the layer that is computed again
     weights = before.by_category["weights"] + before.by_category["optimizer state"]
     after = weights + kept + whole + 2 * MIB + 4 + 2 * GIB
-    assert before.allocated - freed(before)["checkpointing"] == after
+    assert before.allocated - savings_by_name(before)["checkpointing"] == after
 
 
 def test_logits_are_what_the_loss_holds_and_its_like() -> None:
     m, _ = at_the_end_of_forward(logits=1 * GIB)
-    assert freed(measured(m))["smaller logits"] == 2 * GIB - 2 * GIB // 8
+    assert savings_by_name(measured(m))["smaller logits"] == 2 * GIB - 2 * GIB // 8
 
 
-def test_gradients_that_are_held_in_a_forward_pass_are_worth_letting_go_of() -> None:
+def test_gradients_kept_during_a_forward_pass_can_be_freed() -> None:
     m = FakeAllocator()
     t = Training(m, layers=8, weights=64 * MIB, logits=MIB, late_zero=True)
     for _ in range(3):
@@ -398,15 +398,15 @@ def test_gradients_that_are_held_in_a_forward_pass_are_worth_letting_go_of() -> 
     t.forward()
     with m.at(*LOOP, *CALLED, (MODEL, 80, "forward")):
         m.alloc(GIB)
-    assert freed(measured(m))["set_to_none"] == 8 * 64 * MIB
+    assert savings_by_name(measured(m))["set_to_none"] == 8 * 64 * MIB
 
 
-def test_outputs_of_the_step_before_are_worth_letting_go_of() -> None:
+def test_outputs_of_the_step_before_can_be_freed() -> None:
     m = FakeAllocator()
     t = Training(m, kept_outputs=True, logits=256 * MIB)
     for _ in range(5):
         t.step()
-    assert freed(measured(m))["references"] == 256 * MIB
+    assert savings_by_name(measured(m))["references"] == 256 * MIB
 
 
 # -- by module ------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
     """Each module against all blocks whose frames contain its ``forward``."""
     run = advisor.open(shared_file(f"memory/{name}.pickle"))
     peak = Analysis(next(iter(run.traces.values()))).peak_memories[0]
-    found = held_by_module(peak)
+    result = held_by_module(peak)
     lives = peak.history.block_lifetimes
     by_file: Counter[str] = Counter()
     for row in peak.allocated_rows.tolist():
@@ -455,12 +455,12 @@ def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
         for file in {frame.file for frame in frames if frame.name == "forward"}:
             by_file[file] += int(lives.size[row])
     outermost: Counter[str] = Counter()
-    for place, each in enumerate(found):
-        inside = [other for other in found if other.parent == place]
+    for place, each in enumerate(result):
+        inside = [other for other in result if other.parent == place]
         assert each.own_bytes + sum(other.bytes for other in inside) == each.bytes
         above = each.parent
-        while above is not None and found[above].file != each.file:
-            above = found[above].parent
+        while above is not None and result[above].file != each.file:
+            above = result[above].parent
         if above is None:
             outermost[each.file] += each.bytes
-    assert outermost == by_file and len(found) > 5
+    assert outermost == by_file and len(result) > 5

@@ -20,7 +20,7 @@ def work_of(
     window: range = range(0),
     **fields: Any,
 ) -> RecurringWork | None:
-    """Of steps of 10 ms with ``extra(n)`` ms more."""
+    """Measured work of steps of 10 ms with ``extra(n)`` ms more."""
     r = RecordBuilder()
     for n in range(steps):
         more = extra(n)
@@ -37,7 +37,7 @@ def work_of(
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_every_eighth_step(outside: bool) -> None:
-    """24 ms more in every eighth: 3 ms a step, of 13."""
+    """Every eighth step takes 24 ms more: 3 ms per step, of 13."""
     work = work_of(lambda n: 24 if n % 8 == 7 else 0, outside=outside)
     assert work is not None and (work.period, work.outside) == (8, outside)
     assert work.each == pytest.approx(24e6)
@@ -52,7 +52,7 @@ def test_a_profiled_window_hides_some() -> None:
     assert work is not None and work.period == 8
 
 
-def test_what_comes_at_random_has_no_period() -> None:
+def test_random_work_has_no_period() -> None:
     assert work_of(lambda n: 24 if n in (12, 31, 50, 71, 77, 90, 121, 150) else 0) is None
 
 
@@ -65,7 +65,7 @@ def test_a_little_in_every_step_is_none() -> None:
 
 
 def test_a_host_that_waits_for_the_device_now_and_then_gains_nothing() -> None:
-    """It launches steps in 10 ms, the device takes 13, and every eighth step waits for it."""
+    """The host launches steps in 10 ms, the device takes 13, and every eighth step waits for it."""
     work = work_of(
         lambda n: 24 if n % 8 == 7 else 0,
         fields=lambda n: {"gpu": {"forward": 13_000_000}} if n % 4 == 0 else {},

@@ -31,7 +31,7 @@ PROGRAMS = int(os.environ.get("ADVISOR_TEST_PROGRAMS", "20"))
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProgramPlan:
     """A training program, and what is changed of it."""
 
     layers: int
@@ -58,9 +58,9 @@ class HalfPrecision(FakeAllocator):
 
 
 class Program(Training):
-    """As Training, with the plan's changes made."""
+    """Training, with the plan's changes made."""
 
-    def __init__(self, m: FakeAllocator, plan: Plan) -> None:
+    def __init__(self, m: FakeAllocator, plan: ProgramPlan) -> None:
         scaled = [
             round(size * plan.batch) for size in (plan.activation, plan.logits // plan.chunks)
         ]
@@ -71,7 +71,7 @@ class Program(Training):
         self.plan = plan
 
     def forward(self) -> list[int]:
-        """Under autocast, a copy of each weight is there until the backward pass ends."""
+        """A copy of each weight is there under autocast until the backward pass ends."""
         with self.m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward"), *CALLED):
             count = self.layers * self.plan.autocast
             self.copies = [self.m.alloc(self.weights // 2) for _ in range(count)]
@@ -128,7 +128,7 @@ class Program(Training):
                         m.free(address)
 
 
-def run(plan: Plan, steps: int = 9) -> tuple[FakeAllocator, int]:
+def run(plan: ProgramPlan, steps: int = 9) -> tuple[FakeAllocator, int]:
     """The allocator after the program, and the most bytes that were in tensors at once."""
     m = (HalfPrecision if plan.autocast else FakeAllocator)(max_entries=plan.max_entries)
     program = Program(m, plan)
@@ -141,13 +141,13 @@ def run(plan: Plan, steps: int = 9) -> tuple[FakeAllocator, int]:
     return m, most
 
 
-def plan(seed: int) -> Plan:
+def plan(seed: int) -> ProgramPlan:
     chance = random.Random(seed)
 
     def size(low: int, high: int) -> int:
         return round(low * (high / low) ** chance.random()) * MIB
 
-    return Plan(
+    return ProgramPlan(
         layers=chance.randint(2, 16),
         weights=size(4, 128),
         activation=size(4, 256),
@@ -177,31 +177,34 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
     m, most = run(program)
     peak = PeakMemory(read_snapshot([m.pickled()], "x"), 0)
     assert peak.allocated == most
-    said = {each.name: each.bytes for each in find_savings(peak)}
+    predicted = {each.name: each.bytes for each in find_savings(peak)}
     for change, how in CHANGED.items():
         freed = most - run(replace(program, **how))[1]  # type: ignore[arg-type]
-        if change not in said:
+        if change not in predicted:
             assert freed <= 1.1 * MIN_SAVING_SHARE * most + MIB, (change, program)
         else:
-            assert said[change] == pytest.approx(freed, rel=0.1, abs=0.01 * most), (change, program)
+            assert predicted[change] == pytest.approx(freed, rel=0.1, abs=0.01 * most), (
+                change,
+                program,
+            )
     # what nothing keeps is in no remedy
     if not program.leak and not program.kept_outputs:
-        assert "references" not in said
+        assert "references" not in predicted
     else:
         freed = most - run(replace(program, leak=0, kept_outputs=False))[1]
         own = program.leak + program.kept_outputs * 0  # the last step's own stays
         if freed > (MIN_SAVING_SHARE + 0.02) * most:
-            assert said["references"] == pytest.approx(freed - own, rel=0.1, abs=0.02 * most)
+            assert predicted["references"] == pytest.approx(freed - own, rel=0.1, abs=0.02 * most)
     known = {*CHANGED, "references", "offload activations", "expandable segments"}
-    assert set(said) <= known, program
+    assert set(predicted) <= known, program
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS // 4))
 def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
-    """The last one or two steps, and no stack of anything before them: weights and states show in
-    their lifetimes and sizes. A model of few layers may leave them unattributed; an output that is
-    kept for the next step cannot be told apart from this step's where that lies before the history.
-    """
+    """The ring holds the last one or two steps, and no stack of anything before them: weights
+    and states show in their lifetimes and sizes. A model of few layers may leave them
+    unattributed. An output that is kept for the next step looks like this step's where it lies
+    before the history."""
     program = plan(seed)
     whole, _ = run(program)
     entries = len(whole.events) // 9

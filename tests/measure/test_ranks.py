@@ -43,7 +43,7 @@ class Job:
         for b, dur in zip(self.builders, us, strict=True):
             b.launch("gemm", dur)
 
-    def meet(
+    def add_collective(
         self,
         kind: str = "allreduce",
         *,
@@ -82,11 +82,11 @@ class Job:
                     e for e in b.events if e["cat"] != "kernel" or e not in b.events[before:]
                 ]
 
-    def step(self, inside: Callable[[], None]) -> None:
+    def step(self, fill_step: Callable[[], None]) -> None:
         spans = [b.step() for b in self.builders]
         for span in spans:
             span.__enter__()
-        inside()
+        fill_step()
         for b, span in zip(self.builders, spans, strict=True):
             b.sync()
             span.__exit__(None, None, None)
@@ -98,15 +98,16 @@ class Job:
 def simple(
     offsets: Sequence[float], compute: Sequence[Sequence[float]], base: float = NOON, **more: Any
 ) -> dict[int, Analysis]:
-    """A job with one all-reduce a step; ``compute``: µs of each rank, a row a step."""
+    """A job with one all-reduce per step; ``compute``: µs, a row per step with a value for each
+    rank."""
     job = Job(offsets, base)
     for row in compute:
 
-        def inside(row: Sequence[float] = row) -> None:
+        def fill_step(row: Sequence[float] = row) -> None:
             job.compute(row)
-            job.meet(**more)
+            job.add_collective(**more)
 
-        job.step(inside)
+        job.step(fill_step)
     return job.analyses()
 
 
@@ -116,20 +117,20 @@ def simple(
 @pytest.mark.parametrize("ahead", [0.0, 37.0, -4_000.0, 2_500_000.0])
 def test_a_known_clock_offset_is_found(ahead: float) -> None:
     ranks = simple([0.0, ahead], [[1000, 3000], [2500, 900], [1000, 1100], [1200, 1000]])
-    found = align_ranks(ranks)
-    assert found.reason == ""
-    assert found.matched == 4
+    alignment = align_ranks(ranks)
+    assert alignment.reason == ""
+    assert alignment.matched == 4
     # rank 1's clock is ahead, so that much is taken off it; timestamps have 0.25 µs at this date
-    assert found.offset_ns[0] == 0
-    assert found.offset_ns[1] == pytest.approx(-ahead * 1000, abs=600)
-    assert found.error_ns is not None and found.error_ns < 1000
-    assert found.unaligned == ()
+    assert alignment.offset_ns[0] == 0
+    assert alignment.offset_ns[1] == pytest.approx(-ahead * 1000, abs=600)
+    assert alignment.error_ns is not None and alignment.error_ns < 1000
+    assert alignment.unaligned == ()
 
 
 def test_clocks_that_are_not_date_are_aligned_too() -> None:
     ranks = simple([0.0, 9e9], [[1000, 3000], [2500, 900], [1000, 1100]], base=5000.0)
-    found = align_ranks(ranks)
-    assert found.offset_ns[1] == pytest.approx(-9e12, abs=600)
+    alignment = align_ranks(ranks)
+    assert alignment.offset_ns[1] == pytest.approx(-9e12, abs=600)
 
 
 def test_ends_that_differ_give_the_error() -> None:
@@ -137,31 +138,31 @@ def test_ends_that_differ_give_the_error() -> None:
     late = [[0, 40.0], [30.0, 0], [0, 20.0], [50.0, 0], [0, 10.0]]
     for ends in late:
 
-        def inside(ends: list[float] = ends) -> None:
+        def fill_step(ends: list[float] = ends) -> None:
             job.compute([1000, 1500])
-            job.meet(late_ends=ends)
+            job.add_collective(late_ends=ends)
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
     # differences of ends, rank 1 - rank 0: 40 -30 20 -50 10: median 10, distances 30 40 10 60 0
-    assert found.offset_ns[1] == pytest.approx(-(700 + 10) * 1000, abs=600)
-    assert found.error_ns == pytest.approx(30_000, abs=1000)
+    assert alignment.offset_ns[1] == pytest.approx(-(700 + 10) * 1000, abs=600)
+    assert alignment.error_ns == pytest.approx(30_000, abs=1000)
 
 
 def test_one_rank_is_not_aligned() -> None:
-    found = align_ranks({0: simple([0.0, 0.0], [[10, 10]])[0]})
-    assert found.error_ns is None
-    assert "one rank" in found.reason
+    alignment = align_ranks({0: simple([0.0, 0.0], [[10, 10]])[0]})
+    assert alignment.error_ns is None
+    assert "one rank" in alignment.reason
 
 
 def test_ranks_without_collectives_are_not_aligned() -> None:
     job = Job([0.0, 0.0])
     job.step(lambda: job.compute([100, 100]))
-    found = align_ranks(job.analyses())
-    assert (found.error_ns, found.matched, found.unaligned) == (None, 0, (0, 1))
-    assert "no collectives" in found.reason
+    alignment = align_ranks(job.analyses())
+    assert (alignment.error_ns, alignment.matched, alignment.unaligned) == (None, 0, (0, 1))
+    assert "no collectives" in alignment.reason
     with pytest.raises(ValueError, match="not measured"):
-        measure_skew(job.analyses(), found)
+        measure_skew(job.analyses(), alignment)
 
 
 def test_a_rank_that_used_no_device_is_left_out() -> None:
@@ -169,32 +170,32 @@ def test_a_rank_that_used_no_device_is_left_out() -> None:
     with idle.step(), idle.op("aten::add"):
         idle.host(10)
     ranks = simple([0.0, 5.0], [[100, 200], [200, 100], [100, 100]])
-    found = align_ranks({**ranks, 2: idle.analysis()})
-    assert found.unaligned == (2,)
-    assert set(found.offset_ns) == {0, 1}
+    alignment = align_ranks({**ranks, 2: idle.analysis()})
+    assert alignment.unaligned == (2,)
+    assert set(alignment.offset_ns) == {0, 1}
     alone = align_ranks({0: ranks[0], 2: idle.analysis()})
     assert alone.error_ns is None and "device" in alone.reason
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_too_few_collectives_cannot_tell_their_own_error(steps: int) -> None:
-    found = align_ranks(simple([0.0, 40.0], [[100, 200]] * steps))
-    assert found.error_ns is None
-    assert "more than 2 collectives" in found.reason
+    alignment = align_ranks(simple([0.0, 40.0], [[100, 200]] * steps))
+    assert alignment.error_ns is None
+    assert "more than 2 collectives" in alignment.reason
 
 
 def test_a_rank_that_shares_too_few_is_left_out() -> None:
     job = Job([0.0, 70.0, 20.0])
     for number in range(5):
 
-        def inside(number: int = number) -> None:
+        def fill_step(number: int = number) -> None:
             job.compute([100, 200, 300])
-            job.meet(members=[0, 1, 2] if number < 2 else [0, 1], group=f"{number < 2}")
+            job.add_collective(members=[0, 1, 2] if number < 2 else [0, 1], group=f"{number < 2}")
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
-    assert found.unaligned == (2,)
-    assert found.matched == 5
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
+    assert alignment.unaligned == (2,)
+    assert alignment.matched == 5
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "send", "recv"])
@@ -208,31 +209,31 @@ def test_two_jobs_of_one_script_are_not_one_run() -> None:
     rng = np.random.default_rng(7)
     one = simple([0.0], rng.uniform(500, 60_000, (12, 1)).tolist())
     two = simple([0.0], rng.uniform(500, 60_000, (12, 1)).tolist())
-    found = align_ranks({0: one[0], 1: two[0]})
-    assert found.error_ns is None
-    assert "cannot be" in found.reason
+    alignment = align_ranks({0: one[0], 1: two[0]})
+    assert alignment.error_ns is None
+    assert "cannot be" in alignment.reason
 
 
 def test_traces_recorded_minutes_apart_are_not_one_run() -> None:
-    found = align_ranks(simple([0.0, 120e6], [[1000, 1000]] * 4))
-    assert found.error_ns is None
-    assert "120 s apart" in found.reason
+    alignment = align_ranks(simple([0.0, 120e6], [[1000, 1000]] * 4))
+    assert alignment.error_ns is None
+    assert "120 s apart" in alignment.reason
 
 
 def test_pairs_that_share_nothing_leave_one_pair_aligned() -> None:
     job = Job([0.0, 70.0, 20.0, 900.0])
     for _ in range(4):
 
-        def inside() -> None:
+        def fill_step() -> None:
             job.compute([100, 200, 300, 100])
-            job.meet(members=[0, 1], group="1")
-            job.meet(members=[2, 3], group="2")
+            job.add_collective(members=[0, 1], group="1")
+            job.add_collective(members=[2, 3], group="2")
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
-    assert set(found.offset_ns) == {0, 1}
-    assert found.unaligned == (2, 3)
-    assert found.matched == 4
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
+    assert set(alignment.offset_ns) == {0, 1}
+    assert alignment.unaligned == (2, 3)
+    assert alignment.matched == 4
 
 
 # -- which collective is which -----------------------------------------------------------------
@@ -246,14 +247,14 @@ def test_a_trace_that_begins_earlier_does_not_shift_the_matching() -> None:
     job.builders[0].now = b.now - 800.0
     for _ in range(3):
 
-        def inside() -> None:
+        def fill_step() -> None:
             job.compute([1000, 1400])
-            job.meet()
+            job.add_collective()
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
-    assert found.matched == 3
-    assert found.offset_ns[1] == pytest.approx(-800_000, abs=600)
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
+    assert alignment.matched == 3
+    assert alignment.offset_ns[1] == pytest.approx(-800_000, abs=600)
 
 
 def test_steps_that_only_one_rank_recorded_are_not_matched() -> None:
@@ -261,13 +262,13 @@ def test_steps_that_only_one_rank_recorded_are_not_matched() -> None:
     builder = Job([0.0, 300.0])
     for number in range(5):
 
-        def inside() -> None:
+        def fill_step() -> None:
             builder.compute([1000, 1400])
-            builder.meet()
+            builder.add_collective()
 
         if number == 3:
             builder.builders[1]._steps = 90  # a restarted counter
-        builder.step(inside)
+        builder.step(fill_step)
     assert align_ranks(ranks).matched == 5
     assert align_ranks(builder.analyses()).matched == 3
 
@@ -276,49 +277,49 @@ def test_a_lost_kernel_spoils_its_step_but_not_the_others() -> None:
     job = Job([0.0, 300.0])
     for number in range(4):
 
-        def inside(number: int = number) -> None:
+        def fill_step(number: int = number) -> None:
             for meeting in range(3):
                 job.compute([1000, 1400])
-                job.meet(lost_on=[1] if (number, meeting) == (2, 0) else [])
+                job.add_collective(lost_on=[1] if (number, meeting) == (2, 0) else [])
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
-    assert found.matched == 9
-    assert found.error_ns is not None and found.error_ns < 1000
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
+    assert alignment.matched == 9
+    assert alignment.error_ns is not None and alignment.error_ns < 1000
 
 
 def test_recorded_sequence_numbers_survive_a_lost_kernel() -> None:
     job = Job([0.0, 300.0])
     for number in range(4):
 
-        def inside(number: int = number) -> None:
+        def fill_step(number: int = number) -> None:
             for meeting in range(3):
                 job.compute([1000, 1400])
                 lost = [1] if (number, meeting) == (2, 0) else []
-                job.meet(sequence=True, lost_on=lost)
+                job.add_collective(sequence=True, lost_on=lost)
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
-    assert found.matched == 11
-    assert found.offset_ns[1] == pytest.approx(-300_000, abs=600)
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
+    assert alignment.matched == 11
+    assert alignment.offset_ns[1] == pytest.approx(-300_000, abs=600)
 
 
 def test_sizes_and_groups_keep_collectives_apart() -> None:
     job = Job([0.0, 0.0])
 
-    def inside() -> None:
+    def fill_step() -> None:
         for size, group in ((1 << 20, "dp"), (1 << 21, "dp"), (1 << 20, "tp")):
             job.compute([100, 150])
-            job.meet(size=size, group=group)
+            job.add_collective(size=size, group=group)
 
-    job.step(inside)
-    found = align_ranks(job.analyses())
+    job.step(fill_step)
+    alignment = align_ranks(job.analyses())
     assert (
-        found.cells is not None
-        and found.joined is not None
-        and found.joined.rank_count.tolist() == [2] * 3
+        alignment.cells is not None
+        and alignment.joined is not None
+        and alignment.joined.rank_count.tolist() == [2] * 3
     )
-    rows = set(found.cells.select("group", "bytes", "order").rows())
+    rows = set(alignment.cells.select("group", "bytes", "order").rows())
     assert rows == {("dp", 1 << 20, 0), ("dp", 1 << 21, 0), ("tp", 1 << 20, 0)}
 
 
@@ -327,17 +328,17 @@ def test_ranks_of_different_groups_are_joined_by_those_between() -> None:
     job = Job(offsets)
     for _ in range(3):
 
-        def inside() -> None:
+        def fill_step() -> None:
             job.compute([100, 300, 200, 250, 10])
-            job.meet(members=[0, 1], group="a")
-            job.meet(members=[1, 2], group="b")
-            job.meet(members=[2, 3], group="a")  # a name that another group has, too
+            job.add_collective(members=[0, 1], group="a")
+            job.add_collective(members=[1, 2], group="b")
+            job.add_collective(members=[2, 3], group="a")  # a name that another group has, too
 
-        job.step(inside)
-    found = align_ranks(job.analyses())
-    assert found.unaligned == (4,)
-    assert found.matched == 9
-    clocks = {r: -ns / 1000 + offsets[0] for r, ns in found.offset_ns.items()}
+        job.step(fill_step)
+    alignment = align_ranks(job.analyses())
+    assert alignment.unaligned == (4,)
+    assert alignment.matched == 9
+    clocks = {r: -ns / 1000 + offsets[0] for r, ns in alignment.offset_ns.items()}
     first = clocks[0]
     for r in range(4):
         assert clocks[r] - first == pytest.approx(offsets[r], abs=1)
@@ -377,26 +378,26 @@ def test_lateness_within_the_alignment_error_is_nobodys() -> None:
     job = Job([0.0, 0.0])
     for ends in ([0, 100.0], [100.0, 0], [0, 80.0], [90.0, 0], [0, 5.0]):
 
-        def inside(ends: list[float] = ends) -> None:
+        def fill_step(ends: list[float] = ends) -> None:
             job.compute([1000, 1050])
-            job.meet(late_ends=ends)
+            job.add_collective(late_ends=ends)
 
-        job.step(inside)
+        job.step(fill_step)
     ranks = job.analyses()
-    found = align_ranks(ranks)
-    assert found.error_ns is not None and found.error_ns > 60_000
-    assert stragglers(ranks, found)["last"].to_list() == [0, 0]
+    alignment = align_ranks(ranks)
+    assert alignment.error_ns is not None and alignment.error_ns > 60_000
+    assert stragglers(ranks, alignment)["last"].to_list() == [0, 0]
 
 
 def test_a_wait_under_compute_is_not_exposed() -> None:
     job = Job([0.0, 0.0])
     for _ in range(3):
 
-        def inside() -> None:
+        def fill_step() -> None:
             job.compute([1000, 2000])
-            job.meet(hide={0: 700.0})
+            job.add_collective(hide={0: 700.0})
 
-        job.step(inside)
+        job.step(fill_step)
     ranks = job.analyses()
     row = stragglers(ranks, align_ranks(ranks)).row(1, named=True)
     assert row["caused_wait_ns"] == pytest.approx(1_000_000, abs=1500)
@@ -437,16 +438,16 @@ def test_figures_equal_those_of_the_job_that_was_simulated(data: st.DataObject) 
         )
     )
     ranks = simple([float(o) for o in offsets], compute, base=5_000_000.0)
-    found = align_ranks(ranks)
+    alignment = align_ranks(ranks)
     if min(a.steps.table.height for a in ranks.values()) < 3:  # a much shorter first one is none
-        assert found.reason
+        assert alignment.reason
         return
     for rank, offset in enumerate(offsets):
         # the reference may be any rank; the differences are what is measured
-        assert found.offset_ns[0] - found.offset_ns[rank] == (offset - offsets[0]) * 1000
+        assert alignment.offset_ns[0] - alignment.offset_ns[rank] == (offset - offsets[0]) * 1000
     if not all(a.steps.table["used"].all() for a in ranks.values()):
         return  # one is an outlier, or so short at the end that the profiler stopped inside it
-    table = stragglers(ranks, found)
+    table = stragglers(ranks, alignment)
     for rank in range(count):
         last = caused = waited = 0.0
         for row in compute:  # a rank that computes longer comes as much later
@@ -482,10 +483,10 @@ def test_the_public_pair_has_one_clock_and_its_collectives_end_together(shared_t
     within the error. Both files keep only a part of their rows."""
     paths = [shared_trace(f"two_ranks_rank{r}") for r in (0, 1)]
     ranks = {r: Analysis(read_trace(path)) for r, path in enumerate(paths)}
-    found = align_ranks(ranks)
-    assert found.error_ns is not None
-    assert found.error_ns < 200_000
-    assert abs(found.offset_ns[1]) <= found.error_ns
+    alignment = align_ranks(ranks)
+    assert alignment.error_ns is not None
+    assert alignment.error_ns < 200_000
+    assert abs(alignment.offset_ns[1]) <= alignment.error_ns
 
     # the ends of the collectives as the files have them, Unix time, µs
     ends = []
@@ -494,4 +495,4 @@ def test_the_public_pair_has_one_clock_and_its_collectives_end_together(shared_t
         kernels = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"]]
         ends.append(np.array([e["ts"] + e["dur"] for e in kernels]))
     together = sum(bool((np.abs(ends[1] - end) < 1000).any()) for end in ends[0])
-    assert found.matched == together == 5
+    assert alignment.matched == together == 5

@@ -1,4 +1,4 @@
-"""Lines outside the model are told by the sampled stacks."""
+"""The sampled stacks show lines outside the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NET = (MAIN, "serve.py(69): tag", MODULE, "model.py(9): Net.forward")
 BACKWARD = "torch/_tensor.py(9): Tensor.backward"
 
 
-def found(*stacks: tuple[int, tuple[str, ...]], **options: object) -> SampledCode:
+def find_code_outside(*stacks: tuple[int, tuple[str, ...]], **options: object) -> SampledCode:
     code = code_outside([SampledStack(*s) for s in stacks], COMPUTING, **options)  # type: ignore[arg-type]
     assert code is not None
     return code
@@ -28,7 +28,7 @@ def test_a_transform_is_not_a_forward_though_it_is_a_module() -> None:
     prepared = (MAIN, "serve.py(65): tag", MODULE, NORMALIZE)
     assert find_step_part(SampledStack(1, prepared)) == "loop"
     assert find_step_part(SampledStack(1, NET)) == "forward"
-    code = found((80, prepared), (20, NET))
+    code = find_code_outside((80, prepared), (20, NET))
     assert (code.place, code.share) == ("tag (serve.py:65)", 0.8)
     assert code.library_function == "Normalize.forward (torchvision/transforms/transforms.py:277)"
 
@@ -41,7 +41,7 @@ def test_the_line_that_calls_the_model_is_not_named_nor_what_the_model_calls() -
 def test_the_function_is_named_where_its_lines_share_the_time() -> None:
     around = (MAIN, "serve.py(50): step")
     lines = [(*around, f"serve.py({line}): count") for line in (11, 12, 13)]
-    code = found((30, lines[0]), (40, lines[1]), (30, lines[2]), (50, NET))
+    code = find_code_outside((30, lines[0]), (40, lines[1]), (30, lines[2]), (50, NET))
     assert (code.location.function, code.location.line, code.samples) == ("count", 12, 100)
 
 

@@ -34,20 +34,20 @@ def forests(draw):
 
 def walk(parent, wanted, row):
     """All wanted rows from a row upwards."""
-    found = []
+    result = []
     while row >= 0:
         if wanted[row]:
-            found.append(row)
+            result.append(row)
         row = parent[row]
-    return found
+    return result
 
 
 @given(forests())
 def test_nearest_and_outermost_equal_a_walk_up_the_tree(forest):
     parent, wanted = forest
     walks = [walk(parent, wanted, row) for row in range(len(parent))]
-    inner = [found[0] if found else -1 for found in walks]
-    outer = [found[-1] if found else -1 for found in walks]
+    inner = [walked[0] if walked else -1 for walked in walks]
+    outer = [walked[-1] if walked else -1 for walked in walks]
     rows = np.arange(len(parent))
     assert innermost_ancestor(parent, wanted).tolist() == inner
     assert outermost_ancestor(parent, wanted).tolist() == outer
@@ -102,7 +102,7 @@ def test_a_frame_has_file_line_and_function():
         ("", 0),
     ],
 )
-def test_whose_code_a_frame_is(name, rank):
+def test_the_owner_of_a_frames_code_is_found(name, rank):
     assert frame_rank(name) == rank
 
 
@@ -220,4 +220,4 @@ def test_forward_operators_of_a_real_recording_are_those_autograd_names(tmp_path
         if name in expected and owner[row] >= 0
     ]
     assert len(seen) == 2 * (len(expected) + 1)  # two linear layers
-    assert all(made == f"aten::{function}" for function, made in seen)
+    assert all(created == f"aten::{function}" for function, created in seen)

@@ -1,4 +1,4 @@
-"""What the longer half of the steps has more of than the shorter half."""
+"""Work that the longer half of the steps has more of than the shorter half."""
 
 from __future__ import annotations
 
@@ -36,41 +36,41 @@ def steps(*loads: float, kernels: tuple[int, ...] | None = None) -> TraceBuilder
 
 def test_the_difference_of_the_halves_is_identified_by_cause():
     a = steps(0, 2000, 100, 2500, 0, 3000).analysis()
-    found = compare_halves(a)
-    assert found is not None
+    differences = compare_halves(a)
+    assert differences is not None
     # halves: 0, 100, 0 and 2000, 2500, 3000
-    assert found.difference_ns == pytest.approx(1e3 * (7500 - 100) / 3, rel=0.01)
-    (loader,) = found.classes
+    assert differences.difference_ns == pytest.approx(1e3 * (7500 - 100) / 3, rel=0.01)
+    (loader,) = differences.classes
     assert (loader.name, loader.ns) == (
         "idle: loader",
-        pytest.approx(found.difference_ns, rel=0.02),
+        pytest.approx(differences.difference_ns, rel=0.02),
     )
-    assert found.work == []
+    assert differences.work == []
     assert "(data loader) 2.47 ms" in longer_steps(a)
 
 
 def test_steps_that_run_more_work_are_reported_as_such():
     a = steps(0, 0, 0, 0, kernels=(1, 3, 1, 3)).analysis()
-    found = compare_halves(a)
-    assert found is not None
-    (product,) = found.work
+    differences = compare_halves(a)
+    assert differences is not None
+    (product,) = differences.work
     assert (product.name, product.short_count, product.long_count) == ("gemm", 1, 3)
     assert product.ns == pytest.approx(2e6, rel=0.01)
     assert "1 times in a shorter step, 3 in a longer one" in longer_steps(a)
 
 
-def test_without_a_device_it_is_the_main_threads_time():
+def test_without_a_device_the_main_threads_time_counts():
     b = TraceBuilder(gpu=None)
     for load, mul in ((500, 100), (3500, 900), (500, 100), (3500, 900)):
         with b.step():
             b.loader_wait(load)
             with b.op("aten::mul", host_us=mul):
                 pass
-    found = compare_halves(b.analysis())
-    assert found is not None
-    assert [part.name for part in found.classes] == ["host: loader", "host: dispatch"]
-    assert found.classes[0].ns == pytest.approx(3e6, rel=0.01)
-    (mul,) = found.work
+    differences = compare_halves(b.analysis())
+    assert differences is not None
+    assert [part.name for part in differences.classes] == ["host: loader", "host: dispatch"]
+    assert differences.classes[0].ns == pytest.approx(3e6, rel=0.01)
+    (mul,) = differences.work
     assert (mul.name, mul.short_count, mul.long_count) == ("aten::mul", 1, 1)
     assert mul.ns == pytest.approx(8e5, rel=0.01)
 
@@ -82,8 +82,8 @@ def test_even_steps_and_few_steps_have_no_halves(loads: tuple[float, ...]):
 
 def test_a_real_recording_says_what_its_long_steps_have_more_of(shared_trace: Shared):
     path = shared_trace("v100_train_copy_heavy")
-    found = analyze(path, Options(config={})).step_variation
-    assert found is not None
+    report = analyze(path, Options(config={})).step_variation
+    assert report is not None
     # by the file's own rows: the collectives that start inside each step
     with gzip.open(path) as file:
         events = json.loads(file.read())["traceEvents"]
@@ -106,5 +106,5 @@ def test_a_real_recording_says_what_its_long_steps_have_more_of(shared_trace: Sh
     each = [sum(d for t, d in reduce if s <= t < e) for s, e in zip(starts, ends, strict=True)]
     half = len(order) // 2
     more = np.mean([each[i] for i in order[-half:]]) - np.mean([each[i] for i in order[:half]])
-    (told,) = [part for part in found.work if "AllReduce" in part.name]
-    assert told.ns / 1e3 == pytest.approx(more, rel=0.02)
+    (all_reduce,) = [part for part in report.work if "AllReduce" in part.name]
+    assert all_reduce.ns / 1e3 == pytest.approx(more, rel=0.02)

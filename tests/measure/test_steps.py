@@ -1,4 +1,4 @@
-"""Which spans of time the analysis is about: found, closed, set aside, selected."""
+"""The spans of time that are analysed: found, closed, set aside, selected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from advisor.testing import TraceBuilder
 
 
 def loop(lengths: list[float], between: float = 0.0) -> TraceBuilder:
-    """One ProfilerStep of each length, us, with ``between`` after each."""
+    """Build a trace with one ProfilerStep of each length, us, and ``between`` after each."""
     b = TraceBuilder()
     for length in lengths:
         with b.step():
@@ -243,13 +243,13 @@ def program(iterations: int = 10, *, start_up: bool = True) -> TraceBuilder:
     return b
 
 
-def unmarked(b: TraceBuilder) -> Trace:
+def without_marks(b: TraceBuilder) -> Trace:
     trace = b.trace()
     return replace(trace, meta=replace(trace.meta, format="nsys"))
 
 
 def test_a_start_up_fragment_is_not_a_step():
-    steps = find_steps(unmarked(program()))
+    steps = find_steps(without_marks(program()))
     assert steps.source in GUESSED_STEP_SOURCES
     used = steps.used["dur"].to_numpy() / 1e3
     assert 9 <= len(used) <= 10  # of the last one, nothing says when the next would have begun
@@ -272,7 +272,7 @@ def test_guessed_steps_are_repetitions_and_ranges_that_could_be_the_step_are_nam
         with b.range(f"layer {layer}"):
             for kernel in ("gemm", "softmax", "gemm2"):
                 b.launch(kernel, 200)
-    trace = unmarked(b)
+    trace = without_marks(b)
     a = Analysis(trace)
     assert (a.steps.source, a.per) == ("repeating ranges", "repetition")
     (group,) = range_groups(trace)
@@ -285,5 +285,5 @@ def test_ranges_that_the_program_calls_steps_are_steps():
     for number in range(5):
         with b.range(f"train_step {number}"):
             b.launch("gemm", 200)
-    a = Analysis(unmarked(b))
+    a = Analysis(without_marks(b))
     assert (a.steps.source, a.per) == ("ranges", "step")

@@ -14,7 +14,7 @@ from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
 
-def only(a: Analysis, **where: object) -> dict:
+def only_row(a: Analysis, **where: object) -> dict:
     """The one row that is there."""
     table = a.syncs.filter(**where)
     assert table.height == 1, table
@@ -32,7 +32,7 @@ def test_a_bubble_lasts_from_the_end_of_the_awaited_work_to_the_next_work():
         b.sync()  # 5 .. 108
         b.host(50)
         b.launch("gemm", 10)  # called at 158, runs from 166
-    sync = only(b.analysis())
+    sync = only_row(b.analysis())
     assert (sync["ts"], sync["dur"], sync["kind"]) == (5_000, 103_000, "device")
     assert sync["waited"] == 100_000
     assert sync["bubble"] == 58_000
@@ -49,7 +49,7 @@ def test_a_sync_that_finds_its_work_done_costs_nothing():
         b.sync()  # 105 .. 106
         b.host(50)
         b.launch("gemm", 10)
-    sync = only(b.analysis())
+    sync = only_row(b.analysis())
     assert (sync["waited"], sync["bubble"], sync["bubble_ts"]) == (0, 0, None)
 
 
@@ -62,7 +62,7 @@ def test_while_another_stream_works_there_is_no_bubble():
         b.host(50)
         b.launch("gemm", 10)
     # the thread's last work is on stream 20, so what is awaited must be seen from the time
-    sync = only(b.analysis())
+    sync = only_row(b.analysis())
     assert sync["kind"] == "stream"
     assert sync["bubble"] == 0
     assert sync["waited"] == 108_000 - 10_000
@@ -76,7 +76,7 @@ def test_the_stream_that_cuda_sync_rows_name_is_the_one_waited_for():
         b.sync("cudaStreamSynchronize", stream=7)  # until 108
         b.host(50)
         b.launch("gemm", 10)  # called at 158, runs from 166
-    sync = only(b.analysis())
+    sync = only_row(b.analysis())
     assert (sync["bubble_ts"], sync["bubble"]) == (108_000, 58_000)
 
 
@@ -88,7 +88,7 @@ def test_reading_a_value_is_named_after_the_operator_the_user_called():
             b.item()
         b.launch("gemm", 10)
     a = b.analysis()
-    sync = only(a)
+    sync = only_row(a)
     assert sync["cause"] == "aten::is_nonzero"
     assert a.trace.cpu["name"][sync["op"]] == "aten::_local_scalar_dense"
     assert a.location(sync["line"]) == ("train.py", 7, "log")
@@ -119,7 +119,7 @@ def test_causes(around, cause):
         for span in reversed(spans):
             span.__exit__(None, None, None)
         b.launch("gemm", 10)
-    assert only(b.analysis())["cause"] == cause
+    assert only_row(b.analysis())["cause"] == cause
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_sync_under_no_operator_is_an_explicit_one(call, cause):
         b.launch("gemm", 100)
         b.sync(call)
         b.launch("gemm", 10)
-    assert only(b.analysis())["cause"] == cause
+    assert only_row(b.analysis())["cause"] == cause
 
 
 def test_a_sync_in_the_optimizer_under_no_operator_is_the_optimizers():
@@ -146,7 +146,7 @@ def test_a_sync_in_the_optimizer_under_no_operator_is_the_optimizers():
         b.launch("gemm", 100)
         b.sync("cudaStreamSynchronize", stream=7)
         b.launch("gemm", 10)
-    assert only(b.analysis())["cause"] == "Optimizer.step#FusedAdam.step"
+    assert only_row(b.analysis())["cause"] == "Optimizer.step#FusedAdam.step"
 
 
 def test_reading_a_tensor_of_the_host_is_not_a_sync():
@@ -159,7 +159,9 @@ def test_reading_a_tensor_of_the_host_is_not_a_sync():
     assert b.analysis().syncs.is_empty()
 
 
-def held(b: TraceBuilder, us: float, begins: float, lasts: float, memory: str, api: str) -> None:
+def blocking_copy(
+    b: TraceBuilder, us: float, begins: float, lasts: float, memory: str, api: str
+) -> None:
     """A copy call of ``us``; its copy begins ``begins`` us after it and takes ``lasts``."""
     correlation = 100_000 + len(b.events)
     start = b.now + begins
@@ -183,7 +185,9 @@ def test_a_pageable_copy_blocks_by_itself_and_its_sync_does_not_count_again():
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
         with b.op("aten::_local_scalar_dense", host_us=0):
-            held(b, 115, 103, 2, "Pageable", "cudaMemcpyAsync")  # 5 .. 120, copies 108 .. 110
+            blocking_copy(
+                b, 115, 103, 2, "Pageable", "cudaMemcpyAsync"
+            )  # 5 .. 120, copies 108 .. 110
             b.call("cudaStreamSynchronize", 3)  # 120 .. 123
         b.host(26.5)
         b.launch("gemm", 10)  # called at 150, runs from 158
@@ -200,7 +204,7 @@ def test_a_pageable_copy_blocks_by_itself_and_its_sync_does_not_count_again():
 def test_a_pinned_asynchronous_copy_is_not_a_sync_however_long_its_call():
     b = program()
     with b.step():
-        held(b, 115, 50, 2, "Pinned", "cudaMemcpyAsync")
+        blocking_copy(b, 115, 50, 2, "Pinned", "cudaMemcpyAsync")
         b.launch("gemm", 10)
     assert b.analysis().syncs.is_empty()
 
@@ -209,9 +213,9 @@ def test_the_synchronous_copy_call_is_a_sync():
     b = program()
     with b.step():
         b.launch("gemm", 20)  # 8 .. 28
-        held(b, 60, 30, 20, "Pinned", "cudaMemcpy")  # 5 .. 65, copies 35 .. 55
+        blocking_copy(b, 60, 30, 20, "Pinned", "cudaMemcpy")  # 5 .. 65, copies 35 .. 55
         b.launch("gemm", 10)  # called at 65, runs from 73
-    sync = only(b.analysis())
+    sync = only_row(b.analysis())
     assert (sync["kind"], sync["cause"], sync["bubble"]) == ("memcpy", "cudaMemcpy", 18_000)
 
 
@@ -253,7 +257,7 @@ def test_a_sync_with_work_after_it_is_never_the_profilers():
         b.launch("gemm", 100)
         b.sync()
         b.launch("gemm", 100)
-    assert not only(b.analysis())["profiler"]
+    assert not only_row(b.analysis())["profiler"]
 
 
 def test_with_stacks_the_frames_tell_who_synchronised():
@@ -289,7 +293,7 @@ def test_only_calls_inside_the_used_steps_count():
 
 
 def test_event_syncs_by_record_and_by_time():
-    # told the record, what is awaited ends at 108; else the last work that ends during the call
+    # with the record, what is awaited ends at 108; else the last work that ends during the call
     for rows, released in ((True, 108_000), (False, 128_000)):
         b = program()
         with b.step():
@@ -322,7 +326,7 @@ def test_event_syncs_by_record_and_by_time():
                     },
                 }
             )
-        sync = only(b.analysis())
+        sync = only_row(b.analysis())
         assert sync["kind"] == "event"
         assert sync["bubble_ts"] == released
         assert sync["bubble"] == 198_000 - 128_000  # the device idles when the late work has ended
@@ -419,14 +423,14 @@ def test_reads_of_host_tensors_are_not_syncs(name, reads, waiting, shared_trace)
 
 def test_the_one_read_of_the_bert_step_left_154_us(shared_trace):
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
-    read = only(a, cause="aten::is_nonzero")
+    read = only_row(a, cause="aten::is_nonzero")
     # by hand from the file: the copy ends, and the next kernel starts that much later
     gpu, cpu = a.trace.gpu, a.trace.cpu
     end = gpu["ts"][read["copy"]] + gpu["dur"][read["copy"]]
     launched = cpu["ts"].gather(gpu["launch"].fill_null(0))
     following = gpu["ts"].filter(launched > cpu["ts"][read["host"]]).min()
     assert read["bubble"] == following - end == 153_855
-    assert only(a, kind="device")["cause"] == "torch.cuda.synchronize"
+    assert only_row(a, kind="device")["cause"] == "torch.cuda.synchronize"
 
 
 @pytest.mark.parametrize("name", ["alexnet", "simple_add", "mi210_gpu_only", "triton_example"])

@@ -1,4 +1,4 @@
-"""Memory: peaks a step, allocating calls, recomputation; oracles by hand and by brute force."""
+"""Memory: peaks per step, allocating calls, recomputation; oracles by hand and by brute force."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_peak_of_a_step_is_the_largest_total_in_it() -> None:
     assert table["step"].to_list() == [0, 1]
 
 
-def test_what_was_allocated_before_a_step_is_still_there_in_it() -> None:
+def test_memory_allocated_before_a_step_still_counts_in_it() -> None:
     b = TraceBuilder()
     with b.step():
         b.memory(7 * GIB, 7 * GIB, 8 * GIB)
@@ -200,7 +200,7 @@ def forward(b: TraceBuilder, us: float = 100) -> None:
 
 
 def checkpointed(*, reentrant: bool, steps: int = 2, stacks: bool = True) -> TraceBuilder:
-    """As recorded of torch 2.13: frames and nodes around what runs again, 100 µs a step; the
+    """A recording of torch 2.13: frames and nodes around what runs again, 100 µs per step; the
     forward pass is 100 µs too and the backward kernels 30 µs each."""
     b = TraceBuilder()
     for _ in range(steps):

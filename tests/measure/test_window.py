@@ -1,5 +1,4 @@
-"""What is in the recorded window and is not the steps': work of before, backlogs, holes, first
-calls."""
+"""Work in the recorded window that no step owns: earlier work, backlogs, holes, first calls."""
 
 from __future__ import annotations
 
@@ -77,12 +76,12 @@ def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, 
     end = max(e["ts"] + e["dur"] for e in own)
     assert a.step_ns / 1e3 == pytest.approx(end - drained, rel=0.02)
     limits = analyze(path, OPTIONS).limits
-    told = f"{len(before)} kernels ({sum(e['dur'] for e in before) / 1e3:.1f} ms)"
-    assert any(told in line for line in limits)
+    expected = f"{len(before)} kernels ({sum(e['dur'] for e in before) / 1e3:.1f} ms)"
+    assert any(expected in line for line in limits)
 
 
 @pytest.mark.parametrize("name", ["alexnet", "linear_2080ti_launch_bound"])
-def test_what_was_launched_before_a_later_start_of_the_recording_is_found(
+def test_work_launched_before_a_later_start_of_the_recording_is_found(
     shared_trace: Shared, rewriting, tmp_path: Path, name: str
 ):
     """The host's first third is cut away, the device's records stay."""
@@ -100,8 +99,8 @@ def test_what_was_launched_before_a_later_start_of_the_recording_is_found(
     cut_data = {**data, "traceEvents": [e for e in data["traceEvents"] if id(e) not in early]}
     expected = sum(e["args"]["correlation"] in gone for e in kernels_of(data))
     a = Analysis(read_trace(rewriting.save(cut_data, tmp_path / "cut.json")))
-    found = a.launched_before & (a.trace.gpu["kind"] == "kernel").to_numpy()
-    assert int(found.sum()) == expected > 10
+    is_earlier_kernel = a.launched_before & (a.trace.gpu["kind"] == "kernel").to_numpy()
+    assert int(is_earlier_kernel.sum()) == expected > 10
     assert not a.lost_records.reported
 
 
@@ -119,8 +118,8 @@ def test_kernels_after_the_hosts_marks_are_their_steps_work(shared_trace: Shared
     assert a.trace.gpu.filter(pl.Series(a.launched_before))["op"].null_count() == 9
 
 
-def ahead(host: float, device: float, steps: int = 5) -> TraceBuilder:
-    """A loop whose host needs ``host`` us a step and whose device ``device``."""
+def loop_trace(host: float, device: float, steps: int = 5) -> TraceBuilder:
+    """A loop whose host needs ``host`` us per step and whose device ``device``."""
     b = TraceBuilder()
     for _ in range(steps):
         with b.step():
@@ -132,14 +131,14 @@ def ahead(host: float, device: float, steps: int = 5) -> TraceBuilder:
 
 
 def test_a_step_of_a_host_that_runs_ahead_is_the_devices_period():
-    steps = Analysis(ahead(host=400, device=1000).trace()).steps
+    steps = Analysis(loop_trace(host=400, device=1000).trace()).steps
     assert steps.used["dur"].to_numpy() == pytest.approx(1e6, rel=0.01)
     assert steps.host_ns is not None and steps.host_ns < 0.5e6
     assert steps.ahead_ns is not None and steps.ahead_ns == pytest.approx(1.15e6, rel=0.2)
 
 
 def test_a_device_that_keeps_up_has_the_hosts_steps():
-    steps = Analysis(ahead(host=1000, device=400).trace()).steps
+    steps = Analysis(loop_trace(host=1000, device=400).trace()).steps
     assert steps.ahead_ns is None
     assert steps.marks is steps.table
 
@@ -197,7 +196,7 @@ def test_a_trace_whose_kernels_were_all_lost_says_so(shared_trace: Shared):
 
 
 def test_launches_into_a_captured_graph_lose_nothing():
-    trace = ahead(400, 1000).trace()
+    trace = loop_trace(400, 1000).trace()
     assert lost_records(trace)[:2] == (20, 0)
 
 
@@ -306,8 +305,8 @@ def test_a_report_names_the_snapshot_that_lay_beside_its_trace(
 ):
     for name in ("alexnet.json.gz", "memory/opt13b_weights.pickle.gz"):
         shutil.copy(shared_file(name), tmp_path)
-    shown = REPORTS.render("terminal", analyze(tmp_path, OPTIONS))
-    assert "from opt13b_weights.pickle.gz" in shown
+    text = REPORTS.render("terminal", analyze(tmp_path, OPTIONS))
+    assert "from opt13b_weights.pickle.gz" in text
 
 
 # -- first calls --------------------------------------------------------------------------------
@@ -344,7 +343,7 @@ def _scripted(b: TraceBuilder, name: str, ms: float) -> None:
 
 
 def test_a_compiled_function_that_takes_most_of_a_recording_is_named_by_its_length():
-    """As in a public recording: ``delta_r2``, a TorchScript function, takes 297 of 347 ms."""
+    """Reproduces a public recording: ``delta_r2``, a TorchScript function, takes 297 of 347 ms."""
     b = TraceBuilder()
     b.run("aten::mm", "gemm", 300, times=100)
     _scripted(b, "delta_r2", 297)
@@ -354,8 +353,8 @@ def test_a_compiled_function_that_takes_most_of_a_recording_is_named_by_its_leng
     assert a.one_off_costs["name"].to_list() == ["delta_r2"] and a.one_off_costs["usual"][0] is None
     compiling = a.gaps.filter(pl.col("cause") == "compile")["dur"].sum()
     assert 0.6 * 297e6 < compiling <= 298e6
-    said = [limit.text for limit in list_limits(a, Run({(0, 0): b.trace()}))]
-    assert any("delta_r2 29" in line and "(its only call)" in line for line in said)
+    limits = [limit.text for limit in list_limits(a, Run({(0, 0): b.trace()}))]
+    assert any("delta_r2 29" in line and "(its only call)" in line for line in limits)
 
 
 @pytest.mark.parametrize(("name", "ms"), [("aten::unique_dim", 297), ("delta_r2", 20)])
@@ -368,7 +367,7 @@ def test_an_operator_or_a_short_function_may_come_again(name: str, ms: float):
     assert Analysis(b.trace()).one_off_costs.is_empty()
 
 
-def test_what_other_steps_do_without_is_a_cost_once():
+def test_work_that_other_steps_lack_is_a_cost_once():
     b = TraceBuilder()
     for number in range(6):
         with b.step():
@@ -417,15 +416,15 @@ def test_ranges_that_run_what_was_compiled_are_not(name: str):
     assert Analysis(b.trace()).gaps.filter(pl.col("cause") == "compile").is_empty()
 
 
-@pytest.mark.parametrize(("queued_us", "told"), [(60_000, False), (10, True)])
-def test_a_launch_that_waits_for_a_full_queue_is_not_start_up(queued_us: float, told: bool):
+@pytest.mark.parametrize(("queued_us", "is_start_up"), [(60_000, False), (10, True)])
+def test_a_launch_that_waits_for_a_full_queue_is_not_start_up(queued_us: float, is_start_up: bool):
     b = TraceBuilder()
     b.run("aten::mm", "gemm", queued_us)
     b.call("cudaLaunchKernel", 50_000)
     b.run("aten::mm", "gemm", 300)
     b.sync()
-    said = [limit.text for limit in list_limits(b.analysis(), Run({(0, 0): b.trace()}))]
-    assert any("start-up" in line for line in said) == told
+    limits = [limit.text for limit in list_limits(b.analysis(), Run({(0, 0): b.trace()}))]
+    assert any("start-up" in line for line in limits) == is_start_up
 
 
 def test_search_and_loading_of_a_real_first_iteration_are_named(shared_trace: Shared):
@@ -435,7 +434,7 @@ def test_search_and_loading_of_a_real_first_iteration_are_named(shared_trace: Sh
     assert not report.findings
 
 
-def capturing(steps: int, captures: int) -> TraceBuilder:
+def graph_capture_trace(steps: int, captures: int) -> TraceBuilder:
     """Graphs of 30 ms are captured in the first ``captures`` of some steps."""
     b = TraceBuilder()
     for number in range(steps):
@@ -451,7 +450,7 @@ def capturing(steps: int, captures: int) -> TraceBuilder:
 
 @pytest.mark.parametrize("name", ["hipModuleLoadData", "cuModuleLoadDataEx", "cuLibraryLoadData"])
 @pytest.mark.parametrize("between", ["nothing", "a query", "a launch", "an operator"])
-def test_what_lies_between_loads_of_code_is_start_up_if_nothing_else_is_recorded(
+def test_time_between_loads_of_code_is_start_up_if_nothing_else_is_recorded(
     name: str, between: str
 ) -> None:
     b = TraceBuilder()
@@ -469,15 +468,15 @@ def test_what_lies_between_loads_of_code_is_start_up_if_nothing_else_is_recorded
     b.call(name, 400)
     b.run("aten::mm", "gemm", 100)
     a = Analysis(b.trace())
-    found = a.one_off_costs.filter(pl.col("name").str.starts_with(LOADING))
+    rows = a.one_off_costs.filter(pl.col("name").str.starts_with(LOADING))
     causes = dict(a.gaps.group_by("cause").agg(pl.col("dur").sum()).iter_rows())
     if between in ("nothing", "a query"):
-        assert found["count"].to_list() == [2]
-        assert found["dur"][0] >= 10_700_000
+        assert rows["count"].to_list() == [2]
+        assert rows["dur"][0] >= 10_700_000
         assert causes["compile"] >= 10_700_000
         assert causes.get("unknown", 0) < 1_000_000
     else:
-        assert found.is_empty()
+        assert rows.is_empty()
         assert causes["unknown"] >= 9_000_000
 
 
@@ -497,13 +496,13 @@ def test_a_library_that_starts_up_between_two_loads_is_said_to(
 
 
 def test_the_capture_of_a_graph_is_a_one_off_cost() -> None:
-    a = Analysis(capturing(6, 1).trace())
+    a = Analysis(graph_capture_trace(6, 1).trace())
     assert a.one_off_costs["name"].to_list() == [CAPTURE]
     assert a.one_off_costs["dur"][0] == 30_010_000
 
 
 def test_a_program_that_captures_in_each_step_does_not_do_so_once() -> None:
-    assert Analysis(capturing(6, 6).trace()).one_off_costs.is_empty()
+    assert Analysis(graph_capture_trace(6, 6).trace()).one_off_costs.is_empty()
 
 
 def test_a_capture_of_a_server_is_not_advice(shared_trace: Callable[[str], str]) -> None:

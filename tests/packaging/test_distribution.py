@@ -1,5 +1,5 @@
-"""What people without a checkout get: the whole source, links that lead somewhere, commands that
-work for them."""
+"""The distribution without a checkout: the whole source, links that lead somewhere, commands
+that work."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "a" * 40
 
 
-def tracked() -> set[str]:
+def repository_files() -> set[str]:
     """Files of the repository, but hidden ones."""
     command = ["git", "ls-files", "-z"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
         pytest.skip("not a git checkout")
-    names = set(done.stdout.split("\0")) - {""}
+    names = set(result.stdout.split("\0")) - {""}
     return {name for name in names if not any(p.startswith(".") for p in Path(name).parts)}
 
 
@@ -36,7 +36,7 @@ def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=False)
-    names = tracked()
+    names = repository_files()
     (tmp_path / "source.tar").write_bytes(archive.stdout)
     with tarfile.open(tmp_path / "source.tar") as tar:
         tar.extractall(source, filter="tar")
@@ -84,14 +84,16 @@ def test_an_extra_is_installed_from_where_advisor_came(
     origin: dict[str, object] | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = None if origin is None else json.dumps(origin)
-    found = SimpleNamespace(read_text=lambda name: text)
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
+    distribution = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
     assert errors.install_command("record") == expected
 
 
-def test_without_having_been_installed_it_is_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> object:
+def test_a_package_without_metadata_is_described_by_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raise_not_found(name: str) -> object:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    monkeypatch.setattr(importlib.metadata, "distribution", raise_not_found)
     assert errors.install_command("mcp") == f'pip install "{ROOT}[mcp]"'

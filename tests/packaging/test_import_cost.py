@@ -23,11 +23,11 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 
 
 def python(code: str) -> str:
-    """What the code prints in a process of its own, which must end well."""
+    """Run code in a process of its own, which must succeed, and return what it prints."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run(command, check=False, text=True, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def imported_by(code: str) -> set[str]:

@@ -1,4 +1,5 @@
-"""What ``make`` installs is pinned, and each file known by its hash, but for torch's builds."""
+"""Everything that ``make`` installs is pinned, and each file known by its hash, but for torch's
+builds."""
 
 from __future__ import annotations
 

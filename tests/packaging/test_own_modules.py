@@ -21,7 +21,7 @@ TRAP = (
 
 
 @pytest.fixture
-def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder_of_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with modules named like those that advisor imports."""
     for name in ("typer", "msgspec", "polars", "rich", "numpy", "gzip", "csv"):
         (tmp_path / f"{name}.py").write_text(TRAP)
@@ -30,23 +30,25 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_lines_at_the_end_of_a_recording(trapped: Path) -> None:
+def test_the_lines_at_the_end_of_a_recording(folder_of_traps: Path) -> None:
     with contextlib.suppress(AdvisorError):
-        folder.summarise_findings(trapped)
-    assert not (trapped / "executed").exists()
+        folder.summarise_findings(folder_of_traps)
+    assert not (folder_of_traps / "executed").exists()
 
 
-def test_programs_that_an_agent_records(trapped: Path) -> None:
-    code, _, said = programs._run_command(["--version"], trapped, 60.0)
-    assert (code, said.split()[0]) == (0, "advisor")
-    assert not (trapped / "executed").exists()
+def test_programs_that_an_agent_records(folder_of_traps: Path) -> None:
+    code, _, messages = programs._run_command(["--version"], folder_of_traps, 60.0)
+    assert (code, messages.split()[0]) == (0, "advisor")
+    assert not (folder_of_traps / "executed").exists()
 
 
-def test_python_m_advisor_as_a_person_types_it(trapped: Path) -> None:
+def test_python_m_advisor_as_a_person_types_it(folder_of_traps: Path) -> None:
     command = [sys.executable, "-m", "advisor", "--version"]
-    done = subprocess.run(command, cwd=trapped, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("advisor ")
-    assert not (trapped / "executed").exists()
+    result = subprocess.run(
+        command, cwd=folder_of_traps, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.startswith("advisor ")
+    assert not (folder_of_traps / "executed").exists()
 
 
 def test_every_place_that_starts_advisor_keeps_the_current_folder_out() -> None:

@@ -42,19 +42,19 @@ pytestmark = pytest.mark.slow
 
 class Wheel(NamedTuple):
     name: str
-    """Of the file."""
+    """Name of the file."""
     content: set[str]
     """Names of the files in the wheel."""
     source: set[str]
     """Files of the copy it was built from, as they should be named in it."""
     bin: Path
-    """Where the commands of an environment are that holds the wheel and its dependencies only."""
+    """Folder of the commands of an environment that holds the wheel and its dependencies only."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     """The output of a command that must succeed; no Python of ours leaks into its environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
-    done = subprocess.run(
+    result = subprocess.run(
         [str(part) for part in command],
         check=False,
         cwd=cwd,
@@ -64,8 +64,8 @@ def run(*command: str | Path, cwd: Path) -> str:
         capture_output=True,
         timeout=300,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
 
 
 def module_name(file: str) -> str:
@@ -168,14 +168,14 @@ def test_every_module_imports_without_the_extras(wheel: Wheel) -> None:
 
 
 def test_walking_the_package_finds_every_module(wheel: Wheel) -> None:
-    """As rules are found; a folder without ``__init__.py`` would be missed."""
+    """The rules are found like this; a folder without ``__init__.py`` would be missed."""
     code = (
         "import json, pkgutil, advisor\n"
         "walk = pkgutil.walk_packages(advisor.__path__, 'advisor.', onerror=lambda name: None)\n"
         "print(json.dumps([module.name for module in walk]))"
     )
-    found = set(json.loads(run(wheel.bin / "python", "-I", "-c", code, cwd=wheel.bin)))
-    assert sorted(importable(wheel.source) - {"advisor"} - found) == []
+    items = set(json.loads(run(wheel.bin / "python", "-I", "-c", code, cwd=wheel.bin)))
+    assert sorted(importable(wheel.source) - {"advisor"} - items) == []
 
 
 def test_the_command_shows_its_help(wheel: Wheel) -> None:
@@ -196,7 +196,7 @@ def three_steps() -> list[dict[str, object]]:
     """Three steps of 1 ms, each an op that launches one kernel of 0.5 ms."""
     events: list[dict[str, object]] = []
 
-    def add(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: object) -> None:
+    def add_event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: object) -> None:
         event = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur}
         events.append({**event, "args": args})
 
@@ -204,8 +204,8 @@ def three_steps() -> list[dict[str, object]]:
         start = 1000.0 * (step + 1)  # µs
         link = {"External id": step + 1, "correlation": step + 1}
         shape = {"grid": [64, 1, 1], "block": [256, 1, 1]}
-        add("user_annotation", f"ProfilerStep#{step}", start, 1000)
-        add("cpu_op", "aten::mm", start + 100, 50, **{"External id": step + 1})
-        add("cuda_runtime", "cudaLaunchKernel", start + 120, 10, **link)
-        add("kernel", "sgemm", start + 150, 500, tid=7, device=0, stream=7, **link, **shape)
+        add_event("user_annotation", f"ProfilerStep#{step}", start, 1000)
+        add_event("cpu_op", "aten::mm", start + 100, 50, **{"External id": step + 1})
+        add_event("cuda_runtime", "cudaLaunchKernel", start + 120, 10, **link)
+        add_event("kernel", "sgemm", start + 150, 500, tid=7, device=0, stream=7, **link, **shape)
     return events

@@ -2,7 +2,7 @@
 
 The program (``PROGRAM``): six iterations of 1 ms, each with a range around it, in which a copy of
 1 MB is made from pageable memory and three kernels are launched, and the host then waits. All
-times are nanoseconds by hand, so that what a reader says can be held against arithmetic.
+times are nanoseconds by hand, so that a reader's answers can be compared with arithmetic.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Call:
 @dataclass(frozen=True)
 class Work:
     name: str
-    """``""``: the copy."""
+    """Name of the kernel; ``""`` for the copy."""
     start: int
     end: int
     number: int
 
 
 def program() -> tuple[list[tuple[str, int, int]], list[Call], list[Work]]:
-    """Ranges, calls and device work."""
+    """Return the ranges, calls and device work of the program."""
     ranges, calls, work = [], [], []
     number = 0
     for iteration in range(ITERATIONS):
@@ -58,8 +58,8 @@ def program() -> tuple[list[tuple[str, int, int]], list[Call], list[Work]]:
     return ranges, calls, work
 
 
-def busy() -> int:
-    """Nothing runs beside anything else."""
+def busy_ns() -> int:
+    """Total device time: nothing runs beside anything else."""
     return ITERATIONS * (COPY + sum(KERNELS))
 
 
@@ -174,7 +174,7 @@ def rocpd(path: Path, version: int = 3, *, keyed: bool = True) -> Path:
         events.append((len(events) + 1, code(category), stack, extra))
         return len(events)
 
-    def timed(row: dict[str, Any], start: int, end: int, track: int) -> dict[str, Any]:
+    def add_times(row: dict[str, Any], start: int, end: int, track: int) -> dict[str, Any]:
         if version == 3:
             where = {"pid": 1, "tid": 1, "agent_id": 2, "queue_id": 1, "stream_id": 3}
             return {**row, **where, "start": start, "end": end}
@@ -185,23 +185,23 @@ def rocpd(path: Path, version: int = 3, *, keyed: bool = True) -> Path:
     for text, start, end in ranges:
         number = event("MARKER_CORE_API", 10_000 + len(regions), json.dumps({"message": text}))
         row = {"id": len(regions) + 1, "name_id": code("roctxThreadRangeA"), "event_id": number}
-        regions.append(timed(row, start, end, 1))
+        regions.append(add_times(row, start, end, 1))
     for call in calls:
         number = event("HIP_RUNTIME_API", call.number)
         row = {"id": len(regions) + 1, "name_id": code(_HIP[call.name]), "event_id": number}
-        regions.append(timed(row, call.start, call.end, 1))
+        regions.append(add_times(row, call.start, call.end, 1))
     for one in work:
         size = {f"{what}_{axis}": 1 for what in ("workgroup_size", "grid_size") for axis in "xyz"}
         if one.name:
             row = {"id": len(kernels) + 1, "kernel_id": NAMES.index(one.name) + 1, **size}
             row |= {"workgroup_size_x": 64, "grid_size_x": 64 * 24, "group_segment_size": 0}
             row["event_id"] = event("KERNEL_DISPATCH", one.number)
-            kernels.append(timed(row, one.start, one.end, 2))
+            kernels.append(add_times(row, one.start, one.end, 2))
         else:
             row = {"id": len(copies) + 1, "name_id": code("MEMORY_COPY_HOST_TO_DEVICE")}
             row |= {"size": BYTES, "dst_agent_id": 2, "src_agent_id": 1}
             row["event_id"] = event("MEMORY_COPY", one.number)
-            copies.append(timed(row, one.start, one.end, 2))
+            copies.append(add_times(row, one.start, one.end, 2))
     with sqlite3.connect(path) as db:
         for name, rows in (
             ("region", regions),
@@ -239,7 +239,7 @@ def rocpd(path: Path, version: int = 3, *, keyed: bool = True) -> Path:
 
 
 def rocprof_json(path: Path) -> Path:
-    """The same as ``rocprofv3 --output-format json`` writes it."""
+    """Write what ``rocprofv3 --output-format json`` writes."""
     ranges, calls, work = program()
     names = sorted(set(_HIP.values()))
     strings = {
@@ -294,7 +294,7 @@ def rocprof_json(path: Path) -> Path:
 
 
 def rpd(path: Path, *, keyed: bool = True) -> Path:
-    """rocmProfileData's database."""
+    """Write a database of rocmProfileData."""
     ranges, calls, work = program()
     texts: dict[str, int] = {"": 1}
     code = lambda text: texts.setdefault(text, len(texts) + 1)  # noqa: E731

@@ -1,7 +1,7 @@
 """Every format: kernel time by family, device busy, copies and gaps are those that SQL, the
 protobuf's fields or the JSON say, each read here without any of our readers.
 
-Only families are told apart of which a kernel's name leaves no doubt; the others are one."""
+Only families that a kernel's name makes certain are distinguished; the others count as one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.read import xspace_writer as xspace
 
 
 class Work(NamedTuple):
-    """A piece of device work; ns."""
+    """A piece of device work; times in ns."""
 
     device: int
     kind: str
@@ -36,22 +36,25 @@ class Work(NamedTuple):
     size: int | None = None
 
 
-def ask(path: str, query: str) -> list[Any]:
+def query_database(path: str, query: str) -> list[Any]:
     with sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True) as db:
         return db.execute(query).fetchall()
 
 
 def tables(path: str) -> set[str]:
-    return {name for (name,) in ask(path, "SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return {
+        name
+        for (name,) in query_database(path, "SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
 
 
 # -- what each file says ------------------------------------------------------------------------
 
 
 def of_nsys(path: str) -> list[Work]:
-    found = [
+    result = [
         Work(device, "kernel", name, start, end)
-        for device, name, start, end in ask(
+        for device, name, start, end in query_database(
             path,
             "SELECT deviceId, value, start, end FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds "
             "ON id = demangledName",
@@ -59,22 +62,24 @@ def of_nsys(path: str) -> list[Work]:
     ]
     for table, kind in (("MEMCPY", "memcpy"), ("MEMSET", "memset")):
         if f"CUPTI_ACTIVITY_KIND_{table}" in tables(path):
-            rows = ask(
+            rows = query_database(
                 path,
                 f"SELECT deviceId, start, end, bytes FROM CUPTI_ACTIVITY_KIND_{table}",
             )
-            found += [Work(device, kind, "", start, end, size) for device, start, end, size in rows]
-    return found
+            result += [
+                Work(device, kind, "", start, end, size) for device, start, end, size in rows
+            ]
+    return result
 
 
 def of_rpd(path: str) -> list[Work]:
     sizes = dict(
-        ask(
+        query_database(
             path,
             "SELECT op_id, size FROM rocpd_copyapi JOIN rocpd_api_ops ON api_id = api_ptr_id",
         )
     )
-    rows = ask(
+    rows = query_database(
         path,
         "SELECT o.id, gpuId, d.string, k.string, start, end FROM rocpd_op o JOIN rocpd_string d "
         "ON d.id = description_id JOIN rocpd_string k ON k.id = opType_id",
@@ -98,48 +103,48 @@ def of_rocpd(path: str) -> list[Work]:
         f"JOIN 'rocpd_timestamp{tail}' e ON e.id = end_id "
     )
     name = f"JOIN 'rocpd_info_kernel_symbol{tail}' k ON k.id = kernel_id"
-    rows = ask(
+    rows = query_database(
         path,
         joined.format(
             what="k.display_name", times=times, table="kernel_dispatch", tail=tail, more=more + name
         ),
     )
-    found = [Work(0, "kernel", *row) for row in rows]
-    rows = ask(
+    result = [Work(0, "kernel", *row) for row in rows]
+    rows = query_database(
         path, joined.format(what="size", times=times, table="memory_copy", tail=tail, more=more)
     )
-    return found + [Work(0, "memcpy", "", start, end, size) for size, start, end in rows]
+    return result + [Work(0, "memcpy", "", start, end, size) for size, start, end in rows]
 
 
 def of_rocprof(path: str) -> list[Work]:
     (process,) = json.loads(Path(path).read_text())["rocprofiler-sdk-tool"]
     names = {one["kernel_id"]: one["formatted_kernel_name"] for one in process["kernel_symbols"]}
     records = process["buffer_records"]
-    found = [
+    work = [
         Work(0, "kernel", names[one["dispatch_info"]["kernel_id"]], one["start_timestamp"],
              one["end_timestamp"])
         for one in records["kernel_dispatch"]
     ]  # fmt: skip
-    return found + [
+    return work + [
         Work(0, "memcpy", "", one["start_timestamp"], one["end_timestamp"], one["bytes"])
         for one in records["memory_copy"]
     ]
 
 
 def of_xplane(path: str) -> list[Work]:
-    found = []
+    result = []
     data = Path(path).read_bytes()
     data = gzip.decompress(data) if path.endswith(".gz") else data
     for plane, _, name, start, dur, stats in xspace.device_events(data):
-        told = stats.get("memcpy_details", "")
-        size = int(told.split("size:")[1].split()[0]) if told else None
-        kind = "memcpy" if told else "memset" if "memset_details" in stats else "kernel"
+        details = stats.get("memcpy_details", "")
+        size = int(details.split("size:")[1].split()[0]) if details else None
+        kind = "memcpy" if details else "memset" if "memset_details" in stats else "kernel"
         device = int(plane.rpartition(":")[2])
-        found.append(Work(device, kind, name, start / 1000, (start + dur) / 1000, size))
-    return found
+        result.append(Work(device, kind, name, start / 1000, (start + dur) / 1000, size))
+    return result
 
 
-def _written(folder: Path) -> Path:
+def _write_xplane(folder: Path) -> Path:
     path = folder / "host.xplane.pb"
     path.write_bytes(xspace.jax_training())
     return path
@@ -154,7 +159,7 @@ FILES: dict[str, Truth] = {
     "xla/tf_gpu_multi_worker.xplane.pb.gz": of_xplane,
     "rocprof/matmul_result.rpd": of_rpd,
 }
-"""Of public projects."""
+"""Files of public projects."""
 MADE: dict[str, tuple[Callable[[Path], Path], Truth]] = {
     "nsys 2020": (lambda folder: profiler_files.nsys(folder / "a.sqlite", 2020), of_nsys),
     "nsys 2026": (lambda folder: profiler_files.nsys(folder / "a.sqlite"), of_nsys),
@@ -162,9 +167,9 @@ MADE: dict[str, tuple[Callable[[Path], Path], Truth]] = {
     "rocpd 3": (lambda folder: profiler_files.rocpd(folder / "a.db"), of_rocpd),
     "rocpd 4": (lambda folder: profiler_files.rocpd(folder / "a.db", 4), of_rocpd),
     "rocprofv3": (lambda folder: profiler_files.rocprof_json(folder / "a.json"), of_rocprof),
-    "xplane": (_written, of_xplane),
+    "xplane": (_write_xplane, of_xplane),
 }
-"""Of our own."""
+"""Files that the tests write."""
 SIGNS = {
     "nccl": "communication",
     "flash_fwd": "attention",
@@ -180,7 +185,7 @@ SIGNS = {
     "nll_loss": "loss",
     "FillPhilox": "random",
 }
-"""What in a kernel's name tells its family."""
+"""Parts of a kernel's name that identify its family."""
 
 
 def family(name: str) -> str:
@@ -188,10 +193,10 @@ def family(name: str) -> str:
 
 
 @pytest.fixture(params=[*FILES, *MADE])
-def told(
+def truth_of(
     request: pytest.FixtureRequest, tmp_path: Path, shared_file: Callable[[str], str]
 ) -> tuple[str, Truth]:
-    """A file, and how it is read here."""
+    """A file, and the function that reads it here."""
     if request.param in FILES:
         return shared_file(request.param), FILES[request.param]
     make, truth = MADE[request.param]
@@ -201,29 +206,29 @@ def told(
 # -- what we say of it --------------------------------------------------------------------------
 
 
-def whole(trace: Trace) -> Analysis:
-    """Without steps, so that all of the recording counts."""
+def without_steps(trace: Trace) -> Analysis:
+    """A trace without steps, so that all of the recording counts."""
     return Analysis(replace(trace, meta=replace(trace.meta, format="kineto", step_marks=None)))
 
 
 def test_families_busy_time_copies_and_gaps_are_those_of_the_file(
-    told: tuple[str, Truth],
+    truth_of: tuple[str, Truth],
 ) -> None:
-    path, truth = told
+    path, truth = truth_of
     work = truth(path)
     run = open_run(path)
     seen = set()
     for rank in run.ranks:
         trace = run.window(rank)
-        a = whole(trace)
+        a = without_steps(trace)
         assert a.steps.source == "whole trace" and a.device_id is not None
         gpu = trace.gpu.with_columns(pl.col("name", "kind").cast(pl.String))
         seen |= set(gpu["device"].to_list())
-        mine = [one for one in work if one.device in set(gpu["device"].to_list())]
-        assert gpu.height == len(mine)
-        _families(a, gpu, mine)
-        _copies(gpu, mine)
-        _busy_and_gaps(a, [one for one in mine if one.device == a.device_id])
+        on_device = [one for one in work if one.device in set(gpu["device"].to_list())]
+        assert gpu.height == len(on_device)
+        _families(a, gpu, on_device)
+        _copies(gpu, on_device)
+        _busy_and_gaps(a, [one for one in on_device if one.device == a.device_id])
     assert seen == {one.device for one in work}
 
 
@@ -234,14 +239,14 @@ def _families(a: Analysis, gpu: pl.DataFrame, work: list[Work]) -> None:
             asked[one.device, family(one.name)] += one.end - one.start
     families = a.kernels["family"].cast(pl.String).to_list()
     known = set(SIGNS.values())
-    told = (
+    sums = (
         gpu.with_columns(family=pl.Series([f if f in known else "another" for f in families]))
         .filter(pl.col("kind") == "kernel")
         .group_by("device", "family")
         .agg(pl.col("dur").sum())
     )
-    found = {(device, name): float(ns) for device, name, ns in told.iter_rows()}
-    assert found == pytest.approx(dict(asked), rel=1e-3)
+    result = {(device, name): float(ns) for device, name, ns in sums.iter_rows()}
+    assert result == pytest.approx(dict(asked), rel=1e-3)
 
 
 def _copies(gpu: pl.DataFrame, work: list[Work]) -> None:
@@ -256,8 +261,8 @@ def _copies(gpu: pl.DataFrame, work: list[Work]) -> None:
 
 def _busy_and_gaps(a: Analysis, work: list[Work]) -> None:
     # figures begin with the device's own span: without work launched before the recording
-    mine = (a.trace.gpu["device"] == a.device_id).to_numpy()
-    lead = int(a.spans.start[0]) - int(a.trace.gpu["ts"].to_numpy()[mine].min())
+    on_device = (a.trace.gpu["device"] == a.device_id).to_numpy()
+    lead = int(a.spans.start[0]) - int(a.trace.gpu["ts"].to_numpy()[on_device].min())
     first = min(one.start for one in work) + max(0, lead)
     assert lead <= 0.05 * a.trace.meta.end_ns
     work = [one for one in work if one.end > first]
@@ -269,7 +274,7 @@ def _busy_and_gaps(a: Analysis, work: list[Work]) -> None:
             spans.append([start, end])
     busy = sum(end - start for start, end in spans)
     between = sum(after[0] - before[1] for before, after in pairwise(spans))
-    assert a.device_busy(mine).total == pytest.approx(busy, rel=1e-3)
-    own = a.trace.gpu.filter(mine)
+    assert a.device_busy(on_device).total == pytest.approx(busy, rel=1e-3)
+    own = a.trace.gpu.filter(on_device)
     inside = a.gaps.filter(pl.col("ts").is_between(own["ts"].min(), own["ts"].max()))
     assert int(inside["dur"].sum()) == pytest.approx(between, rel=1e-3)

@@ -1,4 +1,4 @@
-"""From events to a trace: rows cleaned and counted, times in ns, every join made."""
+"""Events to a trace: rows cleaned and counted, times in ns, every join made."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def op(name: str, ts: Any, dur: Any, external: Any = None, **fields: Any) -> dic
     return {**event("cpu_op", name, ts, dur, **args), **fields}
 
 
-def call(ts: Any, correlation: Any, name: str = "cudaLaunchKernel", dur: Any = 1) -> dict[str, Any]:
+def runtime_call(
+    ts: Any, correlation: Any, name: str = "cudaLaunchKernel", dur: Any = 1
+) -> dict[str, Any]:
     return event("cuda_runtime", name, ts, dur, correlation=correlation)
 
 
@@ -74,7 +76,7 @@ SCHEMAS = {
 def test_every_frame_has_its_schema_whatever_is_in_it() -> None:
     full = read(
         op("aten::mm", 0, 9, 1),
-        call(1, 5),
+        runtime_call(1, 5),
         kernel(3, 5),
         event("cuda_sync", "Stream Sync", 4, 2, stream=7, correlation=9, device=0),
         event("cuda_profiler_range", "gemm", 4, 2, cycles=5),
@@ -102,9 +104,9 @@ def test_a_kernel_finds_its_launch_by_correlation_and_the_op_around_that() -> No
     trace = read(
         op("aten::linear", 0, 100, 1),
         op("aten::addmm", 10, 50, 2),
-        call(20, 77),
+        runtime_call(20, 77),
         op("aten::add", 70, 20, 3),
-        call(75, 78),
+        runtime_call(75, 78),
         kernel(200, 78),
         kernel(100, 77),
     )
@@ -118,7 +120,7 @@ def test_a_kernel_finds_its_launch_by_correlation_and_the_op_around_that() -> No
 def test_the_external_id_is_a_fallback_only() -> None:
     trace = read(
         op("aten::right", 0, 100, 1),
-        call(20, 77),
+        runtime_call(20, 77),
         kernel(100, 77, **{"External id": 2}),
         op("aten::other", 200, 5, 2),
         kernel(300, 99, **{"External id": 2}),
@@ -138,9 +140,9 @@ def test_the_external_id_is_a_fallback_only() -> None:
 def test_a_launch_without_an_op_around_it_falls_back_too() -> None:
     trace = read(
         event("python_function", "main.py(1): run", 0, 500),
-        call(20, 7),
+        runtime_call(20, 7),
         kernel(30, 7),
-        call(40, 8),
+        runtime_call(40, 8),
         kernel(50, 8, **{"External id": 3}),
         op("aten::mm", 600, 5, 3),
     )
@@ -148,7 +150,9 @@ def test_a_launch_without_an_op_around_it_falls_back_too() -> None:
 
 
 def test_ids_may_be_strings() -> None:
-    trace = read(op("aten::mm", "0", "100.5", "4"), call("20", "77", dur="2"), kernel("30", "77"))
+    trace = read(
+        op("aten::mm", "0", "100.5", "4"), runtime_call("20", "77", dur="2"), kernel("30", "77")
+    )
     assert launches(trace) == [("cudaLaunchKernel", "aten::mm")]
     assert trace.cpu["dur"].to_list() == [100_500, 2000]
     assert trace.cpu["external"].to_list() == [4, None]
@@ -158,7 +162,7 @@ def test_ids_may_be_strings() -> None:
 def test_one_graph_launch_has_many_kernels() -> None:
     trace = read(
         op("aten::graph", 0, 50, 1),
-        call(10, 5, "cudaGraphLaunch"),
+        runtime_call(10, 5, "cudaGraphLaunch"),
         *[kernel(20 + 10 * i, 5, **{"graph id": 3}) for i in range(4)],
     )
     assert launches(trace) == [("cudaGraphLaunch", "aten::graph")] * 4
@@ -167,7 +171,7 @@ def test_one_graph_launch_has_many_kernels() -> None:
 
 
 def test_triton_launches_through_the_driver() -> None:
-    driver = {**call(20, 5, "cuLaunchKernel"), "cat": "cuda_driver"}
+    driver = {**runtime_call(20, 5, "cuLaunchKernel"), "cat": "cuda_driver"}
     trace = read(
         op("triton_poi_fused_add_0", 0, 50, 1), driver, kernel(30, 5, "triton_poi_fused_add_0")
     )
@@ -176,19 +180,19 @@ def test_triton_launches_through_the_driver() -> None:
 
 
 def test_a_wait_or_an_event_record_launches_nothing() -> None:
-    """They have correlation ids of their own, which ``cuda_sync`` rows refer to."""
+    """Both calls have correlation ids of their own, which ``cuda_sync`` rows refer to."""
     for name in ("cudaEventRecord", "cudaStreamSynchronize", "cudaStreamWaitEvent"):
-        assert launches(read(call(0, 5, name), kernel(10, 5))) == [(None, None)]
+        assert launches(read(runtime_call(0, 5, name), kernel(10, 5))) == [(None, None)]
 
 
 def test_a_call_of_unknown_name_is_what_it_caused() -> None:
     trace = read(
-        call(0, 1, "INVALID"),
+        runtime_call(0, 1, "INVALID"),
         kernel(10, 1),
-        call(20, 2, "INVALID"),
-        call(30, 3, "INVALID"),
+        runtime_call(20, 2, "INVALID"),
+        runtime_call(30, 3, "INVALID"),
         event("gpu_memcpy", "Memcpy DtoD", 40, 1, 7, correlation=3),
-        call(50, 4, "cudaNewGraphThing"),
+        runtime_call(50, 4, "cudaNewGraphThing"),
         kernel(60, 4),
         kernel(70, 4),
     )
@@ -197,7 +201,7 @@ def test_a_call_of_unknown_name_is_what_it_caused() -> None:
 
 def test_no_correlation_is_not_a_launch() -> None:
     for nothing in (-1, None, "x", 1 << 70):
-        trace = read(call(0, nothing), kernel(10, nothing))
+        trace = read(runtime_call(0, nothing), kernel(10, nothing))
         assert launches(trace) == [(None, None)]
         assert trace.gpu["correlation"].to_list() == [None]
 
@@ -238,7 +242,13 @@ def test_the_base_time_is_added() -> None:
 
 
 def test_events_may_come_in_any_order() -> None:
-    events = [op("a", 0, 100, 1), op("b", 10, 50, 2), call(20, 7), op("c", 65, 5, 3), kernel(90, 7)]
+    events = [
+        op("a", 0, 100, 1),
+        op("b", 10, 50, 2),
+        runtime_call(20, 7),
+        op("c", 65, 5, 3),
+        kernel(90, 7),
+    ]
     for turned in (events, events[::-1], events[2:] + events[:2]):
         trace = read(*turned)
         assert column(trace.cpu, "name") == ["a", "b", "cudaLaunchKernel", "c"]
@@ -302,7 +312,7 @@ def test_a_range_keeps_its_length_where_a_frame_is_cut() -> None:
     assert rows["aten::mm"] == 10_000
 
 
-def test_what_outlasts_the_event_around_it_is_cut_and_counted() -> None:
+def test_an_event_that_outlasts_the_one_around_it_is_cut_and_counted() -> None:
     trace = read(op("a", 0, 10), op("b", 5, 8), op("c", 11, 1))
     assert trace.cpu["dur"].to_list() == [10_000, 5000, 1000]
     assert trace.cpu["parent"].to_list() == [None, 0, None]
@@ -311,7 +321,7 @@ def test_what_outlasts_the_event_around_it_is_cut_and_counted() -> None:
 
 def test_equal_spans_nest_by_kind() -> None:
     same = [
-        call(0, 1, dur=10),
+        runtime_call(0, 1, dur=10),
         op("op", 0, 10),
         event("python_function", "frame", 0, 10),
         event("user_annotation", "range", 0, 10),
@@ -427,8 +437,8 @@ def test_copies_have_a_direction_and_memories() -> None:
     assert trace.gpu.filter(pl.col("kind") == "kernel")["copy"].to_list() == [None]
 
 
-def test_what_a_kernel_does_not_tell_is_null_not_zero() -> None:
-    untold = (
+def test_unrecorded_kernel_arguments_are_null_not_zero() -> None:
+    unrecorded = (
         "bytes",
         "gbps",
         "blocks",
@@ -448,11 +458,11 @@ def test_what_a_kernel_does_not_tell_is_null_not_zero() -> None:
         "dst",
     )
     row = read(kernel(0, 1)).gpu.row(0, named=True)
-    assert {key: row[key] for key in untold} == dict.fromkeys(untold)
-    told = read(kernel(0, 1, **{"est. achieved occupancy %": 0, "shared memory": 0})).gpu.row(
+    assert {key: row[key] for key in unrecorded} == dict.fromkeys(unrecorded)
+    recorded = read(kernel(0, 1, **{"est. achieved occupancy %": 0, "shared memory": 0})).gpu.row(
         0, named=True
     )
-    assert (told["occupancy"], told["shared"]) == (0.0, 0)
+    assert (recorded["occupancy"], recorded["shared"]) == (0.0, 0)
 
 
 def test_numbers_too_large_for_their_column_are_null() -> None:

@@ -90,9 +90,11 @@ GOOD = json.dumps(op("good")).encode()
         (b'"name": "x", "args": {"a": {"b": {"c": {"d": [[[[]]]]}}}}', "x"),
     ],
 )
-def test_an_odd_event_is_read_and_costs_no_other(text: bytes, name: str) -> None:
-    odd = b'{"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 2, "ts": 1, "dur": 1, ' + text + b"}"
-    piece = decode_piece(b"[" + b",".join([GOOD, odd, GOOD]) + b"]")
+def test_a_malformed_event_is_read_and_costs_no_other(text: bytes, name: str) -> None:
+    malformed = (
+        b'{"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 2, "ts": 1, "dur": 1, ' + text + b"}"
+    )
+    piece = decode_piece(b"[" + b",".join([GOOD, malformed, GOOD]) + b"]")
     assert names(piece) == ["good", name, "good"]
     assert piece.unsound == 0
     assert piece.events == 3
@@ -112,7 +114,7 @@ def test_an_odd_event_is_read_and_costs_no_other(text: bytes, name: str) -> None
         b'{"ph":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
-def test_what_is_not_an_event_is_counted_and_costs_no_other(text: bytes) -> None:
+def test_values_that_are_no_events_are_counted_and_cost_no_other(text: bytes) -> None:
     piece = decode_piece(b"[" + b",".join([GOOD, text, GOOD]) + b"]")
     assert names(piece) == ["good", "good"]
     assert piece.unsound == 1
@@ -163,7 +165,7 @@ categories = st.sampled_from(
         "cuda_profiler_range",
         "cpu_instant_event",
         "ac2g",
-        "odd",
+        "malformed",
     ]
 )
 
@@ -189,7 +191,7 @@ def test_any_values_anywhere_are_not_exception_and_lose_no_event(rows: list[Any]
     assert piece.events + piece.unsound == len(events)
     check_shape(piece)
     again = pieces._decoder.decode(pieces._encoder.encode(piece))
-    assert_same(piece, again)
+    assert_same_pieces(piece, again)
 
 
 def check_shape(piece: Piece) -> None:
@@ -210,7 +212,7 @@ def check_shape(piece: Piece) -> None:
                 assert group[key].max() < len(values)
 
 
-def assert_same(one: Piece, two: Piece) -> None:
+def assert_same_pieces(one: Piece, two: Piece) -> None:
     for field in Piece.__struct_fields__:
         a, b = getattr(one, field), getattr(two, field)
         if not isinstance(a, dict) or not any(isinstance(v, np.ndarray) for v in a.values()):
@@ -375,8 +377,8 @@ def test_counters_are_read_by_their_own_names() -> None:
 
 def test_threads_are_pairs_of_process_and_thread() -> None:
     piece = decode(op(pid=1, tid=5), op(pid="1", tid=5.0), op(pid=2, tid=5), op(pid=1, tid="x"))
-    shown = [piece.threads[code] for code in piece.host["thread"].tolist()]
-    assert shown == [("1", "5"), ("1", "5"), ("2", "5"), ("1", "x")]
+    threads = [piece.threads[code] for code in piece.host["thread"].tolist()]
+    assert threads == [("1", "5"), ("1", "5"), ("2", "5"), ("1", "x")]
 
 
 # -- times --------------------------------------------------------------------------------------
@@ -423,15 +425,15 @@ numbers: st.SearchStrategy[Any] = (
 
 @given(st.lists(numbers, max_size=20))
 def test_columns_of_numbers(values: list[Any]) -> None:
-    for value, found in zip(values, float_column(values).tolist(), strict=True):
+    for value, parsed in zip(values, float_column(values).tolist(), strict=True):
         try:
-            assert found == float(value) or math.isnan(found) == math.isnan(float(value))
+            assert parsed == float(value) or math.isnan(parsed) == math.isnan(float(value))
         except (TypeError, ValueError):
-            assert math.isnan(found)
-    for value, found in zip(values, int_column(values).tolist(), strict=True):
+            assert math.isnan(parsed)
+    for value, parsed in zip(values, int_column(values).tolist(), strict=True):
         if isinstance(value, int) and abs(value) < 1 << 60:
-            assert found == value
+            assert parsed == value
         elif isinstance(value, float) and abs(value) < 2**60:
-            assert found == int(value)
+            assert parsed == int(value)
         elif value is None:
-            assert found == MISSING
+            assert parsed == MISSING

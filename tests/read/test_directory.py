@@ -34,7 +34,7 @@ def trace(path: Path, at: float = NOON, *, rank: int | None = None, seconds: flo
 
 
 def error(path: object) -> str:
-    """The one line that opening gives."""
+    """The line of the error that opening raises."""
     with pytest.raises(AdvisorError) as caught:
         open_run(path)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -210,7 +210,7 @@ def test_a_file_given_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_traces_whose_clock_is_not_a_date_are_windows_in_order(tmp_path: Path) -> None:
-    # whether they overlap cannot be told, so it is not claimed
+    # whether they overlap is unknown, so it is not claimed
     trace(tmp_path / "a.json", 5000.0)
     trace(tmp_path / "b.json", 1000.0)
     run = open_run(tmp_path)

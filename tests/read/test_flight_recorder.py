@@ -19,7 +19,7 @@ from advisor.core.report import Report
 CASES = Path(__file__).parent / "flight"
 
 
-def told(folder: Path) -> tuple[Report, FlightRecord]:
+def analyze_dumps(folder: Path) -> tuple[Report, FlightRecord]:
     report = analyze(str(folder))
     assert report.flight is not None
     return report, report.flight
@@ -40,7 +40,7 @@ PLANTED = {
 @pytest.mark.parametrize("case", PLANTED)
 def test_a_planted_fault_is_named_with_rank_number_and_line(case: str) -> None:
     kind, ranks, sequence, lines = PLANTED[case]
-    report, flight = told(CASES / case)
+    report, flight = analyze_dumps(CASES / case)
     assert report.status == "bottlenecks"
     first = flight.problems[0]
     assert (first.kind, first.ranks) == (kind, ranks)
@@ -52,13 +52,13 @@ def test_a_planted_fault_is_named_with_rank_number_and_line(case: str) -> None:
 
 
 def test_a_healthy_set_is_healthy() -> None:
-    report, flight = told(CASES / "healthy")
+    report, flight = analyze_dumps(CASES / "healthy")
     assert report.status == "healthy" and not flight.problems and not report.notes
     assert flight.calls == 36 and flight.ranks == [0, 1, 2, 3]
 
 
 def test_the_ranks_that_wait_and_the_last_call_of_the_missing_one_are_named() -> None:
-    _, flight = told(CASES / "never_calls")
+    _, flight = analyze_dumps(CASES / "never_calls")
     (problem,) = flight.problems
     assert problem.waiting == [0, 1, 3]
     (last,) = problem.last
@@ -67,13 +67,13 @@ def test_the_ranks_that_wait_and_the_last_call_of_the_missing_one_are_named() ->
 
 
 def test_groups_without_members_are_not_guessed() -> None:
-    report, flight = told(CASES / "two_groups")
+    report, flight = analyze_dumps(CASES / "two_groups")
     assert {problem.kind for problem in flight.problems} == {"unknown members"}
     assert "not recorded" in report.verdict
 
 
 def test_json_has_the_same_verdict_without_lines() -> None:
-    _, flight = told(CASES / "json")
+    _, flight = analyze_dumps(CASES / "json")
     (problem,) = flight.problems
     assert (problem.kind, problem.ranks) == ("not called", [2])
     assert problem.calls[0].where is None and problem.calls[0].sizes == [[16]]
@@ -99,27 +99,27 @@ for case in sys.argv[1:]:
 
 
 def test_torchs_own_analyzer_blames_the_same_ranks() -> None:
-    """It needs the members that gloo leaves out, and states that gloo does not write."""
+    """The analyzer needs the members that gloo leaves out, and states that gloo does not write."""
     pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
     cases = ["healthy", "never_calls", "other_operation", "other_order"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", ORACLE, *(str(CASES / case) for case in cases)],
         check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
     )  # fmt: skip
-    said = {text.split("\n", 1)[0]: text for text in done.stdout.split("CASE ")[1:]}
-    assert "sequence number" not in said["healthy"]
+    text_of_case = {text.split("\n", 1)[0]: text for text in result.stdout.split("CASE ")[1:]}
+    assert "sequence number" not in text_of_case["healthy"]
     for case in cases[1:]:
-        first = told(CASES / case)[1].problems[0]
-        number = re.search(r"[Ss]equence number: (\d+)", said[case])
+        first = analyze_dumps(CASES / case)[1].problems[0]
+        number = re.search(r"[Ss]equence number: (\d+)", text_of_case[case])
         assert number is not None and int(number[1]) == first.calls[0].sequence
-        blamed = re.search(r"(?:missing ranks: \{|Culprit rank )(\d+)", said[case])
+        blamed = re.search(r"(?:missing ranks: \{|Culprit rank )(\d+)", text_of_case[case])
         assert blamed is not None and [int(blamed[1])] == first.ranks
 
 
 # -- NCCL's form, and what gloo does not write --------------------------------------------------
 
 
-def entry(name: str, number: int, **more: Any) -> dict[str, Any]:
+def make_entry(name: str, number: int, **more: Any) -> dict[str, Any]:
     return {
         "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"),
         "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "is_p2p": False,
@@ -134,7 +134,7 @@ def entry(name: str, number: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(folder: Path, *ranks: list[dict[str, Any]] | None, groups: Any = None) -> Path:
+def write_dumps(folder: Path, *ranks: list[dict[str, Any]] | None, groups: Any = None) -> Path:
     folder.mkdir(exist_ok=True)
     everyone = str(list(range(len(ranks))))
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": everyone}, **(groups or {})}
@@ -147,8 +147,8 @@ def write(folder: Path, *ranks: list[dict[str, Any]] | None, groups: Any = None)
 
 
 def test_a_rank_that_died_is_known_from_the_members_of_its_group(tmp_path: Path) -> None:
-    mine = [entry("all_reduce", 1), entry("all_reduce", 2, state="started")]
-    _, flight = told(write(tmp_path / "d", mine, mine, None))
+    entries = [make_entry("all_reduce", 1), make_entry("all_reduce", 2, state="started")]
+    _, flight = analyze_dumps(write_dumps(tmp_path / "d", entries, entries, None))
     assert flight.absent == [2]
     assert (flight.problems[0].kind, flight.problems[0].ranks) == ("no dump", [2])
 
@@ -156,51 +156,59 @@ def test_a_rank_that_died_is_known_from_the_members_of_its_group(tmp_path: Path)
 def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(tmp_path: Path) -> None:
     groups = {name: {"name": name, "desc": f"pp{name}", "ranks": "[0, 1]"} for name in "12"}
     waits = [
-        [entry("all_reduce", 1, process_group=(name, f"pp{name}"), state="started")]
+        [make_entry("all_reduce", 1, process_group=(name, f"pp{name}"), state="started")]
         for name in "12"
     ]
-    report, flight = told(write(tmp_path / "d", *waits, groups=groups))
+    report, flight = analyze_dumps(write_dumps(tmp_path / "d", *waits, groups=groups))
     assert {problem.kind for problem in flight.problems} == {"deadlock"}
     assert "wait for each other" in report.verdict
 
 
 def test_a_rank_that_waits_elsewhere_is_a_consequence(tmp_path: Path) -> None:
     groups = {"1": {"name": "1", "desc": "tp", "ranks": "[1, 2]"}}
-    tp = entry("all_reduce", 1, process_group=("1", "tp"), state="started")
-    first, second = entry("all_reduce", 1), entry("all_gather", 2, state="scheduled")
-    _, flight = told(write(tmp_path / "d", [first, second], [first, tp], [first], groups=groups))
+    tp = make_entry("all_reduce", 1, process_group=("1", "tp"), state="started")
+    first, second = make_entry("all_reduce", 1), make_entry("all_gather", 2, state="scheduled")
+    _, flight = analyze_dumps(
+        write_dumps(tmp_path / "d", [first, second], [first, tp], [first], groups=groups)
+    )
     assert [problem.ranks for problem in flight.problems] == [[2], [1, 2]]
 
 
 def test_a_collective_that_all_ranks_called_is_the_networks_or_a_gpus(tmp_path: Path) -> None:
-    mine = [entry("all_reduce", 1), entry("all_reduce", 2, state="started")]
-    report, flight = told(write(tmp_path / "d", mine, mine))
+    entries = [make_entry("all_reduce", 1), make_entry("all_reduce", 2, state="started")]
+    report, flight = analyze_dumps(write_dumps(tmp_path / "d", entries, entries))
     assert report.status == "limited" and flight.problems[0].kind == "unfinished"
 
 
 def test_a_send_without_its_receive_names_the_other_rank(tmp_path: Path) -> None:
-    sends = entry("send 0->1", 1, is_p2p=True, p2p_seq_id=1, state="started")
-    report, flight = told(write(tmp_path / "d", [sends], [entry("all_reduce", 1)]))
+    sends = make_entry("send 0->1", 1, is_p2p=True, p2p_seq_id=1, state="started")
+    report, flight = analyze_dumps(
+        write_dumps(tmp_path / "d", [sends], [make_entry("all_reduce", 1)])
+    )
     assert flight.problems[0].ranks == [1] and "send 0->1" in report.verdict
-    gets = entry("recv 1<-0", 1, is_p2p=True, p2p_seq_id=1, output_sizes=((2, 4),), state="started")
-    _, flight = told(write(tmp_path / "d", [sends], [gets]))
+    gets = make_entry(
+        "recv 1<-0", 1, is_p2p=True, p2p_seq_id=1, output_sizes=((2, 4),), state="started"
+    )
+    _, flight = analyze_dumps(write_dumps(tmp_path / "d", [sends], [gets]))
     assert flight.problems[0].kind == "size"
 
 
 def test_uneven_all_to_all_and_reshaped_tensors_match(tmp_path: Path) -> None:
-    def own(rank: int) -> list[dict[str, Any]]:
+    def entries_of_rank(rank: int) -> list[dict[str, Any]]:
         return [
-            entry("all_to_all", 1, input_sizes=((4 + rank,),)),
-            entry("all_reduce", 2, input_sizes=((16,),) if rank else ((4, 4),)),
+            make_entry("all_to_all", 1, input_sizes=((4 + rank,),)),
+            make_entry("all_reduce", 2, input_sizes=((16,),) if rank else ((4, 4),)),
         ]
 
-    report, flight = told(write(tmp_path / "d", own(0), own(1)))
+    report, flight = analyze_dumps(
+        write_dumps(tmp_path / "d", entries_of_rank(0), entries_of_rank(1))
+    )
     assert report.status == "healthy" and not flight.problems
 
 
 def test_only_numbers_that_all_buffers_still_hold_are_compared(tmp_path: Path) -> None:
-    long, short = [entry("all_reduce", n) for n in range(1, 6)], [entry("all_reduce", 5)]
-    assert told(write(tmp_path / "d", long, short))[0].status == "healthy"
+    long, short = [make_entry("all_reduce", n) for n in range(1, 6)], [make_entry("all_reduce", 5)]
+    assert analyze_dumps(write_dumps(tmp_path / "d", long, short))[0].status == "healthy"
 
 
 # -- beside other files -------------------------------------------------------------------------
@@ -214,16 +222,16 @@ def test_dumps_in_a_run_directory_are_found(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=30)
     for file in (CASES / "never_calls").iterdir():
         shutil.copy(file, run / file.name)
-    report, flight = told(run)
+    report, flight = analyze_dumps(run)
     assert flight.dumps == 4 and "Rank 2 has not called" in report.verdict
     assert report.time or report.step is not None  # the run itself is analysed all the same
 
 
 def test_many_dumps_are_not_ranks_to_be_measured_one_by_one(tmp_path: Path) -> None:
-    ranks = [[entry("all_reduce", 1)] for _ in range(40)]
+    ranks = [[make_entry("all_reduce", 1)] for _ in range(40)]
     ranks[7] = []
-    ranks[7].append(entry("barrier", 1, state="scheduled"))
-    _, flight = told(write(tmp_path / "d", *ranks))
+    ranks[7].append(make_entry("barrier", 1, state="scheduled"))
+    _, flight = analyze_dumps(write_dumps(tmp_path / "d", *ranks))
     assert flight.dumps == 40 and flight.problems[0].ranks == [7]
 
 
@@ -239,7 +247,7 @@ def test_every_format_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # -- hostile ------------------------------------------------------------------------------------
 
 
-class _Runs:
+class _RunsCode:
     def __reduce__(self) -> Any:
         return print, ("this must not be run",)
 
@@ -247,39 +255,40 @@ class _Runs:
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps({"entries": _Runs(), "pg_config": {}}, protocol=2),
-        pickle.dumps({"entries": [entry("all_reduce", 1)], "pg_config": {}}, protocol=2)[:-40],
+        pickle.dumps({"entries": _RunsCode(), "pg_config": {}}, protocol=2),
+        pickle.dumps({"entries": [make_entry("all_reduce", 1)], "pg_config": {}}, protocol=2)[:-40],
         b'{"entries": [' + b"[" * 100_000,
         b'{"pg_config": 3, "entries": 7, "collective_seq_id": 1}',
         b'{"pg_config": {}, "collective_seq_id": 1',
     ],
     ids=["code", "cut off", "nested", "no list", "half"],
 )
-def test_a_hostile_dump_costs_a_line(
+def test_a_hostile_dump_costs_one_line(
     data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nccl_trace_rank_0"
     file.write_bytes(data)
     assert cli.run(["analyze", str(file)]) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "must not be run" not in said.out
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and "must not be run" not in captured.out
 
 
 def test_entries_of_any_other_type_are_counted_and_left_out(tmp_path: Path) -> None:
     strange: list[Any] = [
-        7, None, [], entry("all_reduce", 1, process_group=5), entry("send x->y", 1, is_p2p=True),
-        entry("all_reduce", 2, input_sizes=[[-1, "x"]], frames=[3, {"filename": 4}], state=8),
-        entry("all_reduce", 1 << 70),
+        7, None, [], make_entry("all_reduce", 1, process_group=5),
+        make_entry("send x->y", 1, is_p2p=True),
+        make_entry("all_reduce", 2, input_sizes=[[-1, "x"]], frames=[3, {"filename": 4}], state=8),
+        make_entry("all_reduce", 1 << 70),
     ]  # fmt: skip
-    _, flight = told(write(tmp_path / "d", strange, strange))
+    _, flight = analyze_dumps(write_dumps(tmp_path / "d", strange, strange))
     assert flight.damaged == 10 and flight.calls == 4
 
 
 def test_a_json_dump_reads_as_the_pickle_does(tmp_path: Path) -> None:
-    calls = [entry("all_reduce", 1), entry("all_reduce", 2, state="scheduled")]
+    calls = [make_entry("all_reduce", 1), make_entry("all_reduce", 2, state="scheduled")]
     dump = {"version": "2.9", "entries": calls, "pg_config": {}}
     (tmp_path / "rank0.json").write_text(json.dumps(dump))
     (tmp_path / "rank1.json").write_text(json.dumps({**dump, "entries": calls[:1]}))
-    _, flight = told(tmp_path)
+    _, flight = analyze_dumps(tmp_path)
     assert flight.problems[0].ranks == [1]
     assert flight.problems[0].calls[0].where is not None

@@ -16,7 +16,7 @@ from benchmarks.public_traces import CORPUS, path_of
 EVENT = b'{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":1,"dur":1},'
 
 
-def with_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(reader, "available_memory", lambda: count)
 
 
@@ -26,7 +26,7 @@ def test_tiny_events_that_would_fill_the_memory_are_read_in_part(
     path = tmp_path / "tiny.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents":[' + EVENT * 300_000 + EVENT[:-1] + b"]}"))
     assert path.stat().st_size < 200_000
-    with_free(monkeypatch, 60_000_000)  # of which 36 MB may be taken: 90,000 events of 400 B
+    set_free_memory(monkeypatch, 60_000_000)  # of which 36 MB may be taken: 90,000 events of 400 B
     trace = read_trace(str(path))
     assert 90_000 < trace.cpu.height < 180_000
     assert trace.meta.truncated
@@ -41,7 +41,7 @@ def test_long_distinct_texts_count_too(tmp_path: Path, monkeypatch: pytest.Monke
     )
     path = tmp_path / "long.json"
     path.write_text(f'{{"traceEvents":[{events}]}}')
-    with_free(monkeypatch, 20_000_000)
+    set_free_memory(monkeypatch, 20_000_000)
     assert read_trace(str(path)).cpu.height < 10_000
 
 
@@ -54,19 +54,19 @@ def test_other_profilers_files_too(name: str, monkeypatch: pytest.MonkeyPatch) -
         path = max((CORPUS / "xla").glob("*.xplane.pb*"), key=lambda file: file.stat().st_size)
     whole = read_trace(str(path))
     rows = whole.cpu.height + whole.gpu.height
-    with_free(monkeypatch, int(rows / 4 * reader.EVENT_BYTES / reader.MEMORY_SHARE))
+    set_free_memory(monkeypatch, int(rows / 4 * reader.EVENT_BYTES / reader.MEMORY_SHARE))
     part = read_trace(str(path))
     assert 0 < part.cpu.height + part.gpu.height < 0.6 * rows
     assert part.meta.damage or part.meta.events_dropped
 
 
-def test_what_is_decoded_at_once_is_refused_in_a_line(
+def test_a_file_too_large_to_decode_at_once_is_refused_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = [{"action": "alloc", "addr": number, "size": 512} for number in range(2000)]
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [events]}))
-    with_free(monkeypatch, 100_000)
+    set_free_memory(monkeypatch, 100_000)
     with pytest.raises(AdvisorError, match="a snapshot of more than"):
         read_trace(str(path))
 

@@ -33,9 +33,9 @@ REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")
 
 
 def profiles_of(path: str | Path) -> KernelProfiles:
-    found = read_trace(str(path)).meta.kernel_profiles
-    assert found is not None
-    return found
+    trace = read_trace(str(path)).meta.kernel_profiles
+    assert trace is not None
+    return trace
 
 
 # -- another reading of Protocol Buffers, with no code of the product ------------------------------
@@ -44,7 +44,7 @@ def profiles_of(path: str | Path) -> KernelProfiles:
 def walk(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
     at = 0
 
-    def number() -> int:
+    def read_varint() -> int:
         nonlocal at
         result = shift = 0
         while True:
@@ -56,9 +56,9 @@ def walk(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
                 return result
 
     while at < len(data):
-        key = number()
+        key = read_varint()
         if key & 7 == 0:
-            yield key >> 3, number()
+            yield key >> 3, read_varint()
         elif key & 7 == 1:
             at += 8
             yield key >> 3, struct.unpack("<d", data[at - 8 : at])[0]
@@ -66,7 +66,7 @@ def walk(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
             at += 4
             yield key >> 3, struct.unpack("<f", data[at - 4 : at])[0]
         else:
-            size = number()
+            size = read_varint()
             at += size
             yield key >> 3, data[at - size : at]
 
@@ -95,9 +95,9 @@ def results(data: bytes) -> Iterator[tuple[list[str], bytes]]:
 def test_every_metric_of_a_report_is_the_file_s(name: str) -> None:
     path = path_of(f"ncu/{name}.ncu-rep.gz")
     kernels = profiles_of(path).kernels
-    found = list(results(gzip.decompress(path.read_bytes())))
-    assert len(kernels) == len(found)
-    for kernel, (names, message) in zip(kernels, found, strict=True):
+    items = list(results(gzip.decompress(path.read_bytes())))
+    assert len(kernels) == len(items)
+    for kernel, (names, message) in zip(kernels, items, strict=True):
         expected: dict[str, object] = {}
         for number, value in walk(message):
             if number == 13:
@@ -145,9 +145,9 @@ def test_every_metric_of_the_details_page_is_the_file_s() -> None:
         # a raw metric and its label of the details page are one
         assert len(labels) - 4 <= len(kernel.metrics) <= len(labels)
         rules = [row for row in own if row["Rule Name"]]
-        assert [said.rule for said in kernel.advice] == [row["Rule Name"] for row in rules]
+        assert [advice.rule for advice in kernel.advice] == [row["Rule Name"] for row in rules]
         saved = [row["Estimated Speedup"] for row in rules]
-        assert [said.saved for said in kernel.advice] == [
+        assert [advice.saved for advice in kernel.advice] == [
             pytest.approx(float(each) / 100) if each else None for each in saved
         ]
 
@@ -161,9 +161,9 @@ def test_the_raw_page_is_read_with_its_row_of_units() -> None:
         '"0","1","python","h","foo(int)","1","7","(128, 1, 1)","(32, 2, 1)","0",'
         '"8.0","1.5","12.25"\n'
     )
-    found = read_bytes(text.encode(), "raw.csv").meta.kernel_profiles
-    assert found is not None
-    kernel = found.kernels[0]
+    trace = read_bytes(text.encode(), "raw.csv").meta.kernel_profiles
+    assert trace is not None
+    kernel = trace.kernels[0]
     assert (kernel.grid, kernel.block) == ((32, 2, 1), (128, 1, 1))
     assert kernel.duration_ns == 12_250.0
     assert kernel.number("dram__bytes_read.sum") == 1_500_000.0
@@ -243,8 +243,8 @@ def test_a_folder_of_tables_alone_is_read(packed: bool, tmp_path: Path) -> None:
     (trace,) = run.traces.values()
     assert trace.meta.kernel_profiles is not None and not run.problems
     assert len(trace.meta.kernel_profiles.kernels) == 20
-    (given,) = profile_files(str(tmp_path))
-    assert given.removesuffix(".gz").endswith(name)
+    (file,) = profile_files(str(tmp_path))
+    assert file.removesuffix(".gz").endswith(name)
 
 
 def test_a_folder_is_read_by_content_where_no_name_is_known(tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_a_database_of_rocprof_has_the_times_of_its_csv(variant: str, tmp_path: 
             row[quoted] = f'"{row[quoted]}"'
         marks = ", ".join("?" * len(head))
         db.executemany(f"INSERT INTO KERN VALUES ({marks})", rows)
-    found = profiles_of(path)
+    profiles = profiles_of(path)
     plain = profiles_of(path_of(f"rocprof/laplacian/{variant}_results.csv.gz"))
-    assert found.tool == "rocprof"
-    assert [(k.name, k.duration_ns, k.launches, k.grid) for k in found.kernels] == [
+    assert profiles.tool == "rocprof"
+    assert [(k.name, k.duration_ns, k.launches, k.grid) for k in profiles.kernels] == [
         (k.name, k.duration_ns, k.launches, k.grid) for k in plain.kernels
     ]
     with sqlite3.connect(path) as db:
@@ -291,17 +291,17 @@ def test_an_estimate_inside_of_a_report_is_read_where_the_layout_has_one() -> No
     items = b"\x0a" + bytes([len(body)]) + body
     rule = b"\x0a\x04Rule\x1a" + bytes([len(items)]) + items
     (field,) = iterate_fields(b"\x9a\x01" + bytes([len(rule)]) + rule, 0, len(rule) + 3)
-    said = _read_advice(b"\x9a\x01" + bytes([len(rule)]) + rule, field)
-    assert said == ToolAdvice("Rule", "slow", "global", 0.25)
+    advice = _read_advice(b"\x9a\x01" + bytes([len(rule)]) + rule, field)
+    assert advice == ToolAdvice("Rule", "slow", "global", 0.25)
     # files of 2022 and 2024 have none, and none is made up
     (kernel, *_) = read_kernel_profiles(data, "x", "ncu-rep").kernels
     assert kernel.advice and all(each.saved is None for each in kernel.advice)
 
 
 def test_a_database_of_rocprof_compute_gives_shares_of_peaks() -> None:
-    found = profiles_of(path_of("rocprof/rocprof_compute_sample.db.gz"))
-    assert found.tool == "rocprof" and len(found.kernels) == 7
-    first = found.kernels[0]
+    profiles = profiles_of(path_of("rocprof/rocprof_compute_sample.db.gz"))
+    assert profiles.tool == "rocprof" and len(profiles.kernels) == 7
+    first = profiles.kernels[0]
     assert first.number("System Speed-of-Light/VALU Utilization") == pytest.approx(53.30881699)
     assert first.duration_ns == 227_562.0
 

@@ -39,7 +39,7 @@ SMALL_PIECES = ReadOptions(piece_bytes=3000, parallel_from=0, processes=1)
 
 
 def loop(steps: int = 3, **options: Any) -> TraceBuilder:
-    """A training loop with something of everything."""
+    """A training loop with every kind of event."""
     b = TraceBuilder(rank=2, world_size=8, cuda_sync_rows=True, **options)
     for step in range(steps):
         with b.step():
@@ -61,7 +61,7 @@ def loop(steps: int = 3, **options: Any) -> TraceBuilder:
     return b
 
 
-def assert_same(one: Trace, two: Trace) -> None:
+def assert_same_traces(one: Trace, two: Trace) -> None:
     for name in FRAMES:
         assert_frame_equal(getattr(one, name), getattr(two, name), categorical_as_str=True)
     assert replace(one.meta, path="") == replace(two.meta, path="")
@@ -71,7 +71,7 @@ def assert_same(one: Trace, two: Trace) -> None:
 
 
 def old_spelling(event: dict[str, Any]) -> dict[str, Any]:
-    """As profilers wrote before 2022."""
+    """An event as profilers wrote it before 2022."""
     categories = {
         "cpu_op": "Operator",
         "kernel": "Kernel",
@@ -91,7 +91,7 @@ def old_spelling(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def strings(event: dict[str, Any]) -> dict[str, Any]:
-    """As tools write that keep numbers as text."""
+    """An event of tools that keep numbers as text."""
 
     def text(value: Any) -> Any:
         return str(value) if isinstance(value, int | float) else value
@@ -101,13 +101,13 @@ def strings(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def floats(event: dict[str, Any]) -> dict[str, Any]:
+def with_float_times(event: dict[str, Any]) -> dict[str, Any]:
     return (
         {**event, "ts": float(event["ts"]), "dur": float(event["dur"])} if "dur" in event else event
     )
 
 
-@pytest.mark.parametrize("spell", [old_spelling, strings, floats])
+@pytest.mark.parametrize("spell", [old_spelling, strings, with_float_times])
 def test_other_spellings_of_a_trace_are_the_same_trace(spell: Any) -> None:
     b = loop()
     document = msgspec.json.decode(b.json())
@@ -129,7 +129,7 @@ def test_packings_of_a_trace_are_the_same_trace(pack: Any, tmp_path: Path) -> No
     b = loop()
     path = tmp_path / "any name"
     path.write_bytes(pack(b.json()))
-    assert_same(b.trace(), read_trace(str(path)))
+    assert_same_traces(b.trace(), read_trace(str(path)))
 
 
 def test_standard_input_is_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,24 +139,24 @@ def test_standard_input_is_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> No
         buffer = io.BytesIO(gzip.compress(b.json()))
 
     monkeypatch.setattr(sys, "stdin", Stdin)
-    assert_same(b.trace(), read_trace("-"))
+    assert_same_traces(b.trace(), read_trace("-"))
 
 
 def test_a_bare_list_of_events_is_the_same_trace_without_a_head() -> None:
     b = loop()
     events = msgspec.json.decode(b.json())["traceEvents"]
-    found = read_bytes(msgspec.json.encode(events))
+    trace = read_bytes(msgspec.json.encode(events))
     for name in FRAMES:
-        assert_frame_equal(getattr(b.trace(), name), getattr(found, name), categorical_as_str=True)
-    assert found.meta.devices == ()
-    assert found.meta.rank is None
+        assert_frame_equal(getattr(b.trace(), name), getattr(trace, name), categorical_as_str=True)
+    assert trace.meta.devices == ()
+    assert trace.meta.rank is None
 
 
 def test_the_head_may_come_last() -> None:
     b = loop()
     document = msgspec.json.decode(b.json())
     turned = {"traceEvents": document.pop("traceEvents"), **document}
-    assert_same(b.trace(), read_bytes(msgspec.json.encode(turned)))
+    assert_same_traces(b.trace(), read_bytes(msgspec.json.encode(turned)))
 
 
 # -- pieces and processes -----------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_the_head_may_come_last() -> None:
 def test_the_size_of_pieces_changes_nothing(size: int) -> None:
     b = loop(steps=20)
     whole, pieces = b.trace(), read_bytes(b.json(), options=ReadOptions(piece_bytes=size))
-    assert_same(whole, with_rows_of(whole, pieces))
+    assert_same_traces(whole, with_rows_of(whole, pieces))
 
 
 def with_rows_of(expected: Trace, found: Trace) -> Trace:
@@ -192,7 +192,7 @@ def test_several_processes_read_the_same_trace(workers: int) -> None:
     b = loop(steps=40)
     one = read_bytes(b.json(), options=SMALL_PIECES)
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=workers)
-    assert_same(one, read_bytes(b.json(), options=options))
+    assert_same_traces(one, read_bytes(b.json(), options=options))
 
 
 def test_a_damaged_trace_is_the_same_for_several_processes() -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_trace_is_the_same_for_several_processes() -> None:
         text[at] = 0x22
     one = read_bytes(bytes(text), options=SMALL_PIECES)
     two = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
-    assert_same(one, read_bytes(bytes(text), options=two))
+    assert_same_traces(one, read_bytes(bytes(text), options=two))
     assert sum(one.meta.events_dropped.values()) > 0
 
 
@@ -242,12 +242,12 @@ def test_a_worker_that_dies_costs_only_its_help(
     made: list[core_pool.ProcessPool] = []
     start, original = core_pool.ProcessPool.__init__, kineto.decode_all
 
-    def remember(self: core_pool.ProcessPool, count: int, **options: Any) -> None:
+    def start_worker(self: core_pool.ProcessPool, count: int, **options: Any) -> None:
         start(self, count, **options)
         made.append(self)
 
-    def kill(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
-        def counted() -> Iterator[bytes]:
+    def decode_and_kill(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
+        def pieces_until_kill() -> Iterator[bytes]:
             for number, piece in enumerate(pieces):
                 if number == pieces_before + 1:
                     while not (pids := made[-1].pids):
@@ -256,13 +256,13 @@ def test_a_worker_that_dies_costs_only_its_help(
                     killed.append(pids[0])
                 yield piece
 
-        return original(counted(), processes)
+        return original(pieces_until_kill(), processes)
 
-    monkeypatch.setattr(core_pool.ProcessPool, "__init__", remember)
-    monkeypatch.setattr(kineto, "decode_all", kill)
+    monkeypatch.setattr(core_pool.ProcessPool, "__init__", start_worker)
+    monkeypatch.setattr(kineto, "decode_all", decode_and_kill)
     for processes in (2, 3):
         options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=processes)
-        assert_same(one, read_bytes(b.json(), options=options))
+        assert_same_traces(one, read_bytes(b.json(), options=options))
     assert len(killed) == 2
 
 
@@ -274,7 +274,9 @@ def test_a_worker_that_answers_nonsense_costs_only_its_help(
         core_pool, "_MAIN", "print('hello there', flush=True); import time; time.sleep(5)"
     )
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
-    assert_same(read_bytes(b.json(), options=SMALL_PIECES), read_bytes(b.json(), options=options))
+    assert_same_traces(
+        read_bytes(b.json(), options=SMALL_PIECES), read_bytes(b.json(), options=options)
+    )
 
 
 def test_an_answer_too_long_is_decoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,17 +286,19 @@ def test_an_answer_too_long_is_decoded_here(monkeypatch: pytest.MonkeyPatch) -> 
     text = msgspec.json.encode({"traceEvents": events})
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
     monkeypatch.setattr(core_pool, "MAX_ANSWER", 4096)
-    assert_same(read_bytes(text, options=SMALL_PIECES), read_bytes(text, options=options))
+    assert_same_traces(read_bytes(text, options=SMALL_PIECES), read_bytes(text, options=options))
 
 
 @pytest.mark.parametrize("executable", ["", "/does/not/exist", "/bin/false"])
-def test_where_no_process_can_be_started_this_one_reads(
+def test_a_trace_is_read_in_this_process_when_no_other_can_start(
     executable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = loop(steps=10)
     monkeypatch.setattr(sys, "executable", executable)
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
-    assert_same(read_bytes(b.json(), options=SMALL_PIECES), read_bytes(b.json(), options=options))
+    assert_same_traces(
+        read_bytes(b.json(), options=SMALL_PIECES), read_bytes(b.json(), options=options)
+    )
 
 
 def test_no_process_is_left_behind(tmp_path: Path) -> None:
@@ -314,28 +318,30 @@ def children() -> set[int]:
 
 def test_workers_do_not_load_polars() -> None:
     code = "import advisor.read.formats.kineto.decode, sys; print('polars' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert done.stdout.strip() == "False"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert result.stdout.strip() == "False"
 
 
 def test_reading_in_a_thread_works() -> None:
     b = loop(steps=10)
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
-    found: list[Trace] = []
-    thread = threading.Thread(target=lambda: found.append(read_bytes(b.json(), options=options)))
+    result: list[Trace] = []
+    thread = threading.Thread(target=lambda: result.append(read_bytes(b.json(), options=options)))
     thread.start()
     thread.join()
-    assert_same(read_bytes(b.json(), options=SMALL_PIECES), found[0])
+    assert_same_traces(read_bytes(b.json(), options=SMALL_PIECES), result[0])
 
 
 def test_progress_is_reported() -> None:
-    told: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     text = loop(steps=20).json()
-    options = ReadOptions(piece_bytes=3000, progress=lambda path, size: told.append((path, size)))
+    options = ReadOptions(piece_bytes=3000, progress=lambda path, size: calls.append((path, size)))
     read_bytes(text, "name", options)
-    assert {path for path, _ in told} == {"name"}
-    assert [size for _, size in told] == sorted(size for _, size in told)
-    assert told[-1][1] == len(text)
+    assert {path for path, _ in calls} == {"name"}
+    assert [size for _, size in calls] == sorted(size for _, size in calls)
+    assert calls[-1][1] == len(text)
 
 
 # -- damage -------------------------------------------------------------------------------------
@@ -377,13 +383,13 @@ def test_nested_lists_of_objects_do_not_confuse_the_cuts(monkeypatch: pytest.Mon
     for size in (900, 1500, 4000):
         pieces = read_bytes(text, options=ReadOptions(piece_bytes=size))
         assert pieces.meta.events_dropped == {}
-        assert_same(whole, with_rows_of(whole, pieces))
+        assert_same_traces(whole, with_rows_of(whole, pieces))
 
     class Stdin:  # it can be read only once, but what was read is kept
         buffer = io.BytesIO(text)
 
     monkeypatch.setattr(sys, "stdin", Stdin)
-    assert_same(whole, with_rows_of(whole, read_trace("-", ReadOptions(piece_bytes=900))))
+    assert_same_traces(whole, with_rows_of(whole, read_trace("-", ReadOptions(piece_bytes=900))))
 
 
 def test_one_bad_event_costs_one_event() -> None:
@@ -400,7 +406,7 @@ def test_one_bad_event_costs_one_event() -> None:
 # -- messages -----------------------------------------------------------------------------------
 
 
-def said(text: bytes, **options: Any) -> str:
+def error_message(text: bytes, **options: Any) -> str:
     with pytest.raises(AdvisorError) as caught:
         read_bytes(text, "x", ReadOptions(**options))
     message = str(caught.value)
@@ -411,21 +417,21 @@ def said(text: bytes, **options: Any) -> str:
 
 def test_each_kind_of_no_trace_has_a_line_of_its_own() -> None:
     lines = [
-        said(b""),
-        said(b" "),
-        said(b"?"),
-        said(b"{}"),
-        said(b"[5]"),
-        said(b'{"traceEvents": 1}'),
-        said(b'{"traceEvents": []}'),
-        said(b'{"traceEvents": ['),
-        said(b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}'),
-        said(b'{"trace'),
-        said("{}".encode("utf-16")),
-        said(b"SQLite format 3\0..."),
-        said(b"\x80\x04..."),
-        said(b"PK\x03\x04..."),
-        said(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"),
+        error_message(b""),
+        error_message(b" "),
+        error_message(b"?"),
+        error_message(b"{}"),
+        error_message(b"[5]"),
+        error_message(b'{"traceEvents": 1}'),
+        error_message(b'{"traceEvents": []}'),
+        error_message(b'{"traceEvents": ['),
+        error_message(b'{"traceEvents": [{"ph": "M", "name": "process_name"}]}'),
+        error_message(b'{"trace'),
+        error_message("{}".encode("utf-16")),
+        error_message(b"SQLite format 3\0..."),
+        error_message(b"\x80\x04..."),
+        error_message(b"PK\x03\x04..."),
+        error_message(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"),
     ]
     assert len(set(lines)) == len(lines)
     for line in lines:
@@ -444,24 +450,27 @@ def test_each_kind_of_no_trace_has_a_line_of_its_own() -> None:
 
 def test_a_trace_without_events_is_reported() -> None:
     assert (
-        said(b'{"traceEvents": []}') == "the trace holds no events; was the profiler ever active?"
+        error_message(b'{"traceEvents": []}')
+        == "the trace holds no events; was the profiler ever active?"
     )
 
 
 def test_a_trace_cut_in_its_first_event_is_reported() -> None:
     line = "cut off before its first usable event; copy or record it again"
-    assert said(b'{"traceEvents": [') == line
-    assert said(b'{"traceEvents": [{"ph": "X", "cat": "cpu_') == line
+    assert error_message(b'{"traceEvents": [') == line
+    assert error_message(b'{"traceEvents": [{"ph": "X", "cat": "cpu_') == line
 
 
 def test_a_trace_of_metadata_only_is_reported() -> None:
     metadata = b'{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {}}]}'
-    assert said(metadata).startswith("none of the trace's 1 events can be used; record it with")
+    assert error_message(metadata).startswith(
+        "none of the trace's 1 events can be used; record it with"
+    )
 
 
-def test_the_limit_is_told_with_the_option_that_raises_it() -> None:
+def test_the_limit_message_names_the_option_that_raises_it() -> None:
     text = loop(steps=5).json()
-    assert "raise the limit with --max-size" in said(gzip.compress(text), max_bytes=1000)
+    assert "raise the limit with --max-size" in error_message(gzip.compress(text), max_bytes=1000)
     assert read_bytes(text, options=ReadOptions(max_bytes=len(text))).cpu.height > 0
 
 
@@ -505,18 +514,18 @@ def test_a_bomb_of_json_takes_neither_memory_nor_time(kind: str, tmp_path: Path)
         "print(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1])"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, check=True, text=True
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 60
-    peak = int(done.stdout.splitlines()[-1]) * 1024
+    peak = int(result.stdout.splitlines()[-1]) * 1024
     assert peak < 400 << 20, peak  # a quarter of that is Python, numpy and polars
 
 
 def test_a_file_without_a_single_event_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kineto, "MAX_BYTES_WITHOUT_EVENT", 1 << 20)
-    assert said(b"[{" + b'"ph" 1}, {' * (1 << 18), piece_bytes=1 << 18).startswith(
+    assert error_message(b"[{" + b'"ph" 1}, {' * (1 << 18), piece_bytes=1 << 18).startswith(
         "no trace event in its first 1 MB; give"
     )
 
@@ -668,16 +677,16 @@ def test_the_head_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [None, 5, "x", [], [5], {"rank": []}, [{"id": "x"}], True, 1e300, "9" * 5000]
+    "value", [None, 5, "x", [], [5], {"rank": []}, [{"id": "x"}], True, 1e300, "9" * 5000]
 )
-def test_an_odd_head_is_not_an_exception(odd: Any) -> None:
+def test_malformed_metadata_raises_no_exception(value: Any) -> None:
     meta = meta_of(
-        deviceProperties=odd,
-        distributedInfo=odd,
-        baseTimeNanoseconds=odd,
-        record_shapes=odd,
-        cuda_runtime_version=odd,
-        with_stack=odd,
+        deviceProperties=value,
+        distributedInfo=value,
+        baseTimeNanoseconds=value,
+        record_shapes=value,
+        cuda_runtime_version=value,
+        with_stack=value,
     )
     assert meta.devices == ()
     assert meta.rank is None
@@ -720,15 +729,15 @@ def test_the_reader_needs_no_main_module_guard(tmp_path: Path) -> None:
     )
     (tmp_path / "numpy.py").write_text("raise SystemExit('imported from the current folder')")
     path = loop(steps=20).write(tmp_path / "t.json")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", str(script), str(path)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.split() == [str(loop(steps=20).trace().cpu.height)]
-    assert done.stderr == ""
+    assert result.stdout.split() == [str(loop(steps=20).trace().cpu.height)]
+    assert result.stderr == ""
 
 
 def test_options_have_sane_defaults() -> None:
@@ -754,4 +763,4 @@ def test_memory_is_on_the_device_that_the_kernels_are_on() -> None:
 
     assert devices(2, 0, 0) == {2}
     assert devices(2, 2) == {2}
-    assert devices(2, 0, 1) == {0, 1}  # which of them is the kernels' device is not told
+    assert devices(2, 0, 1) == {0, 1}  # which of them is the kernels' device is unknown

@@ -51,9 +51,9 @@ def test_reading_takes_little_beside_the_trace(form: str, tmp_path: Path) -> Non
     path = tmp_path / "large.sqlite"
     bench.FORMATS[form][0](path, MEGABYTES)
     env = {**os.environ, "POLARS_MAX_THREADS": "2", ALLOCATOR_SETTING[0]: ALLOCATOR_SETTING[1]}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True, env=env
     )
-    host, device, beside = map(float, done.stdout.split())
+    host, device, beside = map(float, result.stdout.split())
     assert host > 50_000 and device > 50_000  # else nothing was read
     assert beside < MAX_MB

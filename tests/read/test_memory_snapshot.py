@@ -38,7 +38,7 @@ RAN: list[str] = []
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0")) or 30
 
 
-def trained(steps: int = 8, **how: Any) -> FakeAllocator:
+def trained_allocator(steps: int = 8, **how: Any) -> FakeAllocator:
     m = FakeAllocator(total=4 * GIB)
     training = Training(m, **how)
     for _ in range(steps):
@@ -49,26 +49,26 @@ def trained(steps: int = 8, **how: Any) -> FakeAllocator:
 # -- nothing of it runs -------------------------------------------------------------------------
 
 
-class Calls:
+class CallsFunction:
     def __reduce__(self) -> Any:
         return RAN.append, ("reduce",)
 
 
-class Builds:
+class BuildsObject:
     def __setstate__(self, state: Any) -> None:
         RAN.append("setstate")
 
 
 def with_state() -> bytes:
-    made = Builds()
+    made = BuildsObject()
     made.__dict__["x"] = 1
     return pickle.dumps({"segments": [made]})
 
 
 BODY = b"\x80\x04}\x8c\x08segments"
 PROGRAMS = {
-    "REDUCE": pickle.dumps({"segments": [Calls()]}),
-    "REDUCE, protocol 2": pickle.dumps({"segments": [Calls()]}, 2),
+    "REDUCE": pickle.dumps({"segments": [CallsFunction()]}),
+    "REDUCE, protocol 2": pickle.dumps({"segments": [CallsFunction()]}, 2),
     "BUILD": with_state(),
     "GLOBAL": BODY + b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R" + b"s.",
     "STACK_GLOBAL": BODY + b"\x8c\x02os\x8c\x06system\x93\x8c\x02ls\x85Rs.",
@@ -103,14 +103,15 @@ def test_a_pickle_that_could_run_code_is_refused_in_one_line(
         assert cli.run(["analyze", str(file)]) == 2
     finally:
         copyreg.remove_extension("advisor.tests", name, 1)
-    told = capsys.readouterr().err
-    assert told.startswith("advisor: ") and told.count("\n") == 1
-    assert str(file) in told
+    error = capsys.readouterr().err
+    assert error.startswith("advisor: ") and error.count("\n") == 1
+    assert str(file) in error
     assert not RAN
 
 
 def test_every_opcode_of_python_is_either_plain_or_refused() -> None:
-    """Not those that we thought of: all that pickletools knows, each behind what it takes."""
+    """All opcodes that pickletools knows are tried, each behind its arguments: a list of our own
+    could lack some."""
     plain = {
         "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
         "BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT",
@@ -175,23 +176,23 @@ def test_a_bomb_ends_soon_and_small(name: str) -> None:
 
 
 def test_a_history_that_is_named_a_million_times_is_read_once() -> None:
-    trace = trained(1).events
+    trace = trained_allocator(1).events
     value = {"segments": [], "device_traces": [trace] * 64}
-    found = read_snapshot([pickle.dumps(value)], "x")
+    snapshot = read_snapshot([pickle.dumps(value)], "x")
     containers = read_plain([pickle.dumps(value)], "x").containers
-    assert found.events.height <= containers
-    assert found.dropped
+    assert snapshot.events.height <= containers
+    assert snapshot.dropped
 
 
 # -- what is plain is read as Python reads it ---------------------------------------------------
 
 
 def as_dicts(value: Any, like: Any) -> Any:
-    """What was read, with the dicts of the original."""
+    """Convert the values read to the original's dicts."""
     if isinstance(like, dict):
-        told = PickledFields().from_value(value)
-        assert told is not None
-        return {key: as_dicts(told[key], like[key]) for key in like}
+        fields = PickledFields().from_value(value)
+        assert fields is not None
+        return {key: as_dicts(fields[key], like[key]) for key in like}
     if isinstance(like, list):
         return [as_dicts(each, old) for each, old in zip(value, like, strict=True)]
     return value
@@ -200,7 +201,7 @@ def as_dicts(value: Any, like: Any) -> Any:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
 def test_plain_values_are_read_as_python_does_whatever_the_blocks(protocol: int, size: int) -> None:
-    snapshot = trained(2).snapshot()
+    snapshot = trained_allocator(2).snapshot()
     snapshot["more"] = {
         "one": {"only": 1},
         "numbers": [0, -1, 255, 65536, 1 << 40, -(1 << 62), 0.5, True, None],
@@ -227,25 +228,25 @@ def test_dicts_of_more_than_a_batch_and_of_one_key_are_whole() -> None:
 
 
 def test_sums_are_those_of_torchs_own_viewer() -> None:
-    m = trained(5)
+    m = trained_allocator(5)
     text = viz.segsum(m.snapshot())
-    found = read_snapshot([m.pickled()], "x")
-    active = found.blocks.filter(pl.col("state") == "allocated")
-    assert f"total_reserved: {viz.Bytes(found.segments['total'].sum())}" in text
+    snapshot = read_snapshot([m.pickled()], "x")
+    active = snapshot.blocks.filter(pl.col("state") == "allocated")
+    assert f"total_reserved: {viz.Bytes(snapshot.segments['total'].sum())}" in text
     assert f"total_allocated: {viz.Bytes(active['requested'].sum())}" in text
-    assert f"segments: {found.segments.height}\n" in text
-    free = found.segments["total"].sum() - active["requested"].sum()
+    assert f"segments: {snapshot.segments.height}\n" in text
+    free = snapshot.segments["total"].sum() - active["requested"].sum()
     inside = (active["size"] - active["requested"]).sum()
     assert f"total_free: {viz._report_free(free - inside, inside)}" in text
     assert (
         viz.trace(m.snapshot()).count(" = cudaMalloc")
-        == found.events.filter(pl.col("action") == "segment_alloc").height
+        == snapshot.events.filter(pl.col("action") == "segment_alloc").height
     )
     assert viz.profile_plot is not None and viz.trace_plot(m.snapshot())  # it takes the layout
 
 
 def old_layout(snapshot: dict[str, Any], version: str) -> Any:
-    """The same state as older releases wrote it."""
+    """Write the same state as older releases did."""
     segments = []
     for segment in snapshot["segments"]:
         blocks = []
@@ -277,7 +278,7 @@ def old_layout(snapshot: dict[str, Any], version: str) -> Any:
 
 @pytest.mark.parametrize("version", ["2.0", "2.1", "a list"])
 def test_older_layouts_hold_the_same(version: str) -> None:
-    m = trained(3)
+    m = trained_allocator(3)
     new = read_snapshot([m.pickled()], "x")
     old = read_snapshot([pickle.dumps(old_layout(m.snapshot(), version))], "x")
     columns = ["device", "address", "size", "requested", "state"]
@@ -292,20 +293,20 @@ def test_older_layouts_hold_the_same(version: str) -> None:
 
 
 def test_devices_labels_and_settings_are_reported() -> None:
-    one, other = trained(1), FakeAllocator(device=2)
+    one, other = trained_allocator(1), FakeAllocator(device=2)
     other.label = "tower"
     with other.at(*LOOP):
         other.alloc(3 * MIB)
-    found = read_snapshot([pickle.dumps(merged([one, other]))], "x")
-    assert found.devices == [0, 2]
-    assert found.blocks.filter(pl.col("label") == "tower")["requested"].to_list() == [3 * MIB]
-    assert found.settings["expandable_segments"] == "False"
+    snapshot = read_snapshot([pickle.dumps(merged([one, other]))], "x")
+    assert snapshot.devices == [0, 2]
+    assert snapshot.blocks.filter(pl.col("label") == "tower")["requested"].to_list() == [3 * MIB]
+    assert snapshot.settings["expandable_segments"] == "False"
 
 
 # -- with a trace, and in a run -----------------------------------------------------------------
 
 
-def a_trace(folder: Path) -> Path:
+def write_trace(folder: Path) -> Path:
     b = TraceBuilder()
     for _ in range(30):
         with b.step():
@@ -317,8 +318,8 @@ def a_trace(folder: Path) -> Path:
 
 @pytest.mark.parametrize("way", ["--memory-snapshot", "beside"])
 def test_a_snapshot_joins_a_trace(way: str, tmp_path: Path) -> None:
-    trace = a_trace(tmp_path)
-    memory = trained(2).write(tmp_path / "memory.pickle")
+    trace = write_trace(tmp_path)
+    memory = trained_allocator(2).write(tmp_path / "memory.pickle")
     out = tmp_path / "report.json"
     extra = ["--memory-snapshot", str(memory)] if way == "--memory-snapshot" else [str(memory)]
     assert cli.run(["analyze", str(trace), *extra, "-o", str(out)]) == 0
@@ -332,8 +333,8 @@ def test_a_snapshot_joins_a_trace(way: str, tmp_path: Path) -> None:
 def test_two_snapshots_for_one_rank_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [str(a_trace(tmp_path))]
-    files += [str(trained(1).write(tmp_path / name)) for name in ("a.pickle", "b.pickle")]
+    files = [str(write_trace(tmp_path))]
+    files += [str(trained_allocator(1).write(tmp_path / name)) for name in ("a.pickle", "b.pickle")]
     assert cli.run(["analyze", *files]) == 2
     assert "two memory snapshots for one rank" in capsys.readouterr().err
 
@@ -379,7 +380,7 @@ def test_ranks_that_ended_out_of_memory_show_their_own_snapshot_or_text(tmp_path
             r.event("oom", message=message, allocated=3 * GIB, reserved=5 * GIB)
         ranks[number] = r.build()
     run = write_run(tmp_path / "run", ranks)
-    trained(1).write(run / "rank0" / "memory_snapshot.pickle")
+    trained_allocator(1).write(run / "rank0" / "memory_snapshot.pickle")
     opened = open_run(run)
     assert sorted(opened.snapshots) == [0, 1] and not opened.problems
     assert opened.snapshots[0].exception is None
@@ -417,7 +418,7 @@ VALUES = [None, True, -1, 0, 1 << 63, 1 << 70, 0.5, "", "x" * 5000, [], {}, (), 
           (1, 2, 3), "\x1b[31m<script>\u202e", 1 << 40]  # fmt: skip
 
 
-def revalued(value: Any, chance: random.Random) -> Any:
+def replace_values(value: Any, chance: random.Random) -> Any:
     """Values of other kinds at random places of a snapshot."""
     for _ in range(chance.choice([1, 3, 30])):
         at = value
@@ -434,10 +435,10 @@ def revalued(value: Any, chance: random.Random) -> Any:
     return value
 
 
-def test_whatever_is_damaged_ends_in_a_report_or_a_line(
+def test_a_damaged_snapshot_ends_in_a_report_or_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    m = trained(3, leak=MIB)
+    m = trained_allocator(3, leak=MIB)
     data = m.pickled()
     file = tmp_path / "snapshot.pickle"
     for number in range(MUTANTS):
@@ -445,7 +446,7 @@ def test_whatever_is_damaged_ends_in_a_report_or_a_line(
         if number % 2:
             made = mutant(data, chance)
         else:
-            made = pickle.dumps(revalued(pickle.loads(data), chance))
+            made = pickle.dumps(replace_values(pickle.loads(data), chance))
         file.write_bytes(made)
         capsys.readouterr()
         started = time.process_time()
@@ -454,23 +455,23 @@ def test_whatever_is_damaged_ends_in_a_report_or_a_line(
             code = cli.run(["analyze", str(file), "--format", form])
         except Exception as error:
             raise AssertionError(f"mutant {number}: {error!r}") from error
-        shown, told = capsys.readouterr()
+        output, complaints = capsys.readouterr()
         assert code in (0, 2), number
-        assert "the rule failed" not in shown and "Traceback" not in told, number
-        assert told.count("\n") <= 1, number
-        assert "<script>" not in shown and "\x1b[31m" not in shown, number
+        assert "the rule failed" not in output and "Traceback" not in complaints, number
+        assert complaints.count("\n") <= 1, number
+        assert "<script>" not in output and "\x1b[31m" not in output, number
         assert time.process_time() - started < 20, number
     assert not RAN
 
 
 def test_kibibytes_are_small() -> None:
-    """The pools are told apart by what was asked for."""
+    """The pools are distinguished by what was asked for."""
     m = FakeAllocator()
     with m.at(*LOOP):
         m.alloc(3 * KIB)
         m.alloc(3 * MIB)
-    found = read_snapshot([m.pickled()], "x")
-    assert dict(zip(found.segments["large"], found.segments["total"], strict=True)) == {
+    snapshot = read_snapshot([m.pickled()], "x")
+    assert dict(zip(snapshot.segments["large"], snapshot.segments["total"], strict=True)) == {
         False: 2 * MIB,
         True: 20 * MIB,
     }

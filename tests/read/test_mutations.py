@@ -60,9 +60,9 @@ VALUES: list[Any] = [
 # -- what is mutated ----------------------------------------------------------------------------
 
 
-def built() -> list[bytes]:
+def sound_traces() -> list[bytes]:
     """Small traces with everything that the reader and the rules look at."""
-    found = []
+    result = []
     for gpu, sync_rows in (("A100", True), ("H100", False), (None, False)):
         b = TraceBuilder(gpu, rank=0, world_size=8, cuda_sync_rows=sync_rows)
         for step in range(4):
@@ -83,21 +83,21 @@ def built() -> list[bytes]:
                 with b.range("Optimizer.step#Adam.step"), b.op("aten::add_", [[64]]):
                     b.launch("vectorized_elementwise_kernel", 5)
                 b.overhead("Buffer Flush", 10)
-        found.append(b.json())
-    return found
+        result.append(b.json())
+    return result
 
 
 @pytest.fixture(scope="session")
 def seeds() -> list[bytes]:
     """Texts to mutate: built ones always, real ones where they are."""
     real = [find(f"{name}.json.gz") for name in REAL]
-    return [*built(), *(gzip.decompress(path.read_bytes()) for path in real if path)]
+    return [*sound_traces(), *(gzip.decompress(path.read_bytes()) for path in real if path)]
 
 
 # -- how ----------------------------------------------------------------------------------------
 
 
-def cut(text: bytes, chance: random.Random) -> bytes:
+def cut_off(text: bytes, chance: random.Random) -> bytes:
     return text[: chance.randrange(len(text))]
 
 
@@ -177,7 +177,7 @@ def change_values(text: bytes, chance: random.Random) -> bytes:
                 del target[key]
             else:
                 target[key] = chance.choice([*VALUES, *NUMBERS, *HOSTILE_NAMES])
-    return dump(document)
+    return to_json(document)
 
 
 def change_a_field_everywhere(text: bytes, chance: random.Random) -> bytes:
@@ -191,7 +191,7 @@ def change_a_field_everywhere(text: bytes, chance: random.Random) -> bytes:
     for target in targets:
         if isinstance(target, dict) and key in target:
             target[key] = value
-    return dump(document)
+    return to_json(document)
 
 
 def hostile_names(text: bytes, chance: random.Random) -> bytes:
@@ -201,7 +201,7 @@ def hostile_names(text: bytes, chance: random.Random) -> bytes:
             event["name"] = chance.choice(HOSTILE_NAMES)
         if chance.random() < 0.03:
             event["cat"] = chance.choice([*HOSTILE_NAMES, "kernel", "cpu_op", "cuda_sync"])
-    return dump(document)
+    return to_json(document)
 
 
 def change_the_head(text: bytes, chance: random.Random) -> bytes:
@@ -213,29 +213,29 @@ def change_the_head(text: bytes, chance: random.Random) -> bytes:
         ])  # fmt: skip
         rank = {"rank": chance.choice(NUMBERS), "world_size": -1}
         document[key] = chance.choice([*VALUES, *NUMBERS, [{"id": n} for n in NUMBERS], rank])
-    return dump(document)
+    return to_json(document)
 
 
-def odd_devices(text: bytes, chance: random.Random) -> bytes:
+def change_devices(text: bytes, chance: random.Random) -> bytes:
     document = msgspec.json.decode(text)
     for device in document.get("deviceProperties", []):
         for key in list(device):
             if chance.random() < 0.4:
                 device[key] = chance.choice([*VALUES, *NUMBERS, *HOSTILE_NAMES])
-    return dump(document)
+    return to_json(document)
 
 
-def tangle_times(text: bytes, chance: random.Random) -> bytes:
+def change_times(text: bytes, chance: random.Random) -> bytes:
     document = msgspec.json.decode(text)
     for event in document["traceEvents"]:
         if "ts" in event and chance.random() < 0.4:
             event["ts"] = event["ts"] + chance.choice([-5000, -7, 0, 3, 900, 1e7]) * chance.random()
         if "dur" in event and chance.random() < 0.4:
             event["dur"] = event["dur"] * chance.choice([0, 0.5, 3, 1000])
-    return dump(document)
+    return to_json(document)
 
 
-def same_ids(text: bytes, chance: random.Random) -> bytes:
+def collide_ids(text: bytes, chance: random.Random) -> bytes:
     document = msgspec.json.decode(text)
     few = [chance.randrange(5) for _ in range(3)]
     for event in document["traceEvents"]:
@@ -246,7 +246,7 @@ def same_ids(text: bytes, chance: random.Random) -> bytes:
                 and chance.random() < 0.5
             ):
                 event["args"][key] = chance.choice(few)
-    return dump(document)
+    return to_json(document)
 
 
 def shuffle_and_repeat(text: bytes, chance: random.Random) -> bytes:
@@ -254,15 +254,15 @@ def shuffle_and_repeat(text: bytes, chance: random.Random) -> bytes:
     events = document["traceEvents"]
     chance.shuffle(events)
     document["traceEvents"] = events[: chance.randrange(len(events) + 1)] * chance.choice([1, 2, 5])
-    return dump(document)
+    return to_json(document)
 
 
-def only_some_kinds(text: bytes, chance: random.Random) -> bytes:
+def keep_some_kinds(text: bytes, chance: random.Random) -> bytes:
     document = msgspec.json.decode(text)
     kinds = sorted({str(event.get("cat")) for event in document["traceEvents"]})
     kept = set(chance.sample(kinds, chance.randrange(1, len(kinds) + 1)))
     document["traceEvents"] = [e for e in document["traceEvents"] if str(e.get("cat")) in kept]
-    return dump(document)
+    return to_json(document)
 
 
 def nest_deeply(text: bytes, chance: random.Random) -> bytes:
@@ -274,21 +274,21 @@ def nest_deeply(text: bytes, chance: random.Random) -> bytes:
          "pid": 1, "tid": 77, "ts": 1000 + i, "dur": 2 * deep - 2 * i, "args": {"External id": i}}
         for i in range(deep)
     ]  # fmt: skip
-    packed = dump(document)
+    packed = to_json(document)
     depth = chance.choice([10, 500, 20_000])
     value = chance.choice([b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth])
     return packed.replace(b'"args": {', b'"args": {"Input Dims": ' + value + b", ", 2)
 
 
-def dump(document: Any) -> bytes:
+def to_json(document: Any) -> bytes:
     return json.dumps(document).encode("utf-8", "surrogatepass")
 
 
 MUTATORS: list[Callable[[bytes, random.Random], bytes]] = [
-    cut, lose_the_start, flip_bytes, flip_structure, lose_a_stretch, repeat_a_stretch,
+    cut_off, lose_the_start, flip_bytes, flip_structure, lose_a_stretch, repeat_a_stretch,
     insert_garbage, swap_quotes, other_encoding, concatenate, damage_packing, change_values,
     change_values, change_a_field_everywhere, change_a_field_everywhere, hostile_names,
-    change_the_head, odd_devices, tangle_times, same_ids, shuffle_and_repeat, only_some_kinds,
+    change_the_head, change_devices, change_times, collide_ids, shuffle_and_repeat, keep_some_kinds,
     nest_deeply,
 ]  # fmt: skip
 
@@ -297,8 +297,8 @@ NOT_FOR_THIS_TEXT = (msgspec.DecodeError, KeyError, TypeError, AttributeError, I
                      ValueError, RecursionError)  # fmt: skip
 
 
-def mutated(number: int, seeds: list[bytes]) -> tuple[str, bytes]:
-    """The number-th mutation: its story, and the bytes."""
+def make_mutant(number: int, seeds: list[bytes]) -> tuple[str, bytes]:
+    """Make the mutation of a number: its story, and the bytes."""
     chance = random.Random(number)
     text = chance.choice(seeds)
     story = []
@@ -318,13 +318,13 @@ def mutated(number: int, seeds: list[bytes]) -> tuple[str, bytes]:
 # -- what must hold -----------------------------------------------------------------------------
 
 
-def reading(path: Path) -> None:
-    """The reader alone."""
+def read_only(path: Path) -> None:
+    """Run the reader alone."""
     read_trace(str(path), ReadOptions(processes=1))
 
 
-def analysing(path: Path) -> None:
-    """From the file to every form of report."""
+def analyze_fully(path: Path) -> None:
+    """Read a file and render every form of report."""
     from advisor.advise.engine import Options, analyze
     from advisor.advise.rule_runner import RULE_FAILED
 
@@ -335,18 +335,18 @@ def analysing(path: Path) -> None:
     json.loads(REPORTS.render("json", report))
 
 
-class Hang(Exception):
-    """It did not come back."""
+class HangError(Exception):
+    """A call that did not return in time."""
 
 
 @contextmanager
-def no_hang() -> Iterator[None]:
+def time_limit() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
     def ring(*_: object) -> None:
-        raise Hang
+        raise HangError
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(HANG_SECONDS)
@@ -366,25 +366,25 @@ def resident(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
-def forget_the_peak() -> None:
+def reset_peak_memory() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         pytest.skip("the peak of memory cannot be measured here")
 
 
-def check(under_test: Callable[[Path], None], story: str, data: bytes, path: Path) -> str:
-    """Of a file with these bytes, what :func:`hold` says."""
+def check_bytes(under_test: Callable[[Path], None], story: str, data: bytes, path: Path) -> str:
+    """Write these bytes to a file and return what :func:`hold` says."""
     path.write_bytes(data)
-    return hold(under_test, story, path)
+    return check_file(under_test, story, path)
 
 
-def hold(under_test: Callable[[Path], None], story: str, path: Path) -> str:
+def check_file(under_test: Callable[[Path], None], story: str, path: Path) -> str:
     """Run it; "read", or the one line that says why not. Anything else fails the test."""
-    forget_the_peak()
+    reset_peak_memory()
     memory, started = resident("VmRSS"), time.process_time()
     try:
-        with no_hang():
+        with time_limit():
             under_test(path)
         outcome = "read"
     except AdvisorError as error:
@@ -403,7 +403,7 @@ def test_a_mutated_trace_is_read_or_refused_in_a_line(
     chunk: int, seeds: list[bytes], tmp_path: Path
 ) -> None:
     outcomes = [
-        check(reading, *mutated(number, seeds), tmp_path / "trace.json")
+        check_bytes(read_only, *make_mutant(number, seeds), tmp_path / "trace.json")
         for number in range(chunk * CHUNK, (chunk + 1) * CHUNK)
     ]
     assert outcomes.count("read") > CHUNK // 3  # else the mutations prove nothing
@@ -416,7 +416,7 @@ def test_a_mutated_trace_is_analysed_or_refused_in_a_line(
 ) -> None:
     for number in range(chunk * 20, min((chunk + 1) * 20, ANALYSES)):
         # numbers of their own: those that are only refused by the reader show nothing new
-        check(analysing, *mutated(10_000 + number, seeds), tmp_path / "trace.json")
+        check_bytes(analyze_fully, *make_mutant(10_000 + number, seeds), tmp_path / "trace.json")
 
 
 def test_every_mutator_changes_something(seeds: list[bytes]) -> None:
@@ -427,7 +427,7 @@ def test_every_mutator_changes_something(seeds: list[bytes]) -> None:
 
 @pytest.mark.skipif(util.find_spec("advisor.advise.engine") is None, reason="no engine yet")
 def test_a_trace_of_nothing_but_allocations_is_analysed(tmp_path: Path) -> None:
-    """As when everything else of a damaged file is left out: a graph without an edge."""
+    """A damaged file leaves this where everything else is dropped: a graph without an edge."""
     args = {"Device Type": 0, "Device Id": -1, "Addr": 1, "Bytes": 64, "Total Allocated": 64}
     event = {
         "ph": "i",
@@ -439,5 +439,8 @@ def test_a_trace_of_nothing_but_allocations_is_analysed(tmp_path: Path) -> None:
     }
     events = [{**event, "ts": 10 * n, "args": args} for n in range(5)]
     assert (
-        check(analysing, "memory", dump({"traceEvents": events}), tmp_path / "trace.json") == "read"
+        check_bytes(
+            analyze_fully, "memory", to_json({"traceEvents": events}), tmp_path / "trace.json"
+        )
+        == "read"
     )

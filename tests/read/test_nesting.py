@@ -15,10 +15,10 @@ from advisor.read.nesting import MAX_DEPTH, independent_stretches, nest, stack_o
 from advisor.read.trace_events import HOST_KINDS
 
 Row = tuple[int, int, int]
-"""Thread, start, duration."""
+"""A row: thread, start, duration."""
 
 
-def by_hand(rows: list[Row]) -> tuple[list[int], list[int], list[int], int]:
+def nesting_by_hand(rows: list[Row]) -> tuple[list[int], list[int], list[int], int]:
     """Parent, depth, end and number of cut ends of ordered rows, by looking at all before."""
     ends: list[int] = []
     parents, depths = [], []
@@ -42,19 +42,19 @@ def arrays(rows: list[Row]) -> tuple[Any, Any, Any]:
     return thread, start, dur
 
 
-def ordered(rows: list[Row]) -> list[Row]:
+def sort_rows(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row[0], row[1], -row[2]))
 
 
 def nested(rows: list[Row]) -> tuple[list[int], list[int], list[int], int]:
     thread, start, dur = arrays(rows)
-    found = nest(thread, start, start + dur)
-    return found.parent.tolist(), found.depth.tolist(), found.end.tolist(), found.repaired
+    nesting = nest(thread, start, start + dur)
+    return nesting.parent.tolist(), nesting.depth.tolist(), nesting.end.tolist(), nesting.repaired
 
 
 def rows_of(span: int, longest: int, threads: int, most: int = 40) -> st.SearchStrategy[list[Row]]:
     row = st.tuples(st.integers(0, threads - 1), st.integers(0, span), st.integers(0, longest))
-    return st.lists(row, max_size=most).map(ordered)
+    return st.lists(row, max_size=most).map(sort_rows)
 
 
 @settings(max_examples=500, deadline=None)
@@ -67,7 +67,7 @@ def rows_of(span: int, longest: int, threads: int, most: int = 40) -> st.SearchS
     )
 )
 def test_any_overlap_nests_as_by_hand(rows: list[Row]) -> None:
-    assert nested(rows) == by_hand(rows)
+    assert nested(rows) == nesting_by_hand(rows)
 
 
 @st.composite
@@ -75,25 +75,25 @@ def call_trees(draw: st.DrawFn) -> list[Row]:
     """Proper call trees on a few threads, with a few events that end a little late."""
     rows: list[Row] = []
 
-    def grow(thread: int, start: int, end: int, level: int) -> None:
+    def grow_tree(thread: int, start: int, end: int, level: int) -> None:
         at = start
         while level < 6 and at < end and draw(st.booleans()):
             begin = draw(st.integers(at, end))
             stop = draw(st.integers(begin, end))
             late = draw(st.sampled_from([0] * 12 + [1, 3, 40]))
             rows.append((thread, begin, stop - begin + late))
-            grow(thread, begin, stop, level + 1)
+            grow_tree(thread, begin, stop, level + 1)
             at = stop + 1
 
     for thread in range(draw(st.integers(1, 3))):
-        grow(thread, 0, draw(st.integers(1, 400)), 0)
-    return ordered(rows)
+        grow_tree(thread, 0, draw(st.integers(1, 400)), 0)
+    return sort_rows(rows)
 
 
 @settings(max_examples=300, deadline=None)
 @given(call_trees())
 def test_call_trees_with_late_ends_nest_as_by_hand(rows: list[Row]) -> None:
-    assert nested(rows) == by_hand(rows)
+    assert nested(rows) == nesting_by_hand(rows)
 
 
 @pytest.mark.parametrize("late", [0, 3, 40])
@@ -102,20 +102,20 @@ def test_whole_columns_need_no_help_for_what_real_traces_have(
 ) -> None:
     """Each op ends a little after the frame around it: repaired without the loop over rows."""
 
-    def never(*_: Any) -> None:
+    def raise_if_called(*_: Any) -> None:
         raise AssertionError("went one by one")
 
-    monkeypatch.setattr(nesting, "_nest_one_by_one", never)
+    monkeypatch.setattr(nesting, "_nest_one_by_one", raise_if_called)
     rows = []
     for i in range(500):
         rows += [(0, i * 1000, 900), (0, i * 1000 + 10, 890 + late), (0, i * 1000 + 20, 870)]
-    assert nested(ordered(rows)) == by_hand(ordered(rows))
+    assert nested(sort_rows(rows)) == nesting_by_hand(sort_rows(rows))
 
 
 def test_both_ways_agree_on_a_large_tangle(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = np.random.default_rng(5)
     count = 20_000
-    rows = ordered(
+    rows = sort_rows(
         list(
             zip(
                 chance.integers(0, 3, count).tolist(),
@@ -164,9 +164,9 @@ def test_more_threads_and_time_than_a_key_can_hold() -> None:
     order = stack_order(thread[shuffle], start[shuffle], dur[shuffle], np.zeros_like(thread))
     assert np.array_equal(thread[shuffle][order], thread)
     assert np.array_equal(start[shuffle][order], start)
-    found = nest(thread, start, start + dur)
-    assert found.depth.tolist() == [0, 1, 0] * 70_000
-    assert found.repaired == 70_000
+    nesting = nest(thread, start, start + dur)
+    assert nesting.depth.tolist() == [0, 1, 0] * 70_000
+    assert nesting.repaired == 70_000
 
 
 @settings(max_examples=200, deadline=None)
@@ -208,13 +208,13 @@ def test_stretches_nest_as_the_whole_does(part: int, rows: list[Row]) -> None:
         patch.setattr(nesting, "ROWS_PER_PART", part)
         stretches = list(independent_stretches(thread, start, dur))
     for one in stretches:
-        found = nest(thread[one], start[one], start[one] + dur[one])
-        parents += [p if p < 0 else p + one.start for p in found.parent.tolist()]
-        depths += found.depth.tolist()
-        ends += found.end.tolist()
-        cut += found.repaired
+        nested = nest(thread[one], start[one], start[one] + dur[one])
+        parents += [p if p < 0 else p + one.start for p in nested.parent.tolist()]
+        depths += nested.depth.tolist()
+        ends += nested.end.tolist()
+        cut += nested.repaired
     assert [one.start for one in stretches[1:]] == [one.stop for one in stretches[:-1]]
-    assert (parents, depths, ends, cut) == by_hand(rows)
+    assert (parents, depths, ends, cut) == nesting_by_hand(rows)
 
 
 def test_a_stretch_ends_where_nothing_is_open() -> None:
@@ -223,9 +223,9 @@ def test_a_stretch_ends_where_nothing_is_open() -> None:
     thread, start, dur = arrays([(t, at, length) for t in (0, 1) for at, length in one])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nesting, "ROWS_PER_PART", 9)
-        found = list(independent_stretches(thread, start, dur))
-    assert [len(range(*each.indices(120))) for each in found[:5]] == [10] * 5
-    assert all(each.start % 2 == 0 for each in found)
+        items = list(independent_stretches(thread, start, dur))
+    assert [len(range(*each.indices(120))) for each in items[:5]] == [10] * 5
+    assert all(each.start % 2 == 0 for each in items)
 
 
 @settings(max_examples=200, deadline=None)

@@ -101,7 +101,7 @@ def test_a_topology_counts_each_pair_once(
 # -- what follows -------------------------------------------------------------------------------
 
 
-def only(report: Report, rule: str) -> str:
+def only_finding_text(report: Report, rule: str) -> str:
     assert rules(report) == {rule}
     (finding,) = [*report.findings, *report.notes]
     return f"{finding.title} {finding.summary} {finding.fix} {finding.code}"
@@ -111,8 +111,8 @@ def test_sockets_beside_adapters_are_named_with_the_containers_flags(tmp_path: P
     (tmp_path / "topology.txt").write_text(logs.matrix(4, "NV12", 2))
     text = logs.job(network="Socket", across="NET/Socket/0", more=(logs.SOCKET, logs.NO_DEVICE))
     report, log = read(tmp_path, text)
-    said = only(report, "nccl-sockets")
-    assert "mlx5_0" in said and "/dev/infiniband" in said and "eth0" in said
+    result = only_finding_text(report, "nccl-sockets")
+    assert "mlx5_0" in result and "/dev/infiniband" in result and "eth0" in result
     assert log.without_device == 8
     (finding,) = report.notes
     assert finding.confidence > 0.4 and report.status == "bottlenecks"
@@ -135,13 +135,13 @@ def test_sockets_with_no_adapter_in_sight_have_low_confidence(tmp_path: Path) ->
 )
 def test_the_log_says_why_sockets_are_used(line: str, words: str, tmp_path: Path) -> None:
     report, _ = read(tmp_path, logs.job(network="Socket", across="NET/Socket/0", more=(line,)))
-    assert words in only(report, "nccl-sockets")
+    assert words in only_finding_text(report, "nccl-sockets")
 
 
 def test_infiniband_switched_off_is_one_finding_not_two(tmp_path: Path) -> None:
     off = "NCCL_IB_DISABLE set by environment to 1."
     text = logs.job(network="Socket", across="NET/Socket/0", more=(off, logs.SOCKET))
-    assert "unset NCCL_IB_DISABLE" in only(read(tmp_path, text)[0], "nccl-settings")
+    assert "unset NCCL_IB_DISABLE" in only_finding_text(read(tmp_path, text)[0], "nccl-settings")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_infiniband_switched_off_is_one_finding_not_two(tmp_path: Path) -> None:
 )
 def test_missing_gpudirect_has_its_reason_and_cure(line: str, words: str, tmp_path: Path) -> None:
     report, log = read(tmp_path, logs.job(across="NET/IB/0", more=(logs.VERBS, line)))
-    assert words in only(report, "nccl-gpudirect") and sum(log.gdr_disabled.values()) == 8
+    assert (
+        words in only_finding_text(report, "nccl-gpudirect") and sum(log.gdr_disabled.values()) == 8
+    )
 
 
 def test_adapters_that_are_far_from_some_gpus_are_not_fault_where_near_ones_are_used(
@@ -171,17 +173,19 @@ def test_shared_memory_beside_nvlink_is_found_and_across_sockets_is_not(tmp_path
 def test_peer_access_that_is_off_names_the_pairs_once(tmp_path: Path) -> None:
     off = "P2P is disabled between connected GPUs 1 and 0. You can repress this message with X=1."
     report, log = read(tmp_path, logs.job(hosts=1, within="SHM/direct/direct", more=(off,)))
-    assert "--ipc=host" in only(report, "nccl-node-path") and log.p2p_disabled == 1
+    assert "--ipc=host" in only_finding_text(report, "nccl-node-path") and log.p2p_disabled == 1
 
 
 def test_locked_memory_and_multicast_are_reported(tmp_path: Path) -> None:
     failed = "WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"
-    assert "memlock" in only(read(tmp_path, logs.job(more=(failed,)))[0], "nccl-limits")
+    assert "memlock" in only_finding_text(
+        read(tmp_path, logs.job(more=(failed,)))[0], "nccl-limits"
+    )
     folder = tmp_path / "nvls"
     folder.mkdir()
     (folder / "topo.txt").write_text(logs.matrix(8, "NV18"))
     line = "NVLS multicast support is not available on dev {gpu}"
-    assert "NV18" in only(read(folder, logs.job(gpus=8, more=(line,)))[0], "nccl-nvls")
+    assert "NV18" in only_finding_text(read(folder, logs.job(gpus=8, more=(line,)))[0], "nccl-nvls")
 
 
 def test_a_trace_with_the_log_beside_it_gets_a_replayed_gain(tmp_path: Path) -> None:
@@ -197,8 +201,8 @@ def test_a_trace_with_the_log_beside_it_gets_a_replayed_gain(tmp_path: Path) -> 
     (tmp_path / "topology.txt").write_text(logs.matrix(8, "NV12"))
     report, log = read(tmp_path, logs.job(hosts=1, gpus=8, within="SHM/direct/direct"))
     assert log.node_ranks == 8
-    found = {each.rule: each for each in report.findings}
-    impact = found["nccl-node-path"].impact
+    result = {each.rule: each for each in report.findings}
+    impact = result["nccl-node-path"].impact
     # an A100's links: 300 GB/s, of which NCCL attains 240; the rest of the step stays
     assert impact is not None and impact.gain_ns is not None
     assert impact.gain_ns == pytest.approx(us * 1e3 * (1 - rate / 240), rel=0.05)
@@ -219,7 +223,7 @@ def test_the_recorders_environment_is_enough_for_settings(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_logs_cost_a_line_or_are_read_in_part(
+def test_damaged_logs_cost_one_line_or_are_read_in_part(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chance = random.Random(seed)

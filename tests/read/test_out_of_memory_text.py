@@ -51,9 +51,9 @@ def test_the_text_says_who_held_the_memory(
     report = advisor.analyze(str(log))
     (risk,) = report.risks
     assert risk.rule == "out-of-memory"
-    told = {item.label: item.value for item in risk.evidence}
+    evidence = {item.label: item.value for item in risk.evidence}
     for name, size in expected.items():
-        assert told[name] == (None if size is None else size * GIB), name
+        assert evidence[name] == (None if size is None else size * GIB), name
     # what no history shows is not advised
     assert "expandable" not in risk.fix
     assert ("other processes" in risk.fix.lower()) == (text is SHARED)

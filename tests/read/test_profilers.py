@@ -42,7 +42,7 @@ MADE: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.fixture(params=MADE)
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+def profile(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """The same program, as each profiler writes it."""
     return request.param, MADE[request.param](tmp_path)
 
@@ -50,8 +50,8 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 # -- one program, written by hand ---------------------------------------------------------------
 
 
-def test_every_profiler_tells_the_same_program(made: tuple[str, Path]) -> None:
-    name, path = made
+def test_every_profiler_tells_the_same_program(profile: tuple[str, Path]) -> None:
+    name, path = profile
     trace = read_trace(str(path))
     assert trace.meta.format == name.split()[0]
     # RPD does not write which program it was
@@ -60,7 +60,7 @@ def test_every_profiler_tells_the_same_program(made: tuple[str, Path]) -> None:
     iterations = profiler_files.ITERATIONS
     kinds = dict(trace.gpu["kind"].cast(pl.String).value_counts().iter_rows())
     assert kinds == {"kernel": 3 * iterations, "memcpy": iterations}
-    assert int(trace.gpu["dur"].sum()) == profiler_files.busy()
+    assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
     # each piece of work knows the call that caused it, each call the range around it
     assert trace.gpu["launch"].null_count() == 0
     launch = trace.cpu[trace.gpu["launch"]]
@@ -78,8 +78,8 @@ def test_every_profiler_tells_the_same_program(made: tuple[str, Path]) -> None:
     assert copies["src"].drop_nulls().cast(pl.String).unique().to_list() == memories
 
 
-def test_steps_are_the_range_that_repeats_and_figures_follow(made: tuple[str, Path]) -> None:
-    _, path = made
+def test_steps_are_the_range_that_repeats_and_figures_follow(profile: tuple[str, Path]) -> None:
+    _, path = profile
     report = advisor.analyze(path)
     assert (report.scope.step_source, report.scope.steps_found) == (
         "ranges",
@@ -92,10 +92,11 @@ def test_steps_are_the_range_that_repeats_and_figures_follow(made: tuple[str, Pa
 
 
 def test_everything_else_works_on_it(
-    made: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What-if, export, HTML and redaction; and nothing of the process's environment is in any."""
-    _, path = made
+    """Each of what-if, export, HTML and redaction works, and none shows the process's
+    environment."""
+    _, path = profile
     out, page, perfetto = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "p.json"
     assert cli.run(["analyze", str(path), "--redact", "-o", str(out)]) == 0
     assert cli.run(["report", str(path), "--html", str(page)]) == 0
@@ -105,7 +106,7 @@ def test_everything_else_works_on_it(
         text = file.read_text()
         assert "hunter2" not in text and "jemima" not in text
     again = read_trace(str(perfetto))
-    assert int(again.gpu["dur"].sum()) == profiler_files.busy()
+    assert int(again.gpu["dur"].sum()) == profiler_files.busy_ns()
     # a kernel of 300 us that is twice as fast saves 150 us of each iteration, at most
     result = advisor.whatif(advisor.open(path), ["scale kernel:third 0.5"])
     assert result.edits[0].selected == profiler_files.ITERATIONS
@@ -113,49 +114,49 @@ def test_everything_else_works_on_it(
     capsys.readouterr()
 
 
-def test_a_program_without_a_framework_is_told_nothing_of_pytorch(made: tuple[str, Path]) -> None:
-    name, path = made
+def test_a_program_without_a_framework_gets_no_pytorch_advice(profile: tuple[str, Path]) -> None:
+    name, path = profile
     report = advisor.analyze(path)
     assert report.findings or report.notes
     for finding in [*report.findings, *report.notes, *report.risks]:
-        told = f"{finding.title} {finding.summary} {finding.fix} {finding.code}"
+        advice = f"{finding.title} {finding.summary} {finding.fix} {finding.code}"
         for word in ("DataLoader", "torch", "num_workers", "tensor.", "non_blocking", "model"):
-            assert word not in told, finding.rule
+            assert word not in advice, finding.rule
         if not name.startswith("nsys"):
             assert "cuda" not in finding.code
-    told = [note for note in report.not_checked if "single-process-loader" in note.rule]
-    assert told == [] or "PyTorch" in told[0].why
+    advice = [note for note in report.not_checked if "single-process-loader" in note.rule]
+    assert advice == [] or "PyTorch" in advice[0].why
     for line in [*report.limits, *(note.record for note in report.not_checked)]:
         for word in ("profiler.step", "with_stack", "record_shapes", "ProfilerActivity"):
             assert word not in line
 
 
-def test_packed_and_piped_files_are_read_as_well(made: tuple[str, Path], tmp_path: Path) -> None:
-    _, path = made
+def test_packed_and_piped_files_are_read_as_well(profile: tuple[str, Path], tmp_path: Path) -> None:
+    _, path = profile
     packed = tmp_path / "packed.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     for trace in (read_trace(str(packed)), read_bytes(path.read_bytes(), "-")):
-        assert int(trace.gpu["dur"].sum()) == profiler_files.busy()
+        assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
 
 
 # -- what only Nsight Systems has ---------------------------------------------------------------
 
 
-def test_processes_that_count_alike_are_ranks_of_their_own(tmp_path: Path) -> None:
+def test_processes_with_the_same_counts_are_ranks_of_their_own(tmp_path: Path) -> None:
     """Correlation numbers begin anew in each process: joined by them alone, work would be tied to
     the other's calls."""
     run = open_run(profiler_files.nsys(tmp_path / "a.sqlite", processes=2))
     assert run.ranks == [0, 1]
     for rank, trace in ((rank, run.window(rank)) for rank in run.ranks):
         assert set(trace.gpu["device"].to_list()) == {rank}
-        assert int(trace.gpu["dur"].sum()) == profiler_files.busy()
+        assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
         threads = trace.cpu["thread"].gather(trace.gpu["launch"]).unique()
         assert trace.threads["pid"].gather(threads).to_list() == [str(profiler_files.PID + rank)]
 
 
 def test_launches_of_graphs_count_where_their_nodes_were_not_recorded(tmp_path: Path) -> None:
     trace = read_trace(str(profiler_files.nsys(tmp_path / "a.sqlite", graphs=True)))
-    assert int(trace.gpu["dur"].sum()) == profiler_files.busy()
+    assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
     graphs = trace.gpu.filter(pl.col("kind") == "kernel")
     assert set(graphs["name"].cast(pl.String).to_list()) == {"CUDA graph 77"}
     assert set(graphs["graph"].to_list()) == {77}
@@ -256,7 +257,7 @@ def test_ranges_of_pytorch_are_operators(
         (["void tensorflow::functor::BiasNHWCKernel<float>"], ["python"], "tensorflow"),
     ],
 )
-def test_what_a_program_is_written_with(
+def test_the_framework_of_a_program_is_found(
     names: list[str], programs: list[str], framework: str | None
 ) -> None:
     assert framework_of(pl.Series(names), programs) == framework
@@ -279,7 +280,7 @@ def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_report
     tool.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "export --type sqlite" ] && /bin/cp {made} "$7"\n')
     tool.chmod(0o755)
     trace = read_trace(str(report))
-    assert int(trace.gpu["dur"].sum()) == profiler_files.busy()
+    assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
     assert trace.meta.path == str(report)
     tool.write_text("#!/bin/sh\necho 'cannot open the report' >&2\nexit 1\n")
     with pytest.raises(AdvisorError, match=r"nsys export failed \(cannot open the report\)"):
@@ -291,7 +292,7 @@ def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_report
 # -- untrusted files ----------------------------------------------------------------------------
 
 
-def test_views_and_triggers_and_odd_values_do_nothing(tmp_path: Path) -> None:
+def test_views_triggers_and_unusual_values_have_no_effect(tmp_path: Path) -> None:
     path = profiler_files.nsys(tmp_path / "a.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY RENAME TO hidden")
@@ -321,15 +322,15 @@ def test_a_database_of_something_else_is_one_line(tmp_path: Path) -> None:
         read_trace(str(path))
 
 
-# -- real files, held against SQL ---------------------------------------------------------------
+# -- real files, compared with SQL --------------------------------------------------------------
 
 
-def ask(path: str, query: str) -> list[Any]:
+def query_database(path: str, query: str) -> list[Any]:
     with sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True) as db:
         return db.execute(query).fetchall()
 
 
-def covered(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def union_of(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The union of spans, one by one."""
     ordered = sorted(spans)
     begin, end = ordered[0]
@@ -351,17 +352,20 @@ NSYS = {
 
 
 def device_spans(path: str, device: int, *, own: bool = False) -> list[tuple[int, int]]:
-    """Of all work, or of what was launched in the recording."""
+    """Spans of all device work, or of what was launched in the recording."""
     launched = (
         " AND (correlationId, globalPid >> 24) IN "
         "(SELECT correlationId, globalTid >> 24 FROM CUPTI_ACTIVITY_KIND_RUNTIME)"
     )
-    there = {name for (name,) in ask(path, "SELECT name FROM sqlite_master WHERE type = 'table'")}
+    there = {
+        name
+        for (name,) in query_database(path, "SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
     return [
         span
         for table in ("KERNEL", "MEMCPY", "MEMSET")
         if f"CUPTI_ACTIVITY_KIND_{table}" in there
-        for span in ask(
+        for span in query_database(
             path,
             f"SELECT start, end FROM CUPTI_ACTIVITY_KIND_{table} WHERE deviceId = {device}"
             + (launched if own else ""),
@@ -378,7 +382,7 @@ def test_kernels_copies_busy_time_and_gaps_are_those_of_sql(shared_file: Found, 
         trace = run.window(rank)
         device = int(trace.gpu["device"][0])
         assert device == number
-        asked = ask(
+        asked = query_database(
             path,
             "SELECT count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL "
             f"WHERE deviceId = {device}",
@@ -386,39 +390,39 @@ def test_kernels_copies_busy_time_and_gaps_are_those_of_sql(shared_file: Found, 
         kernels = trace.gpu.filter(pl.col("kind") == "kernel")
         assert (kernels.height, int(kernels["dur"].sum())) == asked
         by_name = dict(
-            ask(
+            query_database(
                 path,
                 "SELECT value, sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON "
                 f"id = demangledName WHERE deviceId = {device} GROUP BY value",
             )
         )
-        found = kernels.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
-        assert dict(found.iter_rows()) == by_name
-        copies = ask(
+        result = kernels.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
+        assert dict(result.iter_rows()) == by_name
+        copies = query_database(
             path,
             "SELECT count(*), sum(bytes), sum(end - start) FROM CUPTI_ACTIVITY_KIND_MEMCPY "
             f"WHERE deviceId = {device}",
         )[0]
         own = trace.gpu.filter(pl.col("kind") == "memcpy")
         assert (own.height, int(own["bytes"].sum()), int(own["dur"].sum())) == copies
-        launched = list(covered(device_spans(path, device, own=True)))
+        launched = list(union_of(device_spans(path, device, own=True)))
         busy = sum(end - start for start, end in launched)
-        spans = covered(device_spans(path, device))
+        spans = union_of(device_spans(path, device))
         first = launched[0][0]
         gaps = [b[0] - max(a[1], first) for a, b in pairwise(spans) if b[0] > first]
-        a = Analysis(_whole(trace))
+        a = Analysis(_without_steps(trace))
         assert a.device_busy(a.in_window).total == pytest.approx(busy, rel=1e-3)
-        inside = a.gaps.filter(pl.col("ts").is_between(*_between(trace)))
+        inside = a.gaps.filter(pl.col("ts").is_between(*_launch_range(trace)))
         assert int(inside["dur"].sum()) == pytest.approx(sum(gaps), rel=1e-3)
 
 
-def _between(trace: Trace) -> tuple[int, int]:
+def _launch_range(trace: Trace) -> tuple[int, int]:
     """First start and last start of device work."""
     return int(trace.gpu["ts"][0]), int(trace.gpu["ts"][-1])
 
 
-def _whole(trace: Trace) -> Trace:
-    """Without steps: all of it counts."""
+def _without_steps(trace: Trace) -> Trace:
+    """A trace without steps: all of it counts."""
     from dataclasses import replace
 
     meta = replace(trace.meta, format="kineto")
@@ -431,7 +435,7 @@ def test_families_add_up_to_the_kernels_of_sql(shared_file: Found) -> None:
     path = shared_file("nsys/mfu_2gpu_after.sqlite")
     report = advisor.analyze(path)
     trace = open_run(path, rank=0).window(0)
-    asked = ask(
+    asked = query_database(
         path,
         "SELECT sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON id = "
         "demangledName WHERE deviceId = 0 AND value LIKE '%flash%'",
@@ -501,16 +505,16 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
     kernels = next(part.ns for part in report.time if part.name == "compute")
     assert 5 * copies == pytest.approx(284.7e6, rel=5e-3)
     assert 5 * kernels == pytest.approx(88.573e6, rel=5e-3)
-    found = {finding.rule: finding for finding in report.findings}
-    assert list(found) == ["pageable-copies"]  # results are fetched: no values that are read
-    seen = {each.label: each.value for each in found["pageable-copies"].evidence}
+    result = {finding.rule: finding for finding in report.findings}
+    assert list(result) == ["pageable-copies"]  # results are fetched: no values that are read
+    seen = {each.label: each.value for each in result["pageable-copies"].evidence}
     assert 5 * seen["exposed copy time"] == pytest.approx(284.7e6, rel=5e-3)
     assert "exposed copy time" in report.verdict
-    assert "cudaHostAlloc" in found["pageable-copies"].code
-    assert "cudaMemcpyAsync" in found["pageable-copies"].code
-    assert "on the GPU" in found["pageable-copies"].fix
-    told = report.to_json() if hasattr(report, "to_json") else repr(report)
-    assert "DataLoader(" not in str(told)
+    assert "cudaHostAlloc" in result["pageable-copies"].code
+    assert "cudaMemcpyAsync" in result["pageable-copies"].code
+    assert "on the GPU" in result["pageable-copies"].fix
+    report_text = report.to_json() if hasattr(report, "to_json") else repr(report)
+    assert "DataLoader(" not in str(report_text)
 
 
 def test_a_file_without_device_work_says_so_in_a_line(shared_file: Found) -> None:
@@ -525,13 +529,16 @@ def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -
     path = shared_file("nsys/209de58_baseline.sqlite")
     report = advisor.analyze(path)
     asked = dict(
-        ask(
+        query_database(
             path,
             "SELECT value, sum(end - start) FROM NVTX_EVENTS JOIN StringIds ON id = textId "
             "GROUP BY value",
         )
     )
-    scope, first, last = report.scope, *ask(path, "SELECT min(start), max(end) FROM NVTX_EVENTS")[0]
+    scope, first, last = (
+        report.scope,
+        *query_database(path, "SELECT min(start), max(end) FROM NVTX_EVENTS")[0],
+    )
     assert (scope.step_source, scope.steps_found) == ("ranges", 304)
     assert scope.step_ns == pytest.approx((last - first) / 304, rel=0.01)  # one set aside
     assert "find_centers: 51% of a 131 ms" in report.verdict
@@ -555,9 +562,13 @@ def test_rounds_are_whole_wherever_the_recording_begins_and_chance_is_not_a_roun
                 "VALUES (?, ?, 59, ?, ?, 0)",
                 [(n * 1000, n * 1000 + 900, name, thread) for n, name in enumerate(names)],
             )
-        found = Analysis(read_trace(str(path))).steps
-        assert found.source in ("ranges", "whole trace")
-        return [] if found.source == "whole trace" else list(found.table["name", "dur"].iter_rows())
+        analysis = Analysis(read_trace(str(path))).steps
+        assert analysis.source in ("ranges", "whole trace")
+        return (
+            []
+            if analysis.source == "whole trace"
+            else list(analysis.table["name", "dur"].iter_rows())
+        )
 
     assert steps("abcabcabcabc") == [(f"round {n}", 2900 + 100 * (n < 4)) for n in range(1, 5)]
     # "ab" begin the last round, which the recording cuts off
@@ -577,7 +588,7 @@ def test_two_recordings_are_compared(
     for path in paths:
         starts = [
             start
-            for (start,) in ask(
+            for (start,) in query_database(
                 path,
                 "SELECT start FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON id = shortName "
                 "WHERE deviceId = 0 AND value LIKE 'nvjet_tst_192x208%' ORDER BY start",
@@ -589,11 +600,11 @@ def test_two_recordings_are_compared(
         assert 0.97 * blocks[-1][0] <= step <= 1.03 * blocks[-1][1]
     out = tmp_path / "out.json"
     assert cli.run(["compare", *paths, "--format", "json", "-o", str(out)]) == 0
-    told = json.loads(out.read_text())
-    assert told["verdict"].startswith("GPU work repeats every 17.4 ms → 19.9 ms")
-    assert "step times are not compared: nothing marks the steps" in told["verdict"]
-    assert "slower" not in told["verdict"] and "interval" not in told["verdict"]
-    assert told["steps"]["verdict"] == "not measured"  # of an iteration nothing is known
+    comparison = json.loads(out.read_text())
+    assert comparison["verdict"].startswith("GPU work repeats every 17.4 ms → 19.9 ms")
+    assert "step times are not compared: nothing marks the steps" in comparison["verdict"]
+    assert "slower" not in comparison["verdict"] and "interval" not in comparison["verdict"]
+    assert comparison["steps"]["verdict"] == "not measured"  # of an iteration nothing is known
     capsys.readouterr()
 
 
@@ -601,20 +612,20 @@ def test_rpd_is_what_sql_says(shared_file: Found) -> None:
     path = shared_file("rocprof/matmul_result.rpd")
     trace = read_trace(path)
     asked = dict(
-        ask(
+        query_database(
             path,
             "SELECT string, sum(end - start) FROM rocpd_op JOIN rocpd_string s ON s.id = opType_id "
             "GROUP BY string",
         )
     )
-    found = trace.gpu.group_by(pl.col("kind").cast(pl.String)).agg(pl.col("dur").sum())
-    assert dict(found.iter_rows()) == {
+    result = trace.gpu.group_by(pl.col("kind").cast(pl.String)).agg(pl.col("dur").sum())
+    assert dict(result.iter_rows()) == {
         "kernel": asked["KernelExecution"],
         "memcpy": asked["CopyHostToDevice"] + asked["CopyDeviceToHost"],
         "memset": asked["FillBuffer"],
     }
     assert trace.gpu["launch"].null_count() == 0
-    size = ask(path, "SELECT sum(size) FROM rocpd_copyapi")[0][0]
+    size = query_database(path, "SELECT sum(size) FROM rocpd_copyapi")[0][0]
     assert int(trace.gpu["bytes"].sum()) == size
     assert trace.meta.framework == "pytorch"
     assert trace.counters.height == 15

@@ -26,8 +26,8 @@ def parents(*events: dict[str, Any]) -> dict[str, str | None]:
 
 
 def test_a_range_opened_in_enter_holds_what_follows() -> None:
-    """As the DataLoader's range with with_stack=True: ``__enter__`` returns at once."""
-    found = parents(
+    """The DataLoader's range with with_stack=True: ``__enter__`` returns at once."""
+    parent_rows = parents(
         event("python_function", "loop", 0, 1000),
         event("python_function", "next", 10, 900),
         event("python_function", "enter", 20, 40),
@@ -38,7 +38,7 @@ def test_a_range_opened_in_enter_holds_what_follows() -> None:
         event("python_function", "exit", 840, 870),
         event("python_function", "after", 910, 990),
     )
-    assert found == {
+    assert parent_rows == {
         "loop": None,
         "next": "loop",
         "enter": "next",
@@ -52,37 +52,37 @@ def test_a_range_opened_in_enter_holds_what_follows() -> None:
 
 
 def test_a_range_that_ends_a_little_late_stays_inside_its_function() -> None:
-    found = parents(
+    parent_rows = parents(
         event("python_function", "loop", 0, 1000),
         event("python_function", "work", 10, 500),
         event("user_annotation", "range", 20, 502),
         event("cpu_op", "aten::mm", 30, 400),
         event("python_function", "next", 501, 900),
     )
-    assert found["range"] == "work"
-    assert found["aten::mm"] == "range"
-    assert found["next"] == "loop"
+    assert parent_rows["range"] == "work"
+    assert parent_rows["aten::mm"] == "range"
+    assert parent_rows["next"] == "loop"
 
 
 def test_another_threads_range_is_none_of_its_business() -> None:
     other = {**event("user_annotation", "range", 30, 850), "tid": 2}
-    found = parents(
+    parent_rows = parents(
         event("python_function", "frame", 20, 40), other, event("cpu_op", "aten::mm", 32, 38)
     )
-    assert found == {"frame": None, "range": None, "aten::mm": "frame"}
+    assert parent_rows == {"frame": None, "range": None, "aten::mm": "frame"}
 
 
 def test_ranges_opened_in_each_other_nest() -> None:
-    found = parents(
+    parent_rows = parents(
         event("python_function", "step", 0, 20),
         event("user_annotation", "ProfilerStep#1", 10, 1000),
         event("python_function", "enter", 30, 50),
         event("user_annotation", "forward", 40, 600),
         event("cpu_op", "aten::mm", 60, 500),
     )
-    assert found["ProfilerStep#1"] is None
-    assert found["forward"] == "ProfilerStep#1"
-    assert found["aten::mm"] == "forward"
+    assert parent_rows["ProfilerStep#1"] is None
+    assert parent_rows["forward"] == "ProfilerStep#1"
+    assert parent_rows["aten::mm"] == "forward"
 
 
 def _closure(*, nodes: bool) -> TraceBuilder:

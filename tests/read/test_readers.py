@@ -38,7 +38,7 @@ HEAD = b"what,kind,name,lane,start_ns,length_ns,id"
 
 
 class Toy(Reader):
-    """A row an event: host or device, on a lane, with an id that ties a launch to its kernel."""
+    """A row for each event: host or device, on a lane, with the id of its launch or kernel."""
 
     name = "toy"
     description = "a toy table (.csv)"
@@ -136,7 +136,9 @@ def test_advice_on_recording_is_for_its_tool(path: Path) -> None:
     assert mark_steps("toy", None).startswith("put toy_mark() around each step")
 
 
-def test_its_traces_are_analysed_replayed_and_explored_like_any_other(path: Path) -> None:
+def test_traces_of_a_custom_reader_are_analyzed_replayed_and_explored_like_others(
+    path: Path,
+) -> None:
     report = advisor.analyze(path)
     assert report.scope.step_source == "ProfilerStep"
     assert report.scope.steps_found == STEPS
@@ -196,7 +198,7 @@ def test_a_folder_and_packed_files_of_it_are_found(path: Path, tmp_path: Path) -
     assert run.problems == ()
 
 
-def test_what_nobody_reads_gets_one_line_with_the_way_to_the_formats(
+def test_an_unknown_format_gets_one_line_with_the_way_to_the_formats(
     toy: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     see = "'advisor analyze --help' lists the formats"
@@ -207,9 +209,9 @@ def test_what_nobody_reads_gets_one_line_with_the_way_to_the_formats(
     with pytest.raises(AdvisorError, match=f"^x: an SQLite file .*; {see}$"):
         read_bytes(b"SQLite format 3\0", "x")
     assert cli.run(["analyze", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "Formats:\n  a PyTorch profiler trace (.json, .json.gz or .json.zst)\n" in shown
-    assert [one.description in shown for one in registry.all_readers()].count(False) == 0
+    output = capsys.readouterr().out
+    assert "Formats:\n  a PyTorch profiler trace (.json, .json.gz or .json.zst)\n" in output
+    assert [one.description in output for one in registry.all_readers()].count(False) == 0
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_rows_without_sane_times_are_left_out_and_counted(
         ({"name": None}, "lacks the column 'name'"),
     ],
 )
-def test_the_author_of_a_reader_is_told_of_a_table_that_is_none(
+def test_a_reader_whose_table_is_none_gets_an_error_that_names_it(
     change: dict[str, str | None], said: str
 ) -> None:
     row = {"ts": 1, "dur": 1, "kind": "op", "name": "f", "thread": "a", **change}

@@ -39,16 +39,18 @@ NO_LAUNCH = ("synchronize", "eventrecord", "eventquery", "streamwaitevent", "str
 Find = Callable[[str], str]
 
 
-def plainly(path: str) -> list[dict[str, Any]]:
-    """The events, by the json module."""
+def read_json_events(path: str) -> list[dict[str, Any]]:
+    """Read the events with the json module."""
     document = json.loads(gzip.decompress(Path(path).read_bytes()))
-    found: list[dict[str, Any]] = (
+    result: list[dict[str, Any]] = (
         document if isinstance(document, list) else document["traceEvents"]
     )
-    return found
+    return result
 
 
-def of(events: list[dict[str, Any]], categories: dict[str, str]) -> list[dict[str, Any]]:
+def events_of_kind(
+    events: list[dict[str, Any]], categories: dict[str, str]
+) -> list[dict[str, Any]]:
     return [
         {**event, "kind": categories[str(event.get("cat")).lower()]}
         for event in events
@@ -57,17 +59,17 @@ def of(events: list[dict[str, Any]], categories: dict[str, str]) -> list[dict[st
 
 
 @pytest.fixture(scope="module")
-def both(public_trace: str) -> tuple[Trace, list[dict[str, Any]]]:
-    return read_trace(public_trace), plainly(public_trace)
+def trace_and_events(public_trace: str) -> tuple[Trace, list[dict[str, Any]]]:
+    return read_trace(public_trace), read_json_events(public_trace)
 
 
-def test_every_event_is_in_its_table(both: tuple[Trace, list[dict[str, Any]]]) -> None:
-    trace, events = both
+def test_every_event_is_in_its_table(trace_and_events: tuple[Trace, list[dict[str, Any]]]) -> None:
+    trace, events = trace_and_events
     assert trace.meta.events_read == len(events)
     assert trace.meta.events_dropped == {}
     assert not trace.meta.truncated
     for frame, categories in ((trace.cpu, HOST), (trace.gpu, DEVICE)):
-        expected = Counter((e["kind"], e["name"]) for e in of(events, categories))
+        expected = Counter((e["kind"], e["name"]) for e in events_of_kind(events, categories))
         assert Counter(zip(frame["kind"], frame["name"].cast(pl.String), strict=True)) == expected
     categories = Counter(str(event.get("cat")) for event in events if event["ph"] == "X")
     assert trace.sync.height == categories["cuda_sync"]
@@ -78,31 +80,37 @@ def test_every_event_is_in_its_table(both: tuple[Trace, list[dict[str, Any]]]) -
     assert trace.memory["bytes"].sum() == sum(e["args"]["Bytes"] for e in memory)
 
 
-def test_times_are_the_files(both: tuple[Trace, list[dict[str, Any]]]) -> None:
-    """To the nanosecond: starts of everything, and durations of device work."""
-    trace, events = both
+def test_times_are_the_files(trace_and_events: tuple[Trace, list[dict[str, Any]]]) -> None:
+    """Exact to the nanosecond: starts of everything, and durations of device work."""
+    trace, events = trace_and_events
     others = [e for e in events if e.get("cat") in ("cuda_sync", "cuda_profiler_range")]
-    timed = [*of(events, HOST | DEVICE), *others, *(e for e in events if e["name"] == "[memory]")]
+    timed = [
+        *events_of_kind(events, HOST | DEVICE),
+        *others,
+        *(e for e in events if e["name"] == "[memory]"),
+    ]
     origin = min(e["ts"] for e in timed)
     for frame, categories in ((trace.cpu, HOST), (trace.gpu, DEVICE)):
-        expected = sorted(round((e["ts"] - origin) * 1000) for e in of(events, categories))
+        expected = sorted(
+            round((e["ts"] - origin) * 1000) for e in events_of_kind(events, categories)
+        )
         assert frame["ts"].sort().to_list() == expected
-    expected = sorted(round(e["dur"] * 1000) for e in of(events, DEVICE))
+    expected = sorted(round(e["dur"] * 1000) for e in events_of_kind(events, DEVICE))
     assert trace.gpu["dur"].sort().to_list() == expected
     assert trace.meta.clock == "unix"
 
 
 def test_launches_and_ops_are_those_of_a_plain_reading(
-    both: tuple[Trace, list[dict[str, Any]]],
+    trace_and_events: tuple[Trace, list[dict[str, Any]]],
 ) -> None:
-    trace, events = both
+    trace, events = trace_and_events
     calls = {
         e["args"]["correlation"]: e
-        for e in of(events, HOST)
+        for e in events_of_kind(events, HOST)
         if e["kind"] == "runtime" and not any(w in e["name"].lower() for w in NO_LAUNCH)
     }
     device = sorted(
-        of(events, DEVICE), key=lambda e: (e["args"]["correlation"], e["ts"], e["name"])
+        events_of_kind(events, DEVICE), key=lambda e: (e["args"]["correlation"], e["ts"], e["name"])
     )
     rows = trace.gpu.with_columns(pl.col("name").cast(pl.String)).sort("correlation", "ts", "name")
     found = trace.cpu["correlation"].gather(rows["launch"]).to_list()
@@ -119,8 +127,8 @@ def test_launches_and_ops_are_those_of_a_plain_reading(
     assert rows["occupancy"].to_list() == occupancy
 
 
-def test_parents_hold_their_children(both: tuple[Trace, list[dict[str, Any]]]) -> None:
-    trace, _ = both
+def test_parents_hold_their_children(trace_and_events: tuple[Trace, list[dict[str, Any]]]) -> None:
+    trace, _ = trace_and_events
     cpu = trace.cpu.with_row_index("row").with_columns(end=pl.col("ts") + pl.col("dur"))
     inner = cpu.filter(pl.col("parent").is_not_null())
     outer = cpu.select("ts", "end", "dur", "thread", "depth", "kind")[inner["parent"].to_numpy()]
@@ -137,8 +145,10 @@ def test_parents_hold_their_children(both: tuple[Trace, list[dict[str, Any]]]) -
     )
 
 
-def test_ops_around_launches_are_the_innermost(both: tuple[Trace, list[dict[str, Any]]]) -> None:
-    trace, _ = both
+def test_ops_around_launches_are_the_innermost(
+    trace_and_events: tuple[Trace, list[dict[str, Any]]],
+) -> None:
+    trace, _ = trace_and_events
     cpu = trace.cpu
     kind, parent = cpu["kind"].to_list(), cpu["parent"].to_list()
     external = {}
@@ -164,16 +174,16 @@ def test_exact_and_small_pieces_and_processes_change_nothing(public_trace: str) 
         ReadOptions(piece_bytes=20_000 * times),
         ReadOptions(piece_bytes=100_000 * times, parallel_from=0, processes=2),
     ):
-        found = read_trace(path, options)
+        trace = read_trace(path, options)
         for frame in ("cpu", "gpu"):
             assert_frame_equal(
                 getattr(whole, frame).drop("comm", "inputs", strict=False),
-                getattr(found, frame).drop("comm", "inputs", strict=False),
+                getattr(trace, frame).drop("comm", "inputs", strict=False),
                 categorical_as_str=True,
             )
         for frame in ("sync", "memory", "counters", "threads"):
             assert_frame_equal(
-                getattr(whole, frame), getattr(found, frame), categorical_as_str=True
+                getattr(whole, frame), getattr(trace, frame), categorical_as_str=True
             )
 
 
@@ -216,10 +226,10 @@ def test_stacks_and_memory(shared_trace: Find) -> None:
 
 
 def test_calls_that_caused_device_work_are_launches(
-    both: tuple[Trace, list[dict[str, Any]]],
+    trace_and_events: tuple[Trace, list[dict[str, Any]]],
 ) -> None:
     """Whatever a device row's launch is called, its class says that it launches."""
-    trace, _ = both
+    trace, _ = trace_and_events
     call = trace.cpu["call"].gather(trace.gpu["launch"].drop_nulls())
     assert set(call) <= {"launch", "graph_launch", "memcpy", "memcpy_blocking", "memset"}
 

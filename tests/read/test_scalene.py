@@ -45,17 +45,17 @@ def line(number: int, percent: float, **more: Any) -> dict[str, Any]:
 
 
 def test_the_line_that_computes_in_the_dataset_comes_first() -> None:
-    found = read_scalene(REAL)
-    first = found[0]
+    profile = read_scalene(REAL)
+    first = profile[0]
     assert (first.line, first.function) == (11, "Slow.__getitem__")
     assert first.text == "values.append((i * k) % 7)"
     raw = json.loads(REAL.read_text())["files"]["/home/me/project/train.py"]["lines"]
-    told = next(item for item in raw if item["lineno"] == 11)
-    assert first.python == pytest.approx(told["n_cpu_percent_python"] / 100)
+    line = next(item for item in raw if item["lineno"] == 11)
+    assert first.python == pytest.approx(line["n_cpu_percent_python"] / 100)
     assert first.share == pytest.approx(first.python + first.native + first.system)
 
 
-def test_what_runs_once_is_left_out() -> None:
+def test_lines_that_run_once_are_left_out() -> None:
     # a third of the samples fell on the optimizer's first use, 2% on a sum after the training
     assert not {17, 27} & {item.line for item in read_scalene(REAL)}
 
@@ -78,7 +78,7 @@ def test_lines_are_sorted_and_small_ones_left_out(tmp_path: Path) -> None:
         '{"files": {"a": {"lines": [{"n_cpu_percent_python": "\\ud800"}]}}}',
     ],
 )
-def test_what_is_not_a_profile_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_profile_is_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "scalene.json"
     file.write_text(text)
     with pytest.raises(AdvisorError, match="not a Scalene profile"):

@@ -1,4 +1,5 @@
-"""Bytes of a trace: told by content, bounded, tolerant of damage, one line when there is none."""
+"""Bytes of a trace: recognized by content, bounded, tolerant of damage, one line when there is
+none."""
 
 from __future__ import annotations
 
@@ -80,15 +81,15 @@ def test_a_packing_is_not_identified_by_name(packing: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_standard_input_is_unpacked_alike(packing: str) -> None:
+def test_standard_input_is_unpacked_like_a_file(packing: str) -> None:
     code = (
         "import sys; from advisor.read.source import ByteSource; s = ByteSource('-');"
         "n = sum(map(len, s.blocks())); m = sum(map(len, s.reopen().blocks())); print(n, m)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], input=PACKINGS[packing], capture_output=True, check=True
     )
-    assert done.stdout.split() == [b"%d" % len(TEXT)] * 2  # and a second time, from memory
+    assert result.stdout.split() == [b"%d" % len(TEXT)] * 2  # and a second time, from memory
 
 
 def test_members_may_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_a_damaged_zstd_is_not_an_exception() -> None:
 def test_a_zstd_window_that_takes_gigabytes_is_refused() -> None:
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    packed = compressor.compress(TEXT) + compressor.flush()  # size not told: the window counts
+    packed = compressor.compress(TEXT) + compressor.flush()  # size unknown: the window counts
     text, source = read(packed)
     assert text == b""
     assert "memory" in (source.damage or "")
@@ -193,10 +194,10 @@ def test_a_bomb_takes_no_memory(pack: Any, tmp_path: Path) -> None:
         "for _ in ByteSource(sys.argv[1]).blocks(): pass\n"
         "print(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1])"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, check=True, text=True
     )
-    assert int(done.stdout) * 1024 < 100 * MB
+    assert int(result.stdout) * 1024 < 100 * MB
 
 
 # -- no trace -----------------------------------------------------------------------------------
@@ -269,10 +270,10 @@ def test_a_file_that_may_not_be_read_is_reported(
     path.chmod(0)
     if os.geteuid() == 0:  # root may read everything: play the refusal
 
-        def refuse(*_: object) -> None:
+        def raise_permission_error(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(source_module, "open_regular", refuse)
+        monkeypatch.setattr(source_module, "open_regular", raise_permission_error)
     with pytest.raises(AdvisorError, match=r"permission denied; check its permissions$"):
         list(ByteSource(str(path)).blocks())
 
@@ -288,13 +289,13 @@ def test_a_name_that_is_too_long_is_reported() -> None:
 
 
 def test_a_read_error_half_way_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(io.BytesIO):
+    class FailingFile(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             if self.tell() > 0:
                 raise OSError(5, "Input/output error")
             return super().read(size)
 
-    monkeypatch.setattr(source_module, "open_regular", lambda *_: Broken(TEXT))
+    monkeypatch.setattr(source_module, "open_regular", lambda *_: FailingFile(TEXT))
     with pytest.raises(AdvisorError, match=r"cannot be read \(Input/output error\); copy it"):
         list(ByteSource("x").blocks())
 

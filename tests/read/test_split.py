@@ -52,7 +52,7 @@ EVENTS = [
 ]
 
 
-def split(text: bytes, **options: Any) -> tuple[list[bytes], Splitter]:
+def split_text(text: bytes, **options: Any) -> tuple[list[bytes], Splitter]:
     splitter = Splitter(ByteSource("x", data=text), **options)
     return list(splitter.pieces()), splitter
 
@@ -63,7 +63,7 @@ def contents(pieces: list[bytes]) -> list[Any]:
 
 def message(text: bytes) -> str:
     with pytest.raises(AdvisorError) as caught:
-        split(text)
+        split_text(text)
     shown = str(caught.value)
     assert "\n" not in shown
     assert shown.startswith("x: ")
@@ -71,7 +71,7 @@ def message(text: bytes) -> str:
 
 
 def layouts(events: list[Any]) -> dict[str, bytes]:
-    """The same events as different tools write them."""
+    """Serialize the same events as different tools do."""
     whole = {**HEAD, "traceEvents": events, **TAIL}
     compact = json.dumps(whole, separators=(",", ":")).encode()
     return {
@@ -94,7 +94,7 @@ def layouts(events: list[Any]) -> dict[str, bytes]:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("layout", layouts(EVENTS))
 def test_every_layout_gives_the_same_events(layout: str, exact: bool) -> None:
-    pieces, splitter = split(layouts(EVENTS)[layout], exact=exact)
+    pieces, splitter = split_text(layouts(EVENTS)[layout], exact=exact)
     assert contents(pieces) == EVENTS
     assert not splitter.truncated
     assert splitter.bare_list == layout.startswith("bare")
@@ -105,7 +105,7 @@ def test_every_layout_gives_the_same_events(layout: str, exact: bool) -> None:
 @pytest.mark.parametrize("size", [1, 7, 100, 300, 1000])
 @pytest.mark.parametrize("layout", layouts(EVENTS))
 def test_exact_cuts_give_whole_events_at_any_piece_size(layout: str, size: int) -> None:
-    pieces, splitter = split(layouts(EVENTS * 5)[layout], exact=True, piece_bytes=size)
+    pieces, splitter = split_text(layouts(EVENTS * 5)[layout], exact=True, piece_bytes=size)
     assert contents(pieces) == EVENTS * 5
     assert not splitter.truncated
 
@@ -117,19 +117,22 @@ PLAIN = [event(i, text=f'a "quoted" name }} , {{ {i}') for i in range(200)]
 def test_fast_and_exact_cuts_agree(layout: str) -> None:
     for size in (50, 333, 5000):
         text = layouts(PLAIN)[layout]
-        fast, exact = split(text, piece_bytes=size), split(text, piece_bytes=size, exact=True)
+        fast, exact = (
+            split_text(text, piece_bytes=size),
+            split_text(text, piece_bytes=size, exact=True),
+        )
         assert contents(fast[0]) == contents(exact[0]) == PLAIN
         assert len(fast[0]) > 3 or size == 5000
         assert fast[1].head == exact[1].head
 
 
 def test_a_fast_cut_inside_a_nested_list_cannot_go_unnoticed() -> None:
-    """It leaves both pieces unbalanced: that is what makes the reader cut exactly instead."""
+    """The fast cut leaves both pieces unbalanced, which makes the reader cut exactly instead."""
     nested = [event(i, kernels=[{"name": "a"}, {"name": "b"}, {"name": "c"}]) for i in range(100)]
     text = json.dumps({"traceEvents": nested}).encode()
     wrong = 0
     for size in range(60, 400, 7):
-        pieces, _ = split(text, piece_bytes=size)
+        pieces, _ = split_text(text, piece_bytes=size)
         try:
             assert contents(pieces) == nested
         except json.JSONDecodeError:
@@ -141,14 +144,14 @@ def test_a_fast_cut_inside_a_nested_list_cannot_go_unnoticed() -> None:
 def test_pieces_are_about_as_long_as_asked() -> None:
     text = json.dumps({"traceEvents": [event(i) for i in range(5000)]}).encode()
     for size in (1000, 10_000, 100_000):
-        pieces, _ = split(text, piece_bytes=size)
+        pieces, _ = split_text(text, piece_bytes=size)
         assert max(map(len, pieces)) < 2 * size + 400
         assert len(pieces) > len(text) / (2 * size + 400)
 
 
 def test_an_empty_list_is_a_list() -> None:
     for text in (b'{"traceEvents": []}', b"[]", b"[ ]", b'{"a": 1, "traceEvents": [ ] , "b": 2}'):
-        pieces, splitter = split(text)
+        pieces, splitter = split_text(text)
         assert contents(pieces) == []
         assert not splitter.truncated
 
@@ -159,7 +162,7 @@ def test_a_traceevents_key_inside_something_else_is_not_the_list() -> None:
         "s": '"traceEvents": [',
         "traceEvents": EVENTS,
     }
-    pieces, splitter = split(json.dumps(whole).encode())
+    pieces, splitter = split_text(json.dumps(whole).encode())
     assert contents(pieces) == EVENTS
     assert splitter.head["s"] == '"traceEvents": ['
 
@@ -167,13 +170,13 @@ def test_a_traceevents_key_inside_something_else_is_not_the_list() -> None:
 def test_keys_after_the_events_are_read_at_any_piece_size() -> None:
     text = layouts(PLAIN)["python"]
     for size, exact in itertools.product((10, 400, 30_000, 1 << 20), (False, True)):
-        assert split(text, piece_bytes=size, exact=exact)[1].head == {**HEAD, **TAIL}
+        assert split_text(text, piece_bytes=size, exact=exact)[1].head == {**HEAD, **TAIL}
 
 
 def test_a_long_tail_behind_the_events_is_found_exactly() -> None:
     tail = [{"name": i, "args": {}} for i in range(2000)]
     text = json.dumps({"traceEvents": PLAIN, "long": tail, "rank": 3}).encode()
-    pieces, splitter = split(text, piece_bytes=5000, exact=True)
+    pieces, splitter = split_text(text, piece_bytes=5000, exact=True)
     assert contents(pieces) == PLAIN
     assert splitter.head == {"long": tail, "rank": 3}
 
@@ -182,7 +185,7 @@ def test_a_long_tail_behind_the_events_is_found_exactly() -> None:
 
 
 def ends_of_events(text: str) -> list[int]:
-    """Where each event ends, by Python's own decoder."""
+    """Find the end of each event with Python's own decoder."""
     decoder = json.JSONDecoder()
     at = text.index("[", text.index('"traceEvents"')) + 1 if text.lstrip()[0] == "{" else 1
     ends = []
@@ -203,7 +206,7 @@ def test_a_text_cut_at_any_byte_keeps_exactly_the_whole_events(layout: str, exac
     for cut in range(1, len(text)):
         whole = sum(end <= cut for end in ends)
         try:
-            pieces, splitter = split(text[:cut], exact=exact)
+            pieces, splitter = split_text(text[:cut], exact=exact)
         except AdvisorError as error:
             assert whole == 0
             assert "cut off" in str(error)
@@ -233,19 +236,19 @@ def test_a_gzip_cut_at_any_byte_keeps_the_whole_events() -> None:
     assert kept == sorted(kept)
 
 
-def test_small_pieces_are_cut_off_alike() -> None:
+def test_small_pieces_have_the_same_events_as_large_ones() -> None:
     text = layouts(PLAIN[:40])["python"]
     ends = ends_of_events(text.decode())
     for cut in range(300, len(text), 31):
         for exact in (False, True):
-            pieces, _ = split(text[:cut], piece_bytes=500, exact=exact)
+            pieces, _ = split_text(text[:cut], piece_bytes=500, exact=exact)
             assert len(contents(pieces)) == sum(end <= cut for end in ends)
 
 
 def test_the_lost_event_is_counted() -> None:
     text = json.dumps({"traceEvents": EVENTS}).encode()
-    assert split(text[:-20])[1].cut_events == 1
-    assert split(text[: text.rindex(b"]}")])[1].cut_events == 0
+    assert split_text(text[:-20])[1].cut_events == 1
+    assert split_text(text[: text.rindex(b"]}")])[1].cut_events == 0
 
 
 # -- what is no trace ---------------------------------------------------------------------------
@@ -302,7 +305,7 @@ GIVE = "give a PyTorch profiler trace"
         ),
     ],
 )
-def test_what_is_not_a_trace_gets_a_line_of_its_own(text: bytes, said: str) -> None:
+def test_a_file_that_is_no_trace_gets_a_line_of_its_own(text: bytes, said: str) -> None:
     assert message(text) == said
 
 
@@ -320,7 +323,7 @@ def test_one_endless_event_is_skipped_not_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(split_module, "EVENT_LIMIT", 20_000)
     text = json.dumps({"traceEvents": [event(0), event(1, x="y" * 100_000), event(2), event(3)]})
     for exact in (False, True):
-        pieces, splitter = split(text.encode(), piece_bytes=1000, exact=exact)
+        pieces, splitter = split_text(text.encode(), piece_bytes=1000, exact=exact)
         kept = [decode_piece(piece) for piece in pieces]
         assert sum(piece.events for piece in kept) >= 2
         assert splitter.skipped == 1
@@ -335,7 +338,7 @@ def test_endless_white_space_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_false_beginnings_end_soon() -> None:
     """Each would be a reason to decode all that comes before it."""
     text = b'{"a":' * 20 + b'{"traceEvents":[],"b":' * 50_000
-    pieces, _ = split(text)  # the head is damaged: what follows the first is taken for events
+    pieces, _ = split_text(text)  # the head is damaged: what follows the first is taken for events
     assert sum(decode_piece(piece).events for piece in pieces) == 0
 
 
@@ -350,7 +353,7 @@ def test_many_false_beginnings_end_soon() -> None:
 )
 def test_deep_nesting_is_not_a_recursion(text: bytes) -> None:
     try:
-        pieces, _ = split(text)
+        pieces, _ = split_text(text)
     except AdvisorError:
         return
     assert sum(decode_piece(piece).events for piece in pieces) == 0
@@ -358,7 +361,7 @@ def test_deep_nesting_is_not_a_recursion(text: bytes) -> None:
 
 def test_a_head_of_a_million_keys_is_kept_small() -> None:
     head = {f"k{i}": "v" * 10 for i in range(20_000)}
-    _, splitter = split(
+    _, splitter = split_text(
         json.dumps({**head, "big": "x" * (2 << 20), "traceEvents": EVENTS}).encode()
     )
     assert len(splitter.head) <= 1000
@@ -404,7 +407,7 @@ def test_any_bytes_can_be_scanned_split_and_repaired(data: bytes) -> None:
     for text in (b'{"traceEvents":[' + data, b"[{" + data, b"{" + data):
         for exact in (False, True):
             try:
-                pieces, _ = split(text, exact=exact, piece_bytes=40)
+                pieces, _ = split_text(text, exact=exact, piece_bytes=40)
             except AdvisorError:
                 continue
             for piece in pieces:
@@ -462,23 +465,23 @@ def test_blocks_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("between", [b"", b"\n", b"\0\0"])
-def test_of_traces_behind_each_other_the_first_is_read(between: bytes) -> None:
+def test_the_first_of_concatenated_traces_is_read(between: bytes) -> None:
     """``cat a.json b.json``: with both, each instant would be counted twice."""
     for name, text in layouts(PLAIN[:30]).items():
         if text.lstrip()[:1] == b"[":
             continue
         twice = text + between + text.removeprefix(b"\xef\xbb\xbf")
-        found, splitter = split(twice)
+        found, splitter = split_text(twice)
         assert contents(found) == PLAIN[:30], name
         assert splitter.followed and not splitter.truncated
-        assert splitter.head == split(text)[1].head
+        assert splitter.head == split_text(text)[1].head
         # in pieces, the quick way notices that something is wrong, and the exact way what
         trace = KinetoReader().read(
             ByteSource("x", data=twice), ReadOptions(piece_bytes=300, processes=1)
         )
         assert trace.meta.events_read == 30
         assert ANOTHER_TRACE in trace.meta.events_dropped
-    assert not split(layouts(PLAIN[:30])["compact"])[1].followed
+    assert not split_text(layouts(PLAIN[:30])["compact"])[1].followed
 
 
 def test_an_execution_trace_is_reported_as_one() -> None:

@@ -24,11 +24,11 @@ def test_rows_are_found_by_number_as_a_dictionary_finds_them(gaps: bool) -> None
     values = {n: n * 7 for n in numbers}
     rows = Numbered(pl.DataFrame({"id": numbers, "value": [values[n] for n in numbers]}), "id")
     wanted = [chance.randrange(-10, 500) for _ in range(1000)] + [None, *EXTREMES]
-    found = rows.at(pl.Series(wanted, dtype=pl.Int64)).to_series().to_list()
-    assert found == [None if n is None else values.get(n) for n in wanted]
+    row = rows.at(pl.Series(wanted, dtype=pl.Int64)).to_series().to_list()
+    assert row == [None if n is None else values.get(n) for n in wanted]
 
 
-def test_of_rows_with_one_number_the_first_counts_and_none_is_found_in_nothing() -> None:
+def test_the_first_of_rows_with_one_number_counts_and_no_rows_have_none() -> None:
     rows = Numbered(pl.DataFrame({"id": [3, None, 3, 1], "value": ["a", "b", "c", "d"]}), "id")
     assert rows.at(pl.Series([3, 1, 2, None])).to_series().to_list() == ["a", "d", None, None]
     none = Numbered(pl.DataFrame(schema={"id": pl.Int64, "value": pl.String}), "id")
@@ -47,9 +47,9 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
     expected = [whole.get(n) for n in wanted.to_list()]
     with open_database(ByteSource(str(path)), ReadOptions()) as db:
         table = KeyedTable(db, "texts", "id", {"text": pl.String, "other": pl.Int64})
-        found = table.at(wanted)
-        assert found["text"].to_list() == expected
-        assert found["other"].null_count() == len(wanted)
+        row = table.at(wanted)
+        assert row["text"].to_list() == expected
+        assert row["other"].null_count() == len(wanted)
         assert NameLookup(db, "texts", "id", "text").names_of(wanted).to_list() == expected
         lost = KeyedTable(db, "nowhere", "id", {"text": pl.String})
         assert lost.at(wanted)["text"].null_count() == len(wanted)
@@ -69,9 +69,9 @@ def test_a_table_that_is_kept_as_a_whole_says_the_same_and_one_that_is_not_there
     expected = [2 * 10**12, None, None, 49_999 * 10**12, None, None, None]
     with open_database(ByteSource(str(path)), ReadOptions()) as db:
         table = read_numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
-        found = table.at(wanted)
-        assert found["value"].to_list() == found["twice"].to_list() == expected
-        assert found["other"].null_count() == len(wanted)
+        row = table.at(wanted)
+        assert row["value"].to_list() == row["twice"].to_list() == expected
+        assert row["other"].null_count() == len(wanted)
         assert table.at(wanted, ["value"]).columns == ["value"]
         lost = read_numbered(db, "nowhere", types, lambda batch: batch.with_columns(twice="value"))
         assert lost.at(wanted, ["twice"])["twice"].null_count() == len(wanted)

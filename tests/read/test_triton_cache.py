@@ -49,7 +49,7 @@ def kernels_of(cache: Path) -> tuple[CompiledKernel, ...]:
     return read_triton_cache(str(cache))[0].compiled
 
 
-def entry(cache: Path, suffix: str, warps: int = 2) -> Path:
+def write_entry(cache: Path, suffix: str, warps: int = 2) -> Path:
     """The matmul of so many warps in a module of a kind."""
     for file in sorted(cache.glob(f"*/matmul_kernel{suffix}")):
         if json.loads(file.with_suffix(".json").read_text())["num_warps"] == warps:
@@ -58,38 +58,38 @@ def entry(cache: Path, suffix: str, warps: int = 2) -> Path:
 
 
 def test_every_figure_is_that_of_the_compilers_own_tools(cache: Path) -> None:
-    found = kernels_of(cache)
+    kernels = kernels_of(cache)
     assert {
         (k.name, k.target, k.num_warps, k.num_stages, k.shared, k.registers, k.local, k.spilled)
-        for k in found
+        for k in kernels
     } == PUBLISHED
-    assert {k.threads for k in found if k.target == "gfx942"} == {128, 256}  # warps of 64
+    assert {k.threads for k in kernels if k.target == "gfx942"} == {128, 256}  # warps of 64
     source = (cache.parent / "kernels.py").read_text().splitlines()
-    for kernel in found:
+    for kernel in kernels:
         assert kernel.place is not None and kernel.place[0] == "/tmp/example/kernels.py"
         assert source[kernel.place[1] - 1].startswith(f"def {kernel.name}(")
-    (twice,) = (k for k in found if k.name == "softmax_kernel")
+    (twice,) = (k for k in kernels if k.name == "softmax_kernel")
     assert twice.variants == 2
 
 
-def test_what_is_not_in_a_cache_is_unknown_and_not_zero(cache: Path) -> None:
-    spilling = entry(cache, ".cubin")
+def test_a_kernel_without_a_cache_entry_is_unknown_and_not_zero(cache: Path) -> None:
+    spilling = write_entry(cache, ".cubin")
     spilling.with_suffix(".ptx").unlink()
-    entry(cache, ".hsaco").unlink()
+    write_entry(cache, ".hsaco").unlink()
     for file in cache.glob("*/sine_kernel.*"):
         if file.suffix != ".json":
             file.write_bytes(b"")
-    found = {(k.name, k.target): k for k in kernels_of(cache) if k.num_warps == 2}
+    result = {(k.name, k.target): k for k in kernels_of(cache) if k.num_warps == 2}
     target = json.loads(spilling.with_suffix(".json").read_text())["target"]["arch"]
-    kernel = found["matmul_kernel", f"sm_{target}"]
+    kernel = result["matmul_kernel", f"sm_{target}"]
     assert kernel.registers == 255 and kernel.local and kernel.spilled is None
-    assert found["matmul_kernel", "gfx942"][6:9] == (None, None, None)
+    assert result["matmul_kernel", "gfx942"][6:9] == (None, None, None)
     (sine,) = (k for k in kernels_of(cache) if k.name == "sine_kernel")
     assert sine.registers is sine.spilled is sine.place is None
 
 
 def test_metadata_of_older_versions_is_read(cache: Path) -> None:
-    file = entry(cache, ".cubin").with_suffix(".json")
+    file = write_entry(cache, ".cubin").with_suffix(".json")
     old = {"name": "matmul_kernel", "num_warps": 2, "num_stages": 2, "shared": 10240}
     for how, name in (
         ({"target": ["cuda", 80]}, "sm_80"),  # 2.2
@@ -106,20 +106,20 @@ def test_metadata_of_older_versions_is_read(cache: Path) -> None:
 def test_links_out_of_the_folder_are_not_followed(cache: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    folder = entry(cache, ".cubin").parent
+    folder = write_entry(cache, ".cubin").parent
     (other / "linked").symlink_to(folder)
     with pytest.raises(AdvisorError, match="no kernel can be read"):
         read_triton_cache(str(other))
-    mine = other / "mine"
-    shutil.copytree(folder, mine)
-    (mine / "matmul_kernel.cubin").unlink()
-    (mine / "matmul_kernel.cubin").symlink_to(folder / "matmul_kernel.cubin")
+    kernel_folder = other / "mine"
+    shutil.copytree(folder, kernel_folder)
+    (kernel_folder / "matmul_kernel.cubin").unlink()
+    (kernel_folder / "matmul_kernel.cubin").symlink_to(folder / "matmul_kernel.cubin")
     assert kernels_of(other)[0].registers is None
 
 
 @pytest.mark.parametrize("suffix", [".cubin", ".hsaco", ".json", ".ttir", ".ptx"])
 def test_a_damaged_file_costs_its_figures_and_no_more(cache: Path, suffix: str) -> None:
-    file = entry(cache, suffix)
+    file = write_entry(cache, suffix)
     sound, draw = file.read_bytes(), random.Random(11)
     for _ in range(60):
         broken = bytearray(sound[: draw.choice([len(sound), draw.randrange(len(sound))])])
@@ -131,11 +131,11 @@ def test_a_damaged_file_costs_its_figures_and_no_more(cache: Path, suffix: str) 
             broken[place : place + 1] = bytes([draw.randrange(256)])
         file.write_bytes(broken)
         try:
-            found = kernels_of(file.parent)
+            kernels = kernels_of(file.parent)
         except AdvisorError as error:
             assert "\n" not in str(error) and suffix == ".json"
             continue
-        assert [k.registers is None or k.registers >= 0 for k in found] == [True]
+        assert [k.registers is None or k.registers >= 0 for k in kernels] == [True]
 
 
 def test_a_folder_without_a_sound_kernel_is_refused_in_a_line(
@@ -155,7 +155,7 @@ def test_a_folder_without_a_sound_kernel_is_refused_in_a_line(
 
 
 def test_one_damaged_kernel_is_counted_and_the_others_are_shown(cache: Path) -> None:
-    entry(cache, ".cubin").with_suffix(".json").write_text("{")
+    write_entry(cache, ".cubin").with_suffix(".json").write_text("{")
     report = analyze(str(cache))
     assert len(report.triton_kernels) == len(PUBLISHED) - 1
     assert "Left out of the kernels of Triton: damaged kernels." in report.limits
@@ -172,7 +172,7 @@ def test_a_cache_alone_is_a_report(cache: Path, capsys: pytest.CaptureFixture[st
     assert report.triton_kernels[0].spilled_bytes == 616
 
 
-def beside(trace: Path, cache: Path) -> Report:
+def analyze_with_cache(trace: Path, cache: Path) -> Report:
     return analyze(str(trace), Options(read=ReadOptions(kernel_profile=str(cache))))
 
 
@@ -196,7 +196,7 @@ def test_beside_a_trace_the_kernel_that_spills_and_takes_time_is_first(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = steps(900).write(tmp_path / "trace.json")
-    report = beside(trace, cache)
+    report = analyze_with_cache(trace, cache)
     views = [view for view in report.triton_kernels if view.step_ns is not None]
     assert [(view.registers, view.launches, view.step_ns) for view in views] == [
         (255, 1.0, pytest.approx(900_000)),
@@ -215,7 +215,7 @@ def test_a_launch_of_another_size_is_of_another_compilation(
     cache: Path, tmp_path: Path, size: dict[str, int]
 ) -> None:
     trace = steps(900, **size).write(tmp_path / "trace.json")
-    report = beside(trace, cache)
+    report = analyze_with_cache(trace, cache)
     assert [v.registers for v in report.triton_kernels if v.step_ns] == [96, 26]
     assert not [n for n in report.notes if n.rule == "triton-register-spills"]
 
@@ -238,14 +238,14 @@ def test_launches_that_two_compilations_share_are_of_neither() -> None:
 
 
 def test_occupancy_is_that_of_the_occupancy_calculator(cache: Path) -> None:
-    """By hand, an A100: 65,536 registers in four parts; a warp of 255 registers takes 8,192, so
-    that two fit into each: 8 of 64 warps. With 26 registers 2,048 threads fit."""
+    """Occupancy by hand for an A100: 65,536 registers in four parts. A warp of 255 registers
+    takes 8,192, so two fit into each part: 8 of 64 warps. With 26 registers 2,048 threads fit."""
     report = analyze(str(cache))
-    found = {(v.name, v.target, v.num_warps, v.shared_bytes): v for v in report.triton_kernels}
-    spilling = found["matmul_kernel", "sm_80", 2, 10240]
+    result = {(v.name, v.target, v.num_warps, v.shared_bytes): v for v in report.triton_kernels}
+    spilling = result["matmul_kernel", "sm_80", 2, 10240]
     assert (spilling.occupancy, spilling.occupancy_limiter) == (0.125, "registers")
-    full = found["add_kernel", "sm_80", 4, 0]
+    full = result["add_kernel", "sm_80", 4, 0]
     assert (full.occupancy, full.occupancy_limiter) == (1.0, None)
     # 24,576 + 1,024 bytes: 6 blocks of 164 KiB; 96 registers: 5 blocks of 4 warps
-    assert found["matmul_kernel", "sm_80", 4, 24576].occupancy == 5 * 4 / 64
-    assert found["add_kernel", "gfx942", 4, 0].occupancy is None
+    assert result["matmul_kernel", "sm_80", 4, 24576].occupancy == 5 * 4 / 64
+    assert result["add_kernel", "gfx942", 4, 0].occupancy is None

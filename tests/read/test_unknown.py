@@ -57,7 +57,7 @@ PFTRACE = b"\x0a\x0a\x50\x01\x58\x03\xb8\x01\x01\xf0\x01\x02" * 50
 TENSORRT_TIMES = [{"startH2dMs": 0, "endH2dMs": 1, "startInMs": 2}]
 
 KNOWN_BY_NAME = ("perfetto", "program")
-"""Not when compressed."""
+"""Formats that are recognized by name, unless compressed."""
 FILES: dict[str, tuple[str, object, str, str]] = {
     "speedscope": ("a.speedscope.json", SPEEDSCOPE, "speedscope", "torch.profiler"),
     "viztracer": ("result.json", VIZTRACER, "viztracer", "torch.profiler"),

@@ -68,14 +68,16 @@ def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
         for _ in range(chance.randrange(6)):
             key = chance.choice([1, 3, 15, 16, 900])
             raw = chance.randbytes(chance.choice([0, 3, 200]))
-            body += chance.choice([w.number(key, chance.getrandbits(40)), w.text(key, raw)])
+            body += chance.choice(
+                [w.varint_field(key, chance.getrandbits(40)), w.bytes_field(key, raw)]
+            )
         messages.append(body)
     end = np.cumsum(list(map(len, messages)))
     start = end - np.array(list(map(len, messages)))
     data = b"".join(messages) + bytes(PADDING)
     found, broken = Buffer(data).fields(start, end)
     order = np.argsort(found.row, kind="stable")
-    told = [
+    fields = [
         (
             int(found.number[i]),
             int(found.value[i])
@@ -85,7 +87,7 @@ def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
         for i in order
     ]
     assert broken == 0
-    assert told == [one for body in messages for one in w.fields(body)]
+    assert fields == [one for body in messages for one in w.fields(body)]
 
 
 # -- what is in a file ----------------------------------------------------------------------------
@@ -131,8 +133,8 @@ def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -
         if device == a.device_id and not name.startswith("Memcpy"):
             expected[next(f for sign, f in of_name.items() if sign in name)] += ns
     families = dict(zip(gpu["name"], a.kernels["family"].cast(pl.String), strict=True))
-    told = work.group_by(pl.col("name").replace_strict(families)).agg(pl.col("dur").sum())
-    assert dict(told.iter_rows()) == pytest.approx(expected, rel=1e-3)
+    result = work.group_by(pl.col("name").replace_strict(families)).agg(pl.col("dur").sum())
+    assert dict(result.iter_rows()) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_gpu_is_known_by_what_its_plane_tells() -> None:
@@ -238,16 +240,16 @@ def test_a_tpu_is_refused_in_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_is_cut_off_is_read_up_to_the_cut() -> None:
+def test_a_truncated_file_is_read_up_to_the_cut() -> None:
     data = w.jax_training(steps=40)
     host = w.Plane("/host:CPU")
     host.line("python").event("PjitFunction(f)", 0, 1000)
-    whole = w.text(1, host.encoded())
+    whole = w.bytes_field(1, host.encode())
     cut = read_bytes(whole + data[: len(data) // 2], "cut.xplane.pb")
     assert cut.meta.truncated
 
 
-def _host_of_jax(frames: list[tuple[str, float]], *, gpu: bool) -> Analysis:
+def _jax_host(frames: list[tuple[str, float]], *, gpu: bool) -> Analysis:
     """Six steps of 10 ms on one thread, each of which is in the given events, one by one, ms."""
     host, device = w.Plane("/host:CPU"), w.Plane("/device:GPU:0", own=dict(w.V100))
     python, work = host.line("python"), device.line("Stream #13(Compute)")
@@ -285,13 +287,16 @@ def _host_of_jax(frames: list[tuple[str, float]], *, gpu: bool) -> Analysis:
 def test_a_wait_for_xla_and_a_compilation_are_not_python_code(
     name: str, kind: str, gpu: bool
 ) -> None:
-    """On a device, or in XLA's own threads: no line of Python can be made faster for it."""
-    a = _host_of_jax([(name, 7)], gpu=gpu)
-    told = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    """The time lies on a device or in XLA's own threads: no line of Python can be made faster
+    for it."""
+    a = _jax_host([(name, 7)], gpu=gpu)
+    host_time = dict(
+        a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows()
+    )
     kind = kind if kind != "awaited" else "sync" if gpu else "other_thread"
-    assert told[kind] == pytest.approx(6 * 7e6, rel=1e-2)
+    assert host_time[kind] == pytest.approx(6 * 7e6, rel=1e-2)
     if kind != "python":
-        assert "python" not in told
+        assert "python" not in host_time
 
 
 @pytest.mark.parametrize(
@@ -315,8 +320,8 @@ def test_a_step_that_compiles_each_time_is_reported_as_such_in_the_framework_s_w
     assert first.rule == "recompilation"
     assert first.impact is not None and first.impact.gain_ns == pytest.approx(6e6, rel=1e-2)
     assert words in first.code
-    told = f"{first.title} {first.summary} {first.fix} {first.code} {first.verify}"
-    assert not TORCH.search(told + first.falsified_by)
+    advice = f"{first.title} {first.summary} {first.fix} {first.code} {first.verify}"
+    assert not TORCH.search(advice + first.falsified_by)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -335,9 +340,9 @@ def test_a_loop_that_does_not_wait_for_its_work_is_reported_as_such(
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(w.space(host))
     report = analyze(str(path), Options(config={}))
-    told = [line for line in report.limits if "runs after the steps" in line]
-    assert bool(told) is not waits
-    assert waits or "block_until_ready" in told[0]
+    limits = [line for line in report.limits if "runs after the steps" in line]
+    assert bool(limits) is not waits
+    assert waits or "block_until_ready" in limits[0]
 
 
 def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
@@ -350,11 +355,13 @@ def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
         python.event("FunctionRun", t + 1e6, 1e6)
         pool.event("IteratorGetNextOp::DoCompute", t + 1.5e6, 7e6)
     a = Analysis(read_bytes(w.space(host), "host.xplane.pb"))
-    told = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
-    assert told["loader"] == pytest.approx(6 * 6.5e6, rel=1e-3)
+    host_time = dict(
+        a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows()
+    )
+    assert host_time["loader"] == pytest.approx(6 * 6.5e6, rel=1e-3)
 
 
-def test_a_file_that_is_cut_in_its_first_plane_is_told_to_be_cut() -> None:
+def test_a_file_cut_in_its_first_plane_is_reported_as_cut() -> None:
     """Names follow the events of a plane: without them nothing is known of any."""
     plane = w.Plane("/host:CPU")
     line = plane.line("python")
@@ -418,9 +425,9 @@ def test_the_timeline_beside_it_says_the_same(tmp_path: Path) -> None:
 # -- what is advised ------------------------------------------------------------------------------
 
 
-def _published(kind: str) -> list[dict[int, float]]:
-    """Of each step of a ResNet-50: times in ms by field of ``PerGenericStepDetails`` (2 step, 6
-    device compute, 11 wait for input), as TensorFlow's profiler published them."""
+def _published_steps(kind: str) -> list[dict[int, float]]:
+    """Published step times of a ResNet-50, ms, by field of ``PerGenericStepDetails`` (2 step, 6
+    device compute, 11 wait for input), from TensorFlow's profiler."""
     path = public_file("xla/tfprof_demo_GPU_input_vs_compute_bound.tar.gz")
     with tarfile.open(path) as archive:
         member = next(
@@ -438,7 +445,7 @@ def _resnet(kind: str) -> bytes:
     python, data = host.line("python3"), host.line("tf_data_iterator_get_next/7")
     pool, work = host.line("tf_gpu_private_0/8"), gpu.line("Stream #20(Compute)")
     t = 0.0
-    for step, of in enumerate(_published(kind)):
+    for step, of in enumerate(_published_steps(kind)):
         length, wait = of[2] * 1e6, of[11] * 1e6
         busy = length - wait - 2e6
         python.event("train", t, length - 1000, step_num=step, _r=1)
@@ -457,18 +464,18 @@ def _resnet(kind: str) -> bytes:
     return bytes(w.space(host, gpu))
 
 
-def test_the_input_bound_resnet_is_told_to_wait_for_its_input(tmp_path: Path) -> None:
+def test_the_input_bound_resnet_is_reported_as_waiting_for_its_input(tmp_path: Path) -> None:
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
     report = analyze(str(path), Options(config={}))
-    steps = _published("input")
+    steps = _published_steps("input")
     share = sum(of[11] for of in steps) / sum(of[2] for of in steps)
     assert share == pytest.approx(0.81, abs=0.01)  # "81.4% of the step time" in its overview
     first = report.findings[0]
     assert (first.rule, first.severity) == ("dataloader-wait", "critical")
     assert first.title == "The step waits for tf.data"
-    told = next(e.value for e in first.evidence if e.label == "share")
-    assert told == pytest.approx(share, rel=1e-3)
+    reported_share = next(e.value for e in first.evidence if e.label == "share")
+    assert reported_share == pytest.approx(share, rel=1e-3)
     assert "prefetch(tf.data.AUTOTUNE)" in first.code
     assert not TORCH.search(
         f"{first.title} {first.summary} {first.fix} {first.code} {first.verify}"
@@ -482,15 +489,15 @@ def test_the_compute_bound_resnet_is_not(tmp_path: Path) -> None:
     assert not [f for f in report.findings if f.category == "input"]
 
 
-def test_nobody_who_writes_jax_is_told_to_use_pytorch(jax_file: Path) -> None:
+def test_advice_for_jax_never_mentions_pytorch(jax_file: Path) -> None:
     report = analyze(str(jax_file), Options(config={}))
-    told = [
+    advice = [
         text
         for f in (*report.findings, *report.notes)
         for text in (f.title, f.summary, f.fix, f.code, f.verify, f.falsified_by)
     ]
-    assert told
-    assert not [text for text in told if TORCH.search(text)]
+    assert advice
+    assert not [text for text in advice if TORCH.search(text)]
     assert not [one.record for one in report.not_checked if TORCH.search(one.record)]
     assert not [line for line in report.limits if TORCH.search(line)]
 
@@ -506,16 +513,16 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
     path.write_bytes(_resnet("input"))
     faster.write_bytes(_resnet("compute"))
     assert cli.run(["analyze", str(path), "--format", form]) == 0
-    told = capsys.readouterr().out
-    if form in ("json", "sarif"):  # what a rule looks for anywhere is told in its own words
-        whole = json.loads(told)
+    output = capsys.readouterr().out
+    if form in ("json", "sarif"):  # rules that look anywhere use their own words
+        whole = json.loads(output)
         (whole if form == "json" else whole["runs"][0]["tool"]["driver"]).pop("rules")
-        told = json.dumps(whole)
-    assert not PYTORCHS.search(told.replace("dataloader-wait", ""))  # but for the rule's name
+        output = json.dumps(whole)
+    assert not PYTORCHS.search(output.replace("dataloader-wait", ""))  # but for the rule's name
     if form in ("terminal", "html", "json"):
-        assert "step_num" in told
+        assert "step_num" in output
     if form in ("terminal", "html"):
-        assert "input pipeline" in told
+        assert "input pipeline" in output
     if form != "terminal":
         return
     for line in (
@@ -523,9 +530,9 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
         ["analyze", str(faster), "--details"],
     ):
         assert cli.run(line) == 0
-        told = capsys.readouterr().out
-        assert not PYTORCHS.search(told.replace("dataloader-wait", "")), told
-        assert "input pipeline" in told or "tf.data" in told
+        output = capsys.readouterr().out
+        assert not PYTORCHS.search(output.replace("dataloader-wait", "")), output
+        assert "input pipeline" in output or "tf.data" in output
 
 
 def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
@@ -558,8 +565,8 @@ def test_every_command_takes_it(
         ["export", str(jax_file), "--perfetto", str(out)],
     ):
         assert cli.run(line) == 0, line
-    shown = json.loads(out.read_bytes())["traceEvents"]
-    assert sum(e.get("cat") == "kernel" for e in shown) == 12
+    document = json.loads(out.read_bytes())["traceEvents"]
+    assert sum(e.get("cat") == "kernel" for e in document) == 12
     assert "volta_sgemm" in page.read_text()
     assert "Traceback" not in capsys.readouterr().err
 
@@ -627,11 +634,19 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(chunk: int, tmp_path: Path)
 @pytest.mark.parametrize(
     "hostile",
     [
-        lambda: w.text(1, w.text(2, "/host:CPU") + w.text(3, b"\x22\x00" * 500_000)),
-        lambda: w.text(1, w.text(2, "/host:CPU") + b"\x1a\x00" * 500_000),
-        lambda: w.text(1, w.text(2, "/host:CPU") + w.text(3, w.text(4, b"\x08\x01" * 400_000))),
-        lambda: w.text(1, w.text(2, "/host:CPU") + w.text(4, b"\x08\x01" * 400_000)),
-        lambda: w.text(1, w.text(2, "/host:CPU")) + b"\x0a\x00" * 500_000,
+        lambda: w.bytes_field(
+            1, w.bytes_field(2, "/host:CPU") + w.bytes_field(3, b"\x22\x00" * 500_000)
+        ),
+        lambda: w.bytes_field(1, w.bytes_field(2, "/host:CPU") + b"\x1a\x00" * 500_000),
+        lambda: w.bytes_field(
+            1,
+            w.bytes_field(2, "/host:CPU")
+            + w.bytes_field(3, w.bytes_field(4, b"\x08\x01" * 400_000)),
+        ),
+        lambda: w.bytes_field(
+            1, w.bytes_field(2, "/host:CPU") + w.bytes_field(4, b"\x08\x01" * 400_000)
+        ),
+        lambda: w.bytes_field(1, w.bytes_field(2, "/host:CPU")) + b"\x0a\x00" * 500_000,
     ],
 )
 def test_many_trifles_are_refused_soon(hostile: Callable[[], bytes]) -> None:
@@ -672,14 +687,14 @@ tf.profiler.experimental.stop()
 @pytest.mark.parametrize(
     ("framework", "program"), [("jax", JAX_PROGRAM), ("tensorflow", TENSORFLOW_PROGRAM)]
 )
-def test_what_is_recorded_on_the_cpu_is_read(framework: str, program: str, tmp_path: Path) -> None:
+def test_a_recording_of_the_cpu_is_read(framework: str, program: str, tmp_path: Path) -> None:
     python = os.environ.get(FRAMEWORKS) or sys.executable
     if python == sys.executable and util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed, and {FRAMEWORKS} names no Python that has it")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run([python, "-c", program, str(tmp_path / "log")], check=False,
+    result = subprocess.run([python, "-c", program, str(tmp_path / "log")], check=False,
                           capture_output=True, text=True, timeout=300, env=environment)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert result.returncode == 0, result.stderr[-2000:]
     report = analyze(str(tmp_path / "log"), Options(config={}))
     trace = next(iter(open_run(str(tmp_path / "log")).traces.values()))
     assert trace.meta.framework == framework

@@ -17,11 +17,11 @@ def varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def number(key: int, value: int) -> bytes:
+def varint_field(key: int, value: int) -> bytes:
     return varint(key << 3) + varint(value)
 
 
-def text(key: int, value: bytes | str) -> bytes:
+def bytes_field(key: int, value: bytes | str) -> bytes:
     raw = value.encode() if isinstance(value, str) else value
     return varint(key << 3 | 2) + varint(len(raw)) + raw
 
@@ -34,15 +34,15 @@ class Line:
     events: list[bytes] = field(default_factory=list)
 
     def event(self, name: str, ts_ns: float, dur_ns: float, **stats: Any) -> None:
-        body = number(1, self.plane.meta(name))
-        body += number(2, round(ts_ns * 1000)) + number(3, round(dur_ns * 1000))
+        body = varint_field(1, self.plane.meta(name))
+        body += varint_field(2, round(ts_ns * 1000)) + varint_field(3, round(dur_ns * 1000))
         for key, value in stats.items():
-            body += text(4, self.plane.stat(key, value))
+            body += bytes_field(4, self.plane.stat(key, value))
         self.events.append(body)
 
-    def encoded(self) -> bytes:
-        body = number(1, self.id) + text(2, self.name) + number(3, 0)
-        return body + b"".join(text(4, event) for event in self.events)
+    def encode(self) -> bytes:
+        body = varint_field(1, self.id) + bytes_field(2, self.name) + varint_field(3, 0)
+        return body + b"".join(bytes_field(4, event) for event in self.events)
 
 
 @dataclass
@@ -61,27 +61,31 @@ class Plane:
         return self.metas.setdefault(name, len(self.metas) + 1)
 
     def stat(self, key: str, value: Any) -> bytes:
-        body = number(1, self.stats.setdefault(key, len(self.stats) + 1))
+        body = varint_field(1, self.stats.setdefault(key, len(self.stats) + 1))
         if isinstance(value, int):
-            return body + number(4, value)
+            return body + varint_field(4, value)
         if isinstance(value, float):
             return body + varint(2 << 3 | 1) + struct.pack("<d", value)
         if value.startswith("->"):  # by reference, as the profiler writes what repeats
-            return body + number(7, self.stats.setdefault(value[2:], len(self.stats) + 1))
-        return body + text(5, value)
+            return body + varint_field(7, self.stats.setdefault(value[2:], len(self.stats) + 1))
+        return body + bytes_field(5, value)
 
-    def encoded(self) -> bytes:
-        own = [text(6, self.stat(key, value)) for key, value in self.own.items()]
-        body = number(1, 0) + text(2, self.name)
-        body += b"".join(text(3, line.encoded()) for line in self.lines)
+    def encode(self) -> bytes:
+        own = [bytes_field(6, self.stat(key, value)) for key, value in self.own.items()]
+        body = varint_field(1, 0) + bytes_field(2, self.name)
+        body += b"".join(bytes_field(3, line.encode()) for line in self.lines)
         for key, names in ((4, self.metas), (5, self.stats)):
             for name, code in names.items():
-                body += text(key, number(1, code) + text(2, number(1, code) + text(2, name)))
+                body += bytes_field(
+                    key,
+                    varint_field(1, code)
+                    + bytes_field(2, varint_field(1, code) + bytes_field(2, name)),
+                )
         return body + b"".join(own)
 
 
 def space(*planes: Plane, host: str = "worker0") -> bytes:
-    return b"".join(text(1, plane.encoded()) for plane in planes) + text(4, host)
+    return b"".join(bytes_field(1, plane.encode()) for plane in planes) + bytes_field(4, host)
 
 
 V100 = {
@@ -133,7 +137,7 @@ def jax_training(steps: int = 6, *, marks: bool = True, shift_ns: int = 0) -> by
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
 
-    def take() -> int:
+    def take_varint() -> int:
         nonlocal at
         value = shift = 0
         while True:
@@ -145,29 +149,29 @@ def fields(data: bytes) -> Iterator[tuple[int, Any]]:
                 return value
 
     while at < len(data):
-        key = take()
+        key = take_varint()
         if key & 7 == 0:
-            yield key >> 3, take()
+            yield key >> 3, take_varint()
         elif key & 7 == 1:
             yield key >> 3, struct.unpack_from("<d", data, at)[0]
             at += 8
         else:
             assert key & 7 == 2
-            size = take()
+            size = take_varint()
             yield key >> 3, data[at : at + size]
             at += size
 
 
 def message(data: bytes) -> dict[int, list[Any]]:
-    found: dict[int, list[Any]] = {}
+    result: dict[int, list[Any]] = {}
     for key, value in fields(data):
-        found.setdefault(key, []).append(value)
-    return found
+        result.setdefault(key, []).append(value)
+    return result
 
 
 def device_events(data: bytes) -> list[tuple[str, str, str, int, int, dict[str, Any]]]:
     """Plane, stream, name, start and duration (ps) and stats of all events on streams of GPUs."""
-    found = []
+    result = []
     for plane in map(message, message(data).get(1, [])):
         name = plane[2][0].decode()
         if not name.startswith("/device:GPU"):
@@ -194,5 +198,5 @@ def device_events(data: bytes) -> list[tuple[str, str, str, int, int, dict[str, 
                         value.decode() if isinstance(value, bytes) else value
                     )
                 start, dur = base + event.get(2, [0])[0], event.get(3, [0])[0]
-                found.append((name, stream, names[event[1][0]], start, dur, stats))
-    return found
+                result.append((name, stream, names[event[1][0]], start, dur, stats))
+    return result

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 class Training:
-    """A net, an optimizer and loaders, all tiny."""
+    """A tiny net with an optimizer and loaders."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -62,8 +62,8 @@ def training() -> Training:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Iterator[Callable[..., RankRecord]]:
-    """``recorded(function, **options)``: run the function and return what was recorded of it."""
+def record_run(tmp_path: Path) -> Iterator[Callable[..., RankRecord]]:
+    """``record_run(function, **options)``: run the function and return what was recorded of it."""
     from advisor.recorder import session
     from advisor.recorder.api import Recorder
 
@@ -86,7 +86,7 @@ def recorded(tmp_path: Path) -> Iterator[Callable[..., RankRecord]]:
 
 
 @pytest.fixture(autouse=True)
-def _without_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def _no_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name in list(os.environ):
         if name.startswith("ADVISOR") and name != "ADVISOR_SHARED_TRACES":
             monkeypatch.delenv(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class NVMLError(Exception):
-    """As pynvml's: carries the return code."""
+    """An error like pynvml's: carries the return code."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"NVML error {value}")
@@ -15,7 +15,7 @@ class NVMLError(Exception):
 
 
 class FakeGpu:
-    """One device: what it answers, and which queries fail with which code."""
+    """A simulated device: its answers, and which queries fail with which code."""
 
     def __init__(self, uuid: str, **answers: Any) -> None:
         self.uuid = uuid
@@ -113,7 +113,7 @@ class FakeNvml:
 
     # -- measurements -----------------------------------------------------------------------
 
-    def _answer(self, gpu: FakeGpu, name: str) -> Any:
+    def _query(self, gpu: FakeGpu, name: str) -> Any:
         gpu.calls[name] = gpu.calls.get(name, 0) + 1
         if name in gpu.errors:
             raise NVMLError(gpu.errors[name])
@@ -125,41 +125,41 @@ class FakeNvml:
         return "NVIDIA Test"
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> Any:
-        return self._answer(gpu, "utilisation")
+        return self._query(gpu, "utilisation")
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        return self._answer(gpu, "memory")
+        return self._query(gpu, "memory")
 
     def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
-        return int(self._answer(gpu, f"clock{kind}"))
+        return int(self._query(gpu, f"clock{kind}"))
 
     def nvmlDeviceGetMaxClockInfo(self, gpu: FakeGpu, kind: int) -> int:
-        return int(self._answer(gpu, f"clock_max{kind}"))
+        return int(self._query(gpu, f"clock_max{kind}"))
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
-        return int(self._answer(gpu, "throttle"))
+        return int(self._query(gpu, "throttle"))
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: FakeGpu) -> int:
-        return int(self._answer(gpu, "throttle_old"))
+        return int(self._query(gpu, "throttle_old"))
 
     def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
-        return int(self._answer(gpu, "power"))
+        return int(self._query(gpu, "power"))
 
     def nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: int) -> int:
-        return int(self._answer(gpu, "temperature"))
+        return int(self._query(gpu, "temperature"))
 
     def nvmlDeviceGetTotalEccErrors(self, gpu: FakeGpu, kind: int, counter: int) -> int:
-        return int(self._answer(gpu, f"ecc{kind}"))
+        return int(self._query(gpu, f"ecc{kind}"))
 
     def nvmlDeviceGetRemappedRows(self, gpu: FakeGpu) -> tuple[int, int, int, int]:
-        rows: tuple[int, int, int, int] = self._answer(gpu, "rows")
+        rows: tuple[int, int, int, int] = self._query(gpu, "rows")
         return rows
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
-        return list(self._answer(gpu, "processes"))
+        return list(self._query(gpu, "processes"))
 
     def nvmlDeviceGetPcieThroughput(self, gpu: FakeGpu, counter: int) -> int:
-        return int(self._answer(gpu, f"pcie{counter}"))
+        return int(self._query(gpu, f"pcie{counter}"))
 
     def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, fields: list[tuple[int, int]]) -> list[Any]:
         number, _ = fields[0]
@@ -224,7 +224,7 @@ class FakeNvml:
         return request
 
 
-def ordinary(uuid: str = "GPU-aaaa-1111", **more: Any) -> FakeGpu:
+def healthy_gpu(uuid: str = "GPU-aaaa-1111", **more: Any) -> FakeGpu:
     """A healthy data-centre GPU."""
     answers: dict[str, Any] = {
         "utilisation": SimpleNamespace(gpu=97, memory=40),

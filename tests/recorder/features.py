@@ -1,5 +1,6 @@
 # ruff: noqa: PLW0108
-"""What a program sees of torch and of itself, feature by feature, as lines of JSON.
+"""Run torch feature by feature and print what a program sees of torch and of itself, as lines of
+JSON.
 
     python features.py [FOLDER]
 
@@ -41,17 +42,17 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 net = Net()
 
 
-def fresh() -> Any:
+def fresh_model() -> Any:
     torch.manual_seed(7)
     return Net().eval()
 
 
-def number(x: Any) -> list[str]:
+def as_hex(x: Any) -> list[str]:
     return [v.hex() for v in x.detach().double().flatten().tolist()]
 
 
 def outcome(call: Any) -> str:
-    """What a call gives, or how it fails."""
+    """The value of a call, or how it fails."""
     try:
         return f"fine: {type(call()).__name__}"
     except Exception as error:
@@ -62,8 +63,8 @@ def outcome(call: Any) -> str:
 
 
 def f_script() -> Any:
-    scripted = torch.jit.script(fresh())
-    return number(scripted(X)), str(scripted.graph)
+    scripted = torch.jit.script(fresh_model())
+    return as_hex(scripted(X)), str(scripted.graph)
 
 
 def f_script_the_model_that_trains() -> Any:
@@ -71,22 +72,22 @@ def f_script_the_model_that_trains() -> Any:
 
 
 def f_trace() -> Any:
-    return number(torch.jit.trace(fresh(), X)(X))
+    return as_hex(torch.jit.trace(fresh_model(), X)(X))
 
 
 def f_export() -> Any:
-    return str(torch.export.export(fresh(), (X,)).graph)
+    return str(torch.export.export(fresh_model(), (X,)).graph)
 
 
 def f_export_strict() -> Any:
-    return str(torch.export.export(fresh(), (X,), strict=True).graph)
+    return str(torch.export.export(fresh_model(), (X,), strict=True).graph)
 
 
 def f_symbolic_trace() -> Any:
-    return torch.fx.symbolic_trace(fresh()).code
+    return torch.fx.symbolic_trace(fresh_model()).code
 
 
-def counted(make: Any) -> Any:
+def count_compilations(make: Any) -> Any:
     from torch._dynamo.testing import CompileCounter
     from torch._dynamo.utils import counters
 
@@ -94,35 +95,37 @@ def counted(make: Any) -> Any:
     counters.clear()
     backend = CompileCounter()
     call = make(backend)
-    got = [number(call(X)) for _ in range(3)]
+    got = [as_hex(call(X)) for _ in range(3)]
     return got, backend.frame_count, backend.op_count, dict(counters["graph_break"])
 
 
 def f_compile() -> Any:
-    return counted(lambda backend: torch.compile(fresh(), backend=backend, fullgraph=True))
+    return count_compilations(
+        lambda backend: torch.compile(fresh_model(), backend=backend, fullgraph=True)
+    )
 
 
 def f_compile_in_place() -> Any:
     def make(backend: Any) -> Any:
-        model = fresh()
+        model = fresh_model()
         model.compile(backend=backend)
         return model
 
-    return counted(make)
+    return count_compilations(make)
 
 
 def f_compile_sequential_in_place() -> Any:
     def make(backend: Any) -> Any:
-        model = fresh().body
+        model = fresh_model().body
         model.compile(backend=backend)
         return model
 
-    return counted(make)
+    return count_compilations(make)
 
 
 def f_compile_function_with_a_break() -> Any:
     def make(backend: Any) -> Any:
-        model = fresh()
+        model = fresh_model()
 
         def function(x: Any) -> Any:
             y = model(x).to("cpu")
@@ -131,12 +134,12 @@ def f_compile_function_with_a_break() -> Any:
 
         return torch.compile(function, backend=backend)
 
-    return counted(make)
+    return count_compilations(make)
 
 
 def f_compile_a_step() -> Any:
     def make(backend: Any) -> Any:
-        model = fresh()
+        model = fresh_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: Any) -> Any:
@@ -148,45 +151,45 @@ def f_compile_a_step() -> Any:
 
         return torch.compile(step, backend=backend)
 
-    return counted(make)
+    return count_compilations(make)
 
 
 def f_compile_super_call() -> Any:
-    class Calls(Net):
+    class CallingModel(Net):
         def __call__(self, x: Any) -> Any:
             return super().__call__(x) + 1
 
     def make(backend: Any) -> Any:
         torch.manual_seed(7)
-        return torch.compile(Calls().eval(), backend=backend)
+        return torch.compile(CallingModel().eval(), backend=backend)
 
-    return counted(make)
+    return count_compilations(make)
 
 
 def f_make_fx() -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(fresh())(X).code
+    return make_fx(fresh_model())(X).code
 
 
 def f_functional_call() -> Any:
-    model = fresh()
+    model = fresh_model()
     state = {k: v * 2 for k, v in model.state_dict().items()}
-    return number(torch.func.functional_call(model, state, (X,)))
+    return as_hex(torch.func.functional_call(model, state, (X,)))
 
 
 def f_vmap_grad_jvp() -> Any:
-    model = fresh()
+    model = fresh_model()
     one = lambda x: model(x).sum()  # noqa: E731
     slopes = torch.func.vmap(torch.func.grad(one))(X)
     _, tangent = torch.func.jvp(one, (X,), (torch.ones_like(X),))
-    return number(slopes), number(tangent), number(torch.func.jacrev(one)(X))
+    return as_hex(slopes), as_hex(tangent), as_hex(torch.func.jacrev(one)(X))
 
 
 def f_copies() -> Any:
-    model = fresh()
+    model = fresh_model()
     twins = copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))
-    return [number(twin(X)) for twin in twins], sorted(vars(net)), sorted(vars(twins[0]))
+    return [as_hex(twin(X)) for twin in twins], sorted(vars(net)), sorted(vars(twins[0]))
 
 
 def f_pickles_of_functions() -> Any:
@@ -205,59 +208,59 @@ def f_pickles_of_functions() -> Any:
 
 def f_save_and_load() -> Any:
     held = io.BytesIO()
-    torch.save({"model": fresh(), "state": fresh().state_dict()}, held)
+    torch.save({"model": fresh_model(), "state": fresh_model().state_dict()}, held)
     held.seek(0)
     loaded = torch.load(held, weights_only=False)
-    return number(loaded["model"](X)), len(held.getvalue()) > 0, list(loaded["state"])
+    return as_hex(loaded["model"](X)), len(held.getvalue()) > 0, list(loaded["state"])
 
 
 def f_parametrizations() -> Any:
     from torch.nn.utils import parametrizations as p
 
-    model = fresh()
+    model = fresh_model()
     p.weight_norm(model.head)
     p.orthogonal(model.body[2])
     p.spectral_norm(model.body[0])
-    return number(model(X)), [name for name, _ in model.named_modules()]
+    return as_hex(model(X)), [name for name, _ in model.named_modules()]
 
 
 def f_average() -> Any:
     from torch.optim.swa_utils import AveragedModel, update_bn
 
-    model = fresh()
+    model = fresh_model()
     average = AveragedModel(model)
     average.update_parameters(model)
     update_bn([X], average)
-    return number(average(X))
+    return as_hex(average(X))
 
 
 def f_checkpoint() -> Any:
     from torch.utils.checkpoint import checkpoint
 
-    model = fresh().train()
-    found = []
+    model = fresh_model().train()
+    result = []
     for reentrant in (True, False):
         torch.manual_seed(1)
         x = X.clone().requires_grad_()
         checkpoint(model.body, x, use_reentrant=reentrant).sum().backward()
-        found.append(number(x.grad))
-    return found
+        result.append(as_hex(x.grad))
+    return result
 
 
 def f_autocast() -> Any:
     with torch.autocast("cpu", torch.bfloat16):
-        out = fresh()(X)
-    return str(out.dtype), number(out)
+        out = fresh_model()(X)
+    return str(out.dtype), as_hex(out)
 
 
 def f_scaler() -> Any:
-    model = fresh()
+    model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(X).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    return number(model(X)), scaler.state_dict(), outcome(lambda: scaler.step())
+    return as_hex(model(X)), scaler.state_dict(), outcome(lambda: scaler.step())
 
 
 def f_function_mode() -> Any:
@@ -272,7 +275,7 @@ def f_function_mode() -> Any:
             heard.append((func.__name__, resolve_name(func)))
             return func(*args, **(kwargs or {}))
 
-    model = fresh()
+    model = fresh_model()
     with Mode():
         model(X.to("meta").to("cpu", torch.float64) if False else X)
         X.to("meta")
@@ -295,7 +298,7 @@ def f_dispatch_mode() -> Any:
             return func(*args, **(kwargs or {}))
 
     with Mode():
-        model = fresh()
+        model = fresh_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(X.to(torch.float32)).sum().backward()
         optimizer.step()
@@ -305,7 +308,7 @@ def f_dispatch_mode() -> Any:
 def f_subclass() -> Any:
     heard = []
 
-    class Mine(torch.Tensor):
+    class CustomSubclass(torch.Tensor):
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -314,8 +317,8 @@ def f_subclass() -> Any:
             assert func is not torch.Tensor.to or func == torch.Tensor.to
             return super().__torch_function__(func, types, args, kwargs or {})
 
-    x = X.as_subclass(Mine)
-    y = fresh()(x.to("cpu"))
+    x = X.as_subclass(CustomSubclass)
+    y = fresh_model()(x.to("cpu"))
     y.sum().backward()
     return heard, type(y).__name__, type(x.to("meta")).__name__
 
@@ -324,7 +327,7 @@ def f_saved_tensors_hooks() -> Any:
     packed = []
     hooks = torch.autograd.graph.saved_tensors_hooks
     with hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t):
-        fresh()(X).sum().backward()
+        fresh_model()(X).sum().backward()
     return packed
 
 
@@ -339,7 +342,7 @@ def f_anomaly() -> Any:
 def f_deterministic() -> Any:
     torch.use_deterministic_algorithms(True)
     try:
-        return number(fresh()(X))
+        return as_hex(fresh_model()(X))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -370,7 +373,7 @@ def f_signatures() -> Any:
         "compile": torch.compile,
         "next": torch.utils.data.dataloader._BaseDataLoaderIter.__next__,
     }
-    told = {
+    signatures = {
         name: (
             str(inspect.signature(f)),
             f.__name__,
@@ -387,7 +390,7 @@ def f_signatures() -> Any:
         nn.Module.__call__ is nn.Module._wrapped_call_impl,
     )
     return (
-        told,
+        signatures,
         same,
         torch.Tensor.to.__name__,
         torch.Tensor.to.__doc__ == torch._C.TensorBase.to.__doc__,
@@ -480,7 +483,7 @@ def f_tracebacks() -> Any:
 
 def f_optimizer_hooks() -> Any:
     heard = []
-    optimizer = torch.optim.SGD(fresh().parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(fresh_model().parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -492,16 +495,16 @@ def f_optimizer_hooks() -> Any:
 
 
 def f_schedulers() -> Any:
-    told = []
+    states = []
     for first in ("optimizer", "schedule"):
-        model = fresh()
+        model = fresh_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for name in (first, "schedule", "optimizer", "schedule"):
                 optimizer.step() if name == "optimizer" else schedule.step()
-        told.append(
+        states.append(
             (
                 [str(w.message)[:80] for w in caught],
                 schedule.get_last_lr(),
@@ -509,11 +512,11 @@ def f_schedulers() -> Any:
                 hasattr(optimizer.step, "_wrapped_by_lr_sched"),
             )
         )
-    return told
+    return states
 
 
 def f_lbfgs() -> Any:
-    model = fresh()
+    model = fresh_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
 
     def closure() -> Any:
@@ -528,32 +531,34 @@ def f_lbfgs() -> Any:
 def f_quantization() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantized = torch.ao.quantization.quantize_dynamic(fresh(), {nn.Linear}, dtype=torch.qint8)
-    return number(quantized(X))
+        quantized = torch.ao.quantization.quantize_dynamic(
+            fresh_model(), {nn.Linear}, dtype=torch.qint8
+        )
+    return as_hex(quantized(X))
 
 
 def f_profiler() -> Any:
     with torch.profiler.profile(with_stack=True) as seen:
-        fresh()(X).sum().backward()
+        fresh_model()(X).sum().backward()
     events = [e.name for e in seen.events()]
     modules = sorted({n for n in events if n.startswith("nn.Module")})
     return sorted(n for n in events if n.startswith("aten")), modules
 
 
 def f_loader_subclass() -> Any:
-    class Mine(DataLoader[Any]):
+    class CustomSubclass(DataLoader[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
                 yield batch[0] * 2
 
     iterator = iter(DataLoader(TensorDataset(X), batch_size=1))
-    pairs = [number(b) for b in Mine(TensorDataset(X), batch_size=2)]
+    pairs = [as_hex(b) for b in CustomSubclass(TensorDataset(X), batch_size=2)]
     return pairs, sorted(vars(iterator)), type(iterator).__name__
 
 
 def f_hooks_of_modules() -> Any:
     heard = []
-    model = fresh()
+    model = fresh_model()
     model.register_forward_pre_hook(lambda *_: heard.append("pre"))
     model.head.register_forward_hook(lambda *_: heard.append("head"), always_call=True)
     model.register_full_backward_hook(lambda *_: heard.append("backward"))
@@ -576,7 +581,7 @@ def f_patched_call() -> Any:
 
     nn.Module.__call__ = call
     try:
-        got = number(fresh()(X))
+        got = as_hex(fresh_model()(X))
     finally:
         nn.Module.__call__ = before
     return heard, got, nn.Module.__call__ is before
@@ -586,7 +591,7 @@ def f_meta_and_fake() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        shape = fresh()(torch.ones(5, 4).to("cpu")).shape
+        shape = fresh_model()(torch.ones(5, 4).to("cpu")).shape
     with torch.device("meta"):
         deferred = Net()
     return list(shape), str(deferred(X.to("meta")).device)
@@ -594,23 +599,23 @@ def f_meta_and_fake() -> Any:
 
 def f_double_backward() -> Any:
     x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad(fresh()(x).pow(2).sum(), x, create_graph=True)
+    (g,) = torch.autograd.grad(fresh_model()(x).pow(2).sum(), x, create_graph=True)
     g.pow(2).sum().backward()
     gradcheck = torch.autograd.gradcheck(torch.tanh, (X.double().requires_grad_(),))
-    return number(x.grad), gradcheck
+    return as_hex(x.grad), gradcheck
 
 
 def f_lazy_and_transfer() -> Any:
     lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     torch.manual_seed(2)
-    return number(lazy(X)), str(lazy), str(net.to(torch.float32))
+    return as_hex(lazy(X)), str(lazy), str(net.to(torch.float32))
 
 
 def f_data_parallel() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return number(nn.DataParallel(fresh())(X)), len(
-            vars(fresh()._replicate_for_data_parallel())
+        return as_hex(nn.DataParallel(fresh_model())(X)), len(
+            vars(fresh_model()._replicate_for_data_parallel())
         )
 
 
@@ -621,18 +626,18 @@ def f_distributed() -> Any:
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    model = DistributedDataParallel(fresh())
+    model = DistributedDataParallel(fresh_model())
     model(X).sum().backward()
-    sharded = fresh()
+    sharded = fresh_model()
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     fully_shard(sharded, mesh=mesh)
     out = sharded(X)
     out.sum().backward()
-    return number(model(X)), number(out), sorted(vars(model.module))
+    return as_hex(model(X)), as_hex(out), sorted(vars(model.module))
 
 
 def f_amp_custom_function() -> Any:
-    class Double(torch.autograd.Function):
+    class DoubleFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x * 2
@@ -642,8 +647,8 @@ def f_amp_custom_function() -> Any:
             return g * 2
 
     x = X.clone().requires_grad_()
-    Double.apply(fresh()(x)).sum().backward()
-    return number(x.grad)
+    DoubleFunction.apply(fresh_model()(x)).sum().backward()
+    return as_hex(x.grad)
 
 
 def f_warnings() -> Any:
@@ -670,10 +675,10 @@ def f_threads_and_state() -> Any:
 
 
 def f_module_surgery() -> Any:
-    model = fresh()
+    model = fresh_model()
     model.body[0].forward = lambda x: x.new_ones(3, 8)
     model.head.__class__ = type("Head", (nn.Linear,), {})
-    return number(model(X)), number(
+    return as_hex(model(X)), as_hex(
         torch.nn.utils.fusion.fuse_linear_bn_weights(
             torch.ones(2, 2),
             torch.ones(2),
@@ -702,7 +707,7 @@ def train(steps: int) -> list[str]:
     return losses
 
 
-def look(when: str) -> None:
+def print_features(when: str) -> None:
     for name, feature in FEATURES.items():
         try:
             found: Any = feature()
@@ -723,11 +728,11 @@ def main() -> None:
             sys.argv[1], telemetry=0.0, report=False, skip=8, warmup=1, active=3, guard=1e9
         )
     with recorded:
-        look("before")
+        print_features("before")
         print(json.dumps(["steps", "first", train(7)]))
-        look("between")
+        print_features("between")
         print(json.dumps(["steps", "second", train(12)]))
-        look("after")
+        print_features("after")
     if len(sys.argv) > 1:
         from advisor.recorder.session import current_session
 

@@ -34,14 +34,14 @@ from advisor.recorder.api import Recorder
 
 ITERATIONS = 12
 BATCH = 12
-"""Programs a process."""
+"""Programs per process."""
 
 
-class Stop(Exception):
-    """What programs raise and catch."""
+class StopProgram(Exception):
+    """An exception that programs raise and catch."""
 
 
-class Twice(torch.autograd.Function):
+class NestedBackward(torch.autograd.Function):
     """A backward inside a backward, and one inside a forward."""
 
     @staticmethod
@@ -61,7 +61,7 @@ class Twice(torch.autograd.Function):
         return grads[0] + 0.0 * inner.grad
 
 
-class Endless(IterableDataset[Any]):
+class EndlessDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(3)
         while True:
@@ -69,8 +69,8 @@ class Endless(IterableDataset[Any]):
 
 
 class Program:
-    """One of them. ``losses`` and ``said`` are what it sees of itself; ``steps`` how many a reader
-    would count, ``None``: readers would not agree."""
+    """A random program. ``losses`` and ``said`` are what it sees of itself; ``steps`` is how
+    many a reader would count, ``None``: readers would not agree."""
 
     def __init__(self, number: int, compiling: bool = False) -> None:
         self.rng = random.Random(number)
@@ -152,7 +152,7 @@ class Program:
         if self.source == "loader":
             return iter(DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True))
         if self.source == "endless":
-            return iter(DataLoader(Endless(), batch_size=2))
+            return iter(DataLoader(EndlessDataset(), batch_size=2))
         return ((torch.randn(2, 4), torch.randn(2, 1)) for _ in range(ITERATIONS))
 
     def _loss(self, net: Any, x: Any, y: Any) -> Any:
@@ -215,7 +215,7 @@ class Program:
             self.steps = None
 
     def learn_by_a_critic(self, number: int, x: Any, y: Any) -> None:
-        """As a WGAN: the other optimizer steps more often, by the same batch."""
+        """Train like a WGAN: the other optimizer steps more often, by the same batch."""
         for net, optimizer, times in (
             (self.other, self.second, 3),
             (self.net, self.optimizer, 1),
@@ -284,14 +284,14 @@ class Program:
 
     def learn_through_a_function(self, number: int, x: Any, y: Any) -> None:
         self.optimizer.zero_grad()
-        loss = (Twice.apply(self.net(x)) - y).pow(2).mean()
+        loss = (NestedBackward.apply(self.net(x)) - y).pow(2).mean()
         self.losses.append(loss.item())
         loss.backward()
         self.optimizer.step()
         self._count()
 
     def learn_in_a_module(self, number: int, x: Any, y: Any) -> None:
-        """The whole step inside the call of a module."""
+        """Train in the call of a module: the whole step is inside."""
 
         class Step(nn.Module):
             def forward(_, x: Any, y: Any) -> Any:
@@ -331,11 +331,11 @@ class Program:
             elif place == "backward":
                 leaf = torch.ones(2, requires_grad=True)
                 out = leaf * 2
-                out.register_hook(_raise)
+                out.register_hook(_raise_stop)
                 out.sum().backward()
             elif place == "optimizer":
                 bad = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-                bad.register_step_pre_hook(_raise)
+                bad.register_step_pre_hook(_raise_stop)
                 bad.step()
             else:
                 torch.Tensor.to()  # type: ignore[call-arg]
@@ -444,14 +444,14 @@ class Program:
             torch.compile(self._inner_step, backend="eager")()
 
 
-def _raise(*_: Any) -> None:
-    raise Stop("on purpose")
+def _raise_stop(*_: Any) -> None:
+    raise StopProgram("on purpose")
 
 
 # -- running them -------------------------------------------------------------------------------
 
 
-def once(make: Callable[[], Program]) -> tuple[Program, list[Any]]:
+def run_program(make: Callable[[], Program]) -> tuple[Program, list[Any]]:
     program = make()
     try:
         program.run()
@@ -465,9 +465,9 @@ def once(make: Callable[[], Program]) -> tuple[Program, list[Any]]:
 
 
 def compare(number: int, folder: Path, compiling: bool) -> str | None:
-    """What is different with a recorder."""
+    """Describe the differences with a recorder."""
     make = lambda: Program(number, compiling)  # noqa: E731
-    plain, expected = once(make)
+    plain, expected = run_program(make)
     rng = random.Random(number)
     options: dict[str, Any] = {
         "skip": rng.randrange(1, 6),
@@ -478,15 +478,15 @@ def compare(number: int, folder: Path, compiling: bool) -> str | None:
     }
     out = folder / f"run{number}"
     with Recorder(str(out), telemetry=0.0, report=False, **options) as recorder:
-        _, found = once(make)
+        _, outcome = run_program(make)
         ours = recorder._session
     about = f"{plain} {options}"
     if ours is None or ours.problem is not None:
         return f"{about}: stopped: {ours and ours.problem}"
     if torch.autograd._profiler_enabled():
         return f"{about}: a profiler was left on"
-    if found != expected:
-        pairs = list(zip(expected, found, strict=True))
+    if outcome != expected:
+        pairs = list(zip(expected, outcome, strict=True))
         return f"{about}: {[pair for pair in pairs if pair[0] != pair[1]]}"
     steps = ours.steps.count
     if plain.steps is not None and steps != plain.steps:
@@ -499,7 +499,7 @@ def compare(number: int, folder: Path, compiling: bool) -> str | None:
 
 
 def batch(numbers: range, folder: Path, compiling: bool) -> int:
-    """Run programs in a child; its exit code."""
+    """Run programs in a child and return its exit code."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -508,12 +508,14 @@ def batch(numbers: range, folder: Path, compiling: bool) -> int:
         # torch's own lines on stderr are of no interest
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         for number in numbers:
-            told = compare(number, folder, compiling)
-            if told:
-                print(json.dumps({"program": number, "told": told[:1500]}), flush=True)
+            difference = compare(number, folder, compiling)
+            if difference:
+                print(json.dumps({"program": number, "difference": difference[:1500]}), flush=True)
         code = 0
     except BaseException:
-        print(json.dumps({"program": list(numbers), "told": traceback.format_exc()}), flush=True)
+        print(
+            json.dumps({"program": list(numbers), "difference": traceback.format_exc()}), flush=True
+        )
     finally:
         os._exit(code)
 
@@ -533,9 +535,12 @@ def main() -> None:
             for number in numbers:
                 alone = batch(range(number, number + 1), folder, compiling)
                 if alone:
-                    told = f"exit code {alone}: {Program(number)}"
-                    print(json.dumps({"program": number, "told": told}), flush=True)
-            print(json.dumps({"program": list(numbers), "told": f"exit code {code}"}), flush=True)
+                    failure = f"exit code {alone}: {Program(number)}"
+                    print(json.dumps({"program": number, "difference": failure}), flush=True)
+            print(
+                json.dumps({"program": list(numbers), "difference": f"exit code {code}"}),
+                flush=True,
+            )
     print("ran", last - first, flush=True)
 
 

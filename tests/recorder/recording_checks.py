@@ -1,4 +1,4 @@
-"""What every recording must satisfy."""
+"""Conditions that every recording must satisfy."""
 
 from __future__ import annotations
 

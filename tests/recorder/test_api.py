@@ -1,4 +1,4 @@
-"""One object: decorator with and without options, context manager, explicit steps."""
+"""The recorder's API: decorator with and without options, context manager, explicit steps."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_a_train_step_without_any_optimizer(training: Any, tmp_path: Path) -> No
     recorder = Recorder(str(tmp_path / "run"), step=True, **QUIET)
 
     @recorder
-    def infer(batch: Any) -> None:
+    def run_inference(batch: Any) -> None:
         with torch.no_grad():
             training.net(batch[0])
 
     for _ in range(4):
-        infer(BATCH)
+        run_inference(BATCH)
     assert steps(tmp_path, recorder) == 4
 
 
@@ -125,14 +125,14 @@ def test_generators_are_recorded_while_they_run(
             got = yield got
         return "done"
 
-    made = losses(4)
+    generator = losses(4)
     assert sessions.current_session() is None  # nothing has run yet
-    assert next(made) is None
-    assert made.send("a") == "a"
-    assert made.send("b") == "b"
-    assert next(made) is None
+    assert next(generator) is None
+    assert generator.send("a") == "a"
+    assert generator.send("b") == "b"
+    assert next(generator) is None
     with pytest.raises(StopIteration) as stopped:
-        next(made)
+        next(generator)
     assert stopped.value.value == "done"
     assert steps(tmp_path, recorder) == 4
 
@@ -159,11 +159,11 @@ def test_coroutines_and_asynchronous_generators(
     async def main() -> None:
         assert await train(3) == "done"
         assert [value async for value in stream(3)] == [0, 1, 2]
-        made = stream(2)
-        assert await anext(made) == 0
-        assert await made.athrow(ValueError()) == "caught"
-        assert await anext(made) == 1
-        await made.aclose()
+        generator = stream(2)
+        assert await anext(generator) == 0
+        assert await generator.athrow(ValueError()) == "caught"
+        assert await anext(generator) == 1
+        await generator.aclose()
 
     with ThreadPoolExecutor(1) as pool:  # Playwright's loop may still be open in this thread
         pool.submit(asyncio.run, main()).result()
@@ -251,7 +251,7 @@ def test_another_thread_can_train(tmp_path: Path, training: Any) -> None:
     assert len(only_rank(tmp_path / "run").steps) == 4
 
 
-def test_a_wrong_option_is_told_where_it_is_written() -> None:
+def test_a_wrong_option_is_reported_at_the_line_that_gives_it() -> None:
     with pytest.raises(TypeError, match="no such option: activ"):
         advisor.record(activ=3)
 
@@ -289,7 +289,7 @@ def test_training_imports_neither_polars_nor_dash_by_us(tmp_path: Path) -> None:
         "new = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
         "print(sorted(new & {'polars', 'dash', 'plotly', 'typer', 'rich', 'scalene'}))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         capture_output=True,
@@ -297,7 +297,7 @@ def test_training_imports_neither_polars_nor_dash_by_us(tmp_path: Path) -> None:
         check=True,
         timeout=120,
     )
-    assert done.stdout.strip() == "[]"
+    assert result.stdout.strip() == "[]"
 
 
 def test_a_recording_after_a_decorated_function_has_returned(
@@ -335,7 +335,7 @@ def test_a_decorated_step_steps_aside_and_comes_back(training: Any, tmp_path: Pa
     assert len(only_rank(tmp_path / "steps_2").steps) == 4
 
 
-def test_at_a_prompt_a_decorated_loop_ends_its_recording(
+def test_a_decorated_loop_at_a_prompt_ends_its_recording(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
@@ -388,5 +388,5 @@ def test_an_inner_failure_is_repeated_at_the_end(
             training.learn(batch)
             if number == 4:
                 recorder._session.on_internal_error(RuntimeError("on purpose"))
-    said = " ".join(capfd.readouterr().err.split())
-    assert "recording stopped early: RuntimeError: on purpose. Recorded until then" in said
+    error = " ".join(capfd.readouterr().err.split())
+    assert "recording stopped early: RuntimeError: on purpose. Recorded until then" in error

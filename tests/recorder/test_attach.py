@@ -23,7 +23,7 @@ from advisor.recorder import attach
 
 
 class Engine(ThreadingHTTPServer):
-    """One inference server: what it was asked, and whether its profiler runs."""
+    """A fake inference server: the requests it got, and whether its profiler runs."""
 
     def __init__(self, kind: str, folder: Path | None = None, **faults: Any) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -39,7 +39,7 @@ class Engine(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Engine
 
-    def answer(self, status: int, body: object = None) -> None:
+    def send_answer(self, status: int, body: object = None) -> None:
         text = json.dumps(body or {}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         own = {"vllm": "/version", "sglang": "/get_server_info"}
         known = self.path == own.get(self.server.kind)
-        self.answer(200 if known else 404, {"version": "0.13.0"} if known else None)
+        self.send_answer(200 if known else 404, {"version": "0.13.0"} if known else None)
 
     def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
@@ -59,20 +59,20 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/start_profile":
             if "start" in server.faults:
                 server.profiles = server.faults.get("runs", False)
-                self.answer(server.faults["start"])
+                self.send_answer(server.faults["start"])
                 return
             server.profiles = True
             time.sleep(server.faults.get("slow", 0))
-            self.answer(200)
+            self.send_answer(200)
         elif self.path == "/stop_profile":
             if server.faults.get("refuse", 0) > 0:
                 server.faults["refuse"] -= 1
-                self.answer(500)
+                self.send_answer(500)
                 return
             server.profiles = False
             if server.folder is not None:
                 (server.folder / "rank0.pt.trace.json.gz").write_bytes(b"x")
-            self.answer(200)
+            self.send_answer(200)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -97,18 +97,18 @@ def _paths(engine: Engine) -> list[str]:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_profiles_itself_and_stops(kind: str, tmp_path: Path) -> None:
     with serving(kind, tmp_path) as engine:
-        done = attach.attach(engine.url, 0.1, folder=tmp_path)
+        result = attach.attach(engine.url, 0.1, folder=tmp_path)
         assert not engine.profiles
         assert _paths(engine) == ["/start_profile", "/stop_profile"]
         body = engine.calls[0][1]
         assert body is None if kind == "vllm" else body["output_dir"] == str(tmp_path)
-    assert (done.engine, done.interrupted) == (kind, False)
-    assert done.seconds >= 0.1
-    assert [file.name for file in done.files] == ["rank0.pt.trace.json.gz"]
+    assert (result.engine, result.interrupted) == (kind, False)
+    assert result.seconds >= 0.1
+    assert [file.name for file in result.files] == ["rank0.pt.trace.json.gz"]
 
 
 def test_an_interrupt_stops_the_profiler(tmp_path: Path) -> None:
-    """By Ctrl-C and by what a job scheduler sends."""
+    """The interrupts are Ctrl-C and the signal of a job scheduler."""
     for number in (signal.SIGINT, signal.SIGTERM):
         with serving("vllm") as engine:
             command = [sys.executable, "-m", "advisor", "record", "--attach", engine.url]

@@ -55,19 +55,19 @@ def test_an_optimizer_fused_into_the_backward(program: Any, tmp_path: Path) -> N
     assert all(step.phases.keys() >= {"forward", "backward"} for step in record.steps)
 
 
-def test_where_no_step_ends_outside_there_is_no_window_and_it_is_reported(
+def test_a_loop_whose_steps_end_inside_has_no_window_and_that_is_reported(
     training: Any, tmp_path: Path
 ) -> None:
     """A whole training inside the call of a module."""
 
-    class Trains(torch.nn.Module):
+    class TrainingModule(torch.nn.Module):
         def forward(self) -> None:
             for batch in training.loader(30):
                 training.learn(batch)
                 assert not torch.autograd._profiler_enabled()
 
     with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False):
-        Trains()()
+        TrainingModule()()
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 30
     (never,) = record.events_of("window")
@@ -75,7 +75,7 @@ def test_where_no_step_ends_outside_there_is_no_window_and_it_is_reported(
 
 
 def places(ask: Callable[[], None]) -> dict[str, Callable[[], None]]:
-    """Where a program may be when ``ask`` is called."""
+    """Places of a program where ``ask`` may be called."""
     leaf = torch.ones(2, requires_grad=True)
     net = torch.nn.Linear(2, 2)
 
@@ -94,7 +94,7 @@ def places(ask: Callable[[], None]) -> dict[str, Callable[[], None]]:
         net(torch.ones(2))
         handle.remove()
 
-    class Asking(torch.autograd.Function):
+    class AskingFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             ask()
@@ -122,7 +122,7 @@ def places(ask: Callable[[], None]) -> dict[str, Callable[[], None]]:
             torch.ones(1)
         )
 
-    class Dispatching(torch.Tensor):
+    class DispatchingTensor(torch.Tensor):
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -134,21 +134,21 @@ def places(ask: Callable[[], None]) -> dict[str, Callable[[], None]]:
         "tensor hook": in_a_hook,
         "peak accumulate": after_accumulation,
         "forward hook": in_a_forward_hook,
-        "function": lambda: Asking.apply(leaf),
+        "function": lambda: AskingFunction.apply(leaf),
         "trace": in_a_trace,
         "transform": in_a_transform,
         "profiler": in_a_profiler,
         "closure": in_a_closure,
         "compiled": in_compiled_code,
-        "override": lambda: torch.ones(1).as_subclass(Dispatching) + 1,
+        "override": lambda: torch.ones(1).as_subclass(DispatchingTensor) + 1,
     }
 
 
 @pytest.mark.parametrize("place", sorted(places(lambda: None)))
 def test_inside_of_torch_is_not_outermost(place: str) -> None:
-    said: list[bool] = []
-    places(lambda: said.append(is_outermost(torch)))[place]()
-    assert said and not any(said)
+    answers: list[bool] = []
+    places(lambda: answers.append(is_outermost(torch)))[place]()
+    assert answers and not any(answers)
     assert is_outermost(torch)
 
 
@@ -157,25 +157,25 @@ def test_users_code_of_any_kind_is_outermost() -> None:
         def __call__(self) -> bool:
             return next(is_outermost(torch) for _ in range(1))
 
-    said = [Loop()(), torch.no_grad()(Loop())(), all(Loop()() for _ in range(2))]
-    thread = threading.Thread(target=lambda: said.append(Loop()()))
+    answers = [Loop()(), torch.no_grad()(Loop())(), all(Loop()() for _ in range(2))]
+    thread = threading.Thread(target=lambda: answers.append(Loop()()))
     thread.start()
     thread.join()
     with torch.profiler.record_function("mine"), torch.device("cpu"):
-        said.append(Loop()())
-    assert said == [True] * 5
+        answers.append(Loop()())
+    assert answers == [True] * 5
 
 
 def test_a_profiler_in_another_thread_gets_its_way(training: Any, tmp_path: Path) -> None:
-    """Without a wait for the window's end the process would crash."""
+    """The process would crash without a wait for the window's end."""
     seen: list[int] = []
 
-    def elsewhere() -> None:
+    def profile_in_thread() -> None:
         with torch.profiler.profile() as theirs:
             torch.ones(2) + 1
         seen.append(sum(e.key == "aten::add" for e in theirs.key_averages()))
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=profile_in_thread)
     options = {"skip": 2, "warmup": 1, "active": 10**6, "guard": 1e9}
     with Recorder(str(tmp_path / "run"), report=False, **options):
         for number in range(4000):

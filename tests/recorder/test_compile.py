@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
-def counted() -> Any:
+def counting_backend() -> Any:
     """A backend that counts graphs and operators, with dynamo as new."""
     import torch._dynamo
     import torch._dynamo.testing
@@ -70,15 +70,15 @@ def train(what: str, backend: Any, steps: int = 6) -> list[float]:
 
 
 @pytest.mark.parametrize("what", ["module", "in place", "submodule", "function"])
-def test_one_graph_and_no_break(what: str, counted: Any, tmp_path: Path) -> None:
+def test_one_graph_and_no_break(what: str, counting_backend: Any, tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
-    plain = counted()
+    plain = counting_backend()
     losses = train(what, plain)
     torch._dynamo.reset()
     counters.clear()
-    recorded = counted()
-    # two windows' worth of profiler inside, and hooks put in and taken out around compiled code
+    recorded = counting_backend()
+    # the profiler of two windows inside, and hooks put in and taken out around compiled code
     with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False):
         assert train(what, recorded) == losses
     assert (recorded.frame_count, recorded.op_count) == (plain.frame_count, plain.op_count)
@@ -91,8 +91,10 @@ def test_one_graph_and_no_break(what: str, counted: Any, tmp_path: Path) -> None
         assert all(step.phases["forward"] > 0 for step in record.steps)
 
 
-def test_hooks_that_come_and_go_cause_no_recompilation(counted: Any, tmp_path: Path) -> None:
-    backend = counted()
+def test_hooks_that_come_and_go_cause_no_recompilation(
+    counting_backend: Any, tmp_path: Path
+) -> None:
+    backend = counting_backend()
     net = Net()
     compiled = torch.compile(net, backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -113,7 +115,7 @@ def test_hooks_that_come_and_go_cause_no_recompilation(counted: Any, tmp_path: P
 
 @pytest.mark.parametrize("how", ["zero first", "zero last", "no loader", "accumulation"])
 def test_steps_of_an_optimizer_that_is_compiled(
-    how: str, counted: Any, recorded: Any, training: Any
+    how: str, counting_backend: Any, record_run: Any, training: Any
 ) -> None:
     step = torch.compile(training.optimizer.step, backend="eager")
 
@@ -128,7 +130,7 @@ def test_steps_of_an_optimizer_that_is_compiled(
                 if how != "zero first":
                     training.optimizer.zero_grad()
 
-    record = recorded(run)
+    record = record_run(run)
     expected = [4, 4, 4] if how == "accumulation" else [1] * 12
     assert [step.micro for step in record.steps] == expected
     assert all(step.phases.keys() >= {"forward", "backward"} for step in record.steps)
@@ -137,7 +139,7 @@ def test_steps_of_an_optimizer_that_is_compiled(
 
 
 def test_a_window_opens_though_the_optimizer_is_compiled(
-    counted: Any, tmp_path: Path, training: Any
+    counting_backend: Any, tmp_path: Path, training: Any
 ) -> None:
     step = torch.compile(training.optimizer.step, backend="eager")
     options: dict[str, Any] = {"skip": 4, "warmup": 1, "active": 2, "report": False}
@@ -154,7 +156,7 @@ def test_a_window_opens_though_the_optimizer_is_compiled(
 
 
 def test_gradients_cleared_before_the_first_step_are_none(
-    counted: Any, recorded: Any, training: Any
+    counting_backend: Any, record_run: Any, training: Any
 ) -> None:
     """A model that is compiled, and the gradients of each batch taken twice."""
     net = torch.compile(training.net, backend="eager")
@@ -166,7 +168,7 @@ def test_gradients_cleared_before_the_first_step_are_none(
                 ((net(x) - y) ** 2).mean().backward()
             training.optimizer.step()
 
-    assert len(recorded(run).steps) == 6
+    assert len(record_run(run).steps) == 6
 
 
 # -- what torch.compile says, kept in the run ------------------------------------------------------
@@ -194,24 +196,24 @@ def compile_and_train(rows: tuple[int, ...], note: str = "") -> list[float]:
     return losses
 
 
-def recorded(folder: Path, **options: Any) -> list[float]:
+def record_training(folder: Path, **options: Any) -> list[float]:
     with Recorder(str(folder), active=0, telemetry=0, report=False, **options):
         return compile_and_train((3, 3, 3, 5, 5))
 
 
 @pytest.fixture
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compile_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.delenv("TORCH_TRACE", raising=False)
 
 
-def test_breaks_and_guards_are_in_the_run(unset: None, tmp_path: Path) -> None:
+def test_breaks_and_guards_are_in_the_run(no_compile_settings: None, tmp_path: Path) -> None:
     from advisor.advise.engine import analyze
 
     plain = compile_and_train((3, 3, 3, 5, 5))
     torch._dynamo.reset()
     before = list(logging.getLogger(LOGGER).handlers)
-    assert recorded(tmp_path / "run") == plain
+    assert record_training(tmp_path / "run") == plain
     assert not set(logging.getLogger(LOGGER).handlers) - set(before)
     log = analyze(tmp_path / "run").compilation
     assert log is not None and not log.damaged
@@ -227,32 +229,32 @@ def test_breaks_and_guards_are_in_the_run(unset: None, tmp_path: Path) -> None:
 
 
 def test_the_users_own_trace_is_left_alone(
-    unset: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_compile_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_TRACE", str(tmp_path / "theirs"))
-    recorded(tmp_path / "run")
+    record_training(tmp_path / "run")
     assert not (tmp_path / "run" / "rank0" / COMPILE_LOG).exists()
 
 
-def test_it_can_be_switched_off(unset: None, tmp_path: Path) -> None:
-    recorded(tmp_path / "run", compile_log=False)
+def test_compile_logging_can_be_switched_off(no_compile_settings: None, tmp_path: Path) -> None:
+    record_training(tmp_path / "run", compile_log=False)
     assert not (tmp_path / "run" / "rank0" / COMPILE_LOG).exists()
 
 
-def test_records_that_are_not_kept_are_not_made(unset: None) -> None:
+def test_records_that_are_not_kept_are_not_made(no_compile_settings: None) -> None:
     from torch._logging import trace_structured
 
-    made: list[str] = []
+    records: list[str] = []
     kept: list[CompileRecord] = []
 
     def metadata(name: str) -> dict[str, str]:
         return {"name": name, "encoding": "string"}
 
     def payload(name: str) -> str:
-        made.append(name)
+        records.append(name)
         return f"{name} password=hunter22 of you"
 
-    def wrong() -> dict[str, str]:
+    def raise_runtime_error() -> dict[str, str]:
         raise RuntimeError("torch's own")
 
     handler = CompileLogHandler(kept.append)
@@ -264,13 +266,13 @@ def test_records_that_are_not_kept_are_not_made(unset: None) -> None:
         for name in ("fx_graph_runnable", "recompile_reasons"):
             trace_structured("artifact", partial(metadata, name), payload_fn=partial(payload, name))
         trace_structured("aot_joint_graph", payload_fn=lambda: payload("graph"))
-        trace_structured("artifact", wrong)
+        trace_structured("artifact", raise_runtime_error)
         handler.remove()
         late = partial(metadata, "recompile_reasons")
         trace_structured("artifact", late, payload_fn=partial(payload, "late"))
     finally:
         logger.handlers = before
-    assert made == ["recompile_reasons"] and len(kept) == 1
+    assert records == ["recompile_reasons"] and len(kept) == 1
     assert b"recompile_reasons" in kept[0].text and b"hunter22" not in kept[0].text
 
 

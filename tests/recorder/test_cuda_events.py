@@ -30,7 +30,7 @@ class Device:
         self.slower = 1.0
         """Times as long as the host that it takes between two events."""
 
-    def used(self) -> None:
+    def note_use(self) -> None:
         assert not self.capturing, "an event was touched while a graph is captured"
         self.threads.add(threading.get_ident())
 
@@ -46,19 +46,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             self.at: int | None = None
 
         def record(self) -> None:
-            played.used()
+            played.note_use()
             played.recorded += 1
             self.at = time.perf_counter_ns()
 
         def query(self) -> bool:
-            played.used()
+            played.note_use()
             if played.on_internal_error:
                 raise RuntimeError("CUDA error: device-side assert triggered")
             assert self.at is not None
             return time.perf_counter_ns() > self.at + played.lag_ns
 
         def elapsed_time(self, end: Event) -> float:
-            played.used()
+            played.note_use()
             assert self.at is not None and end.at is not None
             return played.slower * (end.at - self.at) / 1e6
 
@@ -127,7 +127,7 @@ def test_all_steps_that_are_long_are_timed(
 def test_steps_of_several_optimizers_are_timed(
     training: Any, tmp_path: Path, device: Device
 ) -> None:
-    """As of an embedding with an optimizer of its own: a step is two of optimizers'."""
+    """The embedding has an optimizer of its own: one step holds two optimizer steps."""
     first, second = (torch.nn.Linear(8, 8) for _ in range(2))
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (first, second)]
     data = torch.utils.data.DataLoader(torch.randn(640, 8), batch_size=4)
@@ -164,8 +164,8 @@ def test_steps_of_inference_are_timed(tmp_path: Path, device: Device, loader: bo
 def test_a_host_that_runs_ahead_of_the_device_does_not_say_that_a_window_is_slow(
     training: Any, tmp_path: Path, device: Device, slower: float, state: str
 ) -> None:
-    """Where the device is behind, the host's steps differ, profiled or not, for it waits in some
-    and not in others."""
+    """The host's steps differ where the device is behind, profiled or not, for the host waits in
+    some and not in others."""
     device.slower = slower
     with Recorder(
         str(tmp_path / "run"), skip=8, warmup=1, active=6, telemetry=0.0, report=False

@@ -1,5 +1,5 @@
-"""What a recording leaves on a disk: a bounded file of steps with exact sums, and on a full disk
-one warning, no temporary files, and the reason why the record ends."""
+"""A recording leaves little on a disk: a bounded file of steps with exact sums. On a full disk
+it leaves one warning, no temporary files, and the reason why the record ends."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(
 ) -> None:
     """A limit on the size of files stands for the disk: first the trace meets it, or the steps."""
     before = ("-m", "advisor", "record", "--no-report", "-o", "run")
-    done = program(FULL, str(size), before=before)
-    assert (done.returncode, done.stdout) == (0, "trained\n")
-    assert done.stderr.count("WARNING") + done.stderr.count("not written") <= 1
-    assert done.stderr.count("recording stopped") <= 1
+    result = program(FULL, str(size), before=before)
+    assert (result.returncode, result.stdout) == (0, "trained\n")
+    assert result.stderr.count("WARNING") + result.stderr.count("not written") <= 1
+    assert result.stderr.count("recording stopped") <= 1
     left = [path.name for path in (tmp_path / "run").rglob("*") if path.name.startswith(".")]
     assert left == []
     record = read_recording(tmp_path / "run").ranks[0]
@@ -111,7 +111,7 @@ def test_blocks_of_steps_are_joined_as_single_ones_are(
 ) -> None:
     monkeypatch.setattr(writing, "SINGLE", 64)
 
-    def write(name: str, together: bool) -> list[StepRow]:
+    def write_steps(name: str, together: bool) -> list[StepRow]:
         run = tmp_path / name
         (run / "rank0").mkdir(parents=True)
         (run / "manifest.json").write_text("{}")
@@ -135,7 +135,7 @@ def test_blocks_of_steps_are_joined_as_single_ones_are(
         lines.close()
         return read_recording(run).ranks[0].steps
 
-    once, one_by_one = write("a", True), write("b", False)
+    once, one_by_one = write_steps("a", True), write_steps("b", False)
     assert len(once) == len(one_by_one) == 2000
     assert len((tmp_path / "a" / "rank0" / STEPS).read_text().splitlines()) < 500
     for steps in (once, one_by_one):

@@ -1,4 +1,4 @@
-"""What is told once about a run: enough for advice, nothing secret, and never an error."""
+"""The description of a run, written once: enough for advice, nothing secret, and never an error."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ def test_nothing_is_imported_and_cuda_is_not_initialised() -> None:
         "rank_info(); build_manifest({}, 'context', 'x')\n"
         "print('torch' in sys.modules, 'polars' in sys.modules, 'pynvml' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False", "False"] and done.stderr == ""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "False", "False"] and result.stderr == ""
 
 
 def test_flags_of_torch_are_as_torch_has_them() -> None:
@@ -133,11 +135,11 @@ def test_flags_of_torch_are_as_torch_has_them() -> None:
 def test_a_torch_that_objects_to_every_question_costs_only_its_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Broken:
+    class BrokenModule:
         def __getattr__(self, name: str) -> object:
             raise RuntimeError(name)
 
-    monkeypatch.setitem(sys.modules, "torch", Broken())
+    monkeypatch.setitem(sys.modules, "torch", BrokenModule())
     rank = environment.rank_info()
     assert rank.devices == [] and rank.pid == os.getpid()
     assert "python" in environment.build_manifest({}, "context", "x").versions
@@ -159,14 +161,14 @@ def test_mixed_tf32_settings_are_read_by_the_newer_one() -> None:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments],
         cwd=folder,
         check=True,
         capture_output=True,
         text=True,
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 @pytest.fixture
@@ -281,8 +283,8 @@ def test_lists_of_cpus_are_read_as_the_kernel_writes_them() -> None:
 
 
 def test_numa_nodes_without_cpus_do_not_count(tmp_path: Path) -> None:
-    mine = min(os.sched_getaffinity(0))
-    for name, cpus in (("node0", f"{mine}"), ("node1", "100000-100007"), ("node2", "")):
+    own_cpu = min(os.sched_getaffinity(0))
+    for name, cpus in (("node0", f"{own_cpu}"), ("node1", "100000-100007"), ("node2", "")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(cpus)
     assert environment.numa_nodes(tmp_path) == (2, [0])

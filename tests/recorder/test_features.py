@@ -1,4 +1,4 @@
-"""What a program sees of torch and of itself is the same with a recorder, feature by feature."""
+"""A program sees the same of torch and of itself with a recorder, feature by feature."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ def test_features_are_the_same_with_a_recorder(tmp_path: Path) -> None:
     assert seen[0][-1] == seen[1][-1] == ["end", "steps", "19"]
     names = {name for when, name, _ in seen[0] if when == "between"}
     assert len(names) >= 50
-    assert not [found for found in seen[0] if found[2][:8] == '"failed:']
+    assert not [feature for feature in seen[0] if feature[2][:8] == '"failed:']

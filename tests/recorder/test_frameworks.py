@@ -168,12 +168,12 @@ for every in map(int, numbers):
 )
 
 
-def needs(name: str) -> Any:
+def skip_without(name: str) -> Any:
     missing = importlib.util.find_spec(name) is None
     return pytest.mark.skipif(missing, reason=f"{name} is not installed")
 
 
-def recorded(tmp_path: Path) -> RankRecord:
+def read_record(tmp_path: Path) -> RankRecord:
     record = only_rank(tmp_path / "run")
     check_sums(record)
     assert record.has_ended
@@ -181,11 +181,11 @@ def recorded(tmp_path: Path) -> RankRecord:
 
 
 def test_a_plain_loop(program: Program, tmp_path: Path) -> None:
-    done = program(PLAIN, "--lr", "3", before=RECORD)
-    assert done.returncode == 0, done.stderr
+    result = program(PLAIN, "--lr", "3", before=RECORD)
+    assert result.returncode == 0, result.stderr
     script = tmp_path / "train.py"
-    assert done.stdout == f"['--lr', '3'] __main__ {script}\n"
-    record = recorded(tmp_path)
+    assert result.stdout == f"['--lr', '3'] __main__ {script}\n"
+    record = read_record(tmp_path)
     assert len(record.steps) == 40
     assert all(
         step.phases.keys() >= {"data", "forward", "backward", "optimizer"} for step in record.steps
@@ -201,28 +201,28 @@ def test_the_line_at_the_end_names_the_run_and_a_finding(program: Program, tmp_p
         "    def __getitem__(self, i):\n        time.sleep(0.004)\n"
         "        return super().__getitem__(i)\ndata = Slow",
     )
-    done = program(slow, before=("-m", "advisor", "record", "-o", "run"))
-    lines = [line for line in done.stderr.splitlines() if line.startswith(("advisor: ", " "))]
+    result = program(slow, before=("-m", "advisor", "record", "-o", "run"))
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("advisor: ", " "))]
     assert lines[0] == "advisor: recorded in run"
     assert max(map(len, lines)) <= 80
-    told = " ".join(" ".join(lines).split())
-    assert "40 steps, " in told
-    assert "DataLoader" in told.partition("First finding: ")[2]
-    assert told.endswith("More: advisor analyze run")
-    assert done.stdout.startswith("[] __main__")
+    message = " ".join(" ".join(lines).split())
+    assert "40 steps, " in message
+    assert "DataLoader" in message.partition("First finding: ")[2]
+    assert message.endswith("More: advisor analyze run")
+    assert result.stdout.startswith("[] __main__")
 
 
 def test_grad_scaler_and_compile(program: Program, tmp_path: Path) -> None:
-    done = program(COMPILED, before=RECORD)
-    assert done.returncode == 0, done.stderr
-    assert len(recorded(tmp_path).steps) == 20
+    result = program(COMPILED, before=RECORD)
+    assert result.returncode == 0, result.stderr
+    assert len(read_record(tmp_path).steps) == 20
 
 
 @pytest.mark.slow
 def test_torchrun_with_two_processes(program: Program, tmp_path: Path) -> None:
     launcher = ("--", "torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
-    done = program(DDP, before=RECORD, after=launcher)
-    assert done.returncode == 0, done.stderr
+    result = program(DDP, before=RECORD, after=launcher)
+    assert result.returncode == 0, result.stderr
     recording = read_recording(tmp_path / "run")
     assert recording.problems == []
     assert recording.manifest.world_size == 2
@@ -236,18 +236,18 @@ def test_torchrun_with_two_processes(program: Program, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@needs("accelerate")
+@skip_without("accelerate")
 def test_accelerate_launch(program: Program, tmp_path: Path) -> None:
     """A launcher that imports its framework and starts the script in a process of its own."""
     launcher = ("--", "accelerate", "launch", "--cpu", "--num_processes", "1", "train.py")
-    done = program(PLAIN, "--lr", "3", before=RECORD, after=launcher)
-    assert done.returncode == 0, done.stderr
-    assert "['--lr', '3'] __main__" in done.stdout
-    assert len(recorded(tmp_path).steps) == 40
+    result = program(PLAIN, "--lr", "3", before=RECORD, after=launcher)
+    assert result.returncode == 0, result.stderr
+    assert "['--lr', '3'] __main__" in result.stdout
+    assert len(read_record(tmp_path).steps) == 40
 
 
 EVERY = {1: 40, 4: 10}
-"""Micro-batches a step, and the optimizer steps that two epochs of twenty batches then have."""
+"""Micro-batches per step, and the optimizer steps that two epochs of twenty batches then have."""
 
 
 def micros(every: int, steps: int) -> list[int]:
@@ -259,26 +259,26 @@ def micros(every: int, steps: int) -> list[int]:
     return epoch * 2
 
 
-def told_steps(done: Any) -> list[int]:
-    """What the framework itself counted, a training each."""
-    return [int(n) for n in re.findall(r"^global_step (\d+)$", done.stdout, re.MULTILINE)]
+def reported_steps(process: Any) -> list[int]:
+    """Steps that the framework itself counted, one number per training."""
+    return [int(n) for n in re.findall(r"^global_step (\d+)$", process.stdout, re.MULTILINE)]
 
 
 def check_command(program: Program, tmp_path: Path, source: str, every: dict[int, int]) -> None:
     """Several trainings one after another, recorded by the command as one run."""
-    done = program(source, "command", *map(str, every), before=RECORD)
-    assert done.returncode == 0, done.stderr
-    assert told_steps(done) == list(every.values())
-    record = recorded(tmp_path)
+    result = program(source, "command", *map(str, every), before=RECORD)
+    assert result.returncode == 0, result.stderr
+    assert reported_steps(result) == list(every.values())
+    record = read_record(tmp_path)
     assert [s.micro for s in record.steps] == [m for e, n in every.items() for m in micros(e, n)]
     assert read_recording(tmp_path / "run").manifest.entry == "command"
 
 
 def check_callback(program: Program, tmp_path: Path, source: str, every: dict[int, int]) -> None:
     """The same, each recorded by the framework's callback as a run of its own."""
-    done = program(source, "callback", *map(str, every))
-    assert done.returncode == 0, done.stderr
-    assert told_steps(done) == list(every.values())
+    result = program(source, "callback", *map(str, every))
+    assert result.returncode == 0, result.stderr
+    assert reported_steps(result) == list(every.values())
     for number, steps in every.items():
         record = only_rank(tmp_path / f"run{number}")
         check_sums(record)
@@ -288,23 +288,23 @@ def check_callback(program: Program, tmp_path: Path, source: str, every: dict[in
 
 
 @pytest.mark.slow
-@needs("accelerate")
+@skip_without("accelerate")
 def test_accelerate(program: Program, tmp_path: Path) -> None:
-    done = program(ACCELERATE, *map(str, EVERY), before=RECORD)
-    assert done.returncode == 0, done.stderr
-    record = recorded(tmp_path)
+    result = program(ACCELERATE, *map(str, EVERY), before=RECORD)
+    assert result.returncode == 0, result.stderr
+    record = read_record(tmp_path)
     assert [s.micro for s in record.steps] == [m for e, n in EVERY.items() for m in micros(e, n)]
 
 
 @pytest.mark.slow
-@needs("lightning")
+@skip_without("lightning")
 @pytest.mark.parametrize("check", [check_command, check_callback])
 def test_lightning(program: Program, tmp_path: Path, check: Callable[..., None]) -> None:
     check(program, tmp_path, LIGHTNING, EVERY)
 
 
 @pytest.mark.slow
-@needs("transformers")
+@skip_without("transformers")
 @pytest.mark.parametrize("check", [check_command, check_callback])
 def test_transformers(program: Program, tmp_path: Path, check: Callable[..., None]) -> None:
     check(program, tmp_path, TRANSFORMERS, {**EVERY, 3: 14})

@@ -13,16 +13,16 @@ from torch.optim import optimizer as optim
 
 from advisor.recorder.gradients import UnusedGradientFinder
 
-Told = list[dict[str, Any]]
+Reports = list[dict[str, Any]]
 
 
-def watching(*modules: nn.Module) -> tuple[UnusedGradientFinder, Told]:
-    told: Told = []
-    watch = UnusedGradientFinder([get_ident()], lambda kind, data: told.append(data))
+def watch_modules(*modules: nn.Module) -> tuple[UnusedGradientFinder, Reports]:
+    reports: Reports = []
+    watch = UnusedGradientFinder([get_ident()], lambda kind, data: reports.append(data))
     for module in modules:
         watch.add_module(module)
     watch.install()
-    return watch, told
+    return watch, reports
 
 
 def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 12) -> None:
@@ -39,13 +39,13 @@ def net() -> nn.Sequential:
 
 def test_a_base_that_is_not_frozen_is_found_with_its_modules() -> None:
     model = net()
-    watch, told = watching(model)
+    watch, reports = watch_modules(model)
     train(model, torch.optim.SGD(model[2].parameters(), 1e-3))
     watch.remove()
-    assert len(told) == 1
-    assert (told[0]["unused"], told[0]["total"]) == (4, 6)
-    assert told[0]["bytes"] == 4 * (4 * 8 + 8 + 8 * 8 + 8)
-    assert [n < 0 for n in told[0]["order"]] == [True] * 4 + [False] * 2
+    assert len(reports) == 1
+    assert (reports[0]["unused"], reports[0]["total"]) == (4, 6)
+    assert reports[0]["bytes"] == 4 * (4 * 8 + 8 + 8 * 8 + 8)
+    assert [n < 0 for n in reports[0]["order"]] == [True] * 4 + [False] * 2
 
 
 def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
@@ -53,7 +53,7 @@ def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
         pass
 
     teacher, student = Teacher(net()), nn.Sequential(nn.Linear(4, 3))
-    watch, told = watching(teacher, student)
+    watch, reports = watch_modules(teacher, student)
     optimizer = torch.optim.SGD(student.parameters(), 1e-3)
     for _ in range(12):
         (teacher(torch.ones(2, 4)) - student(torch.ones(2, 4))).sum().backward()
@@ -61,11 +61,11 @@ def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
         optimizer.zero_grad()
         teacher.zero_grad()
     watch.remove()
-    assert [event["models"] for event in told] == [["Teacher"]]
-    watch, told = watching(student[0], student)
+    assert [event["models"] for event in reports] == [["Teacher"]]
+    watch, reports = watch_modules(student[0], student)
     train(student, torch.optim.SGD([student[0].bias], 1e-3))
     watch.remove()
-    assert [event["models"] for event in told] == [[]]
+    assert [event["models"] for event in reports] == [[]]
 
 
 def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() -> None:
@@ -73,27 +73,27 @@ def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() ->
     whole, frozen = net(), net()
     frozen[0].requires_grad_(False)
     for model in (whole, frozen):
-        _, told = watching(model)
+        _, reports = watch_modules(model)
         train(model, torch.optim.SGD(model.parameters(), 1e-3))
-        assert told == []
+        assert reports == []
         assert len(optim._global_optimizer_pre_hooks) == before
 
 
 def test_an_optimizer_that_steps_later_corrects_what_was_said() -> None:
     model = net()
     often, seldom = (torch.optim.SGD(model[n : n + 2].parameters(), 1e-3) for n in (0, 2))
-    watch, told = watching(model)
+    watch, reports = watch_modules(model)
     train(model, often)
     train(model, often, seldom, steps=1)
     watch.remove()
-    assert [event["unused"] for event in told] == [2, 0]
+    assert [event["unused"] for event in reports] == [2, 0]
 
 
 def test_gradients_left_over_and_weights_updated_by_hand_do_not_count() -> None:
     model = net()
     train(model, steps=1)
     model[0].weight.grad, model[0].bias.grad = torch.ones(8, 4), torch.ones(8)
-    watch, told = watching(model)
+    watch, reports = watch_modules(model)
     optimizer = torch.optim.SGD(model[2].parameters(), 1e-3)
     for _ in range(12):
         model[1:](torch.ones(2, 8)).sum().backward()
@@ -103,21 +103,21 @@ def test_gradients_left_over_and_weights_updated_by_hand_do_not_count() -> None:
         optimizer.step()
         model[1:].zero_grad()
     watch.remove()
-    assert told == []
+    assert reports == []
 
 
 def test_copies_in_another_precision_are_not_a_reason_to_speak() -> None:
     model = net()
     copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    watch, told = watching(model)
+    watch, reports = watch_modules(model)
     train(model, torch.optim.SGD(copies, 1e-3))
     watch.remove()
-    assert told == []
+    assert reports == []
 
 
 def test_nothing_is_kept_alive() -> None:
     model = net()
-    watch, _ = watching(model)
+    watch, _ = watch_modules(model)
     optimizer = torch.optim.SGD(model[2].parameters(), 1e-3)
     train(model, optimizer)
     gone = [ref(model), ref(model[0].weight), ref(optimizer)]
@@ -127,15 +127,15 @@ def test_nothing_is_kept_alive() -> None:
     watch.remove()
 
 
-def adversaries(*, detach: bool = False, to_none: bool = True) -> Told:
+def train_gan(*, detach: bool = False, to_none: bool = True) -> Reports:
     """Train a generator and a discriminator in turn, as GANs do."""
     maker, judge = nn.Linear(4, 8), nn.Linear(8, 1)
-    watch, told = watching(maker, judge)
+    watch, reports = watch_modules(maker, judge)
     of_maker, of_judge = (torch.optim.SGD(net.parameters(), 1e-3) for net in (maker, judge))
     for _ in range(8):
-        made = maker(torch.ones(2, 4))
+        fake = maker(torch.ones(2, 4))
         of_judge.zero_grad(set_to_none=to_none)
-        judge(made.detach() if detach else made).sum().backward()
+        judge(fake.detach() if detach else fake).sum().backward()
         of_judge.step()
         of_maker.zero_grad(set_to_none=to_none)
         judge.requires_grad_(False)
@@ -143,33 +143,33 @@ def adversaries(*, detach: bool = False, to_none: bool = True) -> Told:
         judge.requires_grad_(True)
         of_maker.step()
     watch.remove()
-    return told
+    return reports
 
 
 def test_gradients_that_are_dropped_before_their_optimizer_steps_are_found() -> None:
     before = len(optim._global_optimizer_pre_hooks)
-    (told,) = adversaries()
-    (only,) = told["passes"]  # that of the discriminator's loss
+    (reports,) = train_gan()
+    (only,) = reports["passes"]  # that of the discriminator's loss
     assert (only["unused"], only["total"]) == (2, 4)
     assert only["shapes"] == [[8, 4], [8], [1, 8]] or only["shapes"][0] == [8, 4]
     assert [n < 0 for n in only["order"]] == [True, True, False, False]
-    assert adversaries(detach=True) == []
-    assert adversaries(to_none=False) == []  # zeroed in place: not told from added up
+    assert train_gan(detach=True) == []
+    assert train_gan(to_none=False) == []  # zeroed in place: looks like added up
     assert len(optim._global_optimizer_pre_hooks) == before
 
 
 def test_optimizers_that_share_a_backward_drop_nothing() -> None:
     model = net()
-    _, told = watching(model)
+    _, reports = watch_modules(model)
     parts = (model[0], model[1], model[2])
     train(model, *(torch.optim.SGD(part.parameters(), 1e-3) for part in parts), steps=12)
-    assert told == []
+    assert reports == []
 
 
 def test_gradients_that_add_up_over_several_losses_are_used() -> None:
     """The second loss adds to gradients that its own optimizer has not used yet."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    _, told = watching(first, second)
+    _, reports = watch_modules(first, second)
     one, other = (torch.optim.SGD(part.parameters(), 1e-3) for part in (first, second))
     for _ in range(12):
         second(first(torch.ones(2, 4))).sum().backward()
@@ -178,4 +178,4 @@ def test_gradients_that_add_up_over_several_losses_are_used() -> None:
         second(torch.ones(2, 4)).sum().backward()
         other.step()
         other.zero_grad()
-    assert told == []
+    assert reports == []

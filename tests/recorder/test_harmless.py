@@ -28,7 +28,7 @@ QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
 
 
 def entry_points() -> dict[str, Any]:
-    """What hooks replace, as it is now."""
+    """The functions that hooks replace, as they are now."""
     from torch.utils.data import DataLoader, dataloader
 
     return {
@@ -52,7 +52,7 @@ def test_everything_is_put_back(training: Any, tmp_path: Path) -> None:
     assert entry_points() == before
 
 
-class Marked(torch.Tensor):
+class TaggedTensor(torch.Tensor):
     """Stays what it is when it is moved, and only then: as torchvision's boxes and masks."""
 
     kept = frozenset((torch.Tensor.to, torch.Tensor.cuda))
@@ -60,17 +60,17 @@ class Marked(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         stays = func in cls.kept
         assert stays == (func is torch.Tensor.to or func is torch.Tensor.cuda)
-        return found.as_subclass(cls if stays else torch.Tensor)
+        return result.as_subclass(cls if stays else torch.Tensor)
 
 
-def test_overrides_are_told_of_the_method_that_they_know(training: Any, tmp_path: Path) -> None:
+def test_overrides_see_the_original_method(training: Any, tmp_path: Path) -> None:
     with Recorder(str(tmp_path / "run"), **QUIET):
         for _ in range(6):  # with the first hooks, and those that come after some steps
-            marked = torch.zeros(2).as_subclass(Marked)
-            assert type(marked.to("meta")) is type(marked.to(torch.float64)) is Marked
+            marked = torch.zeros(2).as_subclass(TaggedTensor)
+            assert type(marked.to("meta")) is type(marked.to(torch.float64)) is TaggedTensor
             assert type(marked + 1) is torch.Tensor
             torch.nn.LazyLinear(3).to("cpu").to("meta").to(torch.float64)
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
@@ -79,7 +79,7 @@ def test_overrides_are_told_of_the_method_that_they_know(training: Any, tmp_path
 def test_a_model_that_holds_what_is_replaced_is_copied_and_saved(
     training: Any, tmp_path: Path
 ) -> None:
-    def holding() -> Any:
+    def model_with_replaced_functions() -> Any:
         model = torch.nn.Linear(1, 1)
         model.held = [  # type: ignore[assignment]
             functools.partial(torch.autograd.grad, create_graph=True),
@@ -89,7 +89,7 @@ def test_a_model_that_holds_what_is_replaced_is_copied_and_saved(
         ]
         return model
 
-    def check(model: Any, name: str) -> None:
+    def check_saved(model: Any, name: str) -> None:
         x = torch.ones(1, requires_grad=True)
         torch.save(model, tmp_path / name)
         loaded = torch.load(tmp_path / name, weights_only=False)
@@ -98,17 +98,17 @@ def test_a_model_that_holds_what_is_replaced_is_copied_and_saved(
             assert twin.held[2](x, torch.float64).dtype == torch.float64
             assert twin.held[2] == torch.Tensor.to
 
-    before = holding()
+    before = model_with_replaced_functions()
     with Recorder(str(tmp_path / "run"), **QUIET):
-        early = holding()
+        early = model_with_replaced_functions()
         for _ in range(6):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-        late = holding()
+        late = model_with_replaced_functions()
         for number, model in enumerate((before, early, late)):
-            check(model, f"inside{number}")
+            check_saved(model, f"inside{number}")
         assert weakref.ref(torch.Tensor.to)() is torch.Tensor.to
     for number, model in enumerate((before, early, late)):
-        check(model, f"after{number}")
+        check_saved(model, f"after{number}")
 
 
 def test_losses_and_weights_are_bit_identical(training: Any, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
     real, is_full, pieces = os.write, threading.Event(), [0]
     steps = tmp_path / "run" / "rank0" / STEPS
 
-    def write(descriptor: int, data: Any) -> int:
+    def write_until_full(descriptor: int, data: Any) -> int:
         if threading.current_thread().name != "advisor writer":
             return real(descriptor, data)
         pieces[0] += is_full.is_set()
@@ -239,7 +239,7 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
             raise OSError(code, os.strerror(code))
         return real(descriptor, bytes(data)[:700])  # the disk takes a part, then nothing
 
-    monkeypatch.setattr("advisor.recorder.writer.os.write", write)
+    monkeypatch.setattr("advisor.recorder.writer.os.write", write_until_full)
     seen, until = 0, time.monotonic() + 60
     with Recorder(str(tmp_path / "run"), **QUIET):
         for epoch in range(10):
@@ -323,8 +323,8 @@ def test_a_child_forked_in_a_window_is_not_recorded(training: Any, tmp_path: Pat
     assert record.events_of("window")[-1]["state"] == "done"
 
 
-def test_workers_of_a_loader_are_left_alone(training: Any, recorded: Any) -> None:
-    record = recorded(
+def test_workers_of_a_loader_are_left_alone(training: Any, record_run: Any) -> None:
+    record = record_run(
         lambda: [training.learn(batch) for batch in training.loader(6, num_workers=2)]
     )
     assert len(record.steps) == 6
@@ -379,8 +379,8 @@ for _ in range(5):
 @pytest.mark.slow
 def test_killed_at_any_moment_it_can_be_read(program: Any, tmp_path: Path) -> None:
     """Twenty runs, each killed with SIGKILL at a random time since its first step."""
-    done = program(KILLED, str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    result = program(KILLED, str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr
     runs = sorted(tmp_path.glob("run*"))
     assert len(runs) == 20
     read = 0
@@ -398,9 +398,11 @@ def test_killed_at_any_moment_it_can_be_read(program: Any, tmp_path: Path) -> No
     without = [run for run in runs if run not in with_trace and (run / "manifest.json").exists()]
     assert with_trace
     for run in (with_trace[0], *without[:1]):
-        done = program("", before=("-m", "advisor", "analyze", str(run)), after=("--format=json",))
-        assert "Traceback" not in done.stderr
-        assert done.stdout
+        result = program(
+            "", before=("-m", "advisor", "analyze", str(run)), after=("--format=json",)
+        )
+        assert "Traceback" not in result.stderr
+        assert result.stdout
 
 
 def test_warnings_name_the_lines_that_they_name_without_recording(
@@ -408,18 +410,18 @@ def test_warnings_name_the_lines_that_they_name_without_recording(
 ) -> None:
     """Whatever their stack level: our wrappers are no frames of the program."""
 
-    def warn(text: str) -> None:
+    def warn_at_all_levels(text: str) -> None:
         for level in range(1, 9):
             warnings.warn(f"{text} {level}", stacklevel=level)
 
     def collate(rows: list[Any]) -> Any:
-        warn("collate")
+        warn_at_all_levels("collate")
         return torch.utils.data.default_collate(rows)
 
     def train() -> None:
-        warn("train")
-        hook = training.net.register_forward_hook(lambda *_: warn("forward"))
-        tensor = training.net[0].weight.register_hook(lambda _: warn("backward"))
+        warn_at_all_levels("train")
+        hook = training.net.register_forward_hook(lambda *_: warn_at_all_levels("forward"))
+        tensor = training.net[0].weight.register_hook(lambda _: warn_at_all_levels("backward"))
         for batch in training.loader(4, collate_fn=collate):
             training.learn(batch)
         hook.remove()

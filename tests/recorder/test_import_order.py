@@ -26,7 +26,7 @@ for name in ("tensorflow", "jax", "flax"):
     importlib.util.find_spec(name)
 import logging, multiprocessing, concurrent.futures
 """
-"""What a library of data sets does: it asks for frameworks, and imports none."""
+"""A library of data sets that asks for frameworks, and imports none."""
 
 PROGRAM = f"""
 import importlib.util, sys
@@ -231,20 +231,20 @@ FURTHER = [
 ]
 
 
-def installed(kinds: tuple[str, ...]) -> bool:
+def is_installed(kinds: tuple[str, ...]) -> bool:
     return all(importlib.util.find_spec(NEEDS.get(kind, "torch")) for kind in kinds)
 
 
 @pytest.fixture(scope="module")
-def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each kind of program prints by itself, by kind."""
+def expected_output(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Lines that each kind of program prints by itself, by kind."""
     folder = tmp_path_factory.mktemp("unrecorded")
     (folder / "train.py").write_text(PROGRAM)
     thorough = FURTHER if os.environ.get("ADVISOR_THOROUGH") else []
     kinds = sorted(
-        {kind for _, order in (*ORDERS, *thorough) for kind in order if installed((kind,))}
+        {kind for _, order in (*ORDERS, *thorough) for kind in order if is_installed((kind,))}
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "train.py", "pass", *kinds],
         cwd=folder,
         capture_output=True,
@@ -252,13 +252,13 @@ def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 5, done.stderr
-    lines = told(done.stdout)
+    assert result.returncode == 5, result.stderr
+    lines = parse_lines(result.stdout)
     assert list(lines) == kinds
     return lines
 
 
-def told(text: str) -> dict[str, str]:
+def parse_lines(text: str) -> dict[str, str]:
     lines = [line for line in text.splitlines() if line.split(" ")[0] in {*NEEDS, "timm"}]
     return {line.split(" ")[0]: line for line in lines}
 
@@ -268,15 +268,19 @@ def told(text: str) -> dict[str, str]:
     ("first", "kinds"),
     [*ORDERS, *(pytest.param(*order, marks=pytest.mark.thorough) for order in FURTHER)],
 )
-def test_whatever_is_imported_first(
-    program: Program, tmp_path: Path, unrecorded: dict[str, str], first: str, kinds: tuple[str, ...]
+def test_any_import_order_records_the_same(
+    program: Program,
+    tmp_path: Path,
+    expected_output: dict[str, str],
+    first: str,
+    kinds: tuple[str, ...],
 ) -> None:
-    if not installed(kinds):
+    if not is_installed(kinds):
         pytest.skip(f"not all of {', '.join(kinds)} are installed")
-    done = program(PROGRAM, first, *kinds, before=RECORD)
-    assert done.returncode == 5, done.stderr
-    lines = told(done.stdout)
-    assert lines == {kind: unrecorded[kind] for kind in kinds}
+    result = program(PROGRAM, first, *kinds, before=RECORD)
+    assert result.returncode == 5, result.stderr
+    lines = parse_lines(result.stdout)
+    assert lines == {kind: expected_output[kind] for kind in kinds}
     record = only_rank(tmp_path / "run")
     check_sums(record)
     assert len(record.steps) == sum(int(line.split(" ")[1]) for line in lines.values())

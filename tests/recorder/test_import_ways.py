@@ -130,7 +130,7 @@ def seen():
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(TORCH)
@@ -145,7 +145,7 @@ def started(
     """A script in a process that is recorded as ``advisor record`` would have it, or is not."""
     script = home / "train.py"
     script.write_text(SEEN + source)
-    given = env or {}
+    environment = env or {}
     env = {k: v for k, v in os.environ.items() if not k.startswith(("ADVISOR", "PYTHON"))}
     notes = home / "notes"
     notes.mkdir(exist_ok=True)
@@ -154,7 +154,7 @@ def started(
         env[NOTES] = str(notes)
     return subprocess.run(
         [sys.executable, str(script)],
-        env={**env, **given},
+        env={**env, **environment},
         cwd=home,
         capture_output=True,
         text=True,
@@ -164,19 +164,19 @@ def started(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_torch_is_noticed_once(home: Path, way: str) -> None:
-    # the stand-in cannot be recorded, which is told: what is looked at is that it was noticed
-    done = started(home, WAYS[way] + "\nprint(seen())", recorded=True)
-    assert done.returncode == 0, done.stderr
-    *before, after = done.stdout.split()
+def test_torch_is_noticed_once(program_folder: Path, way: str) -> None:
+    # the stand-in cannot be recorded, which is reported: the test is that it was noticed
+    result = started(program_folder, WAYS[way] + "\nprint(seen())", recorded=True)
+    assert result.returncode == 0, result.stderr
+    *before, after = result.stdout.split()
     assert after == "1"
     assert set(before) <= {"0"}
 
 
-def test_torch_that_is_not_imported_is_not_noticed(home: Path) -> None:
+def test_torch_that_is_not_imported_is_not_noticed(program_folder: Path) -> None:
     for way, source in NEVER.items():
-        done = started(home, source + "\nprint(seen())", recorded=True)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", ""), way
+        result = started(program_folder, source + "\nprint(seen())", recorded=True)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "0\n", ""), way
 
 
 CHAINING = """
@@ -192,20 +192,22 @@ except ImportError:
     sys.modules["sitecustomize"] = ours
 sys.path.insert(place, here)
 """
-"""What tools with a start-up file of their own do: they run the one that they hide."""
+"""A start-up file of another tool: it runs the one that it hides."""
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_start_up_files_of_other_tools_run_once_each(home: Path, first: bool) -> None:
+def test_start_up_files_of_other_tools_run_once_each(program_folder: Path, first: bool) -> None:
     for name, text in (("tool", CHAINING), ("user", "print('mine')")):
-        (home / name).mkdir(exist_ok=True)
-        (home / name / "sitecustomize.py").write_text(text)
+        (program_folder / name).mkdir(exist_ok=True)
+        (program_folder / name / "sitecustomize.py").write_text(text)
     own = with_injected("")
-    order = [home / "tool", own] if first else [own, home / "tool"]
-    path = os.pathsep.join(map(str, [*order, home / "user"]))
-    done = started(home, "import torch\nprint(seen())", recorded=True, env={"PYTHONPATH": path})
-    assert done.stdout.splitlines() == ["chained", "mine", "1"]
-    assert "sitecustomize" not in done.stderr
+    order = [program_folder / "tool", own] if first else [own, program_folder / "tool"]
+    path = os.pathsep.join(map(str, [*order, program_folder / "user"]))
+    result = started(
+        program_folder, "import torch\nprint(seen())", recorded=True, env={"PYTHONPATH": path}
+    )
+    assert result.stdout.splitlines() == ["chained", "mine", "1"]
+    assert "sitecustomize" not in result.stderr
 
 
 LOOK = """
@@ -232,22 +234,24 @@ print(sys.meta_path, PathFinder.__dict__["find_spec"].__func__.__code__.co_filen
 """
 
 
-def test_a_program_sees_the_same_imports(home: Path) -> None:
+def test_a_program_sees_the_same_imports(program_folder: Path) -> None:
     """Paths, finders, loaders, loaded modules, and the tracebacks of imports that fail."""
     seen = []
     for recorded in (False, True):
-        done = started(home, LOOK, recorded=recorded)
-        assert done.returncode == 0, done.stderr
-        seen.append([line.partition(" at 0x")[0] for line in done.stdout.splitlines()])
+        result = started(program_folder, LOOK, recorded=recorded)
+        assert result.returncode == 0, result.stderr
+        seen.append([line.partition(" at 0x")[0] for line in result.stdout.splitlines()])
     assert seen[0] == seen[1]
     assert sum("half-way" in line for line in seen[0]) == 2  # the line of code, and the error
 
 
-def test_a_module_of_the_users_that_is_called_advisor_stays_theirs(home: Path) -> None:
-    (home / "advisor.py").write_text("print('mine')")
+def test_a_module_of_the_users_that_is_called_advisor_stays_theirs(program_folder: Path) -> None:
+    (program_folder / "advisor.py").write_text("print('mine')")
     try:
-        done = started(home, "import torch\nimport advisor\nprint(advisor.__file__)", recorded=True)
+        result = started(
+            program_folder, "import torch\nimport advisor\nprint(advisor.__file__)", recorded=True
+        )
     finally:
-        (home / "advisor.py").unlink()
-    assert done.stdout == f"mine\n{home / 'advisor.py'}\n"
-    assert done.stderr == ""
+        (program_folder / "advisor.py").unlink()
+    assert result.stdout == f"mine\n{program_folder / 'advisor.py'}\n"
+    assert result.stderr == ""

@@ -25,13 +25,13 @@ MAX_UNREAD = 200
 
 
 @pytest.fixture
-def record(recorded: Recorded, training: Any) -> Callable[..., Any]:
+def record(record_run: Recorded, training: Any) -> Callable[..., Any]:
     """``record(loop)``: what was recorded of ``loop(training)``."""
     training.net.eval()
-    return lambda loop, **options: recorded(lambda: loop(training), **options)
+    return lambda loop, **options: record_run(lambda: loop(training), **options)
 
 
-def plain(t: Any) -> None:
+def infer_plainly(t: Any) -> None:
     with torch.no_grad():
         for x, _ in t.loader(20):
             t.net(x)
@@ -78,7 +78,7 @@ def two_models_taking_turns(t: Any) -> None:
             t.net(encoder(t.x))
 
 
-def five_looks_at_each_batch(t: Any) -> None:
+def infer_five_times_per_batch(t: Any) -> None:
     with torch.no_grad():
         for x, _ in t.loader(20):
             torch.stack([t.net(x) for _ in range(5)]).mean(0)
@@ -98,41 +98,41 @@ def a_transform_before_each_forward(t: Any) -> None:
 @pytest.mark.parametrize(
     "loop",
     [
-        plain,
+        infer_plainly,
         in_inference_mode_with_workers,
         with_gradients_that_nobody_wants,
         without_a_loader,
         batches_fetched_ahead,
         one_batch_again_and_again,
         two_models_taking_turns,
-        five_looks_at_each_batch,
+        infer_five_times_per_batch,
         a_transform_before_each_forward,
     ],
 )
 def test_each_iteration_is_a_step(loop: Any, record: Any) -> None:
-    found = record(loop)
-    assert found.inference
-    assert len(found.steps) == 20
-    assert all(step.phases.get("forward", 0) > 0 for step in found.steps)
-    assert not any(step.phases.keys() & {"backward", "optimizer"} for step in found.steps)
-    assert found.events_of("end") == [{"steps": 20, "reason": "finished"}]
+    rank_record = record(loop)
+    assert rank_record.inference
+    assert len(rank_record.steps) == 20
+    assert all(step.phases.get("forward", 0) > 0 for step in rank_record.steps)
+    assert not any(step.phases.keys() & {"backward", "optimizer"} for step in rank_record.steps)
+    assert rank_record.events_of("end") == [{"steps": 20, "reason": "finished"}]
 
 
-def warmed_up(t: Any) -> None:
+def warm_up(t: Any) -> None:
     """Loads the libraries' kernels, as some programs do first: backwards without an optimizer."""
     for _ in range(5):
         t.loss((t.x, t.y)).backward()
 
 
-def trained_a_little(t: Any) -> None:
+def train_briefly(t: Any) -> None:
     for batch in t.loader(4):
         t.learn(batch)
     t.net.eval()
 
 
 def pause() -> None:
-    """As long as an iteration may take. What was seen is looked at five times a second, on a busy
-    machine later: then the loop waits for that."""
+    """Sleep as long as an iteration may take. The recorder checks five times a second, on a busy
+    machine less often: then the loop waits for that."""
     time.sleep(0.01)
     ours = session.current_session()
     late = time.monotonic() + 5
@@ -175,7 +175,7 @@ def long_with_graphs(t: Any) -> None:
             pause()
 
 
-@pytest.mark.parametrize("before", [None, warmed_up, trained_a_little])
+@pytest.mark.parametrize("before", [None, warm_up, train_briefly])
 @pytest.mark.parametrize(
     "loop", [long_plain, long_with_graphs, functions_between_activations, layers_of_no_root]
 )
@@ -185,35 +185,37 @@ def test_a_loop_that_follows_little_training_is_found(before: Any, loop: Any, re
             before(t)
         loop(t)
 
-    found = record(program)
-    assert found.inference
+    rank_record = record(program)
+    assert rank_record.inference
     # after training, forwards are looked at again once there were many
-    assert (15 if before else 57) <= len(found.steps) <= 61
-    assert not any(step.phases.keys() & {"backward", "optimizer"} for step in found.steps)
+    assert (15 if before else 57) <= len(rank_record.steps) <= 61
+    assert not any(step.phases.keys() & {"backward", "optimizer"} for step in rank_record.steps)
 
 
 def test_a_loop_that_follows_little_training_is_profiled(record: Any) -> None:
     def program(t: Any) -> None:
-        warmed_up(t)
+        warm_up(t)
         long_plain(t)
 
-    found = record(program, active=3, shapes=False)
-    windows = [event for event in found.events_of("window") if event["state"] == "done"]
+    rank_record = record(program, active=3, shapes=False)
+    windows = [event for event in rank_record.events_of("window") if event["state"] == "done"]
     assert [event["reason"] for event in windows] == ["schedule"]
-    assert sum(step.window is not None for step in found.steps) >= 3
+    assert sum(step.window is not None for step in rank_record.steps) >= 3
 
 
 def test_training_that_goes_on_after_a_validation_stays_a_training(record: Any) -> None:
     def program(t: Any) -> None:
-        trained_a_little(t)
+        train_briefly(t)
         long_plain(t)
         t.net.train()
         for batch in t.loader(20):
             t.learn(batch)
 
-    found = record(program)
-    assert not found.inference
-    assert len(found.steps) >= 20 and all("optimizer" in step.phases for step in found.steps)
+    rank_record = record(program)
+    assert not rank_record.inference
+    assert len(rank_record.steps) >= 20 and all(
+        "optimizer" in step.phases for step in rank_record.steps
+    )
 
 
 def test_a_training_keeps_its_steps_whatever_follows(record: Any) -> None:
@@ -223,8 +225,8 @@ def test_a_training_keeps_its_steps_whatever_follows(record: Any) -> None:
         for _ in range(5):
             long_plain(t)
 
-    found = record(program)
-    assert not found.inference and len(found.steps) == 30
+    rank_record = record(program)
+    assert not rank_record.inference and len(rank_record.steps) == 30
 
 
 def test_transforms_before_a_model_are_not_steps(record: Any) -> None:
@@ -235,31 +237,31 @@ def test_transforms_before_a_model_are_not_steps(record: Any) -> None:
             for x in batches[:20]:
                 t.net(x)
 
-    found = record(program)
-    assert found.inference and len(found.steps) == 20
+    rank_record = record(program)
+    assert rank_record.inference and len(rank_record.steps) == 20
 
 
 def test_graphs_of_a_loop_that_never_trains_are_counted(record: Any) -> None:
-    found = record(with_gradients_that_nobody_wants)
-    assert [step.unused_graphs for step in found.steps] == [1] * 20
+    rank_record = record(with_gradients_that_nobody_wants)
+    assert [step.unused_graphs for step in rank_record.steps] == [1] * 20
     assert not any(step.unused_graphs for step in record(without_a_loader).steps)
 
 
 def test_a_step_holds_the_wait_for_its_batch(record: Any) -> None:
-    found = record(plain)
-    assert all(step.phases["data"] > 0 and step.samples == 2 for step in found.steps)
+    rank_record = record(infer_plainly)
+    assert all(step.phases["data"] > 0 and step.samples == 2 for step in rank_record.steps)
 
 
 def test_several_loops_follow_each_other(record: Any) -> None:
     def loops(t: Any) -> None:
-        plain(t)
+        infer_plainly(t)
         without_a_loader(t)
-        plain(t)
+        infer_plainly(t)
 
     assert len(record(loops).steps) == 60
 
 
-def tried_once(t: Any) -> None:
+def call_once(t: Any) -> None:
     t.net(t.x)
 
 
@@ -268,7 +270,7 @@ def only_transforms(t: Any) -> None:
         torch.nn.ReLU()(t.x)
 
 
-def batches_that_something_unseen_works_on(t: Any) -> None:
+def infer_without_the_model(t: Any) -> None:
     with torch.no_grad():
         for x, _ in t.loader(30):
             _ = x @ x.T
@@ -276,13 +278,11 @@ def batches_that_something_unseen_works_on(t: Any) -> None:
             t.net(x)
 
 
-@pytest.mark.parametrize(
-    "program", [tried_once, only_transforms, batches_that_something_unseen_works_on]
-)
-def test_what_is_not_a_loop_of_a_model_is_not_a_step(program: Any, record: Any) -> None:
-    found = record(program)
-    assert found.steps == []
-    assert not found.inference
+@pytest.mark.parametrize("program", [call_once, only_transforms, infer_without_the_model])
+def test_calls_outside_a_loop_of_a_model_are_no_steps(program: Any, record: Any) -> None:
+    rank_record = record(program)
+    assert rank_record.steps == []
+    assert not rank_record.inference
 
 
 def validated_first(t: Any) -> None:
@@ -297,30 +297,31 @@ def validated_first(t: Any) -> None:
 
 
 def test_a_training_is_recorded_as_if_it_had_not_been_validated(record: Any, training: Any) -> None:
-    """Its steps, its windows and their traces; the first validation is not kept as a loop."""
-    found = record(validated_first, skip=2, warmup=1, active=2)
-    assert not found.inference
-    assert [step.n for step in found.steps] == list(range(20))
-    assert all(step.phases["backward"] > 0 for step in found.steps)
-    assert [bool(step.evaluation) for step in found.steps] == [True, *[False] * 9] * 2
-    (window,) = [w for w in found.events_of("window") if w["state"] == "done"]
+    """The training keeps its steps, its windows and their traces; the first validation is not
+    kept as a loop."""
+    rank_record = record(validated_first, skip=2, warmup=1, active=2)
+    assert not rank_record.inference
+    assert [step.n for step in rank_record.steps] == list(range(20))
+    assert all(step.phases["backward"] > 0 for step in rank_record.steps)
+    assert [bool(step.evaluation) for step in rank_record.steps] == [True, *[False] * 9] * 2
+    (window,) = [w for w in rank_record.events_of("window") if w["state"] == "done"]
     assert window["steps"] == [3, 4]
-    traces = sorted(path.name for path in Path(found.folder).iterdir())
+    traces = sorted(path.name for path in Path(rank_record.folder).iterdir())
     assert [name for name in traces if "trace" in name] == [window["file"]]
     assert "inference.jsonl" not in traces
 
 
 @pytest.mark.parametrize("options", [{}, {"deep": True}])
-@pytest.mark.parametrize("loop", [plain, without_a_loader])
+@pytest.mark.parametrize("loop", [infer_plainly, without_a_loader])
 def test_a_window_holds_whole_steps(loop: Any, options: Any, record: Any) -> None:
-    """With Python stacks too, while which a forward cannot be seen."""
-    found = record(loop, skip=3, warmup=1, active=3, **options)
-    assert len(found.steps) == 20
-    (window,) = [w for w in found.events_of("window") if w["state"] == "done"]
+    """The windows are whole with Python stacks too, during which a forward cannot be seen."""
+    rank_record = record(loop, skip=3, warmup=1, active=3, **options)
+    assert len(rank_record.steps) == 20
+    (window,) = [w for w in rank_record.events_of("window") if w["state"] == "done"]
     assert window["steps"] == [4, 6]
     from advisor.read import open_run
 
-    trace = open_run(found.folder).traces[0, 0]
+    trace = open_run(rank_record.folder).traces[0, 0]
     names = [str(name) for name in trace.cpu["name"]]
     steps = {name for name in names if name.startswith("ProfilerStep")}
     assert sorted(steps) == ["ProfilerStep#4", "ProfilerStep#5", "ProfilerStep#6"]
@@ -331,9 +332,9 @@ PROGRAM = """
 import hashlib, sys
 import torch
 torch.set_num_threads(1)
-told = hashlib.sha256()
+digest = hashlib.sha256()
 def tell(tensor):
-    told.update(tensor.detach().contiguous().numpy().tobytes())
+    digest.update(tensor.detach().contiguous().numpy().tobytes())
 def run(what):
     torch.manual_seed(0)
     if what in ("generate", "pipeline", "evaluate"):
@@ -368,9 +369,9 @@ def run(what):
     elif what == "once":
         tell(torch.nn.Linear(4, 4)(torch.ones(2, 4)))
 for what in sys.argv[1:]:
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     run(what)
-    print(what, told.hexdigest())
+    print(what, digest.hexdigest())
 raise SystemExit(5)
 """
 
@@ -384,7 +385,7 @@ KINDS = [
 
 
 def ends_with_5(folder: Path, *words: str) -> Any:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
         capture_output=True,
@@ -393,36 +394,36 @@ def ends_with_5(folder: Path, *words: str) -> Any:
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
-    assert done.returncode == 5, done.stderr
-    return done
+    assert result.returncode == 5, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
-def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def expected_lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Lines that the programs print by themselves: all in one process, which starts in seconds."""
     folder = tmp_path_factory.mktemp("unrecorded")
     (folder / "infer.py").write_text(PROGRAM)
     kinds = ["once"]
     if importlib.util.find_spec("transformers") is not None:
         kinds += ["generate", "evaluate", *["pipeline"] * bool(os.environ.get("ADVISOR_THOROUGH"))]
-    told: list[str] = ends_with_5(folder, "infer.py", *kinds).stdout.splitlines()
-    assert len(told) == len(kinds)
-    return told
+    lines: list[str] = ends_with_5(folder, "infer.py", *kinds).stdout.splitlines()
+    assert len(lines) == len(kinds)
+    return lines
 
 
 @pytest.mark.parametrize(("what", "steps"), KINDS)
 def test_programs_under_the_command(
-    what: str, steps: int, tmp_path: Path, unrecorded: list[str]
+    what: str, steps: int, tmp_path: Path, expected_lines: list[str]
 ) -> None:
     if what != "once":
         pytest.importorskip("transformers")
     (tmp_path / "infer.py").write_text(PROGRAM)
     before = ("-m", "advisor", "record", "--no-report", "-o", "run")
-    done = ends_with_5(tmp_path, *before, "infer.py", what)
-    (line,) = done.stdout.splitlines()
-    assert line.startswith(f"{what} ") and line in unrecorded
+    result = ends_with_5(tmp_path, *before, "infer.py", what)
+    (line,) = result.stdout.splitlines()
+    assert line.startswith(f"{what} ") and line in expected_lines
     if not steps:
-        assert "only 1 forward" in " ".join(done.stderr.split())
+        assert "only 1 forward" in " ".join(result.stderr.split())
         assert not (tmp_path / "run").exists()
         return
     record = only_rank(tmp_path / "run")
@@ -450,7 +451,7 @@ for tokens in (4, 50, 20):
 """
 
 
-def _recorded(folder: Path, source: str) -> Any:
+def _record_program(folder: Path, source: str) -> Any:
     """Record a program in a process of its own, and return what its only rank recorded."""
     (folder / "infer.py").write_text(source)
     subprocess.run(
@@ -465,9 +466,9 @@ def _recorded(folder: Path, source: str) -> Any:
 
 
 def test_tokens_are_the_steps_of_long_calls_of_generate(tmp_path: Path) -> None:
-    """From a second into the second call on."""
+    """The steps run from a second into the second call on."""
     pytest.importorskip("transformers")
-    record = _recorded(tmp_path, LONG_CALLS)
+    record = _record_program(tmp_path, LONG_CALLS)
     check_sums(record)
     assert record.inference and 35 <= len(record.steps) <= 60
     lengths = sorted(step.dur for step in record.steps)
@@ -487,10 +488,10 @@ def test_replays_of_a_cuda_graph_are_steps(record: Recorded, monkeypatch: Any) -
             for _ in range(30):
                 graph.replay()
 
-    found = record(replayed, skip=10, warmup=1, active=3)
-    assert found.inference and 30 <= len(found.steps) <= 34
-    assert all(step.phases["forward"] >= 2e6 for step in found.steps[-25:])
-    (window,) = [w for w in found.events_of("window") if w["state"] == "done"]
+    rank_record = record(replayed, skip=10, warmup=1, active=3)
+    assert rank_record.inference and 30 <= len(rank_record.steps) <= 34
+    assert all(step.phases["forward"] >= 2e6 for step in rank_record.steps[-25:])
+    (window,) = [w for w in rank_record.events_of("window") if w["state"] == "done"]
     assert window["steps"][0] >= 11
     assert torch.cuda.CUDAGraph.replay.__name__ == "<lambda>"
 
@@ -513,7 +514,7 @@ with torch.no_grad():
 
 
 def test_layers_called_one_by_one_after_a_warm_up_are_profiled(tmp_path: Path) -> None:
-    record = _recorded(tmp_path, WARMED_UP)
+    record = _record_program(tmp_path, WARMED_UP)
     assert record.inference and 65 <= len(record.steps) <= 80
     first = next(event for event in record.events_of("window") if event["state"] != "open")
     assert (

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+def recorded_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     """A package's module run with arguments and a sitecustomize of the user's, decorated though it
     is recorded already, which ends with exit code 7: the folder, and what it printed."""
     folder = tmp_path_factory.mktemp("trained")
@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, An
     (folder / "pkg" / "__init__.py").write_text("")
     (folder / "pkg" / "part.py").write_text("NAME = 'relative'")
     (folder / "pkg" / "train.py").write_text(MODULE)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *RECORD, "-m", "pkg.train", "--lr", "1"],
         cwd=folder,
         capture_output=True,
@@ -74,36 +74,36 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, An
         timeout=240,
         env={**os.environ, "PYTHONPATH": str(folder / "site"), "PYTHONWARNINGS": "ignore"},
     )
-    yield folder, done
+    yield folder, result
 
 
-def test_the_exit_code_is_the_programs(trained: tuple[Path, Any]) -> None:
-    folder, done = trained
-    assert done.returncode == 7, done.stderr
+def test_the_exit_code_is_the_programs(recorded_package: tuple[Path, Any]) -> None:
+    folder, process = recorded_package
+    assert process.returncode == 7, process.stderr
     assert len(only_rank(folder / "run").steps) == 8
 
 
-def test_a_module_is_run_as_one(trained: tuple[Path, Any]) -> None:
-    _, done = trained
-    assert done.stdout.splitlines()[0] == "relative ['--lr', '1']"
+def test_a_module_is_run_as_one(recorded_package: tuple[Path, Any]) -> None:
+    _, process = recorded_package
+    assert process.stdout.splitlines()[0] == "relative ['--lr', '1']"
 
 
-def test_the_users_own_sitecustomize_still_runs(trained: tuple[Path, Any]) -> None:
-    folder, done = trained
-    assert done.stdout.splitlines()[1] == f"42 {folder / 'site' / 'sitecustomize.py'}"
+def test_the_users_own_sitecustomize_still_runs(recorded_package: tuple[Path, Any]) -> None:
+    folder, process = recorded_package
+    assert process.stdout.splitlines()[1] == f"42 {folder / 'site' / 'sitecustomize.py'}"
 
 
-def test_the_decorator_inside_is_left_out(trained: tuple[Path, Any]) -> None:
-    folder, done = trained
-    assert done.stderr.count("already recording") == 1
+def test_the_decorator_inside_is_left_out(recorded_package: tuple[Path, Any]) -> None:
+    folder, process = recorded_package
+    assert process.stderr.count("already recording") == 1
     assert len(only_rank(folder / "run").steps) == 8
     assert not (folder / "runs").exists()
 
 
 def test_an_uncaught_exception_is_the_programs(program: Program, tmp_path: Path) -> None:
-    done = program(LOOP + "step()\nstep()\nraise LookupError('mine')", before=RECORD)
-    assert done.returncode == 1
-    assert "LookupError: mine" in done.stderr
+    result = program(LOOP + "step()\nstep()\nraise LookupError('mine')", before=RECORD)
+    assert result.returncode == 1
+    assert "LookupError: mine" in result.stderr
     record = only_rank(tmp_path / "run")
     assert record.events_of("end") == [
         {"steps": 2, "reason": "exception", "exception": "LookupError", "message": "mine"}
@@ -113,7 +113,7 @@ def test_an_uncaught_exception_is_the_programs(program: Program, tmp_path: Path)
 def test_streams_are_the_programs(program: Program, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.stdin.read()[::-1])\nprint('err', file=sys.stderr)")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *RECORD, str(script)],
         input="abc",
         cwd=tmp_path,
@@ -122,8 +122,8 @@ def test_streams_are_the_programs(program: Program, tmp_path: Path) -> None:
         check=True,
         timeout=120,
     )
-    assert done.stdout == "cba\n"
-    first, *lines = done.stderr.splitlines()
+    assert result.stdout == "cba\n"
+    first, *lines = result.stderr.splitlines()
     assert first == "err"
     assert lines[0].startswith("advisor: nothing was recorded: ")
     assert all(line.startswith("         ") and len(line) <= 80 for line in lines[1:])
@@ -153,12 +153,12 @@ def test_nothing_of_ours_or_of_the_profilers_is_mixed_into_the_programs_output(
     """Over several windows: the program's own lines in their order, then our last ones."""
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)  # of other tests in this process
     plain = program(QUIET)
-    done = program(QUIET, before=(*RECORD, "--signal", "SIGUSR2"))
-    assert done.returncode == 0
-    assert done.stdout == plain.stdout == "[]\n"
-    ours = done.stderr.index("advisor: ")
-    assert done.stderr[:ours] == plain.stderr
-    assert done.stderr[ours:].splitlines() == [
+    result = program(QUIET, before=(*RECORD, "--signal", "SIGUSR2"))
+    assert result.returncode == 0
+    assert result.stdout == plain.stdout == "[]\n"
+    ours = result.stderr.index("advisor: ")
+    assert result.stderr[:ours] == plain.stderr
+    assert result.stderr[ours:].splitlines() == [
         "advisor: recorded in run",
         "         More: advisor analyze run",
     ]
@@ -176,7 +176,7 @@ WAYS = {
 }
 
 
-def test_what_kept_a_program_from_being_recorded_is_said(tmp_path: Path) -> None:
+def test_the_reason_why_a_program_was_not_recorded_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')")
     (tmp_path / "infer.py").write_text(
         "import torch\nnet = torch.nn.Linear(4, 4)\nwith torch.no_grad():\n"
@@ -185,20 +185,20 @@ def test_what_kept_a_program_from_being_recorded_is_said(tmp_path: Path) -> None
     script = tmp_path / "script"
     script.write_text(f"#!{sys.executable} -S\nprint('ran')")
     script.chmod(0o755)
-    for way, (words, said) in WAYS.items():
-        given = [sys.executable if word == "PYTHON" else word for word in words.split()]
-        done = subprocess.run(
-            [sys.executable, *RECORD, *given],
+    for way, (words, message) in WAYS.items():
+        command = [sys.executable if word == "PYTHON" else word for word in words.split()]
+        result = subprocess.run(
+            [sys.executable, *RECORD, *command],
             cwd=tmp_path,
             capture_output=True,
             text=True,
             check=True,
             timeout=120,
         )
-        assert said in " ".join(done.stderr.split()), way
-        assert all(len(line) <= 80 for line in done.stderr.splitlines()), way
+        assert message in " ".join(result.stderr.split()), way
+        assert all(len(line) <= 80 for line in result.stderr.splitlines()), way
         if "train" in words or "script" in words:
-            assert done.stdout == "ran\n", way
+            assert result.stdout == "ran\n", way
         assert not (tmp_path / "run").exists(), way
 
 
@@ -219,9 +219,9 @@ def test_what_kept_a_program_from_being_recorded_is_said(tmp_path: Path) -> None
     ],
 )
 def test_options_that_keep_a_python_from_being_recorded(words: str, option: str) -> None:
-    told = reach.explain_unreachable(words.split())
-    assert (f"python {option} skips" in told) == bool(option)
-    assert bool(told) == bool(option)
+    explanation = reach.explain_unreachable(words.split())
+    assert (f"python {option} skips" in explanation) == bool(option)
+    assert bool(explanation) == bool(option)
 
 
 PROCESSES = f"""
@@ -245,8 +245,8 @@ def test_processes_of_a_program_are_recorded_however_they_start(
     program: Program, tmp_path: Path
 ) -> None:
     """The program itself imports no torch; each of its processes makes a run of its own."""
-    done = program(PROCESSES, before=RECORD)
-    assert done.returncode == 0, done.stderr
+    result = program(PROCESSES, before=RECORD)
+    assert result.returncode == 0, result.stderr
     runs = sorted(path for path in tmp_path.glob("run*") if path.is_dir())
     assert [path.name for path in runs] == ["run", "run_2", "run_3", "run_4"]
     assert [len(only_rank(run).steps) for run in runs] == [12] * 4
@@ -288,7 +288,7 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
 
 def test_processes_that_do_not_train_leave_nothing(program: Program, tmp_path: Path) -> None:
     """Loader workers, forked and spawned, and helpers."""
-    done = program(
+    result = program(
         "import subprocess, sys\n"
         "import torch\n"
         "from torch.utils.data import DataLoader, TensorDataset\n"
@@ -303,22 +303,24 @@ def test_processes_that_do_not_train_leave_nothing(program: Program, tmp_path: P
         "if __name__ == '__main__':\n    main()\n",
         before=RECORD,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert len(only_rank(tmp_path / "run").steps) == 8
     assert not list(tmp_path.glob("run_*"))
 
 
 def test_switched_off_the_program_just_runs(program: Program, tmp_path: Path) -> None:
-    done = program(
+    result = program(
         LOOP + "step()\nimport sys\nprint('advisor' in sys.modules)\nraise SystemExit(3)",
         before=RECORD,
         env={"ADVISOR": "0"},
     )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "False\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (3, "False\n", "")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_python_runs_without_a_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_without_a_suffix_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder or an archive with a ``__main__``, and a script that is no command."""
     import zipapp
 
@@ -352,10 +354,10 @@ def test_what_python_runs_without_a_suffix(tmp_path: Path, monkeypatch: pytest.M
 def test_a_program_that_is_not_there(
     program: Program, words: tuple[str, ...], complaint: str
 ) -> None:
-    done = program("", before=(*RECORD, *words), after=("--",) if not words else ())
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
+    result = program("", before=(*RECORD, *words), after=("--",) if not words else ())
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_window_is_asked_for_from_outside(tmp_path: Path) -> None:
@@ -395,13 +397,13 @@ def test_a_second_pass_under_scalene(program: Program, tmp_path: Path) -> None:
     pytest.importorskip("scalene")
     import json
 
-    done = program(
+    result = program(
         LOOP + "import time\ndef work():\n    return sum(i * i for i in range(60_000))\n"
         "for _ in range(300):\n    work(); step()\nprint('end')",
         before=(*RECORD, "--scalene", "--scalene-steps", "120"),
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("end") == 1  # the second pass stopped before
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("end") == 1  # the second pass stopped before
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 300
     profile = json.loads((tmp_path / "run" / "rank0" / "scalene.json").read_text())
@@ -412,15 +414,15 @@ def test_a_second_pass_under_scalene(program: Program, tmp_path: Path) -> None:
     assert hot[0]["n_cpu_percent_python"] > 0
 
 
-def test_a_program_that_fails_before_it_trains_is_not_told_to_mark_steps(
+def test_a_program_that_fails_before_it_trains_gets_no_advice_on_marking_steps(
     program: Any, tmp_path: Path
 ) -> None:
     before = ("-m", "advisor", "record", "--no-report", "-o", "run")
-    done = program("import torch\nnet = torch.nn.Linear(2, 2)\nnet(1)\n", before=before)
-    assert done.returncode == 1
-    said = " ".join(done.stderr.split())
-    assert "ended with exit code 1 before a training step was seen" in said
-    assert "advisor.step()" not in said
+    result = program("import torch\nnet = torch.nn.Linear(2, 2)\nnet(1)\n", before=before)
+    assert result.returncode == 1
+    message = " ".join(result.stderr.split())
+    assert "ended with exit code 1 before a training step was seen" in message
+    assert "advisor.step()" not in message
 
 
 @pytest.mark.parametrize(
@@ -434,9 +436,9 @@ def test_a_program_that_fails_at_once_leaves_no_folder(
     (tmp_path / "mine").mkdir()
     (tmp_path / "train.py").write_text(text)
     words = [sys.executable, "-m", "advisor", "record", *out, "train.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    assert f"the program ended with exit code {code}" in " ".join(done.stderr.split())
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    assert f"the program ended with exit code {code}" in " ".join(result.stderr.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "train.py"]
 
 
@@ -444,9 +446,9 @@ def test_a_program_that_cannot_be_started_leaves_no_folder(tmp_path: Path) -> No
     (tmp_path / "broken").write_bytes(b"\0not a program")
     (tmp_path / "broken").chmod(0o755)
     words = [sys.executable, "-m", "advisor", "record", "./broken"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "./broken: cannot be started" in done.stderr
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "./broken: cannot be started" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 

@@ -92,7 +92,7 @@ def test_the_table_is_bounded() -> None:
     assert len(describe_modules(model)) == MAX_ENTRIES
 
 
-def test_it_is_written_once_a_model(recorded: Callable[..., Any]) -> None:
+def test_module_lines_are_written_once_per_model(record_run: Callable[..., Any]) -> None:
     def run() -> None:
         model, other = Net().eval(), nn.Linear(8, 8)
         with torch.no_grad():
@@ -100,12 +100,12 @@ def test_it_is_written_once_a_model(recorded: Callable[..., Any]) -> None:
                 model(torch.zeros(2, 3, dtype=torch.long))
             other(torch.zeros(2, 8))
 
-    (event,) = recorded(run).events_of("modules")
+    (event,) = record_run(run).events_of("modules")
     assert event["model"] == "Net"
     assert event["modules"] == describe_modules(Net())
 
 
-class Odd(nn.Linear):
+class CustomLinear(nn.Linear):
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("not now")
 
@@ -113,8 +113,8 @@ class Odd(nn.Linear):
 def test_a_model_that_cannot_be_looked_at_has_no_table() -> None:
     events: list[Any] = []
     lines = ModuleLines(lambda kind, data: events.append(data["model"]))
-    odd, lazy, plain = Odd(8, 8), nn.LazyLinear(8), nn.Linear(8, 8)
+    custom, lazy, plain = CustomLinear(8, 8), nn.LazyLinear(8), nn.Linear(8, 8)
     for _ in range(2 * CALLS_BEFORE):
-        for model in (odd, lazy, plain):
+        for model in (custom, lazy, plain):
             lines.on_forward(model)
     assert events == ["Linear"]

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
 
 
-class Deep(torch.nn.Module):
+class NestedModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(40)])
@@ -34,7 +34,7 @@ class Job:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.net = Deep()
+        self.net = NestedModel()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
         self.forward: list[int] = []
 
@@ -103,7 +103,7 @@ def test_modules_inside_a_forward_run_torchs_own_code(tmp_path: Path) -> None:
     own = call.__code__
     seen: list[Any] = []
 
-    class Looking(torch.nn.Module):
+    class ModelThatReads(torch.nn.Module):
         def __init__(self, raising: bool) -> None:
             super().__init__()
             self.raising = raising
@@ -114,18 +114,20 @@ def test_modules_inside_a_forward_run_torchs_own_code(tmp_path: Path) -> None:
                 raise KeyError("mine")
             return x
 
-    class Ending(torch.nn.Module):
+    class ModelThatStops(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             recorder._session.finish()
             return x
 
     with Recorder(str(tmp_path / "run"), **QUIET) as recorder:
         ours = call.__code__
-        outer = torch.nn.Sequential(Looking(False), torch.nn.Sequential(Looking(True)))
+        outer = torch.nn.Sequential(
+            ModelThatReads(False), torch.nn.Sequential(ModelThatReads(True))
+        )
         with pytest.raises(KeyError, match="mine"):
             outer(torch.ones(1))
         assert seen == [own, own]
         assert call.__code__ is ours is not own
-        torch.nn.Sequential(Ending(), Looking(False))(torch.ones(1))
+        torch.nn.Sequential(ModelThatStops(), ModelThatReads(False))(torch.ones(1))
         assert call.__code__ is own, "a recording that ended inside a forward stays taken out"
     assert call.__code__ is own

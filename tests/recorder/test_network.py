@@ -36,7 +36,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def tool(folder: Path, name: str, script: str) -> None:
+def write_tool(folder: Path, name: str, script: str) -> None:
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
 
@@ -59,7 +59,7 @@ def test_the_log_and_the_topology_are_kept_and_analysed(
 ) -> None:
     matrix = tmp_path / "matrix"
     matrix.write_text(logs.matrix(4, "NV12", 2))
-    tool(tools, "nvidia-smi", f'[ "$1 $2" = "topo -m" ] && cat {matrix}')
+    write_tool(tools, "nvidia-smi", f'[ "$1 $2" = "topo -m" ] && cat {matrix}')
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "out.%h.%p"))
     secret = "node0:1:2 [0] NCCL INFO NCCL_X set by environment to https://bob:p4ssw0rd@h/x\n"
@@ -71,15 +71,15 @@ def test_the_log_and_the_topology_are_kept_and_analysed(
     assert (folder / TOPOLOGY).read_text() == matrix.read_text()
     from advisor import analyze
 
-    found = analyze(str(tmp_path / "run")).network
-    assert found is not None and found.gpu_links == {"NV12": 6} and found.ranks == 8
+    report = analyze(str(tmp_path / "run")).network
+    assert report is not None and report.gpu_links == {"NV12": 6} and report.ranks == 8
 
 
 def test_nothing_is_kept_where_nothing_was_asked_for(
     training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    tool(tools, "nvidia-smi", "echo must not be run")
+    write_tool(tools, "nvidia-smi", "echo must not be run")
     folder = record(training, tmp_path / "run")
     assert not (folder / NCCL_LOG).exists() and not (folder / TOPOLOGY).exists()
 
@@ -89,7 +89,7 @@ def test_a_tool_that_fails_or_hangs_delays_nobody(
     script: str, training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framework_logs, "TOPOLOGY_SECONDS", 1.0)
-    tool(tools, "nvidia-smi", script)
+    write_tool(tools, "nvidia-smi", script)
     folder = record(training, tmp_path / "run")
     assert not (folder / TOPOLOGY).exists()
 

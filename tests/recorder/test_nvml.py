@@ -11,7 +11,7 @@ import pytest
 
 from advisor.recorder import nvml as subject
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml, select_visible
-from tests.recorder.fake_nvml import FakeGpu, FakeNvml, ordinary
+from tests.recorder.fake_nvml import FakeGpu, FakeNvml, healthy_gpu
 
 
 def device(gpu: object) -> NvmlDevice:
@@ -30,7 +30,7 @@ def test_no_package_no_driver_and_a_broken_driver_are_distinguished(
 
 
 def test_an_open_nvml_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = FakeNvml(ordinary())
+    module = FakeNvml(healthy_gpu())
     monkeypatch.setitem(sys.modules, "pynvml", module)
     nvml = open_nvml()
     assert isinstance(nvml, Nvml) and module.users == 1
@@ -41,7 +41,7 @@ def test_an_open_nvml_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_sample_has_what_the_driver_said_and_none_for_the_rest() -> None:
-    gpu = device(ordinary()).sample(slow=True)
+    gpu = device(healthy_gpu()).sample(slow=True)
     assert gpu is not None
     assert (gpu.utilisation, gpu.memory_used, gpu.memory_total) == (97, 30 << 30, 80 << 30)
     assert (gpu.sm_clock, gpu.sm_clock_max, gpu.throttle, gpu.power) == (1700, 1980, 4, 690_000)
@@ -53,15 +53,15 @@ def test_a_sample_has_what_the_driver_said_and_none_for_the_rest() -> None:
 
 
 def test_costly_queries_are_left_to_slow_samples() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     sample = device(gpu).sample(slow=False)
     assert sample is not None and sample.processes is None and sample.ecc_uncorrected is None
     assert not {"processes", "ecc0", "pcie0", "rows"} & set(gpu.calls)
 
 
 @pytest.mark.parametrize("code", [3, 4, 13], ids=["not supported", "no permission", "no function"])
-def test_what_a_device_refuses_is_asked_once(code: int) -> None:
-    gpu = ordinary()
+def test_a_query_that_a_device_refuses_is_made_once(code: int) -> None:
+    gpu = healthy_gpu()
     gpu.errors["utilisation"] = code
     watched = device(gpu)
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_what_a_device_refuses_is_asked_once(code: int) -> None:
 
 
 def test_a_passing_failure_is_asked_again_but_not_for_ever() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     gpu.errors["power"] = 999
     watched = device(gpu)
     watched.sample(slow=False)
@@ -85,7 +85,7 @@ def test_a_passing_failure_is_asked_again_but_not_for_ever() -> None:
 
 
 def test_one_refused_clock_does_not_hide_the_other() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     gpu.errors["clock2"] = 3
     watched = device(gpu)
     for _ in range(2):
@@ -94,14 +94,14 @@ def test_one_refused_clock_does_not_hide_the_other() -> None:
 
 
 def test_an_older_driver_tells_throttle_reasons_by_their_old_name() -> None:
-    gpu = ordinary(throttle_old=0x40)
+    gpu = healthy_gpu(throttle_old=0x40)
     gpu.errors["throttle"] = 13
     sample = device(gpu).sample(slow=False)
     assert sample is not None and sample.throttle == 0x40
 
 
 def test_a_device_lost_in_mid_run_is_left_alone() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     watched = device(gpu)
     assert watched.sample(slow=False) is not None
     gpu.errors["memory"] = 15
@@ -112,7 +112,7 @@ def test_a_device_lost_in_mid_run_is_left_alone() -> None:
 
 
 def test_the_error_that_lost_a_device_is_still_reported() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     watched = device(gpu)
     gpu.errors["utilisation"] = 15
     gpu.xid = [79]
@@ -122,7 +122,7 @@ def test_the_error_that_lost_a_device_is_still_reported() -> None:
 
 
 def test_xid_errors_are_reported_once_each() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     watched = device(gpu)
     gpu.xid = [31, 43]
     first, second = watched.sample(slow=False), watched.sample(slow=False)
@@ -131,7 +131,7 @@ def test_xid_errors_are_reported_once_each() -> None:
 
 
 def test_without_permission_for_events_the_set_is_given_back() -> None:
-    gpu = ordinary()
+    gpu = healthy_gpu()
     gpu.errors["events"] = 4
     module = FakeNvml(gpu)
     sample = NvmlDevice(module, gpu).sample(slow=False)
@@ -140,7 +140,7 @@ def test_without_permission_for_events_the_set_is_given_back() -> None:
 
 def test_gpm_is_the_difference_of_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "GPM_MIN_NS", 1_000_000)
-    watched = device(ordinary(gpm=True))
+    watched = device(healthy_gpu(gpm=True))
     time.sleep(0.002)
     sample = watched.sample(slow=False)
     assert sample is not None and sample.gpm == {"sm_util": 87.65, "tensor": 41.0}
@@ -152,7 +152,7 @@ def test_gpm_is_the_difference_of_two_samples(monkeypatch: pytest.MonkeyPatch) -
 def test_a_mig_slice_has_its_own_memory_and_the_boards_clocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board = ordinary("GPU-board", gpm=True)
+    board = healthy_gpu("GPU-board", gpm=True)
     part = FakeGpu("MIG-part", memory=SimpleNamespace(used=1 << 30, total=10 << 30), processes=[])
     part.parent, board.mig = board, [part]
     module = FakeNvml(board)
@@ -188,31 +188,31 @@ def test_visible_devices_are_read_as_cuda_reads_them(
 
 def test_visible_devices_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    module = FakeNvml(ordinary("GPU-a"), ordinary("GPU-b"))
+    module = FakeNvml(healthy_gpu("GPU-a"), healthy_gpu("GPU-b"))
     assert [item.uuid for item in Nvml(module).devices()] == ["GPU-b"]
 
 
 def test_others_are_counted_without_ourselves() -> None:
     me = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 << 30)
     other = SimpleNamespace(pid=1, usedGpuMemory=2 << 30)
-    sample = device(ordinary(processes=[me, other])).sample(slow=True, own={os.getpid()})
+    sample = device(healthy_gpu(processes=[me, other])).sample(slow=True, own={os.getpid()})
     assert sample is not None and (sample.processes, sample.processes_bytes) == (1, 2 << 30)
 
 
 def test_process_numbers_of_another_container_say_nothing() -> None:
     other = SimpleNamespace(pid=1, usedGpuMemory=2 << 30)
-    sample = device(ordinary(processes=[other])).sample(slow=True, own={os.getpid()})
+    sample = device(healthy_gpu(processes=[other])).sample(slow=True, own={os.getpid()})
     assert sample is not None and sample.processes is None and sample.processes_bytes is None
 
 
 def test_memory_of_others_that_the_driver_hides_is_not_counted_as_none() -> None:
     other = SimpleNamespace(pid=1, usedGpuMemory=None)
-    sample = device(ordinary(processes=[other])).sample(slow=True)
+    sample = device(healthy_gpu(processes=[other])).sample(slow=True)
     assert sample is not None and (sample.processes, sample.processes_bytes) == (1, None)
 
 
 def test_pcie_bytes_come_from_counters_where_there_are_some() -> None:
-    gpu = ordinary(fields={197: 1000, 198: 5000})
+    gpu = healthy_gpu(fields={197: 1000, 198: 5000})
     watched = device(gpu)
     first = watched.sample(slow=True)
     assert first is not None and first.pcie_tx is None

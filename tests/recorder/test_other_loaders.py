@@ -1,4 +1,4 @@
-"""Waits for batches of loaders that are not torch's are told, by what they are."""
+"""Waits for batches of loaders that are not torch's are recorded, with their kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT = 0.004
 STEPS = 12
 
 
-def test_the_wait_for_a_generator_is_between_steps(recorded: Recorded, training: Any) -> None:
+def test_the_wait_for_a_generator_is_between_steps(record_run: Recorded, training: Any) -> None:
     def batches() -> Iterator[Any]:
         for _ in range(STEPS):
             time.sleep(WAIT)
@@ -31,7 +31,7 @@ def test_the_wait_for_a_generator_is_between_steps(recorded: Recorded, training:
         for batch in batches():
             training.learn(batch)
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == STEPS
     assert all(step.phases["between steps"] >= WAIT * 1e9 for step in record.steps[1:])
     # the machine may hold up any one of them
@@ -39,14 +39,14 @@ def test_the_wait_for_a_generator_is_between_steps(recorded: Recorded, training:
 
 
 def test_a_loop_over_torchs_loader_has_no_time_between_steps(
-    recorded: Recorded, training: Any
+    record_run: Recorded, training: Any
 ) -> None:
     def run() -> None:
         for batch in training.loader(STEPS):
             training.learn(batch)
             time.sleep(WAIT)
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == STEPS
     assert not any("between steps" in step.phases for step in record.steps[:-1])
 
@@ -57,11 +57,11 @@ def test_waits_for_a_known_loader_are_data(
     module: str,
     kind: str,
     late: bool,
-    recorded: Recorded,
+    record_run: Recorded,
     training: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Iterating:
+    class FakeLoader:
         """Stands for a package that is not installed."""
 
         left = 2 * STEPS
@@ -76,27 +76,27 @@ def test_waits_for_a_known_loader_are_data(
             time.sleep(WAIT)
             return [{"data": training.x[:2], "label": training.y[:2]}]
 
-    original = Iterating.__next__
+    original = FakeLoader.__next__
     stand_in = ModuleType(module)
-    setattr(stand_in, kind, Iterating)
+    setattr(stand_in, kind, FakeLoader)
 
     def run() -> None:
         if late:
             monkeypatch.setitem(sys.modules, module, stand_in)
             for _ in range(1000):  # the recorder looks about once a second
-                if Iterating.__next__ is not original:
+                if FakeLoader.__next__ is not original:
                     break
                 time.sleep(0.01)
-        for (batch,) in Iterating():
+        for (batch,) in FakeLoader():
             training.learn((batch["data"], batch["label"]))
 
     if not late:
         monkeypatch.setitem(sys.modules, module, stand_in)
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 2 * STEPS
     assert all(step.phases["data"] >= WAIT * 1e9 for step in record.steps)
     assert {step.samples for step in record.steps} == {2}
-    assert Iterating.__next__ is original
+    assert FakeLoader.__next__ is original
 
 
 def test_a_loader_of_hugging_faces_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

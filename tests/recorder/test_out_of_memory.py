@@ -27,28 +27,28 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
     m = FakeAllocator()
     m.alloc(3 * MIB)
 
-    def note(name: str) -> Any:
+    def log_call(name: str) -> Any:
         return lambda *given, **named: calls.append((name, given, named))
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * MIB)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", note("history"))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", log_call("history"))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: m.write(Path(file)))
     monkeypatch.setattr(
-        torch._C, "_cuda_attach_out_of_memory_observer", note("observe"), raising=False
+        torch._C, "_cuda_attach_out_of_memory_observer", log_call("observe"), raising=False
     )
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
     return calls
 
 
-def watched(history: int) -> tuple[OutOfMemoryHook, list[dict[str, Any]]]:
-    told: list[dict[str, Any]] = []
-    return OutOfMemoryHook(told.append, history), told
+def make_hook(history: int) -> tuple[OutOfMemoryHook, list[dict[str, Any]]]:
+    reports: list[dict[str, Any]] = []
+    return OutOfMemoryHook(reports.append, history), reports
 
 
 def test_history_stays_off_unless_it_is_asked_for(cuda: Calls) -> None:
-    oom, _ = watched(0)
+    oom, _ = make_hook(0)
     oom.install()
     oom.close()
     assert [call[0] for call in cuda] == ["observe"]
@@ -56,7 +56,7 @@ def test_history_stays_off_unless_it_is_asked_for(cuda: Calls) -> None:
 
 @pytest.mark.parametrize(("asked", "kept"), [(5000, 5000), (1 << 60, MAX_ENTRIES)])
 def test_history_is_bounded_and_switched_off_at_the_end(asked: int, kept: int, cuda: Calls) -> None:
-    oom, _ = watched(asked)
+    oom, _ = make_hook(asked)
     oom.install()
     oom.install()
     oom.close()
@@ -71,7 +71,7 @@ def test_the_programs_own_history_is_left_as_it_is(
     cuda: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
-    oom, _ = watched(5000)
+    oom, _ = make_hook(5000)
     oom.install()
     oom.close()
     assert [call[0] for call in cuda] == ["observe"]
@@ -80,11 +80,11 @@ def test_the_programs_own_history_is_left_as_it_is(
 def test_a_torch_that_cannot_is_reported_and_trains_on(
     cuda: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+    def raise_runtime_error(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
-    oom, _ = watched(5000)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", raise_runtime_error)
+    oom, _ = make_hook(5000)
     oom.install()
     oom.close()
     assert "no memory history" in caplog.text
@@ -93,7 +93,7 @@ def test_a_torch_that_cannot_is_reported_and_trains_on(
 def test_the_snapshot_is_the_one_of_the_failure(cuda: Calls, tmp_path: Path) -> None:
     from advisor.read.formats.memory_snapshot.tables import read_snapshot
 
-    oom, told = watched(5000)
+    oom, reports = make_hook(5000)
     oom.folder = tmp_path
     oom.install()
     observer = next(call[1][0] for call in cuda if call[0] == "observe")
@@ -101,6 +101,6 @@ def test_the_snapshot_is_the_one_of_the_failure(cuda: Calls, tmp_path: Path) -> 
     written = (tmp_path / SNAPSHOT).stat().st_mtime_ns
     oom.on_exception(torch.OutOfMemoryError("CUDA out of memory."))
     assert (tmp_path / SNAPSHOT).stat().st_mtime_ns == written  # not once more, after the frees
-    assert told[0]["snapshot"] == SNAPSHOT and told[0]["allocated"] == 3 * MIB
-    found = read_snapshot([(tmp_path / SNAPSHOT).read_bytes()], "x")
-    assert int(found.segments["total"].sum()) == 20 * MIB
+    assert reports[0]["snapshot"] == SNAPSHOT and reports[0]["allocated"] == 3 * MIB
+    snapshot = read_snapshot([(tmp_path / SNAPSHOT).read_bytes()], "x")
+    assert int(snapshot.segments["total"].sum()) == 20 * MIB

@@ -24,7 +24,7 @@ class Model(torch.nn.Module):  # type: ignore[misc]
         return self.embedding(ids["input_ids"] if isinstance(ids, dict) else ids)
 
 
-class Hashed(Model):
+class HashedModel(Model):
     def forward(self, ids: Any, **kwargs: Any) -> Any:
         return self.embedding(ids % 50)
 
@@ -69,8 +69,8 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_padding_of_a_forwards_ids_is_sampled(recorded: Recorded, name: str) -> None:
-    events = recorded(SEEN[name]).events_of("padding")
+def test_padding_of_a_forwards_ids_is_sampled(record_run: Recorded, name: str) -> None:
+    events = record_run(SEEN[name]).events_of("padding")
     assert len(events) == 4  # one forward in five
     for event in events:
         assert event["padding"] == pytest.approx(1 - (5 + 10 + 15 + 20) / (ROWS * LENGTH))
@@ -81,7 +81,7 @@ def test_padding_of_a_forwards_ids_is_sampled(recorded: Recorded, name: str) -> 
 UNSEEN = {
     "numbers that no embedding takes": forwards(torch.nn.Linear(LENGTH, 1), ids_of().float()),
     "ids of no model with an embedding": forwards(torch.nn.Flatten(), ids_of()),
-    "numbers beyond the vocabulary": forwards(Hashed(), ids_of() * 7),
+    "numbers beyond the vocabulary": forwards(HashedModel(), ids_of() * 7),
     "one value": forwards(Model(), torch.ones(ROWS, LENGTH, dtype=torch.long)),
     "one token at a time": forwards(Model(), ids_of()[:, :1]),
     "ids made on a device": forwards(Model("meta"), torch.empty_like(ids_of(), device="meta")),
@@ -89,12 +89,12 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_nothing_is_taken_for_padding_that_is_none(recorded: Recorded, name: str) -> None:
-    shares = [event["padding"] for event in recorded(UNSEEN[name]).events_of("padding")]
+def test_nothing_is_taken_for_padding_that_is_none(record_run: Recorded, name: str) -> None:
+    shares = [event["padding"] for event in record_run(UNSEEN[name]).events_of("padding")]
     assert all(share < 0.1 for share in shares)
 
 
-def test_sampling_is_unseen_by_the_programs_modes(recorded: Recorded) -> None:
+def test_sampling_is_unseen_by_the_programs_modes(record_run: Recorded) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     calls: list[str] = []
@@ -112,7 +112,7 @@ def test_sampling_is_unseen_by_the_programs_modes(recorded: Recorded) -> None:
 
     run()
     alone, calls = calls.copy(), []
-    recorded(run)
+    record_run(run)
     assert calls == alone
 
 
@@ -123,7 +123,7 @@ def labels_of(ignored: int) -> Any:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_share_of_ignored_labels_is_recorded(recorded: Recorded, device: str) -> None:
+def test_the_share_of_ignored_labels_is_recorded(record_run: Recorded, device: str) -> None:
     """Labels beside the ids; on a device, as the program uploads them."""
     model = Model(device)
 
@@ -132,10 +132,10 @@ def test_the_share_of_ignored_labels_is_recorded(recorded: Recorded, device: str
             for _ in range(20):
                 model(ids_of().to(device), labels=labels_of(30).to(device))
 
-    found = recorded(run).events_of("labels")
-    assert len(found) >= 3
-    assert all(each == {"ignored": 0.75, "rows": ROWS, "columns": LENGTH} for each in found)
-    assert recorded(forwards(Model(), ids_of(), labels=ids_of())).events_of("labels") == []
+    result = record_run(run).events_of("labels")
+    assert len(result) >= 3
+    assert all(each == {"ignored": 0.75, "rows": ROWS, "columns": LENGTH} for each in result)
+    assert record_run(forwards(Model(), ids_of(), labels=ids_of())).events_of("labels") == []
 
 
 def losses(seconds: float, labels: Any, **options: Any) -> Callable[[], None]:
@@ -152,24 +152,24 @@ def losses(seconds: float, labels: Any, **options: Any) -> Callable[[], None]:
 
 @pytest.mark.timed
 @pytest.mark.parametrize("ignored", [-100, 7])
-def test_labels_are_read_where_a_sample_meets_the_loss(recorded: Recorded, ignored: int) -> None:
+def test_labels_are_read_where_a_sample_meets_the_loss(record_run: Recorded, ignored: int) -> None:
     """Three in four labels are ignored, by whatever number; others have none."""
     labels = torch.arange(400).reshape(4, 100) % 5
     labels[:, 25:] = ignored
-    events = recorded(losses(2, labels, ignore_index=ignored)).events_of("labels")
+    events = record_run(losses(2, labels, ignore_index=ignored)).events_of("labels")
     assert len(events) >= 3
-    found = {"ignored": 0.75, "rows": 1, "columns": 400, "classes": 20_000}
-    assert all(event == found for event in events)
+    expected = {"ignored": 0.75, "rows": 1, "columns": 400, "classes": 20_000}
+    assert all(event == expected for event in events)
 
 
 @pytest.mark.timed
-def test_a_loss_that_ignores_nothing_is_recorded_so(recorded: Recorded) -> None:
-    events = recorded(losses(4, torch.arange(400))).events_of("labels")
+def test_a_loss_that_ignores_nothing_is_recorded_so(record_run: Recorded) -> None:
+    events = record_run(losses(4, torch.arange(400))).events_of("labels")
     assert {event["ignored"] for event in events} == {0.0}
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {},
         {"input": torch.zeros(4, 9), "target": torch.zeros(4, 9)},  # shares of classes
@@ -178,11 +178,11 @@ def test_a_loss_that_ignores_nothing_is_recorded_so(recorded: Recorded) -> None:
         {"input": None, "target": 5},
     ],
 )
-def test_what_are_not_labels_is_left_alone(given: dict[str, Any]) -> None:
+def test_tensors_that_are_no_labels_are_left_alone(fields: dict[str, Any]) -> None:
     from advisor.recorder.padding import TokenPadding
 
     written: list[Any] = []
-    TokenPadding(lambda *event: written.append(event)).on_loss(given)
+    TokenPadding(lambda *event: written.append(event)).on_loss(fields)
     assert written == []
 
 
@@ -192,8 +192,8 @@ def test_one_token_of_each_sequence_has_no_padding() -> None:
 
     ids = torch.tensor([[5], [9], [4], [8], [3], [2], [7], [7], [7], [7], [7]])
     assert measure_ids(ids.numpy()) is None
-    found = measure_ids(ids.T.numpy())
-    assert found is not None and found["padding"] == pytest.approx(5 / 11)
+    result = measure_ids(ids.T.numpy())
+    assert result is not None and result["padding"] == pytest.approx(5 / 11)
 
 
 def test_labels_of_one_call_count_once() -> None:
@@ -201,8 +201,8 @@ def test_labels_of_one_call_count_once() -> None:
 
     written: list[Any] = []
     padding = TokenPadding(lambda *event: written.append(event))
-    given = {"input": torch.zeros(4, 9), "target": torch.full((4,), -100)}
+    fields = {"input": torch.zeros(4, 9), "target": torch.full((4,), -100)}
     for _ in range(3):
-        padding.on_loss(given)
-    padding.on_loss({**given, "target": torch.zeros(4, dtype=torch.long)})
+        padding.on_loss(fields)
+    padding.on_loss({**fields, "target": torch.zeros(4, dtype=torch.long)})
     assert [data["ignored"] for _, data in written] == [1.0, 0.0]

@@ -20,7 +20,7 @@ PARTS = 4
 def test_random_programs_are_the_same_with_a_recorder(part: int, tmp_path: Path) -> None:
     size = COUNT // PARTS
     script = Path(__file__).with_name("random_programs.py")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, script, tmp_path, str(part * size), str((part + 1) * size)],
         capture_output=True,
         text=True,
@@ -28,7 +28,7 @@ def test_random_programs_are_the_same_with_a_recorder(part: int, tmp_path: Path)
         timeout=60 + 5 * size,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    *told, last = done.stdout.splitlines() or [""]
-    assert [json.loads(line) for line in told] == []
-    assert last == f"ran {size}", done.stderr[-2000:]
-    assert done.returncode == 0
+    *differences, last = result.stdout.splitlines() or [""]
+    assert [json.loads(line) for line in differences] == []
+    assert last == f"ran {size}", result.stderr[-2000:]
+    assert result.returncode == 0

@@ -1,4 +1,5 @@
-"""Forwards with the weights and the input of an earlier one are told from others like them."""
+"""Forwards with the weights and the input of an earlier one are recognized among others like
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def training(second: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
     return run
 
 
-def changed(model: Any, other: Any, batch: Any) -> None:
+def change_in_place(model: Any, other: Any, batch: Any) -> None:
     model(batch)
     batch.add_(1)
 
@@ -42,16 +43,16 @@ def changed(model: Any, other: Any, batch: Any) -> None:
         (lambda model, other, batch: model(batch.detach()), 6),
         (lambda model, other, batch: other(batch), 0),
         (lambda model, other, batch: model(batch + 1), 0),
-        (changed, 0),
+        (change_in_place, 0),
         (lambda model, other, batch: model(batch.to_sparse()), 0),
     ],
     ids=["twice", "detached", "another module", "another batch", "changed in place", "sparse"],
 )
 def test_only_the_same_module_with_the_same_input_counts(
-    recorded: Recorded, second: Callable[[Any, Any, Any], Any], again: int
+    record_run: Recorded, second: Callable[[Any, Any, Any], Any], again: int
 ) -> None:
-    """One sample of twelve forwards, from the first backward on."""
-    (event,) = recorded(training(second)).events_of("repeated_inputs")
+    """The sample holds twelve forwards, from the first backward on."""
+    (event,) = record_run(training(second)).events_of("repeated_inputs")
     assert event["again"] in (again, max(again - 1, 0))
     assert 6 <= event["forwards"] <= 12
 
@@ -60,7 +61,7 @@ def denoising(encode: Callable[[Any, Any], Any]) -> Callable[[], None]:
     """Thirty steps of two modules; ``encode(encoder, ids)`` runs before the network of each."""
 
     def run() -> None:
-        encoder, network = Cached().eval(), torch.nn.Linear(4, 4).eval()
+        encoder, network = CachingModule().eval(), torch.nn.Linear(4, 4).eval()
         with torch.inference_mode():
             ids = torch.arange(12.0).reshape(3, 4)
             x = torch.randn(3, 4)
@@ -70,7 +71,7 @@ def denoising(encode: Callable[[Any, Any], Any]) -> Callable[[], None]:
     return run
 
 
-class Cached(torch.nn.Module):
+class CachingModule(torch.nn.Module):
     """A module that may keep a state that is no tensor of its own."""
 
     def __init__(self) -> None:
@@ -110,17 +111,17 @@ def redrawn(encoder: Any, ids: Any) -> Any:
     ],
 )
 def test_an_inference_compares_values_of_inputs_and_outputs(
-    recorded: Recorded, encode: Callable[[Any, Any], Any], again: int
+    record_run: Recorded, encode: Callable[[Any, Any], Any], again: int
 ) -> None:
-    event = recorded(denoising(encode)).events_of("repeated_inputs")[0]
+    event = record_run(denoising(encode)).events_of("repeated_inputs")[0]
     assert event["again"] == again
     names = {each["name"]: (each["forwards"], each["again"]) for each in event["modules"]}
-    assert names == ({"Cached": (6, again)} if again else {})
+    assert names == ({"CachingModule": (6, again)} if again else {})
     assert event["ns"] > sum(each["ns"] for each in event["modules"])
 
 
-def test_the_caller_is_named_by_its_line(recorded: Recorded) -> None:
-    event = recorded(denoising(lambda encoder, ids: encoder(ids))).events_of("repeated_inputs")[0]
+def test_the_caller_is_named_by_its_line(record_run: Recorded) -> None:
+    event = record_run(denoising(lambda encoder, ids: encoder(ids))).events_of("repeated_inputs")[0]
     (module,) = event["modules"]
     assert "test_repeated_inputs.py" in module["frames"][1]
     assert module["frames"][1].endswith("denoising.run")

@@ -46,7 +46,7 @@ STEPS = {
 }
 
 
-class Written:
+class PlainWriter:
     """A reader, and the steps that it found."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class Written:
         self.together = 0
         self.events: list[Any] = []
         loaders = Loaders(lambda kind, data: self.events.append((kind, data)))
-        self.reader = TapeReader(loaders, self._one, self._several)
+        self.reader = TapeReader(loaders, self._write_one, self._write_several)
 
-    def _one(self, segment: Any, micro: int, gap: int) -> None:
+    def _write_one(self, segment: Any, micro: int, gap: int) -> None:
         reader = self.reader
         used, reader.steps.used = reader.steps.used, []
         paused, reader.paused = reader.paused, 0
@@ -64,14 +64,14 @@ class Written:
         step = (number, segment.t, segment.end, segment.phases, micro, gap, paused, used)
         self.steps.append(step)
 
-    def _several(self, block: RepeatedBlock) -> None:
+    def _write_several(self, block: RepeatedBlock) -> None:
         self.together += len(block.ends)
         self.steps += [
             (s.n, s.t, s.end, s.phases, s.micro, s.gap, s.gc, s.batch) for s in block.steps()
         ]
 
 
-def written(kinds: list[tuple[str, int]], lengths: list[int]) -> list[Any]:
+def write_tape(kinds: list[tuple[str, int]], lengths: list[int]) -> list[Any]:
     """A tape of so many steps of each kind."""
     now, entries = 1000, []
     for kind, times in kinds:
@@ -101,10 +101,10 @@ def written(kinds: list[tuple[str, int]], lengths: list[int]) -> list[Any]:
 def test_steps_read_together_are_those_read_one_by_one(
     kinds: list[tuple[str, int]], lengths: list[int], cuts: list[int]
 ) -> None:
-    entries = written(kinds, lengths)
-    slowly, fast = Written(), Written()
-    for found in (slowly, fast):
-        found.reader.clock.start(0)
+    entries = write_tape(kinds, lengths)
+    slowly, fast = PlainWriter(), PlainWriter()
+    for writer in (slowly, fast):
+        writer.reader.clock.start(0)
     slowly.reader.read(entries)
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(reading.time, "sleep", lambda seconds: None)
@@ -112,8 +112,8 @@ def test_steps_read_together_are_those_read_one_by_one(
         for cut in [*cuts, len(entries)]:
             fast.reader.read(entries[begin : begin + 2 * cut], aside=True)
             begin += 2 * cut
-    for found in (slowly, fast):
-        found.reader.steps.finish(10**9)
+    for writer in (slowly, fast):
+        writer.reader.steps.finish(10**9)
     assert fast.steps == slowly.steps
     assert fast.reader.steps.event_counts == slowly.reader.steps.event_counts
     assert fast.reader.steps.forwards == slowly.reader.steps.forwards
@@ -124,11 +124,11 @@ def test_steps_read_together_are_those_read_one_by_one(
     "kind", ["loader", "own phases", "no loader", "accumulation", "ahead", "said"]
 )
 def test_steps_that_repeat_are_read_together(kind: str) -> None:
-    found = Written()
-    found.reader.clock.start(0)
-    found.reader.read(written([(kind, 300)], [3, 5, 11]), aside=True)
+    writer = PlainWriter()
+    writer.reader.clock.start(0)
+    writer.reader.read(write_tape([(kind, 300)], [3, 5, 11]), aside=True)
     # without a loader, the first ones are looked at more closely: another optimizer may end them
-    assert found.together > (180 if kind == "no loader" else 280)
+    assert writer.together > (180 if kind == "no loader" else 280)
 
 
 def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
         return [decoder.decode(line) for line in (tmp_path / name).read_bytes().splitlines()]
 
     for number, batches in enumerate(([], [["a", "a"]] * 3, [["a", None], ["b", "a"], ["b", "b"]])):
-        found = lines(f"together{number}", batches, True)
-        assert found == lines(f"single{number}", batches, False)
-        assert [step.dur for step in found] == [100, 200, 300]
-        assert [step.phases[names[-1]] for step in found] == [60, 140, 200]
+        result = lines(f"together{number}", batches, True)
+        assert result == lines(f"single{number}", batches, False)
+        assert [step.dur for step in result] == [100, 200, 300]
+        assert [step.phases[names[-1]] for step in result] == [60, 140, 200]

@@ -47,25 +47,27 @@ def test_no_file_of_a_run_directory_has_a_secret(tmp_path: Path) -> None:
     arguments = ["--api-key", SEEDED["argument"], f"--db-password={SEEDED['value of an option']}"]
     arguments += [f"{where}?X-Amz-Signature={SEEDED['signature']}"]
     env = {**os.environ, "NCCL_WANDB_API_KEY": SEEDED["variable"], "TORCH_PASSWORD": "hunter2"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "advisor", "record", "--out", "runs/a", "train.py", *arguments],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     run = tmp_path / "runs" / "a"
     files = [file for file in run.rglob("*") if file.is_file()]
-    assert len(files) > 4, done.stderr
-    found = []
+    assert len(files) > 4, result.stderr
+    results = []
     for file in files:
         data = file.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        found += [(file.name, kind) for kind, text in SEEDED.items() if text.encode() in data]
-    ours = done.stderr[done.stderr.rfind("advisor: ") :]  # before it stands the program's traceback
-    found += [("the lines at the end", kind) for kind, text in SEEDED.items() if text in ours]
-    assert found == []
+        results += [(file.name, kind) for kind, text in SEEDED.items() if text.encode() in data]
+    ours = result.stderr[
+        result.stderr.rfind("advisor: ") :
+    ]  # before it stands the program's traceback
+    results += [("the lines at the end", kind) for kind, text in SEEDED.items() if text in ours]
+    assert results == []
     assert run.stat().st_mode & 0o777 == 0o700
 
 
-def test_who_logs_in_before_a_secret_parameter_goes_too() -> None:
+def test_a_login_before_a_secret_parameter_is_removed_too() -> None:
     (clean,) = clean_command(["s3://user1:secret2@bucket/x?token=abc"])
     assert clean == "s3://***@bucket/x?token=***"
 

@@ -47,7 +47,7 @@ for step, rows in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=32)):
 """
 
 
-def recorded(folder: Path, *options: str, **env: str) -> StepRecords:
+def record_program(folder: Path, *options: str, **env: str) -> StepRecords:
     program = folder / "train.py"
     program.write_text(PROGRAM)
     run = folder / "run"
@@ -62,7 +62,7 @@ def recorded(folder: Path, *options: str, **env: str) -> StepRecords:
 
 
 def test_lines_of_loading_and_of_the_loop_are_named(tmp_path: Path) -> None:
-    record = recorded(tmp_path)
+    record = record_program(tmp_path)
     data, loop = record.hottest_line("data"), record.hottest_line("loop")
     assert data is not None and loop is not None
     lines = PROGRAM.splitlines()
@@ -73,47 +73,49 @@ def test_lines_of_loading_and_of_the_loop_are_named(tmp_path: Path) -> None:
     assert not any("advisor/" in frame for stack in record.stacks for frame in stack.frames)
 
 
-def test_it_can_be_switched_off(tmp_path: Path) -> None:
-    record = recorded(tmp_path, ADVISOR_STACK_SAMPLES="0")
+def test_compile_logging_can_be_switched_off(tmp_path: Path) -> None:
+    record = record_program(tmp_path, ADVISOR_STACK_SAMPLES="0")
     assert not record.record.events_of("stacks") and record.hottest_line("data") is None
 
 
-def busy(seconds: float) -> None:
+def keep_busy(seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         sum(range(1000))
 
 
-def sampled(run: Any, **options: Any) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
+def sample_stacks(run: Any, **options: Any) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
     me = threading.get_ident()
-    given = {"thread": lambda: me, "busy": lambda: False, **options}
-    sampler = StackSampler(given["thread"], given["busy"], lambda _, data: told.append(data))
+    fields = {"thread": lambda: me, "busy": lambda: False, **options}
+    sampler = StackSampler(fields["thread"], fields["busy"], lambda _, data: records.append(data))
     sampler.start()
     sampler.start()
     run()
     sampler.stop()
     sampler.stop()
     assert not any(thread.name == "advisor stacks" for thread in threading.enumerate())
-    return told
+    return records
 
 
-def total(told: list[dict[str, Any]]) -> int:
-    return sum(count for data in told for count, _ in data["stacks"])
+def total_samples(records: list[dict[str, Any]]) -> int:
+    return sum(count for data in records for count, _ in data["stacks"])
 
 
 def test_pure_python_that_never_gives_up_the_interpreter_is_seen() -> None:
-    told = sampled(lambda: busy(1.0))
-    stacks = read_stacks(record_of(*told))
-    assert total(told) >= 10
-    assert sum(s.samples for s in stacks if any("busy" in f for f in s.frames)) >= 0.9 * total(told)
+    records = sample_stacks(lambda: keep_busy(1.0))
+    stacks = read_stacks(record_of(*records))
+    assert total_samples(records) >= 10
+    assert sum(
+        s.samples for s in stacks if any("busy" in f for f in s.frames)
+    ) >= 0.9 * total_samples(records)
 
 
 class Clock:
     sleep = staticmethod(time.sleep)
 
 
-def slept() -> None:
+def sleep_often() -> None:
     for _ in range(30):
         time.sleep(0.01)
 
@@ -136,17 +138,21 @@ def slept_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("run", "called"),
-    [(slept, {"time.sleep"}), (slept_by_a_method, {".sleep"}), (slept_by_its_name, {"", "pause"})],
+    [
+        (sleep_often, {"time.sleep"}),
+        (slept_by_a_method, {".sleep"}),
+        (slept_by_its_name, {"", "pause"}),
+    ],
 )
-def test_what_is_called_in_c_is_named(run: Any, called: set[str]) -> None:
-    stacks = read_stacks(record_of(*sampled(run)))
-    assert total(sampled(run)) > 5
+def test_functions_called_in_c_are_named(run: Any, called: set[str]) -> None:
+    stacks = read_stacks(record_of(*sample_stacks(run)))
+    assert total_samples(sample_stacks(run)) > 5
     own = [stack for stack in stacks if any(run.__name__ in frame for frame in stack.frames)]
     assert own and {stack.called for stack in own} <= called
     assert not any("built-in" in frame for stack in stacks for frame in stack.frames)
 
 
-def named_by(*_: Any) -> str:
+def name_of_operator(*_: Any) -> str:
     return operator_function(sys._getframe(1))
 
 
@@ -154,12 +160,12 @@ Symbols = type(
     "Symbols",
     (),
     {
-        f"__{name}__": named_by
+        f"__{name}__": name_of_operator
         for name in "add sub mul truediv floordiv mod pow matmul and or xor getitem neg invert "
         "lt gt eq ne".split()
     },
 )
-"""Its operators return how they are named in the line that uses them."""
+"""Operators that return how they are named in the line that uses them."""
 
 
 def test_symbols_are_named_as_in_the_operator_module() -> None:
@@ -172,7 +178,7 @@ def test_symbols_are_named_as_in_the_operator_module() -> None:
         for name in ("mod", "pow", "matmul", "and_", "or_", "xor", "neg", "invert", "getitem")
     ]
     assert [a < a, a > a, a == a, a != a] == [f"operator.{n}" for n in ("lt", "gt", "eq", "ne")]
-    assert named_by() == ""
+    assert name_of_operator() == ""
 
 
 def powers_of_numbers() -> None:
@@ -183,7 +189,7 @@ def powers_of_numbers() -> None:
 
 
 def test_symbols_in_a_loop_over_numbers_are_the_lines_own_python() -> None:
-    stacks = read_stacks(record_of(*sampled(powers_of_numbers)))
+    stacks = read_stacks(record_of(*sample_stacks(powers_of_numbers)))
     own = [stack for stack in stacks if powers_of_numbers.__name__ in stack.frames[-1]]
     symbols = [stack for stack in own if stack.called.startswith("operator.")]
     assert total_of(own) > 5 and total_of(symbols) < 0.2 * total_of(own)
@@ -203,7 +209,7 @@ def test_a_call_that_keeps_the_interpreter_counts_for_as_long_as_it_lasts() -> N
             spent["sort"] += middle - begin
             spent["sleep"] += time.monotonic() - middle
 
-    stacks = read_stacks(record_of(*sampled(run)))
+    stacks = read_stacks(record_of(*sample_stacks(run)))
     share = sum(s.samples for s in stacks if s.called == "builtins.sorted") / total_of(stacks)
     assert share == pytest.approx(spent["sort"] / sum(spent.values()), abs=0.2)
 
@@ -220,61 +226,61 @@ def test_the_interpreters_switch_interval_is_the_programs() -> None:
             seen.add(sys.getswitchinterval())
             time.sleep(0.0001)
 
-    sampled(run)
+    sample_stacks(run)
     assert seen == {sys.getswitchinterval()}
 
 
 def test_nothing_is_sampled_where_threads_run_without_the_interpreters_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert total(sampled(lambda: busy(0.3))) > 0
+    assert total_samples(sample_stacks(lambda: keep_busy(0.3))) > 0
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    assert sampled(lambda: busy(0.3)) == []
+    assert sample_stacks(lambda: keep_busy(0.3)) == []
 
 
 def test_nothing_is_sampled_while_a_profiler_works_or_no_thread_trains() -> None:
-    assert not sampled(lambda: busy(0.2), busy=lambda: True)
-    assert not sampled(lambda: busy(0.2), thread=lambda: -1)
+    assert not sample_stacks(lambda: keep_busy(0.2), busy=lambda: True)
+    assert not sample_stacks(lambda: keep_busy(0.2), thread=lambda: -1)
 
 
-def test_what_it_meets_stays_with_it() -> None:
-    def broken() -> int:
+def test_an_exception_in_the_sampler_stays_there() -> None:
+    def raise_runtime_error() -> int:
         raise RuntimeError
 
-    assert not sampled(lambda: busy(0.1), thread=broken)
+    assert not sample_stacks(lambda: keep_busy(0.1), thread=raise_runtime_error)
 
 
 def test_waiting_for_a_thread_of_the_recorder_to_start_is_none_of_the_programs_time() -> None:
     def work(file: str) -> int:
         wait = "def wait(): threading.Event().wait(0.3)"
         exec(compile(wait, file, "exec"), space := {"threading": threading})
-        return total(sampled(space["wait"]))
+        return total_samples(sample_stacks(space["wait"]))
 
     assert work("train.py") > 0
     assert work(str(Path(stack_samples.__file__).with_name("background.py"))) == 0
 
 
 def test_no_frame_is_kept() -> None:
-    class Big:
+    class LargeObject:
         alive = 0
 
         def __init__(self) -> None:
-            Big.alive += 1
+            LargeObject.alive += 1
 
         def __del__(self) -> None:
-            Big.alive -= 1
+            LargeObject.alive -= 1
 
     def work() -> None:
         for _ in range(20):
-            big = Big()
+            big = LargeObject()
             time.sleep(0.01)
-            assert Big.alive == 1
+            assert LargeObject.alive == 1
             del big
 
     gc.disable()
     try:
-        assert sampled(work)
-        assert Big.alive == 0
+        assert sample_stacks(work)
+        assert LargeObject.alive == 0
     finally:
         gc.enable()
 
@@ -293,9 +299,9 @@ def test_in_a_forked_child_stop_returns() -> None:
     sampler.stop()
 
 
-def record_of(*told: dict[str, Any]) -> RankRecord:
+def record_of(*records: dict[str, Any]) -> RankRecord:
     return RankRecord(
-        rank=RankInfo(), events=[Event(t=0, kind="stacks", data=data) for data in told]
+        rank=RankInfo(), events=[Event(t=0, kind="stacks", data=data) for data in records]
     )
 
 
@@ -324,11 +330,11 @@ def line(*stacks: tuple[int, str]) -> Any:
 
 def test_the_innermost_function_of_the_user_that_covers_half_is_named() -> None:
     main, log = "train.py(9): main", "train.py(4): log"
-    found = line(
+    result = line(
         (6, f"{main}; {log}; json/__init__.py(231): dumps"), (3, f"{main}; {log}"), (1, main)
     )
-    assert (found.location.line, found.location.function, found.share) == (4, "log", 0.9)
-    assert found.library_function == "dumps (json/__init__.py:231)"
+    assert (result.location.line, result.location.function, result.share) == (4, "log", 0.9)
+    assert result.library_function == "dumps (json/__init__.py:231)"
     assert line((MIN_SAMPLES - 1, main)) is None
     assert line((20, "torch/functional.py(3): norm")) is None
     # several lines of the loop itself are no culprit, one is
@@ -344,5 +350,5 @@ def test_few_stacks_are_written_however_many_there_are() -> None:
             exec(code.format(n), space)
             space[f"f{n}"]()
 
-    told = sampled(work)
-    assert all(len(data["stacks"]) <= MAX_STACKS for data in told) and total(told) > 5
+    records = sample_stacks(work)
+    assert all(len(data["stacks"]) <= MAX_STACKS for data in records) and total_samples(records) > 5

@@ -20,24 +20,24 @@ pytestmark = pytest.mark.timed
 Recorded = Callable[..., RankRecord]
 
 
-def test_epochs_with_validation_between(recorded: Recorded, training: Any) -> None:
+def test_epochs_with_validation_between(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for _ in range(3):
             for batch in training.loader(7):
                 training.learn(batch)
             training.validate(training.loader(4))
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 21
     assert all(
         step.phases.keys() >= {"data", "forward", "backward", "optimizer"} for step in record.steps
     )
-    # validation is told with the step that follows it, and is in no step
+    # validation is recorded with the step that follows it, and is in no step
     assert [step.n for step in record.steps if step.evaluation > 0] == [0, 7, 14]
 
 
-def test_validation_time_is_in_no_step(recorded: Recorded, training: Any) -> None:
-    def slow(batches: Any) -> Any:
+def test_validation_time_is_in_no_step(record_run: Recorded, training: Any) -> None:
+    def slow_batches(batches: Any) -> Any:
         for batch in batches:
             time.sleep(0.02)
             yield batch
@@ -46,15 +46,15 @@ def test_validation_time_is_in_no_step(recorded: Recorded, training: Any) -> Non
         for _ in range(2):
             for batch in training.loader(3):
                 training.learn(batch)
-            training.validate(slow(training.loader(5)))
+            training.validate(slow_batches(training.loader(5)))
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 6
     assert record.steps[3].evaluation >= 5 * 20e6
     assert all(step.dur < 5 * 20e6 for step in record.steps[1:])
 
 
-def test_validation_in_the_middle_of_the_loop_body(recorded: Recorded, training: Any) -> None:
+def test_validation_in_the_middle_of_the_loop_body(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(10)):
             if number % 4 == 0:
@@ -63,10 +63,10 @@ def test_validation_in_the_middle_of_the_loop_body(recorded: Recorded, training:
             if number % 5 == 0:
                 training.validate(training.loader(2))
 
-    assert len(recorded(run).steps) == 10
+    assert len(record_run(run).steps) == 10
 
 
-def test_a_loop_left_by_break(recorded: Recorded, training: Any) -> None:
+def test_a_loop_left_by_break(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(10)):
             training.learn(batch)
@@ -74,11 +74,11 @@ def test_a_loop_left_by_break(recorded: Recorded, training: Any) -> None:
                 break
         training.validate(training.loader(3))
 
-    assert len(recorded(run).steps) == 6
+    assert len(record_run(run).steps) == 6
 
 
-def test_what_follows_a_loop_left_by_break_is_in_no_step(recorded: Recorded, training: Any) -> None:
-    """To the end of the program no batch is fetched any more."""
+def test_work_after_a_loop_left_by_break_is_in_no_step(record_run: Recorded, training: Any) -> None:
+    """The program fetches no batch any more after the break."""
 
     def run() -> None:
         for number, batch in enumerate(training.loader(10)):
@@ -89,33 +89,33 @@ def test_what_follows_a_loop_left_by_break_is_in_no_step(recorded: Recorded, tra
         with torch.no_grad():
             training.net(training.x)
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 6
     assert record.steps[-1].dur < 0.3e9
     assert record.steps[-1].phases.keys() >= {"data", "forward", "backward", "optimizer"}
 
 
-def test_a_batch_that_is_fetched_and_not_used(recorded: Recorded, training: Any) -> None:
+def test_a_batch_that_is_fetched_and_not_used(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(10)):
             if number >= 4:
                 break
             training.learn(batch)
 
-    assert len(recorded(run).steps) == 4
+    assert len(record_run(run).steps) == 4
 
 
-def test_batches_that_are_skipped(recorded: Recorded, training: Any) -> None:
+def test_batches_that_are_skipped(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(9)):
             if number % 3 == 0:
                 continue
             training.learn(batch)
 
-    assert len(recorded(run).steps) == 6
+    assert len(record_run(run).steps) == 6
 
 
-def test_accumulation_groups_by_optimizer_step(recorded: Recorded, training: Any) -> None:
+def test_accumulation_groups_by_optimizer_step(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(10), 1):
             training.loss(batch).backward()
@@ -123,27 +123,27 @@ def test_accumulation_groups_by_optimizer_step(recorded: Recorded, training: Any
                 training.optimizer.step()
                 training.optimizer.zero_grad()
 
-    record = recorded(run)
+    record = record_run(run)
     assert [step.micro for step in record.steps] == [4, 4]  # the last two batches end no step
     assert [step.samples for step in record.steps] == [8, 8]
 
 
-def test_without_a_loader(recorded: Recorded, training: Any) -> None:
+def test_steps_without_a_loader(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for _ in range(12):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 12
     # steps join: what is between two optimizer steps belongs to the second
     for before, after in itertools.pairwise(record.steps):
         assert after.t == before.t + before.dur
 
 
-def test_without_a_loader_and_with_validation(recorded: Recorded, training: Any) -> None:
+def test_without_a_loader_and_with_validation(record_run: Recorded, training: Any) -> None:
     batches = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(5)]
 
-    def slow() -> Any:
+    def slow_batches() -> Any:
         for batch in batches:
             time.sleep(0.02)
             yield batch
@@ -152,16 +152,16 @@ def test_without_a_loader_and_with_validation(recorded: Recorded, training: Any)
         for _ in range(2):
             for batch in batches:
                 training.learn(batch)
-            training.validate(slow())
+            training.validate(slow_batches())
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 10
     assert record.steps[5].evaluation >= 4 * 20e6
     assert record.steps[5].dur < 4 * 20e6
 
 
 def test_a_teacher_between_forward_and_backward_is_part_of_the_step(
-    recorded: Recorded, training: Any
+    record_run: Recorded, training: Any
 ) -> None:
     x, y = torch.randn(2, 4), torch.randn(2, 1)
     teacher = torch.nn.Linear(4, 1)
@@ -176,14 +176,14 @@ def test_a_teacher_between_forward_and_backward_is_part_of_the_step(
             ((found - y) ** 2 + (found - wanted) ** 2).mean().backward()
             training.optimizer.step()
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 8
-    # what was before the first step is told apart too
+    # the time before the first step is recorded separately too
     assert [step.n for step in record.steps[1:] if step.evaluation] == []
     assert all(step.phases["forward"] > 0 and step.dur > 10e6 for step in record.steps)
 
 
-def test_two_optimizers_for_each_batch(recorded: Recorded, training: Any) -> None:
+def test_two_optimizers_for_each_batch(record_run: Recorded, training: Any) -> None:
     other = torch.optim.Adam(training.net.parameters())
 
     def run() -> None:
@@ -193,10 +193,10 @@ def test_two_optimizers_for_each_batch(recorded: Recorded, training: Any) -> Non
             training.loss(batch).backward()
             other.step()
 
-    assert len(recorded(run).steps) == 6
+    assert len(record_run(run).steps) == 6
 
 
-def test_two_optimizers_without_a_loader(recorded: Recorded, training: Any) -> None:
+def test_two_optimizers_without_a_loader(record_run: Recorded, training: Any) -> None:
     other = torch.optim.Adam(training.net.parameters())
     batch = (torch.randn(2, 4), torch.randn(2, 1))
 
@@ -206,10 +206,10 @@ def test_two_optimizers_without_a_loader(recorded: Recorded, training: Any) -> N
             training.loss(batch).backward()
             other.step()
 
-    assert len(recorded(run).steps) == 6
+    assert len(record_run(run).steps) == 6
 
 
-def test_a_second_optimizer_takes_over(recorded: Recorded, training: Any) -> None:
+def test_a_second_optimizer_takes_over(record_run: Recorded, training: Any) -> None:
     batch = (torch.randn(2, 4), torch.randn(2, 1))
 
     def run() -> None:
@@ -219,21 +219,21 @@ def test_a_second_optimizer_takes_over(recorded: Recorded, training: Any) -> Non
         for _ in range(5):
             training.learn(batch)
 
-    # the first step of the new one cannot be told from a second optimizer's; it joins the next
-    assert len(recorded(run).steps) == 8
+    # the first step of the new one looks like a second optimizer's; it joins the next
+    assert len(record_run(run).steps) == 8
 
 
-def test_batches_taken_before_training(recorded: Recorded, training: Any) -> None:
+def test_batches_taken_before_training(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         batches = list(training.loader(5))
         for _ in range(2):
             for batch in batches:
                 training.learn(batch)
 
-    assert len(recorded(run).steps) == 10
+    assert len(record_run(run).steps) == 10
 
 
-def test_an_endless_iterator(recorded: Recorded, training: Any) -> None:
+def test_an_endless_iterator(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         batches = iter(training.loader(4))
         for _ in range(9):
@@ -244,13 +244,13 @@ def test_an_endless_iterator(recorded: Recorded, training: Any) -> None:
                 batch = next(batches)
             training.learn(batch)
 
-    assert len(recorded(run).steps) == 9
+    assert len(record_run(run).steps) == 9
 
 
-def test_a_loader_that_looks_one_batch_ahead(recorded: Recorded, training: Any) -> None:
-    """As Accelerate and Lightning do."""
+def test_a_loader_that_looks_one_batch_ahead(record_run: Recorded, training: Any) -> None:
+    """Accelerate and Lightning do this."""
 
-    def ahead(loader: Any) -> Any:
+    def look_ahead(loader: Any) -> Any:
         batches = iter(loader)
         kept = next(batches)
         for batch in batches:
@@ -260,17 +260,17 @@ def test_a_loader_that_looks_one_batch_ahead(recorded: Recorded, training: Any) 
 
     def run() -> None:
         for _ in range(2):
-            for batch in ahead(training.loader(6)):
+            for batch in look_ahead(training.loader(6)):
                 training.learn(batch)
-            training.validate(ahead(training.loader(3)))
+            training.validate(look_ahead(training.loader(3)))
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 12
     assert [step.micro for step in record.steps] == [1] * 12
 
 
-def test_groups_of_batches_fetched_ahead(recorded: Recorded, training: Any) -> None:
-    """As Transformers' Trainer does for gradient accumulation."""
+def test_groups_of_batches_fetched_ahead(record_run: Recorded, training: Any) -> None:
+    """Transformers' Trainer does this for gradient accumulation."""
 
     def run() -> None:
         batches = iter(training.loader(10))
@@ -280,10 +280,10 @@ def test_groups_of_batches_fetched_ahead(recorded: Recorded, training: Any) -> N
             training.optimizer.step()
             training.optimizer.zero_grad()
 
-    assert [step.micro for step in recorded(run).steps] == [4, 4, 2]
+    assert [step.micro for step in record_run(run).steps] == [4, 4, 2]
 
 
-def test_weights_updated_by_hand(recorded: Recorded, training: Any) -> None:
+def test_weights_updated_by_hand(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for batch in training.loader(5):
             training.net.zero_grad()
@@ -292,10 +292,10 @@ def test_weights_updated_by_hand(recorded: Recorded, training: Any) -> None:
                 for weight in training.net.parameters():
                     weight -= 0.01 * weight.grad
 
-    assert len(recorded(run).steps) == 5
+    assert len(record_run(run).steps) == 5
 
 
-def test_a_step_that_the_scaler_leaves_out_is_one(recorded: Recorded, training: Any) -> None:
+def test_a_step_that_the_scaler_leaves_out_is_one(record_run: Recorded, training: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
 
     def run() -> None:
@@ -306,12 +306,12 @@ def test_a_step_that_the_scaler_leaves_out_is_one(recorded: Recorded, training: 
             scaler.step(training.optimizer)
             scaler.update()
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 8
     assert [step.micro for step in record.steps] == [1] * 8
 
 
-def test_an_optimizer_with_a_closure(recorded: Recorded, training: Any) -> None:
+def test_an_optimizer_with_a_closure(record_run: Recorded, training: Any) -> None:
     training.optimizer = torch.optim.LBFGS(training.net.parameters(), max_iter=3)
 
     def run() -> None:
@@ -325,21 +325,21 @@ def test_an_optimizer_with_a_closure(recorded: Recorded, training: Any) -> None:
 
             training.optimizer.step(closure)
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 4
     assert all(step.phases["forward"] > 0 for step in record.steps)
 
 
 def test_an_optimizer_that_raises_does_not_upset_the_rest(
-    recorded: Recorded, training: Any
+    record_run: Recorded, training: Any
 ) -> None:
     real = training.optimizer
 
-    class Raises(torch.optim.SGD):
+    class RaisingSgd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             raise ValueError("no")
 
-    bad = Raises(training.net.parameters(), lr=0.1)
+    bad = RaisingSgd(training.net.parameters(), lr=0.1)
 
     def run() -> None:
         for number, batch in enumerate(training.loader(6)):
@@ -347,12 +347,12 @@ def test_an_optimizer_that_raises_does_not_upset_the_rest(
             with contextlib.suppress(ValueError):
                 training.learn(batch)
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 5
     assert all("optimizer" in step.phases for step in record.steps)
 
 
-def test_a_checkpoint_is_in_no_step(recorded: Recorded, training: Any, tmp_path: Any) -> None:
+def test_a_checkpoint_is_in_no_step(record_run: Recorded, training: Any, tmp_path: Any) -> None:
     class Slow:
         def __reduce__(self) -> Any:
             time.sleep(0.3)  # a busy machine may stop a step for 0.1
@@ -363,13 +363,13 @@ def test_a_checkpoint_is_in_no_step(recorded: Recorded, training: Any, tmp_path:
             training.learn(batch)
             torch.save({"slow": Slow()}, tmp_path / "checkpoint")
 
-    record = recorded(run)
+    record = record_run(run)
     assert len(record.steps) == 4
     assert all(step.dur < 300e6 for step in record.steps[1:])
     assert all(step.evaluation >= 300e6 for step in record.steps[1:])
 
 
-def test_a_copy_to_a_device_is_a_phase(recorded: Recorded, training: Any) -> None:
+def test_a_copy_to_a_device_is_a_phase(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for batch in training.loader(3):
             batch[0].to("meta")  # a device that every machine has
@@ -377,19 +377,19 @@ def test_a_copy_to_a_device_is_a_phase(recorded: Recorded, training: Any) -> Non
             batch[0].to(torch.float64)
             training.learn(batch)
 
-    record = recorded(run)
+    record = record_run(run)
     assert all(step.phases["h2d"] > 0 for step in record.steps)
 
-    def stay() -> None:
+    def copy_batches() -> None:
         for batch in training.loader(3):
             batch[0].to("cpu")
             batch[0].to(torch.float64)
             training.learn(batch)
 
-    assert all("h2d" not in step.phases for step in recorded(stay).steps)
+    assert all("h2d" not in step.phases for step in record_run(copy_batches).steps)
 
 
-def test_phases_hold_the_time_that_was_spent_in_them(recorded: Recorded, training: Any) -> None:
+def test_phases_hold_the_time_that_was_spent_in_them(record_run: Recorded, training: Any) -> None:
     class Slow(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             time.sleep(0.02)
@@ -406,17 +406,17 @@ def test_phases_hold_the_time_that_was_spent_in_them(recorded: Recorded, trainin
             training.learn(batch)
             time.sleep(0.01)
 
-    record = recorded(run)
+    record = record_run(run)
     for step in record.steps:
         assert 20e6 <= step.phases["forward"] < step.dur - 40e6
         assert 30e6 <= step.phases["data"] < step.dur - 30e6
         assert step.phases["other"] >= 10e6
 
 
-def test_other_threads_do_not_count(recorded: Recorded, training: Any) -> None:
+def test_other_threads_do_not_count(record_run: Recorded, training: Any) -> None:
     import threading
 
-    def elsewhere() -> None:
+    def train_in_thread() -> None:
         net = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(20):
@@ -425,13 +425,13 @@ def test_other_threads_do_not_count(recorded: Recorded, training: Any) -> None:
             optimizer.step()
 
     def run() -> None:
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=train_in_thread)
         thread.start()
         for batch in training.loader(5):
             training.learn(batch)
         thread.join()
 
-    assert len(recorded(run).steps) == 5
+    assert len(record_run(run).steps) == 5
 
 
 @settings(
@@ -450,7 +450,7 @@ def test_other_threads_do_not_count(recorded: Recorded, training: Any) -> None:
         max_size=4,
     )
 )
-def test_any_mix_of_epochs_is_counted(recorded: Recorded, training: Any, epochs: Any) -> None:
+def test_any_mix_of_epochs_is_counted(record_run: Recorded, training: Any, epochs: Any) -> None:
     expected: list[int] = []
 
     def run() -> None:
@@ -475,7 +475,7 @@ def test_any_mix_of_epochs_is_counted(recorded: Recorded, training: Any, epochs:
             training.validate(training.loader(validation) if validation else [])
 
     expected.clear()
-    record = recorded(run)
+    record = record_run(run)
     if expected:
         assert len(record.steps) == len(expected)
 
@@ -490,19 +490,19 @@ def _buffered(training: Any, batches: int, size: int) -> Any:
         yield from kept
 
 
-def test_batches_that_a_plain_buffer_fetches_ahead(recorded: Any, training: Any) -> None:
+def test_batches_that_a_plain_buffer_fetches_ahead(record_run: Any, training: Any) -> None:
     """Several rounds between two fetches are several steps, each with one batch."""
 
     def run() -> None:
         for batch in _buffered(training, 32, 4):
             training.learn(batch)
 
-    steps = recorded(run).steps
+    steps = record_run(run).steps
     assert len(steps) == 32
     assert {(step.micro, step.samples) for step in steps} == {(1, 2)}
 
 
-def test_a_buffer_and_gradient_accumulation(recorded: Any, training: Any) -> None:
+def test_a_buffer_and_gradient_accumulation(record_run: Any, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(_buffered(training, 32, 8), 1):
             training.loss(batch).backward()
@@ -510,21 +510,21 @@ def test_a_buffer_and_gradient_accumulation(recorded: Any, training: Any) -> Non
                 training.optimizer.step()
                 training.optimizer.zero_grad()
 
-    steps = recorded(run).steps
+    steps = record_run(run).steps
     assert [(step.micro, step.samples) for step in steps] == [(4, 8)] * 8
 
 
-def test_several_updates_by_one_batch(recorded: Any, training: Any) -> None:
+def test_several_updates_by_one_batch(record_run: Any, training: Any) -> None:
     def run() -> None:
         for batch in training.loader(8):
             for _ in range(3):
                 training.learn(batch)
 
-    assert len(recorded(run).steps) == 24
+    assert len(record_run(run).steps) == 24
 
 
 class _Gan:
-    """A critic and a generator, as many updates of each in a step as is said."""
+    """A critic and a generator, with the given number of updates of each in a step."""
 
     def __init__(self) -> None:
         self.nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
@@ -540,7 +540,7 @@ class _Gan:
 
 @pytest.mark.parametrize("updates", [(5, 1), (2, 1), (1, 1), (1, 3), (2, 2)])
 def test_without_a_loader_the_optimizer_that_steps_least_ends_a_step(
-    updates: tuple[int, int], recorded: Any
+    updates: tuple[int, int], record_run: Any
 ) -> None:
     gan = _Gan()
 
@@ -548,7 +548,7 @@ def test_without_a_loader_the_optimizer_that_steps_least_ends_a_step(
         for _ in range(30):
             gan.step(*updates)
 
-    steps = recorded(run).steps
+    steps = record_run(run).steps
     if updates == (2, 2):  # no telling which of the two ends it
         assert len(steps) in range(29, 63)
         return
@@ -557,17 +557,17 @@ def test_without_a_loader_the_optimizer_that_steps_least_ends_a_step(
     assert {step.micro for step in steps[1:-1]} == {sum(updates)}
 
 
-def test_a_critic_in_a_buffer(recorded: Any, training: Any) -> None:
+def test_a_critic_in_a_buffer(record_run: Any, training: Any) -> None:
     gan = _Gan()
 
     def run() -> None:
         for _ in _buffered(training, 32, 4):
             gan.step(5, 1)
 
-    assert len(recorded(run).steps) == 32
+    assert len(record_run(run).steps) == 32
 
 
-def test_an_optimizer_that_ends_steps_is_replaced(recorded: Any) -> None:
+def test_an_optimizer_that_ends_steps_is_replaced(record_run: Any) -> None:
     """A generator's first, then one of its own that steps alone."""
     gan, later = _Gan(), _Gan()
 
@@ -577,31 +577,31 @@ def test_an_optimizer_that_ends_steps_is_replaced(recorded: Any) -> None:
         for _ in range(40):
             later.step(1, 0)
 
-    assert 20 + 40 - 24 <= len(recorded(run).steps) <= 61
+    assert 20 + 40 - 24 <= len(record_run(run).steps) <= 61
 
 
-def test_an_optimizer_that_steps_once_an_epoch_ends_no_step(recorded: Any) -> None:
+def test_an_optimizer_that_steps_once_an_epoch_ends_no_step(record_run: Any) -> None:
     gan = _Gan()
 
     def run() -> None:
         for _ in range(4):
             gan.step(50, 1)
 
-    assert len(recorded(run).steps) == 200
+    assert len(record_run(run).steps) == 200
 
 
-def test_windows_know_steps_that_a_buffer_hides(recorded: Any, training: Any) -> None:
+def test_windows_know_steps_that_a_buffer_hides(record_run: Any, training: Any) -> None:
     def run() -> None:
         for batch in _buffered(training, 32, 4):
             training.learn(batch)
 
-    record = recorded(run, active=3, skip=9, warmup=1, guard=1000.0)
+    record = record_run(run, active=3, skip=9, warmup=1, guard=1000.0)
     (window,) = [e.data for e in record.events if e.kind == "window" and "file" in e.data]
     assert window["steps"] == [10, 12]
 
 
-def test_optimizers_that_step_in_backwards_and_a_buffer(recorded: Any, training: Any) -> None:
-    """One for each parameter, as where gradients are freed at once."""
+def test_optimizers_that_step_in_backwards_and_a_buffer(record_run: Any, training: Any) -> None:
+    """Each parameter has one optimizer, as where gradients are freed at once."""
     for parameter in training.net.parameters():
         own = torch.optim.SGD([parameter], lr=0.01)
 
@@ -615,13 +615,13 @@ def test_optimizers_that_step_in_backwards_and_a_buffer(recorded: Any, training:
         for batch in _buffered(training, 32, 4):
             training.loss(batch).backward()
 
-    assert len(recorded(run).steps) == 32
+    assert len(record_run(run).steps) == 32
 
 
 @pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize("trained", ["loader", "memory"])
 def test_evaluation_that_builds_a_graph_is_counted(
-    recorded: Recorded, training: Any, loaded: bool, trained: str
+    record_run: Recorded, training: Any, loaded: bool, trained: str
 ) -> None:
     """Six forwards with gradients enabled after every fifth step; a frozen model builds none."""
     teacher = torch.nn.Linear(4, 1).requires_grad_(requires_grad=False).eval()
@@ -644,7 +644,7 @@ def test_evaluation_that_builds_a_graph_is_counted(
                 evaluate()
                 evaluate()
 
-    steps = recorded(run).steps
+    steps = record_run(run).steps
     assert len(steps) == 20
     counted = {step.n: step.unused_graphs for step in steps if step.unused_graphs}
     assert counted == {5: 6, 10: 6, 15: 6}
@@ -652,10 +652,10 @@ def test_evaluation_that_builds_a_graph_is_counted(
 
 @pytest.mark.parametrize("trained", ["loader", "memory"])
 def test_evaluation_in_memory_is_not_a_part_of_a_step(
-    recorded: Recorded, training: Any, trained: str
+    record_run: Recorded, training: Any, trained: str
 ) -> None:
-    """A model in evaluation mode, with gradients enabled and no loader; then it trains again. The
-    steps keep their own time, and the pause is told apart."""
+    """The model is in evaluation mode, with gradients enabled and no loader; then it trains
+    again. The steps keep their own time, and the pause is recorded separately."""
 
     def run() -> None:
         memory = [(training.x, training.y)] * 20
@@ -668,7 +668,7 @@ def test_evaluation_in_memory_is_not_a_part_of_a_step(
                     time.sleep(0.05)
                 training.net.train()
 
-    steps = recorded(run).steps
+    steps = record_run(run).steps
     assert len(steps) == 20
     assert {step.n: step.unused_graphs for step in steps if step.unused_graphs} == {
         5: 4, 10: 4, 15: 4,
@@ -681,7 +681,7 @@ def test_evaluation_in_memory_is_not_a_part_of_a_step(
 
 @pytest.mark.parametrize("actor", [False, True])
 def test_targets_before_each_step_are_part_of_it(
-    recorded: Recorded, training: Any, actor: bool
+    record_run: Recorded, training: Any, actor: bool
 ) -> None:
     """Targets without gradients come before each loss, as in Q-learning, with or without an actor
     of its own optimizer; every 50 steps a validation, which is in no step."""
@@ -703,17 +703,20 @@ def test_targets_before_each_step_are_part_of_it(
                         training.net(training.x)
                         time.sleep(0.02)
 
-    found = recorded(run).steps
-    assert len(found) in (steps - 1, steps)
-    regular = [each for each in found[4:-1] if each.n % 50 > 1]
+    result = record_run(run).steps
+    assert len(result) in (steps - 1, steps)
+    regular = [each for each in result[4:-1] if each.n % 50 > 1]
     assert all(each.dur >= 3_000_000 and not each.evaluation for each in regular)
     if not actor:
-        assert [each.n for each in found[4:] if each.evaluation >= 90_000_000] == [50, 100]
-        assert all(each.dur < each.evaluation for each in found if each.n in (50, 100))
+        assert [each.n for each in result[4:] if each.evaluation >= 90_000_000] == [50, 100]
+        assert all(each.dur < each.evaluation for each in result if each.n in (50, 100))
 
 
-def test_several_forwards_of_one_step_are_not_evaluation(recorded: Recorded, training: Any) -> None:
-    """Fine-tuned in evaluation mode; two views of a batch; one look in evaluation mode a step."""
+def test_several_forwards_of_one_step_are_not_evaluation(
+    record_run: Recorded, training: Any
+) -> None:
+    """The model is fine-tuned in evaluation mode; two views of a batch; one call in evaluation
+    mode per step."""
 
     def two_views() -> None:
         for _ in range(12):
@@ -723,7 +726,7 @@ def test_several_forwards_of_one_step_are_not_evaluation(recorded: Recorded, tra
             loss.backward()
             training.optimizer.step()
 
-    def one_look() -> None:
+    def train_with_evaluation() -> None:
         for _ in range(12):
             training.net.eval()
             target = training.net(training.x)
@@ -737,15 +740,15 @@ def test_several_forwards_of_one_step_are_not_evaluation(recorded: Recorded, tra
         training.net.eval()
         two_views()
 
-    for run in (two_views, one_look, in_evaluation_mode):
-        steps = recorded(run).steps
+    for run in (two_views, train_with_evaluation, in_evaluation_mode):
+        steps = record_run(run).steps
         assert len(steps) == 12
         assert sum(step.unused_graphs for step in steps) == 0
         assert sum(step.evaluation for step in steps[1:]) == 0
 
 
 def test_a_backward_one_batch_late_leaves_no_graph_unused(
-    recorded: Recorded, training: Any
+    record_run: Recorded, training: Any
 ) -> None:
     def run() -> None:
         loss = None
@@ -756,5 +759,5 @@ def test_a_backward_one_batch_late_leaves_no_graph_unused(
                 training.optimizer.step()
             loss = training.loss(batch)
 
-    steps = recorded(run).steps
+    steps = record_run(run).steps
     assert sum(step.unused_graphs for step in steps) == 0

@@ -45,7 +45,7 @@ def test_without_a_driver_the_host_is_sampled_and_the_reason_reported(
 def test_costly_fields_come_with_the_first_sample_and_then_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(fake.ordinary()))
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(fake.healthy_gpu()))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     written: list[Sample] = []
     sampler = Sampler(written.append, hz=20, slow_every_s=3600)
@@ -62,10 +62,10 @@ def test_a_writer_that_fails_ends_the_sampling_and_nothing_else(
 ) -> None:
     without_driver(monkeypatch)
 
-    def full(_: Sample) -> None:
+    def raise_disk_full(_: Sample) -> None:
         raise OSError(28, "No space left on device")
 
-    sampler = Sampler(full, hz=20)
+    sampler = Sampler(raise_disk_full, hz=20)
     sampler.start()
     wait_for(lambda: sampler.problem is not None)
     sampler.stop()
@@ -74,7 +74,7 @@ def test_a_writer_that_fails_ends_the_sampling_and_nothing_else(
 
 
 def test_a_gpu_lost_in_mid_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = fake.ordinary("GPU-one"), fake.ordinary("GPU-two")
+    one, two = fake.healthy_gpu("GPU-one"), fake.healthy_gpu("GPU-two")
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(one, two))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with SampleSource() as source:
@@ -86,7 +86,7 @@ def test_a_gpu_lost_in_mid_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_the_driver_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = fake.FakeNvml(fake.ordinary(gpm=True))
+    module = fake.FakeNvml(fake.healthy_gpu(gpm=True))
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with SampleSource() as source:

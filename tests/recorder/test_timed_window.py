@@ -22,7 +22,7 @@ import time
 from advisor.recorder import timed_window
 timed_window.WAIT_SECONDS, timed_window.WINDOW_SECONDS = 0.3, 0.5
 """
-"""What the program does first, so that the test need not wait."""
+"""The start of the program, short so that the test need not wait."""
 SOLVER = """
 import torch
 def smooth(u):
@@ -42,8 +42,8 @@ RECORD = ("-m", "advisor", "record", "--output", "run")
 def test_a_solver_of_tensor_operators_has_a_trace_without_steps(
     program: Program, tmp_path: Path
 ) -> None:
-    done = program(SHORT + SOLVER, before=RECORD)
-    assert done.returncode == 0 and "nothing was recorded" not in done.stderr
+    result = program(SHORT + SOLVER, before=RECORD)
+    assert result.returncode == 0 and "nothing was recorded" not in result.stderr
     record = only_rank(tmp_path / "run")
     assert not record.steps
     (opened, closed) = record.events_of("window")
@@ -56,10 +56,10 @@ def test_a_solver_of_tensor_operators_has_a_trace_without_steps(
     assert 100e6 < report.scope.span_ns < 20e9
 
 
-def test_without_operators_nothing_is_left(program: Program, tmp_path: Path) -> None:
+def test_without_operators_the_window_is_empty(program: Program, tmp_path: Path) -> None:
     busy = "import torch\nend = time.monotonic() + 3\nwhile time.monotonic() < end: sum(range(999))"
-    done = program(SHORT + busy, before=RECORD)
-    assert "nothing was recorded" in done.stderr and not (tmp_path / "run").exists()
+    result = program(SHORT + busy, before=RECORD)
+    assert "nothing was recorded" in result.stderr and not (tmp_path / "run").exists()
 
 
 def test_training_that_follows_has_windows_of_its_own(program: Program, tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_a_failure_in_the_call_back_goes_to_the_recorder(monkeypatch: pytest.Mon
 
     thread = TimedWindow(Session())  # type: ignore[arg-type]
 
-    def fail() -> None:
+    def raise_os_error() -> None:
         raise OSError("mine")
 
-    thread._run_safely(fail)
+    thread._run_safely(raise_os_error)
     assert [str(each) for each in problems] == ["mine"]

@@ -63,8 +63,8 @@ if __name__ == "__main__":
 )
 def test_training_elsewhere_under_the_command(where: str, program: Any, tmp_path: Path) -> None:
     command = ("-m", "advisor", "record", "--no-report", "-o", "run")
-    done = program(PROGRAM, where, before=command)
-    assert done.returncode == 0, done.stderr
+    result = program(PROGRAM, where, before=command)
+    assert result.returncode == 0, result.stderr
     (record,) = read_recording(tmp_path / "run").ranks.values()
     check_sums(record)
     assert len(record.steps) == 30
@@ -139,18 +139,19 @@ print(float(net(torch.ones(8, 64)).sum()))
 def test_a_model_that_serves_in_another_thread(
     how: str, steps: int, program: Any, tmp_path: Path
 ) -> None:
-    """It is watched from its third call, and steps are those of the model, not of its modules."""
+    """The model is watched from its third call, and steps are those of the model, not of its
+    modules."""
     plain = program(SERVICE, how)
-    done = program(SERVICE, how, before=("-m", "advisor", "record", "--no-report", "-o", "run"))
-    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    result = program(SERVICE, how, before=("-m", "advisor", "record", "--no-report", "-o", "run"))
+    assert (result.returncode, result.stdout) == (0, plain.stdout), result.stderr
     recorded = tmp_path / "run"
-    found = [] if not recorded.exists() else list(read_recording(recorded).ranks.values())
-    assert sum(len(record.steps) for record in found) == steps
-    assert all(record.inference == (how != "the main thread trains") for record in found)
+    results = [] if not recorded.exists() else list(read_recording(recorded).ranks.values())
+    assert sum(len(record.steps) for record in results) == steps
+    assert all(record.inference == (how != "the main thread trains") for record in results)
 
 
 @pytest.mark.parametrize("how", ["loader", "list", "data", "replaced"])
-def test_updates_by_hand_are_steps_all_of_them(how: str, recorded: Any, training: Any) -> None:
+def test_updates_by_hand_are_steps_all_of_them(how: str, record_run: Any, training: Any) -> None:
     """More of them than are kept while nothing is known."""
     steps = 1500 if how == "data" else 30
 
@@ -171,10 +172,10 @@ def test_updates_by_hand_are_steps_all_of_them(how: str, recorded: Any, training
                     weight -= 0.01 * weight.grad
                 weight.grad = None
 
-    assert len(recorded(run).steps) == steps
+    assert len(record_run(run).steps) == steps
 
 
-def test_accumulating_by_hand_is_not_a_step_each(recorded: Any, training: Any) -> None:
+def test_accumulating_by_hand_is_not_a_step_each(record_run: Any, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(12), 1):
             training.loss(batch).backward()
@@ -184,12 +185,12 @@ def test_accumulating_by_hand_is_not_a_step_each(recorded: Any, training: Any) -
                         p -= 0.01 * p.grad
                         p.grad = None
 
-    record = recorded(run)
+    record = record_run(run)
     assert [step.micro for step in record.steps] == [3] * 4
     assert [step.samples for step in record.steps] == [6] * 4
 
 
-def test_a_step_that_is_compiled_whole(recorded: Any, training: Any) -> None:
+def test_a_step_that_is_compiled_whole(record_run: Any, training: Any) -> None:
     @torch.compile(backend="eager")
     def step(x: Any, y: Any) -> Any:
         loss = ((training.net(x) - y) ** 2).mean()
@@ -204,12 +205,12 @@ def test_a_step_that_is_compiled_whole(recorded: Any, training: Any) -> None:
                 step(*batch)
 
     try:
-        assert len(recorded(run).steps) == 40
+        assert len(record_run(run).steps) == 40
     finally:
         torch._dynamo.reset()
 
 
-def test_samples_are_those_that_passed(recorded: Any, training: Any) -> None:
+def test_samples_are_those_that_passed(record_run: Any, training: Any) -> None:
     """The last batch is smaller, and several are one step."""
     data = torch.utils.data.TensorDataset(training.x[:11], training.y[:11])
 
@@ -218,11 +219,11 @@ def test_samples_are_those_that_passed(recorded: Any, training: Any) -> None:
             training.loss(batch).backward()
         training.optimizer.step()
 
-    (step,) = recorded(run).steps
+    (step,) = record_run(run).steps
     assert (step.micro, step.samples, step.bytes) == (4, 11, 11 * 5 * 4)
 
 
-def test_a_helper_thread_does_not_take_over(recorded: Any, training: Any) -> None:
+def test_a_helper_thread_does_not_take_over(record_run: Any, training: Any) -> None:
 
     other = type(training)()
 
@@ -234,11 +235,11 @@ def test_a_helper_thread_does_not_take_over(recorded: Any, training: Any) -> Non
                 thread.start()
                 thread.join()
 
-    assert len(recorded(run).steps) == 12
+    assert len(record_run(run).steps) == 12
 
 
 def test_the_main_thread_collects_garbage_while_another_one_trains(
-    recorded: Any, training: Any
+    record_run: Any, training: Any
 ) -> None:
     import gc
 
@@ -250,14 +251,14 @@ def test_the_main_thread_collects_garbage_while_another_one_trains(
         thread.start()
         thread.join()
 
-    assert len(recorded(run).steps) == 30
+    assert len(record_run(run).steps) == 30
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processors are Linux's")
 def test_a_thread_that_trains_before_the_main_one_has_left_start(
-    recorded: Any, training: Any
+    record_run: Any, training: Any
 ) -> None:
-    """One processor that others use as well: the main thread gets it late."""
+    """The main thread gets its processor late: others use the only one as well."""
     batches = list(training.loader(30))
     for batch in training.loader(40):
         training.learn(batch)  # what is slow in a first step is over
@@ -272,7 +273,7 @@ def test_a_thread_that_trains_before_the_main_one_has_left_start(
     command = (sys.executable, "-c", "while True: pass")
     busy = [subprocess.Popen(command) for _ in range(3)]
     try:
-        assert len(recorded(run).steps) == 30
+        assert len(record_run(run).steps) == 30
     finally:
         for process in busy:
             process.kill()
@@ -281,7 +282,7 @@ def test_a_thread_that_trains_before_the_main_one_has_left_start(
 
 
 @pytest.mark.parametrize("how", ["executor", "to_thread", "threads", "polled", "after"])
-def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> None:
+def test_training_in_other_threads(how: str, record_run: Any, training: Any) -> None:
     """Model and optimizer are the main thread's, which waits in one way or another."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
@@ -323,10 +324,10 @@ def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> No
                 time.sleep(0.002)
 
     # of a main thread that does not wait, or has trained, it takes a moment to know
-    assert (50 if how in ("polled", "after") else 90) <= len(recorded(run).steps) <= 100
+    assert (50 if how in ("polled", "after") else 90) <= len(record_run(run).steps) <= 100
 
 
-def test_the_main_thread_trains_after_another_one(recorded: Any, training: Any) -> None:
+def test_the_main_thread_trains_after_another_one(record_run: Any, training: Any) -> None:
 
     def run() -> None:
         thread = threading.Thread(target=lambda: [training.learn(b) for b in training.loader(8)])
@@ -335,10 +336,10 @@ def test_the_main_thread_trains_after_another_one(recorded: Any, training: Any) 
         for batch in training.loader(8):
             training.learn(batch)
 
-    assert len(recorded(run).steps) == 16
+    assert len(record_run(run).steps) == 16
 
 
-def test_forwards_that_are_no_loop_are_told_how_to_be_marked(
+def test_forwards_outside_a_loop_get_advice_on_marking_steps(
     training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Recorder(str(tmp_path / "run"), active=0, telemetry=0.0, report=False):
@@ -368,9 +369,9 @@ def test_a_decorated_generator_keeps_its_steps(training: Any, tmp_path: Path) ->
 
 
 def test_a_thread_whose_target_trains_is_not_taken_for_a_waiting_one(
-    training: Any, recorded: Any
+    training: Any, record_run: Any
 ) -> None:
-    """It stands in its own function, which ``threading`` called; another makes updates."""
+    """The thread stands in its own function, which ``threading`` called; another makes updates."""
     turn, other = threading.Lock(), type(training)()
     turn.acquire()
     ready = threading.Event()
@@ -396,4 +397,4 @@ def test_a_thread_whose_target_trains_is_not_taken_for_a_waiting_one(
         for thread in threads:
             thread.join()
 
-    assert len(recorded(run).steps) == 30
+    assert len(record_run(run).steps) == 30

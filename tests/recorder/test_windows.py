@@ -29,7 +29,7 @@ CALM = {"report": False, "guard": 1e9}
 
 
 def wait_for(recorder: Recorder, condition: Callable[[Any], bool]) -> None:
-    """Let the writer's thread catch up."""
+    """Wait until the writer's thread has caught up."""
     session = recorder._session
     assert session is not None
     deadline = time.monotonic() + 20
@@ -60,10 +60,14 @@ def run(tmp_path: Path, training: Any, steps: int, **options: Any) -> Any:
 
 def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 30, skip=10, warmup=3, active=5)
-    opened, done = record.events_of("window")
+    opened, closed = record.events_of("window")
     assert (opened["state"], opened["steps"]) == ("open", [10])
-    assert (done["state"], done["steps"], done["file"]) == ("done", [13, 17], "trace_w0.json.gz")
-    assert steps_of(tmp_path / "run" / "rank0" / done["file"]) == [13, 14, 15, 16, 17]
+    assert (closed["state"], closed["steps"], closed["file"]) == (
+        "done",
+        [13, 17],
+        "trace_w0.json.gz",
+    )
+    assert steps_of(tmp_path / "run" / "rank0" / closed["file"]) == [13, 14, 15, 16, 17]
     marked = [step.n for step in record.steps if step.window == 0]
     assert marked[:8] == list(range(10, 18))  # and those during which the trace was written
     assert record.steps[9].window is None
@@ -73,7 +77,7 @@ def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: An
 def test_long_steps_are_not_waited_for(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four steps two are profiled, unless the user says how many to skip. Each step counts as
+    """Two of four steps are profiled, unless the user says how many to skip. Each step counts as
     long as it is said to be, however long this machine takes for it."""
     due = windows.Windows._is_first_due
     for seconds, options, kept in (
@@ -84,13 +88,13 @@ def test_long_steps_are_not_waited_for(
     ):
         asked: list[int] = []
 
-        def said(
+        def due_after(
             self: Any, number: int, dur: int, long: float = seconds, asked: list[int] = asked
         ) -> bool:
             asked.append(dur)
             return due(self, number, int(long * 1e9))
 
-        monkeypatch.setattr(windows.Windows, "_is_first_due", said)
+        monkeypatch.setattr(windows.Windows, "_is_first_due", due_after)
         folder = str(tmp_path / f"{seconds}{len(options)}")
         with Recorder(folder, telemetry=0.0, **CALM, **options):
             for _ in range(4):
@@ -107,11 +111,11 @@ def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
 ) -> None:
     make = Writer._create_folder
 
-    def slow(writer: Writer) -> None:
+    def make_slowly(writer: Writer) -> None:
         time.sleep(1.0)
         make(writer)
 
-    monkeypatch.setattr(Writer, "_create_folder", slow)
+    monkeypatch.setattr(Writer, "_create_folder", make_slowly)
     record = run(tmp_path, training, 20, skip=10, warmup=1, active=4)
     assert record.events_of("window")[-1]["state"] == "done"
     assert steps_of(tmp_path / "run" / "rank0" / "trace_w0.json.gz") == [11, 12, 13, 14]
@@ -120,11 +124,11 @@ def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
 def test_a_trace_that_has_no_folder_is_given_up_at_once(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    def full(writer: Writer) -> None:
+    def raise_disk_full(writer: Writer) -> None:
         time.sleep(0.5)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Writer, "_create_folder", full)
+    monkeypatch.setattr(Writer, "_create_folder", raise_disk_full)
     begun = time.monotonic()
     with Recorder(str(tmp_path / "run"), skip=10, warmup=1, active=4, **CALM):
         for _ in range(20):
@@ -151,8 +155,8 @@ def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -
         assert 4 <= len(ranges) <= 6
         if name != "data":
             # the shortest: any of them may be interrupted between the two clock readings
-            told = min(step.phases[name] for step in kept) / 1e3
-            assert min(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=60)
+            shortest = min(step.phases[name] for step in kept) / 1e3
+            assert min(e["dur"] for e in ranges) == pytest.approx(shortest, rel=0.25, abs=60)
     assert next(e for e in events if e["name"] == "advisor::mine")["dur"] >= 2000
 
 
@@ -177,7 +181,7 @@ def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, trainin
 
 
 @pytest.mark.parametrize("loader", [False, True])
-def test_where_weights_are_updated_by_hand_a_window_has_the_steps_that_it_says(
+def test_a_window_of_manual_updates_has_the_steps_that_it_says(
     tmp_path: Path, training: Any, loader: bool
 ) -> None:
     data = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(40)]
@@ -193,17 +197,17 @@ def test_where_weights_are_updated_by_hand_a_window_has_the_steps_that_it_says(
     assert len(record.steps) == 40
     assert [event["state"] for event in record.events_of("window")] == ["open", "done"]
     (trace,) = (tmp_path / "run").glob("rank0/trace_w*.json.gz")
-    said = record.events_of("window")[-1]["steps"]
+    reported_steps = record.events_of("window")[-1]["steps"]
     numbers = steps_of(trace)
-    assert [numbers[0], numbers[-1]] == said and len(numbers) == 5
+    assert [numbers[0], numbers[-1]] == reported_steps and len(numbers) == 5
     with gzip.open(trace) as file:
         names = {e.get("name", "") for e in json.load(file)["traceEvents"]}
-    mine = sorted(int(name[5:]) for name in names if str(name).startswith("mine#"))
+    marked = sorted(int(name[5:]) for name in names if str(name).startswith("mine#"))
     # without a loader a step's end is seen when the next forward begins, inside of our range
-    assert mine == (numbers if loader else [*numbers[1:], numbers[-1] + 1])
+    assert marked == (numbers if loader else [*numbers[1:], numbers[-1] + 1])
 
 
-def test_where_ends_of_steps_are_never_seen_at_once_that_is_why_there_is_no_window(
+def test_unseen_ends_of_steps_are_the_reported_reason_for_no_window(
     tmp_path: Path,
 ) -> None:
     """No loader, no module that is called, no optimizer."""
@@ -222,7 +226,7 @@ def test_where_ends_of_steps_are_never_seen_at_once_that_is_why_there_is_no_wind
 
 
 def test_an_exported_model_in_a_loop_has_a_window(tmp_path: Path, training: Any) -> None:
-    """It is a ``GraphModule``, whose call lies around that of the module."""
+    """An exported model is a ``GraphModule``, whose call lies around that of the module."""
     model = torch.export.export(training.net, (torch.randn(2, 4),)).module()
     with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM), torch.inference_mode():
         for _ in range(40):
@@ -238,9 +242,9 @@ def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
     with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
         for batch in training.loader(12):
             training.learn(batch)
-    done = only_rank(tmp_path / "run").events_of("window")[-1]
-    assert done["state"] == "done"
-    first, last = done["steps"]
+    closed = only_rank(tmp_path / "run").events_of("window")[-1]
+    assert closed["state"] == "done"
+    first, last = closed["steps"]
     assert last - first == 4
     assert last <= 11
 
@@ -254,9 +258,9 @@ def test_a_window_that_was_never_reached_is_reported(tmp_path: Path, training: A
 
 def test_a_run_that_ends_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 9, skip=3, warmup=2, active=50)
-    done = record.events_of("window")[-1]
-    assert (done["state"], done["steps"]) == ("done", [5, 8])
-    assert (tmp_path / "run" / "rank0" / done["file"]).is_file()
+    closed = record.events_of("window")[-1]
+    assert (closed["state"], closed["steps"]) == ("done", [5, 8])
+    assert (tmp_path / "run" / "rank0" / closed["file"]).is_file()
 
 
 def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
@@ -266,8 +270,8 @@ def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: 
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             if number == 7:
                 raise ZeroDivisionError
-    done = only_rank(tmp_path / "run").events_of("window")[-1]
-    assert done["state"] == "done"
+    closed = only_rank(tmp_path / "run").events_of("window")[-1]
+    assert closed["state"] == "done"
     assert not torch.autograd._profiler_enabled()
 
 
@@ -288,7 +292,7 @@ def test_a_profiler_of_the_users_is_left_alone(tmp_path: Path, training: Any) ->
 
 
 def test_a_profiler_that_starts_in_a_window_ends_it(tmp_path: Path, training: Any) -> None:
-    """Without this, exporting ours would crash the process."""
+    """The process would crash otherwise when the recorder's trace is exported."""
     from torch.profiler import ProfilerActivity, profile
 
     with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=20, **CALM):
@@ -314,7 +318,7 @@ def test_the_guard_stops_a_window_that_slows_training(
     """Five times as long while profiled, by a clock of the test's own."""
     too_slow = windows.Windows._explain_slowdown
 
-    def said(self: Any) -> str | None:
+    def too_slow_after(self: Any) -> str | None:
         assert all(dur > 0 for dur in (*self._unprofiled, *self._durations))
         for lengths, each in ((self._unprofiled, 10_000_000), (self._durations, 50_000_000)):
             count = len(lengths)
@@ -322,7 +326,7 @@ def test_the_guard_stops_a_window_that_slows_training(
             lengths.extend([each] * count)
         return too_slow(self)
 
-    monkeypatch.setattr(windows.Windows, "_explain_slowdown", said)
+    monkeypatch.setattr(windows.Windows, "_explain_slowdown", too_slow_after)
     with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=20, report=False):
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
@@ -352,8 +356,8 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
         for _ in range(4):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     assert signal.getsignal(signal.SIGUSR2) is before
-    done = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
-    assert [w["reason"] for w in done] == ["asked for", "SIGUSR2 received"]
+    closed = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
+    assert [w["reason"] for w in closed] == ["asked for", "SIGUSR2 received"]
 
 
 def test_a_slowdown_opens_a_window(
@@ -369,31 +373,31 @@ def test_a_slowdown_opens_a_window(
                 wait_for(
                     rec, lambda s: s.windows.automatic_reason is not None or s.windows._number >= 0
                 )
-    done = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
-    assert len(done) == 1
-    assert "median" in done[0]["reason"]
+    closed = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
+    assert len(closed) == 1
+    assert "median" in closed[0]["reason"]
 
 
 def test_trouble_is_a_slower_median_or_a_spike_and_nothing_else() -> None:
-    def alarms(durations: list[int]) -> list[int]:
+    def alarm_steps(durations: list[int]) -> list[int]:
         trouble = SlowdownWatch()
         return [n for n, ms in enumerate(durations) if trouble.add_step(ms * 1_000_000)]
 
     steady = [100] * 200
-    assert alarms(steady) == []
-    assert alarms([900, 900, 900, *steady]) == []  # start-up
-    assert alarms(steady + [120] * 100) == []  # a fifth slower
-    assert alarms([*steady, 290]) == []
-    assert alarms([*steady, 310]) == [200]
-    # the median of 16 has moved once most of them are slow; told once, not for ever
-    assert alarms(steady + [130] * 300) == [208]
-    assert alarms([1] * 100 + [2] * 100) == []  # a millisecond is the machine's
+    assert alarm_steps(steady) == []
+    assert alarm_steps([900, 900, 900, *steady]) == []  # start-up
+    assert alarm_steps(steady + [120] * 100) == []  # a fifth slower
+    assert alarm_steps([*steady, 290]) == []
+    assert alarm_steps([*steady, 310]) == [200]
+    # the median of 16 has moved once most of them are slow; reported once, not for ever
+    assert alarm_steps(steady + [130] * 300) == [208]
+    assert alarm_steps([1] * 100 + [2] * 100) == []  # a millisecond is the machine's
     # a fast step is compared with two seconds of others, and slow for one
-    assert alarms([10] * 100 + [14] * 100) == []
-    assert alarms([10] * 300 + [14] * 50) == []
+    assert alarm_steps([10] * 100 + [14] * 100) == []
+    assert alarm_steps([10] * 300 + [14] * 50) == []
     # the median of 16 has moved at the 9th; they are slow for 1 s after 62 more at most
-    assert len(alarms([10] * 300 + [14] * 100)) == 1
-    assert alarms([10] * 300 + [50]) == []  # 40 ms once: less than a window costs
+    assert len(alarm_steps([10] * 300 + [14] * 100)) == 1
+    assert alarm_steps([10] * 300 + [50]) == []  # 40 ms once: less than a window costs
 
 
 def test_windows_of_a_rank_are_bounded(tmp_path: Path, training: Any) -> None:
@@ -446,6 +450,6 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
         ("nonsense", 0, False),
     ],
 )
-def test_which_ranks_trace(ranks: str, rank: int, traces: bool) -> None:
+def test_only_the_chosen_ranks_trace(ranks: str, rank: int, traces: bool) -> None:
     assert RecordOptions(ranks=ranks).traces(rank) is traces
     assert RecordOptions(ranks=ranks, active=0).traces(rank) is False

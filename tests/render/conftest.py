@@ -31,9 +31,10 @@ HOSTILE = [
 
 
 def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Finding:
-    """A finding worth 40 ms / number of a 400 ms step; ``name`` goes wherever a trace's would."""
+    """A finding with a gain of 40 ms / number of a 400 ms step; ``name`` goes wherever a trace's
+    would."""
     gain = 40 * MS // number
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rule": f"rule-{number}",
         "title": name or f"Finding number {number} of the step",
         "summary": f"Each step waits for {name or 'something'} that a change of one line avoids.",
@@ -77,15 +78,15 @@ def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Fi
         "marginal_gain_ns": gain if number == 1 else gain // 2,
         "validation": "real traces",
     }
-    return Finding(**{**given, **changes})
+    return Finding(**{**fields, **changes})
 
 
 def make_report(count: int = 1, name: str | None = None, **changes: Any) -> Report:
     """A report on six steps of 400 ms: 300 compute, 20 communication, 10 copies, 70 idle."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "version": "0.1.0",
         "status": "bottlenecks" if count else "healthy",
-        "verdict": f"GPU busy 82% of a 400 ms step; first: {name or 'waiting'}, worth 40 ms.",
+        "verdict": f"GPU busy 82% of a 400 ms step; first: {name or 'waiting'}, up to 40 ms.",
         "inputs": [
             Input(
                 path=name or "/data/traces/rank0.json.gz",
@@ -155,12 +156,12 @@ def make_report(count: int = 1, name: str | None = None, **changes: Any) -> Repo
         ],
         "limits": [f"3 events: {name or 'negative duration'}."],
     }
-    return Report(**{**given, **changes})
+    return Report(**{**fields, **changes})
 
 
 def make_replay(**changes: Any) -> Replay:
     """A replay that comes within 1.2% of the steps."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "step_ns": 401.0 * MS,
         "measured_ns": 400.0 * MS,
         "step_error": 0.012,
@@ -178,11 +179,11 @@ def make_replay(**changes: Any) -> Replay:
         "step_after_ns": 343.3 * MS,
         "busy_after_ns": 300.0 * MS,
     }
-    return Replay(**{**given, **changes})
+    return Replay(**{**fields, **changes})
 
 
 def make_ranks(count: int, *, aligned: bool = True) -> Ranks:
-    """So many ranks, each a little slower than the one before."""
+    """``count`` ranks, each a little slower than the one before."""
     lines = [
         RankLine(
             rank=rank,
@@ -203,29 +204,29 @@ def make_ranks(count: int, *, aligned: bool = True) -> Ranks:
 
 @pytest.fixture
 def report() -> Callable[..., Report]:
-    """``report(count=1, name=None, **changes)``."""
+    """Return ``report(count=1, name=None, **changes)``."""
     return make_report
 
 
 @pytest.fixture
 def replay() -> Callable[..., Replay]:
-    """``replay(**changes)``."""
+    """Return ``replay(**changes)``."""
     return make_replay
 
 
 @pytest.fixture
 def finding() -> Callable[..., Finding]:
-    """``finding(number=1, name=None, **changes)``."""
+    """Return ``finding(number=1, name=None, **changes)``."""
     return make_finding
 
 
 @pytest.fixture
 def ranks() -> Callable[..., Ranks]:
-    """``ranks(count, aligned=True)``."""
+    """Return ``ranks(count, aligned=True)``."""
     return make_ranks
 
 
 @pytest.fixture(params=HOSTILE, ids=range(len(HOSTILE)))
-def hostile(request: pytest.FixtureRequest) -> str:
+def hostile_name(request: pytest.FixtureRequest) -> str:
     """Each of the names that a trace may hold to do harm."""
     return str(request.param)

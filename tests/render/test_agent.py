@@ -11,10 +11,10 @@ from advisor import analyze
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
 from benchmarks.public_traces import path_of
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 MAX_TOKENS = 1500
-"""Of four characters: English text and code have about as many."""
+"""Limit in tokens of four characters, which fits English text and code."""
 
 QUESTIONS = (
     ("pairs/loader_profiler_workers0", "what first?", r"## single-process-loader:"),
@@ -58,17 +58,17 @@ QUESTIONS = (
 
 
 def report(name: str) -> Report:
-    return examined(str(path_of(f"{name}.json.gz"))).report
+    return analyze_cached(str(path_of(f"{name}.json.gz"))).report
 
 
 @cache
-def answer(name: str) -> str:
+def render_for_agent(name: str) -> str:
     return REPORTS.render("agent", report(name))
 
 
 @pytest.mark.parametrize(("name", "question", "expected"), QUESTIONS)
 def test_questions_that_agents_ask_are_answered(name: str, question: str, expected: str) -> None:
-    text = answer(name)
+    text = render_for_agent(name)
     if expected.startswith("(?!"):
         assert re.match(expected, text, re.DOTALL), question
     else:
@@ -76,8 +76,8 @@ def test_questions_that_agents_ask_are_answered(name: str, question: str, expect
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in QUESTIONS}))
-def test_it_is_short_and_its_ids_are_the_report_s(name: str) -> None:
-    text = answer(name)
+def test_the_agent_format_is_short_and_has_the_ids_of_the_report(name: str) -> None:
+    text = render_for_agent(name)
     assert len(text) <= 4 * MAX_TOKENS
     named = report(name).by_id()
     assert set(re.findall(r"^## (\S+):", text, re.MULTILINE)) <= set(named)
@@ -88,8 +88,8 @@ def test_it_is_short_and_its_ids_are_the_report_s(name: str) -> None:
 
 
 def test_ids_are_numbered_from_the_second_of_a_rule_on() -> None:
-    made = report("v100_train_copy_heavy")
-    assert list(made.by_id())[: len(made.findings)] == [f.rule for f in made.findings]
+    result = report("v100_train_copy_heavy")
+    assert list(result.by_id())[: len(result.findings)] == [f.rule for f in result.findings]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ COMMAND = re.compile(
 )
 
 
-def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
+def parse_commands(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Level, properties and message of every line, unescaped as the runner does it."""
-    found = []
+    result = []
     for line in text.splitlines():
         match = COMMAND.fullmatch(line)
         assert match is not None, line
@@ -31,23 +31,23 @@ def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
                 value = value.replace(code, char)
             properties[name] = value.replace("%25", "%")
         message = match[3].replace("%0D", "\r").replace("%0A", "\n").replace("%25", "%")
-        found.append((match[1], properties, message))
-    return found
+        result.append((match[1], properties, message))
+    return result
 
 
 def test_a_finding_is_an_annotation_of_its_line(report: Make) -> None:
-    made = report(1)
+    result = report(1)
     place = Location(file="src/train.py", line=42)
-    made.findings[0] = replace(made.findings[0], where=[place])
-    verdict, first = commands(REPORTS.render("github", made))
+    result.findings[0] = replace(result.findings[0], where=[place])
+    verdict, first = parse_commands(REPORTS.render("github", result))
     assert verdict[0] == "notice"
-    assert verdict[2] == made.verdict
+    assert verdict[2] == result.verdict
     level, properties, message = first
     assert level == "warning"
     assert properties["file"] == "src/train.py"
     assert properties["line"] == "42"
     assert "40 ms per step (20–40 ms)" in properties["title"]
-    assert message.startswith(made.findings[0].summary)
+    assert message.startswith(result.findings[0].summary)
     assert "\nFix: " in message
 
 
@@ -58,7 +58,9 @@ def test_levels_follow_the_severity(
     report: Make, finding: MakeFinding, severity: str, level: str
 ) -> None:
     assert (
-        commands(REPORTS.render("github", report(findings=[finding(severity=severity)])))[1][0]
+        parse_commands(REPORTS.render("github", report(findings=[finding(severity=severity)])))[1][
+            0
+        ]
         == level
     )
 
@@ -72,7 +74,7 @@ def test_a_file_outside_the_repository_is_reported_in_the_message(
     report: Make, finding: MakeFinding
 ) -> None:
     where = [Location(file="/srv/elsewhere/train.py", line=3)]
-    _, properties, message = commands(
+    _, properties, message = parse_commands(
         REPORTS.render("github", report(findings=[finding(where=where)]))
     )[1]
     assert "file" not in properties
@@ -80,16 +82,16 @@ def test_a_file_outside_the_repository_is_reported_in_the_message(
 
 
 def test_symptoms_are_not_annotated_twice(report: Make, finding: MakeFinding) -> None:
-    made = report(findings=[finding(1), finding(2, folded_under="rule-1")])
-    assert len(commands(REPORTS.render("github", made))) == 2
+    result = report(findings=[finding(1), finding(2, folded_under="rule-1")])
+    assert len(parse_commands(REPORTS.render("github", result))) == 2
 
 
-def test_hostile_names_start_no_command(report: Make, hostile: str) -> None:
-    text = REPORTS.render("github", report(2, hostile))
-    assert len(commands(text)) == 3
+def test_hostile_names_start_no_command(report: Make, hostile_name: str) -> None:
+    text = REPORTS.render("github", report(2, hostile_name))
+    assert len(parse_commands(text)) == 3
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
 
 
 def test_a_name_that_is_a_command_is_text(report: Make) -> None:
     text = REPORTS.render("github", report(1, "x\n::error file=a::boo\r::set-output name=x::y"))
-    assert [level for level, _, _ in commands(text)] == ["notice", "warning"]
+    assert [level for level, _, _ in parse_commands(text)] == ["notice", "warning"]

@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that is read."""
+        """All text of the page."""
         return " ".join("".join(self.texts).split())
 
 
@@ -91,13 +91,13 @@ def test_nothing_is_loaded_and_nothing_runs(report: Make) -> None:
     assert "@import" not in style()
 
 
-def test_hostile_names_stay_names(report: Make, hostile: str) -> None:
-    page = Page(REPORTS.render("html", report(2, hostile)))
+def test_hostile_names_stay_names(report: Make, hostile_name: str) -> None:
+    page = Page(REPORTS.render("html", report(2, hostile_name)))
     assert {tag for tag, _ in page.tags} <= OURS
     assert not [a for _, attrs in page.tags for a in attrs if a.startswith("on")]
-    shown = REPORTS.render("html", report(2, hostile))
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
-    shown.encode("utf-8")
+    text = REPORTS.render("html", report(2, hostile_name))
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    text.encode("utf-8")
 
 
 def test_a_kernel_that_is_an_image_tag_is_text(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_a_kernel_that_is_an_image_tag_is_text(tmp_path: Path) -> None:
             with b.op(name, [[512, 512]], "float"):
                 b.launch(name, 900, stream=7)
             b.sync()
-    found = examine(b.write(tmp_path / "x.json"))
-    text = REPORTS.render("html", found.report, analysis=found.main)
+    result = examine(b.write(tmp_path / "x.json"))
+    text = REPORTS.render("html", result.report, analysis=result.main)
     page = Page(text)
     assert "<img" not in text
     assert not any(tag == "img" for tag, _ in page.tags)
-    for shown in (text, found.report._repr_html_()):
-        assert "<img" not in shown
+    for rendered in (text, result.report._repr_html_()):
+        assert "<img" not in rendered
 
 
 def test_a_script_of_a_rule_is_not_a_link(report: Make, finding: Callable[..., Finding]) -> None:
@@ -131,10 +131,10 @@ def test_a_report_with_endless_names_stays_below_a_megabyte(report: Make) -> Non
 
 
 def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., object]) -> None:
-    made = report(3, replay=replay())
-    text = Page(REPORTS.render("html", made)).text
+    result = report(3, replay=replay())
+    text = Page(REPORTS.render("html", result)).text
     for wanted in (
-        made.verdict,
+        result.verdict,
         "400 ms",
         "82%",  # busy
         "38%",  # MFU
@@ -186,8 +186,8 @@ def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> 
                 b.launch("ampere_sgemm", 1000, stream=7)
             b.sync()
             b.host(3000)
-    found = examine(b.write(tmp_path / "step.json"))
-    page = Page(REPORTS.render("html", found.report, analysis=found.main))
+    result = examine(b.write(tmp_path / "step.json"))
+    page = Page(REPORTS.render("html", result.report, analysis=result.main))
     assert "A typical step" in page.text and "stream 7" in page.text
     assert "idle: outside operators" in page.text and "idle: unknown" not in page.text
     colours = [str(attrs.get("class")) for tag, attrs in page.tags if tag == "span"]
@@ -229,7 +229,7 @@ def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:
     assert "343 ms" in text
 
 
-def test_what_is_not_measured_is_said_not_to_be(report: Make) -> None:
+def test_unmeasured_values_are_shown_as_not_measured(report: Make) -> None:
     text = Page(REPORTS.render("html", report(0, mfu=None, memory_peak_bytes=None))).text
     assert text.count("not measured") >= 2
     assert "0 B" not in text
@@ -279,17 +279,17 @@ def test_the_strip_is_where_the_work_is() -> None:
                 b.launch("ampere_sgemm", 1000, stream=7)
             b.sync()
             b.host(3000)
-    shown = build_step_lanes(b.analysis())
-    assert shown is not None
-    (work, idle) = shown.lanes
+    lanes = build_step_lanes(b.analysis())
+    assert lanes is not None
+    (work, idle) = lanes.lanes
     assert work.label == "stream 7"
-    assert work.busy == pytest.approx(1000e3 / shown.dur_ns, rel=0.01)
+    assert work.busy == pytest.approx(1000e3 / lanes.dur_ns, rel=0.01)
     assert idle.busy == pytest.approx(1 - work.busy, abs=0.01)
     cells = sum(run.last - run.first for run in work.runs)
     # a cell at either end of a run counts when a tenth of it is taken
     assert cells == pytest.approx(CELLS * work.busy, abs=2 * len(work.runs))
     assert {run.kind for run in work.runs} == {"compute"}
-    assert all(0 <= run.first < run.last <= CELLS for lane in shown.lanes for run in lane.runs)
+    assert all(0 <= run.first < run.last <= CELLS for lane in lanes.lanes for run in lane.runs)
 
 
 def test_a_lone_short_kernel_is_seen() -> None:
@@ -300,9 +300,9 @@ def test_a_lone_short_kernel_is_seen() -> None:
             with b.op("aten::add"):
                 b.launch("tiny", 2)
             b.host(50_000)
-    shown = build_step_lanes(b.analysis())
-    assert shown is not None
-    assert sum(run.last - run.first for run in shown.lanes[0].runs) == 1
+    lanes = build_step_lanes(b.analysis())
+    assert lanes is not None
+    assert sum(run.last - run.first for run in lanes.lanes[0].runs) == 1
 
 
 def test_without_device_work_there_is_no_strip(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_without_device_work_there_is_no_strip(tmp_path: Path) -> None:
         with b.step(), b.op("aten::mm"):
             b.host(100)
     assert build_step_lanes(b.analysis()) is None
-    found = examine(b.write(tmp_path / "cpu.json"))
-    page = Page(REPORTS.render("html", found.report, analysis=found.main))
+    result = examine(b.write(tmp_path / "cpu.json"))
+    page = Page(REPORTS.render("html", result.report, analysis=result.main))
     assert "on the host's main thread" in page.text
 
 
@@ -320,13 +320,13 @@ def test_without_device_work_there_is_no_strip(tmp_path: Path) -> None:
 def test_a_real_trace_makes_a_small_sound_page(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
-    found = examine(shared_trace(name))
-    text = REPORTS.render("html", found.report, analysis=found.main)
+    result = examine(shared_trace(name))
+    text = REPORTS.render("html", result.report, analysis=result.main)
     assert len(text.encode()) < 200_000
     page = Page(text)
     assert {tag for tag, _ in page.tags} <= OURS
-    assert "".join(split_verdict(found.report.verdict, MAX_TITLE)) in page.text
-    for finding in found.report.findings:
+    assert "".join(split_verdict(result.report.verdict, MAX_TITLE)) in page.text
+    for finding in result.report.findings:
         assert finding.title in page.text
 
 
@@ -334,25 +334,25 @@ def test_a_real_trace_makes_a_small_sound_page(
 
 
 def test_a_notebook_shows_the_verdict_and_the_findings(report: Make) -> None:
-    made = report(7)
-    text = made._repr_html_()
+    result = report(7)
+    text = result._repr_html_()
     page = Page(text)
-    assert "".join(split_sentences(made.verdict, MAX_TITLE)) in page.text
+    assert "".join(split_sentences(result.verdict, MAX_TITLE)) in page.text
     assert "Finding number 5" in page.text
     assert "2 more findings" in page.text
     assert len(text) < 20_000
     assert not any(tag in ("script", "style", "link", "img") for tag, _ in page.tags)
 
 
-def test_hostile_names_stay_names_in_a_notebook(report: Make, hostile: str) -> None:
-    page = Page(REPORTS.render("notebook", report(2, hostile)))
+def test_hostile_names_stay_names_in_a_notebook(report: Make, hostile_name: str) -> None:
+    page = Page(REPORTS.render("notebook", report(2, hostile_name)))
     assert {tag for tag, _ in page.tags} <= OURS
     assert not [a for _, attrs in page.tags for a in attrs if a.startswith("on")]
 
 
 def test_a_healthy_report_has_no_table(report: Make) -> None:
-    made = replace(report(0), not_checked=[])
-    assert "<table" not in made._repr_html_()
+    healthy = replace(report(0), not_checked=[])
+    assert "<table" not in healthy._repr_html_()
 
 
 def test_quotes_cannot_end_an_attribute() -> None:

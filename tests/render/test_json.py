@@ -29,9 +29,9 @@ def test_a_report_reads_back_as_it_was(
 
 
 def test_a_report_with_hostile_names_reads_back_as_it_was(
-    report: Callable[..., Report], hostile: str
+    report: Callable[..., Report], hostile_name: str
 ) -> None:
-    name = hostile.encode("utf-8", "replace").decode()
+    name = hostile_name.encode("utf-8", "replace").decode()
     full = report(2, name)
     text = REPORTS.render("json", full)
     assert Report.from_json(text) == full
@@ -47,25 +47,25 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
             with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
                 b.launch("ampere_sgemm_128x64_nn", 900)
             b.sync()
-    found = analyze(b.write(tmp_path / "trace.json"))
-    read = Report.from_json(REPORTS.render("json", found))
-    assert read.charts == build_charts(found)
-    shown = standard.loads(found.to_json())["charts"]
-    bar, stairs = shown["bar"], shown["fix_sequence"]
-    assert shown["ranks"] is None
+    report = analyze(b.write(tmp_path / "trace.json"))
+    read = Report.from_json(REPORTS.render("json", report))
+    assert read.charts == build_charts(report)
+    charts = standard.loads(report.to_json())["charts"]
+    bar, stairs = charts["bar"], charts["fix_sequence"]
+    assert charts["ranks"] is None
     parts = [*bar["work"], *bar["idle"]]
     assert {part["key"] for part in parts} >= {"compute", "loader"}
-    assert sum(part["ns"] for part in parts) == pytest.approx(found.scope.step_ns)
+    assert sum(part["ns"] for part in parts) == pytest.approx(report.scope.step_ns)
     assert len({part["look"]["colour"] for part in parts}) == len(parts)
-    assert stairs["measured"]["left_ns"] == found.step_ns
+    assert stairs["measured"]["left_ns"] == report.step_ns
     # without the wait for the loader the step still waits for the device at its end
     assert [stair["priority"] for stair in stairs["fixes"]] == [1, 2]
-    assert stairs["fixes"][0]["saved_ns"] == found.findings[0].marginal_gain_ns
+    assert stairs["fixes"][0]["saved_ns"] == report.findings[0].marginal_gain_ns
 
 
 def test_a_report_of_version_1_is_read() -> None:
-    """As ``advisor analyze --format json --price 3.60`` wrote it of a recorded run: steps of 6 ms,
-    of which the device waits 5 for a loader without workers."""
+    """The report was written by ``advisor analyze --format json --price 3.60`` of a recorded
+    run: steps of 6 ms, of which the device waits 5 for a loader without workers."""
     text = (DATA / "reports" / "version1.json").read_bytes()
     old = standard.loads(text)
     assert old["schema"] == "advisor.report/1"
@@ -120,7 +120,7 @@ def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", '{"schema": 1}'])
-def test_what_is_not_a_report_is_refused_in_a_line(text: str) -> None:
+def test_a_file_that_is_no_report_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(AdvisorError, match="not a report"):
         Report.from_json(text)
 

@@ -38,21 +38,23 @@ NAMES = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(NAMES, st.integers(min_value=labels.MIN_DISTINCT_WIDTH, max_value=70))
 def test_distinct_names_get_distinct_labels_that_fit(names: list[str], width: int) -> None:
-    shown = labels.distinct_labels(names, width)
-    assert len(set(shown)) == len(set(names))
-    assert dict(zip(names, shown, strict=True)) == labels.labels_by_name(names, width)
-    assert all(len(label) <= width for label in shown)
-    hidden = {unicodedata.category(char) for label in shown for char in label}
+    fitted = labels.distinct_labels(names, width)
+    assert len(set(fitted)) == len(set(names))
+    assert dict(zip(names, fitted, strict=True)) == labels.labels_by_name(names, width)
+    assert all(len(label) <= width for label in fitted)
+    hidden = {unicodedata.category(char) for label in fitted for char in label}
     assert not hidden & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 @settings(deadline=None)
 @given(NAMES, st.integers(min_value=labels.MIN_DISTINCT_WIDTH, max_value=70))
-def test_what_fits_stays_as_it_is_and_labels_are_their_own(names: list[str], width: int) -> None:
-    shown = labels.distinct_labels(names, width)
-    assert labels.distinct_labels(shown, width) == shown
+def test_short_labels_stay_unchanged_and_all_labels_are_distinct(
+    names: list[str], width: int
+) -> None:
+    fitted = labels.distinct_labels(names, width)
+    assert labels.distinct_labels(fitted, width) == fitted
     cleaned = [labels.clean(name) for name in names]
-    for name, label in zip(cleaned, shown, strict=True):
+    for name, label in zip(cleaned, fitted, strict=True):
         if len(name) <= width and cleaned.count(name) == names.count(name) and name in names:
             assert label == name
 
@@ -72,10 +74,10 @@ def test_on_real_traces_no_kernel_needs_a_number(
     run = open_run(Path(shared_trace(trace)))
     names = next(iter(run.traces.values())).gpu["name"].cast(pl.String).unique().to_list()
     for width in (30, 44, 66):
-        shown = labels.distinct_labels(names, width)
-        assert len(set(shown)) == len(set(names))
-        assert max(map(len, shown)) <= width
-        assert not any(label.rpartition("#")[0].endswith(labels.ELLIPSIS) for label in shown)
+        fitted = labels.distinct_labels(names, width)
+        assert len(set(fitted)) == len(set(names))
+        assert max(map(len, fitted)) <= width
+        assert not any(label.rpartition("#")[0].endswith(labels.ELLIPSIS) for label in fitted)
 
 
 def functor(name: str, number: str = "4") -> str:
@@ -85,7 +87,7 @@ def functor(name: str, number: str = "4") -> str:
     )
 
 
-def test_what_tells_kernels_apart_is_kept_wherever_it_stands() -> None:
+def test_the_part_that_distinguishes_kernels_is_kept_wherever_it_stands() -> None:
     names = [functor(name) for name in ("AddFunctor", "MulFunctor", "FillFunctor")]
     for label, telling in zip(
         labels.distinct_labels(names, 32), ("Add", "Mul", "Fill"), strict=True
@@ -108,8 +110,8 @@ def test_tiles_of_one_gemm_are_distinguished() -> None:
         f"sm80_xmma_gemm_f32f32_tf32f32_f32_nt_n_tilesize{tile}_stage4_warpsize2x2x1_tensor16x8x8"
         for tile in ("128x128x16", "128x64x16", "64x64x32")
     ]
-    shown = labels.distinct_labels(names, 40)
-    for label, tile in zip(shown, ("128x128x16", "128x64x16", "64x64x32"), strict=True):
+    fitted = labels.distinct_labels(names, 40)
+    for label, tile in zip(fitted, ("128x128x16", "128x64x16", "64x64x32"), strict=True):
         assert tile in label
 
 
@@ -130,9 +132,9 @@ def test_backward_nodes_and_their_evaluation_stay_apart() -> None:
 
 def test_names_that_differ_in_nothing_that_fits_are_numbered() -> None:
     names = [f"{'<' * 60}{'>' * (60 + i)}" for i in range(3)]
-    shown = labels.distinct_labels(names, 12)
-    assert len(set(shown)) == 3
-    assert max(map(len, shown)) <= 12
+    fitted = labels.distinct_labels(names, 12)
+    assert len(set(fitted)) == 3
+    assert max(map(len, fitted)) <= 12
 
 
 def test_nothing_stays_nothing() -> None:

@@ -29,7 +29,7 @@ def layer(name: str, parent: int | None, **changes: Any) -> Layer:
     return Layer(**(values | changes))
 
 
-def recorded(rows: list[Layer], name: str = "Block_2") -> Layers:
+def make_layers(rows: list[Layer], name: str = "Block_2") -> Layers:
     kind = LayerKind(kind=name, modules=4, calls=None, ns=3e6, own_ns=1e6, share=0.25)
     outlier = LayerOutlier(
         name=name, path=[], equals="Block_0–3", ns=2e6, usual_ns=1e6, part="Linear"
@@ -40,7 +40,7 @@ def recorded(rows: list[Layer], name: str = "Block_2") -> Layers:
     )  # fmt: skip
 
 
-def shown(report: Report, **more: Any) -> str:
+def render_layers(report: Report, **more: Any) -> str:
     options = RenderOptions(details=True, **more)
     return Terminal().draw(layers.build(report, options), options)
 
@@ -50,21 +50,21 @@ def shown(report: Report, **more: Any) -> str:
 def test_every_line_fits_whatever_the_names(
     report: Callable[..., Report], width: int, colour: bool
 ) -> None:
-    made = report(0)
+    result = report(0)
     for name in HOSTILE:
-        made.layers = recorded([layer(name, None), *(layer(name, i) for i in range(9))], name)
-        plain = ANSI.sub("", shown(made, width=width, colour=colour))
+        result.layers = make_layers([layer(name, None), *(layer(name, i) for i in range(9))], name)
+        plain = ANSI.sub("", render_layers(result, width=width, colour=colour))
         assert max(cell_len(line) for line in plain.split("\n")) <= width
         assert "\x1b" not in plain and "\x07" not in plain
 
 
-def test_what_is_not_known_is_a_dash_and_what_is_in_no_module_a_row(
+def test_unknown_values_are_dashes_and_work_outside_modules_is_a_row(
     report: Callable[..., Report],
 ) -> None:
-    made = report(0)
+    result = report(0)
     rows = [layer("Model", None, calls=None, modules=1), layer("Block", 0, flops_per_s=None)]
-    made.layers = recorded(rows)
-    text = " ".join(shown(made, width=120).split())
+    result.layers = make_layers(rows)
+    text = " ".join(render_layers(result, width=120).split())
     assert "Model – 3 ms 75% 6 T 2.79 GiB 2,000 1,000" in text
     assert "Block ×4 4 3 ms 75% 6 T 2.79 GiB – 1,000" in text
     assert "in no module – 1 ms 25% – –" in text
@@ -74,11 +74,11 @@ def test_what_is_not_known_is_a_dash_and_what_is_in_no_module_a_row(
 
 def test_a_layer_stands_after_the_one_around_it() -> None:
     with pytest.raises(ValueError, match="before the layer around it"):
-        recorded([layer("Model", 0)])
+        make_layers([layer("Model", 0)])
 
 
 @pytest.mark.parametrize(
-    ("framework", "form", "with_stack", "said"),
+    ("framework", "form", "with_stack", "message"),
     [
         ("pytorch", "kineto", False, "with_stack=True"),
         ("pytorch", "kineto", True, "no call of a torch.nn.Module"),
@@ -87,10 +87,10 @@ def test_a_layer_stands_after_the_one_around_it() -> None:
     ],
 )
 def test_without_layers_a_line_says_what_would_record_them(
-    report: Callable[..., Report], framework: str, form: str, with_stack: bool | None, said: str
+    report: Callable[..., Report], framework: str, form: str, with_stack: bool | None, message: str
 ) -> None:
-    made = report(0)
-    made.layers, made.scope.framework = None, framework
-    made.inputs[0].format, made.inputs[0].with_stack = form, with_stack
-    text = " ".join(shown(made).split())
-    assert text.startswith("No layers were recorded") and said in text
+    result = report(0)
+    result.layers, result.scope.framework = None, framework
+    result.inputs[0].format, result.inputs[0].with_stack = form, with_stack
+    text = " ".join(render_layers(result).split())
+    assert text.startswith("No layers were recorded") and message in text

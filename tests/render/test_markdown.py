@@ -24,16 +24,16 @@ OURS = {"<details><summary>Details</summary>", "</details>", "<!-- -->"}
 
 
 def rendered_text(source: str) -> str:
-    """What a reader of the rendered page sees of one paragraph."""
-    found = []
+    """The text that a reader of the rendered page sees of one paragraph."""
+    result = []
     for token in PARSER.parse(source):
         for child in token.children or []:
             assert child.type in {"text", "html_inline", "text_special"}, (child.type, source)
             if child.type == "html_inline":
                 assert child.content == "<!-- -->"
             else:
-                found.append(child.content)
-    return "".join(found)
+                result.append(child.content)
+    return "".join(result)
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
@@ -57,8 +57,8 @@ def test_a_code_block_cannot_be_ended_by_its_content() -> None:
     assert token.content == "a\n```\n````\n# not a heading\n"
 
 
-def test_hostile_names_make_no_html_no_links_and_no_images(report: Make, hostile: str) -> None:
-    for token in PARSER.parse(REPORTS.render("markdown", report(2, hostile))):
+def test_hostile_names_make_no_html_no_links_and_no_images(report: Make, hostile_name: str) -> None:
+    for token in PARSER.parse(REPORTS.render("markdown", report(2, hostile_name))):
         if token.type == "html_block":
             parts = re.findall(r"<[^>]*>", token.content)
             assert "".join(parts) in "<details><summary></summary></details>"
@@ -68,12 +68,14 @@ def test_hostile_names_make_no_html_no_links_and_no_images(report: Make, hostile
                 assert child.content in OURS
 
 
-def test_hostile_names_do_not_change_the_headings_or_the_table(report: Make, hostile: str) -> None:
+def test_hostile_names_do_not_change_the_headings_or_the_table(
+    report: Make, hostile_name: str
+) -> None:
     def outline(source: str) -> list[str]:
         structure = {"heading_open", "tr_open", "td_open", "th_open", "list_item_open", "fence"}
         return [token.type for token in PARSER.parse(source) if token.type in structure]
 
-    assert outline(REPORTS.render("markdown", report(2, hostile))) == outline(
+    assert outline(REPORTS.render("markdown", report(2, hostile_name))) == outline(
         REPORTS.render("markdown", report(2, "harmless"))
     )
 
@@ -85,7 +87,7 @@ def test_nobody_is_mentioned(report: Make) -> None:
     assert not re.search(r"#\d", outside_code)
 
 
-def test_it_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks]) -> None:
+def test_markdown_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks]) -> None:
     source = REPORTS.render("markdown", report(3, ranks=ranks(2)))
     for part in (
         "GPU busy 82%",
@@ -115,5 +117,5 @@ def test_a_place_shows_names_as_code_and_figures_as_text() -> None:
     place = Location(op="aten::item", count=12, dur_ns=3_000_000)
     names = [Span(name, "code") for name in t.location_names(place)]
     fields = FieldList([TextField("where", [*names, *t.location_figures(place)])])
-    shown = Markdown().draw(Document("", [fields], name="report"))
-    assert "where: `aten::item` · 12× · worst 3 ms\n" in shown
+    text = Markdown().draw(Document("", [fields], name="report"))
+    assert "where: `aten::item` · 12× · worst 3 ms\n" in text

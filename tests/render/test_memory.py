@@ -1,4 +1,4 @@
-"""What a memory snapshot shows, in the formats that people read elsewhere than in a terminal."""
+"""A memory snapshot in the formats that people read elsewhere than in a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ CORPUS = Path(__file__).parents[1] / "corpus" / "memory"
 
 @pytest.mark.parametrize("name", ["opt13b_weights", "stable_diffusion_no_history"])
 def test_unused_memory_says_what_emptying_the_cache_returns(name: str) -> None:
-    """Those segments whose blocks are all inactive, added up from the file itself."""
+    """The returned memory is the segments whose blocks are all inactive, added up from the file
+    itself."""
     file = CORPUS / f"{name}.pickle.gz"
     segments = pickle.loads(gzip.decompress(file.read_bytes()))["segments"]
     whole = [
@@ -53,22 +54,22 @@ def test_unused_memory_says_what_emptying_the_cache_returns(name: str) -> None:
     assert returned in report.verdict
 
 
-def test_what_was_unused_at_a_peak_is_not_said_to_be_returned() -> None:
+def test_unused_memory_at_a_peak_is_not_reported_as_returnable() -> None:
     report = advisor.analyze(CORPUS / "windows_training.pickle.gz")
     assert report.memory[0].at == "peak" and "empty_cache" not in report.verdict
 
 
 def test_the_cheapest_saving_of_a_snapshot_has_its_code() -> None:
     report = advisor.analyze(CORPUS / "windows_training.pickle.gz")
-    shown = REPORTS.render("terminal", report, width=80)
+    text = REPORTS.render("terminal", report, width=80)
     assert (
         "If memory is short, first: fused attention, 2.25 GiB (17%); it adds no work"
         in report.verdict
     )
     assert "Most is freed by: offload activations, 11.1 GiB (85%)" in report.verdict
     assert report.verdict.endswith("or in less time checkpointing, 10.3 GiB (80%).")
-    assert re.search(r"checkpointing +10.3 GiB +2nd forward pass +\S*model.py:253", shown)
-    assert "scaled_dot_product_attention(q, k, v, attn_mask=mask)" in shown
+    assert re.search(r"checkpointing +10.3 GiB +2nd forward pass +\S*model.py:253", text)
+    assert "scaled_dot_product_attention(q, k, v, attn_mask=mask)" in text
 
 
 def test_a_page_draws_what_was_held(report: Report) -> None:
@@ -90,10 +91,10 @@ def test_markdown_has_the_tables(report: Report) -> None:
             parts = [child.content for child in token.children or [] if child.type != "html_inline"]
             rows[-1].append("".join(parts))
         assert token.type != "html_block" or "img" not in token.content
-    shown = {row[0]: row for row in rows}
+    row_by_name = {row[0]: row for row in rows}
     (view,) = report.memory
     for each in view.held[:8]:
-        line = next(row for name, row in shown.items() if name.endswith(each.category)
+        line = next(row for name, row in row_by_name.items() if name.endswith(each.category)
                     and (each.file is None or f":{each.line} " in name)
                     and row[1] == t.format_bytes(each.bytes))  # fmt: skip
         assert len(line) == 4
@@ -114,17 +115,17 @@ def test_github_has_one_notice_of_it(report: Report) -> None:
     assert not [line for line in lines if line.startswith("::error")]
 
 
-def test_sarif_tells_it_among_the_notifications(report: Report) -> None:
+def test_sarif_has_the_memory_peak_among_its_notifications(report: Report) -> None:
     log = json.loads(REPORTS.render("sarif", report))
     validator = Draft202012Validator(json.loads(SCHEMA.read_bytes()))
     assert [error.message for error in validator.iter_errors(log)] == []
-    told = [one["message"]["text"]
+    messages = [one["message"]["text"]
             for one in log["runs"][0]["invocations"][0]["toolExecutionNotifications"]]  # fmt: skip
     largest = report.memory[0].held[0]
     assert any(
-        t.format_bytes(largest.bytes) in text and f":{largest.line} " in text for text in told
+        t.format_bytes(largest.bytes) in text and f":{largest.line} " in text for text in messages
     )
-    assert any(text.startswith("What held the memory at its peak: held:") for text in told)
+    assert any(text.startswith("What held the memory at its peak: held:") for text in messages)
 
 
 @pytest.mark.parametrize("form", ["markdown", "github", "sarif"])
@@ -136,8 +137,8 @@ def test_a_trace_alone_says_nothing_of_it(form: str, report: Report) -> None:
 def test_a_run_out_of_memory_is_critical_and_its_code_is_shown_once() -> None:
     report = advisor.analyze(CORPUS / "h100_full.pickle.gz")
     (risk,) = report.risks
-    shown = REPORTS.render("html", report)
-    assert risk.severity == "critical" and '<span class="badge critical">' in shown
+    text = REPORTS.render("html", report)
+    assert risk.severity == "critical" and '<span class="badge critical">' in text
     for form in ("html", "terminal"):
         assert (
             REPORTS.render(form, report, details=True).count("LigerFusedLinearCrossEntropyLoss()")

@@ -23,7 +23,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def rate(**given: Any) -> OperatorRate:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "aten::mm", "shapes": "[8944, 1024] [1024, 2816]", "family": "gemm",
         "dtype": "bf16", "kernel": "sm90_xmma", "tensor_core": True, "calls": 48.0, "ns": 4.0155e6,
         "share": 0.126, "flops": 5.1e10, "bytes": 7.4e7, "flops_per_s": 616.6e12,
@@ -31,10 +31,10 @@ def rate(**given: Any) -> OperatorRate:
         "attainable_bytes_per_s": 2791e9, "bound": "compute", "efficiency": 0.812,
         "saved_ns": 755e3,
     }  # fmt: skip
-    return OperatorRate(**(told | given))
+    return OperatorRate(**(fields | given))
 
 
-def shown(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
+def render_operators(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
     report = make(0)
     report.rooflines = list(rows)
     report.attainable = [
@@ -49,14 +49,14 @@ def shown(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
 @pytest.mark.parametrize("colour", [False, True])
 def test_every_line_fits_whatever_the_names(report: Make, width: int, colour: bool) -> None:
     rows = [rate(name=name, shapes=name, kernel=name, efficiency=0.1) for name in HOSTILE]
-    text = shown(report, *rows, width=width, colour=colour)
+    text = render_operators(report, *rows, width=width, colour=colour)
     plain = ANSI.sub("", text)
     assert max(cell_len(line) for line in plain.split("\n")) <= width
     assert "\x1b" not in plain and "\x07" not in plain
 
 
 def test_a_row_says_what_limits_it_and_what_that_would_save(report: Make) -> None:
-    text = shown(report, rate(), rate(name="aten::add", bound="memory", efficiency=1.27))
+    text = render_operators(report, rate(), rate(name="aten::add", bound="memory", efficiency=1.27))
     line = next(line for line in text.split("\n") if "aten::mm" in line)
     assert line.split() == [
         "aten::mm", "4.02", "ms", "48", "617", "TFLOP/s", "794", "TFLOP/s", "81%", "755", "µs",
@@ -69,23 +69,23 @@ def test_a_row_says_what_limits_it_and_what_that_would_save(report: Make) -> Non
     assert "memory: 2,791 GB/s, estimated" in flat
 
 
-def test_what_is_not_known_is_a_dash(report: Make) -> None:
+def test_unknown_values_are_dashes(report: Make) -> None:
     blind = {"flops_per_s": None, "bytes_per_s": None, "efficiency": None, "saved_ns": None}
-    text = shown(report, rate(bound="unknown", shapes=None, **blind))
+    text = render_operators(report, rate(bound="unknown", shapes=None, **blind))
     line = next(line for line in text.split("\n") if "aten::mm" in line)
     assert line.split()[4:] == ["–"] * 5
     assert "shapes not recorded" in text
     assert "record_shapes=True" in text
 
 
-def test_without_kernels_it_says_so(report: Make) -> None:
-    assert "not measured" in shown(report)
+def test_a_trace_without_kernels_says_so(report: Make) -> None:
+    assert "not measured" in render_operators(report)
 
 
 def test_only_so_many_are_shown(report: Make) -> None:
     rows = [rate(name=f"aten::op{n}") for n in range(30)]
-    assert shown(report, *rows).count("aten::op") == layers.MAX_OPERATORS
-    assert shown(report, *rows, top=3).count("aten::op") == 3
+    assert render_operators(report, *rows).count("aten::op") == layers.MAX_OPERATORS
+    assert render_operators(report, *rows, top=3).count("aten::op") == 3
 
 
 @pytest.mark.parametrize(

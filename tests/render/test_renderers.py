@@ -1,5 +1,5 @@
-"""A door for other formats: a renderer that some package installs is found. And what all formats
-and the dashboard draw is the same: the same segments, stairs and ranks, told in the same words."""
+"""An extension point for other formats: a renderer that some package installs is found. All
+formats and the dashboard draw the same: the same segments, stairs and ranks, in the same words."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def saved(report: Make, tmp_path: Path) -> Path:
+def saved_report(report: Make, tmp_path: Path) -> Path:
     file = tmp_path / "report.json"
     file.write_bytes(report(2).to_json())
     return file
 
 
 def test_a_format_of_one_file_is_asked_for_by_name_or_by_suffix(
-    toy: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy: Path, saved_report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["report", str(saved), "--format", "toy"]) == 0
-    shown = capsys.readouterr().out
-    assert "compute=300 ms\n" in shown
-    assert run(["report", str(saved), "-o", str(tmp_path / "out.toy")]) == 0
-    assert (tmp_path / "out.toy").read_text() == shown
+    assert run(["report", str(saved_report), "--format", "toy"]) == 0
+    output = capsys.readouterr().out
+    assert "compute=300 ms\n" in output
+    assert run(["report", str(saved_report), "-o", str(tmp_path / "out.toy")]) == 0
+    assert (tmp_path / "out.toy").read_text() == output
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,22 @@ def test_a_format_of_one_file_is_asked_for_by_name_or_by_suffix(
     ],
 )
 def test_a_format_that_cannot_be_loaded_is_one_line(
-    toy: Path, saved: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
+    toy: Path, saved_report: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
 ) -> None:
     toy.write_text(text)
-    assert run(["report", str(saved), "--format", "toy"]) == 2
+    assert run(["report", str(saved_report), "--format", "toy"]) == 2
     error = capsys.readouterr().err
     assert "format package toy_format:Toy: cannot be loaded" in error
     assert why in error
     assert error.count("\n") == 1
     # ours do not depend on it
-    assert run(["report", str(saved), "--format", "markdown"]) == 0
+    assert run(["report", str(saved_report), "--format", "markdown"]) == 0
 
 
 def test_a_format_that_there_is_not_is_one_line_that_lists_those_there_are(
-    saved: Path, capsys: pytest.CaptureFixture[str]
+    saved_report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["report", str(saved), "--format", "pdf"]) == 2
+    assert run(["report", str(saved_report), "--format", "pdf"]) == 2
     folder = Path(formats.__file__).parent
     files = sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__")
     assert set(files) >= {"html", "json", "terminal"}
@@ -109,8 +109,8 @@ def test_a_format_that_there_is_not_is_one_line_that_lists_those_there_are(
         COMPARISONS.renderer("sarif")
 
 
-class Words(HTMLParser):
-    """What a page says, to the eye and to the ear."""
+class PageWords(HTMLParser):
+    """The words of a page, visible or read aloud."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -124,19 +124,19 @@ class Words(HTMLParser):
         self.parts.append(data)
 
 
-def every_text(made: Report) -> dict[str, str]:
-    """What each format and the dashboard say of the step."""
-    bar = report_charts.build_step_bar(made)
+def text_by_format(report: Report) -> dict[str, str]:
+    """The text of the step in each format and in the dashboard."""
+    bar = report_charts.build_step_bar(report)
     assert bar is not None
-    found = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "markdown")}
+    rendered = {form: REPORTS.render(form, report, width=120) for form in ("terminal", "markdown")}
     for form in ("html", "notebook"):
-        found[form] = " ".join(Words(REPORTS.render(form, made)).parts)
+        rendered[form] = " ".join(PageWords(REPORTS.render(form, report)).parts)
     drawn = components.draw_bar(bar).to_plotly_json()
-    found["dashboard"] = json.dumps(drawn, default=_plain, ensure_ascii=False)
-    return {form: re.sub(r"[\s|]+", " ", text) for form, text in found.items()}
+    rendered["dashboard"] = json.dumps(drawn, default=_to_json, ensure_ascii=False)
+    return {form: re.sub(r"[\s|]+", " ", text) for form, text in rendered.items()}
 
 
-def _plain(part: object) -> object:
+def _to_json(part: object) -> object:
     return part.to_plotly_json()  # type: ignore[attr-defined]
 
 
@@ -145,17 +145,17 @@ def _plain(part: object) -> object:
 def test_every_view_draws_the_same_parts_in_the_same_words(
     report: Make, idle: str, seconds: float
 ) -> None:
-    made = report()
-    scale = seconds * 1e9 / made.scope.step_ns
+    result = report()
+    scale = seconds * 1e9 / result.scope.step_ns
     causes = {
-        "few": list(made.idle),
+        "few": list(result.idle),
         # by hand: the five largest keep their names, the others are one part
         "many": [IdleCause(f"cause_{n}", n * 70e6 / 36, n * 0.175 / 36) for n in range(1, 9)],
         "unmeasured": [],
     }[idle]
-    made.time = [type(part)(part.name, part.ns * scale, part.share) for part in made.time]
-    made.idle = [IdleCause(part.cause, part.ns * scale, part.share) for part in causes]
-    bar = report_charts.build_step_bar(made)
+    result.time = [type(part)(part.name, part.ns * scale, part.share) for part in result.time]
+    result.idle = [IdleCause(part.cause, part.ns * scale, part.share) for part in causes]
+    bar = report_charts.build_step_bar(result)
     assert bar is not None
     assert sum(part.ns for part in bar.segments) == pytest.approx(seconds * 1e9)
     if idle == "many":
@@ -163,7 +163,7 @@ def test_every_view_draws_the_same_parts_in_the_same_words(
             *(f"cause {n}" for n in (8, 7, 6, 5, 4)),
             "other causes",
         ]
-    for form, text in every_text(made).items():
+    for form, text in text_by_format(result).items():
         for part in bar.segments:
             assert part.label in text, (form, part)
             assert part.time in text, (form, part)
@@ -173,18 +173,18 @@ def test_every_view_draws_the_same_parts_in_the_same_words(
 def test_every_view_has_the_same_stairs_and_the_same_ranks(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
-    made = report(3, ranks=ranks(3))
-    stairs, table = report_charts.build_fix_sequence(made), report_charts.build_rank_table(made)
+    result = report(3, ranks=ranks(3))
+    stairs, table = report_charts.build_fix_sequence(result), report_charts.build_rank_table(result)
     assert stairs is not None
     assert table is not None
     texts = {
-        form: REPORTS.render(form, made, width=120, details=True) for form in ("terminal", "html")
+        form: REPORTS.render(form, result, width=120, details=True) for form in ("terminal", "html")
     }
     for form, text in texts.items():
         for stair in stairs.fixes:
             assert stair.left in text, form
             assert stair.saved in text, form
-    texts["markdown"] = REPORTS.render("markdown", made)
+    texts["markdown"] = REPORTS.render("markdown", result)
     for form, text in texts.items():
         cells = re.sub(r"<[^>]*>|[|]", " ", text)
         for row in table.rows:
@@ -194,14 +194,14 @@ def test_every_view_has_the_same_stairs_and_the_same_ranks(
 def test_ranks_without_a_device_have_no_column_of_it(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
-    made = report(3, ranks=ranks(3))
-    with_device = report_charts.build_rank_table(made)
-    assert made.ranks is not None and with_device is not None
+    result = report(3, ranks=ranks(3))
+    with_device = report_charts.build_rank_table(result)
+    assert result.ranks is not None and with_device is not None
     assert "GPU busy" in with_device.head
-    for line in made.ranks.lines:
+    for line in result.ranks.lines:
         line.busy_share = None
         line.idle_ns = None
-    table = report_charts.build_rank_table(made)
+    table = report_charts.build_rank_table(result)
     assert table is not None
     assert "GPU busy" not in table.head
     assert {len(row.cells) for row in table.rows} == {len(table.head)}

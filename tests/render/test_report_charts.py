@@ -23,20 +23,20 @@ from advisor.render.figures import share_cells
 from advisor.render.formats import REPORTS
 
 
-def idle_of(made: Report) -> list[Segment]:
-    shown = build_step_bar(made)
-    assert shown is not None
-    return shown.idle
+def idle_of(report: Report) -> list[Segment]:
+    bar = build_step_bar(report)
+    assert bar is not None
+    return bar.idle
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1), max_size=12), st.integers(1, 200))
 def test_cells_never_exceed_the_width_and_follow_the_shares(
     shares: list[float], width: int
 ) -> None:
-    found = share_cells(shares, width)
-    assert sum(found) <= width
+    result = share_cells(shares, width)
+    assert sum(result) <= width
     scale = max(1.0, sum(shares))
-    for share, size in zip(shares, found, strict=True):
+    for share, size in zip(shares, result, strict=True):
         assert abs(size - share / scale * width) < 1
         assert share > 0 or size == 0
 
@@ -47,10 +47,10 @@ def test_shares_that_add_up_to_the_step_fill_the_bar() -> None:
 
 
 def test_segments_add_up_to_the_step(report: Callable[..., Report]) -> None:
-    shown = build_step_bar(report())
-    assert shown is not None
-    assert sum(segment.ns for segment in shown.segments) == 400e6
-    assert [segment.label for segment in shown.idle] == [
+    bar = build_step_bar(report())
+    assert bar is not None
+    assert sum(segment.ns for segment in bar.segments) == 400e6
+    assert [segment.label for segment in bar.idle] == [
         "data loader",
         "CPU operators",
         "unknown",
@@ -88,9 +88,9 @@ def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
     bars = {"work": charts.CLASSES, "idle": charts.CAUSES, "host": charts.HOST}
     for name, looks in bars.items():
         for what in ("glyph", "colour"):
-            shown = [getattr(look, what) for key, look in looks.items() if key != "idle"]
+            values = [getattr(look, what) for key, look in looks.items() if key != "idle"]
             # host: what is recorded nowhere and the end of the recording are not in one bar
-            assert len(shown) - len(set(shown)) == (what == "glyph" and name == "host"), (
+            assert len(values) - len(set(values)) == (what == "glyph" and name == "host"), (
                 name,
                 what,
             )
@@ -104,12 +104,12 @@ def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
 def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Report]) -> None:
     one = report(idle=[IdleCause("sync", 3e6, 0.3), IdleCause("loader", 1e6, 0.1)])
     other = report(idle=[IdleCause("loader", 3e6, 0.3), IdleCause("sync", 1e6, 0.1)])
-    for made in (one, other):
-        page = REPORTS.render("html", made)
+    for each_report in (one, other):
+        page = REPORTS.render("html", each_report)
         assert 'class="c-idle-sync"' in page and 'class="c-idle-loader"' in page
         assert f".c-idle-sync {{ fill: {theme.color_of('idle', 'sync')};" in page
-        assert theme.color_of("idle", "loader") in made._repr_html_()
-        looks = {segment.key: segment.look for segment in idle_of(made)}
+        assert theme.color_of("idle", "loader") in each_report._repr_html_()
+        looks = {segment.key: segment.look for segment in idle_of(each_report)}
         assert looks["sync"] == charts.CAUSES["sync"]
 
 

@@ -32,7 +32,7 @@ SCHEMA = Path(__file__).parents[1] / "data" / "sarif" / "sarif-2.1.0.json"
 
 @functools.cache
 def schema() -> Draft202012Validator:
-    """The published schema, made ready."""
+    """The published schema, ready to validate."""
     read = json.loads(SCHEMA.read_bytes())
     Draft202012Validator.check_schema(read)
     return Draft202012Validator(read)
@@ -62,7 +62,7 @@ def log(report: Report) -> dict[str, Any]:
 
 
 def github(run: dict[str, Any]) -> None:
-    """What code scanning requires ("SARIF support for code scanning", docs.github.com)."""
+    """Assert what code scanning requires ("SARIF support for code scanning", docs.github.com)."""
     for rule in run["tool"]["driver"]["rules"]:
         for needed in ("shortDescription", "fullDescription", "help"):
             assert len(rule[needed]["text"]) > 0
@@ -71,7 +71,7 @@ def github(run: dict[str, Any]) -> None:
     prints = [
         (r["ruleId"], r["partialFingerprints"]["primaryLocationLineHash"]) for r in run["results"]
     ]
-    assert len(prints) == len(set(prints))  # those that are alike are one alert
+    assert len(prints) == len(set(prints))  # equal ones are one alert
     for result in run["results"]:
         assert result["message"]["text"]
         assert 1 <= len(result["locations"]) <= 1000
@@ -106,12 +106,14 @@ def test_a_log_that_is_not_sarif_is_not_valid() -> None:
     assert len(list(schema().iter_errors(wrong))) >= 3  # no name, no message, no such level
 
 
-def test_what_has_no_line_of_code_lies_at_the_trace(report: Make, finding: MakeFinding) -> None:
+def test_a_finding_without_a_line_of_code_lies_at_the_trace(
+    report: Make, finding: MakeFinding
+) -> None:
     where = [Location(kernel="k"), Location(file="train.py", line=9)]
-    made = report(
+    result = report(
         findings=[finding(1, where=where), finding(2, where=[]), finding(3, where=where[:1])]
     )
-    first, second, third = log(made)["results"]
+    first, second, third = log(result)["results"]
     at = [p["physicalLocation"]["artifactLocation"]["uri"] for p in first["locations"]]
     assert at == ["train.py", "file:///data/traces/rank0.json.gz"]
     assert second["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
@@ -126,19 +128,20 @@ def test_two_findings_at_one_place_are_two_alerts(report: Make, finding: MakeFin
 
 
 def test_a_rule_says_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a report that was saved and read elsewhere too: the rules are not looked for there."""
-    made = PageableCopies.examples().values()
-    example = next(each for each in made if not isinstance(each, tuple))
+    """The text is there for a report that was saved and read elsewhere too: the rules are not
+    looked for there."""
+    examples = PageableCopies.examples().values()
+    example = next(each for each in examples if not isinstance(each, tuple))
     saved = advisor.analyze(Run(traces={(0, 0): example.trace()})).to_json()
 
-    def unused(*_: object) -> None:
+    def raise_if_called(*_: object) -> None:
         raise AssertionError("a renderer loads rules")
 
-    monkeypatch.setattr("advisor.advise.rule_loading.load_rules", unused)
+    monkeypatch.setattr("advisor.advise.rule_loading.load_rules", raise_if_called)
     run = log(Report.from_json(saved))
-    said = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
-    assert set(said) == {result["ruleId"] for result in run["results"]}
-    rule = said["pageable-copies"]
+    rules_by_id = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert set(rules_by_id) == {result["ruleId"] for result in run["results"]}
+    rule = rules_by_id["pageable-copies"]
     assert rule["shortDescription"]["text"] == PageableCopies.title
     assert "pinned" in rule["fullDescription"]["text"]
 
@@ -223,15 +226,16 @@ def test_brackets_and_braces_are_not_links_and_placeholders(
     assert "\\[x\\](0)" in text
 
 
-def test_what_was_not_checked_is_a_notification(report: Make) -> None:
+def test_skipped_checks_are_notifications(report: Make) -> None:
     run = log(report(0))
     notes = [n["message"]["text"] for n in run["invocations"][0]["toolExecutionNotifications"]]
     assert any("shapes were not recorded" in note for note in notes)
     assert run["results"] == []
 
 
-def test_hostile_names_leave_a_sound_log(report: Make, hostile: str) -> None:
-    log(report(2, hostile))
+def test_hostile_names_leave_a_sound_log(report: Make, hostile_name: str) -> None:
+    log(report(2, hostile_name))
     assert not re.search(
-        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", REPORTS.render("sarif", report(2, hostile))
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]",
+        REPORTS.render("sarif", report(2, hostile_name)),
     )

@@ -34,12 +34,12 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Make = Callable[..., Report]
 
 
-def widest(text: str) -> int:
+def max_width(text: str) -> int:
     return max(cell_len(ANSI.sub("", line)) for line in text.split("\n"))
 
 
 def section(text: str, title: str) -> str:
-    """What stands under a heading."""
+    """The lines under a heading."""
     start = text.index(f"\n{title}")
     end = re.compile(r"^\S.* ─{3,}$", re.MULTILINE).search(text, start + len(title) + 81)
     return text[start : end.start() if end else len(text)]
@@ -52,14 +52,14 @@ def section(text: str, title: str) -> str:
 def test_every_line_fits(
     report: Make, ranks: Callable[..., Ranks], findings: int, width: int, colour: bool, more: Any
 ) -> None:
-    made = report(findings, ranks=ranks(3))
-    shown = REPORTS.render("terminal", made, width=width, colour=colour, **more)
-    assert widest(shown) <= width
+    result = report(findings, ranks=ranks(3))
+    text = REPORTS.render("terminal", result, width=width, colour=colour, **more)
+    assert max_width(text) <= width
 
 
 def test_a_row_is_as_wide_as_its_own_gain_allows(report: Make) -> None:
     """A card with a long reason above it does not shorten the titles of those below."""
-    made = report(0)
+    result = report(0)
     risk = Finding(
         summary="why", title="Steps grow", impact=Impact(currency="risk", reason="x" * 60)
     )
@@ -68,8 +68,8 @@ def test_a_row_is_as_wide_as_its_own_gain_allows(report: Make) -> None:
         title="Some steps take much longer",
         impact=Impact(currency="run_time", gain_ns=10**8, low_ns=0, high_ns=10**8),
     )
-    shown = REPORTS.render("terminal", replace(made, risks=[risk, risk, risk, step]))
-    assert "Some steps take much longer" in shown
+    text = REPORTS.render("terminal", replace(result, risks=[risk, risk, risk, step]))
+    assert "Some steps take much longer" in text
 
 
 def test_a_title_that_is_too_long_beside_its_gain_is_whole(report: Make) -> None:
@@ -104,23 +104,23 @@ def test_the_first_finding_has_a_line_or_the_option_that_records_it(
                 b.launch("gemm", 900)
             b.sync()
     report = analyze(b.write(tmp_path / "trace.json"))
-    shown = REPORTS.render("terminal", report)
+    text = REPORTS.render("terminal", report)
     assert report.findings
-    assert ("line not recorded; with_stack=True shows it" in shown) != stacks
+    assert ("line not recorded; with_stack=True shows it" in text) != stacks
 
 
 @pytest.mark.parametrize("findings", [0, 1, 2, 3, 6])
 def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
     report: Make, replay: Callable[..., Replay], findings: int
 ) -> None:
-    made = report(findings, replay=replay())
-    shown = REPORTS.render("terminal", made)
-    assert len(shown.splitlines()) <= 45
-    words = " ".join(shown.split())
+    result = report(findings, replay=replay())
+    text = REPORTS.render("terminal", result)
+    assert len(text.splitlines()) <= 45
+    words = " ".join(text.split())
     assert re.search(r"Not shown \(--details\): .*1 skipped check, 1 limit\b", words)
     for number in range(1, findings + 1):
-        assert f" {number}  Finding number {number} of the step" in shown
-    full = REPORTS.render("terminal", made, details=True)
+        assert f" {number}  Finding number {number} of the step" in text
+    full = REPORTS.render("terminal", result, details=True)
     assert "Not shown" not in full
     assert full.count("    verify   ") == findings
 
@@ -129,17 +129,19 @@ def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
 def test_a_gain_in_a_row_has_its_range_however_long_the_title(
     report: Make, options: dict[str, Any]
 ) -> None:
-    found = report().findings[0]
-    made = replace(report(), findings=[replace(found, title="A title " + "of many words " * 3)])
-    text = REPORTS.render("terminal", made, **options)
-    assert finding_text.describe_gain(found) in text
-    assert re.search(r"\(.*–.*\)", finding_text.describe_gain(found))
+    result = report().findings[0]
+    long_titled = replace(
+        report(), findings=[replace(result, title="A title " + "of many words " * 3)]
+    )
+    text = REPORTS.render("terminal", long_titled, **options)
+    assert finding_text.describe_gain(result) in text
+    assert re.search(r"\(.*–.*\)", finding_text.describe_gain(result))
 
 
 def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:
-    made = report(5)
-    lines = REPORTS.render("terminal", made, brief=True).splitlines()
-    assert lines[0] == made.verdict
+    result = report(5)
+    lines = REPORTS.render("terminal", result, brief=True).splitlines()
+    assert lines[0] == result.verdict
     rows, fixes = lines[1:7:2], lines[2:7:2]
     assert [line[:23] for line in rows] == [f" {n}  Finding number {n} of" for n in (1, 2, 3)]
     assert lines[1].endswith("up to 40 ms (20–40 ms), 10%")
@@ -164,13 +166,17 @@ def test_a_brief_fix_says_what_to_do_and_not_why(fix: str, clause: str) -> None:
 
 
 def test_caveats_of_several_fixes_stand_once_above_them(report: Make) -> None:
-    made, shared, assumed = report(3), "only 2 of 9 steps measured", "the queue is long"
+    three_fixes, shared, assumed = report(3), "only 2 of 9 steps measured", "the queue is long"
     one = replace(
-        made.findings[0], confidence_notes=[shared, "of the first alone"], assumptions=[assumed]
+        three_fixes.findings[0],
+        confidence_notes=[shared, "of the first alone"],
+        assumptions=[assumed],
     )
-    other = replace(made.findings[1], confidence_notes=[shared])
+    other = replace(three_fixes.findings[1], confidence_notes=[shared])
     full = REPORTS.render(
-        "terminal", replace(made, findings=[one, other, made.findings[2]]), details=True
+        "terminal",
+        replace(three_fixes, findings=[one, other, three_fixes.findings[2]]),
+        details=True,
     )
     above, below = full.split(one.title + "\n", 1)
     assert f"caveats  of several fixes: {shared}" in above and shared not in below
@@ -192,20 +198,20 @@ def test_a_gain_that_may_be_none_says_what_it_depends_on(
         method="replay",
     )  # fmt: skip
     one = finding(1, impact=impact, assumptions=["two CPU cores are free"])
-    shown = REPORTS.render("terminal", report(findings=[one]))
-    assert "up to 10.8 ms, 3%" in shown
-    assert "no gain unless two CPU cores are free" in shown
+    text = REPORTS.render("terminal", report(findings=[one]))
+    assert "up to 10.8 ms, 3%" in text
+    assert "no gain unless two CPU cores are free" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_hostile_names_fit_and_stay_names(
-    report: Make, replay: Callable[..., Replay], hostile: str, width: int
+    report: Make, replay: Callable[..., Replay], hostile_name: str, width: int
 ) -> None:
-    full = report(2, hostile, replay=replay(critical={hostile: 1.0}))
+    full = report(2, hostile_name, replay=replay(critical={hostile_name: 1.0}))
     full.notes = full.findings[1:]
     full.risks = full.findings[:1]
     plain = REPORTS.render("terminal", full, width=width)
-    assert widest(plain) <= width
+    assert max_width(plain) <= width
     for char in plain.replace("\n", ""):
         assert unicodedata.category(char) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
     coloured = REPORTS.render("terminal", full, width=width, colour=True)
@@ -215,8 +221,8 @@ def test_hostile_names_fit_and_stay_names(
 
 def test_markup_in_a_name_is_shown_not_obeyed(report: Make) -> None:
     name = "[bold red]hot[/bold red] :fire:"
-    shown = REPORTS.render("terminal", report(1, name), colour=True)
-    assert name in ANSI.sub("", shown)
+    text = REPORTS.render("terminal", report(1, name), colour=True)
+    assert name in ANSI.sub("", text)
 
 
 def test_colour_is_off_unless_asked_for(report: Make) -> None:
@@ -232,7 +238,7 @@ def test_labels_are_dim_and_what_matters_is_not(report: Make) -> None:
 
 
 def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:
-    shown = REPORTS.render("terminal", report(2), details=True)
+    text = REPORTS.render("terminal", report(2), details=True)
     order = [
         "GPU busy 82%",
         "NVIDIA A100",
@@ -242,13 +248,13 @@ def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: M
         "Skipped checks",
         "Limits of this trace",
     ]
-    places = [shown.index(part) for part in order]
+    places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert places[0] == 0
 
 
 def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> None:
-    shown = section(REPORTS.render("terminal", report(1), details=True), "What to change")
+    text = section(REPORTS.render("terminal", report(1), details=True), "What to change")
     for part in (
         "up to 40 ms (20–40 ms), 10%",
         "confidence in the cause 80%",
@@ -261,34 +267,34 @@ def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> 
         "Profile again",
         "only 2 steps measured",
     ):
-        assert part in shown, part
+        assert part in text, part
 
 
 def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -> None:
     # By hand: 400 - 40 = 360; 20 alone, 10 after the first: 350; 13.33 / 2 = 6.67: 343.3.
-    shown = section(REPORTS.render("terminal", report(3), details=True), "Step time after")
-    lefts = re.findall(r"^  [123][.] .* ([\d.]+) ms$", shown, re.MULTILINE)
+    text = section(REPORTS.render("terminal", report(3), details=True), "Step time after")
+    lefts = re.findall(r"^  [123][.] .* ([\d.]+) ms$", text, re.MULTILINE)
     assert lefts == ["360", "350", "343"]
 
 
-def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
+def test_a_replay_says_what_limits_the_step_and_how_accurate_it_is(
     report: Make, replay: Callable[..., Replay], finding: Callable[..., Finding]
 ) -> None:
     impact = Impact(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
     fixed = finding(1, impact=impact, marginal_gain_ns=56_700_000)
     full = report(findings=[fixed], replay=replay())
-    shown = REPORTS.render("terminal", full, details=True)
+    text = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
-    assert "critical path: 75% on the host" in shown
+    assert "critical path: 75% on the host" in text
     own = report(findings=[fixed], replay=replay(unprofiled=True))
     assert "critical path, unprofiled: 75%" in REPORTS.render("terminal", own)
-    assert "25% on GPU compute" in shown
+    assert "25% on GPU compute" in text
     # 400 - 56.7 is 343.3, 400 / 343.3 is 1.165, 300 / 343.3 is 0.874
     after = "With this fix: 400 ms → 343 ms (1.17× faster), GPU busy 87%."
-    assert after in " ".join(shown.split())
-    assert "within 1.2% of the measured steps" in " ".join(shown.split())
-    assert "predicts 98% of 9,450 starts of GPU work within 5 µs" in " ".join(shown.split())
-    assert "up to" not in shown
+    assert after in " ".join(text.split())
+    assert "within 1.2% of the measured steps" in " ".join(text.split())
+    assert "predicts 98% of 9,450 starts of GPU work within 5 µs" in " ".join(text.split())
+    assert "up to" not in text
     assert "'Up to'" in REPORTS.render("terminal", report(1), details=True)
 
 
@@ -296,11 +302,11 @@ def test_a_finding_that_pays_only_after_another_says_so(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     late = finding(2, after_fix="rule-1", marginal_gain_ns=9_000_000)
-    shown = " ".join(
+    text = " ".join(
         REPORTS.render("terminal", report(findings=[finding(1), late]), details=True).split()
     )
-    assert "gains only after 'Finding number 1 of the step'" in shown
-    assert "none alone, about 9 ms after fix 1" in shown
+    assert "gains only after 'Finding number 1 of the step'" in text
+    assert "none alone, about 9 ms after fix 1" in text
 
 
 def test_a_finding_of_another_rank_says_whose(
@@ -316,10 +322,10 @@ def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     line = "x" * 70
-    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code=f"a = 1\n{line}")]))
-    assert f"\n    code\n    │ a = 1\n    │ {line}\n" in shown
-    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code="y" * 90)]))
-    assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", shown, re.MULTILINE))
+    text = REPORTS.render("terminal", report(1, findings=[finding(1, code=f"a = 1\n{line}")]))
+    assert f"\n    code\n    │ a = 1\n    │ {line}\n" in text
+    text = REPORTS.render("terminal", report(1, findings=[finding(1, code="y" * 90)]))
+    assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", text, re.MULTILINE))
 
 
 def test_code_is_folded_between_words_and_its_comment_goes_above(
@@ -329,12 +335,12 @@ def test_code_is_folded_between_words_and_its_comment_goes_above(
         "  run(first_argument, second_argument, third_argument, a_fourth_argument_and);"
         "          // once, at the end"
     )
-    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code=code)]))
-    assert "│   // once, at the end\n" in shown
+    text = REPORTS.render("terminal", report(1, findings=[finding(1, code=code)]))
+    assert "│   // once, at the end\n" in text
     assert (
         "│   run(first_argument, second_argument, third_argument,\n"
         "    │       a_fourth_argument_and);\n"
-    ) in shown
+    ) in text
 
 
 def test_a_wide_page_has_longer_names_and_links_are_whole_on_any(
@@ -353,23 +359,23 @@ def test_a_wide_page_has_longer_names_and_links_are_whole_on_any(
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_python_that_is_folded_is_the_same_program(width: int) -> None:
     kept = "  # leave: " + ", ".join(["transformer.layers.0–23 > attention > projection"] * 3)
-    given = [text.format(kept=kept) for each in (INFERENCE, TRAINING) for text in each.values()]
+    programs = [text.format(kept=kept) for each in (INFERENCE, TRAINING) for text in each.values()]
     for rule in load_rules(config={}):
         own = [vars(cls) for cls in type(rule).__mro__]
-        given += [each["code"] for each in own if isinstance(each.get("code"), str)]
+        programs += [each["code"] for each in own if isinstance(each.get("code"), str)]
         cases = [case for each in own for case in each.get("cases", {}).values()]
-        given += [case["code"] for case in cases if "code" in case]
+        programs += [case["code"] for case in cases if "code" in case]
     compiled = 0
-    for code in given:
+    for code in programs:
         try:
             tree = ast.dump(ast.parse(code))
         except SyntaxError:  # for a shell, or of C++
             continue
         page = Page(width, colour=False)
         page.code("", code)
-        shown = page.getvalue()
-        assert widest(shown) <= width
-        assert ast.dump(ast.parse(re.sub(r"(?m)^ +│ ?", "", shown))) == tree
+        printed = page.getvalue()
+        assert max_width(printed) <= width
+        assert ast.dump(ast.parse(re.sub(r"(?m)^ +│ ?", "", printed))) == tree
         compiled += 1
     assert compiled > 100
 
@@ -402,9 +408,9 @@ def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:
 def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:
     one = finding(1)
     one = replace(one, where=[*one.where, *one.where, Location(op="aten::other")])
-    shown = REPORTS.render("terminal", report(1, findings=[one]), details=True)
-    assert shown.count("/home/me/project/train.py") == 1
-    assert "aten::other" in shown
+    text = REPORTS.render("terminal", report(1, findings=[one]), details=True)
+    assert text.count("/home/me/project/train.py") == 1
+    assert "aten::other" in text
 
 
 def test_one_finding_needs_no_index(report: Make) -> None:
@@ -414,19 +420,19 @@ def test_one_finding_needs_no_index(report: Make) -> None:
 
 
 def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
-    shown = section(REPORTS.render("terminal", report(12), top=3), "What to change")
-    assert shown.count("    fix ") == 3
-    assert "9 more in detail (--top 12)" in shown
-    assert all(f"\n{number:>2}  Finding number {number} " in shown for number in range(1, 13))
+    text = section(REPORTS.render("terminal", report(12), top=3), "What to change")
+    assert text.count("    fix ") == 3
+    assert "9 more in detail (--top 12)" in text
+    assert all(f"\n{number:>2}  Finding number {number} " in text for number in range(1, 13))
 
 
 def test_gains_below_two_percent_are_lines_under_their_own_heading(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     small = [finding(number) for number in (6, 7)]
-    shown = REPORTS.render("terminal", report(findings=small))
-    assert "What to change" not in shown
-    lines = section(shown, "Small gains")
+    text = REPORTS.render("terminal", report(findings=small))
+    assert "What to change" not in text
+    lines = section(text, "Small gains")
     assert "    fix " not in lines
     assert all(f"\n{number:>2}  Finding number {number} " in lines for number in (6, 7))
     assert "    fix " in REPORTS.render("terminal", report(findings=small), details=True)
@@ -447,9 +453,9 @@ def test_a_known_cost_is_shown_in_full_with_a_gain_that_is_unknown_or_a_lower_bo
         (ranged, "about 4 ms (2 ms or more), 1%"),
     ):
         one = finding(1, impact=impact, known_cost=True)
-        shown = section(REPORTS.render("terminal", report(findings=[one])), "What to change")
-        assert text in shown
-        assert "    fix " in shown
+        rendered = section(REPORTS.render("terminal", report(findings=[one])), "What to change")
+        assert text in rendered
+        assert "    fix " in rendered
 
 
 def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
@@ -459,44 +465,44 @@ def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
     folded = {"priority": None, "folded_under": "rule-1"}
     symptom = finding(2, title="The symptom", **folded)
     rival = finding(3, title="The alternative", alternatives="fuse", **folded)
-    shown = section(
+    text = section(
         REPORTS.render("terminal", report(1, findings=[cause, symptom, rival]), details=True),
         "What to change",
     )
-    assert re.search(r"^    also +The symptom\b", shown, re.MULTILINE)
-    assert re.search(r"also The symptom( \([^)]*\))?: up to 20 ms", " ".join(shown.split()))
-    assert re.search(r"^    or +The alternative", shown, re.MULTILINE)
-    assert shown.count("    fix ") == 1
+    assert re.search(r"^    also +The symptom\b", text, re.MULTILINE)
+    assert re.search(r"also The symptom( \([^)]*\))?: up to 20 ms", " ".join(text.split()))
+    assert re.search(r"^    or +The alternative", text, re.MULTILINE)
+    assert text.count("    fix ") == 1
 
 
 def test_a_healthy_run_shows_no_empty_sections(report: Make) -> None:
     healthy = report(0, verdict="Healthy: nothing stands out.", not_checked=[], limits=[])
-    shown = REPORTS.render("terminal", healthy, details=True)
-    assert shown.startswith("Healthy")
+    text = REPORTS.render("terminal", healthy, details=True)
+    assert text.startswith("Healthy")
     for title in ("What to change", "Skipped checks", "Limits", "Notes", "Ranks", "'Up to'"):
-        assert title not in shown
+        assert title not in text
 
 
 def test_without_device_work_the_bar_is_the_hosts(report: Make) -> None:
     cpu_only = report(0, time=[], idle=[], families=[], busy_share=None, mfu=None)
     cpu_only.scope.device = cpu_only.scope.device_name = None
-    shown = REPORTS.render("terminal", cpu_only)
-    assert "on the host's main thread" in shown
-    assert re.search(r"^  █ (CPU )?operators +200 ms +50%$", shown, re.MULTILINE)
-    assert "GPU 0" not in shown
-    assert "MFU" not in shown
+    text = REPORTS.render("terminal", cpu_only)
+    assert "on the host's main thread" in text
+    assert re.search(r"^  █ (CPU )?operators +200 ms +50%$", text, re.MULTILINE)
+    assert "GPU 0" not in text
+    assert "MFU" not in text
 
 
 def test_without_host_events_nothing_is_said_of_the_host(report: Make) -> None:
-    shown = REPORTS.render("terminal", report(0, host=[], idle=[]), details=True)
-    assert "on the GPU" in shown
-    assert "  host " not in shown
+    text = REPORTS.render("terminal", report(0, host=[], idle=[]), details=True)
+    assert "on the GPU" in text
+    assert "  host " not in text
 
 
-def test_what_was_not_measured_is_not_shown_as_zero(report: Make) -> None:
-    shown = REPORTS.render("terminal", report(0, mfu=None, memory_peak_bytes=None))
-    assert "MFU not measured" in shown
-    assert "memory peak not measured" in shown
+def test_unmeasured_values_are_not_shown_as_zero(report: Make) -> None:
+    text = REPORTS.render("terminal", report(0, mfu=None, memory_peak_bytes=None))
+    assert "MFU not measured" in text
+    assert "memory peak not measured" in text
 
 
 def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
@@ -511,36 +517,36 @@ def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
     impact = whole.findings[0].impact
     assert impact is not None
     whole.findings[0] = replace(whole.findings[0], impact=replace(impact, per="recording"))
-    shown = REPORTS.render("terminal", whole)
-    assert "Where the recording's time goes" in shown
-    assert "up to 40 ms of the recording (20–40 ms), 10%" in shown
+    text = REPORTS.render("terminal", whole)
+    assert "Where the recording's time goes" in text
+    assert "up to 40 ms of the recording (20–40 ms), 10%" in text
 
 
 def test_ranks_stand_side_by_side_and_a_missing_value_is_a_dash(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
-    shown = section(REPORTS.render("terminal", report(1, ranks=ranks(2))), "Ranks")
-    assert re.search(r"^ +1 +401 ms +80% +20 ms +70 ms +5% +1 ms$", shown, re.MULTILINE)
-    shown = section(REPORTS.render("terminal", report(1, ranks=ranks(2, aligned=False))), "Ranks")
-    assert re.search(r"^ +1 +401 ms( +–){3}$", shown, re.MULTILINE)
-    assert "Skew is not measured" in shown
+    text = section(REPORTS.render("terminal", report(1, ranks=ranks(2))), "Ranks")
+    assert re.search(r"^ +1 +401 ms +80% +20 ms +70 ms +5% +1 ms$", text, re.MULTILINE)
+    text = section(REPORTS.render("terminal", report(1, ranks=ranks(2, aligned=False))), "Ranks")
+    assert re.search(r"^ +1 +401 ms( +–){3}$", text, re.MULTILINE)
+    assert "Skew is not measured" in text
 
 
-def test_of_many_ranks_those_that_hold_up_the_others_are_shown(
+def test_the_ranks_that_hold_up_many_others_are_shown(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
-    shown = section(REPORTS.render("terminal", report(1, ranks=ranks(64))), "Ranks")
-    numbers = [int(n) for n in re.findall(r"^ +(\d+) +\d+ ms", shown, re.MULTILINE)]
+    text = section(REPORTS.render("terminal", report(1, ranks=ranks(64))), "Ranks")
+    numbers = [int(n) for n in re.findall(r"^ +(\d+) +\d+ ms", text, re.MULTILINE)]
     assert numbers == list(range(56, 64))
-    assert "56 more ranks" in shown
+    assert "56 more ranks" in text
 
 
 def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., Finding]) -> None:
     impact = Impact(currency="risk", reason="97% of the memory is taken")
     risk = finding(1, title="Near capacity", impact=impact, priority=None)
-    shown = REPORTS.render("terminal", report(1, risks=[risk]), details=True)
-    assert "risk     97% of the memory is taken" in section(shown, "Memory and risks")
-    assert "Near capacity" not in section(shown, "What to change")
+    text = REPORTS.render("terminal", report(1, risks=[risk]), details=True)
+    assert "risk     97% of the memory is taken" in section(text, "Memory and risks")
+    assert "Near capacity" not in section(text, "What to change")
 
 
 def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., Finding]) -> None:
@@ -550,8 +556,8 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
         finding(2, title="A cost", impact=Impact(currency="unknown", reason="of the recording")),
     ]
     whole = REPORTS.render("terminal", report(0, notes=notes), details=True)
-    shown = whole[whole.index("Large but unproven") :]
-    words = " ".join(shown.split())
+    unproven = whole[whole.index("Large but unproven") :]
+    words = " ".join(unproven.split())
     assert re.search(
         r"A chance gain possibly [\d.to ]+ ms note a possibility \(confidence in", words
     )
@@ -559,30 +565,30 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
     assert "A chance note a possibility (confidence in the cause 42%)" in words
     assert "A cost note of the recording" in words
     assert "A guess note not proven on real traces, and may gain nothing" in words
-    assert shown.count("    fix ") == 3
+    assert unproven.count("    fix ") == 3
 
 
-def test_what_was_only_seen_on_examples_is_ranked_and_says_so(
+def test_findings_of_rules_proven_on_examples_alone_are_ranked_and_say_so(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
-    shown = REPORTS.render(
+    text = REPORTS.render(
         "terminal", report(findings=[finding(1, validation="synthetic")]), details=True
     )
-    assert "not proven on real traces" in " ".join(section(shown, "What to change").split())
+    assert "not proven on real traces" in " ".join(section(text, "What to change").split())
 
 
-def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
+def test_a_note_with_a_larger_gain_than_a_finding_says_why_it_is_not_ranked(
     report: Make, finding: Make
 ) -> None:
-    told = {"informational": True, "validation": "real traces", "confidence": 0.42}
-    big = finding(1, "a chance", priority=None, **told)
-    made = report(2, notes=[big])
-    assert big.impact.gain_ns >= made.findings[-1].impact.gain_ns
+    fields = {"informational": True, "validation": "real traces", "confidence": 0.42}
+    big = finding(1, "a chance", priority=None, **fields)
+    result = report(2, notes=[big])
+    assert big.impact.gain_ns >= result.findings[-1].impact.gain_ns
     why = "a possibility (confidence in the cause 42%)"
     for page in (
-        REPORTS.render("terminal", made, width=120, details=True),
-        REPORTS.render("html", made),
-        REPORTS.render("markdown", made),
+        REPORTS.render("terminal", result, width=120, details=True),
+        REPORTS.render("html", result),
+        REPORTS.render("markdown", result),
     ):
         assert why in page
         assert "too little" not in page
@@ -602,14 +608,14 @@ def test_a_note_about_much_of_the_step_is_not_a_detail(
         impact=Impact(currency="unknown", reason="not in the trace"),
         edits=[Edit(op="remove", select=Select(on="gpu"))] if replayed else [],
     )
-    shown = REPORTS.render("terminal", report(1, notes=[note]))
-    on_page = "Large but unproven" in shown
+    text = REPORTS.render("terminal", report(1, notes=[note]))
+    on_page = "Large but unproven" in text
     assert on_page == (ms == 120 and not replayed)
-    assert on_page == ("note     not in the trace" in shown)
-    assert ("1 note" in shown) != on_page
+    assert on_page == ("note     not in the trace" in text)
+    assert ("1 note" in text) != on_page
 
 
 def test_shares_of_device_work_add_up_and_say_what_they_are_of(report: Make) -> None:
-    made = report(0, families=[Family("gemm", 30e6, 0.75, 3), Family("copy", 10e6, 0.25, 1)])
-    shown = REPORTS.render("terminal", made, width=120, details=True)
-    assert "gemm 75% of device work · copy 25%" in shown
+    result = report(0, families=[Family("gemm", 30e6, 0.75, 3), Family("copy", 10e6, 0.25, 1)])
+    text = REPORTS.render("terminal", result, width=120, details=True)
+    assert "gemm 75% of device work · copy 25%" in text

@@ -15,7 +15,7 @@ from advisor.core.finding import Finding, Impact
 
 
 @pytest.mark.parametrize(
-    ("ns", "shown"),
+    ("ns", "expected"),
     [
         (None, "not measured"),
         (0, "0 ms"),
@@ -32,8 +32,8 @@ from advisor.core.finding import Finding, Impact
         (-87_900_000, "−87.9 ms"),
     ],
 )
-def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, shown: str) -> None:
-    assert t.format_duration(ns) == shown
+def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, expected: str) -> None:
+    assert t.format_duration(ns) == expected
 
 
 @given(st.floats(min_value=1e3, max_value=1e13, allow_nan=False))
@@ -44,7 +44,7 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "shown"),
+    ("size", "expected"),
     [
         (None, "not measured"),
         (0, "0 B"),
@@ -57,12 +57,14 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
         (-(5 << 20), "−5 MiB"),
     ],
 )
-def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, shown: str) -> None:
-    assert t.format_bytes(size) == shown
+def test_a_size_has_three_digits_in_the_unit_it_is_read_in(
+    size: float | None, expected: str
+) -> None:
+    assert t.format_bytes(size) == expected
 
 
 @pytest.mark.parametrize(
-    ("shown", "expected"),
+    ("text", "expected"),
     [
         (t.format_change(-3e6), "−3 ms"),
         (t.format_change(0), "0 ms"),
@@ -74,8 +76,8 @@ def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, s
         (t.format_share_change(None), "not measured"),
     ],
 )
-def test_a_difference_has_one_kind_of_sign(shown: str, expected: str) -> None:
-    assert shown == expected
+def test_a_difference_has_one_kind_of_sign(text: str, expected: str) -> None:
+    assert text == expected
 
 
 def test_names_are_listed_in_one_way() -> None:
@@ -93,7 +95,7 @@ def test_a_range_says_its_unit_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "noun", "plural", "shown"),
+    ("number", "noun", "plural", "expected"),
     [
         (1, "kernel", "", "1 kernel"),
         (0, "kernel", "", "0 kernels"),
@@ -104,18 +106,20 @@ def test_a_range_says_its_unit_once() -> None:
         (2, "kernel or copy", "kernels and copies", "2 kernels and copies"),
     ],
 )
-def test_a_noun_agrees_with_its_number(number: float, noun: str, plural: str, shown: str) -> None:
-    assert t.count_noun(number, noun, plural) == shown
+def test_a_noun_agrees_with_its_number(
+    number: float, noun: str, plural: str, expected: str
+) -> None:
+    assert t.count_noun(number, noun, plural) == expected
 
 
 @pytest.mark.parametrize(
-    ("share", "shown"),
+    ("share", "expected"),
     [(None, "not measured"), (0.0, "0%"), (0.0004, "<1%"), (0.19, "19%"), (1.0, "100%")],
 )
 def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(
-    share: float | None, shown: str
+    share: float | None, expected: str
 ) -> None:
-    assert t.format_share(share) == shown
+    assert t.format_share(share) == expected
 
 
 def test_evidence_shows_its_value_with_its_unit() -> None:
@@ -130,33 +134,41 @@ def test_evidence_shows_its_value_with_its_unit() -> None:
 
 
 def test_a_gain_says_its_currency() -> None:
-    def shown(**impact: object) -> str:
-        priced = Impact(**impact)  # type: ignore[arg-type]
-        return t.format_gain(Finding(rule="r", title="t", summary="s", fix="f", impact=priced))
+    def format_impact(**impact: object) -> str:
+        gain = Impact(**impact)  # type: ignore[arg-type]
+        return t.format_gain(Finding(rule="r", title="t", summary="s", fix="f", impact=gain))
 
     bound = "upper bound (exposed time)"
-    assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
+    assert format_impact(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
         "up to 4 ms per step, 10%"
     )
     # a range that ends above the gain is no bound
     wide = {"gain_ns": 4_000_000, "low_ns": 2_000_000, "high_ns": 6_000_000, "method": bound}
-    assert shown(currency="step_time", **wide) == "4 ms per step"
-    assert shown(currency="step_time", **wide | {"high_ns": 4_000_000}) == "up to 4 ms per step"
-    assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms per step"
+    assert format_impact(currency="step_time", **wide) == "4 ms per step"
+    assert (
+        format_impact(currency="step_time", **wide | {"high_ns": 4_000_000})
+        == "up to 4 ms per step"
+    )
+    assert (
+        format_impact(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms per step"
+    )
     least = {"gain_ns": 4_000_000, "method": "lower bound (replay)"}
-    assert shown(currency="step_time", **least) == "at least 4 ms per step"
-    assert shown(currency="step_time", **least | {"kind": "replay"}) == "4 ms per step"
-    assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
-    assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
-    assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"
-    assert shown(currency="unknown", reason="no edit") == "no estimated gain: no edit"
+    assert format_impact(currency="step_time", **least) == "at least 4 ms per step"
+    assert format_impact(currency="step_time", **least | {"kind": "replay"}) == "4 ms per step"
+    assert format_impact(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
+    assert format_impact(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
+    assert (
+        format_impact(currency="risk", reason="may run out of memory")
+        == "risk: may run out of memory"
+    )
+    assert format_impact(currency="unknown", reason="no edit") == "no estimated gain: no edit"
 
 
 @given(st.text())
 def test_clean_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
-    for shown in (labels.clean(text), labels.clean(text, lines=True).replace("\n", "")):
-        assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in shown)
-        shown.encode()
+    for clean in (labels.clean(text), labels.clean(text, lines=True).replace("\n", "")):
+        assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in clean)
+        clean.encode()
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126)))

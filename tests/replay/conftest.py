@@ -20,10 +20,10 @@ LEFT_OUT = json.loads((HERE / "laws_left_out.json").read_text())
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A law that says nothing of a file is no test of it."""
-    items[:] = [item for item in items if not _left_out(item)]
+    items[:] = [item for item in items if not _is_exempt(item)]
 
 
-def _left_out(item: pytest.Item) -> bool:
+def _is_exempt(item: pytest.Item) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
     laws = LEFT_OUT.get(str(params.get("path")), {}) if item.path.parent == HERE else {}
     why = laws.get(getattr(item, "originalname", ""), "")

@@ -20,27 +20,27 @@ from advisor.replay.selection import host_spans, selected_gaps, selected_gpu, se
 from advisor.replay.window_replayer import GainRange
 
 TOLERANCE = 0.001
-"""Of the step: differences below this are rounding and latencies of single calls."""
+"""Share of the step: differences below this are rounding and latencies of single calls."""
 EXACT_NS = 2_000.0
 EVER = (-(2**60), 2**60)
 
 
-def exactly(name: str) -> str:
+def exact_pattern(name: str) -> str:
     """A pattern for a name, whatever is in it; no quotes or spaces, so that it can be typed."""
     return "^" + re.sub(r"[^A-Za-z0-9_]", ".", name) + "$"
 
 
-class Draw:
+class EditSampler:
     """Edits of what one trace holds: its kernels, families, streams, operators and gaps."""
 
     def __init__(self, a: Analysis, seed: str) -> None:
         self.rng = random.Random(seed)
         gpu, cpu = a.trace.gpu.filter(a.in_window), a.trace.cpu
 
-        def most(frame: pl.DataFrame, count: int = 12) -> list[str]:
+        def names_by_time(frame: pl.DataFrame, count: int = 12) -> list[str]:
             top = frame.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
             names = top.sort("dur", "name", descending=True)["name"].head(count).to_list()
-            return list(dict.fromkeys(exactly(name) for name in names))
+            return list(dict.fromkeys(exact_pattern(name) for name in names))
 
         families = (
             a.families.filter(pl.col("dur") > 0)["family"].cast(pl.String).to_list()
@@ -49,8 +49,8 @@ class Draw:
         )
         copies = gpu["copy"].drop_nulls().unique().cast(pl.String).sort().to_list()
         streams = gpu["stream"].unique().sort().to_list()
-        ops = most(cpu.filter(pl.col("kind") == "op"))
-        self.work = [f"kernel:{p}" for p in most(gpu.filter(pl.col("kind") == "kernel"))]
+        ops = names_by_time(cpu.filter(pl.col("kind") == "op"))
+        self.work = [f"kernel:{p}" for p in names_by_time(gpu.filter(pl.col("kind") == "kernel"))]
         self.work += [f"family:{f}" for f in families] + [f"copy:{c}" for c in copies]
         self.work += [f"work stream:{s}" for s in streams[:6]]
         self.work += [f"work under:{p}" for p in ops[:4]] if gpu.height else []
@@ -61,8 +61,12 @@ class Draw:
         self.work += ["work", "work max:10000"] if gpu.height else []
         self.work += ["copy"] if copies else []
         self.host = [f"op:{p}" for p in ops] + [f"op:{p} at:loop" for p in ops[:4]]
-        self.host += [f"host:{p}" for p in most(cpu.filter(pl.col("kind") == "runtime"), 6)]
-        self.host += [f"python:{p}" for p in most(cpu.filter(pl.col("kind") == "python"), 6)]
+        self.host += [
+            f"host:{p}" for p in names_by_time(cpu.filter(pl.col("kind") == "runtime"), 6)
+        ]
+        self.host += [
+            f"python:{p}" for p in names_by_time(cpu.filter(pl.col("kind") == "python"), 6)
+        ]
         blocking = bool(cpu["call"].is_in(list(BLOCKING_CALLS)).fill_null(False).any())
         self.syncs = ["sync", *(f"sync:{p}" for p in ops[:6])] if blocking else []
         causes = a.gaps["cause"].unique().cast(pl.String).sort().to_list()
@@ -74,7 +78,7 @@ class Draw:
         return f"{self.rng.choice([0, 0.25, 0.5, 0.75, round(self.rng.random(), 3)]):g}"
 
     def line(self) -> str:
-        """One edit that takes work, waiting or host time away."""
+        """Draw one edit that takes work, waiting or host time away."""
         pick, makers = self.rng.choice, []
         anything = [*self.work, *self.host, *self.syncs, *self.gaps, *self.loader]
         makers += [lambda: f"remove {pick(anything)}"] * 3 if anything else []
@@ -94,8 +98,8 @@ class Draw:
         count = self.rng.choice([1, 1, 2, 2, 3, 4])
         return list(dict.fromkeys(self.line() for _ in range(count)))
 
-    def wider(self, line: str) -> str | None:
-        """The same of more events."""
+    def widen(self, line: str) -> str | None:
+        """Widen the selection of an edit; ``None``: impossible."""
         verb, target, *rest = line.split()
         narrowed = [word for word in rest if ":" in word and word != "at:loop"]
         rest = [word for word in rest if word not in narrowed]
@@ -141,23 +145,23 @@ class Laws:
     def __init__(self, a: Analysis, seed: str) -> None:
         self.a = a
         self.estimator = estimator_for(a)
-        self.draw = Draw(a, seed)
+        self.draw = EditSampler(a, seed)
         self.found: list[Violation] = []
         self.tried: Counter[str] = Counter()
         self._known: dict[tuple[str, ...], float] = {}
 
     def gain_range(self, lines: Sequence[str]) -> GainRange:
-        """What edits save, with its range."""
+        """The gain of edits, with its range."""
         return self.estimator.gain_range([parse_edit(line) for line in lines])
 
     def gain(self, lines: Sequence[str]) -> float:
-        """The same without the range."""
+        """The gain without its range."""
         key = tuple(lines)
         if key not in self._known:
             self._known[key] = self.estimator.marginal([parse_edit(line) for line in lines], ())
         return self._known[key]
 
-    def at_most(
+    def check_at_most(
         self,
         law: str,
         lines: Sequence[str],
@@ -165,7 +169,7 @@ class Laws:
         other: Sequence[str] = (),
         value: float | None = None,
     ) -> None:
-        """What ``lines`` save is at most ``limit``."""
+        """Check that ``lines`` save at most ``limit``."""
         self.tried[law] += 1
         gain = self.gain(lines) if value is None else value
         if gain > limit + max(EXACT_NS, TOLERANCE * self.a.step_ns):
@@ -173,15 +177,15 @@ class Laws:
                 Violation(law, tuple(lines), tuple(other), gain, limit, self.a.step_ns)
             )
 
-    def less(self, law: str, lines: Sequence[str], more: Sequence[str]) -> None:
-        self.at_most(law, lines, self.gain(more), more)
+    def check_less(self, law: str, lines: Sequence[str], more: Sequence[str]) -> None:
+        self.check_at_most(law, lines, self.gain(more), more)
 
-    def equal(self, law: str, lines: Sequence[str], same: Sequence[str]) -> None:
-        self.less(law, lines, same)
-        self.less(law, same, lines)
+    def check_equal(self, law: str, lines: Sequence[str], same: Sequence[str]) -> None:
+        self.check_less(law, lines, same)
+        self.check_less(law, same, lines)
 
-    def check(self) -> None:
-        """One random set."""
+    def check_random_set(self) -> None:
+        """Check one random set."""
         draw, rng = self.draw, self.draw.rng
         lines = draw.lines()
         own = self.gain_range(lines)
@@ -189,47 +193,47 @@ class Laws:
         # taking batches over from workers costs what a loop without them does not spend
         saving = not any(line.startswith("parallelize") for line in lines)
         if saving:
-            self.at_most("saving edits cost nothing", lines, 0.0, value=-own.gain)
-        self.at_most("no more than the step", lines, step)
-        self.at_most("low end below the point", lines, own.gain, value=own.low)
-        self.at_most("point below the high end", lines, own.high)
-        self.at_most("high end within the step", lines, step, value=own.high)
-        most = touchable(self.a, [parse_edit(line) for line in lines])
-        self.at_most("no more than the edits touch", lines, most)
-        self.at_most("high end: no more than the edits touch", lines, most, value=own.high)
-        self.equal("twice is once", [*lines, rng.choice(lines)], lines)
+            self.check_at_most("saving edits cost nothing", lines, 0.0, value=-own.gain)
+        self.check_at_most("no more than the step", lines, step)
+        self.check_at_most("low end below the point", lines, own.gain, value=own.low)
+        self.check_at_most("point below the high end", lines, own.high)
+        self.check_at_most("high end within the step", lines, step, value=own.high)
+        most = max_saving(self.a, [parse_edit(line) for line in lines])
+        self.check_at_most("no more than the edits touch", lines, most)
+        self.check_at_most("high end: no more than the edits touch", lines, most, value=own.high)
+        self.check_equal("twice is once", [*lines, rng.choice(lines)], lines)
         shuffled = rng.sample(lines, len(lines))
-        self.equal("any order", shuffled, lines)
+        self.check_equal("any order", shuffled, lines)
         one_more = draw.line()
         if saving and not one_more.startswith("parallelize"):
-            self.less("more edits save no less", lines, [*lines, one_more])
+            self.check_less("more edits save no less", lines, [*lines, one_more])
         place = rng.randrange(len(lines))
         edit = parse_edit(lines[place])
 
-        def changed(other: Edit | str) -> list[str]:
+        def change_line(other: Edit | str) -> list[str]:
             text = other if isinstance(other, str) else write_edit(other)
             return [*lines[:place], text, *lines[place + 1 :]]
 
         if edit.op in ("scale", "merge"):
             smaller = replace(edit, factor=(edit.factor or 0.0) * rng.random())
-            self.less("monotone in the factor", lines, changed(smaller))
+            self.check_less("monotone in the factor", lines, change_line(smaller))
         if edit.op in ("scale", "overlap", "roofline", "make_async"):
             gone = Edit(op="remove", select=edit.select)
-            self.less(f"{edit.op} saves no more than remove", lines, changed(gone))
-        wider = draw.wider(lines[place])
+            self.check_less(f"{edit.op} saves no more than remove", lines, change_line(gone))
+        wider = draw.widen(lines[place])
         if wider is not None:
-            self.less("part saves no more than the whole", lines, changed(wider))
+            self.check_less("part saves no more than the whole", lines, change_line(wider))
 
 
-def touchable(a: Analysis, edits: Sequence[Edit]) -> float:
-    """What edits can save at most, ns per step, row by row: the time of what they select on the
-    device, a start's latency each, and the host's time, of which what the device idles."""
+def max_saving(a: Analysis, edits: Sequence[Edit]) -> float:
+    """Upper limit of what edits can save, ns per step, row by row: the device time of what they
+    select, a start's latency each, and the host's time, of which what the device idles."""
     device = host = 0.0
     begin = int(a.spans.start.min()) if len(a.spans) else 0
     end = int(a.spans.end.max()) if len(a.spans) else 0
 
-    def clipped(frame: pl.DataFrame, begin: int = begin, end: int = end) -> float:
-        """Of rows that may cover each other, each instant once."""
+    def clipped_ns(frame: pl.DataFrame, begin: int = begin, end: int = end) -> float:
+        """Clip rows that may cover each other, so that each instant counts once."""
         rows = frame.sort("ts")
         ts = np.clip(rows["ts"].to_numpy(), begin, end)
         until = np.maximum.accumulate(np.clip((rows["ts"] + rows["dur"]).to_numpy(), begin, end))
@@ -246,38 +250,40 @@ def touchable(a: Analysis, edits: Sequence[Edit]) -> float:
             if edit.select.at == "loop":  # with the time between them
                 _, ts, dur = host_spans(a, edit.select)
                 rows = pl.DataFrame({"ts": ts, "dur": dur})
-            host += clipped(rows) * (1 - left)
+            host += clipped_ns(rows) * (1 - left)
         elif edit.op == "drop_launch":
             host += float(end - begin)
         else:
             chosen = gpu.filter(pl.Series(selected_gpu(a, edit.select, anywhere=True)))
-            device += clipped(chosen, *EVER) * (1 - left)
+            device += clipped_ns(chosen, *EVER) * (1 - left)
             if edit.select.layer and edit.op in ("scale", "remove"):  # with its host's time
                 around = selected_host(a, replace(edit.select, on="host"))
-                host += clipped(cpu.filter(pl.Series(around))) * (1 - left)
+                host += clipped_ns(cpu.filter(pl.Series(around))) * (1 - left)
             if edit.op in ("remove", "overlap", "merge"):
                 device += 10_000.0 * chosen.height
             if edit.op in ("remove", "merge"):
                 rows = pl.concat([chosen["launch"], chosen["op"]]).drop_nulls().unique()
-                host += clipped(cpu[rows.to_list()])
-    idle = float(end - begin) - clipped(gpu.filter(pl.Series(a.in_window)))
+                host += clipped_ns(cpu[rows.to_list()])
+    idle = float(end - begin) - clipped_ns(gpu.filter(pl.Series(a.in_window)))
     return min(device + min(host, idle), float(end - begin)) / a.step_count
 
 
-def none(a: Analysis) -> list[str]:
+def neutral_edits(a: Analysis) -> list[str]:
     """Edits of everything that change nothing."""
-    there = Draw(a, "zero")
+    there = EditSampler(a, "zero")
     return [f"scale {t} 1" for t in [*there.work, *there.host, *there.syncs, *there.gaps]]
 
 
-def tried(a: Analysis, seed: str, count: int) -> Laws:
-    """The laws after ``count`` random sets of edits."""
+def check_random_sets(a: Analysis, seed: str, count: int) -> Laws:
+    """Check the laws on ``count`` random sets of edits."""
     laws = Laws(a, seed)
     if not (laws.draw.work or laws.draw.host or laws.draw.gaps):
         return laws
-    unchanged = none(a)
+    unchanged = neutral_edits(a)
     for line in laws.draw.rng.sample(unchanged, min(count, len(unchanged))):
-        laws.at_most("an edit of zero saves nothing", [line], 0.0, value=abs(laws.gain([line])))
+        laws.check_at_most(
+            "an edit of zero saves nothing", [line], 0.0, value=abs(laws.gain([line]))
+        )
     for _ in range(count):
-        laws.check()
+        laws.check_random_set()
     return laws

@@ -43,7 +43,7 @@ IDS = (
     "wait_on_cuda_event_id",
     "wait_on_cuda_event_record_corr_id",
 )
-"""Arguments that tell one occurrence from another."""
+"""Arguments that identify an occurrence."""
 WAIT = "cudaDeviceSynchronize"
 NO_STREAM = (-1, 0xFFFFFFFF)
 
@@ -56,19 +56,19 @@ def load(path: str | Path) -> Data:
 
 
 def save(data: Data, path: Path) -> str:
-    """Written without compression; the path as a string."""
+    """Write the file without compression; return its path as a string."""
     path.write_bytes(msgspec.json.encode(data))
     return str(path)
 
 
 def events(data: Data) -> list[Event]:
     """All events of a file."""
-    found: list[Event] = data["traceEvents"]
-    return found
+    result: list[Event] = data["traceEvents"]
+    return result
 
 
 def on_device(event: Event) -> bool:
-    """It lies on a stream of a device."""
+    """Whether the event lies on a stream of a device."""
     return str(event.get("cat")).lower() in ON_DEVICE
 
 
@@ -81,13 +81,13 @@ def span(data: Data) -> tuple[float, float]:
 
 
 def permuted(data: Data, seed: int = 0) -> Data:
-    """The events in another order."""
+    """Shuffle the events."""
     order = list(events(data))
     random.Random(seed).shuffle(order)
     return {**data, "traceEvents": order}
 
 
-def renumbered(data: Data, seed: int = 0) -> Data:
+def renumber_processes(data: Data, seed: int = 0) -> Data:
     """Other numbers for processes, threads and streams. The main thread keeps the number of its
     process, as on Linux; devices keep theirs, which other parts of the file refer to."""
     rng = random.Random(seed)
@@ -99,7 +99,7 @@ def renumbered(data: Data, seed: int = 0) -> Data:
             n
             for e in events(data)
             if e.get("ph") == "X" and not on_device(e)
-            for n in (_number(e.get("pid")), _number(e.get("tid")))
+            for n in (_parse_number(e.get("pid")), _parse_number(e.get("tid")))
             if n is not None
         }
     )
@@ -109,11 +109,11 @@ def renumbered(data: Data, seed: int = 0) -> Data:
     )
 
     def host(value: Any) -> Any:
-        return _like(value, new_number.get(_number(value)))
+        return _format_like(value, new_number.get(_parse_number(value)))
 
     def stream(value: Any) -> Any:
-        found = _streamed(value)
-        return value if found not in new_stream else _like(value, new_stream[found])
+        result = _parse_stream(value)
+        return value if result not in new_stream else _format_like(value, new_stream[result])
 
     changed = []
     for e in events(data):
@@ -130,14 +130,14 @@ def renumbered(data: Data, seed: int = 0) -> Data:
 
 
 PAUSE = 1.0
-"""Between two repetitions, µs."""
+"""Pause between two repetitions, µs."""
 LATENCY = 10.0
 """About what lies between a launch and its work, µs."""
 
 
 def own_span(data: Data) -> Data:
-    """From the launch of the device's first work to the end of its last: what lies outside is left
-    out, what reaches beyond is cut, but for calls that may wait for that work."""
+    """Span from the launch of the device's first work to the end of its last. Events outside are
+    left out; those that reach beyond are cut, but for calls that may wait for that work."""
     work = [e for e in events(data) if e.get("ph") == "X" and str(e.get("cat")).lower() in WORK]
     begin, end = min(e["ts"] for e in work) - LATENCY, max(e["ts"] + e["dur"] for e in work)
     kept = []
@@ -151,7 +151,7 @@ def own_span(data: Data) -> Data:
     return {**data, "traceEvents": kept}
 
 
-def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
+def repeat_recording(data: Data, times: int = 4, *, drained: bool = False) -> Data:
     """The recording ``times`` times, ``PAUSE`` apart: times are shifted, identities offset,
     steps numbered on. Names of threads and the like stay as they are. ``drained``: each time ends
     with the host waiting for the whole device, so that nothing reaches into the next. Frames of
@@ -161,7 +161,9 @@ def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
     begin, end = span(data)
     length = end - begin + PAUSE
     lasting = [
-        _cut(e, begin, end) for e in events(data) if e.get("ph") != "M" and e.get("cat") != "Trace"
+        _clip_frame(e, begin, end)
+        for e in events(data)
+        if e.get("ph") != "M" and e.get("cat") != "Trace"
     ]
     steps = len({e["name"] for e in lasting if _is_step(e)})
     largest = max((n for e in lasting for n in _identities(e)), default=0) + 1
@@ -170,7 +172,7 @@ def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
         for e in lasting:
             new = dict(e)
             if "ts" in e:
-                new["ts"] = _shifted(e["ts"], number * length)
+                new["ts"] = _shift_time(e["ts"], number * length)
             if isinstance(e.get("id"), int) and e.get("ph") in ("s", "f", "t"):
                 new["id"] = e["id"] + number * largest
             if isinstance(e.get("args"), dict):
@@ -185,7 +187,7 @@ def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
     return {**data, "traceEvents": changed}
 
 
-def _cut(e: Event, begin: float, end: float) -> Event:
+def _clip_frame(e: Event, begin: float, end: float) -> Event:
     if e.get("cat") != "python_function" or e.get("ph") != "X":
         return e
     start, until = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
@@ -200,12 +202,12 @@ def with_final_wait(data: Data, latency: float = 5.0) -> Data:
     if not calls:
         return data
     model = max(calls, key=lambda e: e["ts"] + e.get("dur", 0))
-    mine = [
+    starts = [
         e["ts"] + e.get("dur", 0)
         for e in events(data)
         if e.get("ph") == "X" and (e.get("pid"), e.get("tid")) == (model["pid"], model["tid"])
     ]
-    begin = min(max(mine), end)
+    begin = min(max(starts), end)
     wait = {
         **model,
         "name": "hipDeviceSynchronize" if model["name"].startswith("hip") else WAIT,
@@ -216,11 +218,11 @@ def with_final_wait(data: Data, latency: float = 5.0) -> Data:
     return {**data, "traceEvents": [*events(data), wait]}
 
 
-def stretched(data: Data, factor: float) -> Data:
+def stretch_times(data: Data, factor: float) -> Data:
     """All times and durations multiplied, from the first event on."""
     begin, _ = span(data)
 
-    def moved(e: Event) -> Event:
+    def stretch_event(e: Event) -> Event:
         new = dict(e)
         if isinstance(e.get("ts"), int | float):
             new["ts"] = begin + (e["ts"] - begin) * factor
@@ -228,10 +230,10 @@ def stretched(data: Data, factor: float) -> Data:
             new["dur"] = e["dur"] * factor
         return new
 
-    return {**data, "traceEvents": [moved(e) for e in events(data)]}
+    return {**data, "traceEvents": [stretch_event(e) for e in events(data)]}
 
 
-def thinned(data: Data, share: float = 0.4, seed: int = 0) -> Data:
+def drop_device_work(data: Data, share: float = 0.4, seed: int = 0) -> Data:
     """``share`` of the device's work left out, with the arrows that lead to it: what a profiler
     leaves that ran out of buffers."""
     rng = random.Random(seed)
@@ -247,7 +249,7 @@ def thinned(data: Data, share: float = 0.4, seed: int = 0) -> Data:
 
 
 def _is_call(e: Event) -> bool:
-    """A call of the CUDA or HIP runtime."""
+    """Whether an event is a call of the CUDA or HIP runtime."""
     return e.get("ph") == "X" and str(e.get("cat")).lower() in CALLS
 
 
@@ -263,18 +265,18 @@ def _identities(e: Event) -> Iterator[int]:
         yield from (v for k, v in args.items() if k in IDS and isinstance(v, int))
 
 
-def _shifted(ts: Any, by: float) -> Any:
+def _shift_time(ts: Any, by: float) -> Any:
     # whole microseconds stay whole: no digits that the file did not have
     return ts + round(by) + 1 if isinstance(ts, int) and by else ts + by
 
 
 def _shuffled(values: range, rng: random.Random) -> list[int]:
-    found = list(values)
-    rng.shuffle(found)
-    return found
+    items = list(values)
+    rng.shuffle(items)
+    return items
 
 
-def _number(value: Any) -> int | None:
+def _parse_number(value: Any) -> int | None:
     """A process or thread number, however it is written; ``None``: a name."""
     if isinstance(value, bool):
         return None
@@ -283,20 +285,20 @@ def _number(value: Any) -> int | None:
     return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
-def _streamed(value: Any) -> int | None:
-    """The stream that ``7``, ``"7"`` or ``"stream 7"`` names."""
+def _parse_stream(value: Any) -> int | None:
+    """Parse a stream: ``7``, ``"7"`` or ``"stream 7"``."""
     if isinstance(value, str):
         value = value.removeprefix("stream ")
-    return _number(value)
+    return _parse_number(value)
 
 
 def _streams(e: Event) -> Iterator[int]:
-    found = [e.get("tid"), *((e.get("args") or {}).get(k) for k in STREAMS)]
-    yield from (n for n in map(_streamed, found) if n is not None and n not in NO_STREAM)
+    result = [e.get("tid"), *((e.get("args") or {}).get(k) for k in STREAMS)]
+    yield from (n for n in map(_parse_stream, result) if n is not None and n not in NO_STREAM)
 
 
-def _like(old: Any, new: int | None) -> Any:
-    """A new number, written as the old one was."""
+def _format_like(old: Any, new: int | None) -> Any:
+    """Format a new number as the old one was written."""
     if new is None:
         return old
     if isinstance(old, str):

@@ -22,14 +22,15 @@ WORK = Select(on="gpu")
 
 
 def test_the_place_of_the_error_is_the_conformal_one() -> None:
-    """By hand: of nine errors the eighth (0.8 x 10), of four the fourth, of one the only one."""
+    """The place by hand: of nine errors the eighth (0.8 x 10), of four the fourth, of one the
+    only one."""
     assert error_bound([9, 1, 8, 2, 7, 3, 6, 4, 5]) == 8
     assert error_bound([4, 1, 3, 2]) == 4
     assert error_bound([5]) == 5
 
 
-def test_what_is_left_out_lies_inside_the_band_of_the_others() -> None:
-    """Of the predictions that are known, each against the band that the others give."""
+def test_each_prediction_lies_inside_the_range_of_the_others() -> None:
+    """Each of the known predictions is compared with the range that the others give."""
     known = [p for p in shipped_experiments() if p.kind not in OF_THE_STEP]
     inside = [p.error <= error_bound([q.error for q in known if q is not p]) for p in known]
     assert sum(inside) / len(inside) >= COVERAGE
@@ -81,7 +82,8 @@ def test_no_band_is_without_width_and_none_ends_beyond_the_step(gain: float) -> 
 
 
 def test_a_growing_batch_is_as_uncertain_as_steps_of_two_runs_are() -> None:
-    """From the pairs: 33.6 predicted, 40.3 measured is the largest of four errors; and 1% more."""
+    """The pair with 33.6 predicted and 40.3 measured has the largest of four errors; and 1%
+    more."""
     edit = Edit(op="resize", select=WORK, factor=32)
     low, high = widened_by_kind(0.0, 0.0, 0.0, [edit], 33.6)
     assert low == pytest.approx(-(40.3 - 33.6 + 0.336), rel=0.01)

@@ -1,4 +1,4 @@
-"""Bands grow with what came of a rule's promises; no outcome widens the band it is held against."""
+"""Ranges widen with the past errors of a rule; no outcome widens the range it is compared with."""
 
 from __future__ import annotations
 
@@ -34,74 +34,74 @@ def outcome(ratio: float, device: str = "", rule: str = "a-rule", of: str = "") 
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's ledger, and none of ours."""
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ledger of the user's, without the project's own table."""
     file = tmp_path / "mine.jsonl"
     monkeypatch.setenv(predictions.VARIABLE, str(file))
     monkeypatch.setattr("advisor.replay.predictions.shipped_trials", tuple)
     return file
 
 
-def band(device: str = "", before: GainInterval = NARROW) -> GainInterval:
+def widened_range(device: str = "", before: GainInterval = NARROW) -> GainInterval:
     return widened_by_rule("a-rule", device, GAIN, before, STEP).band
 
 
-def test_fewer_than_four_outcomes_change_nothing(mine: Path) -> None:
-    predictions.append_predictions(mine, [outcome(0.5)] * 3 + [outcome(0.1, rule="other")] * 9)
+def test_fewer_than_four_outcomes_change_nothing(ledger: Path) -> None:
+    predictions.append_predictions(ledger, [outcome(0.5)] * 3 + [outcome(0.1, rule="other")] * 9)
     assert widened_by_rule("a-rule", "", GAIN, NARROW, STEP) == (NARROW, "")
 
 
-def test_four_of_five_of_the_past_errors_would_have_been_inside(mine: Path) -> None:
-    """By hand: of these four, the one in place ⌈0.8 · 5⌉ = 4 is a factor of two, either way."""
-    predictions.append_predictions(mine, [outcome(ratio) for ratio in (1.0, 0.5, 1.25, 0.8)])
-    found = widened_by_rule("a-rule", "", GAIN, NARROW, STEP)
-    assert found.band == pytest.approx((5.0, 20.0))
-    assert found.note == "in 4 measured cases the real gain was 50–125% of the estimate"
+def test_four_of_five_of_the_past_errors_would_have_been_inside(ledger: Path) -> None:
+    """Four errors by hand: the one in place ⌈0.8 · 5⌉ = 4 is a factor of two, either way."""
+    predictions.append_predictions(ledger, [outcome(ratio) for ratio in (1.0, 0.5, 1.25, 0.8)])
+    result = widened_by_rule("a-rule", "", GAIN, NARROW, STEP)
+    assert result.band == pytest.approx((5.0, 20.0))
+    assert result.note == "in 4 measured cases the real gain was 50–125% of the estimate"
 
 
-def test_with_nine_outcomes_the_worst_one_is_left_outside(mine: Path) -> None:
-    predictions.append_predictions(mine, [outcome(0.05), outcome(0.5), *([outcome(1.0)] * 7)])
-    assert band() == pytest.approx((5.0, 20.0))
+def test_with_nine_outcomes_the_worst_one_is_left_outside(ledger: Path) -> None:
+    predictions.append_predictions(ledger, [outcome(0.05), outcome(0.5), *([outcome(1.0)] * 7)])
+    assert widened_range() == pytest.approx((5.0, 20.0))
 
 
-def test_good_outcomes_make_no_band_narrower(mine: Path) -> None:
-    predictions.append_predictions(mine, [outcome(1.0)] * 20)
-    assert band() == NARROW
-    assert band(before=GainInterval(2.0, 60.0)) == (2.0, 60.0)
+def test_good_outcomes_make_no_band_narrower(ledger: Path) -> None:
+    predictions.append_predictions(ledger, [outcome(1.0)] * 20)
+    assert widened_range() == NARROW
+    assert widened_range(before=GainInterval(2.0, 60.0)) == (2.0, 60.0)
 
 
-def test_no_band_ends_beyond_the_step_by_what_was_learnt(mine: Path) -> None:
-    predictions.append_predictions(mine, [outcome(0.05)] * 4)
-    assert band() == pytest.approx((0.5, STEP))
+def test_no_band_ends_beyond_the_step_by_what_was_learnt(ledger: Path) -> None:
+    predictions.append_predictions(ledger, [outcome(0.05)] * 4)
+    assert widened_range() == pytest.approx((0.5, STEP))
 
 
-def test_outcomes_of_the_same_hardware_go_before_others(mine: Path) -> None:
-    predictions.append_predictions(mine, [outcome(1.0, "A100")] * 4 + [outcome(0.5, "H100")] * 3)
-    assert band("A100") == NARROW
+def test_outcomes_of_the_same_hardware_go_before_others(ledger: Path) -> None:
+    predictions.append_predictions(ledger, [outcome(1.0, "A100")] * 4 + [outcome(0.5, "H100")] * 3)
+    assert widened_range("A100") == NARROW
     # too few of the H100 alone: all seven, of which the one in place ⌈0.8 · 8⌉ = 7 is a half
-    assert band("H100") == pytest.approx((5.0, 20.0))
+    assert widened_range("H100") == pytest.approx((5.0, 20.0))
 
 
-def test_a_promise_of_nothing_says_nothing(mine: Path) -> None:
+def test_a_promise_of_nothing_says_nothing(ledger: Path) -> None:
     predictions.append_predictions(
-        mine, [Prediction(rule="a-rule", predicted=0.0, measured=0.3)] * 9
+        ledger, [Prediction(rule="a-rule", predicted=0.0, measured=0.3)] * 9
     )
-    assert band() == NARROW
+    assert widened_range() == NARROW
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff" * 100, b"x" * (predictions.MAX_BYTES + 1)])
-def test_a_ledger_that_cannot_be_read_is_as_none(mine: Path, content: bytes) -> None:
-    mine.write_bytes(content)
-    assert all_trials() == () and band() == NARROW
+def test_a_ledger_that_cannot_be_read_is_as_none(ledger: Path, content: bytes) -> None:
+    ledger.write_bytes(content)
+    assert all_trials() == () and widened_range() == NARROW
 
 
-def test_what_was_appended_since_is_known(mine: Path) -> None:
-    assert band() == NARROW
-    predictions.append_predictions(mine, [outcome(0.5)] * 4)
-    assert band() == pytest.approx((5.0, 20.0))
+def test_predictions_appended_since_are_known(ledger: Path) -> None:
+    assert widened_range() == NARROW
+    predictions.append_predictions(ledger, [outcome(0.5)] * 4)
+    assert widened_range() == pytest.approx((5.0, 20.0))
 
 
-def test_a_finding_says_what_its_band_allows_for(mine: Path, tmp_path: Path) -> None:
+def test_a_finding_says_what_its_band_allows_for(ledger: Path, tmp_path: Path) -> None:
     b = TraceBuilder()
     for number in range(6):
         with b.step():
@@ -111,17 +111,17 @@ def test_a_finding_says_what_its_band_allows_for(mine: Path, tmp_path: Path) -> 
             b.sync()
     path = b.write(tmp_path / "t.json")
     (before,) = [f for f in analyze(path).findings if f.rule == "single-process-loader"]
-    predictions.append_predictions(mine, [outcome(0.25, rule="single-process-loader")] * 4)
+    predictions.append_predictions(ledger, [outcome(0.25, rule="single-process-loader")] * 4)
     (after,) = [f for f in analyze(path).findings if f.rule == "single-process-loader"]
     assert before.impact is not None and after.impact is not None
     assert after.impact.gain_ns == before.impact.gain_ns
     assert after.impact.low_ns is not None and before.impact.low_ns is not None
     assert after.impact.low_ns == pytest.approx((after.impact.gain_ns or 0) / 4, rel=0.01)
     assert after.impact.low_ns < before.impact.low_ns
-    told = (
+    note = (
         "in 4 measured cases the real gain was 25% of the estimate, and the range allows for that"
     )
-    assert told in after.confidence_notes and told not in str(before.confidence_notes)
+    assert note in after.confidence_notes and note not in str(before.confidence_notes)
 
 
 # -- what is shipped ----------------------------------------------------------------------------
@@ -145,17 +145,17 @@ def test_lines_of_pairs_are_what_the_script_writes(
     traces = Path(shared_trace("pairs/loader_autograd_workers0")).parents[1]  # type: ignore[operator]
     shared_trace("pairs/loader_autograd_workers4")  # type: ignore[operator]
     pair = bench_pairs.PAIRS[1]
-    found = bench_pairs.entry(bench_pairs.row(pair, traces), traces)
-    assert found is not None
+    entry = bench_pairs.entry(bench_pairs.row(pair, traces), traces)
+    assert entry is not None
     (line,) = [one for one in shipped_predictions() if one.program == pair.title]
     for name in ("predicted", "low", "high", "measured", "measured_low", "measured_high"):
-        assert getattr(found, name) == pytest.approx(getattr(line, name), abs=0.2), (
+        assert getattr(entry, name) == pytest.approx(getattr(line, name), abs=0.2), (
             name
         )  # ms of 162
-    assert (found.rule, found.device) == (line.rule, line.device)
+    assert (entry.rule, entry.device) == (line.rule, line.device)
 
 
-def test_what_a_pair_came_to_is_known_but_for_the_table_that_holds_it_against_its_band() -> None:
+def test_the_outcome_of_a_pair_is_used_except_in_its_own_row() -> None:
     titles = [pair.title for pair in bench_pairs.PAIRS]
     assert len(set(titles)) == len(titles)
     named = {one.program for one in shipped_experiments() if one.source == "pair"}

@@ -32,7 +32,7 @@ BAND = st.fixed_dictionaries(
 )  # each may be missing
 
 
-def some(values: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+def lists_of(values: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(st.sampled_from(values), max_size=3, unique=True).map(tuple)
 
 
@@ -41,12 +41,12 @@ LIMIT = st.none() | st.integers(1, 10**9)
 GPU = st.builds(
     Select,
     on=st.just("gpu"),
-    kind=some(GPU_KINDS),
+    kind=lists_of(GPU_KINDS),
     name=PATTERN,
     under=PATTERN,
     layer=st.sampled_from(["", "blocks", "layers.1?", "Model_0.*.Linear_3", "[a-c]"]),
-    family=some(("gemm", "communication", "softmax")),
-    copy=some(COPIES),
+    family=lists_of(("gemm", "communication", "softmax")),
+    copy=lists_of(COPIES),
     memory=st.sampled_from(["", "pageable", "pinned"]),
     stream=NUMBERS,
     correlation=NUMBERS,
@@ -55,10 +55,10 @@ GPU = st.builds(
 HOST = st.builds(
     Select,
     on=st.just("host"),
-    kind=some(CPU_KINDS),
+    kind=lists_of(CPU_KINDS),
     name=NOT_EMPTY,
     under=PATTERN,
-    call=some(CALLS),
+    call=lists_of(CALLS),
     at=st.sampled_from(["", "loop"]),
     correlation=NUMBERS,
     max_ns=LIMIT,
@@ -68,7 +68,7 @@ GAP = st.builds(
     on=st.just("gap"),
     name=PATTERN,
     under=PATTERN,
-    cause=some(("dispatch", "launch", "python")),
+    cause=lists_of(("dispatch", "launch", "python")),
     at=st.sampled_from([name for name in get_args(Instants) if name != "loop"]),
     max_ns=LIMIT,
 )
@@ -139,7 +139,7 @@ def test_a_word_that_says_nothing_is_refused(line: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("scale work nan", "nan is not a finite number"),
         ("scale kernel -Infinity", "-Infinity is not a finite number"),
@@ -149,7 +149,7 @@ def test_a_word_that_says_nothing_is_refused(line: str, words: str) -> None:
         ("graph sync", "not sync"),
     ],
 )
-def test_what_is_not_a_number_or_no_launch_is_reported(line: str, told: str) -> None:
+def test_invalid_numbers_and_launches_are_reported(line: str, message: str) -> None:
     with pytest.raises(AdvisorError) as caught:
         parse_edit(line)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What edits save obeys the laws of ``edit_sets.py``, alone and together, on every real trace.
+"""Savings of edits obey the laws of ``edit_sets.py``, alone and together, on every real trace.
 
 ``ADVISOR_LAWS=200`` tries as many random sets a file (default 3, and 1 of a large one).
 """
@@ -23,7 +23,7 @@ from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import CORPUS
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 SETS = int(os.environ.get("ADVISOR_LAWS", "0"))
 LARGE = 700_000
@@ -32,13 +32,13 @@ LARGE = 700_000
 
 def traces() -> list[str]:
     """Files of the corpus with a trace in them, by size."""
-    found = [
+    result = [
         path
         for path in CORPUS.rglob("*")
         if path.name.endswith((".json.gz", ".sqlite", ".sqlite.gz"))
     ]
-    found += [path for path in CORPUS.rglob("*") if path.suffix in (".rpd", ".pb")]
-    return [str(p.relative_to(CORPUS)) for p in sorted(found, key=lambda p: p.stat().st_size)]
+    result += [path for path in CORPUS.rglob("*") if path.suffix in (".rpd", ".pb")]
+    return [str(p.relative_to(CORPUS)) for p in sorted(result, key=lambda p: p.stat().st_size)]
 
 
 def runs() -> list[Path]:
@@ -51,26 +51,26 @@ def runs() -> list[Path]:
 def test_no_law_is_broken(name: str) -> None:
     path = CORPUS / name
     try:
-        a = examined(str(path)).main
+        a = analyze_cached(str(path)).main
     except AdvisorError as error:
         pytest.skip(f"no trace: {error}")
     if a.steps.table.is_empty() or a.step_ns <= 0:
         pytest.skip("no steps in it")
     count = SETS or (1 if path.stat().st_size > LARGE else 3)
-    obeys(a, name, count)
+    assert_laws(a, name, count)
 
 
 @pytest.mark.parametrize("run", runs(), ids=lambda run: run.name)
 def test_no_law_is_broken_by_a_recorded_run(run: Path) -> None:
-    """Its gains are of steps without the profiler, and then of the measured ones."""
-    a = examined(str(run)).main
+    """The gains are of steps without the profiler, and then of the measured ones."""
+    a = analyze_cached(str(run)).main
     if a.steps.table.is_empty() or a.step_ns <= 0:
         pytest.skip("no steps in it")
-    obeys(a, run.name, SETS or 2)
+    assert_laws(a, run.name, SETS or 2)
 
 
-def obeys(a: Analysis, name: str, count: int) -> None:
-    laws = edit_sets.tried(a, name, count)
+def assert_laws(a: Analysis, name: str, count: int) -> None:
+    laws = edit_sets.check_random_sets(a, name, count)
     assert not [str(violation) for violation in laws.found]
 
 
@@ -119,7 +119,7 @@ def test_without_a_replay_no_more_overlaps_than_runs_beside_it(rank: int) -> Non
 
 
 def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:
-    """On a stream of its own it comes no earlier than the kernels whose result it takes."""
+    """The copy comes no earlier on a stream of its own than the kernels whose result it takes."""
     b = TraceBuilder()
     for _ in range(4):
         with b.step():

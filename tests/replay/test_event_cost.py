@@ -1,4 +1,4 @@
-"""What the profiler adds to an event is taken from the recorded steps where they show it."""
+"""The profiler's cost per event is taken from the recorded steps where they show it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def host_bound(*, median_us: float | None, profiled_us: float = STEP_US) -> Trac
     return b
 
 
-def test_without_a_record_it_is_the_usual_one() -> None:
+def test_without_a_record_the_event_cost_is_the_usual_one() -> None:
     assert event_cost(host_bound(median_us=None).analysis()) == USUAL
 
 
-def test_it_is_what_a_profiled_step_takes_longer_over_its_events() -> None:
+def test_the_event_cost_is_the_lengthening_of_a_profiled_step_over_its_events() -> None:
     # 300 µs with the profiler and 200 without: 100 µs over 100 operators and the step's own range
     cost = event_cost(host_bound(median_us=200).analysis())
     assert cost == pytest.approx(100_000 / (OPS + 1), rel=0.01)

@@ -13,7 +13,7 @@ from advisor.rules.support.common import estimate_contended_loading
 from advisor.testing import TraceBuilder
 
 LOADING, STEP = 6_000.0, 10_000.0
-"""Of each step, µs: the loader 6 ms, then 4 ms of the model on the host."""
+"""Time in each step, µs: the loader 6 ms, then 4 ms of the model on the host."""
 
 
 def replayer(*, computed: bool, used: float | None, cpus: int = 2) -> WindowReplayer:
@@ -38,9 +38,9 @@ def replayer(*, computed: bool, used: float | None, cpus: int = 2) -> WindowRepl
     return WindowReplayer(b.analysis())
 
 
-def gain(found: WindowReplayer, workers: int = 4) -> float:
-    """Of the step."""
-    return found.gain([parse_edit(f"parallelize loader {workers}")]) / found.a.step_ns
+def gain(replayer: WindowReplayer, workers: int = 4) -> float:
+    """The gain per step."""
+    return replayer.gain([parse_edit(f"parallelize loader {workers}")]) / replayer.a.step_ns
 
 
 def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
@@ -59,22 +59,22 @@ def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
 
 
 def test_on_busy_cores_loading_that_waits_needs_none() -> None:
-    found = replayer(computed=False, used=2.0)
-    assert gain(found) == pytest.approx(0.39, abs=0.02)
-    low = found.gain_range([parse_edit("parallelize loader 4")]).low
-    assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
+    result = replayer(computed=False, used=2.0)
+    assert gain(result) == pytest.approx(0.39, abs=0.02)
+    low = result.gain_range([parse_edit("parallelize loader 4")]).low
+    assert low <= 0.02 * result.a.step_ns  # if it computes something that is not recorded
 
 
 def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
-    """By hand: 1.4 cores busy over 10 ms are 14 ms of CPU time, 6 of them loading, so that the
-    other 4 ms keep 2 cores busy. Loading goes on to take 6 ms of the step, and 1.5 ms for a batch
-    to be handed over; optimistically both cores share the 6 ms: 4 + 3 + 0.2 ms are left."""
-    found = replayer(computed=True, used=1.4)
+    """1.4 cores busy over 10 ms are 14 ms of CPU time, by hand. 6 of them load, so that the
+    other 4 ms keep 2 cores busy. Loading goes on to take 6 ms of the step, and 1.5 ms for a
+    batch to be handed over; optimistically both cores share the 6 ms: 4 + 3 + 0.2 ms are left."""
+    result = replayer(computed=True, used=1.4)
     edit = [parse_edit("parallelize loader 1")]
-    assert gain(found, 1) == pytest.approx(-0.15, abs=0.02)
-    bounds = found.gain_range(edit)
-    assert bounds.low / found.a.step_ns == pytest.approx(-0.4, abs=0.05)
-    assert 0.26 <= bounds.high / found.a.step_ns <= 0.35
+    assert gain(result, 1) == pytest.approx(-0.15, abs=0.02)
+    bounds = result.gain_range(edit)
+    assert bounds.low / result.a.step_ns == pytest.approx(-0.4, abs=0.05)
+    assert 0.26 <= bounds.high / result.a.step_ns <= 0.35
 
 
 def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() -> None:
@@ -87,8 +87,8 @@ def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() 
 def test_one_worker_pays_for_each_batch_what_two_share(workers: int, left: float) -> None:
     """A batch takes one worker 6 ms and 1.5 ms to pass on; the step needs 4 ms, 1.5 ms to take it
     over and a tenth of 6 ms more than without workers, and waits for the slower of the two."""
-    found = replayer(computed=True, used=1.0, cpus=8)
-    assert gain(found, workers) == pytest.approx(1 - left / 10, abs=0.02)
+    result = replayer(computed=True, used=1.0, cpus=8)
+    assert gain(result, workers) == pytest.approx(1 - left / 10, abs=0.02)
 
 
 @pytest.mark.parametrize("ready_us", [100, 400])
@@ -101,9 +101,9 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
             b.loader_wait(6000, workers=0)
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
             b.sync()
-    found = WindowReplayer(b.analysis())
+    replayer = WindowReplayer(b.analysis())
     edit = [parse_edit("parallelize loader 4")]
-    assert found.gain(edit) / 1000 == pytest.approx(6000 - ready_us - 600, abs=50)
+    assert replayer.gain(edit) / 1000 == pytest.approx(6000 - ready_us - 600, abs=50)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
     ],
 )
 def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left: float) -> None:
-    """The loader's rate, 10 ms a batch with the workers there are, is what the step takes."""
+    """The step takes as long as the loader, 10 ms per batch with the workers there are."""
     b = TraceBuilder()
     for _ in range(8):
         with b.step():
@@ -126,9 +126,9 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
     r = b.record_of_run(cpus=cpus, cpus_total=cpus)
     r.steps(60, 9)
     r.watch(host=lambda share: HostSample(process_cpu=100 * used, cpu=100 * used / cpus))
-    found = WindowReplayer(b.analysis())
-    before = found.unedited.period
-    after = before - found.gain([parse_edit("parallelize loader 2")])
+    replayer = WindowReplayer(b.analysis())
+    before = replayer.unedited.period
+    after = before - replayer.gain([parse_edit("parallelize loader 2")])
     assert after / before == pytest.approx(left, abs=0.02)
 
 

@@ -3,8 +3,8 @@ fix; the replay sees only the trace of the run without.
 
 The bar: a predicted gain is within 5% of the true gain. Below a floor of 1% of the step, gains
 are as small as what the machine's jitter makes two runs of steps differ by, so there the
-difference itself must stay under the floor: a fix that is worth nothing must be predicted to be
-worth less than that. Host times, kernels and latencies of the machine vary by 3 to 20%, and
+difference itself must stay under the floor: a fix without a gain must be predicted to
+gain less than that. Host times, kernels and latencies of the machine vary by 3 to 20%, and
 kernels that run at once slow each other down; the replay knows nothing of either.
 """
 
@@ -24,8 +24,7 @@ from whatif_programs import (
     Fix,
     Shape,
     asynchronous,
-    both,
-    cheap_launches,
+    combine_fixes,
     into_graph,
     merge_update,
     overlap_collectives,
@@ -37,6 +36,7 @@ from whatif_programs import (
     roofline,
     scale_host,
     scale_kernels,
+    set_launch_cost,
     spread,
     training,
     with_matrices,
@@ -48,9 +48,9 @@ from advisor.read import read_trace
 from advisor.replay.window_replayer import WindowReplayer
 
 WITHIN = 0.05
-"""Of the true gain."""
+"""Allowed error, as a share of the true gain."""
 FLOOR = 0.01
-"""Of the step."""
+"""Smallest gain that is compared, as a share of the step."""
 STEPS = 12
 """Whole turns of loops that wait every second or third step."""
 EXAMPLES = int(os.environ.get("ADVISOR_WHATIF_EXAMPLES", "0"))
@@ -97,8 +97,8 @@ SETTINGS = st.fixed_dictionaries(
 
 
 def loop(shape: Shape) -> Program:
-    """Its program. Uneven batches are absorbed by what the host is ahead, which takes a while to
-    build up."""
+    """The program of a shape. Uneven batches are absorbed by what the host is ahead, which takes
+    a while to build up."""
     return training(shape, steps=STEPS, warmup=12 if shape.batch and shape.uneven else 4)
 
 
@@ -116,7 +116,7 @@ def loader_rate_is_not_in_the_trace(shape: Shape, slow: float, fast: float) -> b
 
 
 class Case:
-    """One program with and without a fix, and what the replay makes of it; times in µs."""
+    """A program with and without a fix, and the result of its replay; times in µs."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Case:
         )
 
 
-def check(shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path) -> None:
+def check_case(shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path) -> None:
     case = Case(shape, machine, fix, folder)
     assume(not loader_rate_is_not_in_the_trace(shape, case.slow.period, case.fast.period))
     case.check()
@@ -156,7 +156,7 @@ def check(shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path) -> None
 def test_kernels_made_faster_or_slower(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float, which: str
 ) -> None:
-    check(shape, machine, scale_kernels(which, factor), tmp_path)
+    check_case(shape, machine, scale_kernels(which, factor), tmp_path)
 
 
 @examples
@@ -164,7 +164,7 @@ def test_kernels_made_faster_or_slower(
 def test_kernels_that_are_not_run(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], which: str
 ) -> None:
-    check(shape, machine, remove_kernels(which), tmp_path)
+    check_case(shape, machine, remove_kernels(which), tmp_path)
 
 
 @examples
@@ -173,25 +173,25 @@ def test_host_work_removed_or_scaled(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float | None
 ) -> None:
     fix = remove_host() if factor is None else scale_host("train.py", factor)
-    check(shape, machine, fix, tmp_path)
+    check_case(shape, machine, fix, tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.sync != "none"), SETTINGS)
 def test_the_host_no_longer_waits(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check(shape, machine, asynchronous(shape.sync), tmp_path)
+    check_case(shape, machine, asynchronous(shape.sync), tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.sync in ("stream", "device", "event")), SETTINGS)
 def test_a_wait_removed(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check(shape, machine, remove_wait(shape.sync), tmp_path)
+    check_case(shape, machine, remove_wait(shape.sync), tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.comm > 0), SETTINGS)
 def test_collectives_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check(shape, machine, overlap_collectives(), tmp_path)
+    check_case(shape, machine, overlap_collectives(), tmp_path)
 
 
 @examples
@@ -199,13 +199,13 @@ def test_collectives_overlapped(tmp_path: Path, shape: Shape, machine: dict[str,
 def test_collectives_that_move_fewer_bytes_or_have_another_bandwidth(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
-    check(shape, machine, scale_kernels("nccl", factor), tmp_path)
+    check_case(shape, machine, scale_kernels("nccl", factor), tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.copy > 0), SETTINGS)
 def test_copies_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check(replace(shape, pinned=True), machine, overlap_copies(), tmp_path)
+    check_case(replace(shape, pinned=True), machine, overlap_copies(), tmp_path)
 
 
 @examples
@@ -213,7 +213,7 @@ def test_copies_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]
 def test_kernels_merged_into_one(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
-    check(shape, machine, merge_update(factor), tmp_path)
+    check_case(shape, machine, merge_update(factor), tmp_path)
 
 
 @examples
@@ -221,7 +221,7 @@ def test_kernels_merged_into_one(
 def test_launches_that_cost_less(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], which: str
 ) -> None:
-    check(shape, machine, cheap_launches(which), tmp_path)
+    check_case(shape, machine, set_launch_cost(which), tmp_path)
 
 
 @examples
@@ -230,9 +230,9 @@ def test_operators_put_into_one_cuda_graph(
     tmp_path: Path, shape: Shape, machine: dict[str, Any]
 ) -> None:
     """A graph's first kernel starts when the whole graph has been launched, which the edit does
-    not know: a few µs a step, that only steps well above a millisecond do not see."""
+    not know: a few µs per step, which only steps well above a millisecond do not see."""
     assume(max(shape.host, shape.device) >= 1500)
-    check(shape, machine, into_graph(), tmp_path)
+    check_case(shape, machine, into_graph(), tmp_path)
 
 
 @examples
@@ -240,7 +240,7 @@ def test_operators_put_into_one_cuda_graph(
 def test_the_loader_gets_workers(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], workers: int
 ) -> None:
-    check(shape, machine, spread(workers), tmp_path)
+    check_case(shape, machine, spread(workers), tmp_path)
 
 
 @examples
@@ -257,7 +257,7 @@ def test_another_batch_size(
     factor: float,
     blocks: tuple[int, ...],
 ) -> None:
-    check(replace(shape, blocks=blocks, pinned=True), machine, resize(factor), tmp_path)
+    check_case(replace(shape, blocks=blocks, pinned=True), machine, resize(factor), tmp_path)
 
 
 @examples
@@ -265,7 +265,8 @@ def test_another_batch_size(
 def test_matrix_products_brought_to_their_roofline(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], share: float
 ) -> None:
-    """By the data sheet's figures for bf16 on the machine's A100, worked out in the program."""
+    """The roofline is the data sheet's for bf16 on the machine's A100, worked out in the
+    program."""
     sizes = [(1024, 1024, 1024), (4096, 2048, 2048), (8192, 256, 256)]
     program = with_matrices(loop(shape), sizes)
     case = Case(shape, machine, roofline(share), tmp_path, program)
@@ -276,28 +277,28 @@ def test_matrix_products_brought_to_their_roofline(
 @examples
 @given(SHAPES.filter(lambda s: s.comm > 0 and s.sync != "none"), SETTINGS)
 def test_fixes_one_after_the_other(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    fix = both(
+    fix = combine_fixes(
         asynchronous(shape.sync),
         overlap_collectives(),
         remove_host(),
-        cheap_launches("gemm"),
+        set_launch_cost("gemm"),
         scale_kernels("gemm", 0.5),
     )
-    check(shape, machine, fix, tmp_path)
+    check_case(shape, machine, fix, tmp_path)
 
 
-# -- worth nothing, because something else hides it --------------------------------------------
+# -- no gain, because something else hides it --------------------------------------------------
 
 BUSY = Shape(layers=9, host=500, device=3000, python=150, optimizer=10)
-"""The device never waits for the host."""
+"""A program whose device never waits for the host."""
 LATE = Shape(layers=9, host=3000, device=500, python=800, optimizer=10)
-"""The device always does."""
+"""A program whose device always waits for the host."""
 FED = Shape(layers=9, host=300, device=300, python=50, batch=6000, workers=2)
-"""All wait for the loader."""
+"""A program that waits for the loader."""
 
 HIDDEN = {
     "python while the device is behind": (BUSY, remove_host()),
-    "launches while the device is behind": (BUSY, cheap_launches("gemm")),
+    "launches while the device is behind": (BUSY, set_launch_cost("gemm")),
     "a sync of the step before while the device is behind": (
         replace(BUSY, sync="event"),
         asynchronous("event"),
@@ -320,7 +321,7 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 @settings(examples, max_examples=3)
 @given(machine=SETTINGS, seed=st.integers(0, 10**6), backward=st.booleans())
-def test_a_fix_that_something_else_hides_is_worth_nothing(
+def test_a_fix_that_something_else_hides_gains_nothing(
     tmp_path: Path, name: str, machine: dict[str, Any], seed: int, backward: bool
 ) -> None:
     shape, fix = HIDDEN[name]
@@ -331,27 +332,27 @@ def test_a_fix_that_something_else_hides_is_worth_nothing(
 
 @settings(examples, max_examples=6)
 @given(machine=SETTINGS, seed=st.integers(0, 10**6))
-def test_what_was_hidden_pays_after_the_fix_of_what_hid_it(
+def test_a_hidden_fix_pays_after_the_fix_that_hid_it(
     tmp_path: Path, machine: dict[str, Any], seed: int
 ) -> None:
     shape = replace(BUSY, host=1500, python=800, seed=seed, backward=False)
     first, second = scale_kernels("gemm", 0.3), remove_host()
-    done = Case(shape, machine, both(first, second), tmp_path)
+    combined = Case(shape, machine, combine_fixes(first, second), tmp_path)
     alone = run(first.change(loop(shape)), **machine)
-    true = alone.period - done.fast.period
-    assert true > 0.05 * done.slow.period
-    predicted = done.replayer.gain(second.edits, first.edits) / 1e3
-    assert abs(predicted - true) <= max(WITHIN * true, FLOOR * done.slow.period)
-    assert abs(done.replayer.gain(second.edits)) / 1e3 <= FLOOR * done.slow.period
+    true = alone.period - combined.fast.period
+    assert true > 0.05 * combined.slow.period
+    predicted = combined.replayer.gain(second.edits, first.edits) / 1e3
+    assert abs(predicted - true) <= max(WITHIN * true, FLOOR * combined.slow.period)
+    assert abs(combined.replayer.gain(second.edits)) / 1e3 <= FLOOR * combined.slow.period
 
 
 # -- limits, as docs/whatif.md states them -----------------------------------------------------
 
 
-def test_a_loader_that_keeps_up_does_not_show_its_rate_so_what_it_would_hold_back_is_overpriced(
+def test_the_delay_by_a_loader_that_keeps_up_is_overestimated_for_its_rate_is_hidden(
     tmp_path: Path,
 ) -> None:
-    # 1800 µs a batch; the wait at the end of the step keeps the host from asking early
+    # 1800 µs per batch; the wait at the end of the step keeps the host from asking early
     shape = Shape(host=600, device=2200, batch=3600, workers=2, optimizer=10, sync="device")
     case = Case(shape, {}, scale_kernels("gemm", 0.3), tmp_path)
     assert case.fast.period == pytest.approx(3600 / 2, rel=0.03)  # the workers' rate
@@ -417,7 +418,7 @@ def test_edits_compose_in_any_order_where_they_touch_different_things(tmp_path: 
 
 
 def test_removed_host_time_is_removed_once(tmp_path: Path) -> None:
-    """Frame and what it encloses, both removed, are worth what the frame is."""
+    """A frame and what it encloses, both removed, save as much as the frame does."""
     replayer = replayed(run(loop(LATE)), tmp_path)
     frame = Edit(op="remove", select=Select(on="host", kind=("python",), name="^train"))
     same = Edit(op="remove", select=Select(on="host", name=r"train\.py\(12\)"))

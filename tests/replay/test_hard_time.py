@@ -38,8 +38,8 @@ def test_a_call_waits_for_the_device_whatever_its_name(shared_trace: Find) -> No
 
 
 def test_a_pageable_copy_waits_for_the_work_before_it(shared_trace: Find) -> None:
-    """By hand, from the file: each upload's call holds the host from its start until the copy
-    begins, which is when the step before is done; it returns before the copy has ended."""
+    """Read from the file, by hand: each upload's call holds the host from its start until the
+    copy begins, when the step before is done; it returns before the copy has ended."""
     path = shared_trace("pairs/loader_profiler_workers4")
     whole = [e for e in events(load(path)) if e.get("ph") == "X"]
     copies = {
@@ -73,9 +73,9 @@ def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
     assert plan.run()[graph.step_boundaries] == pytest.approx(
         graph.time[graph.step_boundaries], rel=0.03
     )
-    found, before = hard_time(replayer.a, plan), hard_time(replayer.a, replayer.plan)
-    assert found.waited == before.waited > 0.1 * replayer.a.step_ns
-    assert found.waits_explained == 0
+    after_change, before = hard_time(replayer.a, plan), hard_time(replayer.a, replayer.plan)
+    assert after_change.waited == before.waited > 0.1 * replayer.a.step_ns
+    assert after_change.waits_explained == 0
     assert before.waits_explained is not None
     assert before.waits_explained > 0.9
 
@@ -91,14 +91,14 @@ def test_idle_time_that_stays_when_the_host_takes_none_is_not_explained(
     weight = graph.weight.copy()
     weight[launch] = (graph.time - graph.dur)[graph.dst[launch]]
     source = np.where(launch, 0, graph.src)
-    found = hard_time(replayer.a, ReplayPlan(replace(graph, weight=weight, src=source)))
-    assert found.idle == before.idle
+    result = hard_time(replayer.a, ReplayPlan(replace(graph, weight=weight, src=source)))
+    assert result.idle == before.idle
     assert before.idle_explained is not None
     assert before.idle_explained > 0.9
     gap = idle(graph, graph.time)[1]
     between_kernels = float(gap[gap <= SHORT_NS].sum() / gap.sum())
     assert between_kernels < 0.1
-    assert found.idle_explained == pytest.approx(between_kernels, abs=0.01)
+    assert result.idle_explained == pytest.approx(between_kernels, abs=0.01)
 
 
 @pytest.mark.parametrize("ahead_us", [0.0, 6.0])

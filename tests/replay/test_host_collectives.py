@@ -41,7 +41,7 @@ def test_an_edit_of_communication_is_of_the_waits_for_gloo(line: str, saved: flo
     assert replay.gain([edit]) == pytest.approx(saved * US, abs=8 * US)
 
 
-def test_what_a_little_work_can_hide_is_as_long_as_the_work() -> None:
+def test_hidden_communication_is_as_long_as_the_work_that_hides_it() -> None:
     b = TraceBuilder(None, rank=0, world_size=2)
     for _ in b.steps(6):
         b.on_host("aten::mm", 400)

@@ -42,32 +42,32 @@ from advisor.replay.result import what_if
 from advisor.replay.selection import host_of_layer, selected_gaps, selected_gpu, selected_host
 from advisor.replay.window_replayer import WindowReplayer
 from benchmarks.public_traces import trace_names
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 EDITS = int(os.environ.get("ADVISOR_LAWS", "6"))
-"""Random edits a trace and law."""
+"""Number of random edits per trace and law."""
 LARGE = 25_000
 """Host and device rows from which a file is rewritten only when more edits are asked for."""
 LEFT_OUT_FILE = Path(__file__).with_name("laws_left_out.json")
-"""File, law: why it says nothing of the file."""
+"""Reasons, by file and law, why the law says nothing of the file."""
 EXACT_NS = 2.0
-"""What rounding of sums may amount to."""
+"""Possible error from rounding of sums, ns."""
 SLACK = 0.01
-"""Of the step, by which shortening something may lengthen it: a scheduling anomaly."""
+"""Share of the step by which shortening something may lengthen it: a scheduling anomaly."""
 
 
-def _found() -> list[str]:
+def _trace_stems() -> list[str]:
     return [name.removesuffix(".json.gz") for name in trace_names()]
 
 
 @functools.lru_cache(maxsize=4)
 def replay(path: str) -> WindowReplayer:
-    return WindowReplayer(examined(path).main)
+    return WindowReplayer(analyze_cached(path).main)
 
 
-@pytest.fixture(scope="module", params=_found())
+@pytest.fixture(scope="module", params=_trace_stems())
 def path(request: pytest.FixtureRequest, shared_trace: Callable[[str], str]) -> str:
-    """Of one file after the other: each is tried with all laws, and read once."""
+    """Path of one file after the other: each is tried with all laws, and read once."""
     return shared_trace(request.param)
 
 
@@ -76,7 +76,7 @@ def path(request: pytest.FixtureRequest, shared_trace: Callable[[str], str]) -> 
 Need = Callable[[str], str]
 """Why a file does not have it; "" where it does."""
 NEEDS: dict[str, tuple[Need, ...]] = {}
-"""Of each law, the first that is missing counts."""
+"""Needs of each law; the first that is missing counts."""
 
 
 def steps(path: str) -> str:
@@ -85,13 +85,13 @@ def steps(path: str) -> str:
     return "the file holds no steps with both host and device rows" if empty else ""
 
 
-def small(path: str) -> str:
+def needs_small_file(path: str) -> str:
     trace = replay(path).a.trace
     large = trace.cpu.height + trace.gpu.height > LARGE
     return "large files are rewritten with ADVISOR_LAWS set" if large else ""
 
 
-def trusted(path: str) -> str:
+def needs_trusted_replay(path: str) -> str:
     method = estimator_for(replay(path).a).method
     return "" if method == REPLAY else "the replay is not trusted with these steps"
 
@@ -111,36 +111,36 @@ def repeatable(path: str) -> str:
     return ""
 
 
-def fixes(path: str) -> str:
-    found = examined(path)
-    stairs = [f for f in found.report.findings if f.priority is not None and not f.other_rank]
-    priced = stairs and found.estimator.method == REPLAY
-    return "" if priced else "no finding is priced by replay"
+def needs_replayed_fixes(path: str) -> str:
+    result = analyze_cached(path)
+    stairs = [f for f in result.report.findings if f.priority is not None and not f.other_rank]
+    is_replayed = stairs and result.estimator.method == REPLAY
+    return "" if is_replayed else "no finding has a gain from a replay"
 
 
 def edits(path: str) -> str:
-    found = examined(path)
-    if found.estimator.method != REPLAY:
-        return "findings are not priced by replay"
-    return "" if own_findings(found) else "no finding is priced by its edits"
+    result = analyze_cached(path)
+    if result.estimator.method != REPLAY:
+        return "findings have no gain from a replay"
+    return "" if own_findings(result) else "no finding has a gain from its edits"
 
 
-def own_findings(found: AnalysisResult) -> list[Finding]:
+def own_findings(result: AnalysisResult) -> list[Finding]:
     """Findings of this rank that name what they change."""
-    return [f for f in found.report.findings if f.edits and f.impact and not f.other_rank]
+    return [f for f in result.report.findings if f.edits and f.impact and not f.other_rank]
 
 
 def law(*needs: Need) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test that is tried on each file with steps that has what it ``needs`` besides."""
 
-    def note(test: Callable[..., None]) -> Callable[..., None]:
+    def register_law(test: Callable[..., None]) -> Callable[..., None]:
         NEEDS[test.__name__] = (steps, *needs)
         return test
 
-    return note
+    return register_law
 
 
-def left_out(path: str) -> dict[str, str]:
+def exempt_laws(path: str) -> dict[str, str]:
     """The laws that say nothing of a file, and why."""
     why = {name: next(filter(None, (n(path) for n in needs)), "") for name, needs in NEEDS.items()}
     return {name: reason for name, reason in why.items() if reason}
@@ -150,7 +150,7 @@ def test_only_laws_that_say_nothing_of_a_file_are_left_out(
     path: str, request: pytest.FixtureRequest
 ) -> None:
     name = request.node.callspec.params["path"]
-    listed, now = json.loads(LEFT_OUT_FILE.read_text()), left_out(path)
+    listed, now = json.loads(LEFT_OUT_FILE.read_text()), exempt_laws(path)
     if os.environ.get("ADVISOR_LAWS_LEFT_OUT") == "write":
         listed = {key: each for key, each in {**listed, name: now}.items() if each}
         LEFT_OUT_FILE.write_text(json.dumps(listed, indent=1, sort_keys=True) + "\n")
@@ -158,23 +158,23 @@ def test_only_laws_that_say_nothing_of_a_file_are_left_out(
 
 
 def gain(replayer: WindowReplayer, *lines: str) -> float:
-    """What edits save together, as a share of the step."""
+    """The gain of edits together, as a share of the step."""
     return replayer.gain([parse_edit(line) for line in lines]) / replayer.unedited.period
 
 
 # -- edits to draw from --------------------------------------------------------------------------
 
 
-def exactly(name: str) -> str:
+def exact_pattern(name: str) -> str:
     """A pattern for a name, whatever is in it; no quotes or spaces, so that it can be typed."""
     return "^" + re.sub(r"[^A-Za-z0-9_]", ".", name) + "$"
 
 
 class Targets(NamedTuple):
-    """What there is in a trace to point at, as targets of the edit language."""
+    """Targets of the edit language that a trace has."""
 
     kernels: list[str]
-    """Of one name each: they select disjoint work."""
+    """Kernels of one name each: they select disjoint work."""
     work: list[str]
     ops: list[str]
     host: list[str]
@@ -188,17 +188,23 @@ def targets(path: str) -> Targets:
     a = replay(path).a
     gpu = a.trace.gpu.filter(a.in_window)
 
-    def most(frame: pl.DataFrame, count: int = 12) -> list[str]:
+    def names_by_time(frame: pl.DataFrame, count: int = 12) -> list[str]:
         top = frame.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
         return top.sort("dur", "name", descending=True)["name"].head(count).to_list()
 
-    patterns = [exactly(n) for n in most(gpu.filter(pl.col("kind") == "kernel"))]
+    patterns = [exact_pattern(n) for n in names_by_time(gpu.filter(pl.col("kind") == "kernel"))]
     families = a.families.filter(pl.col("dur") > 0)["family"].cast(pl.String).to_list()
     copies = gpu["copy"].drop_nulls().unique().cast(pl.String).sort().to_list()
     cpu = a.trace.cpu
-    ops = [f"op:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "op"))]
-    calls = [f"host:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "runtime"), 6)]
-    frames = [f"python:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "python"), 6)]
+    ops = [f"op:{exact_pattern(n)}" for n in names_by_time(cpu.filter(pl.col("kind") == "op"))]
+    calls = [
+        f"host:{exact_pattern(n)}"
+        for n in names_by_time(cpu.filter(pl.col("kind") == "runtime"), 6)
+    ]
+    frames = [
+        f"python:{exact_pattern(n)}"
+        for n in names_by_time(cpu.filter(pl.col("kind") == "python"), 6)
+    ]
     blocking = cpu["call"].is_in(list(BLOCKING_CALLS)).fill_null(False).any()
     causes = a.gaps["cause"].unique().cast(pl.String).sort().to_list()
     return Targets(
@@ -229,7 +235,7 @@ def factor(rng: random.Random) -> str:
     return f"{rng.choice([0, 0.25, 0.5, 0.75, round(rng.random(), 3)]):g}"
 
 
-def shortening(path: str, count: int) -> Iterator[str]:
+def shortening_edits(path: str, count: int) -> Iterator[str]:
     """Edits that take work, waiting or host time away."""
     t, rng = targets(path), random.Random(f"shortening {Path(path).name}")
     device, host = [*t.kernels, *t.work], [*t.ops, *t.host]
@@ -287,31 +293,31 @@ def test_an_edit_of_zero_changes_nothing(path: str) -> None:
 # -- what the file says, not how it says it ------------------------------------------------------
 
 
-def rewritten(
+def rewrite_and_replay(
     path: str, change: Callable[[rewriting.Data], rewriting.Data], to: Path
 ) -> WindowReplayer:
     return WindowReplayer(Analysis(read_trace(rewriting.save(change(rewriting.load(path)), to))))
 
 
-@law(small)
+@law(needs_small_file)
 def test_order_in_the_file_and_names_of_streams_and_threads_change_nothing(
     path: str, tmp_path: Path
 ) -> None:
     replayer = replay(path)
-    other = rewritten(
-        path, lambda d: rewriting.permuted(rewriting.renumbered(d)), tmp_path / "trace.json"
+    other = rewrite_and_replay(
+        path, lambda d: rewriting.permuted(rewriting.renumber_processes(d)), tmp_path / "trace.json"
     )
     assert other.a.step_ns == pytest.approx(replayer.a.step_ns, abs=EXACT_NS)
     assert other.quality.explained == replayer.quality.explained
     wrong = {}
-    for line in shortening(path, EDITS):
+    for line in shortening_edits(path, EDITS):
         saved, then = (w.gain([parse_edit(line)]) for w in (replayer, other))
         if abs(saved - then) > EXACT_NS:
             wrong[line] = (saved, then)
     assert not wrong
 
 
-def plain(path: str, count: int) -> list[str]:
+def repeatable_edits(path: str, count: int) -> list[str]:
     """Edits that mean the same however often the step is repeated: no queue, no other stream, no
     neighbour beyond the step takes part."""
     t, rng = targets(path), random.Random(f"plain {Path(path).name}")
@@ -319,46 +325,48 @@ def plain(path: str, count: int) -> list[str]:
     return [f"scale {target} {factor(rng)}" for target in rng.sample(there, min(count, len(there)))]
 
 
-@law(trusted, repeatable, small)
+@law(needs_trusted_replay, repeatable, needs_small_file)
 def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path: Path) -> None:
-    """Where no step is marked the step is the device's own span: four of them take four times as
-    long, once what the host did before and after it is left out. Fewer than three steps are
-    replayed alone, from an idle device until all is done, and so each of the four ends with a wait
-    for the device."""
+    """The step is the device's own span where no step is marked: four of them take four times as
+    long, once the host's work before and after is left out. Fewer than three steps are replayed
+    alone, from an idle device until all is done, and so each of the four ends with a wait for
+    the device."""
     replayer = replay(path)
     alone = replayer.quality.steps < MIN_STEADY
     marked = replayer.a.steps.source != "whole trace"
     data = rewriting.load(path) if marked else rewriting.own_span(rewriting.load(path))
-    repeated = rewriting.repeated(data, drained=alone)
-    other = rewritten(path, lambda _: repeated, tmp_path / "trace.json")
+    repeated = rewriting.repeat_recording(data, drained=alone)
+    other = rewrite_and_replay(path, lambda _: repeated, tmp_path / "trace.json")
     if other.a.steps.source != replayer.a.steps.source:
         pytest.skip("four of them have steps that one has not")
     times = 1 if marked else 4
     assert other.a.step_ns == pytest.approx(times * replayer.a.step_ns, rel=0.02)
     wrong = {}
-    for line in plain(path, EDITS):
+    for line in repeatable_edits(path, EDITS):
         shares = gain(replayer, line), gain(other, line)
         if abs(shares[0] - shares[1]) > 0.02:
             wrong[line] = shares
     assert not wrong
 
 
-@law(small)
+@law(needs_small_file)
 def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
     path: str, tmp_path: Path
 ) -> None:
-    """What a replay adds of its own (a call's cost, a release) has to come from the trace. Where no
-    kernel waited for the one before it, the gap between the two is not in the file: the usual one
-    stays as it is."""
+    """Additions of the replay (a call's cost, a release) have to come from the trace. Where no
+    kernel waited for the one before it, the gap between the two is not in the file: the usual
+    one stays as it is."""
     replayer = replay(path)
-    other = rewritten(path, lambda d: rewriting.stretched(d, 0.5), tmp_path / "trace.json")
+    other = rewrite_and_replay(
+        path, lambda d: rewriting.stretch_times(d, 0.5), tmp_path / "trace.json"
+    )
     assert other.a.step_ns == pytest.approx(replayer.a.step_ns / 2, rel=0.001)
     stays = 0.0
     if (replayer.graph.latencies.gap == GAP_NS).all():
         stays = GAP_NS * len(replayer.graph.device) / replayer.quality.steps
     unknown = stays / replayer.unedited.period
     wrong = {}
-    for line in plain(path, EDITS):
+    for line in repeatable_edits(path, EDITS):
         shares = gain(replayer, line), gain(other, line)
         if abs(shares[0] - shares[1]) > 0.01 + unknown:
             wrong[line] = shares
@@ -370,7 +378,8 @@ def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
 
 @law()
 def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
-    """Of the same kind, on kernels of different names, or one on the device and one on the host."""
+    """The edits are of the same kind on kernels of different names, or one on the device and one
+    on the host."""
     t, rng = targets(path), random.Random(f"order {Path(path).name}")
     replayer = replay(path)
     wrong = {}
@@ -388,8 +397,8 @@ def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
             replayer.gain([parse_edit(line) for line in lines])
             for lines in ((one, other), (other, one))
         )
-        # a merge leaves what it merges at the place of the first: a stream's gap is told apart by
-        # neighbours, of which an earlier edit has taken some away
+        # a merge leaves what it merges at the place of the first: a stream's gap is distinguished
+        # by neighbours, of which an earlier edit has taken some away
         if abs(saved - then) > max(EXACT_NS, 1e-4 * replayer.unedited.period):
             wrong[one, other] = (saved, then)
     assert not wrong
@@ -400,13 +409,14 @@ def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
 
 @law()
 def test_shortening_does_not_lengthen(path: str) -> None:
-    """But for workers, which hand each batch over: of small batches that takes longer than loading
-    them, as with one worker for the 1.2 ms that ranks of dlrm_8ranks load."""
+    """Loader workers are the exception, for they hand each batch over: for small batches that
+    takes longer than loading them, as with one worker for the 1.2 ms that ranks of dlrm_8ranks
+    load."""
     replayer = replay(path)
-    found = {line: gain(replayer, line) for line in shortening(path, EDITS)}
+    result = {line: gain(replayer, line) for line in shortening_edits(path, EDITS)}
     hand_over = ready_batch_ns(replayer.a.trace, replayer.a.step_ns, "") / replayer.unedited.period
-    most = {line: hand_over if line.startswith("parallelize") else 0.0 for line in found}
-    assert not {line: saved for line, saved in found.items() if saved < -SLACK - most[line]}
+    most = {line: hand_over if line.startswith("parallelize") else 0.0 for line in result}
+    assert not {line: saved for line, saved in result.items() if saved < -SLACK - most[line]}
 
 
 @law()
@@ -416,15 +426,15 @@ def test_merging_never_costs_time(path: str) -> None:
     there = [w for w in t.work if not w.startswith("copy")] + t.kernels
     lines = [f"merge {w}" for w in there[: max(EDITS, 1)]]
     lines += [f"merge {rng.choice(there)} {factor(rng)}" for _ in range(EDITS - len(lines))]
-    found = {line: gain(replayer, line) for line in lines}
-    assert not {line: saved for line, saved in found.items() if saved < -0.001}
+    result = {line: gain(replayer, line) for line in lines}
+    assert not {line: saved for line, saved in result.items() if saved < -0.001}
 
 
-@law(trusted)
+@law(needs_trusted_replay)
 def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
-    """But for what nothing in the file stands for: the time of threads between their events, and
-    what lies between a launch and its work. Loader workers are no threads of the file: twice as
-    many of them do what they did in half the time."""
+    """Exceptions have nothing in the file: the time of threads between their events, and the gap
+    between a launch and its work. Loader workers are no threads of the file: twice as many of
+    them do the same in half the time."""
     replayer = replay(path)
     a = replayer.a
     lines = [parse_edit("scale work 0.5"), parse_edit("scale host:. 0.5")]
@@ -435,10 +445,10 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
     cpu = a.trace.cpu.filter(pl.col("kind") != "overhead")
     uncovered = 0.0
     for thread in cpu["thread"].unique().to_list():
-        mine = cpu.filter((pl.col("thread") == thread) & (pl.col("ts") < end)).sort("ts")
-        until = np.maximum.accumulate((mine["ts"] + mine["dur"]).to_numpy())
-        hole = mine["ts"].to_numpy()[1:] - until[:-1]
-        inside = (mine["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
+        calls = cpu.filter((pl.col("thread") == thread) & (pl.col("ts") < end)).sort("ts")
+        until = np.maximum.accumulate((calls["ts"] + calls["dur"]).to_numpy())
+        hole = calls["ts"].to_numpy()[1:] - until[:-1]
+        inside = (calls["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
         uncovered = max(uncovered, float(hole[inside].sum()))
     # that of work launched before the window too, which the steps' own path does not have
     time, dur, own = replayer._replay_own_step(lines)
@@ -452,10 +462,10 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
 # -- no more than there is -----------------------------------------------------------------------
 
 
-def taken(replayer: WindowReplayer, edit: Edit) -> float:
-    """Time that an edit takes away, ns a step, summed over all threads and streams: what no path
-    through the step can become shorter by more than. Work that is moved or removed no longer holds
-    up its stream either while it waits itself."""
+def max_saving_ns(replayer: WindowReplayer, edit: Edit) -> float:
+    """Time that an edit takes away, ns per step, summed over all threads and streams. No path
+    through the step can become shorter by more. Work that is moved or removed no longer holds up
+    its stream either while it waits itself."""
     a, select = replayer.a, edit.select
     left = edit.factor if edit.op == "scale" and edit.factor is not None else 0.0
     steps = max(1, replayer.quality.steps)
@@ -467,7 +477,7 @@ def taken(replayer: WindowReplayer, edit: Edit) -> float:
         total = float(gpu["dur"].filter(mask).sum()) * (1 - left)
         host = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if host is not None:
-            total += taken(replayer, replace(edit, select=host)) * steps
+            total += max_saving_ns(replayer, replace(edit, select=host)) * steps
         if edit.op == "scale":
             return total / steps
         held = 0.0
@@ -495,17 +505,17 @@ def taken(replayer: WindowReplayer, edit: Edit) -> float:
 def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
     replayer = replay(path)
     wrong = {}
-    for line in shortening(path, EDITS):
+    for line in shortening_edits(path, EDITS):
         edit = parse_edit(line)
         if edit.op in ("drop_launch", "roofline"):
             continue
-        saved, most = replayer.gain([edit]), taken(replayer, edit)
+        saved, most = replayer.gain([edit]), max_saving_ns(replayer, edit)
         if saved > most + max(EXACT_NS, SLACK * replayer.unedited.period):
             wrong[line] = (saved, most)
     assert not wrong
 
 
-@law(trusted)
+@law(needs_trusted_replay)
 def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) -> None:
     """The busiest stream is what is left when the host costs nothing."""
     replayer = replay(path)
@@ -527,7 +537,7 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
         busy.append(float(np.maximum(end_ - np.maximum(lane["ts"].to_numpy(), before), 0).sum()))
     busiest = max(busy) / max(1, replayer.quality.steps)
     wrong = {}
-    for line in shortening(path, EDITS):
+    for line in shortening_edits(path, EDITS):
         edit = parse_edit(line)
         if edit.select.on == "gpu" and edit.op != "drop_launch":
             continue
@@ -540,27 +550,27 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
 # -- findings ------------------------------------------------------------------------------------
 
 
-@law(fixes)
+@law(needs_replayed_fixes)
 def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
-    found = examined(path)
-    stairs = [f for f in found.report.findings if f.priority is not None and not f.other_rank]
+    result = analyze_cached(path)
+    stairs = [f for f in result.report.findings if f.priority is not None and not f.other_rank]
     edits = [e for f in stairs for e in f.edits]
-    total = WindowReplayer(found.main).gain(edits)
-    total = min(total, found.main.step_ns - remaining_device_time(found.main, edits))
+    total = WindowReplayer(result.main).gain(edits)
+    total = min(total, result.main.step_ns - remaining_device_time(result.main, edits))
     assert sum(f.marginal_gain_ns or 0 for f in stairs) == pytest.approx(
         total, abs=len(stairs) * EXACT_NS
     )
-    assert total <= found.main.step_ns
+    assert total <= result.main.step_ns
 
 
 @law(edits)
 def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path: str) -> None:
     """Every finding's: else nobody can look at what its price takes for granted, or change that."""
-    found = examined(path)
+    result = analyze_cached(path)
     wrong = {}
-    for f in own_findings(found):
+    for f in own_findings(result):
         lines = [write_edit(edit) for edit in f.edits]
-        saved = sum(row.gain_ns for row in what_if(found.run, lines).edits)
+        saved = sum(row.gain_ns for row in what_if(result.run, lines).edits)
         if f.impact is None or abs(saved - (f.impact.gain_ns or 0)) > len(lines) * EXACT_NS:
             wrong[f.rule] = (lines, saved, f.impact)
     assert not wrong
@@ -572,7 +582,7 @@ def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path
 def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them(
     path: str,
 ) -> None:
-    report = examined(path).report
+    report = analyze_cached(path).report
     for finding in [*report.findings, *report.notes]:
         impact = finding.impact
         if impact is None or impact.currency != "step_time" or not impact.gain_ns:
@@ -581,14 +591,14 @@ def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them
         most = report.step_ns if impact.bound_ns is None else impact.bound_ns
         assert 0 <= low <= gain <= high <= most + EXACT_NS, finding.title
         assert high <= report.step_ns + EXACT_NS, finding.title
-        said = " ".join(finding_text.gain_conditions(finding, report))
+        conditions = " ".join(finding_text.gain_conditions(finding, report))
         if low < 0.5 * gain or high > 2 * gain:
             assert re.search(
-                r"range: \w|range begins at 0: \w|no gain unless|(low|high) end.*: \w", said
-            ), said
-        shown = [e.value for e in finding.evidence if e.unit == "ns" and e.per is not None]
-        if shown and gain > 1.05 * float(shown[0] or 0):
-            assert "more than the " in said, finding.title
+                r"range: \w|range begins at 0: \w|no gain unless|(low|high) end.*: \w", conditions
+            ), conditions
+        shown_ns = [e.value for e in finding.evidence if e.unit == "ns" and e.per is not None]
+        if shown_ns and gain > 1.05 * float(shown_ns[0] or 0):
+            assert "more than the " in conditions, finding.title
         if finding.offloaded_ns is not None:
             workers = int(re.search(r"num_workers=(\d+)", finding.code + finding.fix)[1])
             assert gain <= report.step_ns - finding.offloaded_ns / workers + EXACT_NS

@@ -74,7 +74,7 @@ def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
     assert what_if(run, ["scale family:gemm 0.5", "overlap layer:Block"]).notes == ()
 
 
-def test_what_selects_nothing_is_answered_with_the_modules_there() -> None:
+def test_an_edit_that_selects_nothing_is_answered_with_the_modules() -> None:
     there = find_near_matches(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
     assert there.kind == "modules"
     assert "Block" in there.names[:4]

@@ -1,6 +1,7 @@
-"""Real pairs: what is predicted from the trace before a change, held against the one after it.
+"""Real pairs: the prediction from the trace before a change, compared with the trace after it.
 
-Both are measured by ``benchmarks/bench_pairs.py``, which reads the files itself."""
+Both are measured by ``benchmarks/bench_pairs.py``, which reads the files itself.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from bench_pairs import NARROW, PAIRS, Pair, Row
 Find = Callable[[str], str]
 
 CLOSE = 0.25
-"""How far a point may be from the measured change, as a share of it."""
+"""Allowed distance of a point from the measured change, as a share of it."""
 
 
 @functools.lru_cache(maxsize=len(PAIRS))
-def compared(number: int, traces: Path) -> Row:
+def compare_pair(number: int, traces: Path) -> Row:
     return bench_pairs.row(PAIRS[number], traces)
 
 
@@ -32,10 +33,10 @@ def row(request: pytest.FixtureRequest, shared_trace: Find) -> Row:
     path = Path(shared_trace(pair.before))
     if pair.after:
         shared_trace(pair.after)
-    return compared(request.param, path.parents[pair.before.count("/")])
+    return compare_pair(request.param, path.parents[pair.before.count("/")])
 
 
-def test_what_happened_is_inside_the_band(row: Row) -> None:
+def test_measured_changes_are_inside_the_range(row: Row) -> None:
     assert row.inside, row
 
 
@@ -55,8 +56,8 @@ def test_fused_attention_is_estimated_by_its_flops_where_the_host_waits_for_the_
     3.5 TFLOP, 10 to 26 ms at 20 to 50% of the 668 TFLOP/s that others attained."""
     flops = 12 * 2 * (64 + 64) * (96 * 3200**2 + 37_632 * 64**2)
     slow, fast = (94.9 - flops / (share * 668e12) * 1e3 for share in (0.2, 0.5))
-    found = bench_pairs.findings(Path(shared_trace("mi300_timesformer_inference")))
-    assert slow <= found["unfused-attention"].point <= fast
+    findings = bench_pairs.findings(Path(shared_trace("mi300_timesformer_inference")))
+    assert slow <= findings["unfused-attention"].point <= fast
 
 
 # -- the yardstick itself, against the figures that came with the files -------------------------
@@ -75,10 +76,10 @@ def test_steps_are_measured_as_by_those_who_published_them(
     pair = PAIRS[number]
     measure = (bench_pairs.marked, bench_pairs.asked)[number]
     for name, (mean, median) in ((pair.before, before), (pair.after, after)):
-        found = measure(Path(shared_trace(name)))
-        assert found.mean == pytest.approx(mean, rel=0.02)
+        result = measure(Path(shared_trace(name)))
+        assert result.mean == pytest.approx(mean, rel=0.02)
         if median is not None:
-            assert found.median == pytest.approx(median, rel=0.01)
+            assert result.median == pytest.approx(median, rel=0.01)
 
 
 @pytest.mark.parametrize(

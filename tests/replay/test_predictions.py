@@ -1,4 +1,4 @@
-"""What is appended is read, by many at once, and damage costs only what is damaged."""
+"""Appended predictions are read, by many at once, and damage costs only what is damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from advisor.replay import predictions
 from advisor.replay.predictions import Prediction
 
 
-def entry(measured: float, rule: str = "a-rule") -> Prediction:
+def make_prediction(measured: float, rule: str = "a-rule") -> Prediction:
     return Prediction(
         rule=rule,
         predicted=0.4,
@@ -27,24 +27,34 @@ def entry(measured: float, rule: str = "a-rule") -> Prediction:
 def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "ledger.jsonl"
 
-    def write() -> None:
+    def append_lines() -> None:
         for _ in range(20):
-            predictions.append_predictions(file, [entry(0.4), entry(0.2)])
+            predictions.append_predictions(file, [make_prediction(0.4), make_prediction(0.2)])
 
-    writers = [threading.Thread(target=write) for _ in range(8)]
+    writers = [threading.Thread(target=append_lines) for _ in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert predictions.read_predictions(file) == (([entry(0.4), entry(0.2)] * 160), 0)
+    assert predictions.read_predictions(file) == (
+        ([make_prediction(0.4), make_prediction(0.2)] * 160),
+        0,
+    )
 
 
 def test_a_rule_is_identified_by_what_became_of_its_promises() -> None:
-    found = predictions.records_by_rule([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
-    one = found["a-rule"]
+    records_by_rule = predictions.records_by_rule(
+        [
+            make_prediction(0.4),
+            make_prediction(0.32),
+            make_prediction(0.6),
+            make_prediction(0.1, "other"),
+        ]
+    )
+    one = records_by_rule["a-rule"]
     assert (one.trials, one.inside) == (3, 2)
     assert str(one) == "in 3 measured cases the real gain was 80–150% of the estimate"
-    assert list(found) == ["a-rule", "other"]
+    assert list(records_by_rule) == ["a-rule", "other"]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +64,11 @@ def test_a_rule_is_identified_by_what_became_of_its_promises() -> None:
 def test_a_line_that_is_none_of_ours_is_passed_over_and_counted(line: bytes) -> None:
     import msgspec
 
-    good = msgspec.json.encode(entry(0.4))
-    assert predictions.decode_predictions(b"\n".join([good, line, good])) == ([entry(0.4)] * 2, 1)
+    good = msgspec.json.encode(make_prediction(0.4))
+    assert predictions.decode_predictions(b"\n".join([good, line, good])) == (
+        [make_prediction(0.4)] * 2,
+        1,
+    )
 
 
 def test_lines_of_earlier_versions_are_read() -> None:
@@ -65,10 +78,10 @@ def test_lines_of_earlier_versions_are_read() -> None:
 
 
 def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
-    assert entry(-0.2).ratio == predictions.MIN_RATIO
+    assert make_prediction(-0.2).ratio == predictions.MIN_RATIO
 
 
 def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AdvisorError, match="cannot be written"):
-        predictions.append_predictions(tmp_path / "file" / "ledger.jsonl", [entry(0.4)])
+        predictions.append_predictions(tmp_path / "file" / "ledger.jsonl", [make_prediction(0.4)])

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gains import EXAMPLES, FLOOR, MS, STEPS, WITHIN, examples
-from whatif_cluster import Cluster, meeting
+from whatif_cluster import Cluster, with_collectives
 from whatif_machine import QUIET, Program
 from whatif_programs import (
     Fix,
@@ -47,23 +47,23 @@ all were within (61 of the 62 that change work within 25%); ranks replayed event
 within 5%. A rank's own work before a collective is one number here, for up to 1,024 ranks."""
 COMM = Select(on="gpu", family=("communication",))
 CLOCKS = (0.0, 1234.5, -777.25)
-"""What each rank's clock shows more, µs."""
+"""Offset of each rank's clock, µs."""
 BASE = Shape(
     layers=6, host=900, device=1500, python=150, backward=False, comm=600, optimizer=10, sync="item"
 )
 
 
 def loop(shape: Shape) -> Program:
-    return meeting(training(shape, steps=STEPS))
+    return with_collectives(training(shape, steps=STEPS))
 
 
-def opened(cluster: Cluster, folder: Path) -> dict[int, Analysis]:
-    found = {}
+def analyze_ranks(cluster: Cluster, folder: Path) -> dict[int, Analysis]:
+    result = {}
     for rank in cluster.ranks:
         path = folder / f"rank{rank.number}.json"
         path.write_bytes(rank.trace(CLOCKS[rank.number]))
-        found[rank.number] = Analysis(read_trace(str(path)))
-    return found
+        result[rank.number] = Analysis(read_trace(str(path)))
+    return result
 
 
 class Case:
@@ -79,7 +79,7 @@ class Case:
         self.slow, self.fast = Cluster(slow, **machine), Cluster(fast, **machine)
         self.period = self.slow.ranks[0].period
         self.true = self.period - self.fast.ranks[0].period
-        self.ranks = opened(self.slow, folder)
+        self.ranks = analyze_ranks(self.slow, folder)
         self.estimator, why = estimate_ranks(self.ranks, 0, estimator_for(self.ranks[0], 0))
         assert not why
 
@@ -94,7 +94,7 @@ class Case:
         )
 
 
-def slowed(fix: Fix, only: int) -> Edit:
+def change_rank(fix: Fix, only: int) -> Edit:
     """The one edit of a fix, for one rank only."""
     from msgspec.structs import replace as changed
 
@@ -119,7 +119,7 @@ SETTINGS = st.fixed_dictionaries(
 LATE = st.sampled_from([("device", 1.4), ("device", 2.0), ("host", 1.5), ("python", 6.0)])
 
 
-def late(shape: Shape, why: tuple[str, float]) -> Shape:
+def make_late(shape: Shape, why: tuple[str, float]) -> Shape:
     what, factor = why
     return replace(shape, **{what: getattr(shape, what) * factor})
 
@@ -129,9 +129,9 @@ def late(shape: Shape, why: tuple[str, float]) -> Shape:
 def test_a_late_rank_brought_up_to_the_others(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float]
 ) -> None:
-    """Where the device sets the pace: host work that the others do while they wait is no own time
-    of theirs, so the late rank is given too little of it."""
-    even, behind = loop(shape), loop(late(shape, why))
+    """Expected failure where the device limits the step: the others' host work while they wait
+    is no own time of theirs, so the late rank is given too little of it."""
+    even, behind = loop(shape), loop(make_late(shape, why))
     case = Case([even, behind], [even, even], machine, tmp_path)
     case.check(Edit(op="remove_skew", select=COMM, rank=1))
 
@@ -141,10 +141,10 @@ def test_a_late_rank_brought_up_to_the_others(
 def test_kernels_of_the_late_rank_alone_made_faster(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float], factor: float
 ) -> None:
-    even, behind = loop(shape), loop(late(shape, why))
+    even, behind = loop(shape), loop(make_late(shape, why))
     fix = scale_kernels("gemm", factor)
     case = Case([even, behind], [even, fix.change(behind)], machine, tmp_path)
-    case.check(slowed(fix, 1))
+    case.check(change_rank(fix, 1))
 
 
 @settings(examples, max_examples=EXAMPLES or 5)
@@ -157,7 +157,7 @@ def test_kernels_of_the_late_rank_alone_made_faster(
 def test_a_fix_on_all_ranks(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float], fix: Fix
 ) -> None:
-    slow = [loop(shape), loop(late(shape, why))]
+    slow = [loop(shape), loop(make_late(shape, why))]
     case = Case(slow, [fix.change(p) for p in slow], machine, tmp_path)
     case.check(*fix.edits)
 
@@ -167,7 +167,7 @@ def test_a_fix_on_all_ranks(
 def test_no_rank_waits_for_its_device(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float]
 ) -> None:
-    slow = [loop(shape), loop(late(shape, why))]
+    slow = [loop(shape), loop(make_late(shape, why))]
     fix = asynchronous(shape.sync)
     case = Case(slow, [fix.change(p) for p in slow], machine, tmp_path)
     case.check(*fix.edits)
@@ -178,8 +178,8 @@ def test_no_rank_waits_for_its_device(
 def test_unchanged_steps_of_every_rank_are_replayed(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float]
 ) -> None:
-    cluster = Cluster([loop(shape), loop(late(shape, why))], **machine)
-    ranks = opened(cluster, tmp_path)
+    cluster = Cluster([loop(shape), loop(make_late(shape, why))], **machine)
+    ranks = analyze_ranks(cluster, tmp_path)
     for number, a in ranks.items():
         own = estimator_for(a, number)
         assert isinstance(own, ReplayEstimator)
@@ -197,7 +197,7 @@ def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
     had launched before them runs first, also after it is done with all."""
     shape = Shape(seed=3, layers=6, host=400, device=1500, python=50, comm=comm, optimizer=10)
     alone = Cluster([loop(shape)], depth=4096)
-    (a,) = opened(alone, tmp_path).values()
+    (a,) = analyze_ranks(alone, tmp_path).values()
     replayer = WindowReplayer(a)
     assert replayer.graph.time[replayer.graph.step_boundaries[-1]] < 4e3 * alone.ranks[0].period
     assert replayer.quality.step_error <= 0.01
@@ -208,7 +208,7 @@ def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
     assert gain == pytest.approx(true, rel=WITHIN)
 
 
-def test_of_three_ranks_the_second_slowest_is_waited_for_once_the_slowest_is_on_time(
+def test_the_second_slowest_of_three_ranks_is_waited_for_once_the_slowest_is_on_time(
     tmp_path: Path,
 ) -> None:
     """Compute of 1500, 1900 and 2500 µs: 600 µs can be saved, not 1000."""
@@ -224,13 +224,13 @@ def test_one_rank_alone_cannot_tell_waiting_from_transfer(tmp_path: Path) -> Non
     programs = [loop(BASE), loop(replace(BASE, device=2500))]
     fix = scale_kernels("gemm", 0.5)
     case = Case(programs, [fix.change(programs[0]), programs[1]], QUIET, tmp_path)
-    edit = slowed(fix, 0)
+    edit = change_rank(fix, 0)
     assert abs(case.true) < FLOOR * case.period
     case.check(edit, floor=FLOOR)
     assert WindowReplayer(case.ranks[0]).gain([edit]) / 1e3 > 0.1 * case.period
 
 
-def test_the_late_rank_itself_being_on_time_is_worth_what_the_others_gain(tmp_path: Path) -> None:
+def test_the_late_rank_itself_on_time_gains_what_the_others_gain(tmp_path: Path) -> None:
     programs = [loop(replace(BASE, device=2500)), loop(BASE)]
     case = Case(programs, [programs[1], programs[1]], QUIET, tmp_path)
     case.check(Edit(op="remove_skew", select=COMM, rank=0), within=WITHIN)
@@ -238,12 +238,12 @@ def test_the_late_rank_itself_being_on_time_is_worth_what_the_others_gain(tmp_pa
 
 def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> None:
     programs = [loop(replace(BASE, comm=0)), loop(replace(BASE, comm=0, device=2500))]
-    opened(Cluster(programs), tmp_path)
+    analyze_ranks(Cluster(programs), tmp_path)
     run = open_run(str(tmp_path))
-    found = what_if(run, ["scale kernel:gemm 0.5"])
-    assert found.ranks == ()
-    assert "not replayed together" in found.notes[0]
-    assert found == what_if(run, ["scale kernel:gemm 0.5"], 1)._replace(notes=found.notes)
+    answer = what_if(run, ["scale kernel:gemm 0.5"])
+    assert answer.ranks == ()
+    assert "not replayed together" in answer.notes[0]
+    assert answer == what_if(run, ["scale kernel:gemm 0.5"], 1)._replace(notes=answer.notes)
     with pytest.raises(AdvisorError, match="only rank 1 is replayed here"):
         what_if(run, ["remove_skew comm rank:0"])
 
@@ -259,14 +259,14 @@ def test_an_edit_that_makes_kernels_longer_makes_the_job_slower(tmp_path: Path) 
 def test_edits_of_work_of_transfers_and_of_a_late_rank_are_distinguished(tmp_path: Path) -> None:
     """Each row's gain is on top of those before; together they are what all of them save."""
     programs = [loop(BASE), loop(replace(BASE, device=2500))]
-    opened(Cluster(programs, **QUIET), tmp_path)
+    analyze_ranks(Cluster(programs, **QUIET), tmp_path)
     lines = ["remove_skew comm rank:1", "scale kernel:gemm 0.5", "scale comm 0.5"]
-    found = what_if(open_run(str(tmp_path)), lines)
-    saved = found.measured_step_ns - found.edited_step_ns
-    assert sum(row.gain_ns for row in found.edits) == pytest.approx(saved, rel=1e-6)
-    assert found.edits[-1].step_then_ns == pytest.approx(found.edited_step_ns)
-    assert all(row.gain_ns > 0.02 * found.measured_step_ns for row in found.edits)
-    assert found.low_ns <= saved <= found.high_ns
+    answer = what_if(open_run(str(tmp_path)), lines)
+    saved = answer.measured_step_ns - answer.edited_step_ns
+    assert sum(row.gain_ns for row in answer.edits) == pytest.approx(saved, rel=1e-6)
+    assert answer.edits[-1].step_then_ns == pytest.approx(answer.edited_step_ns)
+    assert all(row.gain_ns > 0.02 * answer.measured_step_ns for row in answer.edits)
+    assert answer.low_ns <= saved <= answer.high_ns
 
 
 # -- real traces, and the way in ---------------------------------------------------------------
@@ -279,10 +279,10 @@ def test_two_ranks_of_a_public_run_come_out_as_measured_together(
         shutil.copy(shared_trace(name), tmp_path)
     run = open_run(str(tmp_path))
     for number in run.ranks:
-        found = what_if(run, [], number)
-        assert found.ranks == (number, 1 - number)
-        assert found.replay.step_error <= 0.005
-        assert abs(found.ranks_error or 1.0) <= 0.005
+        answer = what_if(run, [], number)
+        assert answer.ranks == (number, 1 - number)
+        assert answer.replay.step_error <= 0.005
+        assert abs(answer.ranks_error or 1.0) <= 0.005
 
 
 def test_hiding_sends_gains_a_public_job_no_more_than_its_busier_gpu_sends(
@@ -301,21 +301,21 @@ def test_hiding_sends_gains_a_public_job_no_more_than_its_busier_gpu_sends(
         sending = [ns for (ns,) in db.execute(query)]
     assert min(sending) < 0.6 * max(sending)
     report = analyze(path)
-    found = {each.rule: each.impact for each in report.findings}
-    impact = found["exposed-communication"]
+    result = {each.rule: each.impact for each in report.findings}
+    impact = result["exposed-communication"]
     assert impact is not None and impact.is_job_gain and impact.method == "replay"
     assert impact.low_ns and impact.gain_ns and impact.high_ns
     assert 0.3 * min(sending) < impact.low_ns < impact.gain_ns < impact.high_ns
     assert impact.high_ns < 1.05 * min(sending)
-    fused = found["unfused-elementwise"]  # of the other GPU it has 19.9%, below its threshold
+    fused = result["unfused-elementwise"]  # of the other GPU it has 19.9%, below its threshold
     assert fused is not None and fused.is_job_gain and (fused.gain_ns or 0) > max(sending)
 
 
 def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:
-    opened(Cluster([loop(BASE), loop(replace(BASE, device=2500))], **QUIET), tmp_path)
-    found = what_if(open_run(str(tmp_path)), ["remove_skew comm rank:1"])
-    assert found.ranks == (0, 1)
-    assert found.edits[0].gain_ns / 1e3 == pytest.approx(1000, rel=0.05)
+    analyze_ranks(Cluster([loop(BASE), loop(replace(BASE, device=2500))], **QUIET), tmp_path)
+    answer = what_if(open_run(str(tmp_path)), ["remove_skew comm rank:1"])
+    assert answer.ranks == (0, 1)
+    assert answer.edits[0].gain_ns / 1e3 == pytest.approx(1000, rel=0.05)
     with pytest.raises(AdvisorError, match="only rank 0 is replayed here"):
         what_if(open_run(str(tmp_path / "rank0.json")), ["remove_skew comm rank:1"])
     with pytest.raises(AdvisorError, match=r"no trace of rank 3 \(ranks present: 0, 1\)"):
@@ -323,8 +323,9 @@ def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path)
 
 
 def test_the_package_can_be_called_by_the_name_of_the_public_function(tmp_path: Path) -> None:
-    """Before and after one of its modules was imported, which makes the name mean the package."""
-    opened(Cluster([loop(BASE)], **QUIET), tmp_path)
+    """The call works before and after one of its modules was imported, which makes the name mean
+    the package."""
+    analyze_ranks(Cluster([loop(BASE)], **QUIET), tmp_path)
     code = (
         "import sys, advisor; run = advisor.open(sys.argv[1])\n"
         "first = advisor.whatif(run, ['remove sync'])\n"
@@ -339,14 +340,14 @@ def test_the_package_can_be_called_by_the_name_of_the_public_function(tmp_path: 
 def test_a_report_prices_the_late_rank_by_replaying_all(
     tmp_path: Path, devices: tuple[int, ...]
 ) -> None:
-    """Up to where the next one is waited for: 1000, 1000 and 600 µs."""
-    opened(Cluster([loop(replace(BASE, device=us)) for us in devices], **QUIET), tmp_path)
+    """The segments reach up to where the next one is waited for: 1000, 1000 and 600 µs."""
+    analyze_ranks(Cluster([loop(replace(BASE, device=us)) for us in devices], **QUIET), tmp_path)
     report = analyze(tmp_path)
-    found = next(f for f in report.notes + report.findings if f.rule == "straggler-rank")
-    assert found.impact is not None and found.impact.gain_ns is not None
+    match = next(f for f in report.notes + report.findings if f.rule == "straggler-rank")
+    assert match.impact is not None and match.impact.gain_ns is not None
     first, second = sorted(devices)[-1:-3:-1]
-    assert found.impact.gain_ns / 1e3 == pytest.approx(first - second, rel=0.05)
-    assert found.impact.method == "replay"
+    assert match.impact.gain_ns / 1e3 == pytest.approx(first - second, rel=0.05)
+    assert match.impact.method == "replay"
     assert report.ranks is not None and "as one job" in report.ranks.note
 
 
@@ -368,15 +369,15 @@ def dlrm(shared_trace: Callable[[str], str]) -> Path:
 
 
 def test_eight_ranks_are_replayed_together(dlrm: Path) -> None:
-    found = what_if(open_run(dlrm), ["remove_skew comm rank:7"], 3)
-    assert found.ranks == (3, 0, 1, 2, 4, 5, 6, 7)
-    assert abs(found.ranks_error or 1.0) < 0.005
+    answer = what_if(open_run(dlrm), ["remove_skew comm rank:7"], 3)
+    assert answer.ranks == (3, 0, 1, 2, 4, 5, 6, 7)
+    assert abs(answer.ranks_error or 1.0) < 0.005
 
 
-def test_a_late_rank_on_time_is_worth_no_more_than_the_step_of_who_never_waits(dlrm: Path) -> None:
+def test_a_late_rank_on_time_gains_no_more_than_the_step_of_who_never_waits(dlrm: Path) -> None:
     """Rank 7 of the DLRM job waits for nobody, and takes 12.5 ms; rank 0 takes 14.5. Rank 7 gets
     the others' time for its own work alone, so the job saves less than all that rank 0 waits."""
     run = open_run(dlrm)
-    found = what_if(run, ["remove_skew comm rank:7"])
-    at_most = found.measured_step_ns - Analysis(run.window(7)).step_ns
-    assert 0.5 * at_most < found.edits[0].gain_ns <= 1.05 * at_most
+    answer = what_if(run, ["remove_skew comm rank:7"])
+    at_most = answer.measured_step_ns - Analysis(run.window(7)).step_ns
+    assert 0.5 * at_most < answer.edits[0].gain_ns <= 1.05 * at_most

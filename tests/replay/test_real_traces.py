@@ -46,7 +46,7 @@ def replayed(path: str) -> WindowReplayer:
 
 
 def impact(replayer: WindowReplayer, *lines: str) -> float:
-    """What edits save, as a share of the measured step."""
+    """The gain of edits, as a share of the measured step."""
     return replayer.gain([parse_edit(line) for line in lines]) / replayer.measured.period
 
 
@@ -102,12 +102,12 @@ def test_starts_are_explained_where_the_trace_records_the_waits(
 def test_the_hard_parts_alone_are_explained(
     shared_trace: Find, name: str, part: str, cases: int, share: float
 ) -> None:
-    found = {h.name: h for h in replayed(shared_trace(name)).quality.hard}
-    assert found[part].cases >= cases
-    assert found[part].explained >= share
+    result = {h.name: h for h in replayed(shared_trace(name)).quality.hard}
+    assert result[part].cases >= cases
+    assert result[part].explained >= share
 
 
-def test_where_syncs_and_kernels_were_filtered_out_the_explained_share_says_so(
+def test_the_explained_share_shows_filtered_syncs_and_kernels(
     shared_trace: Find,
 ) -> None:
     explained = replayed(shared_trace("two_ranks_rank0")).quality.explained
@@ -121,19 +121,19 @@ def test_a_thread_that_only_waits_for_those_that_launch_does_not_set_the_pace(
     """TensorFlow's executors launch all 688 pieces of work; 30% of the step the GPU waits for them,
     so launching less is advice, by what it exposes. Fusing the kernels launches less, too."""
     report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))
-    found = next(each for each in report.findings if each.rule == "launch-bound")
-    assert found.impact is not None
-    assert found.impact.low_ns is not None
-    assert found.impact.high_ns is not None
-    assert found.folded_under == report.findings[0].rule == "unfused-elementwise"
-    assert 0 < found.impact.low_ns < found.impact.high_ns <= 6_410_429
+    match = next(each for each in report.findings if each.rule == "launch-bound")
+    assert match.impact is not None
+    assert match.impact.low_ns is not None
+    assert match.impact.high_ns is not None
+    assert match.folded_under == report.findings[0].rule == "unfused-elementwise"
+    assert 0 < match.impact.low_ns < match.impact.high_ns <= 6_410_429
     assert any("other threads launch 100% of the work" in limit for limit in report.limits)
 
 
 def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard_part(
     shared_trace: Find,
 ) -> None:
-    """So the total alone proves nothing. Where streams wait for each other it is wrong as well."""
+    """A right total alone proves nothing. Where streams wait for each other it is wrong as well."""
     replayer = replayed(shared_trace("a100_train_6steps"))
     twin = naive_twin(replayer.graph)
     assert twin.step_error < replayer.quality.step_error < 0.02
@@ -146,15 +146,15 @@ def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard
 # -- fixes ---------------------------------------------------------------------------------------
 
 
-def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_are_exposed(
+def test_free_collectives_off_the_critical_path_gain_less_than_their_exposed_time(
     shared_trace: Find,
 ) -> None:
     """Collectives are exposed for 13 to 24% of the steps of this run, and taking that for the
     gain is the mistake that replaying is there to avoid: the host's own work takes 65 of 77 ms
     (``order="none"``: what is left when it waits for no other stream at all), so that nothing
-    done to collectives can be worth more than 12 to 18% of a step. And that much only if none of
-    its waits were for kernels as well: with every order kept that was seen, free collectives are
-    worth 8%. The replay, which knows nothing of this reckoning, must lie between, step by step
+    done to collectives can gain more than 12 to 18% of a step. And that much only if none of
+    its waits were for kernels as well: with every order kept that was seen, free collectives
+    gain 8%. The replay, which knows nothing of this reckoning, must lie between, step by step
     near the lower end: its waits are the orders that were seen, but for a few.
     """
     path = shared_trace("a100_train_6steps")
@@ -180,7 +180,7 @@ def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_
     assert replayer.gain_range(edits).high / replayer.measured.period >= 0.12
 
 
-def test_pinning_host_to_device_copies_is_worth_nothing_where_they_hide(
+def test_pinning_hidden_host_to_device_copies_gains_nothing(
     shared_trace: Find,
 ) -> None:
     replayer = replayed(shared_trace("a100_train_6steps"))
@@ -206,10 +206,10 @@ def union_length(spans: list[tuple[float, float]]) -> float:
 def test_launch_bound_steps_come_down_to_the_device_or_the_host_that_remains(
     shared_trace: Find, name: str
 ) -> None:
-    """One step each, launches only between its first operator that launches and its last. What
-    remains is the host before and after these (by hand, from the file) and 1 µs a launch; the
-    device works 309 of 4,426 µs and 11.6 of 87.4 ms. The step cannot be shorter than either,
-    nor longer than both and the gaps between kernels."""
+    """Each step has launches only between its first operator that launches and its last. Left
+    are the host before and after these (by hand, from the file) and 1 µs per launch; the device
+    works 309 of 4,426 µs and 11.6 of 87.4 ms. The step cannot be shorter than either, nor longer
+    than both and the gaps between kernels."""
     path = shared_trace(name)
     replayer = replayed(path)
     events = raw(path)
@@ -258,7 +258,7 @@ def test_a_replay_takes_less_than_50_ms_for_10000_device_events(
 
 
 def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -> None:
-    """On every trace: a device that works nine tenths of the time leaves the host no more."""
+    """Every trace is tried: a device that works nine tenths of the time leaves the host no more."""
     busy = {}
     for path in sorted(Path(shared_trace("alexnet")).parent.glob("*.json.gz")):
         replayer = replayed(str(path))
@@ -283,7 +283,7 @@ def test_work_launched_before_the_window_is_not_on_its_critical_path(shared_file
         assert parts["compute"] >= 0.99 * sum(parts.values())
 
 
-def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() -> None:
+def test_a_host_that_launches_just_in_time_does_not_limit_a_busy_device() -> None:
     """Each kernel starts 2 to 3 µs after the one before it, as its launch arrives."""
     b = TraceBuilder()
     for _ in range(4):
@@ -299,7 +299,7 @@ def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() 
 
 
 def test_a_recording_without_steps_is_replayed_whole(shared_trace: Callable[[str], str]) -> None:
-    """Its host waits beyond the device's last work: 5.98 ms, not the 1.98 ms before the wait."""
+    """The host waits beyond the device's last work: 5.98 ms, not the 1.98 ms before the wait."""
     replayer = WindowReplayer(Analysis(read_trace(shared_trace("mi210_gpu_only"))))
     assert replayer.measured.period == pytest.approx(replayer.a.step_ns, rel=0.01)
     assert replayer.quality.starts == replayer.a.trace.gpu.height

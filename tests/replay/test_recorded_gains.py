@@ -16,7 +16,7 @@ from advisor.replay.estimators import ReplayEstimator
 from advisor.replay.ranks.estimator import RanksEstimator
 from advisor.replay.window_replayer import EVENT_COST_NS, WindowReplayer, event_cost, median_error
 from advisor.testing import TraceBuilder
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 from tests.replay.test_event_cost import OPS, host_bound
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -79,28 +79,28 @@ def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler()
     assert high >= profiled
 
 
-def test_what_the_profiler_lengthens_is_host_time_so_the_device_keeps_its_own() -> None:
+def test_the_profiler_lengthens_host_time_and_the_device_keeps_its_own() -> None:
     """The run's own steps take 1.5 ms, profiled ones 2.6. Without launch costs both become the
     device's 400 µs and little more, not the same share of the step."""
     estimator = ReplayEstimator(eager(1500).analysis())
     a, own = estimator.replayer.a, estimator.reference_ns()
     busy, left = a.breakdown.busy.total / a.step_count, estimator.replayer.period([LAUNCHES])
-    found = estimate_impact(Finding(summary="S.", edits=[LAUNCHES]), a, estimator)
-    assert own < a.step_ns and found.impact is not None
-    assert found.impact.gain_ns == pytest.approx(own - left, rel=0.01)
-    (of_run,) = scale_to_run([found], a, estimator)
+    impact = estimate_impact(Finding(summary="S.", edits=[LAUNCHES]), a, estimator)
+    assert own < a.step_ns and impact.impact is not None
+    assert impact.impact.gain_ns == pytest.approx(own - left, rel=0.01)
+    (of_run,) = scale_to_run([impact], a, estimator)
     assert of_run.impact is not None and of_run.impact.gain_ns is not None
     assert busy < 1_500_000 - of_run.impact.gain_ns < left
     assert busy == 400_000 and left < 600_000
 
 
-def test_of_several_ranks_savings_are_of_the_own_step_and_collectives_of_the_measured_one() -> None:
-    found = examined(str(RECORDED / "gloo_metrics.slow"))
-    estimator, (collectives, overlap, *_) = found.estimator, found.report.findings
+def test_savings_of_several_ranks_are_of_the_own_step_and_collectives_of_the_measured_one() -> None:
+    result = analyze_cached(str(RECORDED / "gloo_metrics.slow"))
+    estimator, (collectives, overlap, *_) = result.estimator, result.report.findings
     assert isinstance(estimator, RanksEstimator) and collectives.rule == "collectives-in-step"
     assert estimator.reference_ns(collectives.edits) is None
     own = estimator.own.reference_ns()
-    assert own is not None and own < found.main.step_ns
+    assert own is not None and own < result.main.step_ns
     assert estimator.reference_ns(overlap.edits) == own
 
 
@@ -130,7 +130,7 @@ def test_device_work_that_a_fix_ends_takes_as_long_without_the_profiler() -> Non
     assert impact is not None and impact.gain_ns == pytest.approx(50.4e6, rel=0.05)
 
 
-def test_why_a_fix_gains_far_less_than_the_time_of_its_evidence_is_said() -> None:
+def test_a_fix_that_gains_far_less_than_its_evidence_says_why() -> None:
     report = analyze(str(CORPUS / "h100" / "wide_embedding"))
     finding = report.findings[0]
     assert finding.impact is not None and finding.impact.gain_ns is not None
@@ -142,7 +142,7 @@ def test_why_a_fix_gains_far_less_than_the_time_of_its_evidence_is_said() -> Non
     assert beyond_evidence(finding, without_device) == []  # no word of a GPU
 
 
-def test_where_part_of_the_evidence_stays_a_note_says_how_much() -> None:
+def test_a_note_says_how_much_of_the_evidence_stays() -> None:
     """Kernels on doubles: those limited by memory keep their time, so half of the whole is no
     expectation; the GPU is busy throughout the step after this fix."""
     report = analyze(str(CORPUS / "h100" / "numpy_double"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import scoreboard
 
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 ROWS = {
     cells[1].strip(): cells[4].strip().strip("`")
@@ -43,8 +43,8 @@ def test_the_page_begins_with_the_sum_of_the_programs_that_were_new() -> None:
         f"**On {of} programs that were new to the rules, the first advice was right on {right}"
         in text
     )
-    told = re.findall(r"wrote (\d+) programs with a fault.*?right on (\d+)", text)
-    assert pairs[-2:] == [(int(right), int(of)) for of, right in told]
+    counts = re.findall(r"wrote (\d+) programs with a fault.*?right on (\d+)", text)
+    assert pairs[-2:] == [(int(right), int(of)) for of, right in counts]
 
 
 def test_every_known_file_has_its_row() -> None:
@@ -54,7 +54,7 @@ def test_every_known_file_has_its_row() -> None:
 @pytest.mark.parametrize("name", [name for name in TRUTH if size(name) < QUICK])
 def test_the_row_is_what_the_report_leads_with(name: str) -> None:
     measured = "saves_ms" in TRUTH[name]  # then its own figures are no part of its ranges
-    report = None if measured else examined(scoreboard.file_of(name)).report
+    report = None if measured else analyze_cached(scoreboard.file_of(name)).report
     row = scoreboard.row(name, TRUTH[name], report)
     assert (row.first or "none") == ROWS[name]
     assert not row.unsaid

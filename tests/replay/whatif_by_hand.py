@@ -1,17 +1,17 @@
-"""What collectives cost on a training run, worked out from the trace file itself: no code of the
-project, plain Python over the JSON events. Times in µs.
+"""The cost of collectives on a training run, worked out from the trace file itself. It uses no
+code of the project, only plain Python over the JSON events. Times in µs.
 
 The host times of the trace are kept, but for the blocking copies: a copy of pageable memory to
 the host holds its thread until it is done, and with it all that the host does later. Device work
 starts at its launch (plus its measured latency, 8 µs at most) and not before what it waits for.
-What it waits for besides the work before it on its stream a trace like this does not tell, so
-both ends are worked out:
+A trace like this does not record what else it waits for besides the work before it on its
+stream, so both ends are worked out:
 
 ``"all"``: for all work of any stream that was launched before it and had ended when it started.
-No order that was seen is given up, so collectives made free are worth at least this.
+No order that was seen is given up, so collectives made free gain at least this.
 
 ``"none"``: for nothing. The host then never waits for another stream, so nothing that is done to
-the device's other streams can be worth more than this.
+the device's other streams can gain more than this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 CALL = 10.0
-"""What a call that need not wait costs at most."""
+"""Upper limit of the cost of a call that need not wait, µs."""
 LATENCY = 8.0
 GAP = 1.0
 
@@ -54,8 +54,8 @@ class Job:
         return [b - a for a, b in pairwise(starts)]
 
     def exposed_collectives(self) -> list[float]:
-        """By step: time in which collectives run and nothing else does."""
-        found = []
+        """Exposed time of collectives by step: they run and nothing else does."""
+        result = []
         for begin, length in zip([s["ts"] for s in self.steps], self.lengths, strict=True):
             points: list[tuple[float, int, int]] = []
             for e in self.work:
@@ -68,8 +68,8 @@ class Job:
                 alone += at - since if running[0] and not running[1] else 0.0
                 running[which] += change
                 since = at
-            found.append(alone)
-        return found
+            result.append(alone)
+        return result
 
     def replay(self, *, free: bool, order: str) -> list[float]:
         """Lengths of the steps on the host; ``free``: with collectives that take no time."""

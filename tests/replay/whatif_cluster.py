@@ -8,21 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from whatif_machine import Kernel, Machine, Program, Settings, Work
-from whatif_programs import fix
+from whatif_programs import apply_change
 
 
 class Rank(Machine):
-    """One machine of a cluster."""
+    """A machine of a cluster."""
 
     def __init__(self, cluster: Cluster, number: int, program: Program, settings: Settings) -> None:
         super().__init__(program, settings)
         self.cluster, self.number = cluster, number
         self.met: dict[str, int] = {}
 
-    def meet(self, work: Work) -> bool:
+    def waits_for_ranks(self, work: Work) -> bool:
         """The n-th collective of a name is that of the other ranks."""
         turn = self.met[work.name] = self.met.get(work.name, 0) + 1
-        return self.cluster.come(self, work, (work.name, turn))
+        return self.cluster.join_collective(self, work, (work.name, turn))
 
     def trace(self, clock: float) -> bytes:
         """The file of this rank, whose clock shows that much more than the others'."""
@@ -45,32 +45,32 @@ class Cluster:
         ]
         self.there: dict[tuple[str, int], list[tuple[Rank, Work]]] = {}
         for rank in self.ranks:
-            rank.begin()
+            rank.start_threads()
         while True:
             waiting = [(rank.next, rank.number) for rank in self.ranks if rank.next is not None]
             if not waiting:
                 break
-            self.ranks[min(waiting)[1]].advance()
+            self.ranks[min(waiting)[1]].process_next_event()
         for rank in self.ranks:
-            rank.end()
+            rank.compute_completions()
 
-    def come(self, rank: Rank, work: Work, meeting: tuple[str, int]) -> bool:
+    def join_collective(self, rank: Rank, work: Work, meeting: tuple[str, int]) -> bool:
         """A rank comes to a collective; the last one lets the others go on."""
         there = self.there.setdefault(meeting, [])
         there.append((rank, work))
         if len(there) < len(self.ranks):
             return True
         for other, held in there[:-1]:
-            other.let_go(held, work.left, rank.now)
+            other.start_collective(held, work.left, rank.now)
         return False
 
 
-def meeting(program: Program) -> Program:
+def with_collectives(program: Program) -> Program:
     """The program with collectives that wait for the other ranks."""
 
-    def act(s: Any) -> Sequence[Any]:
+    def replace_collective(s: Any) -> Sequence[Any]:
         if isinstance(s, Kernel) and s.name.startswith("nccl"):
             return (replace(s, meets=True),)
         return (s,)
 
-    return fix(program, act)
+    return apply_change(program, replace_collective)

@@ -1,7 +1,7 @@
 """A small discrete-event machine: host threads, launch queues, streams, loader workers.
 
 Written from the CUDA programming model and the way PyTorch drives it, and from nothing in
-``advisor``: it is what predicted gains are held against. A program is data (statements), so the
+``advisor``: predicted gains are compared with it. A program is data (statements), so the
 same program runs with and without a fix. All times are microseconds.
 
 What it does: calls put work at the end of a stream's queue as they return and find only so many
@@ -56,7 +56,7 @@ class Span:
     name: str
     body: tuple[Any, ...] = ()
     args: tuple[tuple[str, Any], ...] = ()
-    """What the profiler notes of it besides, such as shapes."""
+    """Further arguments that the profiler notes, such as shapes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Kernel:
     stream: int = 7
     launch_us: float | None = None
     blocks: int = 1024
-    """Of 256 threads."""
+    """Blocks of 256 threads."""
     meets: bool = False
     """A collective: its ``us`` begin when it runs on all ranks (``whatif_cluster``)."""
     id: int = field(default_factory=_id)
@@ -76,7 +76,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ``cudaGraphLaunch``: kernels (name, us) one after the other on a stream."""
+    """A ``cudaGraphLaunch``: kernels (name, us) one after the other on a stream."""
 
     kernels: tuple[tuple[str, float], ...]
     stream: int = 7
@@ -147,7 +147,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Program:
-    """What each step does, and the loader that feeds it."""
+    """The statements of each step, and the loader that feeds it."""
 
     body: tuple[Any, ...]
     steps: int = 8
@@ -156,11 +156,11 @@ class Program:
     batch_us: float = 0.0
     """Work to prepare a batch."""
     uneven: float = 0.0
-    """How much batches differ in it, as a share (standard deviation)."""
+    """Relative standard deviation of its time between batches."""
     workers: int = 0
     prefetch: int = 2
     background: tuple[Any, ...] = ()
-    """What another host thread does, over and over, on its own."""
+    """Statements that another host thread repeats on its own."""
 
 
 @dataclass(frozen=True)
@@ -168,33 +168,33 @@ class Settings:
     """The machine. The last block is what the replay does not model."""
 
     depth: int = 1024
-    """Launches a stream holds that have not started."""
+    """Largest number of launches in a stream that have not started."""
     launch_us: float = 5.0
     latency_us: float = 2.5
-    """From the return of a launch to the start on an idle stream."""
+    """Time from the return of a launch to the start on an idle stream."""
     gap_us: float = 1.2
-    """Between two pieces of work of a stream."""
+    """Time between two pieces of work of a stream."""
     graph_gap_us: float = 0.6
     event_us: float = 1.5
-    """From the recorded event to the start of work that waited for it."""
+    """Time from the recorded event to the start of work that waited for it."""
     release_us: float = 7.0
-    """From the end of work to the return of the call that waited for it."""
+    """Time from the end of work to the return of the call that waited for it."""
     call_us: float = 2.0
-    """Any other call."""
+    """Time of any other call."""
     wake_us: float = 25.0
-    """From one host thread to another."""
+    """Time from one host thread to another."""
     hand_us: float = 200.0
     """Taking over a batch that is ready: the constant that docs/whatif.md names."""
     sync_rows: bool = False
-    """Write ``cuda_sync`` rows."""
+    """Whether to write ``cuda_sync`` rows."""
     whole_us: bool = False
-    """Write whole microseconds, as profilers did before 2023."""
+    """Whether to write whole microseconds, as profilers did before 2023."""
     seed: int = 0
     host_jitter: float = 0.03
     kernel_jitter: float = 0.03
     latency_jitter: float = 0.2
     contention: float = 0.02
-    """How much longer kernels take for each other one that runs meanwhile."""
+    """Relative slowdown of a kernel for each other one that runs meanwhile."""
 
 
 QUIET = {"host_jitter": 0.0, "kernel_jitter": 0.0, "latency_jitter": 0.0, "contention": 0.0}
@@ -204,7 +204,7 @@ QUIET = {"host_jitter": 0.0, "kernel_jitter": 0.0, "latency_jitter": 0.0, "conte
 
 
 class Signal:
-    """Something that happens once."""
+    """An event that happens once."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -232,7 +232,7 @@ class Work:
     slot: bool = True
     meets: bool = False
     held: bool = False
-    """Waits for other ranks."""
+    """Whether it waits for other ranks."""
     done: Signal = field(default_factory=Signal)
 
 
@@ -250,8 +250,8 @@ class Stream:
 
 
 @lru_cache(1 << 15)  # the run with the fix asks for the same
-def _bell(z: int) -> float:
-    """Around 0: splitmix64; four uniforms make a bell."""
+def _normal_noise(z: int) -> float:
+    """Noise around 0 of roughly normal distribution: splitmix64, the sum of four uniforms."""
     total = 0.0
     for _ in range(4):
         z = (z + 0x9E3779B97F4A7C15) & (2**64 - 1)
@@ -285,35 +285,35 @@ class Machine:
         self._step = 0
         self._over = False
         self._acts: dict[type, Callable[[int, Any], Steps]] = {}
-        self._workers()
+        self._start_workers()
 
     # time
 
     def run(self) -> Machine:
-        """Run it to the end."""
-        self.begin()
+        """Run the machine to the end."""
+        self.start_threads()
         while self._heap:
-            self.advance()
-        return self.end()
+            self.process_next_event()
+        return self.compute_completions()
 
-    def begin(self) -> None:
+    def start_threads(self) -> None:
         """Start the host's threads."""
-        self._go(self._main())
+        self._resume_thread(self._run_main())
         if self.program.background:
-            self._go(self._background())
+            self._resume_thread(self._run_background())
 
     @property
     def next(self) -> float | None:
-        """When something happens next."""
+        """Time of the next event."""
         return self._heap[0][0] if self._heap else None
 
-    def advance(self) -> None:
-        """Go on to what happens next."""
+    def process_next_event(self) -> None:
+        """Advance to the next event."""
         self.now, _, act = heapq.heappop(self._heap)
         act()
 
-    def end(self) -> Machine:
-        """Work out when the steps were complete."""
+    def compute_completions(self) -> Machine:
+        """Compute when the steps were complete."""
         begin = self.program.warmup
         self.origin = self.host_end[begin - 1] if begin else 0.0
         self.complete = []
@@ -327,20 +327,20 @@ class Machine:
 
     @property
     def period(self) -> float:
-        """Time a step in the recorded window: between the completions of the step before it and
+        """Time per step in the recorded window: between the completions of the step before it and
         of its last step."""
         return (self.complete[-1] - self.complete[0]) / (len(self.complete) - 1)
 
-    def _at(self, when: float, act: Callable[[], None]) -> None:
+    def _schedule(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._order), act))
 
-    def _fire(self, signal: Signal) -> None:
+    def _trigger(self, signal: Signal) -> None:
         signal.at = self.now
         for act in signal.then:
-            self._at(self.now, act)
+            self._schedule(self.now, act)
         signal.then = []
 
-    def _go(self, steps: Steps) -> None:
+    def _resume_thread(self, steps: Steps) -> None:
         def resume() -> None:
             for asked in steps:
                 if isinstance(asked, Signal):
@@ -348,31 +348,31 @@ class Machine:
                         asked.then.append(resume)
                         return
                 elif asked > 0:
-                    self._at(self.now + asked, resume)
+                    self._schedule(self.now + asked, resume)
                     return
 
-        self._at(self.now, resume)
+        self._schedule(self.now, resume)
 
     def _vary(self, value: float, share: float, key: int) -> float:
-        """The same statement of the same step varies alike with and without a fix."""
+        """The same statement of the same step varies equally with and without a fix."""
         if not share:
             return value
         place = (key, self._step)
         turn = self._seen[place] = self._seen.get(place, 0) + 1
         z = key * 1_000_003 + self._step * 7919 + turn * 104_729 + self.set.seed * 15_485_863
-        return value * max(0.2, 1.0 + share * _bell(z & (2**64 - 1)) * 1.73)
+        return value * max(0.2, 1.0 + share * _normal_noise(z & (2**64 - 1)) * 1.73)
 
     # the device
 
     def stream(self, number: int) -> Stream:
-        """A stream, made when first used."""
+        """Return a stream, made when first used."""
         return self._streams.setdefault(number, Stream(number))
 
     def _pump(self, s: Stream) -> None:
         while s.queue and s.running is None:
             head = s.queue[0]
             if isinstance(head, Signal):
-                self._fire(head)
+                self._trigger(head)
             elif isinstance(head, tuple):
                 signal = head[1]
                 if signal.at is None:
@@ -386,7 +386,7 @@ class Machine:
                     other.done.then.append(lambda: self._pump(s))
                     return
                 if when > self.now + 1e-9:
-                    self._at(when, lambda: self._pump(s))
+                    self._schedule(when, lambda: self._pump(s))
                     return
                 s.queue.popleft()
                 self._start(s, head)
@@ -399,29 +399,29 @@ class Machine:
         if work.slot:
             s.pending -= 1
             if s.space:
-                self._fire(s.space.popleft())
+                self._trigger(s.space.popleft())
         if work.engine:
             self._engines[work.engine] = work
-        work.held = work.meets and self.meet(work)
-        self._elapse()
+        work.held = work.meets and self.waits_for_ranks(work)
+        self._update_progress()
         self._running[id(work)] = (work, s)
-        self._reckon()
+        self._schedule_next_end()
 
-    def meet(self, work: Work) -> bool:
+    def waits_for_ranks(self, work: Work) -> bool:
         """Whether a collective has to wait for other ranks; alone: no."""
         return False
 
-    def let_go(self, work: Work, us: float, when: float) -> None:
+    def start_collective(self, work: Work, us: float, when: float) -> None:
         """All ranks are there now: the collective takes this long."""
 
-        def act() -> None:
-            self._elapse()
+        def start_transfer() -> None:
+            self._update_progress()
             work.held, work.left = False, us
-            self._reckon()
+            self._schedule_next_end()
 
-        self._at(when, act)
+        self._schedule(when, start_transfer)
 
-    def _elapse(self) -> None:
+    def _update_progress(self) -> None:
         passed = (self.now - self._advanced) * self._rate()
         for work, _ in self._running.values():
             if work.held:
@@ -433,7 +433,7 @@ class Machine:
         kernels = sum(w.cat == "kernel" for w, _ in self._running.values())
         return 1.0 / (1.0 + self.set.contention * max(0, kernels - 1))
 
-    def _reckon(self) -> None:
+    def _schedule_next_end(self) -> None:
         """The next piece of work to end, at the present rate."""
         self._version += 1
         version, rate = self._version, self._rate()
@@ -442,18 +442,18 @@ class Machine:
             return
         rest = min(w.left / (rate if w.cat == "kernel" else 1.0) for w in running)
 
-        def check() -> None:
+        def finish_ended() -> None:
             if version != self._version:
                 return
-            self._elapse()
+            self._update_progress()
             ended = [(w, s) for w, s in self._running.values() if not w.held and w.left <= 1e-6]
             for work, s in ended:
-                self._finish(work, s)
-            self._reckon()
+                self._finish_work(work, s)
+            self._schedule_next_end()
 
-        self._at(self.now + max(rest, 0.0), check)
+        self._schedule(self.now + max(rest, 0.0), finish_ended)
 
-    def _finish(self, work: Work, s: Stream) -> None:
+    def _finish_work(self, work: Work, s: Stream) -> None:
         del self._running[id(work)]
         s.running, s.ready = None, self.now
         if work.engine:
@@ -476,8 +476,8 @@ class Machine:
                 },
             }
         )
-        self._fire(work.done)
-        self._at(self.now, lambda: self._pump(s))
+        self._trigger(work.done)
+        self._schedule(self.now, lambda: self._pump(s))
 
     # the host
 
@@ -503,7 +503,7 @@ class Machine:
         self.events.append(event)
         return event
 
-    def _do(self, thread: int, body: Sequence[Any]) -> Steps:
+    def _run_statements(self, thread: int, body: Sequence[Any]) -> Steps:
         for s in body:
             act = self._acts.get(type(s))
             if act is None:
@@ -515,14 +515,14 @@ class Machine:
 
     def _span(self, thread: int, s: Span) -> Steps:
         start = self.now
-        yield from self._do(thread, s.body)
+        yield from self._run_statements(thread, s.body)
         cat = {"op": "cpu_op", "python": "python_function", "range": "user_annotation"}[s.kind]
         name = "Python id" if s.kind == "python" else "External id"
         self._emit(cat, s.name, thread, start, {name: next(self._ids), **dict(s.args)})
 
-    def _every(self, thread: int, s: Every) -> Steps:
+    def _run_every(self, thread: int, s: Every) -> Steps:
         if self._step % s.n == 0:
-            yield from self._do(thread, s.body)
+            yield from self._run_statements(thread, s.body)
 
     def _launch(
         self, thread: int, call: str, us: float, works: list[Work], key: int, stream: int
@@ -595,7 +595,7 @@ class Machine:
             return
         if s.direction == "HtoD":  # staging begins when the stream has got here
             yield self.set.call_us
-            yield from self._drained(stream)
+            yield from self._wait_until_drained(stream)
         yield self.set.launch_us
         work.visible = self.now + self._vary(self.set.latency_us, self.set.latency_jitter, s.id + 2)
         work.gap, work.slot = self.set.gap_us, False
@@ -606,7 +606,7 @@ class Machine:
         yield 1.0 if s.direction == "HtoD" else self.set.release_us
         self._call(thread, "cudaMemcpyAsync", start, work.correlation)
 
-    def _drained(self, s: Stream) -> Steps:
+    def _wait_until_drained(self, s: Stream) -> Steps:
         """Until all that is in the stream now is done."""
         mark = Signal()
         s.queue.append(mark)
@@ -622,48 +622,48 @@ class Machine:
         self._call(thread, "cudaEventRecord", start, number)
         self._pump(stream)
 
-    def _recorded(self, event: str, lag: int) -> tuple[Signal, int, int] | None:
+    def _find_record(self, event: str, lag: int) -> tuple[Signal, int, int] | None:
         known = self._events.get(event, [])
         return known[-1 - lag] if len(known) > lag else None
 
     def _wait(self, thread: int, s: Wait) -> Steps:
         start, stream = self.now, self.stream(s.stream)
         yield self.set.call_us
-        found = self._recorded(s.event, s.lag)
+        result = self._find_record(s.event, s.lag)
         call = self._call(thread, "cudaStreamWaitEvent", start)
-        if found is None:
+        if result is None:
             return
-        stream.queue.append(("wait", found[0]))
+        stream.queue.append(("wait", result[0]))
         self._pump(stream)
-        self._sync_row("Stream Wait Event", call, s.stream, found)
+        self._sync_row("Stream Wait Event", call, s.stream, result)
 
     def _sync(self, thread: int, s: Sync) -> Steps:
         start = self.now
         yield self.set.call_us
         if s.what == "event":
-            found = self._recorded(s.event, s.lag)
-            waited = found is not None and found[0].at is None
-            if found is not None:
-                yield found[0]
+            recorded = self._find_record(s.event, s.lag)
+            waited = recorded is not None and recorded[0].at is None
+            if recorded is not None:
+                yield recorded[0]
             name, kind, stream = "cudaEventSynchronize", "Event Sync", -1
         else:
             streams = [*self._streams.values()] if s.what == "device" else [self.stream(s.stream)]
             waited = any(x.queue or x.running for x in streams)
             for each in streams:
-                yield from self._drained(each)
-            found, stream = None, -1 if s.what == "device" else s.stream
+                yield from self._wait_until_drained(each)
+            recorded, stream = None, -1 if s.what == "device" else s.stream
             name = "cudaDeviceSynchronize" if s.what == "device" else "cudaStreamSynchronize"
             kind = "Context Sync" if s.what == "device" else "Stream Sync"
         if waited:
             yield self._vary(self.set.release_us, self.set.latency_jitter, 5)
-        self._sync_row(kind, self._call(thread, name, start), stream, found)
+        self._sync_row(kind, self._call(thread, name, start), stream, recorded)
 
     def _sync_row(
-        self, kind: str, call: dict[str, Any], stream: int, found: tuple[Signal, int, int] | None
+        self, kind: str, call: dict[str, Any], stream: int, recorded: tuple[Signal, int, int] | None
     ) -> None:
         if not self.set.sync_rows:
             return
-        on, record = (-1, -1) if found is None else (found[1], found[2])
+        on, record = (-1, -1) if recorded is None else (recorded[1], recorded[2])
         row = self._emit(
             "cuda_sync",
             kind,
@@ -687,16 +687,16 @@ class Machine:
 
         def autograd() -> Steps:
             yield self._vary(self.set.wake_us, self.set.latency_jitter, 11)
-            yield from self._do(AUTOGRAD, s.body)
-            self._fire(done)
+            yield from self._run_statements(AUTOGRAD, s.body)
+            self._trigger(done)
 
-        self._go(autograd())
+        self._resume_thread(autograd())
         yield done
         yield self._vary(self.set.wake_us, self.set.latency_jitter, 12)
 
     # the loader
 
-    def _workers(self) -> None:
+    def _start_workers(self) -> None:
         """Each worker takes its orders one after the other; ``prefetch`` each from the start."""
         p = self.program
         self._ready: dict[int, Signal] = {}
@@ -706,7 +706,7 @@ class Machine:
         for _ in range(p.workers * p.prefetch):
             self._order_batch()
         for worker in range(p.workers):
-            self._go(self._work(worker))
+            self._resume_thread(self._run_worker(worker))
 
     def _order_batch(self) -> None:
         worker = self._ordered % self.program.workers
@@ -714,7 +714,7 @@ class Machine:
         self._orders[worker].append(self._ordered)
         self._ordered += 1
         if self._called[worker].at is None:
-            self._fire(self._called[worker])
+            self._trigger(self._called[worker])
 
     def _batch_us(self, batch: int) -> float:
         share = self.program.uneven or self.set.host_jitter
@@ -723,7 +723,7 @@ class Machine:
         self._step = step
         return us
 
-    def _work(self, worker: int) -> Steps:
+    def _run_worker(self, worker: int) -> Steps:
         while not self._over:
             if not self._orders[worker]:
                 self._called[worker] = Signal()
@@ -731,9 +731,9 @@ class Machine:
                 continue
             batch = self._orders[worker].popleft()
             yield self._batch_us(batch)
-            self._fire(self._ready[batch])
+            self._trigger(self._ready[batch])
 
-    def _next(self, thread: int, s: Next) -> Steps:
+    def _next_batch(self, thread: int, s: Next) -> Steps:
         start, batch = self.now, self._taken
         self._taken += 1
         if self.program.workers:
@@ -758,21 +758,21 @@ class Machine:
 
     # the program
 
-    def _main(self) -> Steps:
+    def _run_main(self) -> Steps:
         for step in range(self.program.warmup + self.program.steps):
             self._step = step
             self._work_of_step.append([])
             start = self.now
-            yield from self._do(MAIN, self.program.body)
+            yield from self._run_statements(MAIN, self.program.body)
             self._emit("user_annotation", f"ProfilerStep#{step}", MAIN, start, {"External id": 0})
             self.host_end.append(self.now)
         self._over = True
         yield 30.0
         yield from self._sync(MAIN, Sync("device"))
 
-    def _background(self) -> Steps:
+    def _run_background(self) -> Steps:
         while not self._over:
-            yield from self._do(BACKGROUND, self.program.background)
+            yield from self._run_statements(BACKGROUND, self.program.background)
 
     # the trace
 

@@ -32,37 +32,37 @@ LOADER = r"^enumerate\(DataLoader\)#"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a training step is made of; times are microseconds a step."""
+    """The parts of a training step; times are microseconds per step."""
 
     seed: int = 0
     layers: int = 8
     host: float = 600.0
-    """Operators of forward and backward."""
+    """Time of the operators of forward and backward."""
     device: float = 600.0
-    """Their kernels."""
+    """Time of their kernels."""
     python: float = 150.0
-    """A Python frame without launches."""
+    """Time of a Python frame without launches."""
     backward: bool = True
-    """On autograd's thread."""
+    """Run the backward pass on autograd's thread."""
     sync: str = "none"
     sync_every: int = 1
     copy: float = 0.0
-    """A copy of the batch to the device."""
+    """Time of a copy of the batch to the device."""
     pinned: bool = True
     comm: float = 0.0
     """Collectives in backward on a stream of their own, which the optimizer waits for."""
     optimizer: int = 10
-    """Its kernels, 2 µs each."""
+    """Number of optimizer kernels, 2 µs each."""
     graph: int = 0
-    """Kernels of a CUDA graph in forward."""
+    """Number of kernels of a CUDA graph in forward."""
     batch: float = 0.0
     uneven: float = 0.0
-    """How much batches differ in the work they need, as a share of it."""
+    """Relative standard deviation of the work that batches need."""
     workers: int = 0
     blocks: tuple[int, ...] = (1024,)
-    """Of kernels of forward and backward, drawn from these."""
+    """Block counts of the kernels of forward and backward, drawn from these."""
     other: bool = False
-    """Another thread writes something out meanwhile, on its own."""
+    """Whether another thread writes something out meanwhile."""
 
 
 def training(shape: Shape, **program: Any) -> Program:
@@ -116,12 +116,12 @@ def training(shape: Shape, **program: Any) -> Program:
         batch_us=shape.batch,
         uneven=shape.uneven,
         workers=shape.workers,
-        background=_other() if shape.other else (),
+        background=_unrelated_work() if shape.other else (),
         **program,
     )
 
 
-def _other() -> tuple[Any, ...]:
+def _unrelated_work() -> tuple[Any, ...]:
     return (
         Span("python", "writer.py(3): flush", (Host(300.0),)),
         Kernel("pack", 50.0, stream=40),
@@ -144,16 +144,16 @@ def _sync(shape: Shape) -> list[Any]:
     if shape.sync == "none":
         return []
     if shape.sync == "item":
-        found: tuple[Any, ...] = (
+        statements: tuple[Any, ...] = (
             Span("op", "aten::item", (
                 Host(3.0), Copy("DtoH", 2.0, 4, pinned=False), Sync("stream"),
             )),
         )  # fmt: skip
     elif shape.sync == "event":  # waits for the step before: the host is at most one ahead
-        found = (Record("step"), Span("op", "wait", (Sync("event", event="step", lag=1),)))
+        statements = (Record("step"), Span("op", "wait", (Sync("event", event="step", lag=1),)))
     else:
-        found = (Span("op", "wait", (Sync(shape.sync),)),)
-    return [Every(shape.sync_every, found)] if shape.sync_every > 1 else list(found)
+        statements = (Span("op", "wait", (Sync(shape.sync),)),)
+    return [Every(shape.sync_every, statements)] if shape.sync_every > 1 else list(statements)
 
 
 # -- changes to programs ------------------------------------------------------------------------
@@ -161,15 +161,15 @@ def _sync(shape: Shape) -> list[Any]:
 
 def rewrite(body: Sequence[Any], change: Callable[[Any], Sequence[Any]]) -> tuple[Any, ...]:
     """Each statement replaced by what ``change`` makes of it, inner ones first."""
-    found: list[Any] = []
+    result: list[Any] = []
     for s in body:
         inner = replace(s, body=rewrite(s.body, change)) if hasattr(s, "body") else s
-        found += change(inner)
-    return tuple(found)
+        result += change(inner)
+    return tuple(result)
 
 
-def fix(program: Program, change: Callable[[Any], Sequence[Any]]) -> Program:
-    """The program with a change to its statements."""
+def apply_change(program: Program, change: Callable[[Any], Sequence[Any]]) -> Program:
+    """Apply a change to the statements of a program."""
     return replace(program, body=rewrite(program.body, change))
 
 
@@ -183,47 +183,47 @@ class Fix:
 
 
 def _kernels(start: str, change: Callable[[Kernel], Sequence[Any]]) -> Callable[[Program], Program]:
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         return change(s) if isinstance(s, Kernel) and s.name.startswith(start) else (s,)
 
-    return lambda p: fix(p, act)
+    return lambda p: apply_change(p, change_statement)
 
 
 def _spans(start: str, change: Callable[[Span], Sequence[Any]]) -> Callable[[Program], Program]:
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         return change(s) if isinstance(s, Span) and s.name.startswith(start) else (s,)
 
-    return lambda p: fix(p, act)
+    return lambda p: apply_change(p, change_statement)
 
 
 def scale_kernels(start: str, factor: float) -> Fix:
-    """Kernels take ``factor`` of their time."""
+    """Fix: kernels take ``factor`` of their time."""
     edit = Edit(op="scale", select=Select(on="gpu", name=f"^{start}"), factor=factor)
     return Fix("scale gpu", (edit,), _kernels(start, lambda k: (replace(k, us=k.us * factor),)))
 
 
 def remove_kernels(start: str) -> Fix:
-    """Kernels and their launches go; their operators stay."""
+    """Fix: kernels and their launches go; their operators stay."""
     edit = Edit(op="remove", select=Select(on="gpu", name=f"^{start}"))
     return Fix("remove gpu", (edit,), _kernels(start, lambda k: ()))
 
 
 def remove_host(start: str = "train.py") -> Fix:
-    """A Python frame goes."""
+    """Fix: a Python frame goes."""
     edit = Edit(op="remove", select=Select(on="host", kind=("python",), name=f"^{start}"))
     return Fix("remove host", (edit,), _spans(start, lambda s: ()))
 
 
 def scale_host(start: str, factor: float) -> Fix:
-    """A Python frame takes ``factor`` of its time."""
+    """Fix: a Python frame takes ``factor`` of its time."""
     edit = Edit(
         op="scale", select=Select(on="host", kind=("python",), name=f"^{start}"), factor=factor
     )
 
-    def change(s: Span) -> Sequence[Any]:
+    def change_span(s: Span) -> Sequence[Any]:
         return (replace(s, body=tuple(replace(h, us=h.us * factor) for h in s.body)),)
 
-    return Fix("scale host", (edit,), _spans(start, change))
+    return Fix("scale host", (edit,), _spans(start, change_span))
 
 
 def asynchronous(sync: str) -> Fix:
@@ -232,7 +232,7 @@ def asynchronous(sync: str) -> Fix:
     calls = ("memcpy", "sync_device", "sync_stream", "sync_event")
     edit = Edit(op="make_async", select=Select(on="host", call=calls, under=f"^{under}$"))
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if isinstance(s, Span) and s.name == under:
             body = tuple(
                 replace(x, pinned=True) if isinstance(x, Copy) else x
@@ -242,43 +242,43 @@ def asynchronous(sync: str) -> Fix:
             return (replace(s, body=body),)
         return (s,)
 
-    return Fix("asynchronous", (edit,), lambda p: fix(p, act))
+    return Fix("asynchronous", (edit,), lambda p: apply_change(p, change_statement))
 
 
 def overlap_collectives() -> Fix:
     """Nothing waits for collectives but the optimizer one step later, and a sync of the device."""
     edit = Edit(op="overlap", select=Select(on="gpu", family=("communication",)))
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if isinstance(s, Wait) and s.event == "reduced":
             return (replace(s, event="reduced before"),)
         return (s,)
 
-    def change(p: Program) -> Program:
-        p = fix(p, act)
+    def change_program(p: Program) -> Program:
+        p = apply_change(p, change_statement)
         # what the step before left on the stream of the collectives
         return replace(p, body=(Record("reduced before", 20), *p.body))
 
-    return Fix("overlap", (edit,), change)
+    return Fix("overlap", (edit,), change_program)
 
 
 def overlap_copies() -> Fix:
     """The batch is copied on a stream of its own, a step ahead of its use."""
     edit = Edit(op="overlap", select=Select(on="gpu", copy=("HtoD",)))
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if isinstance(s, Copy) and s.direction == "HtoD":
             return (Wait("copied", 7), replace(s, stream=30), Record("copied", 30))
         return (s,)
 
-    return Fix("overlap copy", (edit,), lambda p: fix(p, act))
+    return Fix("overlap copy", (edit,), lambda p: apply_change(p, change_statement))
 
 
 def merge_update(factor: float) -> Fix:
-    """The optimizer's kernels become one."""
+    """Fix: the optimizer's kernels become one."""
     edit = Edit(op="merge", select=Select(on="gpu", name="^update_"), factor=factor)
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if isinstance(s, Span) and s.name.startswith("Optimizer.step"):
             first = s.body[0]
             total = sum(k.us for op in s.body for k in op.body if isinstance(k, Kernel))
@@ -288,28 +288,28 @@ def merge_update(factor: float) -> Fix:
             return (replace(s, body=(replace(first, body=body),)),)
         return (s,)
 
-    return Fix("merge", (edit,), lambda p: fix(p, act))
+    return Fix("merge", (edit,), lambda p: apply_change(p, change_statement))
 
 
-def cheap_launches(start: str = "gemm_forward", host_ns: int = 1000) -> Fix:
-    """Operators and launches cost ``host_ns`` each."""
+def set_launch_cost(start: str = "gemm_forward", host_ns: int = 1000) -> Fix:
+    """Fix: operators and launches cost ``host_ns`` each."""
     edit = Edit(op="drop_launch", select=Select(on="gpu", name=f"^{start}"), host_ns=host_ns)
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if isinstance(s, Span) and s.kind == "op":
             inner = [x for x in s.body if isinstance(x, Kernel) and x.name.startswith(start)]
             if inner:
                 return (replace(s, body=tuple(replace(k, launch_us=host_ns / 1e3) for k in inner)),)
         return (s,)
 
-    return Fix("drop_launch", (edit,), lambda p: fix(p, act))
+    return Fix("drop_launch", (edit,), lambda p: apply_change(p, change_statement))
 
 
 def into_graph(start: str = "gemm_forward") -> Fix:
-    """The operators become one CUDA graph: one call."""
+    """Fix: the operators become one CUDA graph, with one call."""
     edit = Edit(op="drop_launch", select=Select(on="gpu", name=f"^{start}"), host_ns=1000)
 
-    def change(p: Program) -> Program:
+    def change_program(p: Program) -> Program:
         kernels: list[Kernel] = []
 
         def collect(s: Any) -> Sequence[Any]:
@@ -317,23 +317,23 @@ def into_graph(start: str = "gemm_forward") -> Fix:
                 kernels.append(s)
             return (s,)
 
-        fix(p, collect)
+        apply_change(p, collect)
         graph = Graph(tuple((k.name, k.us) for k in kernels), launch_us=5.0 + len(kernels))
         left = [graph]
 
-        def act(s: Any) -> Sequence[Any]:
+        def change_statement(s: Any) -> Sequence[Any]:
             if isinstance(s, Span) and s.kind == "op":
                 inner = [x for x in s.body if isinstance(x, Kernel) and x.name.startswith(start)]
                 return ((left.pop(),) if left else ()) if inner else (s,)
             return (s,)
 
-        return fix(p, act)
+        return apply_change(p, change_statement)
 
-    return Fix("drop_launch graph", (edit,), change)
+    return Fix("drop_launch graph", (edit,), change_program)
 
 
 def spread(workers: int) -> Fix:
-    """The loader's work moves to (more) worker processes."""
+    """Fix: the loader's work moves to more worker processes."""
     edit = Edit(op="parallelize", select=Select(on="host", name=LOADER), workers=workers)
     return Fix("spread", (edit,), lambda p: replace(p, workers=workers * max(1, p.workers)))
 
@@ -343,10 +343,10 @@ def remove_wait(sync: str) -> Fix:
     calls = ("sync_device", "sync_stream", "sync_event")
     edit = Edit(op="remove", select=Select(on="host", call=calls, under="^wait$"))
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         return () if isinstance(s, Sync) else (s,)
 
-    return Fix("remove wait", (edit,), lambda p: fix(p, act))
+    return Fix("remove wait", (edit,), lambda p: apply_change(p, change_statement))
 
 
 WAVE = 108 * (2048 // 256)
@@ -360,7 +360,7 @@ def resize(factor: float) -> Fix:
         op="resize", select=Select(on="gpu", name="^(gemm|graph|Memcpy|nccl|update)"), factor=factor
     )
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if isinstance(s, Kernel) and s.name.startswith("gemm"):
             waves = s.blocks / WAVE
             grown = max(1.0, waves * factor) / max(1.0, waves)
@@ -373,14 +373,18 @@ def resize(factor: float) -> Fix:
             return (replace(s, us=s.us * factor),)
         return (s,)
 
-    return Fix("resize", (edit,), lambda p: replace(fix(p, act), batch_us=p.batch_us * factor))
+    return Fix(
+        "resize",
+        (edit,),
+        lambda p: replace(apply_change(p, change_statement), batch_us=p.batch_us * factor),
+    )
 
 
 def with_matrices(program: Program, sizes: Sequence[tuple[int, int, int]]) -> Program:
     """The program with operators of forward as bf16 matrix products of these sizes in turn."""
     number = iter(range(10**6))
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if not (isinstance(s, Span) and s.name.startswith("aten::forward_")):
             return (s,)
         m, k, n = sizes[next(number) % len(sizes)]
@@ -395,7 +399,7 @@ def with_matrices(program: Program, sizes: Sequence[tuple[int, int, int]]) -> Pr
         )
         return (Span("op", "aten::mm", body, args),)
 
-    return fix(program, act)
+    return apply_change(program, change_statement)
 
 
 A100_BF16, A100_BYTES = 312e12, 2039e9
@@ -406,7 +410,7 @@ def roofline(share: float) -> Fix:
     """Matrix products reach ``share`` of what the device can do, where they did not yet."""
     edit = Edit(op="roofline", select=Select(on="gpu", name="s16816gemm"), factor=share)
 
-    def act(s: Any) -> Sequence[Any]:
+    def change_statement(s: Any) -> Sequence[Any]:
         if not (isinstance(s, Span) and s.name == "aten::mm"):
             return (s,)
         (m, k), (_, n) = dict(s.args)["Input Dims"]
@@ -416,16 +420,16 @@ def roofline(share: float) -> Fix:
         )
         return (replace(s, body=body),)
 
-    return Fix("roofline", (edit,), lambda p: fix(p, act))
+    return Fix("roofline", (edit,), lambda p: apply_change(p, change_statement))
 
 
-def both(*fixes: Fix) -> Fix:
-    """Several fixes one after the other."""
+def combine_fixes(*fixes: Fix) -> Fix:
+    """Apply several fixes one after the other."""
 
-    def change(p: Program) -> Program:
+    def change_program(p: Program) -> Program:
         for f in fixes:
             p = f.change(p)
         return p
 
     edits = tuple(e for f in fixes for e in f.edits)
-    return Fix(" + ".join(f.name for f in fixes), edits, change)
+    return Fix(" + ".join(f.name for f in fixes), edits, change_program)

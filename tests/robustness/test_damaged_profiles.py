@@ -39,18 +39,19 @@ LARGEST = 1 << 24
 
 
 Chance = random.Random
-ODD = [None, -1, 0, 1, 59, 60, 2**31, 2**32, 2**62, -(2**63), 2**63 - 1, 0.5, 1e308, float("inf"),
+UNUSUAL_VALUES = [
+       None, -1, 0, 1, 59, 60, 2**31, 2**32, 2**62, -(2**63), 2**63 - 1, 0.5, 1e308, float("inf"),
        "", "x", "7", "aten::mm, seq = 99999999999999999999, sizes = [[1]]", b"\0\xff", b"x" * 5000,
        "\ud7ff\U0010ffff", "<script>alert(1)</script>", "a" * 100_000]  # fmt: skip
 
 
-def _written(path: Path, data: bytes) -> Path:
+def _write_file(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path
 
 
 def _snapshot() -> bytes:
-    """What the allocator would write after three steps that leak."""
+    """A snapshot that the allocator would write after three steps that leak."""
     m = FakeAllocator()
     training = Training(m, leak=MIB)
     for _ in range(3):
@@ -59,7 +60,7 @@ def _snapshot() -> bytes:
 
 
 def _timeline() -> bytes:
-    """Of a device and a host, as XLA's profiler derives it from its XPlane file."""
+    """A timeline of a device and a host, as XLA's profiler derives it from its XPlane file."""
     names = [("/device:GPU:0", "Stream #13(Compute)"), ("/host:CPU", "python")]
     events: list[dict[str, object]] = []
     for pid, (process, thread) in enumerate(names, 1):
@@ -91,18 +92,18 @@ _OUT_OF_MEMORY = (
 def _rows(path: Path, name: str, most: int | None) -> Path:
     """The first lines of a file of the corpus."""
     text = gzip.decompress((CORPUS / name).read_bytes())
-    return _written(path, text if most is None else b"".join(text.splitlines(True)[:most]))
+    return _write_file(path, text if most is None else b"".join(text.splitlines(True)[:most]))
 
 
 def _engine(path: Path, name: str) -> Path:
     with tarfile.open(next((CORPUS / "tensorrt").glob("*.tar.gz"))) as archive:
         member = archive.extractfile(name)
         assert member is not None
-        return _written(path, member.read())
+        return _write_file(path, member.read())
 
 
 def _compile_log() -> bytes:
-    """Of a graph break and a recompilation."""
+    """A log of a graph break and a recompilation."""
     place = Path(__file__).parents[1] / "cli" / "compile_logs.json.gz"
     logs = json.loads(gzip.decompress(place.read_bytes()))
     return "\n".join([*logs["break_print"], *logs["recompile_shape"], ""]).encode()
@@ -116,30 +117,30 @@ SEEDS: dict[str, Callable[[Path], Path]] = {
     "rpd bare": lambda folder: files.rpd(folder / "bare.rpd", keyed=False),
     "rocpd bare": lambda folder: files.rocpd(folder / "bare.db", 4, keyed=False),
     "rocprofv3": lambda folder: files.rocprof_json(folder / "seed_results.json"),
-    "xplane": lambda folder: _written(folder / "seed.xplane.pb", xspace.jax_training()),
-    "xplane unmarked": lambda folder: _written(
+    "xplane": lambda folder: _write_file(folder / "seed.xplane.pb", xspace.jax_training()),
+    "xplane unmarked": lambda folder: _write_file(
         folder / "unmarked.xplane.pb", xspace.jax_training(marks=False)
     ),
-    "xla timeline": lambda folder: _written(folder / "seed.trace.json", _timeline()),
-    "snapshot": lambda folder: _written(folder / "seed.pickle", _snapshot()),
+    "xla timeline": lambda folder: _write_file(folder / "seed.trace.json", _timeline()),
+    "snapshot": lambda folder: _write_file(folder / "seed.pickle", _snapshot()),
     "ncu csv": lambda folder: _rows(folder / "n.csv", "ncu/deepseek_ocr_rtx5090.csv.gz", 60),
     "ncu report": lambda folder: _rows(folder / "n", "ncu/cutlass_a100_s8.ncu-rep.gz", None),
     "rocprof csv": lambda folder: _rows(
         folder / "r.csv", "rocprof/laplacian/kernel1_results.csv.gz", 40
     ),
-    "rocprof compute": lambda folder: _written(
+    "rocprof compute": lambda folder: _write_file(
         folder / "compute.db",
         gzip.decompress((CORPUS / "rocprof/rocprof_compute_sample.db.gz").read_bytes()),
     ),
     "tensorrt": lambda folder: _engine(folder / "t.json", "resnet_A100_fp16.profile.json"),
     "tensorrt graph": lambda folder: _engine(folder / "g.json", "resnet_A100_fp16.graph.json"),
-    "compile log": lambda folder: _written(folder / "c.log", _compile_log()),
-    "out of memory": lambda folder: _written(folder / "o.log", _OUT_OF_MEMORY),
+    "compile log": lambda folder: _write_file(folder / "c.log", _compile_log()),
+    "out of memory": lambda folder: _write_file(folder / "o.log", _OUT_OF_MEMORY),
 }
 BESIDE = {"tensorrt graph": "tensorrt"}
 """A file that is read with another: its mutants lie beside that one, sound."""
 LOGDIR = "logdir"
-"""What TensorFlow's and JAX's profilers write: a folder of files of several hosts."""
+"""The folder that TensorFlow's and JAX's profilers write: files of several hosts."""
 SUFFIXES = {"rocprofv3": ".json", "xla timeline": ".trace.json", "snapshot": ".pickle",
             "xplane": ".xplane.pb", "xplane unmarked": ".xplane.pb", "ncu csv": ".csv",
             "ncu report": ".ncu-rep", "rocprof csv": ".csv", "tensorrt": ".profile.json",
@@ -158,20 +159,22 @@ def columns(db: sqlite3.Connection, table: str) -> list[str]:
     return [row[1] for row in db.execute(f'PRAGMA table_info("{table}")')]
 
 
-def odd_values(db: sqlite3.Connection, chance: Chance) -> None:
-    """In some rows of one column, or in all."""
+def change_values_of_a_column(db: sqlite3.Connection, chance: Chance) -> None:
+    """Change some rows of one column, or all."""
     for _ in range(chance.choice([1, 3, 10])):
         table = chance.choice(tables(db))
         column = chance.choice(columns(db, table))
         where = chance.choice(["", f" WHERE rowid % 7 = {chance.randrange(7)}"])
         try:
-            db.execute(f'UPDATE "{table}" SET "{column}" = ?{where}', (chance.choice(ODD),))
+            db.execute(
+                f'UPDATE "{table}" SET "{column}" = ?{where}', (chance.choice(UNUSUAL_VALUES),)
+            )
         except sqlite3.IntegrityError:
             continue  # a primary key
 
 
 def shifted_values(db: sqlite3.Connection, chance: Chance) -> None:
-    """Numbers times or plus something."""
+    """Multiply numbers, or add something to them."""
     table = chance.choice(tables(db))
     column = chance.choice(columns(db, table))
     change = chance.choice(["* -1", "* 1000000", "+ 1000000000000", "% 3", "/ 1000", "* 2"])
@@ -194,8 +197,10 @@ def other_columns(db: sqlite3.Connection, chance: Chance) -> None:
     table = chance.choice(tables(db))
     db.execute(f'DROP TABLE "{table}"')
     if chance.random() < 0.5:
-        db.execute(f'CREATE TABLE "{table}" (id, start TEXT, "end" BLOB, "odd name", value)')
-        db.execute(f'INSERT INTO "{table}" VALUES (?, ?, ?, ?, ?)', chance.choices(ODD, k=5))
+        db.execute(f'CREATE TABLE "{table}" (id, start TEXT, "end" BLOB, "unusual name", value)')
+        db.execute(
+            f'INSERT INTO "{table}" VALUES (?, ?, ?, ?, ?)', chance.choices(UNUSUAL_VALUES, k=5)
+        )
     else:
         db.execute(
             f'CREATE VIEW "{table}" AS WITH RECURSIVE n(start) AS (SELECT 1 UNION ALL SELECT '
@@ -217,21 +222,27 @@ def rows_twice(db: sqlite3.Connection, chance: Chance) -> None:
             return
 
 
-CHANGES = [odd_values, odd_values, odd_values, shifted_values, shifted_values, without_a_table,
+CHANGES = [*[change_values_of_a_column] * 3, shifted_values, shifted_values, without_a_table,
            without_a_column, other_columns, rows_twice]  # fmt: skip
-BYTES = [mutations.cut, mutations.flip_bytes, mutations.lose_a_stretch, mutations.repeat_a_stretch,
-         mutations.insert_garbage, mutations.lose_the_start]  # fmt: skip
+BYTES = [
+    mutations.cut_off,
+    mutations.flip_bytes,
+    mutations.lose_a_stretch,
+    mutations.repeat_a_stretch,
+    mutations.insert_garbage,
+    mutations.lose_the_start,
+]
 
 
-def mutated(number: int, seed: bytes, path: Path) -> str:
-    """Writes the number-th mutant; its story."""
+def write_mutant(number: int, seed: bytes, path: Path) -> str:
+    """Write the mutant of a number; return its story."""
     chance = random.Random(number)
     story = []
     if seed.startswith((b"{", b"[")):
-        path.write_bytes(every.mutated(seed, every.JSON, chance))
+        path.write_bytes(every.mutate_text(seed, every.JSON, chance))
         return f"{number}: JSON"
     if not seed.startswith(b"SQLite"):
-        path.write_bytes(_of_bytes(seed, chance))
+        path.write_bytes(_mutate_bytes(seed, chance))
         return f"{number}: bytes"
     path.write_bytes(seed)
     if chance.random() < 0.75:
@@ -249,26 +260,26 @@ def mutated(number: int, seed: bytes, path: Path) -> str:
     return f"{number}: {' + '.join(story)}"
 
 
-def _of_bytes(seed: bytes, chance: Chance) -> bytes:
+def _mutate_bytes(seed: bytes, chance: Chance) -> bytes:
     """A binary file, harmed once or a few times; a pickle's values changed as well."""
     if seed.startswith(b"\x80") and chance.random() < 0.5:
-        return pickle.dumps(_other_values(pickle.loads(seed), chance))
+        return pickle.dumps(_replace_values(pickle.loads(seed), chance))
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         if seed:
-            seed = chance.choice([*BYTES, _false_length])(seed, chance)
+            seed = chance.choice([*BYTES, _raise_length])(seed, chance)
     return seed
 
 
-def _false_length(data: bytes, chance: Chance) -> bytes:
-    """Where a length or a number stands, perhaps, a greater one."""
+def _raise_length(data: bytes, chance: Chance) -> bytes:
+    """Raise a byte that may be a length or a number."""
     at = chance.randrange(len(data))
     greater = chance.choice([b"\xff" * 9 + b"\x01", b"\xff" * 4 + b"\x7f", b"\xff\xff\x03", b"\0"])
     return data[:at] + greater + data[at + chance.choice([1, 2, len(greater)]) :]
 
 
-def _other_values(value: object, chance: Chance) -> object:
+def _replace_values(value: object, chance: Chance) -> object:
     """Values of other kinds in random places of lists and dictionaries."""
-    odd = [*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES]
+    unusual = [*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES]
     for _ in range(chance.choice([1, 3, 30])):
         at: object = value
         while isinstance(at, dict | list) and at:
@@ -276,7 +287,7 @@ def _other_values(value: object, chance: Chance) -> object:
             if isinstance(at[key], dict | list) and at[key] and chance.random() < 0.9:
                 at = at[key]
                 continue
-            at[key] = chance.choice(odd)
+            at[key] = chance.choice(unusual)
             break
     return value
 
@@ -292,15 +303,15 @@ def damaged_logdir(number: int, seeds: dict[str, bytes], folder: Path) -> str:
         plane, timeline = place / f"{host}.xplane.pb", place / f"{host}.trace.json.gz"
         data = {plane: seeds["xplane"], timeline: gzip.compress(seeds["xla timeline"])}
         for file, sound in data.items():
-            what = chance.choice(["sound", "sound", "bytes", "bytes", "inside", "none", "odd"])
+            what = chance.choice(["sound", "sound", "bytes", "bytes", "inside", "none", "unusual"])
             story.append(what)
-            if what == "odd":
+            if what == "unusual":
                 every.replace_file(file, chance)
             elif what == "inside" and file is timeline:
-                text = every.mutated(seeds["xla timeline"], every.JSON, chance)
+                text = every.mutate_text(seeds["xla timeline"], every.JSON, chance)
                 file.write_bytes(gzip.compress(text))
             elif what in ("bytes", "inside"):
-                file.write_bytes(_of_bytes(sound, chance))
+                file.write_bytes(_mutate_bytes(sound, chance))
             elif what == "sound":
                 file.write_bytes(sound)
     return f"{number}: {' '.join(story)}"
@@ -315,28 +326,28 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {name: make(folder).read_bytes() for name, make in SEEDS.items()}
 
 
-def chunks() -> list[tuple[str, int, int]]:
+def mutant_chunks() -> list[tuple[str, int, int]]:
     """Formats, and numbers of mutants: a test each."""
     total = MUTANTS or SAMPLE
     firsts = range(0, total, CHUNK)
     return [(name, n, min(n + CHUNK, total)) for name in (*SEEDS, LOGDIR) for n in firsts]
 
 
-@pytest.mark.parametrize(("name", "first", "last"), chunks())
+@pytest.mark.parametrize(("name", "first", "last"), mutant_chunks())
 def test_a_mutated_file_is_read_or_refused_in_a_line(
     name: str, first: int, last: int, seeds: dict[str, bytes], tmp_path: Path
 ) -> None:
     outcomes = []
-    path, read = _places(tmp_path / "mutant", name, seeds)
+    path, read = _mutant_paths(tmp_path / "mutant", name, seeds)
     for number in range(first, last):
         act = _analysing if MUTANTS or number % 8 == 0 else _reading
         path.unlink(missing_ok=True)
         if name == LOGDIR:
             story = damaged_logdir(number, seeds, tmp_path / LOGDIR)
-            outcomes.append(mutations.hold(act, f"{name} {story}", tmp_path / LOGDIR))
+            outcomes.append(mutations.check_file(act, f"{name} {story}", tmp_path / LOGDIR))
         else:
-            story = mutated(number, seeds[name], path)
-            outcomes.append(mutations.hold(act, f"{name} {story}", read))
+            story = write_mutant(number, seeds[name], path)
+            outcomes.append(mutations.check_file(act, f"{name} {story}", read))
     if len(outcomes) >= 40:  # else the mutations prove nothing
         assert outcomes.count("read") > len(outcomes) // 40
 
@@ -344,9 +355,9 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(
 @pytest.mark.parametrize("name", SEEDS)
 def test_every_sound_file_is_analysed(name: str, seeds: dict[str, bytes], tmp_path: Path) -> None:
     """Else the mutants would prove nothing."""
-    path, read = _places(tmp_path / "sound", name, seeds)
+    path, read = _mutant_paths(tmp_path / "sound", name, seeds)
     path.write_bytes(seeds[name])
-    assert mutations.hold(_analysing, name, read) == "read"
+    assert mutations.check_file(_analysing, name, read) == "read"
 
 
 ELSEWHERE = {KINETO, "flight-recorder", "nccl-log", "memory-timeline"}
@@ -354,13 +365,13 @@ ELSEWHERE = {KINETO, "flight-recorder", "nccl-log", "memory-timeline"}
 
 
 def test_no_reader_of_this_package_is_left_out(tmp_path: Path) -> None:
-    made = [make(tmp_path) for make in SEEDS.values()]
-    seeded = {reader_of(ByteSource(str(path))).name for path in made}
+    seeds = [make(tmp_path) for make in SEEDS.values()]
+    seeded = {reader_of(ByteSource(str(path))).name for path in seeds}
     assert seeded | ELSEWHERE == {reader.name for reader in bundled_readers()}
 
 
-def _places(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path, Path]:
-    """Where a mutant is written, and what is read then."""
+def _mutant_paths(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path, Path]:
+    """Files to write a mutant to, and the path to read then."""
     path, read = (
         stem.with_suffix(SUFFIXES.get(n, ".sqlite")) for n in (name, BESIDE.get(name, name))
     )
@@ -370,8 +381,8 @@ def _places(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path, Path]
 
 
 def _analysing(path: Path) -> None:
-    """To every form of report."""
-    mutations.analysing(path)
+    """Analyze a file and render every form of report."""
+    mutations.analyze_fully(path)
 
 
 def _reading(path: Path) -> None:

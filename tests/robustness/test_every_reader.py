@@ -48,7 +48,7 @@ Chance = random.Random
 
 @pytest.fixture(scope="session")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One sound file of each kind, and a run directory."""
+    """Build a sound file of each kind, and a run directory."""
     folder = tmp_path_factory.mktemp("seeds")
     run = recorded.write_run(folder / "run", steps=90)
     trace = run / "rank0" / "trace_w0.json.gz"
@@ -76,7 +76,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # -- how ----------------------------------------------------------------------------------------
 
 TEXTS = [
-    mutations.cut,
+    mutations.cut_off,
     mutations.lose_the_start,
     mutations.flip_bytes,
     mutations.flip_structure,
@@ -116,7 +116,7 @@ def change_any_value(text: bytes, chance: Chance) -> bytes:
                     [*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES]
                 )
             break
-    return bytes(mutations.dump(document))
+    return bytes(mutations.to_json(document))
 
 
 def nest_a_value(text: bytes, chance: Chance) -> bytes:
@@ -135,7 +135,7 @@ def stretch_a_list(text: bytes, chance: Chance) -> bytes:
 
 
 def change_a_line(text: bytes, chance: Chance) -> bytes:
-    """The same done to single lines of JSON lines."""
+    """Mutate single lines of JSON lines in the same way."""
     lines = text.split(b"\n")
     for _ in range(chance.choice([1, 3, 30])):
         at = chance.randrange(len(lines))
@@ -151,7 +151,7 @@ def one_field_of_all_lines(text: bytes, chance: Chance) -> bytes:
     rows = [json.loads(line) for line in text.split(b"\n") if line]
     key = chance.choice(sorted({key for row in rows for key in row}))
     value = chance.choice([*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES])
-    return b"\n".join(bytes(mutations.dump({**row, key: value})) for row in rows)
+    return b"\n".join(bytes(mutations.to_json({**row, key: value})) for row in rows)
 
 
 JSON = [*TEXTS, change_any_value, change_any_value, change_any_value, nest_a_value, stretch_a_list]
@@ -166,8 +166,8 @@ RUN_FILES = {
 }
 
 
-def mutated(text: bytes, how: list[Any], chance: Chance) -> bytes:
-    """A text changed once or twice."""
+def mutate_text(text: bytes, how: list[Any], chance: Chance) -> bytes:
+    """Change a text once or twice."""
     for _ in range(chance.choice([1, 1, 2])):
         try:
             text = chance.choice(how)(text, chance) if text else text
@@ -219,8 +219,8 @@ def pack(text: bytes, chance: Chance) -> bytes:
 FORMATS = ("terminal", "json", "markdown", "html", "sarif", "github")
 
 
-def commands(path: Path, out: Path, seeds: dict[str, Any], chance: Chance) -> list[str]:
-    """A command line that reads the path."""
+def command_line(path: Path, out: Path, seeds: dict[str, Any], chance: Chance) -> list[str]:
+    """Build a command line that reads the path."""
     redacted = ["--redact"] if chance.random() < 0.3 else []
     other = str(seeds["folder"] / "after.json")
     return chance.choice(
@@ -278,22 +278,22 @@ def run(arguments: list[str]) -> None:
     assert cli.run(arguments) in (0, 2)
 
 
-def check(
+def check_command(
     act: Callable[[], None], story: str, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run it: no exception, one line of complaint at most, soon, in bounded memory."""
     capsys.readouterr()
-    mutations.forget_the_peak()
+    mutations.reset_peak_memory()
     memory, started = mutations.resident("VmRSS"), time.process_time()
     try:
-        with mutations.no_hang():
+        with mutations.time_limit():
             act()
     except Exception as error:
         raise AssertionError(f"{story}: {type(error).__name__}") from error
-    shown, told = capsys.readouterr()
-    assert RULE_FAILED not in shown, story  # a rule broke
-    complaints = [line for line in told.splitlines() if line.startswith("advisor: ")]
-    assert "Traceback" not in told, story
+    output, messages = capsys.readouterr()
+    assert RULE_FAILED not in output, story  # a rule broke
+    complaints = [line for line in messages.splitlines() if line.startswith("advisor: ")]
+    assert "Traceback" not in messages, story
     assert len(complaints) <= 1, story
     assert time.process_time() - started < SECONDS, story
     assert mutations.resident("VmHWM") - memory < max(ROOM, FACTOR * size), story
@@ -323,11 +323,11 @@ def of_runs(number: int, seeds: dict[str, Any], place: Path) -> Act:
         if chance.random() < 0.15:
             replace_file(file, chance)
         elif file.is_file():
-            file.write_bytes(mutated(file.read_bytes(), RUN_FILES[name], chance))
+            file.write_bytes(mutate_text(file.read_bytes(), RUN_FILES[name], chance))
     story = f"run {number} {names}"
     if chance.random() < 0.15:
         return story, folder, lambda: dashboard(folder)
-    line = commands(folder, place, seeds, chance)
+    line = command_line(folder, place, seeds, chance)
     return f"{story} {line}", folder, lambda: run(line)
 
 
@@ -335,31 +335,33 @@ def of_traces(number: int, seeds: dict[str, Any], place: Path) -> Act:
     """A trace, mutated as the reader's own suite does it."""
     chance = random.Random(number)
     file = place / "trace.json"
-    how, data = mutations.mutated(50_000 + number, [seeds["trace"], *mutations.built()[:1]])
+    how, data = mutations.make_mutant(
+        50_000 + number, [seeds["trace"], *mutations.sound_traces()[:1]]
+    )
     file.write_bytes(data)
     if chance.random() < 0.1:
         return f"trace {how}", file, lambda: dashboard(file)
-    line = commands(file, place, seeds, chance)
+    line = command_line(file, place, seeds, chance)
     return f"trace {how} {line}", file, lambda: run(line)
 
 
 def of_packed_traces(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A trace packed, and the packing damaged."""
+    """Pack a trace, and damage the packing."""
     chance = random.Random(number)
     file = place / "trace.json.gz"
     file.write_bytes(pack(seeds["trace"], chance))
-    line = commands(file, place, seeds, chance)
+    line = command_line(file, place, seeds, chance)
     return f"packed {number} {line}", file, lambda: run(line)
 
 
 def of_reports(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A saved report, rendered again."""
+    """Render a saved report again."""
     chance = random.Random(number)
     file = place / "report.json"
-    file.write_bytes(mutated(seeds["report"], JSON, chance))
+    file.write_bytes(mutate_text(seeds["report"], JSON, chance))
     line = ["report", str(file), "--format", chance.choice(FORMATS)]
     if chance.random() < 0.3:
-        line = commands(file, place, seeds, chance)
+        line = command_line(file, place, seeds, chance)
     if chance.random() < 0.4:
         line = [*line, "--redact"] if line[0] != "whatif" and "--redact" not in line else line
     return f"report {number} {line}", file, lambda: run(line)
@@ -369,33 +371,33 @@ def of_comparisons(number: int, seeds: dict[str, Any], place: Path) -> Act:
     """A saved comparison, read back; and given where a trace or a report is wanted."""
     chance = random.Random(number)
     file = place / "comparison.json"
-    file.write_bytes(mutated(seeds["comparison"], JSON, chance))
+    file.write_bytes(mutate_text(seeds["comparison"], JSON, chance))
     if chance.random() < 0.3:
-        line = commands(file, place, seeds, chance)
+        line = command_line(file, place, seeds, chance)
         return f"comparison {number} {line}", file, lambda: run(line)
 
     def read() -> None:
         from advisor.render.formats import COMPARISONS
 
         try:
-            found = Comparison.from_json(file.read_bytes())
+            comparison = Comparison.from_json(file.read_bytes())
         except AdvisorError as error:
             assert "\n" not in str(error)
             return
         for form in COMPARISONS:
-            COMPARISONS.render(form, found)
+            COMPARISONS.render(form, comparison)
 
     return f"comparison {number}", file, read
 
 
 def of_configs(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A pyproject.toml above the folder."""
+    """Write a pyproject.toml above the folder."""
     chance = random.Random(number)
     file = place / "pyproject.toml"
     if chance.random() < 0.05:
         replace_file(file, chance)
     else:
-        text = mutated(seeds["config"], TEXTS, chance)
+        text = mutate_text(seeds["config"], TEXTS, chance)
         deep = [
             b"a=" + b"[" * 5000,
             b"a=" + b"{a=" * 3000,
@@ -418,10 +420,10 @@ def of_configs(number: int, seeds: dict[str, Any], place: Path) -> Act:
 
 
 def of_scalene(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A profile of Scalene's."""
+    """Write a profile of Scalene."""
     chance = random.Random(number)
     file = place / "scalene.json"
-    file.write_bytes(mutated(seeds["scalene"], JSON, chance))
+    file.write_bytes(mutate_text(seeds["scalene"], JSON, chance))
 
     def read() -> None:
         try:
@@ -433,11 +435,11 @@ def of_scalene(number: int, seeds: dict[str, Any], place: Path) -> Act:
 
 
 def of_memory_timelines(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """What export_memory_timeline writes, given as a trace."""
+    """Files that export_memory_timeline writes, given as a trace."""
     chance = random.Random(number)
     file = place / "memory.json"
-    file.write_bytes(mutated(seeds["memory timeline"], JSON, chance))
-    line = commands(file, place, seeds, chance)
+    file.write_bytes(mutate_text(seeds["memory timeline"], JSON, chance))
+    line = command_line(file, place, seeds, chance)
     return f"memory timeline {number} {line}", file, lambda: run(line)
 
 
@@ -448,18 +450,18 @@ def of_flight_records(number: int, seeds: dict[str, Any], place: Path) -> Act:
     binary = chance.random() < 0.5
     name = "other_order/nccl_trace_rank_1" if binary else "json/nccl_trace_rank_0.json"
     file = place / Path(name).name
-    file.write_bytes(mutated((folder / name).read_bytes(), TEXTS if binary else JSON, chance))
-    line = commands(file, place, seeds, chance)
+    file.write_bytes(mutate_text((folder / name).read_bytes(), TEXTS if binary else JSON, chance))
+    line = command_line(file, place, seeds, chance)
     return f"flight recorder {number} {line}", file, lambda: run(line)
 
 
 def of_nccl_logs(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A log of NCCL, or a topology."""
+    """Write a log of NCCL, or a topology."""
     chance = random.Random(number)
     texts = nccl_logs.job(), nccl_logs.matrix(8, "NV18", 4), nccl_logs.rocm(4, "XGMI")
     file = place / "nccl.log"
-    file.write_bytes(mutated(chance.choice(texts).encode(), TEXTS, chance))
-    line = commands(file, place, seeds, chance)
+    file.write_bytes(mutate_text(chance.choice(texts).encode(), TEXTS, chance))
+    line = command_line(file, place, seeds, chance)
     return f"NCCL log {number} {line}", file, lambda: run(line)
 
 
@@ -478,7 +480,7 @@ KINDS = [
 SLOW = (of_runs, of_traces, of_packed_traces)
 
 
-def chunks() -> Iterator[Any]:
+def kind_chunks() -> Iterator[Any]:
     """The kinds in chunks of a test each."""
     for kind in KINDS:
         total = MUTANTS or (SAMPLE * 2 if kind in SLOW else SAMPLE)
@@ -487,8 +489,8 @@ def chunks() -> Iterator[Any]:
             yield pytest.param(kind, first, last, id=f"{kind.__name__}-{first}")
 
 
-@pytest.mark.parametrize(("kind", "first", "last"), list(chunks()))
-def test_a_damaged_file_costs_a_line_and_no_more(
+@pytest.mark.parametrize(("kind", "first", "last"), list(kind_chunks()))
+def test_a_damaged_file_costs_one_line_and_no_more(
     kind: Callable[[int, dict[str, Any], Path], Act],
     first: int,
     last: int,
@@ -500,7 +502,7 @@ def test_a_damaged_file_costs_a_line_and_no_more(
     monkeypatch.chdir(tmp_path)
     for number in range(first, last):
         story, path, act = kind(number, seeds, tmp_path)
-        check(act, story, tree_size(path) if path.exists() else 0, capsys)
+        check_command(act, story, tree_size(path) if path.exists() else 0, capsys)
 
 
 def test_every_sound_file_is_read(

@@ -1,4 +1,4 @@
-"""What others bring (rules, requests, ledgers, names) costs a line, never a traceback."""
+"""Foreign input (rules, requests, ledgers, names) costs one line, never a traceback."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NONSENSE = {
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
@@ -55,23 +55,23 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return b.write(tmp_path_factory.mktemp("slow") / "trace.json")
 
 
-def written(folder: Path, **parts: str) -> Path:
-    given = {"id": "'mine'", "category": "'host'", "attribute": "pass", "outcome": "5", **parts}
-    (folder / "mine.py").write_text(RULE.format(**given))
+def write_rule(folder: Path, **parts: str) -> Path:
+    fields = {"id": "'mine'", "category": "'host'", "attribute": "pass", "outcome": "5", **parts}
+    (folder / "mine.py").write_text(RULE.format(**fields))
     return folder
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_nonsense_that_a_users_rule_yields_is_a_skipped_check(
-    kind: str, slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, slow_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rules = written(tmp_path, outcome=NONSENSE[kind])
+    rules = write_rule(tmp_path, outcome=NONSENSE[kind])
     for form in ("terminal", "json", "html"):
-        assert cli.run(["analyze", str(slow), "--rules", str(rules), "--format", form]) == 0
-        shown, errors = capsys.readouterr()
+        assert cli.run(["analyze", str(slow_trace), "--rules", str(rules), "--format", form]) == 0
+        out, errors = capsys.readouterr()
         assert "Traceback" not in errors
         if form == "json":
-            report = json.loads(shown)
+            report = json.loads(out)
             (skipped,) = [item for item in report["not_checked"] if item["what"] == "mine"]
             assert skipped["why"].startswith("the rule failed (")
             assert report["findings"], "the others ran on"
@@ -92,10 +92,13 @@ def test_nonsense_that_a_users_rule_yields_is_a_skipped_check(
     ],
 )
 def test_a_users_rule_with_nonsense_attributes_is_one_line(
-    parts: dict[str, str], slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parts: dict[str, str], slow_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rules = str(written(tmp_path, **parts))
-    for line in (["analyze", str(slow), "--rules", rules], ["rules", "list", "--rules", rules]):
+    rules = str(write_rule(tmp_path, **parts))
+    for line in (
+        ["analyze", str(slow_trace), "--rules", rules],
+        ["rules", "list", "--rules", rules],
+    ):
         assert cli.run(line) == 2
         errors = capsys.readouterr().err
         assert errors.count("\n") == 1 and "mine.py: rule Mine: " in errors
@@ -116,9 +119,9 @@ def test_a_ratio_of_the_ledger_is_a_number(
     assert ([row.ratio for row in table.predictions], table.skipped) == ([0.5], 3)
     for form in ("terminal", "json"):
         assert cli.run(["ledger", str(file), "--format", form]) == 0
-        shown = capsys.readouterr().out
-        assert not any(char in shown for char in "\u202e\u2066")
-    assert json.loads(shown)[0]["rule"] == "a\u202egnp.exe\u2066"
+        output = capsys.readouterr().out
+        assert not any(char in output for char in "\u202e\u2066")
+    assert json.loads(output)[0]["rule"] == "a\u202egnp.exe\u2066"
 
 
 def test_the_ledger_says_whose_trials_it_shows(
@@ -132,8 +135,8 @@ def test_the_ledger_says_whose_trials_it_shows(
             file, [predictions.Prediction(rule="a", predicted=0.4, measured=0.3)] * count
         )
         assert cli.run(["ledger"]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert f"Shipped with advisor: {shipped}; yours: {yours} (" in said
+        output = " ".join(capsys.readouterr().out.split())
+        assert f"Shipped with advisor: {shipped}; yours: {yours} (" in output
 
 
 @pytest.mark.parametrize("first", ["=", " =", "\u3000=", "\u00a0+", *"＝＋－＠﹦", "\t="])
@@ -153,7 +156,7 @@ with scratch_folder() as folder:
 """
 
 
-def test_what_a_killed_process_left_goes_and_what_others_use_stays(
+def test_files_of_a_killed_process_go_and_files_in_use_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "advisor-of-somebody").mkdir()  # no lock in it: not ours to judge
@@ -170,5 +173,5 @@ def test_what_a_killed_process_left_goes_and_what_others_use_stays(
         program.kill()
         program.wait(60)
     time.sleep(0.01)
-    with files.scratch_folder(tmp_path) as mine:
-        assert {file.name for file in tmp_path.iterdir()} == {mine.name, "advisor-of-somebody"}
+    with files.scratch_folder(tmp_path) as scratch:
+        assert {file.name for file in tmp_path.iterdir()} == {scratch.name, "advisor-of-somebody"}

@@ -1,4 +1,5 @@
-"""Which condition of a rule ended its search: the rule's own source, run with its ``if``s noted."""
+"""Find the condition of a rule that ended its search: run the rule's own source with its ``if``s
+recorded."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ NO_GAIN = "no gain"
 """The rule fires, and the engine estimates no gain."""
 
 
-class _Noted(ast.NodeTransformer):
+class _GuardRecorder(ast.NodeTransformer):
     """Every condition of an ``if``, part by part, goes through ``_guard(text, value)``."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
         self.generic_visit(node)
         if not _only_praises(node):
-            node.test = self._note(node.test)
+            node.test = self._record(node.test)
         return node
 
-    def _note(self, test: ast.expr) -> ast.expr:
+    def _record(self, test: ast.expr) -> ast.expr:
         if isinstance(test, ast.BoolOp):
-            test.values = [self._note(value) for value in test.values]
+            test.values = [self._record(value) for value in test.values]
             return test
         named = next((x for x in ast.walk(test) if isinstance(x, ast.NamedExpr)), None)
         if named is not None:  # a name bound in a call's argument would be the same: leave it
@@ -36,42 +37,43 @@ class _Noted(ast.NodeTransformer):
 
 
 def _only_praises(node: ast.If) -> bool:
-    """Only ``yield PassedCheck(…)`` or ``yield SkippedCheck(…)`` depends on it: no guard."""
+    """Whether only ``yield PassedCheck(…)`` or ``yield SkippedCheck(…)`` depends on it: no
+    guard."""
     inside = [part for line in node.body for part in ast.walk(line)]
-    told = [part.value for part in inside if isinstance(part, ast.Yield)]
+    yields = [part.value for part in inside if isinstance(part, ast.Yield)]
     leaves = any(isinstance(part, ast.Return | ast.Continue | ast.Break) for part in inside)
-    return bool(told and not leaves and not node.orelse) and all(
+    return bool(yields and not leaves and not node.orelse) and all(
         isinstance(item, ast.Call) and ast.unparse(item.func) in {"PassedCheck", "SkippedCheck"}
-        for item in told
+        for item in yields
     )
 
 
 _notes: list[str] = []
 
 
-def _guard(text: str, value: object) -> object:
+def _record_guard(text: str, value: object) -> object:
     _notes.append(text)
     return value
 
 
 @cache
-def _instrumented(module: str) -> dict[str, Any]:
+def _instrument(module: str) -> dict[str, Any]:
     source = inspect.getsource(sys.modules[module])
-    tree = ast.fix_missing_locations(_Noted().visit(ast.parse(source)))
-    names = {"__name__": module, "_guard": _guard}
+    tree = ast.fix_missing_locations(_GuardRecorder().visit(ast.parse(source)))
+    names = {"__name__": module, "_guard": _record_guard}
     exec(compile(tree, module, "exec"), names)
     return names
 
 
 @cache
-def _twin(cls: type[Rule]) -> type[Rule]:
+def _instrumented_rule(cls: type[Rule]) -> type[Rule]:
     """The rule with its conditions noted, those of a family's check in another file too."""
-    own: type[Rule] = _instrumented(cls.__module__)[cls.__name__]
+    own: type[Rule] = _instrument(cls.__module__)[cls.__name__]
     bases = [base for base in cls.__mro__ if base.__module__.startswith("advisor.rules.")]
     inherited: dict[str, Any] = {}
     for base in reversed(bases):
         if base.__module__ != cls.__module__:
-            noted = _instrumented(base.__module__)[base.__name__]
+            noted = _instrument(base.__module__)[base.__name__]
             inherited |= {
                 name: value for name, value in vars(noted).items() if inspect.isfunction(value)
             }
@@ -87,7 +89,7 @@ def _defines(cls: type[Rule], name: str) -> bool:
 def guard_of(rule: Rule, subject: Any) -> str:
     """The last condition that a rule looked at before it ended without a finding: what holds it
     silent. :data:`NO_GAIN`: nothing does. ``subject``: what ``check`` or ``check_run`` takes."""
-    twin = _twin(type(rule))()
+    twin = _instrumented_rule(type(rule))()
     _notes.clear()
     outcomes = list((twin.check_run if rule.across_ranks else twin.check)(subject))
     if any(isinstance(outcome, Finding) for outcome in outcomes):
@@ -95,7 +97,7 @@ def guard_of(rule: Rule, subject: Any) -> str:
     return _notes[-1] if _notes else ""
 
 
-def lifted(rule: Rule, name: str, subject: Any) -> bool:
+def fires_without_threshold(rule: Rule, name: str, subject: Any) -> bool:
     """Whether a rule fires once a threshold lets everything through: any amount at all is enough,
     or none is too much."""
     for anything in (1e-12, 1e15):

@@ -11,16 +11,16 @@ from advisor.replay.ranks.estimator import RanksEstimator
 from advisor.replay.ranks.study import Study, study_ranks
 
 
-def studied(ranks: dict[int, Analysis]) -> Study:
-    """What such rules look at."""
-    found = study_ranks([summarise_rank(a, number, []) for number, a in ranks.items()])
-    assert found is not None
-    return found
+def study_of(ranks: dict[int, Analysis]) -> Study:
+    """The study that rules of ranks read."""
+    study = study_ranks([summarise_rank(a, number, []) for number, a in ranks.items()])
+    assert study is not None
+    return study
 
 
-def compared(ranks: dict[int, Analysis], rules: list[Rule]) -> RankFindings:
-    """What they find, estimated as in a report of the first rank."""
+def estimated_findings(ranks: dict[int, Analysis], rules: list[Rule]) -> RankFindings:
+    """Findings of rules, estimated as in a report of the first rank."""
     main, a = next(iter(ranks.items()))
-    found, own = studied(ranks), estimator_for(a)
-    estimator = own if found.replay.reason else RanksEstimator(own, found, main, [])
-    return rank_rules(found, main, a, rules, estimator)
+    study, own = study_of(ranks), estimator_for(a)
+    estimator = own if study.replay.reason else RanksEstimator(own, study, main, [])
+    return rank_rules(study, main, a, rules, estimator)

@@ -15,8 +15,8 @@ from advisor.core.finding import Finding, Impact
 from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
-from tests.rules.guards import guard_of, lifted
-from tests.rules.rank_rules import compared, studied
+from tests.rules.guards import fires_without_threshold, guard_of
+from tests.rules.rank_rules import estimated_findings, study_of
 
 RULES = load_rules(config={})
 IDS = [rule.id for rule in RULES]
@@ -32,11 +32,11 @@ def read(example: TraceBuilder | list[TraceBuilder]) -> Read:
     return {number: b.analysis() for number, b in enumerate(example)}
 
 
-def outcome(rule: Rule, example: Read) -> list[Finding]:
-    """This rule's findings on an example, those too that are not worth showing."""
+def findings_of_rule(rule: Rule, example: Read) -> list[Finding]:
+    """The findings of this rule on an example, including those without a gain to show."""
     assert rule.across_ranks == isinstance(example, dict)
     if isinstance(example, dict):
-        result = compared(example, [rule])
+        result = estimated_findings(example, [rule])
     else:
         result = run_rules(-1, example, [rule], prices=False)
         if result.findings:
@@ -45,7 +45,7 @@ def outcome(rule: Rule, example: Read) -> list[Finding]:
     return result.findings
 
 
-def worth_showing(impact: Impact | None) -> bool:
+def has_gain_to_show(impact: Impact | None) -> bool:
     assert impact is not None
     return impact.currency != "step_time" or (impact.share or 0) >= MIN_GAIN_SHARE
 
@@ -66,9 +66,9 @@ def examples(*, traps: bool) -> list[object]:
 def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
     rule: Rule, example: TraceBuilder
 ) -> None:
-    found = outcome(rule, read(example))
-    assert any(worth_showing(finding.impact) for finding in found)
-    for finding in found:
+    result = findings_of_rule(rule, read(example))
+    assert any(has_gain_to_show(finding.impact) for finding in result)
+    for finding in result:
         assert finding.summary and finding.fix and finding.verify and finding.evidence
         assert finding.edits or finding.impact is not None
         msgspec.json.encode(finding)  # plain numbers, no scalars of numpy
@@ -86,21 +86,23 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
     names the condition that ended the search; what else might hold it silent comes later."""
     trap, guard = example
     seen = read(trap)
-    assert [f.title for f in outcome(rule, seen) if worth_showing(f.impact)] == []
-    subject: Any = studied(seen) if isinstance(seen, dict) else seen
+    assert [f.title for f in findings_of_rule(rule, seen) if has_gain_to_show(f.impact)] == []
+    subject: Any = study_of(seen) if isinstance(seen, dict) else seen
     if guard in rule.options():
-        assert lifted(rule, guard, subject), f"fires with no {guard} either"
+        assert fires_without_threshold(rule, guard, subject), f"fires with no {guard} either"
     else:
         assert guard and guard in guard_of(rule, subject)
 
 
 def test_a_guard_that_is_not_what_holds_a_trap_is_noticed() -> None:
-    """The trap for the disks, held against the guard for the cores, and the other way round."""
+    """A swap: the trap for the disks with the guard for the cores, and the other way round."""
     (rule,) = [rule for rule in RULES if rule.id == "cpu-bound-transforms"]
     traps = rule.examples()
     disk = traps["the disk delivers 2 GB/s"][0].analysis()
     workers = traps["no workers"][0].analysis()
-    assert lifted(rule, "max_disk", disk) and not lifted(rule, "min_cpu", disk)
+    assert fires_without_threshold(rule, "max_disk", disk) and not fires_without_threshold(
+        rule, "min_cpu", disk
+    )
     assert guard_of(rule, workers) == "not workers_of(loader)"
     assert guard_of(rule, disk) == "(disk_rate or 0.0) >= self.max_disk"
 
@@ -113,7 +115,7 @@ def names_in(code: CodeType) -> set[str]:
     return used
 
 
-def names_read(cls: type[Rule]) -> set[str]:
+def used_names(cls: type[Rule]) -> set[str]:
     """Names that a rule's methods use: not those of a method that the rule overrides."""
     used: set[str] = set()
     for name in {*dir(cls)} - {"examples"}:
@@ -130,7 +132,7 @@ def names_read(cls: type[Rule]) -> set[str]:
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_every_option_of_a_rule_is_read(rule: Rule) -> None:
     """A setting that no method of the rule reads has no effect."""
-    assert set(rule.options()) <= names_read(type(rule))
+    assert set(rule.options()) <= used_names(type(rule))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)

@@ -118,7 +118,7 @@ def erf_gelu(x: Any, weight: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_people_write_is_recognised(
+def test_common_handwritten_operators_are_recognized(
     function: Callable[..., Any], what: str, dtype: str
 ) -> None:
     x = torch.ones(2, 4, 8, dtype=getattr(torch, dtype))

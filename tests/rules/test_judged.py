@@ -1,4 +1,4 @@
-"""What rules find on public traces, counted again from the events by other ways."""
+"""Findings of rules on public traces, counted again from the events in other ways."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def analysis(path: str) -> Analysis:
     return Analysis(read_trace(path))
 
 
-def found(a: Analysis, rule: str) -> list[Finding]:
+def findings_of(a: Analysis, rule: str) -> list[Finding]:
     return run_rules(0, a, [RULES[rule]], prices=False).findings
 
 
-def number(finding: Finding, start: str) -> float:
+def evidence_value(finding: Finding, start: str) -> float:
     """The evidence whose label starts so."""
     (value,) = [e.value for e in finding.evidence if e.label.startswith(start)]
     assert isinstance(value, int | float)
@@ -63,26 +63,28 @@ def overlaps(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> Iterator[int
 
 
 @pytest.mark.parametrize("name", [DLRM])
-def test_what_launching_costs_is_idle_before_late_launches(shared_trace: Trace, name: str) -> None:
+def test_the_cost_of_launching_is_idle_time_before_late_launches(
+    shared_trace: Trace, name: str
+) -> None:
     """The rule counts less: not what the host waits for meanwhile, nor one slow function."""
     a = analysis(shared_trace(name))
-    (finding,) = found(a, "launch-bound")
-    idle = number(finding, "idle for launches") * a.step_count
+    (finding,) = findings_of(a, "launch-bound")
+    idle = evidence_value(finding, "idle for launches") * a.step_count
     assert 0.35 * late_launches(a) < idle < late_launches(a)
 
 
 def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_not_a_launching(
     shared_trace: Trace,
 ) -> None:
-    """It is Python's, 70,101 pieces of it before the first kernel, most of them in
-    ``_preprocess_image``; after that hardly any launch comes late."""
+    """Python takes the time: 70,101 pieces before the first kernel, most of them in
+    ``_preprocess_image``. Hardly any launch comes late after that."""
     a = analysis(shared_trace("mi300_timesformer_inference"))
     assert late_launches(a) < 0.01 * a.span_ns
-    assert found(a, "launch-bound") == []
-    (finding,) = found(a, "python-hot-spot")
+    assert findings_of(a, "launch-bound") == []
+    (finding,) = findings_of(a, "python-hot-spot")
     before = int(a.trace.gpu["ts"].min()) - int(a.spans.start[0])  # type: ignore[arg-type]
     assert "_preprocess_image" in finding.summary
-    assert 0.9 * before < number(finding, "GPU idle in these functions") < before
+    assert 0.9 * before < evidence_value(finding, "GPU idle in these functions") < before
     for function in ("_preprocess_image", "read_video_pyav", "as_tensor"):
         assert function in finding.title  # the gain is of all of them
     assert "collate_fn=prepare" in finding.code, "decoding and preprocessing can run ahead"
@@ -91,11 +93,13 @@ def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_not_a_launch
 def test_functions_around_the_models_count_together(shared_trace: Trace) -> None:
     """12.2 ms before the first kernel and 10.8 ms after the last one of 250 ms: offloading hooks,
     searched and reset, by three functions of 7 to 10 ms."""
-    (finding,) = found(analysis(shared_trace("diffusion/flux1_mi300x_xdit")), "python-hot-spot")
+    (finding,) = findings_of(
+        analysis(shared_trace("diffusion/flux1_mi300x_xdit")), "python-hot-spot"
+    )
     assert {place.function for place in finding.where} == {
         "_get_top_level_group_offload_hook", "reset_stateful_hooks", "_set_context",
     }  # fmt: skip
-    idle = number(finding, "GPU idle in these functions")
+    idle = evidence_value(finding, "GPU idle in these functions")
     assert 0.95 * 23e6 < idle < 36e6  # all idle time in Python
     # calls in the file: 5.62, 2.32, 1.42 and 0.79 ms of the first, 8 of the last
     places = {place.function: place for place in finding.where}
@@ -111,14 +115,14 @@ def test_functions_around_the_models_count_together(shared_trace: Trace) -> None
 def test_the_last_copy_of_a_recording_fetches_its_result_and_holds_nothing_back(
     shared_trace: Trace, name: str
 ) -> None:
-    """It waits for 94 and 114 ms of device work, and nothing is launched after it."""
+    """The copy waits for 94 and 114 ms of device work, and nothing is launched after it."""
     a = analysis(shared_trace(name))
     cpu = a.trace.cpu
     copies = cpu.filter(cpu["name"].cast(pl.String) == "hipMemcpyWithStream")
     longest = copies.sort("dur")[-1]
     assert longest["dur"].item() > 90e6
     assert longest["ts"].item() > cpu.filter(cpu["call"] == "launch")["ts"].max()
-    assert found(a, "implicit-sync") == []
+    assert findings_of(a, "implicit-sync") == []
 
 
 @pytest.mark.parametrize(("name", "call", "ms"), [(DLRM, "cudaMemcpyAsync", 0.88)])
@@ -128,7 +132,7 @@ def test_a_read_holds_the_host_as_long_as_its_call_takes(
     a = analysis(shared_trace(name))
     named = a.trace.cpu.filter(pl.col("name").cast(pl.String) == call)
     assert named["dur"].max() / 1e6 == pytest.approx(ms, rel=0.01)  # type: ignore[operator]
-    (finding,) = found(a, "implicit-sync")
+    (finding,) = findings_of(a, "implicit-sync")
     value, unit = finding.summary.partition(" for ")[2].split()[:2]
     assert float(value) * {"ms": 1, "µs": 1e-3}[unit] == pytest.approx(ms, rel=0.02)
 
@@ -137,12 +141,12 @@ def test_half_of_a_compiled_models_time_the_host_waits_in_reads(shared_trace: Tr
     a = analysis(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
     calls = a.trace.cpu["name"].cast(pl.String).str.contains("^cuda(?:Memcpy|.*Synchronize)")
     every = int(a.trace.cpu.filter(calls)["dur"].sum())
-    (finding,) = found(a, "host-reads")
-    assert 0.75 * every < number(finding, "host blocked in reads") < every
+    (finding,) = findings_of(a, "host-reads")
+    assert 0.75 * every < evidence_value(finding, "host blocked in reads") < every
 
 
 def test_reads_of_single_items_come_with_the_launches_between_them(shared_trace: Trace) -> None:
-    """Its authors went from 2,565 to 1,406 ms by encoding masks together, with 5,768 launches in
+    """The authors went from 2,565 to 1,406 ms by encoding masks together, with 5,768 launches in
     place of 19,746. A capture allows none of its 7,023 reads, so CUDA graphs are no second fix."""
     report = analyze(shared_trace("pairs/sam_1_fp32_many_syncs"), Options(config={}))
     first = report.findings[0]
@@ -160,18 +164,18 @@ def test_collectives_are_as_exposed_as_their_intervals_are(shared_trace: Trace) 
     computed = list(gpu.filter(~nccl).select("ts", "end").iter_rows())
     hidden = sum(overlaps(sent, computed))
     exposed = (sum(end - start for start, end in sent) - hidden) / a.step_count
-    (finding,) = found(a, "exposed-communication")
-    assert number(finding, "exposed communication") == pytest.approx(exposed, rel=0.02)
+    (finding,) = findings_of(a, "exposed-communication")
+    assert evidence_value(finding, "exposed communication") == pytest.approx(exposed, rel=0.02)
 
 
 def test_advice_for_all_to_alls_follows_what_they_send(
     shared_trace: Trace, shared_file: Trace
 ) -> None:
     """Embeddings by torchrec's ranges; the heads of an attention by the ranges AllToAll4D."""
-    (tables,) = found(analysis(shared_trace("a100_train_6steps")), "exposed-communication")
-    (both,) = found(analysis(shared_trace("two_ranks_rank0")), "exposed-communication")
+    (tables,) = findings_of(analysis(shared_trace("a100_train_6steps")), "exposed-communication")
+    (both,) = findings_of(analysis(shared_trace("two_ranks_rank0")), "exposed-communication")
     run = open_run(shared_file("nsys/mfu_2gpu_before.sqlite"))
-    (heads,) = found(Analysis(run.traces[min(run.traces)]), "exposed-communication")
+    (heads,) = findings_of(Analysis(run.traces[min(run.traces)]), "exposed-communication")
     assert "shard tables" in str(tables.fix).lower() and "optimizer" not in str(tables.fix)
     assert "shard tables" in str(both.fix) and "the optimizer's collectives" in str(both.fix)
     assert any("all_gather in the optimizer step 53.1 ms" in str(e.value) for e in both.evidence)
@@ -196,7 +200,7 @@ def test_an_all_to_all_that_nothing_explains_has_the_general_advice(
         b.run("aten::mm", "ampere_bf16_s16816gemm", 3000, [[512, 512], [512, 512]], "float")
         with b.range(mark):
             b.collective("all_to_all", 100 << 20, 1000, wait=True)
-    (finding,) = found(b.analysis(), "exposed-communication")
+    (finding,) = findings_of(b.analysis(), "exposed-communication")
     assert expected in str(finding.fix)
     assert ("tables" in str(finding.fix)) == ("kjt" in mark)
 
@@ -208,19 +212,21 @@ def test_a_message_far_too_small_for_its_time_waits_for_a_rank(size: int, late: 
     for _ in b.steps(3):
         b.run("aten::mm", "ampere_bf16_s16816gemm", 3000, [[512, 512], [512, 512]], "float")
         b.collective("allreduce", size, 4000, wait=True)
-    (finding,) = found(b.analysis(), "exposed-communication")
+    (finding,) = findings_of(b.analysis(), "exposed-communication")
     (edit,) = finding.edits
     assert (edit.op, "late" in finding.title) == ("scale" if late else "overlap", late)
     if late:
         waited = 4000 - (8.4 + 14 * 14 + 1024 * 2 * 7 / 8 / 0.125e3)  # base, 14 hops, bytes: µs
-        assert number(finding, "waiting for other ranks") == pytest.approx(waited * 1e3, rel=1e-3)
+        assert evidence_value(finding, "waiting for other ranks") == pytest.approx(
+            waited * 1e3, rel=1e-3
+        )
         assert "DDP" not in finding.code and "overlap" not in str(finding.fix).partition(".")[0]
 
 
 @pytest.mark.parametrize("rank", range(8))
 def test_small_messages_of_a_job_wait_for_its_late_rank(shared_trace: Trace, rank: int) -> None:
     """24 KiB take up to 7.6 ms on ranks 0, 1, 3, 4 and 5; the other three enter late."""
-    for finding in found(analysis(shared_trace(f"dlrm_8ranks/worker{rank}.pt.trace")),
+    for finding in findings_of(analysis(shared_trace(f"dlrm_8ranks/worker{rank}.pt.trace")),
                          "exposed-communication"):  # fmt: skip
         late = "enters collectives late" in finding.title
         assert late == (rank in (0, 1, 3, 4, 5))
@@ -229,7 +235,7 @@ def test_small_messages_of_a_job_wait_for_its_late_rank(shared_trace: Trace, ran
         assert "fully_shard" not in finding.code and ("DDP(" in finding.code) == (rank == 7)
 
 
-def test_what_is_slower_than_like_messages_may_be_a_wait(shared_trace: Trace) -> None:
+def test_a_message_slower_than_similar_ones_may_be_a_wait(shared_trace: Trace) -> None:
     """All-to-alls of 289 MB take 3.1 to 12.6 ms, those of 4 MB up to 4.9: each message beside all
     others of its kind. The low end of the gain is without that share."""
     a = analysis(shared_trace("a100_train_6steps"))
@@ -240,10 +246,10 @@ def test_what_is_slower_than_like_messages_may_be_a_wait(shared_trace: Trace) ->
         need = min(r["dur"] * max(1.0, own["bytes"] / r["bytes"]) for r in like)
         waits += min(own["exposed"], own["dur"] - need)
     share = waits / sum(r["exposed"] for r in rows)
-    (finding,) = found(a, "exposed-communication")
+    (finding,) = findings_of(a, "exposed-communication")
     (edit,) = finding.edits
     assert edit.factor_high == pytest.approx(share, rel=1e-3) and 0.8 < share < 0.9
-    assert number(finding, "exposed beyond the fastest") == pytest.approx(share, rel=1e-3)
+    assert evidence_value(finding, "exposed beyond the fastest") == pytest.approx(share, rel=1e-3)
     replay = WindowReplayer(a)
     sure = replay.period((), "low") - replay.period([replace(edit, factor_high=None)], "low")
     saved = replay.period((), "low") - replay.period([edit], "low")
@@ -255,7 +261,7 @@ def test_ranks_of_one_job_get_one_advice(shared_trace: Trace) -> None:
     """The longest of rank 0 is alltoall_fwd_single, of rank 1 alltoall_bwd_single, of bytes: both
     run torchrec's functions, whose backward pass autograd knows."""
     first, second = (
-        found(analysis(shared_trace(f"two_ranks_rank{rank}")), "exposed-communication")[0]
+        findings_of(analysis(shared_trace(f"two_ranks_rank{rank}")), "exposed-communication")[0]
         for rank in (0, 1)
     )
     assert (first.fix, first.code) == (second.fix, second.code)
@@ -274,8 +280,8 @@ def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace)
     following = gpu.filter(pl.col("ts") >= end).row(0, named=True)
     assert start < a.trace.cpu["ts"][following["launch"]] < end - 300_000
     assert following["ts"] - end < 5_000
-    (finding,) = found(a, "poor-overlap")
-    assert number(finding, "exposed and waited for at once") == end - start
+    (finding,) = findings_of(a, "poor-overlap")
+    assert evidence_value(finding, "exposed and waited for at once") == end - start
 
 
 def test_small_grids_are_those_with_fewer_blocks_than_a_v100_has_units(shared_trace: Trace) -> None:
@@ -284,11 +290,11 @@ def test_small_grids_are_those_with_fewer_blocks_than_a_v100_has_units(shared_tr
     gpu = gpu.filter(~pl.col("name").cast(pl.String).str.contains("nccl"))
     by_row = pl.col("name").cast(pl.String).str.contains("reduce_|_norm|softmax_warp")
     small = gpu.filter((pl.col("blocks") < 80) & ~by_row)
-    (finding,) = found(a, "small-grids")
-    told = number(finding, "small kernels, share of compute time")
-    assert told == pytest.approx(small["dur"].sum() / gpu["dur"].sum(), rel=0.03)
+    (finding,) = findings_of(a, "small-grids")
+    reported_share = evidence_value(finding, "small kernels, share of compute time")
+    assert reported_share == pytest.approx(small["dur"].sum() / gpu["dur"].sum(), rel=0.03)
     empty = 1 - (small["dur"] * small["blocks"] / 80).sum() / small["dur"].sum()
-    assert number(finding, "of the GPU empty meanwhile") == pytest.approx(empty, rel=0.02)
+    assert evidence_value(finding, "of the GPU empty meanwhile") == pytest.approx(empty, rel=0.02)
 
 
 @pytest.mark.parametrize("size", [2, 32, 64, 128])
@@ -304,7 +310,7 @@ def test_each_block_of_the_particle_transformer_attends_by_hand(
     seen = [op for op in ops if op == "aten::_softmax" or op in products]
     around = [(seen[at - 1], seen[at + 1]) for at, op in enumerate(seen) if op == "aten::_softmax"]
     assert sum(pair[1] == "aten::bmm" and pair[0] in products for pair in around) >= 8
-    (finding,) = found(a, "unfused-attention")
+    (finding,) = findings_of(a, "unfused-attention")
     assert {place.op for place in finding.where} & {"aten::_softmax", "aten::baddbmm"}
 
 
@@ -334,7 +340,7 @@ def test_waves_are_blocks_over_what_an_a100_holds(
 def test_a_tail_at_98_percent_of_the_rate_is_not_counted(shared_trace: Trace) -> None:
     """Four blocks share a multiprocessor; those of the tail have it to themselves."""
     a = analysis(shared_trace("pairs/sam_2_fp32_few_syncs"))
-    places = [place for finding in found(a, "wave-quantisation") for place in finding.where]
+    places = [place for finding in findings_of(a, "wave-quantisation") for place in finding.where]
     assert not [place for place in places if "sgemm" in str(place.kernel)]
 
 
@@ -346,27 +352,27 @@ def test_layer_norm_over_short_rows_moves_its_tensor_at_a_sixth_of_the_memorys_r
     ops = a.trace.cpu["name"].cast(pl.String).gather(a.trace.gpu["op"])
     inputs = a.trace.cpu["inputs"].gather(a.trace.gpu["op"])
     dims = a.trace.inputs["dims"].cast(pl.String).gather(inputs)
-    mine = ((ops == "aten::native_layer_norm") & dims.str.contains("128, ?128, ?128")).fill_null(
-        False
-    )
-    kernels = a.trace.gpu.filter(mine)
-    types = a.trace.inputs["types"].cast(pl.String).gather(inputs).filter(mine)
+    is_short_norm = (
+        (ops == "aten::native_layer_norm") & dims.str.contains("128, ?128, ?128")
+    ).fill_null(False)
+    kernels = a.trace.gpu.filter(is_short_norm)
+    types = a.trace.inputs["types"].cast(pl.String).gather(inputs).filter(is_short_norm)
     width = 2 if "Half" in types[0].split(",")[0] else 4
     rate = kernels.height * 2 * width * 128**3 / kernels["dur"].sum()
     assert rate < 1_555 / 3
-    (finding,) = found(a, "low-bandwidth")
-    told = [e.value for e in finding.evidence if e.label == "operator"]
-    assert f": {rate:,.0f} of " in str(told[0])
+    (finding,) = findings_of(a, "low-bandwidth")
+    operators = [e.value for e in finding.evidence if e.label == "operator"]
+    assert f": {rate:,.0f} of " in str(operators[0])
 
 
 def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> None:
-    """Not to do "it" in another thread, as a checkpoint could be."""
+    """The advice is not to do "it" in another thread, which is possible for a checkpoint."""
     examples = LongStep.examples()
     fixes = {}
     for name in ("a new shape is compiled", "a checkpoint"):
         trace = examples[name]
         assert isinstance(trace, TraceBuilder)
-        (finding,) = found(Analysis(trace.trace()), "long-step")
+        (finding,) = findings_of(Analysis(trace.trace()), "long-step")
         fixes[name] = finding.fix
         assert ("compiling or loading code" in finding.summary) == (name != "a checkpoint")
         # by the mean of the report's scope, not a further time of the same steps
@@ -389,7 +395,7 @@ def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> No
 def test_a_count_is_of_what_stands_beside_it(shared_trace: Trace, name: str, rule: str) -> None:
     """No kernel is said to run more often than the file has it; other counts name what they are."""
     a = analysis(shared_trace(name))
-    (finding,) = found(a, rule)
+    (finding,) = findings_of(a, rule)
     runs = dict(a.trace.gpu["name"].cast(pl.String).value_counts().iter_rows())
     for place in finding.where:
         if place.counted:

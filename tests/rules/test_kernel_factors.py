@@ -26,15 +26,15 @@ def findings(rule_id: str, b: TraceBuilder, **options: Any) -> list[Finding]:
 
 
 def edits(rule_id: str, b: TraceBuilder, **options: Any) -> list[Edit]:
-    (found,) = findings(rule_id, b, **options)
-    return found.edits
+    (finding,) = findings(rule_id, b, **options)
+    return finding.edits
 
 
 Work = tuple[str, list[list[int]] | None, str, str, float]
 
 
 def steps(*work: Work, gpu: str = "A100", **launch: Any) -> TraceBuilder:
-    """Four steps of kernels: operator, shapes, type, kernel, µs."""
+    """Build four steps of kernels from operator, shapes, type, kernel and µs."""
     b = TraceBuilder(gpu)
     for _ in range(4):
         with b.step():
@@ -75,9 +75,9 @@ def test_on_a_geforce_card_bf16_is_the_faster_format() -> None:
         "computeMinor": 6,
         "maxThreadsPerMultiprocessor": 1536,
     }
-    (found,) = findings("fp32-matmul", b)
-    assert "bfloat16" in found.code and "set_float32_matmul_precision" not in found.code
-    assert found.edits[0].factor == pytest.approx(35.6 / 71 / 0.6)
+    (finding,) = findings("fp32-matmul", b)
+    assert "bfloat16" in finding.code and "set_float32_matmul_precision" not in finding.code
+    assert finding.edits[0].factor == pytest.approx(35.6 / 71 / 0.6)
 
 
 SLOW = GEMM.replace("_ldg8", "")
@@ -86,8 +86,8 @@ SLOW = GEMM.replace("_ldg8", "")
 def test_padded_products_take_what_similar_aligned_ones_of_the_recording_do() -> None:
     """4097 is padded to 4160. The aligned product with 4096 takes 200 µs, so 34.9 of its GFLOPs
     take 203; the misaligned one took 1000, the family 1200."""
-    aligned, odd = [[4096, 1024], [1024, 4096]], [[4096, 1024], [1024, 4097]]
-    b = steps(("aten::mm", aligned, HALF, GEMM, 200), ("aten::mm", odd, HALF, SLOW, 1000))
+    aligned, unaligned = [[4096, 1024], [1024, 4096]], [[4096, 1024], [1024, 4097]]
+    b = steps(("aten::mm", aligned, HALF, GEMM, 200), ("aten::mm", unaligned, HALF, SLOW, 1000))
     (edit,) = edits("misaligned-gemm", b)
     assert edit.select.family == ("gemm",)
     assert edit.factor == pytest.approx((200 + 200 * 4160 / 4096) / 1200, rel=2e-3)
@@ -96,8 +96,9 @@ def test_padded_products_take_what_similar_aligned_ones_of_the_recording_do() ->
 
 
 def test_a_misaligned_product_gains_what_its_own_rate_leaves() -> None:
-    """On an H100, an odd width of 1613 leaves tensor cores at 130 of 794.5 TFLOP/s attainable:
-    1312 µs. Padded to 1664, at 80% of that rate, 182 GFLOP take 286 µs and not 60% of 1312."""
+    """The oddness of a width of 1613 leaves tensor cores of an H100 at 130 of 794.5 TFLOP/s
+    attainable: 1312 µs. Padded to 1664, at 80% of that rate, 182 GFLOP take 286 µs and not 60%
+    of 1312."""
     shapes = [[32768, 1613], [1613, 1613]]
     b = steps(("aten::mm", shapes, HALF, SLOW, 1312), gpu="H100")
     (edit,) = edits("misaligned-gemm", b)
@@ -119,11 +120,11 @@ def test_without_a_rate_misaligned_products_take_the_usual_part_of_their_time() 
         ("aten::mm", [[4096, 1024], [1024, 50257]], HALF, SLOW, 1000),
     )
     b.head["deviceProperties"][0]["name"] = "an unknown GPU"
-    (found,) = findings("misaligned-gemm", b)
-    (edit,) = found.edits
+    (finding,) = findings("misaligned-gemm", b)
+    (edit,) = finding.edits
     assert edit.factor == pytest.approx(1 - 0.5 * (1 - 0.6))
     assert edit.factor_high == pytest.approx(1 - 0.5 * (1 - 0.85))
-    assert "60%" in found.assumptions[0]
+    assert "60%" in finding.assumptions[0]
 
 
 def test_a_row_length_that_is_not_a_multiple_is_found_in_the_strides() -> None:
@@ -143,8 +144,8 @@ def test_a_row_length_that_is_not_a_multiple_is_found_in_the_strides() -> None:
             with c.op("aten::mm", shapes, HALF, strides=strides):
                 c.launch(GEMM.replace("_ldg8", ""), 1000)
             c.sync()
-    (found,) = findings("misaligned-gemm", c)
-    assert "row length 5121" in found.summary
+    (finding,) = findings("misaligned-gemm", c)
+    assert "row length 5121" in finding.summary
 
 
 def test_without_shapes_alignment_is_asked_for() -> None:
@@ -214,12 +215,12 @@ def test_a_convolution_without_a_cause_gains_between_a_little_and_much() -> None
         with b.op("aten::convolution", shapes, types, concrete=concrete):
             b.launch(kernel, 1e6 * flops / rate.matmul["fp16"].rate / 0.2)
         b.sync()
-    (found,) = findings("slow-convolution", b)
-    (edit,) = found.edits
+    (finding,) = findings("slow-convolution", b)
+    (edit,) = finding.edits
     least, most = 1 - 0.2 / 0.25, 1 - 0.2 / 0.7
     assert edit.factor == pytest.approx(1 - (least * most) ** 0.5, rel=0.02)
     assert edit.factor_high == pytest.approx(1 - least, rel=0.02)
-    assert "geometric mean" in found.assumptions[0]
+    assert "geometric mean" in finding.assumptions[0]
 
 
 def test_a_merged_chain_takes_at_least_as_long_as_its_longest_kernel() -> None:
@@ -246,15 +247,15 @@ def test_bandwidth_of_a_starved_kernel_rises_to_three_quarters() -> None:
 
 
 def test_reentrant_checkpointing_keeps_the_backward_inside_its_node() -> None:
-    """Its op holds 1 ms of recomputation and 2 ms of backward: only the first goes."""
+    """The op holds 1 ms of recomputation and 2 ms of backward: only the first goes."""
     (rule,) = [r for r in load_rules(config={}) if r.id == "recompute-with-free-memory"]
     example = rule.examples()["use_reentrant=True"]
-    found = edits(rule.id, example)
-    assert WindowReplayer(example.analysis()).gain(found) == pytest.approx(1e6, rel=0.01)
+    result = edits(rule.id, example)
+    assert WindowReplayer(example.analysis()).gain(result) == pytest.approx(1e6, rel=0.01)
 
 
 def _fused_us(batch: int, queries: int, keys: int, widths: int) -> float:
-    """On an A100 by hand: products at 45% of 271.2 TFLOP/s, and 3 µs of a kernel, likewise."""
+    """Time on an A100 by hand, µs: products at 45% of 271.2 TFLOP/s, and 3 µs per kernel."""
     return (2 * batch * queries * keys * widths / 271.2e12 * 1e6 + 3) / 0.45
 
 
@@ -312,9 +313,9 @@ def test_without_shapes_the_two_products_stay() -> None:
         ("aten::_softmax", None, HALF, "softmax_warp_forward", 600),
         ("aten::bmm", None, HALF, GEMM, 200),
     )
-    (found,) = findings("unfused-attention", b)
-    assert found.edits[0].factor == pytest.approx(0.4)
-    assert found.confidence_notes
+    (finding,) = findings("unfused-attention", b)
+    assert finding.edits[0].factor == pytest.approx(0.4)
+    assert finding.confidence_notes
 
 
 def test_memory_share_counts_the_cards_own_capacity() -> None:
@@ -326,9 +327,9 @@ def test_memory_share_counts_the_cards_own_capacity() -> None:
             with b.op("aten::mm"):
                 b.launch(GEMM, 100)
             b.sync()
-    (found,) = findings("memory-near-capacity", b)
-    assert found.impact is not None and found.impact.currency == "risk"
-    assert "94%" in found.summary
+    (finding,) = findings("memory-near-capacity", b)
+    assert finding.impact is not None and finding.impact.currency == "risk"
+    assert "94%" in finding.summary
 
 
 def test_bf16_pays_for_the_casts_of_its_operands() -> None:
@@ -365,12 +366,12 @@ def test_a_fused_operator_takes_its_backward_pass_with_it() -> None:
                     with b.op(f"aten::{op}", shape, HALF):
                         b.launch(kernel, 100.0)
             b.sync()
-    (found,) = findings("handwritten-operator", b)
+    (finding,) = findings("handwritten-operator", b)
     memory = attainable_roofs(b.analysis().hardware).memory
     assert memory is not None
     ideal = 5 * 2 * 32 * 1024**2 / memory.rate * 1e9 + 2 * KERNEL_NS
-    assert found.edits[0].op == "merge"
-    assert found.edits[0].factor == pytest.approx(1.5 * ideal / 1_400_000, rel=1e-3)
+    assert finding.edits[0].op == "merge"
+    assert finding.edits[0].factor == pytest.approx(1.5 * ideal / 1_400_000, rel=1e-3)
 
 
 def test_doubles_take_the_ratio_of_the_peaks_in_products_and_half_elsewhere() -> None:
@@ -402,8 +403,8 @@ def test_a_loop_without_a_loader_has_the_shapes_of_its_convolutions() -> None:
         assert b.analysis().steps.launched is not None
         return findings("cudnn-benchmark-off", b)
 
-    (found,) = run([56] * 5)
-    assert "100% of the profiled steps" in found.summary
+    (finding,) = run([56] * 5)
+    assert "100% of the profiled steps" in finding.summary
     assert run([56, 48, 64, 40, 32]) == []
 
 
@@ -427,14 +428,15 @@ def test_batch_norm_reads_its_channels_twice_where_it_trains() -> None:
 
 
 def test_casts_around_products_in_fp32_are_counted_without_those_of_a_norm() -> None:
-    """One cast of an operand and one of the result, 80 µs each; a norm has two of its own."""
+    """A product has one cast of an operand and one of the result, 80 µs each; a norm has two of
+    its own."""
     (rule,) = [r for r in load_rules(config={}) if r.id == "mixed-precision-off"]
     example = rule.examples()["operands are cast from BF16"]
     assert isinstance(example, TraceBuilder)
-    (found,) = findings("mixed-precision-off", example)
-    values = {each.label: each.value for each in found.evidence}
+    (finding,) = findings("mixed-precision-off", example)
+    values = {each.label: each.value for each in finding.evidence}
     assert values["casts around them"] == 2
     assert values["time of these casts"] == pytest.approx(160_000)
     # 80% of two of the four casts with this kernel's name, 50 to 100%
-    edit = found.edits[-1]
+    edit = finding.edits[-1]
     assert (edit.factor, edit.factor_low, edit.factor_high) == pytest.approx((0.6, 0.5, 0.75))

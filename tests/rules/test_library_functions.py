@@ -66,7 +66,7 @@ def stacks_of(call: Callable[[], object]) -> list[SampledStack]:
     seen: dict[tuple[tuple[str, ...], str], int] = {}
     here = sys._getframe()
 
-    def watch(frame: FrameType, event: str, _: Any) -> None:
+    def record_call(frame: FrameType, event: str, _: Any) -> None:
         if event != "c_call" or frame is here:
             return
         names, at = [], frame
@@ -81,7 +81,7 @@ def stacks_of(call: Callable[[], object]) -> list[SampledStack]:
         seen[key] = seen.get(key, 0) + 1
 
     call()  # once before: caches are filled
-    sys.setprofile(watch)
+    sys.setprofile(record_call)
     try:
         call()
     finally:
@@ -106,13 +106,13 @@ EVENTS: queue.Queue[int] = queue.Queue()
 MEMORY = collections.deque(range(500))
 
 
-def from_npz(root: Path) -> Callable[[], object]:
+def make_npz_reader(root: Path) -> Callable[[], object]:
     archive = np.load(root / "x.npz")
     return lambda: archive["images"][3]
 
 
 MET: dict[str, tuple[str, Callable[[Path], Callable[[], object]]]] = {
-    "np.load of .npz": (NPZ, from_npz),
+    "np.load of .npz": (NPZ, make_npz_reader),
     "np.kaiser": (MADE, lambda _: lambda: np.kaiser(64, 8.0)),
     "torch.hann_window": (MADE, lambda _: lambda: torch.hann_window(64)),
     "np.mgrid": (MADE, lambda _: lambda: np.mgrid[0:8, 0:8]),
@@ -243,7 +243,7 @@ ZIP = "zipfile.py(955): ZipExtFile.read"
 SLEEP = "<built-in function time.sleep>"
 
 
-def sampled(b: TraceBuilder, inside: list[str], *, of: int = 80) -> TraceBuilder:
+def add_samples(b: TraceBuilder, inside: list[str], *, of: int = 80) -> TraceBuilder:
     """``of`` in 100 samples end in these frames, the others in those without the last one."""
     run = b.record_of_run()
     stacks = [[of, list(range(len(inside)))], [100 - of, list(range(len(inside) - 1))]]
@@ -258,7 +258,7 @@ def loading(*below: str, workers: int = 0) -> TraceBuilder:
         b.loader_wait(5000, workers=workers)
         b.on_host("aten::mm", 4000)
     b.record_of_run().steps(60, 9, data=5, forward=4)
-    return sampled(b, ["train.py(70): main", FETCH, ITEM, *below])
+    return add_samples(b, ["train.py(70): main", FETCH, ITEM, *below])
 
 
 def finding_of(rule: Any, b: TraceBuilder) -> Finding:
@@ -267,29 +267,29 @@ def finding_of(rule: Any, b: TraceBuilder) -> Finding:
 
 
 def test_the_exact_cure_of_slow_loading_comes_first_and_workers_second() -> None:
-    found = finding_of(SingleProcessLoader(), loading(NPZ_FRAME))
-    assert found.title == f"{NPZ} takes much of the loading"
-    assert found.fix.index("np.load keeps none") < found.fix.index("Workers come second")
-    assert "may return garbage" in found.fix and "np.load" in found.code
-    assert (found.where[0].file, found.where[0].line) == ("data.py", 30)
-    assert "80% of the sampled stacks of the loading are in NpzFile.__getitem__" in found.summary
+    finding = finding_of(SingleProcessLoader(), loading(NPZ_FRAME))
+    assert finding.title == f"{NPZ} takes much of the loading"
+    assert finding.fix.index("np.load keeps none") < finding.fix.index("Workers come second")
+    assert "may return garbage" in finding.fix and "np.load" in finding.code
+    assert (finding.where[0].file, finding.where[0].line) == ("data.py", 30)
+    assert "80% of the sampled stacks of the loading are in NpzFile.__getitem__" in finding.summary
     # 80% of it goes but a tenth; at best half of the rest too; at worst 0.4 of it stay
-    (edit,) = found.edits
+    (edit,) = finding.edits
     assert edit.factor == pytest.approx(1 - 0.8 * 0.9)
     assert edit.factor_low == pytest.approx(1 - 0.9)
     assert edit.factor_high == pytest.approx(1 - 0.8 * 0.6)
 
 
 def test_workers_come_first_where_the_loading_only_waits() -> None:
-    found = finding_of(SingleProcessLoader(), loading(SLEEP))
-    assert found.title == SingleProcessLoader.title
-    assert found.fix.index("num_workers=") < found.fix.index("Remove the wait")
-    assert [edit.op for edit in found.edits] == ["parallelize"]
+    finding = finding_of(SingleProcessLoader(), loading(SLEEP))
+    assert finding.title == SingleProcessLoader.title
+    assert finding.fix.index("num_workers=") < finding.fix.index("Remove the wait")
+    assert [edit.op for edit in finding.edits] == ["parallelize"]
 
 
 def test_loading_in_the_programs_own_code_keeps_the_advice_of_workers() -> None:
-    found = finding_of(SingleProcessLoader(), loading("data.py(40): Parts.augment"))
-    assert found.title == SingleProcessLoader.title and "Workers come second" not in found.fix
+    finding = finding_of(SingleProcessLoader(), loading("data.py(40): Parts.augment"))
+    assert finding.title == SingleProcessLoader.title and "Workers come second" not in finding.fix
 
 
 def test_stacks_of_a_window_name_the_function_where_none_were_sampled() -> None:
@@ -308,9 +308,9 @@ def test_stacks_of_a_window_name_the_function_where_none_were_sampled() -> None:
             with b.python("data.py(31): __getitem__"):
                 b.host(1000)
         b.on_host("aten::mm", 4000)
-    found = finding_of(SingleProcessLoader(), b)
-    assert found.title == f"{NPZ} takes much of the loading"
-    assert "80% of the loading is in __getitem__ (numpy/lib/_npyio_impl.py)" in found.summary
+    finding = finding_of(SingleProcessLoader(), b)
+    assert finding.title == f"{NPZ} takes much of the loading"
+    assert "80% of the loading is in __getitem__ (numpy/lib/_npyio_impl.py)" in finding.summary
 
 
 def test_a_call_in_each_of_many_rows_counts_with_all_its_time() -> None:
@@ -353,32 +353,36 @@ def test_times_of_a_window_go_before_samples() -> None:
             b.host(1000)
         b.on_host("aten::mm", 4000)
     b.record_of_run().steps(60, 9, data=5, forward=4)
-    found = finding_of(SingleProcessLoader(), sampled(b, [FETCH, ITEM, "random.py(3): choice"]))
-    assert found.title == f"{COPIES} takes much of the loading"
+    finding = finding_of(
+        SingleProcessLoader(), add_samples(b, [FETCH, ITEM, "random.py(3): choice"])
+    )
+    assert finding.title == f"{COPIES} takes much of the loading"
 
 
 def test_the_rule_about_cores_names_the_function_too() -> None:
-    """On eight cores, without a profiled window."""
+    """The run uses eight cores, without a profiled window."""
     b = TraceBuilder()
     r = b.record_of_run(cpus=8)
     r.event("loader", id=1, workers=0)
     r.event("loader_iter", id=1)
     r.steps(60, 10, data=6, forward=2)
-    found = finding_of(LoaderWorkers(), sampled(b, ["train.py(7): main", FETCH, ITEM, NPZ_FRAME]))
-    assert found.title == f"{NPZ} takes much of the loading"
+    finding = finding_of(
+        LoaderWorkers(), add_samples(b, ["train.py(7): main", FETCH, ITEM, NPZ_FRAME])
+    )
+    assert finding.title == f"{NPZ} takes much of the loading"
 
 
 def test_the_loops_own_code_is_named_by_its_library_function() -> None:
     b = TraceBuilder(gpu=None)
     b.record_of_run().steps(60, 10, forward=2, backward=2)
-    b = sampled(b, ["train.py(50): main", "train.py(12): log", "json/__init__.py(231): dumps"])
-    found = finding_of(LoopPhases(), b)
-    assert found.title == f"{RECORDS} takes much of the step"
-    assert found.impact is not None and found.impact.gain_ns is not None
-    assert found.impact.gain_ns == pytest.approx(0.9 * 0.8 * 6e6, rel=0.02)
+    b = add_samples(b, ["train.py(50): main", "train.py(12): log", "json/__init__.py(231): dumps"])
+    finding = finding_of(LoopPhases(), b)
+    assert finding.title == f"{RECORDS} takes much of the step"
+    assert finding.impact is not None and finding.impact.gain_ns is not None
+    assert finding.impact.gain_ns == pytest.approx(0.9 * 0.8 * 6e6, rel=0.02)
 
 
-def test_so_is_a_function_in_a_window_with_stacks() -> None:
+def test_a_library_function_in_a_window_with_stacks_is_named_too() -> None:
     b = TraceBuilder(gpu=None)
     for _ in range(4):
         with b.step(), b.python("train.py(30): main"):
@@ -394,8 +398,8 @@ def test_a_table_made_in_forward_is_named_by_its_library_function() -> None:
     call = "torch/nn/modules/module.py(1789): Module._call_impl"
     place = ["train.py(3): main", call, "model.py(9): Net.forward"]
     kaiser = "numpy/lib/_function_base_impl.py(3660): kaiser"
-    found = finding_of(ForwardCode(), sampled(example, [*place, kaiser]))
-    assert found.title == f"{MADE} takes much of the forward pass"
+    finding = finding_of(ForwardCode(), add_samples(example, [*place, kaiser]))
+    assert finding.title == f"{MADE} takes much of the forward pass"
 
 
 @pytest.mark.parametrize(("after", "line"), [(56, 55), (58, 57), (50, None)])
@@ -430,16 +434,16 @@ def test_code_that_leaves_the_gpu_idle_has_its_cure_first() -> None:
     assert finding_of(SampledHotSpot(), example).fix.startswith("Copy only what changes")
 
 
-def test_so_has_a_function_in_a_window_with_a_gpu() -> None:
+def test_a_library_function_in_a_window_with_a_gpu_is_named_too() -> None:
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.python("train.py(30): train_step"):
             with b.python("text.py(12): words"), b.python("re/__init__.py(214): findall"):
                 b.host(3000)
             b.product(4000, wait=True)
-    found = finding_of(PythonHotSpot(), b)
-    assert found.fix.startswith("Tokenize the texts once")
-    assert "100% of this time is in findall (re/__init__.py), called by words" in found.summary
+    finding = finding_of(PythonHotSpot(), b)
+    assert finding.fix.startswith("Tokenize the texts once")
+    assert "100% of this time is in findall (re/__init__.py), called by words" in finding.summary
 
 
 @pytest.mark.parametrize(("name", "private"), [("_set_context", True), ("compile_plan", False)])
@@ -449,10 +453,10 @@ def test_inner_functions_of_a_library_are_named_by_the_library(name: str, privat
         with b.python("/venv/site-packages/diffusers/hooks.py(5): " + name):
             b.host(3000)
         b.product(9000, wait=True)
-    (found,) = (each for each in PythonHotSpot().check(b.analysis()) if isinstance(each, Finding))
-    assert found.title == (
+    (finding,) = (each for each in PythonHotSpot().check(b.analysis()) if isinstance(each, Finding))
+    assert finding.title == (
         "Python code of diffusers leaves the GPU idle"
         if private
         else f"The function {name} leaves the GPU idle"
     )
-    assert f"the call around {name}" in found.fix
+    assert f"the call around {name}" in finding.fix

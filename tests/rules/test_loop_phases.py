@@ -38,7 +38,8 @@ def test_tokens_are_sampled_only_in_the_code_of_programs_that_sample(
 
 
 def test_a_sort_in_the_loss_is_named_and_gains_its_own_time() -> None:
-    """As for hard negatives of a detector: 3 ms of sorting in 6 ms of loss and 10 ms of step."""
+    """The loss mines hard negatives for a detector: 3 ms of sorting in 6 ms of loss and 10 ms of
+    step."""
     example = LoopPhases.examples()["a sort in the loss"]
     assert isinstance(example, TraceBuilder)
     (finding,) = (f for f in LoopPhases().check(example.analysis()) if isinstance(f, Finding))
@@ -79,7 +80,7 @@ def test_scores_of_many_classes_are_distinguished_from_a_loss_written_by_hand() 
     assert finding.impact is not None and finding.impact.currency == "unknown"
 
 
-def test_they_are_left_to_another_rule_where_the_ignored_labels_are_known() -> None:
+def test_ignored_labels_that_are_known_are_left_to_another_rule() -> None:
     b = with_a_loss(SCORES, LOSS)
     b.record_of_run().event("labels", ignored=0.0, rows=1, columns=1000, classes=4001)
     assert list(LoopPhases().check(b.analysis())) == []

@@ -53,7 +53,7 @@ def test_two_passes_of_a_real_training_send_the_gradients_twice(
     assert len(finding.edits[0].select.correlation) == 9
 
 
-def test_without_sizes_it_abstains() -> None:
+def test_the_rule_abstains_without_sizes() -> None:
     b = MissingNoSync.examples()["sizes are not recorded"][0]
     (outcome,) = MissingNoSync().check(b.analysis())
     assert isinstance(outcome, SkippedCheck)

@@ -30,7 +30,8 @@ def test_a_class_is_named_as_what_it_is() -> None:
 
 
 def test_no_rule_is_named_outside_itself() -> None:
-    """By what runs rules, and by other rules. Hints and workloads say which rule confirms them."""
+    """Neither what runs rules nor another rule names one. Hints and workloads say which rule
+    confirms them."""
     ids = {rule.id for rule in RULES} - {"recompilation"}  # a word of texts too
     folders = [ROOT / "rules", ROOT / "dashboard"]
     parts = ("advise", "cli", "compare", "core", "export", "measure", "mcp", "render", "replay")

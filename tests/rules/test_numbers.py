@@ -32,19 +32,19 @@ NUMBER = re.compile(
 )
 
 
-def said(text: str) -> list[tuple[str, float, str]]:
+def numbers_in(text: str) -> list[tuple[str, float, str]]:
     """Numbers with a unit in a text: as written, the number, the unit. ``40 to 55%`` are two."""
-    found = []
+    result = []
     for match in NUMBER.finditer(" ".join(text.split())):
         for number in match.group(1, 2):
             if number:
                 value = float(WORDS.get(number) or number.replace(",", ""))
                 unit = match.group(3)
-                found.append((f"{number}{'' if unit == '%' else ' '}{unit}", value, unit))
-    return found
+                result.append((f"{number}{'' if unit == '%' else ' '}{unit}", value, unit))
+    return result
 
 
-def fits(value: float, unit: str, threshold: float) -> bool:
+def matches_threshold(value: float, unit: str, threshold: float) -> bool:
     """A threshold is that number, in the docstring's unit or its base unit, or what it leaves of
     the whole (idle for 20%: busy for 0.8)."""
     base = value * UNITS[unit]
@@ -57,30 +57,31 @@ def numbers_of(rule: Rule) -> dict[str, Any]:
     return rule.options() | rule.factors()
 
 
-def cited(rule: Rule) -> str:
-    """What the sources of a rule say."""
+def source_text(rule: Rule) -> str:
+    """The text of a rule's sources."""
     own = [s for name in numbers_of(rule) for s in getattr(type(rule), name).sources]
     return " ".join(source.name for source in (*rule.sources, *own))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_every_number_of_a_docstring_is_a_threshold_or_cited(rule: Rule) -> None:
-    sources = {(value, unit) for _, value, unit in said(cited(rule))}
+    sources = {(value, unit) for _, value, unit in numbers_in(source_text(rule))}
     values = [float(v) for v in numbers_of(rule).values() if not isinstance(v, str)]
     unsourced = [
         text
-        for text, value, unit in said(rule.__doc__ or "")
-        if (value, unit) not in sources and not any(fits(value, unit, v) for v in values)
+        for text, value, unit in numbers_in(rule.__doc__ or "")
+        if (value, unit) not in sources
+        and not any(matches_threshold(value, unit, v) for v in values)
     ]
     assert unsourced == []
 
 
 def test_a_number_that_is_neither_is_noticed() -> None:
-    """What memory-leak said once: 5% in the docstring, 0.02 in the code."""
-    ((text, value, unit),) = said("resident memory from 5% of what the machine has")
+    """The docstring of memory-leak said 5% once, and its code 0.02."""
+    ((text, value, unit),) = numbers_in("resident memory from 5% of what the machine has")
     assert text == "5%"
-    assert not fits(value, unit, 0.02) and fits(2.0, "%", 0.02)
-    assert [n for _, n, _ in said("1.5 ms for 8 KiB, 40 to 55%, of fifty steps")] == [
+    assert not matches_threshold(value, unit, 0.02) and matches_threshold(2.0, "%", 0.02)
+    assert [n for _, n, _ in numbers_in("1.5 ms for 8 KiB, 40 to 55%, of fifty steps")] == [
         1.5,
         8,
         40,
@@ -90,14 +91,14 @@ def test_a_number_that_is_neither_is_noticed() -> None:
 
 
 def sources() -> list[tuple[str, Citation]]:
-    found = [(rule.id, source) for rule in RULES for source in rule.sources]
+    result = [(rule.id, source) for rule in RULES for source in rule.sources]
     for rule in RULES:
         for name in numbers_of(rule):
             own = getattr(type(rule), name)
             assert isinstance(own, Threshold), f"{rule.id}.{name} says not where it comes from"
             assert own.meaning and own.sources, f"{rule.id}.{name}"
-            found += [(f"{rule.id}.{name}", source) for source in own.sources]
-    return found
+            result += [(f"{rule.id}.{name}", source) for source in own.sources]
+    return result
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)

@@ -9,7 +9,7 @@ from advisor.rules.host.periodic_work import PeriodicWork
 from advisor.testing import TraceBuilder
 
 
-def of(name: str) -> Finding:
+def finding_of_example(name: str) -> Finding:
     example = PeriodicWork.examples()[name]
     assert isinstance(example, TraceBuilder)
     (finding,) = (f for f in PeriodicWork().check(example.analysis()) if isinstance(f, Finding))
@@ -19,8 +19,8 @@ def of(name: str) -> Finding:
 def test_the_gain_is_of_the_part_of_the_work_that_the_named_code_takes() -> None:
     """60% of the samples that fall in the work are in the named function, the rest elsewhere."""
     whole, part = (
-        of("a loop over time before every 16 updates"),
-        of("a part of it in other functions"),
+        finding_of_example("a loop over time before every 16 updates"),
+        finding_of_example("a part of it in other functions"),
     )
     for end in ("gain_ns", "low_ns", "high_ns"):
         ratio = getattr(part.impact, end) / getattr(whole.impact, end)

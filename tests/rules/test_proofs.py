@@ -1,4 +1,4 @@
-"""Where rules say they found something, they find it; where they say they are silent, they are."""
+"""Rules find something where they say they did, and are silent where they say they are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.sample_workloads import catalogue
 from tests.conftest import public_file
-from tests.corpus_analyses import examined
-from tests.rules.rank_rules import compared
+from tests.corpus_analyses import analyze_cached
+from tests.rules.rank_rules import estimated_findings
 
 RULES = {rule.id: rule for rule in load_rules(config={})}
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
@@ -41,10 +41,10 @@ UNJUDGED = {
 
 
 @cache
-def fired(*paths: str) -> frozenset[str]:
+def fired_rules(*paths: str) -> frozenset[str]:
     """Rules with a finding on a trace, or on the traces of several ranks together."""
     if len(paths) == 1:
-        result = examined(paths[0])
+        result = analyze_cached(paths[0])
         analyses, records = result.analyses, {n for n, a in result.analyses.items() if a.record}
     else:
         run = open_run(paths)
@@ -55,18 +55,18 @@ def fired(*paths: str) -> frozenset[str]:
         for rule in RULES.values()
         if records or not rule.reads_record or SNAPSHOT in rule.auxiliary_inputs
     ]
-    found = {
+    results = {
         finding.rule
         for number, a in analyses.items()
         for finding in run_rules(number, a, rules, prices=False).findings
     }
     if len(analyses) > 1:
-        found |= {finding.rule for finding in compared(analyses, rules).findings}
-    return frozenset(found)
+        results |= {finding.rule for finding in estimated_findings(analyses, rules).findings}
+    return frozenset(results)
 
 
 @cache
-def fired_on_recording(name: str) -> frozenset[str]:
+def fired_rules_on_recording(name: str) -> frozenset[str]:
     """Rules with a finding on the first rank of a recording; on its record alone, where it has no
     window."""
     from advisor.core.trace import blank_trace
@@ -97,22 +97,22 @@ def paths(shared_trace: Callable[[str], str], name: str) -> tuple[str, ...]:
 def test_on_a_public_trace_rules_do_what_they_say(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
-    found = fired(*paths(shared_trace, name))
+    result = fired_rules(*paths(shared_trace, name))
     own = f"traces/{name}"
-    assert {rule.id for rule in RULES.values() if own in rule.found_in} - found == set()
-    assert {rule.id for rule in RULES.values() if own in rule.silent_in} & found == set()
+    assert {rule.id for rule in RULES.values() if own in rule.found_in} - result == set()
+    assert {rule.id for rule in RULES.values() if own in rule.silent_in} & result == set()
     # each of the two ranks is looked at by itself; our own programs have one fault that is known
     if name != "two_ranks" and not name.startswith("h100/"):
-        said = {rule.id for rule in RULES.values() if own in rule.found_in}
-        unsaid = {(rule, name) for rule in found - said}
+        declared = {rule.id for rule in RULES.values() if own in rule.found_in}
+        unsaid = {(rule, name) for rule in result - declared}
         assert unsaid <= UNJUDGED, "judge it: found_in of the rule, or UNJUDGED here"
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in RECORDED.iterdir()))
 def test_on_a_recording_rules_do_what_they_say(name: str) -> None:
-    found, own = fired_on_recording(name), f"recorded/{name}"
-    assert {rule.id for rule in RULES.values() if own in rule.found_in} - found == set()
-    assert {rule.id for rule in RULES.values() if own in rule.silent_in} & found == set()
+    fired, own = fired_rules_on_recording(name), f"recorded/{name}"
+    assert {rule.id for rule in RULES.values() if own in rule.found_in} - fired == set()
+    assert {rule.id for rule in RULES.values() if own in rule.silent_in} & fired == set()
 
 
 def test_workloads_that_rules_name_are_held_to_it_by_their_own_tests() -> None:
@@ -135,8 +135,8 @@ def test_every_proof_names_something_that_there_is() -> None:
         assert name in kinds[kind], proof
 
 
-def test_how_far_a_rule_is_proven_follows_from_where_it_was_right() -> None:
+def test_the_validation_of_a_rule_follows_from_where_it_was_right() -> None:
     for rule in RULES.values():
         public = any(name.startswith("traces/") for name in rule.found_in)
-        told = "real traces" if public else "recordings" if rule.found_in else "synthetic"
-        assert rule.validation == told, rule.id
+        expected = "real traces" if public else "recordings" if rule.found_in else "synthetic"
+        assert rule.validation == expected, rule.id

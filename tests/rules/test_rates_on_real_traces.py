@@ -13,13 +13,13 @@ from advisor.advise.rule_runner import RULE_FAILED
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
 from advisor.read import open_run
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 NEW = {"slow-attention", "slow-gemm", "slow-convolution", "low-bandwidth", "handwritten-operator"}
 
 
-def found(path: str) -> dict[str, Finding]:
-    report = examined(path).report
+def findings_by_rule(path: str) -> dict[str, Finding]:
+    report = analyze_cached(path).report
     return {finding.rule: finding for finding in (*report.findings, *report.notes)}
 
 
@@ -28,12 +28,12 @@ def test_rms_normalisation_and_rotary_embedding_of_a_language_model_are_named(
 ) -> None:
     """49 normalisations and 48 rotary embeddings a pass: 24 layers, two of each, and one at the
     end; the general finding on pointwise chains is folded under it."""
-    rules = found(shared_trace("h100_qwen_inference"))
+    rules = findings_by_rule(shared_trace("h100_qwen_inference"))
     named = rules["handwritten-operator"]
     assert named.priority == 1
-    told = {item.label: str(item.value) for item in named.evidence}
-    assert told["RMS normalisation"].startswith("49 per step")
-    assert told["rotary embedding"].startswith("48 per step")
+    evidence = {item.label: str(item.value) for item in named.evidence}
+    assert evidence["RMS normalisation"].startswith("49 per step")
+    assert evidence["rotary embedding"].startswith("48 per step")
     assert "F.rms_norm" in named.fix
     assert rules["unfused-elementwise"].folded_under == "handwritten-operator"
 
@@ -41,7 +41,7 @@ def test_rms_normalisation_and_rotary_embedding_of_a_language_model_are_named(
 def test_chains_found_by_a_walk_over_the_operators_are_the_same(
     shared_trace: Callable[[str], str],
 ) -> None:
-    a = examined(shared_trace("h100_qwen_inference")).main
+    a = analyze_cached(shared_trace("h100_qwen_inference")).main
     rows = np.flatnonzero(a.in_window & (a.trace.gpu["kind"] == "kernel").to_numpy())
     rows = rows[np.argsort(a.trace.gpu["ts"].to_numpy()[rows], kind="stable")]
     ops = [str(a.kernels["op_name"][int(row)]).removeprefix("aten::").rstrip("_") for row in rows]
@@ -58,7 +58,7 @@ def test_chains_found_by_a_walk_over_the_operators_are_the_same(
 def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[str], str]) -> None:
     """The same 144 calls of fused attention before and after: fp32 in the memory-efficient kernel,
     then 16 bits in flash attention."""
-    before = examined(shared_trace("pairs/sam_2_fp32_few_syncs"))
+    before = analyze_cached(shared_trace("pairs/sam_2_fp32_few_syncs"))
     (after,) = open_run([shared_trace("pairs/sam_3_bf16_compiled_sdpa")]).traces.values()
     spent = []
     for a in (before.main, Analysis(after)):
@@ -66,7 +66,7 @@ def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[s
         spent.append((int(attention.sum()), int(a.trace.gpu["dur"].to_numpy()[attention].sum())))
     assert spent[0][0] == spent[1][0] == 144
     measured = spent[0][1] - spent[1][1]
-    finding = found(shared_trace("pairs/sam_2_fp32_few_syncs"))["slow-attention"]
+    finding = findings_by_rule(shared_trace("pairs/sam_2_fp32_few_syncs"))["slow-attention"]
     impact = finding.impact
     assert impact is not None and impact.gain_ns is not None
     assert impact.gain_ns == pytest.approx(measured, rel=0.15)
@@ -75,7 +75,7 @@ def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[s
 
 
 def test_a_convolution_without_matrix_cores_is_named(shared_trace: Callable[[str], str]) -> None:
-    finding = found(shared_trace("mi300x_kernels_after_steps"))["slow-convolution"]
+    finding = findings_by_rule(shared_trace("mi300x_kernels_after_steps"))["slow-convolution"]
     assert "matrix cores" in finding.summary
     assert "MIOPEN_FIND" in finding.code
 
@@ -85,18 +85,22 @@ def test_a_convolution_without_matrix_cores_is_named(shared_trace: Callable[[str
     ["a100_train_6steps", "v100_train_copy_heavy", "b200_eager", "h100_bert_small_inference",
      "mi210_gpu_only", "mi300_torch_compile", "linear_2080ti_launch_bound"],
 )  # fmt: skip
-def test_healthy_launch_bound_and_untold_operators_are_not_called_slow(
+def test_healthy_launch_bound_and_unrecorded_operators_are_not_called_slow(
     name: str, shared_trace: Callable[[str], str]
 ) -> None:
-    assert not NEW & set(found(shared_trace(name)))
+    assert not NEW & set(findings_by_rule(shared_trace(name)))
     failed = [
-        item for item in examined(shared_trace(name)).report.not_checked if RULE_FAILED in item.why
+        item
+        for item in analyze_cached(shared_trace(name)).report.not_checked
+        if RULE_FAILED in item.why
     ]
     assert failed == []  # silent because it looked, not because it broke
 
 
-def test_what_is_bound_by_launches_is_never_far_below(shared_trace: Callable[[str], str]) -> None:
-    table = examined(shared_trace("b200_eager")).main.rooflines
+def test_operators_bound_by_launches_are_never_far_below(
+    shared_trace: Callable[[str], str],
+) -> None:
+    table = analyze_cached(shared_trace("b200_eager")).main.rooflines
     launch = table.filter(pl.col("bound") == "launch")
     assert launch.height > 0
     assert launch["saved"].null_count() == launch["efficiency"].null_count() == launch.height
@@ -112,13 +116,15 @@ BUSY = (
 )
 
 
-def test_what_products_and_memory_bound_operators_reach(shared_trace: Callable[[str], str]) -> None:
+def test_products_and_memory_bound_operators_reach_known_rates(
+    shared_trace: Callable[[str], str],
+) -> None:
     """The figures that the thresholds come from: per trace, the median of the operators that take
     half a percent of kernel time or more."""
     memory = ["elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling"]
     medians: dict[str, list[float]] = {"gemm": [], "memory": []}
     for name in BUSY:
-        table = examined(shared_trace(name)).main.rooflines
+        table = analyze_cached(shared_trace(name)).main.rooflines
         table = table.filter(
             pl.col("op").is_not_null()
             & (pl.col("share") > 0.005)
@@ -137,7 +143,7 @@ H100 = Path(__file__).parents[1] / "corpus/h100"
 
 def test_no_step_with_a_double_backward_is_advised_to_compile() -> None:
     """TanhBackwardBackward0 runs in each step, of forces that are differentiated again."""
-    rules = found(str(H100 / "numpy_double"))
+    rules = findings_by_rule(str(H100 / "numpy_double"))
     assert all("torch.compile(" not in each.code for each in rules.values())
     fusing = rules["unfused-elementwise"]
     assert fusing.informational and not fusing.edits
@@ -147,13 +153,13 @@ def test_no_step_with_a_double_backward_is_advised_to_compile() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2_eager_attention", "checkpointed"])
 def test_a_gelu_of_transformers_is_changed_in_the_models_configuration(name: str) -> None:
-    gelu = found(str(H100 / name))["handwritten-operator"]
+    gelu = findings_by_rule(str(H100 / name))["handwritten-operator"]
     assert 'activation_function = "gelu_pytorch_tanh"' in gelu.code
     assert "F.gelu" not in gelu.fix
 
 
 def test_an_optimizer_that_takes_sparse_gradients_stays() -> None:
-    rules = found(str(H100 / "ads_ranker"))
+    rules = findings_by_rule(str(H100 / "ads_ranker"))
     assert "Adagrad takes sparse gradients" in rules["dense-embedding-gradient"].fix
     assert "torch.optim" not in rules["dense-embedding-gradient"].code
     # the update of the whole table takes most of the time
@@ -162,13 +168,13 @@ def test_an_optimizer_that_takes_sparse_gradients_stays() -> None:
 
 def test_a_buffer_that_the_loop_fills_is_not_a_cure_where_the_copy_is_the_cost() -> None:
     """aten::copy_ is 97% and more of each pin_memory()."""
-    pins = found(str(H100 / "pin_each_step"))["pinned-allocation-in-loop"]
+    pins = findings_by_rule(str(H100 / "pin_each_step"))["pinned-allocation-in-loop"]
     assert "staging" not in pins.code
     assert "99% of pin_memory() is the copy" in pins.fix
 
 
 def test_batches_that_no_loader_makes_are_pinned_by_the_program() -> None:
-    copies = found(str(H100 / "big_uploads"))["pageable-copies"]
+    copies = findings_by_rule(str(H100 / "big_uploads"))["pageable-copies"]
     assert "DataLoader" not in copies.code
     assert "uploads.synchronize()" in copies.fix and len(copies.code.splitlines()) <= 12
 
@@ -179,27 +185,27 @@ def test_batches_that_no_loader_makes_are_pinned_by_the_program() -> None:
 def test_no_larger_batch_is_advised_where_samples_take_the_time_or_memory_is_limited(
     name: str,
 ) -> None:
-    assert "batch-headroom" not in found(str(H100 / name))
+    assert "batch-headroom" not in findings_by_rule(str(H100 / name))
 
 
 def test_one_pause_in_a_run_is_not_a_rate() -> None:
-    pauses = found(str(H100 / "photo_tagger")).get("gc-pauses")
+    pauses = findings_by_rule(str(H100 / "photo_tagger")).get("gc-pauses")
     assert pauses is None or pauses.informational
 
 
 def test_memory_is_not_saved_where_nine_tenths_of_it_are_free() -> None:
-    result = examined(str(H100 / "checkpointed")).report
+    result = analyze_cached(str(H100 / "checkpointed")).report
     assert "huge-vocabulary" not in {each.rule for each in result.risks}
 
 
 def test_launches_that_more_samples_share_leave_the_note_on_room() -> None:
-    assert "batch-headroom" in found(str(H100 / "face_gan"))
+    assert "batch-headroom" in findings_by_rule(str(H100 / "face_gan"))
 
 
 @pytest.mark.parametrize("name", ["face_gan", "seg_val_hist"])
 def test_a_network_in_channels_last_order_is_not_called_transposed(name: str) -> None:
-    """Its tensors have strides [c·h·w, 1, w·c, c], and its kernels read them so."""
-    slow = found(str(H100 / name))["low-bandwidth"]
+    """The tensors have strides [c·h·w, 1, w·c, c], and the kernels read them so."""
+    slow = findings_by_rule(str(H100 / name))["low-bandwidth"]
     assert "batch_norm" in slow.summary
     assert "transposed" not in slow.summary
     assert "contiguous" not in slow.code
@@ -210,7 +216,7 @@ def test_a_network_in_channels_last_order_is_not_called_transposed(name: str) ->
     ["face_gan", "seg_val_hist", "image_loader", "ads_ranker", "wide_embedding", "vocabulary"],
 )
 def test_no_advice_sets_what_the_recorder_knows_to_be_set(name: str) -> None:
-    result = examined(str(H100 / name))
+    result = analyze_cached(str(H100 / name))
     recorded = result.main.recorded
     assert recorded is not None
     known = {
@@ -223,5 +229,7 @@ def test_no_advice_sets_what_the_recorder_knows_to_be_set(name: str) -> None:
     }
     assert any(known.values())
     for finding in (*result.report.findings, *result.report.notes):
-        said = [line for line, already in known.items() if already and line in finding.code]
-        assert not said, finding.rule
+        repeated_lines = [
+            line for line, already in known.items() if already and line in finding.code
+        ]
+        assert not repeated_lines, finding.rule

@@ -22,7 +22,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 pytestmark = pytest.mark.timed
 
@@ -54,19 +54,19 @@ MINE = {
 
 
 def report(path: str) -> Report:
-    return examined(path).report
+    return analyze_cached(path).report
 
 
 def ranked(result: Report) -> list[Finding]:
     return [f for f in result.findings if f.priority is not None]
 
 
-def mentioned(result: Report) -> set[str]:
+def mentioned_rules(result: Report) -> set[str]:
     """Rules of which a user reads anything: findings, folded ones, notes and risks."""
     return {f.rule for f in [*result.findings, *result.notes, *result.risks]} & MINE
 
 
-def shown(result: Report, rule: str) -> Finding:
+def finding_or_note(result: Report, rule: str) -> Finding:
     return next(f for f in [*result.findings, *result.notes] if f.rule == rule)
 
 
@@ -123,7 +123,7 @@ def merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def outside(spans: list[tuple[int, int]], holes: list[tuple[int, int]]) -> int:
+def length_outside(spans: list[tuple[int, int]], holes: list[tuple[int, int]]) -> int:
     """Length of the union of ``spans`` that lies in none of ``holes``."""
     holes = merged(holes)
     starts = [start for start, _ in holes]
@@ -137,7 +137,7 @@ def outside(spans: list[tuple[int, int]], holes: list[tuple[int, int]]) -> int:
     return total
 
 
-def host_waits(path: str) -> int:
+def host_wait_ns(path: str) -> int:
     """Idle time that ends with work launched only after the work before it had ended: host wait as
     HolisticTraceAnalysis defines it, over all streams; and the idle time at both ends, which it
     leaves out. ns."""
@@ -169,26 +169,26 @@ def test_exposed_communication_leads_on_a100_training(shared_trace: Find) -> Non
     inside = [e for e in work if e["start"] < last and e["end"] > first]
     communication = [e for e in inside if "nccl" in e["name"].lower()]
     compute = [e for e in inside if e["kind"] == "kernel" and "nccl" not in e["name"].lower()]
-    exposed = outside(
+    exposed = length_outside(
         [(e["start"], e["end"]) for e in communication],
         [(e["start"], e["end"]) for e in compute],
     )
     assert exposed == pytest.approx(87.9e6, rel=0.002)
-    told = figure(ranked(result)[0], "exposed communication per step")
-    assert told * 6 == pytest.approx(exposed, rel=0.002)
+    reported_ns = figure(ranked(result)[0], "exposed communication per step")
+    assert reported_ns * 6 == pytest.approx(exposed, rel=0.002)
 
 
 def test_a100_training_gets_no_advice_on_pinned_memory_or_launches(
     shared_trace: Find,
 ) -> None:
     result = report(shared_trace("a100_train_6steps"))
-    assert mentioned(result) == {"exposed-communication", "implicit-sync"}
+    assert mentioned_rules(result) == {"exposed-communication", "implicit-sync"}
     assert {f.rule for f in result.findings} == {"exposed-communication"}
     praise = " ".join(g.text for g in result.passed)
     assert "from pinned memory" in praise and "DataLoader keeps up" in praise
 
 
-def test_its_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_leave(
+def test_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_leave(
     shared_trace: Find,
 ) -> None:
     import polars as pl
@@ -224,7 +224,7 @@ def test_its_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_lea
         following = [at for at in launches[call["tid"]] if at[0] > call["start"]]
         if following:
             until = following[0][1]
-            idle = outside([(copy["end"], until)], busy) if until > copy["end"] else 0
+            idle = length_outside([(copy["end"], until)], busy) if until > copy["end"] else 0
             bound += min(idle, call["end"] - call["start"])
     assert blocking.total <= bound * 1.05
     assert bound < 0.02 * a.span_ns  # less than implicit-sync asks for, so it is rightly silent
@@ -251,7 +251,7 @@ def test_launch_bound_leads_where_the_host_is_late(
     assert ("cudagraph_mode" if name == "b200_eager" else "reduce-overhead") in first.code
     idle = figure(first, "idle for launches") * result.scope.steps_used
     # whatever else a late host does is in HTA's figure too, so it is the larger; but not by much
-    assert 0.6 * host_waits(path) <= idle <= 1.1 * host_waits(path)
+    assert 0.6 * host_wait_ns(path) <= idle <= 1.1 * host_wait_ns(path)
 
 
 def test_the_small_bert_is_sixty_kernels(shared_trace: Find) -> None:
@@ -264,7 +264,7 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
     shared_trace: Find,
 ) -> None:
     path = shared_trace("nccl_collectives")
-    graphs = shown(report(path), "cuda-graphs-unused")
+    graphs = finding_or_note(report(path), "cuda-graphs-unused")
     assert graphs.folded_under == "launch-bound"
     spans = steps(path)
     starts = {
@@ -287,15 +287,15 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
 
 
 def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace: Find) -> None:
-    """Its products take 8.51 ms of the 9.24 ms that are left, and of the path nothing: the host
+    """The products take 8.51 ms of the 9.24 ms that are left, and nothing of the path: the host
     launches the last of them just before it runs. 84 fills and additions of gradients end."""
-    made = report(shared_trace("linear_2080ti_launch_bound"))
-    assert made.replay is not None and made.replay.busy_after_ns is not None
-    busy = next(part.ns for part in made.time if part.name == "compute")
-    assert made.replay.busy_after_ns == pytest.approx(busy - 746e3, rel=0.02)
-    text = describe_all_fixes(made)
+    result = report(shared_trace("linear_2080ti_launch_bound"))
+    assert result.replay is not None and result.replay.busy_after_ns is not None
+    busy = next(part.ns for part in result.time if part.name == "compute")
+    assert result.replay.busy_after_ns == pytest.approx(busy - 746e3, rel=0.02)
+    text = describe_all_fixes(result)
     assert "9.24 ms" in text and "GPU busy 92%" in text
-    (note,) = [each for each in made.notes if each.rule == "fp32-matmul"]
+    (note,) = [each for each in result.notes if each.rule == "fp32-matmul"]
     assert "77% of kernel time" in note.summary and note.impact is not None
     assert note.impact.reason.startswith("gains little alone: the host sets the pace (100% of")
 
@@ -303,21 +303,21 @@ def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace:
 def test_a_host_that_is_ahead_for_most_of_the_window_is_not_all_that_limits(
     shared_trace: Find,
 ) -> None:
-    """Of its 30.7 ms the queue is full from the fifth to the 29th, and empty at the end."""
+    """The queue is full from the fifth to the 29th of 30.7 ms, and empty at the end."""
     path = shared_trace("pairs/particle_batch128")
     report = analyze(path, Options(config={}))
-    shown = REPORTS.render("terminal", report, details=True)
-    assert "critical path: 100% on the host" in shown
-    words = " ".join(shown.split())
+    text = REPORTS.render("terminal", report, details=True)
+    assert "critical path: 100% on the host" in text
+    words = " ".join(text.split())
     assert "on the host, overlapping GPU work; a faster host saves 14% at most" in words
     assert "GPU busy 86%" in words
 
 
 def test_the_hot_python_function_of_b200_is_on_the_device_s_way(shared_trace: Find) -> None:
     path = shared_trace("b200_eager")
-    found = shown(report(path), "python-hot-spot")
-    assert found.folded_under == "launch-bound"
-    place = found.where[0]
+    finding = finding_or_note(report(path), "python-hot-spot")
+    assert finding.folded_under == "launch-bound"
+    place = finding.where[0]
     assert (place.file, place.function) == (
         "flashinfer/fused_moe/core.py",
         "trtllm_fp4_block_scale_moe_op",
@@ -335,14 +335,18 @@ def test_the_hot_python_function_of_b200_is_on_the_device_s_way(shared_trace: Fi
         and any(start <= e["start"] and e["end"] <= end for start, end in spans)
     ]
     busy = [(e["start"], e["end"]) for e in device(path)]
-    idle = figure(found, "GPU idle in these functions")
+    idle = figure(finding, "GPU idle in these functions")
     # an upper bound: other user functions that it calls have their own time
-    assert 0.5 * outside(spans, other + busy) <= idle <= 1.02 * outside(spans, other + busy)
+    assert (
+        0.5 * length_outside(spans, other + busy)
+        <= idle
+        <= 1.02 * length_outside(spans, other + busy)
+    )
 
 
 @pytest.mark.parametrize("name", ["a100_train_6steps", "v100_train_copy_heavy", "mi210_gpu_only"])
 def test_launch_bound_is_silent_on_busy_devices(shared_trace: Find, name: str) -> None:
-    assert not mentioned(report(shared_trace(name))) & {"launch-bound", "cuda-graphs-unused"}
+    assert not mentioned_rules(report(shared_trace(name))) & {"launch-bound", "cuda-graphs-unused"}
 
 
 # -- communication across and within ranks --------------------------------------------------------
@@ -365,7 +369,7 @@ def test_two_of_many_ranks_make_no_straggler_of_little_wait(
         (tmp_path / source.name).symlink_to(source)
     result = analyze(tmp_path, Options(config={}))
     assert ranked(result)[0].rule == "exposed-communication"
-    assert "straggler-rank" not in mentioned(result)
+    assert "straggler-rank" not in mentioned_rules(result)
 
 
 # -- copies within the device ---------------------------------------------------------------------
@@ -374,16 +378,16 @@ def test_two_of_many_ranks_make_no_straggler_of_little_wait(
 def test_copies_around_cuda_graphs_lead_on_v100_training(shared_trace: Find) -> None:
     path = shared_trace("v100_train_copy_heavy")
     result = report(path)
-    copies = shown(result, "device-copies")
+    copies = finding_or_note(result, "device-copies")
     assert copies.priority == 1
     assert "CUDA graph" in copies.fix
     spans = steps(path)
     inside = [e for e in device(path) if e["start"] < spans[-1][1] and e["end"] > spans[0][0]]
     within = [(e["start"], e["end"]) for e in inside if "DtoD" in e["name"]]
     kernels = [(e["start"], e["end"]) for e in inside if e["kind"] == "kernel"]
-    told = figure(copies, "exposed copy time within the GPU") * 6
-    assert told == pytest.approx(outside(within, kernels), rel=0.01)
-    assert {"exposed-communication", "device-copies"} == mentioned(result)
+    reported_ns = figure(copies, "exposed copy time within the GPU") * 6
+    assert reported_ns == pytest.approx(length_outside(within, kernels), rel=0.01)
+    assert {"exposed-communication", "device-copies"} == mentioned_rules(result)
 
 
 # -- everything else: nothing silly ---------------------------------------------------------------
@@ -406,7 +410,7 @@ def test_copies_around_cuda_graphs_lead_on_v100_training(shared_trace: Find) -> 
     ],
 )
 def test_tiny_and_foreign_traces_get_no_advice_of_ours(shared_trace: Find, name: str) -> None:
-    assert mentioned(report(shared_trace(name))) == set()
+    assert mentioned_rules(report(shared_trace(name))) == set()
 
 
 # -- a recording of our own -----------------------------------------------------------------------
@@ -419,7 +423,7 @@ def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_pa
     from torch.profiler import ProfilerActivity, profile, schedule
     from torch.utils.data import DataLoader, Dataset
 
-    class Slow(Dataset[Any]):
+    class SlowDataset(Dataset[Any]):
         def __len__(self) -> int:
             return 1000
 
@@ -428,7 +432,7 @@ def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_pa
             return torch.zeros(8)
 
     def record(workers: int) -> Report:
-        batches = iter(DataLoader(Slow(), batch_size=8, num_workers=workers))
+        batches = iter(DataLoader(SlowDataset(), batch_size=8, num_workers=workers))
         path = tmp_path / f"{workers}.json"
         with profile(
             activities=[ProfilerActivity.CPU],
@@ -441,11 +445,11 @@ def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_pa
                 profiler.step()
         return report(str(path))
 
-    alone = shown(record(0), "single-process-loader")
+    alone = finding_or_note(record(0), "single-process-loader")
     # eight samples of 4 ms are all of a batch that can be spread over workers
     assert figure(alone, "exposed loading per step") >= 8 * 4e6
     assert alone.impact is not None and (alone.impact.share or 0) > 0.3
-    assert not mentioned(record(1)) & {"single-process-loader"}
+    assert not mentioned_rules(record(1)) & {"single-process-loader"}
 
 
 def test_waits_without_a_bubble_are_a_note_with_what_replaying_without_them_saves(

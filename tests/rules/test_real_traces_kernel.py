@@ -1,4 +1,4 @@
-"""What the kernel, memory and optimizer rules say of public real traces, checked by hand.
+"""Findings of the kernel, memory and optimizer rules on public real traces, checked by hand.
 
 The oracle is the trace file itself, read as plain JSON beside the code under test: names and
 durations of its events, and the alignment that CUTLASS writes into the names of its kernels.
@@ -28,7 +28,7 @@ from advisor.measure.device.shapes import Tensor
 from advisor.measure.host.operators import share_in
 from advisor.rules.kernel.misaligned_gemm import GemmLayout, MisalignedGemm
 from advisor.rules.support import kernel_work
-from tests.corpus_analyses import examined
+from tests.corpus_analyses import analyze_cached
 
 Find = Callable[[str], str]
 
@@ -60,34 +60,34 @@ def time_of(events: list[dict[str, Any]], pattern: str = "") -> float:
 
 
 def analysis(path: str) -> Analysis:
-    return examined(path).main
+    return analyze_cached(path).main
 
 
-def outcomes(path: str, rule_id: str, **options: float) -> list[Outcome]:
+def rule_outcomes(path: str, rule_id: str, **options: float) -> list[Outcome]:
     (rule,) = [r for r in load_rules(config={rule_id: options}) if r.id == rule_id]
     return list(rule.check(analysis(path)))
 
 
 def finding(path: str, rule_id: str, **options: float) -> Finding:
-    (found,) = [o for o in outcomes(path, rule_id, **options) if isinstance(o, Finding)]
-    return found
+    (only_finding,) = [o for o in rule_outcomes(path, rule_id, **options) if isinstance(o, Finding)]
+    return only_finding
 
 
-def fired(path: str, rule_id: str, **options: float) -> bool:
-    return any(isinstance(o, Finding) for o in outcomes(path, rule_id, **options))
+def has_finding(path: str, rule_id: str, **options: float) -> bool:
+    return any(isinstance(o, Finding) for o in rule_outcomes(path, rule_id, **options))
 
 
-def figure(found: Finding, label: str) -> float:
-    (evidence,) = [e for e in found.evidence if t.evidence_label(e) == label]
+def figure(shown_finding: Finding, label: str) -> float:
+    (evidence,) = [e for e in shown_finding.evidence if t.evidence_label(e) == label]
     assert isinstance(evidence.value, int | float)
     return float(evidence.value)
 
 
 def report(path: str) -> Report:
-    return examined(path).report
+    return analyze_cached(path).report
 
 
-def shown(path: str) -> set[str]:
+def ranked_rules(path: str) -> set[str]:
     """Rules with a ranked finding."""
     return {f.rule for f in report(path).findings}
 
@@ -100,32 +100,32 @@ def shown(path: str) -> set[str]:
     [
         "b200_eager",  # nvjet, TensorRT-LLM's bmm
         "h100_bert_small_inference",  # wmma_tensorop
-        "a100_train_6steps",  # TF32 is on, a few odd shapes are left in sgemm
+        "a100_train_6steps",  # TF32 is on, a few misaligned shapes are left in sgemm
         "two_ranks_rank0",
         "mi300_torch_compile",
         "nccl_collectives",  # TF32 convolutions; one classifier in sgemm
     ],
 )
-def test_nobody_is_told_to_use_tensor_cores_they_use(shared_trace: Find, name: str) -> None:
-    assert not fired(shared_trace(name), "fp32-matmul", min_step_share=0.0)
+def test_used_tensor_cores_are_not_advised(shared_trace: Find, name: str) -> None:
+    assert not has_finding(shared_trace(name), "fp32-matmul", min_step_share=0.0)
 
 
 def test_tensor_cores_at_a_small_part_of_their_rate_are_not_praised(shared_trace: Find) -> None:
-    found = outcomes(shared_trace("h100_bert_small_inference"), "fp32-matmul")
-    assert [o for o in found if isinstance(o, PassedCheck)] == []
+    outcomes = rule_outcomes(shared_trace("h100_bert_small_inference"), "fp32-matmul")
+    assert [o for o in outcomes if isinstance(o, PassedCheck)] == []
 
 
 @pytest.mark.parametrize("name", ["b200_eager"])
 def test_tensor_core_use_in_bf16_is_praised(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     assert not [k["name"] for k in kernels(path) if re.search(r"sgemm|simt", k["name"])]
-    (said,) = [o for o in outcomes(path, "fp32-matmul") if isinstance(o, PassedCheck)]
-    assert said.text.startswith("100% of GEMM and convolution time")
+    (praise,) = [o for o in rule_outcomes(path, "fp32-matmul") if isinstance(o, PassedCheck)]
+    assert praise.text.startswith("100% of GEMM and convolution time")
 
 
 def test_v100_matrix_products_in_fp32_are_found_with_their_share(shared_trace: Find) -> None:
     path = shared_trace("v100_train_copy_heavy")
-    found = finding(path, "fp32-matmul")
+    result = finding(path, "fp32-matmul")
     # split-K reductions, epilogues and vector products are no matrix kernels
     # nor are kernels whose call is not in the file work of these steps: they were queued before
     runtime = [e for e in raw(path) if str(e.get("cat", "")).lower() in ("runtime", "cuda_runtime")]
@@ -133,17 +133,17 @@ def test_v100_matrix_products_in_fp32_are_found_with_their_share(shared_trace: F
     own = [e for e in kernels(path) if e["args"]["correlation"] in called]
     assert len(kernels(path)) > len(own)
     by_hand = time_of(own, r"sgemm") / time_of(own)
-    assert figure(found, "FP32 matrix time, share of kernel time") == pytest.approx(
+    assert figure(result, "FP32 matrix time, share of kernel time") == pytest.approx(
         by_hand, rel=0.02
     )
     assert 0.2 < by_hand < 0.3
 
 
-def test_a_v100_is_told_mixed_precision_and_not_tf32(shared_trace: Find) -> None:
-    found = finding(shared_trace("v100_train_copy_heavy"), "fp32-matmul")
-    assert "float16" in found.code and "GradScaler" in found.code
-    assert "set_float32_matmul_precision" not in found.code
-    assert "fp32-matmul" in shown(shared_trace("v100_train_copy_heavy"))
+def test_a_v100_gets_mixed_precision_advice_and_not_tf32(shared_trace: Find) -> None:
+    result = finding(shared_trace("v100_train_copy_heavy"), "fp32-matmul")
+    assert "float16" in result.code and "GradScaler" in result.code
+    assert "set_float32_matmul_precision" not in result.code
+    assert "fp32-matmul" in ranked_rules(shared_trace("v100_train_copy_heavy"))
 
 
 def test_the_v100_estimate_agrees_with_the_same_model_on_tensor_cores(shared_trace: Find) -> None:
@@ -176,14 +176,14 @@ def test_layout_in_a_kernel_name_tells_the_alignment_it_was_compiled_for(
             strict=True,
         )
         for kernel, called, dims in table:
-            found = re.search(r"s1688gemm_\w*_[nt][nt]_align(\d)", kernel)
-            if found is None or called not in ("aten::mm", "aten::bmm", "aten::addmm"):
+            match = re.search(r"s1688gemm_\w*_[nt][nt]_align(\d)", kernel)
+            if match is None or called not in ("aten::mm", "aten::bmm", "aten::addmm"):
                 continue
             at = 1 if called == "aten::addmm" else 0
             a, b = (Tensor(tuple(d), "float", None) for d in json.loads(dims)[at : at + 2])
-            odd = GemmLayout(a, b).misaligned(kernel, 4)
-            assert odd is not None
-            if (not odd) == (found.group(1) == "4"):
+            is_misaligned = GemmLayout(a, b).misaligned(kernel, 4)
+            assert is_misaligned is not None
+            if (not is_misaligned) == (match.group(1) == "4"):
                 right += 1
             else:
                 wrong += 1
@@ -193,12 +193,12 @@ def test_layout_in_a_kernel_name_tells_the_alignment_it_was_compiled_for(
 
 def test_misaligned_tf32_products_of_the_a100_run_are_found(shared_trace: Find) -> None:
     path = shared_trace("a100_train_6steps")
-    found = finding(path, "misaligned-gemm")
+    result = finding(path, "misaligned-gemm")
     narrow = time_of(kernels(path), r"_align1>")  # by their own names
     fallen = time_of(kernels(path), r"sgemm|gemmk1")  # off the tensor cores, most for alignment
-    a_step = figure(found, "misaligned products per step")
+    a_step = figure(result, "misaligned products per step")
     assert narrow <= 6 * a_step <= narrow + fallen
-    text = " ".join(str(e.value) for e in found.evidence if e.label == "shape")
+    text = " ".join(str(e.value) for e in result.evidence if e.label == "shape")
     assert "647" in text
     assert "M =" not in text
 
@@ -208,11 +208,11 @@ def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
     shared_trace: Find, name: str
 ) -> None:
     path = shared_trace(name)  # 45 and 47% busy
-    assert not fired(path, "misaligned-gemm")
-    found = finding(path, "misaligned-gemm", min_busy=0.0)
+    assert not has_finding(path, "misaligned-gemm")
+    result = finding(path, "misaligned-gemm", min_busy=0.0)
     narrow = time_of(kernels(path), r"_align1>")
     fallen = time_of(kernels(path), r"sgemm|gemmk1")
-    assert narrow <= 2 * figure(found, "misaligned products per step") <= narrow + fallen
+    assert narrow <= 2 * figure(result, "misaligned products per step") <= narrow + fallen
 
 
 def test_large_aligned_products_of_busy_gpus_reach_most_of_the_attainable_rate(
@@ -238,19 +238,19 @@ def test_large_aligned_products_of_busy_gpus_reach_most_of_the_attainable_rate(
         assert 0.7 <= reached <= 1.0, name
 
 
-def test_of_the_b200s_products_none_is_flagged_for_its_odd_m(shared_trace: Find) -> None:
-    assert outcomes(shared_trace("b200_eager"), "misaligned-gemm", min_busy=0.0) == []
+def test_no_product_of_the_b200_is_flagged_for_its_odd_m(shared_trace: Find) -> None:
+    assert rule_outcomes(shared_trace("b200_eager"), "misaligned-gemm", min_busy=0.0) == []
 
 
-def test_of_berts_products_only_the_odd_vocabulary_is_misaligned(shared_trace: Find) -> None:
+def test_only_the_vocabulary_product_of_bert_is_misaligned(shared_trace: Find) -> None:
     """26 products, all with 141 tokens; one has 30522 columns and ran on an align2 kernel."""
     path = shared_trace("h100_bert_small_inference")
-    assert not fired(path, "misaligned-gemm")  # 7% busy: not worth a word
-    found = finding(path, "misaligned-gemm", min_busy=0.0)
-    shapes = [e.value for e in found.evidence if e.label == "shape"]
+    assert not has_finding(path, "misaligned-gemm")  # 7% busy: too little to report
+    result = finding(path, "misaligned-gemm", min_busy=0.0)
+    shapes = [e.value for e in result.evidence if e.label == "shape"]
     assert shapes == ["aten::addmm [141, 512] x [512, 30522]: N = 30522 (pad to 30528)"]
     assert [k["name"] for k in kernels(path) if re.search(r"_align[124]>", k["name"])] == [
-        where.kernel for where in found.where
+        where.kernel for where in result.where
     ]
 
 
@@ -259,23 +259,23 @@ def test_of_berts_products_only_the_odd_vocabulary_is_misaligned(shared_trace: F
 
 def test_miopens_transposes_are_found_in_a_trace_without_operators(shared_trace: Find) -> None:
     path = shared_trace("mi210_gpu_only")
-    found = finding(path, "layout-transposes")
+    result = finding(path, "layout-transposes")
     moving = time_of(kernels(path), r"^batched_transpose")
     convolving = time_of(kernels(path), r"igemm_(fwd|bwd|wrw)|^MIOpenConv|naive_conv")
-    assert figure(found, "layout transposes of the recording") == pytest.approx(moving, rel=1e-6)
-    assert figure(found, "layout transposes, share of convolution time") == pytest.approx(
+    assert figure(result, "layout transposes of the recording") == pytest.approx(moving, rel=1e-6)
+    assert figure(result, "layout transposes, share of convolution time") == pytest.approx(
         moving / (moving + convolving), abs=0.02
     )
-    assert "MIOPEN" in found.code
-    assert "layout-transposes" in shown(path)
+    assert "MIOPEN" in result.code
+    assert "layout-transposes" in ranked_rules(path)
 
 
 def test_transposes_do_not_matter_while_the_device_waits_for_the_host(shared_trace: Find) -> None:
     path = shared_trace("nccl_collectives")  # busy 24%
-    assert not fired(path, "layout-transposes")
-    found = finding(path, "layout-transposes", min_busy=0.0)
+    assert not has_finding(path, "layout-transposes")
+    result = finding(path, "layout-transposes", min_busy=0.0)
     moving = time_of(kernels(path), r"nchwToNhwc|nhwcToNchw")
-    assert figure(found, "layout transposes per step") == pytest.approx(moving / 3, rel=1e-6)
+    assert figure(result, "layout transposes per step") == pytest.approx(moving / 3, rel=1e-6)
 
 
 # -- small kernels --------------------------------------------------------------------------
@@ -290,17 +290,17 @@ def test_a_device_that_waits_gets_no_advice_on_kernels(shared_trace: Find, name:
 
 
 def test_an_all_reduce_is_not_a_small_grid(shared_trace: Find) -> None:
-    """By the profiler's own figures 49% of kernel time has less than one block a multiprocessor;
-    without communication it is 19% of compute time."""
+    """The profiler's own figures say that 49% of kernel time has less than one block per
+    multiprocessor; without communication it is 19% of compute time."""
     path = shared_trace("a100_train_6steps")
     compute = [k for k in kernels(path) if not COMMUNICATION.search(k["name"])]
     by_row = re.compile(r"::reduce_kernel|GammaBeta")  # a block for each row or channel
     small = [k for k in compute if k["args"]["blocks per SM"] < 1 and not by_row.search(k["name"])]
     naive = [k for k in kernels(path) if k["args"]["blocks per SM"] < 1]
     assert time_of(naive) / time_of(kernels(path)) > 0.45
-    assert not fired(path, "small-grids")
-    found = finding(path, "small-grids", min_share=0.1)
-    share = figure(found, "small kernels, share of compute time")
+    assert not has_finding(path, "small-grids")
+    result = finding(path, "small-grids", min_share=0.1)
+    share = figure(result, "small kernels, share of compute time")
     assert share == pytest.approx(time_of(small) / time_of(compute), rel=0.02)
 
 
@@ -320,10 +320,10 @@ def test_communication_is_never_called_a_bad_kernel(
     shared_trace: Find, name: str, rule: str, options: dict[str, float]
 ) -> None:
     path = shared_trace(name)
-    for found in outcomes(path, rule, **options):
-        if isinstance(found, Finding):
-            assert not [w.kernel for w in found.where if COMMUNICATION.search(w.kernel or "")]
-            for edit in found.edits:
+    for outcome in rule_outcomes(path, rule, **options):
+        if isinstance(outcome, Finding):
+            assert not [w.kernel for w in outcome.where if COMMUNICATION.search(w.kernel or "")]
+            for edit in outcome.edits:
                 assert "communication" not in edit.select.family
 
 
@@ -334,7 +334,7 @@ def test_healthy_traces_get_no_advice_on_occupancy_waves_or_fusion(shared_trace:
     low = [k for k in kernels(path) if k["args"]["est. achieved occupancy %"] < 40]
     assert time_of(low) / time_of(kernels(path)) > 0.25
     for rule in ("low-occupancy", "wave-quantisation", "unfused-elementwise"):
-        assert not fired(path, rule)
+        assert not has_finding(path, rule)
 
 
 # -- attention ------------------------------------------------------------------------------
@@ -343,10 +343,10 @@ def test_healthy_traces_get_no_advice_on_occupancy_waves_or_fusion(shared_trace:
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "b200_eager", "mi300_torch_compile"])
 def test_fused_attention_is_praised(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
-    (said,) = outcomes(path, "unfused-attention")
-    assert isinstance(said, PassedCheck)
+    (praise,) = rule_outcomes(path, "unfused-attention")
+    assert isinstance(praise, PassedCheck)
     attention = time_of(kernels(path), r"(?i)flash_fwd|fmhaSm100|attn_fwd")
-    share = re.search(r"\((\d+)% of kernel time\)", said.text)
+    share = re.search(r"\((\d+)% of kernel time\)", praise.text)
     assert share is not None
     assert int(share.group(1)) == round(100 * attention / time_of(kernels(path)))
 
@@ -356,7 +356,7 @@ def test_fused_attention_is_praised(shared_trace: Find, name: str) -> None:
 )
 def test_products_of_embeddings_are_not_attention(shared_trace: Find, name: str) -> None:
     """The recommender models multiply batches of embeddings, two of them beside a softmax."""
-    assert outcomes(shared_trace(name), "unfused-attention", min_share=0.0005) == []
+    assert rule_outcomes(shared_trace(name), "unfused-attention", min_share=0.0005) == []
 
 
 # -- memory and optimizer -------------------------------------------------------------------
@@ -366,22 +366,22 @@ def test_products_of_embeddings_are_not_attention(shared_trace: Find, name: str)
 def test_no_allocation_in_steady_state_is_praised(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     assert not [e for e in raw(path) if re.fullmatch(r"cuda(Malloc|Free)\w*", e["name"])]
-    assert [type(o) for o in outcomes(path, "allocations-in-loop")] == [PassedCheck]
-    assert outcomes(path, "empty-cache-in-loop") == []
+    assert [type(o) for o in rule_outcomes(path, "allocations-in-loop")] == [PassedCheck]
+    assert rule_outcomes(path, "empty-cache-in-loop") == []
 
 
 @pytest.mark.parametrize("name", ["alexnet", "simple_add"])
 def test_allocations_at_the_start_are_not_a_loop(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     assert len([e for e in raw(path) if e["name"] == "cudaMalloc"]) == 24
-    assert outcomes(path, "allocations-in-loop") == []
-    assert outcomes(path, "empty-cache-in-loop") == []
+    assert rule_outcomes(path, "allocations-in-loop") == []
+    assert rule_outcomes(path, "empty-cache-in-loop") == []
 
 
 def test_an_almost_empty_h100_has_no_memory_risk(shared_trace: Find) -> None:
     path = shared_trace("h100_bert_small_inference")
-    assert outcomes(path, "memory-near-capacity") == []
-    assert outcomes(path, "recompute-with-free-memory") == []
+    assert rule_outcomes(path, "memory-near-capacity") == []
+    assert rule_outcomes(path, "recompute-with-free-memory") == []
 
 
 def test_unrecorded_memory_is_asked_for_and_not_guessed(shared_trace: Find) -> None:
@@ -394,9 +394,9 @@ def test_unrecorded_memory_is_asked_for_and_not_guessed(shared_trace: Find) -> N
 def test_apex_fused_adam_is_not_a_single_tensor_optimizer(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     a_step = len([k for k in kernels(path) if "AdamFunctor" in k["name"]]) / 6
-    (said,) = outcomes(path, "single-tensor-optimizer")
-    assert isinstance(said, PassedCheck)
-    assert "8 kernels per step" in said.text
+    (praise,) = rule_outcomes(path, "single-tensor-optimizer")
+    assert isinstance(praise, PassedCheck)
+    assert "8 kernels per step" in praise.text
     assert a_step == pytest.approx(8, abs=2)  # V100: the window cuts into a seventh step
 
 
@@ -407,10 +407,10 @@ def test_every_finding_of_ours_is_complete_and_inside_its_bounds(public_trace: s
     a = analysis(public_trace)
     rules = [r for r in load_rules(config={}) if r.id in OURS]
     result = run_rules(-1, a, rules)
-    for found in result.findings:
-        assert found.summary and found.fix and found.verify and found.where
-        assert all(isinstance(e, Evidence) for e in found.evidence)
-        for edit in found.edits:
+    for finding in result.findings:
+        assert finding.summary and finding.fix and finding.verify and finding.where
+        assert all(isinstance(e, Evidence) for e in finding.evidence)
+        for edit in finding.edits:
             low, middle, high = edit.factor_low, edit.factor, edit.factor_high
             if low is not None and middle is not None and high is not None:
                 assert 0 <= low <= middle <= high <= 1
@@ -453,16 +453,16 @@ def test_rmsnorm_written_as_pointwise_kernels_is_what_is_said_of_qwen(shared_tra
 def test_code_keeps_the_precision_and_the_model_of_the_trace(
     shared_trace: Find, name: str, rule: str, says: str, never: str
 ) -> None:
-    found = next(each for each in report(shared_trace(name)).findings if each.rule == rule)
-    assert says in f"{found.fix} {found.code}"
-    assert never not in f"{found.fix} {found.code}"
+    match = next(each for each in report(shared_trace(name)).findings if each.rule == rule)
+    assert says in f"{match.fix} {match.code}"
+    assert never not in f"{match.fix} {match.code}"
 
 
 @pytest.mark.parametrize("name", ["h100_qwen_inference", "mi300_timesformer_inference"])
 def test_no_smaller_batch_is_named_where_most_of_the_memory_is_free(
     shared_trace: Find, name: str
 ) -> None:
-    found = report(shared_trace(name))
-    assert found.memory_peak_bytes is not None and found.memory_capacity_bytes is not None
-    assert found.memory_peak_bytes < 0.1 * found.memory_capacity_bytes
-    assert "half the batch" not in {each.change for view in found.memory for each in view.savings}
+    result = report(shared_trace(name))
+    assert result.memory_peak_bytes is not None and result.memory_capacity_bytes is not None
+    assert result.memory_peak_bytes < 0.1 * result.memory_capacity_bytes
+    assert "half the batch" not in {each.change for view in result.memory for each in view.savings}

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
 
 
-def recorded(work: Callable[[], Any], tmp_path: Path) -> list[str]:
+def host_event_names(work: Callable[[], Any], tmp_path: Path) -> list[str]:
     """Names of the host events of one run of ``work``, in order of time."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -50,7 +50,7 @@ def test_attention_by_hand_is_two_batched_products_around_a_softmax(
     def work() -> None:
         ((q @ k.transpose(-2, -1) / 4).softmax(-1) @ v).sum().backward()
 
-    names = recorded(work, tmp_path)
+    names = host_event_names(work, tmp_path)
     forward = names[: names.index("autograd::engine::evaluate_function: SumBackward0")]
     kept = [n for n in forward if re.search(f"{kernel_work.FORWARD}|{SOFTMAX}", n)]
     assert kept == ["aten::bmm", "aten::_softmax", "aten::bmm"]
@@ -66,13 +66,13 @@ def test_the_math_fallback_of_sdpa_has_its_own_operator(heads: Any, tmp_path: Pa
         with sdpa_kernel([SDPBackend.MATH]):
             torch.nn.functional.scaled_dot_product_attention(*heads)
 
-    assert count(kernel_work.MATH, recorded(work, tmp_path)) == 1
+    assert count(kernel_work.MATH, host_event_names(work, tmp_path)) == 1
 
     def fused() -> None:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             torch.nn.functional.scaled_dot_product_attention(*heads)
 
-    names = recorded(fused, tmp_path)
+    names = host_event_names(fused, tmp_path)
     assert count(kernel_work.MATH, names) == 0
     assert count(SOFTMAX, names) == 0
 
@@ -87,7 +87,7 @@ def test_recomputation_leaves_its_frame_or_its_operator(reentrant: bool, tmp_pat
     def work() -> None:
         checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
 
-    names = recorded(work, tmp_path)
+    names = host_event_names(work, tmp_path)
     assert count(trace_memory.RECOMPUTE, names) == (0 if reentrant else 1)
     assert count(trace_memory.REENTRANT, names) == (1 if reentrant else 0)
     assert count(r"torch/utils/checkpoint\.py\(\d+\): checkpoint$", names) == 1
@@ -109,13 +109,13 @@ def test_a_loop_over_parameters_has_its_frame(
 
         return step
 
-    loop = recorded(work(False), tmp_path)
+    loop = host_event_names(work(False), tmp_path)
     assert f"Optimizer.step#{name}.step" in loop
     assert count(single_tensor_optimizer.OPTIMIZER_STEP, loop) == 1
     assert count(single_tensor_optimizer.SINGLE_TENSOR, loop) == 1
-    assert count(single_tensor_optimizer.SINGLE_TENSOR, recorded(work(True), tmp_path)) == 0
+    assert count(single_tensor_optimizer.SINGLE_TENSOR, host_event_names(work(True), tmp_path)) == 0
 
 
 def test_empty_cache_has_its_frame(tmp_path: Path) -> None:
-    names = recorded(torch.cuda.empty_cache, tmp_path)
+    names = host_event_names(torch.cuda.empty_cache, tmp_path)
     assert count(device_memory.EMPTY_CACHE, names) >= 1

@@ -109,18 +109,19 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
         "worker_cpu",
     ],
 )
-def test_what_the_cure_saved_lies_in_the_range_of_the_gain(name: str) -> None:
-    """Of recordings whose cure changes nothing else; between the medians of both runs."""
+def test_the_saving_of_the_cure_lies_in_the_range_of_the_gain(name: str) -> None:
+    """The recordings are those whose cure changes nothing else; the saving is between the
+    medians of both runs."""
     slow, cured = (
         analyze(RECORDED / f"{name}.{kind}", Options(config={})) for kind in ("slow", "cured")
     )
     assert slow.step is not None and cured.step is not None
-    found = next(f.impact for f in slow.findings if f.rule == CASES[name])
-    assert found is not None and found.low_ns is not None and found.high_ns is not None
-    assert found.low_ns <= slow.step.ns - cured.step.ns <= found.high_ns
+    match = next(f.impact for f in slow.findings if f.rule == CASES[name])
+    assert match is not None and match.low_ns is not None and match.high_ns is not None
+    assert match.low_ns <= slow.step.ns - cured.step.ns <= match.high_ns
 
 
-def test_of_a_function_of_the_loop_what_takes_its_time_is_said_and_its_line() -> None:
+def test_a_function_of_the_loop_is_reported_with_its_main_cost_and_line() -> None:
     """A window of past values is kept by concatenation in ``Window.push``, which is nearly all of
     the loop's own code: the general finding would gain more, and says less."""
     report = analyze(RECORDED / "sliding_window.slow", Options(config={}))
@@ -157,7 +158,7 @@ def test_a_sixth_of_the_step_is_reported_where_sampled_stacks_name_its_function(
     assert "share of this function" in [e.label for e in first.evidence]
 
 
-def test_what_garbage_collection_costs_is_what_the_cure_saves() -> None:
+def test_the_cost_of_garbage_collection_is_what_the_cure_saves() -> None:
     means = []
     for variant in ("slow", "cured"):
         recording = open_run(RECORDED / f"gc_pauses.{variant}").recording
@@ -228,7 +229,7 @@ def test_titles_name_what_works_in_vain(name: str, rule: str, title: str) -> Non
         ("doc_finder", "nothing comes before the product"),
     ],
 )
-def test_what_proves_the_fix_is_of_the_work_that_is_done_again(name: str, gone: str) -> None:
+def test_the_evidence_of_the_fix_is_about_the_repeated_work(name: str, gone: str) -> None:
     assert gone in text_of(name, "rebuilt-weights").verify
 
 
@@ -260,7 +261,7 @@ def test_ratios_of_rows_are_numbers_and_no_percentages() -> None:
     assert evidence.unit == "" and evidence.value == pytest.approx(27.01, abs=0.01)
 
 
-def test_counts_of_longer_steps_are_written_as_times_a_step() -> None:
+def test_counts_of_longer_steps_are_written_as_times_per_step() -> None:
     """The V100's longer half runs 5 such kernels in 3 steps, the shorter half 2."""
     report = analyze(H100.parent / "v100_train_copy_heavy.json.gz", Options(config={}))
     (line,) = [each for each in report.limits if "The longer half" in each]
@@ -296,11 +297,11 @@ def test_a_metric_in_the_loop_is_named_with_its_line_by_samples(method: str, cod
         "torch/functional.py(967): _unique_impl",
     ]
     run.event("stacks", frames=frames, stacks=[[20, [0, 1, 2, 3, 4]], [60, [0]]])
-    found = run_rules(0, b.analysis(), load_rules()).findings
-    found = [each for each in found if each.rule == "data-dependent-shapes"]
-    assert len(found) == 1 and code in found[0].code
-    assert found[0].where[0].line == 40
-    assert "_validate (torchmetrics/functional/stat_scores.py)" in found[0].fix
+    result = run_rules(0, b.analysis(), load_rules()).findings
+    result = [each for each in result if each.rule == "data-dependent-shapes"]
+    assert len(result) == 1 and code in result[0].code
+    assert result[0].where[0].line == 40
+    assert "_validate (torchmetrics/functional/stat_scores.py)" in result[0].fix
 
 
 @pytest.mark.parametrize("batch", [2, 32, 64])
@@ -333,7 +334,7 @@ def test_waits_stay_outside_of_captured_dense_layers() -> None:
     ],
 )
 def test_a_pipeline_that_is_on_is_not_advised_but_what_blocks_in_it(name: str, blocks: str) -> None:
-    """Its ranges are ``## sparse_data_dist ##`` and ``## wait_sparse_data_dist ##``."""
+    """The pipeline's ranges are ``## sparse_data_dist ##`` and ``## wait_sparse_data_dist ##``."""
     report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "exposed-communication")
     assert "TrainPipelineSparseDist" not in finding.code and "next batch" not in finding.fix
@@ -370,9 +371,7 @@ def test_ways_to_launch_less_are_those_that_the_trace_leaves(
         ),
     ],
 )
-def test_nobody_is_told_to_remove_waits_of_a_library_or_of_what_measures(
-    name: str, says: str
-) -> None:
+def test_waits_of_a_library_or_of_a_measurement_are_not_reported(name: str, says: str) -> None:
     report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "launch-bound")
     assert says in finding.fix

@@ -1,4 +1,5 @@
-"""Why a product is slow is told by its tiles against the units of the device, whoever made it."""
+"""The cause of a slow product follows from its tiles and the units of the device, whoever made
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from advisor.rules.kernel.slow_convolution import SlowConvolution
 from advisor.rules.kernel.slow_gemm import SlowGemm, explain_slow_product
 
 
-def why(m: int, n: int, k: int, units: int | None, *, batch: int = 1, amd: bool = False) -> str:
+def advice_on_product(
+    m: int, n: int, k: int, units: int | None, *, batch: int = 1, amd: bool = False
+) -> str:
     a, b = Tensor((m, k), "c10::BFloat16", None), Tensor((k, n), "c10::BFloat16", None)
     causes = explain_slow_product(MatrixProduct(batch, m, n, k, a, b, None), units, amd=amd)
     advice = SlowGemm()._advise([cause.case for cause in causes if cause.case])
@@ -18,7 +21,7 @@ def why(m: int, n: int, k: int, units: int | None, *, batch: int = 1, amd: bool 
 
 
 @pytest.mark.parametrize(
-    ("size", "units", "amd", "told"),
+    ("size", "units", "amd", "cause"),
     [
         # 2 x 2 tiles; 304 compute units of an MI300X
         ((256, 256, 65536), 304, True, "4 tiles of 128 x 128 for 304 compute units, and each"),
@@ -33,18 +36,18 @@ def why(m: int, n: int, k: int, units: int | None, *, batch: int = 1, amd: bool 
     ],
 )
 def test_tiles_over_units_tell_the_cause(
-    size: tuple[int, int, int], units: int | None, amd: bool, told: str
+    size: tuple[int, int, int], units: int | None, amd: bool, cause: str
 ) -> None:
-    assert told in why(*size, units, amd=amd)
+    assert cause in advice_on_product(*size, units, amd=amd)
 
 
-def test_what_tunes_products_is_the_vendors() -> None:
-    assert "PYTORCH_TUNABLEOP_ENABLED" in why(256, 256, 65536, 304, amd=True)
-    assert "TUNABLEOP" not in why(256, 256, 65536, 108)
+def test_the_advice_on_tuning_products_is_the_vendors() -> None:
+    assert "PYTORCH_TUNABLEOP_ENABLED" in advice_on_product(256, 256, 65536, 304, amd=True)
+    assert "TUNABLEOP" not in advice_on_product(256, 256, 65536, 108)
 
 
 def test_thousands_of_tiny_products_are_reported_as_such() -> None:
-    assert "37,632 products of 8 x 8" in why(8, 8, 64, 304, batch=37_632, amd=True)
+    assert "37,632 products of 8 x 8" in advice_on_product(8, 8, 64, 304, batch=37_632, amd=True)
 
 
 @pytest.mark.parametrize(("kinds", "advised"), [(1, True), (12, False)])

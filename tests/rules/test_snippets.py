@@ -18,17 +18,17 @@ torch = pytest.importorskip("torch")
 RULES: dict[str, Rule] = {rule.id: rule for rule in load_rules(config={})}
 
 
-class Moved:
+class FakeTensor:
     """A tensor that is copied to a device."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def to(self, _device: str, *, non_blocking: bool) -> Moved:
+    def to(self, _device: str, *, non_blocking: bool) -> FakeTensor:
         assert non_blocking
         return self
 
-    def pin_memory(self) -> Moved:
+    def pin_memory(self) -> FakeTensor:
         return self
 
 
@@ -39,17 +39,17 @@ def test_a_prefetch_trains_on_every_batch(count: int) -> None:
         Stream=lambda: stream, stream=lambda _s: nullcontext(), current_stream=lambda: stream
     )
     trained: list[int] = []
-    given = {
+    fields = {
         "torch": SimpleNamespace(cuda=cuda),
         "device": "cuda",
-        "loader": [(Moved(number),) for number in range(count)],
+        "loader": [(FakeTensor(number),) for number in range(count)],
         "train_step": lambda x: trained.append(x.number),
     }
-    exec(RULES["copies-not-overlapped"].code, given)
+    exec(RULES["copies-not-overlapped"].code, fields)
     assert trained == list(range(count))
-    given |= {"data": given["loader"]}
+    fields |= {"data": fields["loader"]}
     kept = str(RULES["pageable-copies"].case("no DataLoader")["code"]).partition("\n\n")[0]
-    exec(kept, given)
+    exec(kept, fields)
     assert trained == 2 * list(range(count))
 
 
@@ -64,50 +64,50 @@ def test_a_pinned_buffer_is_refilled_only_after_its_last_copy() -> None:
         return torch.empty(shape, dtype=dtype)
 
     batches = [torch.arange(4.0) + n for n in range(3)]
-    given = {
+    fields = {
         "torch": SimpleNamespace(empty=empty, cuda=SimpleNamespace(Event=lambda: event)),
         "device": "cpu",
         "loader": batches,
         "max_batch_shape": (8,),
         "dtype": torch.float32,
     }
-    exec(STAGING_CODE, given)
+    exec(STAGING_CODE, fields)
     assert order == ["wait", "record"] * 3
-    assert torch.equal(given["x"], batches[-1])  # type: ignore[call-overload]
+    assert torch.equal(fields["x"], batches[-1])  # type: ignore[call-overload]
 
 
 def test_padded_widths_grow_with_the_layers_that_read_them() -> None:
     rule, owner = RULES["misaligned-gemm"], SimpleNamespace()
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "nn": torch.nn, "F": torch.nn.functional, "self": owner,
         "width": 1613, "hidden": 32, "vocab": 50257,
         "x": torch.randn(2, 1613), "hidden_states": torch.randn(2, 32),
     }  # fmt: skip
-    exec(rule.code, given)
+    exec(rule.code, fields)
     assert owner.first.in_features == 1664
-    assert given["y"].shape == (2, 32)
-    exec(str(rule.case("a vocabulary")["code"]), given)
+    assert fields["y"].shape == (2, 32)
+    exec(str(rule.case("a vocabulary")["code"]), fields)
     assert owner.head.out_features == owner.embedding.num_embeddings == 50304
-    assert given["logits"].shape == (2, 50257)
+    assert fields["logits"].shape == (2, 50257)
 
 
 def test_a_padded_image_fits_the_padded_layer() -> None:
     case = RULES["slow-convolution"].case("channels are not multiples of 8")
-    given = {
+    fields = {
         "nn": torch.nn, "F": torch.nn.functional, "self": SimpleNamespace(),
         "width": 16, "x": torch.randn(2, 3, 8, 8),
     }  # fmt: skip
-    exec(str(case["code"]), given)
-    assert given["self"].first(given["x"]).shape == (2, 16, 8, 8)  # type: ignore[attr-defined]
+    exec(str(case["code"]), fields)
+    assert fields["self"].first(fields["x"]).shape == (2, 16, 8, 8)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])
-def test_these_optimizers_take_sparse_gradients(name: str) -> None:
+def test_the_advised_optimizers_take_sparse_gradients(name: str) -> None:
     rule = RULES["dense-embedding-gradient"]
     case = rule.case("the optimizer takes sparse gradients", optimizer=name)
-    given: dict[str, Any] = {"torch": torch, "rows": 50, "size": 4}
-    exec(str(case["code"]), given)
-    table = given["table"]
+    fields: dict[str, Any] = {"torch": torch, "rows": 50, "size": 4}
+    exec(str(case["code"]), fields)
+    table = fields["table"]
     before = table.weight.detach().clone()
     optimizer = getattr(torch.optim, name)(table.parameters(), lr=0.1)
     table(torch.tensor([3])).sum().backward()
@@ -139,21 +139,21 @@ def test_another_optimizer_keeps_the_settings(
     for part in ("torchao", module):
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
     setattr(sys.modules[module], name, stand_in)
-    given = {
+    fields = {
         "torch": torch, "model": torch.nn.Linear(2, 2),
         "lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1,
     }  # fmt: skip
-    exec(str(RULES["out-of-memory"].case(change)["code"]), given)
+    exec(str(RULES["out-of-memory"].case(change)["code"]), fields)
     own = {key: kept[0][key] for key in ("lr", "betas", "weight_decay")}
     assert own == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def test_batches_by_tokens_hold_each_sample_once_and_no_more_than_the_limit() -> None:
     lengths = [5, 90, 7, 12, 40, 3, 11]
-    given: dict[str, Any] = {"lengths": lengths, "limit": 90, "dataset": [], "pad": list}
-    given["DataLoader"] = lambda _dataset, batch_sampler, collate_fn: batch_sampler
-    exec(str(RULES["out-of-memory"].case("an unusually large batch")["code"]), given)
-    batches: list[list[int]] = given["loader"]
+    fields: dict[str, Any] = {"lengths": lengths, "limit": 90, "dataset": [], "pad": list}
+    fields["DataLoader"] = lambda _dataset, batch_sampler, collate_fn: batch_sampler
+    exec(str(RULES["out-of-memory"].case("an unusually large batch")["code"]), fields)
+    batches: list[list[int]] = fields["loader"]
     assert sorted(index for batch in batches for index in batch) == [*range(len(lengths))]
     assert max(len(batch) * max(lengths[i] for i in batch) for batch in batches) == 90
 
@@ -173,10 +173,10 @@ def test_both_inputs_have_one_memory_order_afterwards(case: str, order: Callable
     x = order()
     y = torch.randn(x.shape)
     code = str(RULES["low-bandwidth"].case(case)["code"]).rpartition("\n\n")[2]
-    given = {"torch": torch, "x": x, "y": y}
-    exec(code, given)
-    assert given["y"].stride() == x.stride() != y.stride()
-    assert torch.equal(given["y"], y)
+    fields = {"torch": torch, "x": x, "y": y}
+    exec(code, fields)
+    assert fields["y"].stride() == x.stride() != y.stride()
+    assert torch.equal(fields["y"], y)
 
 
 @pytest.mark.parametrize("case", ["", "one query", "two products", "a mask, FP32 or large heads"])
@@ -186,10 +186,10 @@ def test_grouped_attention_without_copies_is_the_same_as_with_them(case: str) ->
     t = 1 if case == "one query" else 16
     q, k, v = (torch.randn(b, n, m, d) for n, m in ((heads, t), (kv_heads, 16), (kv_heads, 16)))
     mask = torch.randn(1, 1, t, 16) if "products" in case or "mask" in case else None
-    given = {"F": torch.nn.functional, "q": q, "k": k, "v": v, "b": b, "t": t, "d": d}
-    given |= {"heads": heads, "kv_heads": kv_heads, "mask": mask}
+    fields = {"F": torch.nn.functional, "q": q, "k": k, "v": v, "b": b, "t": t, "d": d}
+    fields |= {"heads": heads, "kv_heads": kv_heads, "mask": mask}
     rule = RULES["repeated-keys-values"]
-    exec(rule.cases[case]["code"] if case else rule.code, given)
+    exec(rule.cases[case]["code"] if case else rule.code, fields)
     keys, values = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     expected = attend(q, keys, values, attn_mask=mask, is_causal=not case)
-    assert torch.allclose(given["y"], expected, atol=1e-5)
+    assert torch.allclose(fields["y"], expected, atol=1e-5)

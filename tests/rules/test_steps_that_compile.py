@@ -1,4 +1,5 @@
-"""Long steps that compile are told from others in one way, by whichever rule finds them."""
+"""Long steps that compile are distinguished from others in one way, by whichever rule finds
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def run_with(long: set[int], *, early: list[str], late: list[str]) -> TraceBuild
     return b
 
 
-def found(rule: Rule, b: TraceBuilder) -> Finding:
+def only_finding(rule: Rule, b: TraceBuilder) -> Finding:
     (finding,) = (each for each in rule.check(b.analysis()) if isinstance(each, Finding))
     return finding
 
@@ -40,9 +41,9 @@ def found(rule: Rule, b: TraceBuilder) -> Finding:
     ids=["at regular distances", "irregular"],
 )
 def test_long_steps_that_compile_are_said_to(rule: Rule, long: set[int]) -> None:
-    compiles = found(rule, run_with(long, early=[MAIN], late=[COMPILE]))
+    compiles = only_finding(rule, run_with(long, early=[MAIN], late=[COMPILE]))
     assert "of compiling after the warm-up" in compiles.summary
     assert compiles.fix == COMPILING["fix"] == LongStep.cases["compiling"]["fix"]
     for early, late in (([COMPILE], [MAIN]), ([RUN], [RUN])):  # at the start alone; only runs
-        other = found(rule, run_with(long, early=early, late=late))
+        other = only_finding(rule, run_with(long, early=early, late=late))
         assert "compiling" not in other.summary and other.fix != COMPILING["fix"]

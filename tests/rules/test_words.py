@@ -1,4 +1,4 @@
-"""What a rule says fits the program: nothing of training where nothing is trained, nothing of
+"""Texts of rules fit the program: nothing of training where nothing is trained, nothing of
 PyTorch where there is none."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OF_OPTIMIZERS = {
 TORCH = re.compile(r"torch|DataLoader|num_workers|autograd|\.item\(\)|non_blocking", re.IGNORECASE)
 
 
-def said(rule: Rule) -> Iterator[tuple[str, str]]:
+def texts_of_rule(rule: Rule) -> Iterator[tuple[str, str]]:
     """Name of an attribute, or of a case, and a text of it."""
     for name in TEXTS:
         yield name, str(getattr(rule, name))
@@ -58,11 +58,11 @@ def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
     alternative is cut in a short report."""
     long = []
     for rule in RULES:
-        told = [rule.code, *(advice.code for advice in rule.framework_advice.values())]
-        told += [str(texts.get("code", "")) for texts in rule.cases.values()]
-        alternatives = [part for code in told for part in code.split("\n\n")]
+        snippets = [rule.code, *(advice.code for advice in rule.framework_advice.values())]
+        snippets += [str(texts.get("code", "")) for texts in rule.cases.values()]
+        alternatives = [part for code in snippets for part in code.split("\n\n")]
         long += [(rule.id, part) for part in alternatives if part.count("\n") >= MAX_CODE]
-        for line in "\n".join(told).splitlines():
+        for line in "\n".join(snippets).splitlines():
             body, mark, comment = line.rpartition("  # ")
             parts = [body, comment] if mark and body.strip() else [line]
             long += [(rule.id, line) for part in parts if len(part.rstrip()) > 74]
@@ -76,7 +76,7 @@ def test_a_rule_speaks_of_no_training_where_nothing_is_trained(rule: Rule) -> No
     other = rule.for_program(Program(trains=False))
     assert [
         (name, text)
-        for name, text in said(other)
+        for name, text in texts_of_rule(other)
         if TRAINING.search(text) and (rule.id, name) not in OF_OPTIMIZERS
     ] == []
     assert set(rule.inference) <= {*TEXTS, "cases"}
@@ -99,7 +99,7 @@ def _launches(*ops: str) -> list[str]:
 
 def test_a_rule_about_training_is_not_run_where_nothing_is_trained() -> None:
     class Training(Rule):
-        """Finds something in every trace."""
+        """A rule that finds something in every trace."""
 
         id, title, category = "of-training", "Found", "host"
         training_only = True
@@ -115,8 +115,8 @@ def test_a_rule_about_training_is_not_run_where_nothing_is_trained() -> None:
             if sequence:
                 with b.op("autograd::engine::evaluate_function: MmBackward0", sequence=sequence):
                     b.product(100)
-    found = [run_rules(0, b.analysis(), [Training()]).findings for b in (learns, infers)]
-    assert list(map(len, found)) == [1, 0]
+    result = [run_rules(0, b.analysis(), [Training()]).findings for b in (learns, infers)]
+    assert list(map(len, result)) == [1, 0]
 
 
 def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:
@@ -138,18 +138,16 @@ def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
 
 @pytest.mark.parametrize("framework", [TENSORFLOW, JAX])
 @pytest.mark.parametrize("rule", [r for r in RULES if r.framework_advice], ids=lambda rule: rule.id)
-def test_what_a_finding_says_of_them_by_itself_names_nothing_of_pytorch(
-    rule: Rule, framework: str
-) -> None:
+def test_default_texts_of_findings_name_nothing_of_pytorch(rule: Rule, framework: str) -> None:
     other = rule.for_program(Program(framework, foreign=True))
     if other.advice is None:
         return
     whole = [{}, *(other.case(name) for name in other.cases)]
     for texts in whole:
-        found = other.complete(Finding(summary="", **{**texts, "confidence": 0.5}))
-        said = (found.title, found.fix, found.code, found.verify, found.falsified_by)
-        assert not any(map(TORCH.search, (*said, found.alternatives, *found.assumptions)))
-        assert not any(map(TORCH.search, found.references))
+        result = other.complete(Finding(summary="", **{**texts, "confidence": 0.5}))
+        said = (result.title, result.fix, result.code, result.verify, result.falsified_by)
+        assert not any(map(TORCH.search, (*said, result.alternatives, *result.assumptions)))
+        assert not any(map(TORCH.search, result.references))
 
 
 def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:
@@ -166,11 +164,11 @@ NO_ACTION = re.compile(r"(?:The|Its?|An?|This|These|Where|There|JAX)\b|\W|\d")
 """Beginnings of a sentence that says what is so, and not what to do."""
 
 
-def fixes(texts: object) -> Iterator[str]:
+def fixes_in(texts: object) -> Iterator[str]:
     """Fixes in nested texts of a rule."""
     if isinstance(texts, Mapping):
         for name, text in texts.items():
-            yield from [text] if name == "fix" else fixes(text)
+            yield from [text] if name == "fix" else fixes_in(text)
     elif hasattr(texts, "fix"):
         yield str(texts.fix)
 
@@ -178,5 +176,10 @@ def fixes(texts: object) -> Iterator[str]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_a_fix_begins_with_what_to_do(rule: Rule) -> None:
     """Short reports show its first sentence alone."""
-    texts = [rule.fix, *fixes(rule.cases), *fixes(rule.inference), *fixes(rule.framework_advice)]
+    texts = [
+        rule.fix,
+        *fixes_in(rule.cases),
+        *fixes_in(rule.inference),
+        *fixes_in(rule.framework_advice),
+    ]
     assert [text for text in texts if NO_ACTION.match(text)] == []

@@ -1,4 +1,4 @@
-"""What findings are worth on small programs, against arithmetic done by hand."""
+"""Gains of findings on small programs, against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from advisor.rules.optimizer.dense_embedding_gradient import DenseEmbeddingGradi
 from advisor.rules.optimizer.single_tensor_optimizer import SingleTensorOptimizer
 from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
 from advisor.testing import TraceBuilder
-from tests.rules.rank_rules import compared
+from tests.rules.rank_rules import estimated_findings
 
 _POINTWISE = "void at::native::vectorized_elementwise_kernel<4, "
 
 
-def only(rule: Rule, name: str) -> Finding:
-    """The one finding of a rule on one of its examples, priced by the engine."""
+def only_finding(rule: Rule, name: str) -> Finding:
+    """The only finding of a rule on one of its examples, estimated by the engine."""
     (finding,) = run_rules(-1, rule.examples()[name].analysis(), [rule]).findings
     assert finding.impact is not None
     return finding
@@ -40,27 +40,27 @@ def gain_us(finding: Finding) -> float:
 
 def test_needless_reductions_cost_the_time_that_nothing_hides() -> None:
     # 8 and 25 MiB at 60 us a MiB, after the backward pass and before the next forward pass
-    finding = only(MissingNoSync(), "two passes, each reduced")
+    finding = only_finding(MissingNoSync(), "two passes, each reduced")
     assert gain_us(finding) == pytest.approx(33 * 60, rel=0.05)
 
 
 def test_without_sync_the_next_forward_broadcasts_no_buffers() -> None:
     # of 4 passes 3 reduce 8 MiB at 60 us a MiB and wait 500 us for a broadcast, for nothing
-    finding = only(MissingNoSync(), "buffers are broadcast too")
+    finding = only_finding(MissingNoSync(), "buffers are broadcast too")
     assert gain_us(finding) == pytest.approx(3 * (8 * 60 + 500), rel=0.05)
 
 
 def test_a_pinned_allocation_costs_what_the_device_waits_for_it() -> None:
     # 2.5 ms in the call, with nothing for the device to do
-    assert gain_us(only(PinnedAllocationInLoop(), "a new buffer each step")) == pytest.approx(
-        2500, rel=0.05
-    )
+    assert gain_us(
+        only_finding(PinnedAllocationInLoop(), "a new buffer each step")
+    ) == pytest.approx(2500, rel=0.05)
 
 
 def test_a_round_trip_costs_both_copies() -> None:
     # 16 MiB at 6 GB/s there and back; the 300 us in between stay
     copies = 2 * (16 << 20) / 6e3
-    finding = only(PingPong(), "sorted on the CPU")
+    finding = only_finding(PingPong(), "sorted on the CPU")
     assert copies * 0.95 <= gain_us(finding) <= copies + 400
     assert (finding.where[0].file, finding.where[0].line) == ("model.py", 30)
 
@@ -71,7 +71,7 @@ def test_a_round_trip_costs_both_copies() -> None:
 )
 def test_bytes_instead_of_floats_save_three_quarters_of_the_copy(name: str) -> None:
     copy = 4 * 64 * 3 * 224 * 224 / 20e3
-    assert gain_us(only(DtypeInflation(), name)) == pytest.approx(0.75 * copy, rel=0.02)
+    assert gain_us(only_finding(DtypeInflation(), name)) == pytest.approx(0.75 * copy, rel=0.02)
 
 
 def test_a_slow_device_costs_what_its_kernels_take_longer() -> None:
@@ -79,43 +79,43 @@ def test_a_slow_device_costs_what_its_kernels_take_longer() -> None:
     # job waits for the next slowest, at 1.02
     rule = SlowDevice()
     ranks = dict(enumerate(b.analysis() for b in rule.examples()["third of four"]))
-    (finding,) = compared(ranks, [rule]).findings
+    (finding,) = estimated_findings(ranks, [rule]).findings
     assert finding.evidence[0].value == 2
     assert finding.evidence[1].value == pytest.approx(1.25)
     assert gain_us(finding) == pytest.approx(5 * 900 * (1.25 - 1.02), rel=0.01)
 
 
-def test_the_reported_rank_itself_is_slow_and_priced_by_its_own_step() -> None:
+def test_the_reported_rank_itself_is_slow_and_gains_by_its_own_step() -> None:
     rule = SlowDevice()
     ranks = dict(enumerate(b.analysis() for b in rule.examples()["the rank that is reported"]))
-    (finding,) = compared(ranks, [rule]).findings
+    (finding,) = estimated_findings(ranks, [rule]).findings
     assert gain_us(finding) == pytest.approx(5 * 900 * 0.20, rel=0.02)
 
 
 def test_stalls_cost_what_was_written_in_them() -> None:
     # four of forty steps hold 9 ms of torch.save; time over the window, not a step
-    finding = only(PeriodicStalls(), "torch.save")
+    finding = only_finding(PeriodicStalls(), "torch.save")
     assert finding.impact is not None
     assert finding.impact.currency == "run_time"
     assert gain_us(finding) == pytest.approx(4 * 9000, rel=0.01)
 
 
 def test_the_log_softmax_and_one_gradient_are_named_in_bytes() -> None:
-    finding = only(HugeVocabulary(), "a tenth of the peak")
+    finding = only_finding(HugeVocabulary(), "a tenth of the peak")
     assert finding.impact is not None
     assert finding.impact.freed_bytes == 2 * 10240 * 128256 * 4
 
 
 def test_losses_of_two_optimizers_are_not_added_but_detached() -> None:
-    one = only(RepeatedBackward(), "two losses, each with its own backward pass")
-    two = only(RepeatedBackward(), "each loss updates a network of its own")
+    one = only_finding(RepeatedBackward(), "two losses, each with its own backward pass")
+    two = only_finding(RepeatedBackward(), "each loss updates a network of its own")
     assert "Add the losses" in one.fix and "Add the losses" not in two.fix
     assert "detach()" in two.fix and "fake.detach()" in two.code
 
 
 def test_a_sparse_gradient_on_a_cpu_costs_more_than_its_rows() -> None:
     # two operators of 900 us on the table; a sparse update of 512 rows of 32: 250 us, 8 ns a value
-    finding = only(DenseEmbeddingGradient(), "on a CPU")
+    finding = only_finding(DenseEmbeddingGradient(), "on a CPU")
     assert gain_us(finding) == pytest.approx(1800 - 250 - 512 * 32 * 0.008, rel=0.02)
 
 
@@ -172,7 +172,7 @@ def test_fusing_gains_no_host_time_of_an_operator_that_mostly_launches_nothing()
     assert 1000 < gain_us(finding) <= 8 * 300 + 11 * 2.5
 
 
-def test_what_another_fix_does_to_kernels_outside_the_chains_leaves_their_gain() -> None:
+def test_another_fix_of_kernels_outside_the_chains_leaves_their_gain() -> None:
     # 8 kernels in a row and 8 apart are all of aten::mul, by two names
     shape, b = [64, 1024, 1024], TraceBuilder("A100")
     for _ in b.steps():

@@ -26,8 +26,10 @@ def script() -> ModuleType:
     return module
 
 
-def told(*findings: tuple[str, int | None, float], risks: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Advice about a recording: (rule, rank, share) each."""
+def advice_of(
+    *findings: tuple[str, int | None, float], risks: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Build advice about a recording from (rule, rank, share) of each finding."""
     return {
         "findings": [
             {
@@ -45,7 +47,7 @@ def told(*findings: tuple[str, int | None, float], risks: tuple[str, ...] = ()) 
     }
 
 
-def entry(slow: dict[str, Any], cured: dict[str, Any], times: tuple[float, float]) -> Any:
+def make_entry(slow: dict[str, Any], cured: dict[str, Any], times: tuple[float, float]) -> Any:
     blocks = [[t * 0.9, t, t * 1.1] for t in times]
     return {
         "slow": {"median_ms": times[0], "block_ms": blocks[0], "advice": slow},
@@ -54,9 +56,9 @@ def entry(slow: dict[str, Any], cured: dict[str, Any], times: tuple[float, float
 
 
 def test_a_cure_that_takes_half_of_the_step_off_is_half_measured(script: ModuleType) -> None:
-    one = entry(told(("launch-bound", 1, 0.4)), told(), (10.0, 5.0))
-    found = script.compared(Workload(finds=("launch-bound",)), one)
-    assert found == {
+    one = make_entry(advice_of(("launch-bound", 1, 0.4)), advice_of(), (10.0, 5.0))
+    result = script.compared(Workload(finds=("launch-bound",)), one)
+    assert result == {
         "measured": 0.5,
         "predicted": 0.4,
         "low": 0.2,
@@ -68,35 +70,37 @@ def test_a_cure_that_takes_half_of_the_step_off_is_half_measured(script: ModuleT
 
 
 def test_gains_are_for_the_same_work_where_steps_do_different_amounts(script: ModuleType) -> None:
-    one = entry(told(), told(), (8.0, 16.0))
-    found = script.compared(Workload(finds=("small-grids",), samples=(8, 128)), one)
-    assert found["measured"] == pytest.approx(1 - (16 / 128) / (8 / 8))
+    one = make_entry(advice_of(), advice_of(), (8.0, 16.0))
+    result = script.compared(Workload(finds=("small-grids",), samples=(8, 128)), one)
+    assert result["measured"] == pytest.approx(1 - (16 / 128) / (8 / 8))
 
 
 def test_a_finding_that_stays_is_a_miss_and_one_that_never_came_is_not_cured(
     script: ModuleType,
 ) -> None:
-    both = told(("implicit-sync", 2, 0.1), ("launch-bound", 1, 0.2))
-    stays = script.compared(Workload(finds=("implicit-sync",)), entry(both, both, (2.0, 2.0)))
+    both = advice_of(("implicit-sync", 2, 0.1), ("launch-bound", 1, 0.2))
+    stays = script.compared(Workload(finds=("implicit-sync",)), make_entry(both, both, (2.0, 2.0)))
     assert (stays["place"], stays["gone"], stays["left"]) == (
         "2",
         False,
         ["implicit-sync", "launch-bound"],
     )
-    never = script.compared(Workload(finds=("ping-pong",)), entry(both, told(), (2.0, 1.0)))
+    never = script.compared(
+        Workload(finds=("ping-pong",)), make_entry(both, advice_of(), (2.0, 1.0))
+    )
     assert never["place"] is None
     assert "gone" not in never
 
 
-def test_what_is_folded_or_a_risk_is_distinguished_from_a_rank(script: ModuleType) -> None:
-    assert script.place(("memory-leak",), told(risks=("other", "memory-leak"))) == "risk 2"
-    assert script.place(("poor-overlap",), told(("poor-overlap", None, 0.1))) == "under other"
-    assert script.place(("x",), told(("y", 1, 0.5))) is None
+def test_folded_findings_and_risks_are_distinguished_from_ranks(script: ModuleType) -> None:
+    assert script.place(("memory-leak",), advice_of(risks=("other", "memory-leak"))) == "risk 2"
+    assert script.place(("poor-overlap",), advice_of(("poor-overlap", None, 0.1))) == "under other"
+    assert script.place(("x",), advice_of(("y", 1, 0.5))) is None
 
 
 def test_the_page_names_misses_failures_and_what_was_left_out(script: ModuleType) -> None:
-    miss = entry(told(), told(), (3.0, 2.0))
-    loud = entry(told(("launch-bound", 1, 0.5)), told(), (1.0, 1.0))
+    miss = make_entry(advice_of(), advice_of(), (3.0, 2.0))
+    loud = make_entry(advice_of(("launch-bound", 1, 0.5)), advice_of(), (1.0, 1.0))
     cut = {"steps": 3, "stacks": False, "memory": True, "left_out": ["400 kB with all"]}
     miss["slow"]["recorded"] = cut
     results = {
@@ -149,7 +153,7 @@ def test_one_command_records_times_and_tabulates_and_goes_on_where_it_stopped(
     assert "leak, slow" not in capsys.readouterr().out  # there already
 
 
-def test_without_a_gpu_it_says_so(script: ModuleType, tmp_path: Path) -> None:
+def test_the_script_without_a_gpu_says_so(script: ModuleType, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -160,23 +164,23 @@ def test_without_a_gpu_it_says_so(script: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, Any]:
+def recorded_results() -> dict[str, Any]:
     if not (RECORDED / "results.json").exists():
         pytest.skip("no recordings of a GPU yet: make record-h200 on a machine with one")
-    found: dict[str, Any] = json.loads((RECORDED / "results.json").read_text())
-    return found
+    document: dict[str, Any] = json.loads((RECORDED / "results.json").read_text())
+    return document
 
 
-def test_recorded_traces_are_small(recorded: dict[str, Any]) -> None:
-    assert recorded["workloads"]
+def test_recorded_traces_are_small(recorded_results: dict[str, Any]) -> None:
+    assert recorded_results["workloads"]
     assert all(file.stat().st_size <= 300_000 for file in RECORDED.rglob("*.json.gz"))
 
 
 def test_the_advice_on_the_recordings_is_still_what_the_table_says(
-    recorded: dict[str, Any], script: ModuleType
+    recorded_results: dict[str, Any], script: ModuleType
 ) -> None:
     changed = {}
-    for name, one in recorded["workloads"].items():
+    for name, one in recorded_results["workloads"].items():
         for variant in ("slow", "cured"):
             folder = RECORDED / name / variant
             if not folder.is_dir() or "advice" not in one.get(variant, {}):
@@ -188,8 +192,8 @@ def test_the_advice_on_the_recordings_is_still_what_the_table_says(
     assert changed == {}, "python benchmarks/record_gpu.py --output tests/data/h200 --table"
 
 
-def test_the_recorded_controls_have_no_finding(recorded: dict[str, Any]) -> None:
+def test_the_recorded_controls_have_no_finding(recorded_results: dict[str, Any]) -> None:
     for name, workload in catalogue().items():
-        said = recorded["workloads"].get(name, {}).get("compared", {})
-        if not workload.finds and "silent" in said:
-            assert said["silent"], name
+        claims = recorded_results["workloads"].get(name, {}).get("compared", {})
+        if not workload.finds and "silent" in claims:
+            assert claims["silent"], name

@@ -31,8 +31,8 @@ def one_thread() -> Any:
 
 def events_of(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path) as file:
-        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return found
+        result: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return result
 
 
 @pytest.mark.parametrize("stacks", [True, False], ids=["with_stack", "without_stack"])

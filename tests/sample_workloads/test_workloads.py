@@ -72,9 +72,9 @@ def report_of(name: str, variant: Variant, folder: Path) -> Report:
     return analyze(open_run(str(out)))
 
 
-def shown(report: Report, rules: set[str]) -> bool:
-    """One of the rules is at first or second place among findings or risks. A rule that still waits
-    to be shown right on a recording has no place yet: that it is among the notes counts."""
+def is_shown(report: Report, rules: set[str]) -> bool:
+    """Whether one of the rules is at first or second place among findings or risks. A rule that
+    still waits to be shown right on a recording has no place yet: a note of it counts."""
     places = sorted((f.priority, f.rule) for f in report.findings if f.priority is not None)
     top = {rule for _, rule in places[:2]} | {f.rule for f in report.risks[:2]}
     return bool(rules & top or rules & waiting(report))
@@ -85,14 +85,14 @@ def waiting(report: Report) -> set[str]:
     return {f.rule for f in report.notes if RULES[f.rule].validation == "synthetic"}
 
 
-def left(report: Report, rules: set[str]) -> bool:
-    """One of the rules is anywhere in the report, except as a note that is worth nothing."""
+def is_mentioned(report: Report, rules: set[str]) -> bool:
+    """Whether one of the rules is anywhere in the report, except as a note without a gain."""
     return bool(rules & ({f.rule for f in (*report.findings, *report.risks)} | waiting(report)))
 
 
-def impact(report: Report, rules: set[str]) -> float:
-    """What the findings of the rules are worth together, ns a step: the cured step is shorter, so
-    the same wait is a larger share of it."""
+def total_gain_ns(report: Report, rules: set[str]) -> float:
+    """Total gain of the findings of the rules, ns per step: the cured step is shorter, so the
+    same wait is a larger share of it."""
     return sum(
         f.impact.gain_ns or 0.0
         for f in (*report.findings, *report.notes)
@@ -111,12 +111,12 @@ def test_every_program_is_a_workload() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_read_from_the_source_is_what_the_module_says(name: str) -> None:
-    said, program = ALL[name], load(name)
+def test_workloads_read_from_the_source_equal_those_of_the_module(name: str) -> None:
+    declared, program = ALL[name], load(name)
     for field in ("finds", "also", "shown_on", "processes", "cpu_scale", "steps", "samples"):
-        assert getattr(program.workload, field) == getattr(said, field)
-    assert (program.__doc__ or "").startswith(said.title)
-    assert "The cure: " in said.doc or not said.finds
+        assert getattr(program.workload, field) == getattr(declared, field)
+    assert (program.__doc__ or "").startswith(declared.title)
+    assert "The cure: " in declared.doc or not declared.finds
 
 
 def test_the_findings_are_those_of_rules_that_exist() -> None:
@@ -204,9 +204,9 @@ def test_a_device_that_is_not_here_is_one_line() -> None:
 
 
 def test_blocks_are_timed_without_their_warm_up(tmp_path: Path) -> None:
-    found = running.measure("leak", setup("leak", "cured", tmp_path), seconds=0.2, blocks=4)
-    assert len(found) == 4
-    assert all(0 < ms < 10_000 for ms in found)
+    result = running.measure("leak", setup("leak", "cured", tmp_path), seconds=0.2, blocks=4)
+    assert len(result) == 4
+    assert all(0 < ms < 10_000 for ms in result)
 
 
 # -- findings -----------------------------------------------------------------------------------
@@ -218,16 +218,22 @@ def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_pa
     finds = set(ALL[name].finds)
     for attempt in range(ATTEMPTS):
         before = report_of(name, "slow", tmp_path / f"slow{attempt}")
-        if shown(before, finds):
+        if is_shown(before, finds):
             break
-    assert shown(before, finds), before.verdict
+    assert is_shown(before, finds), before.verdict
 
     # on a busy machine even a loader that keeps up is waited for now and then
     for attempt in range(ATTEMPTS):
         after = report_of(name, "cured", tmp_path / f"cured{attempt}")
-        if not left(after, finds) or impact(after, finds) < impact(before, finds) / 2:
+        if (
+            not is_mentioned(after, finds)
+            or total_gain_ns(after, finds) < total_gain_ns(before, finds) / 2
+        ):
             break
-    assert not left(after, finds) or impact(after, finds) < impact(before, finds) / 2
+    assert (
+        not is_mentioned(after, finds)
+        or total_gain_ns(after, finds) < total_gain_ns(before, finds) / 2
+    )
 
 
 @pytest.mark.slow
@@ -249,5 +255,5 @@ def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path
         allowed = TRUE_ON_CPU.get(name, set())
         if variant == "cured":
             allowed = allowed & {"exposed-communication"}
-        shown = [(f.rule, f.summary) for f in (*report.findings, *report.risks)]
-        assert [finding for finding in shown if finding[0] not in allowed] == []
+        reported = [(f.rule, f.summary) for f in (*report.findings, *report.risks)]
+        assert [finding for finding in reported if finding[0] not in allowed] == []

@@ -15,12 +15,12 @@ from benchmarks.simulation.summaries import summarise_all
 RANKS = 32
 
 
-def diagnosed(seed: int, kind: str) -> Score:
-    """A small job, held against its truth; its report survives being sent."""
+def diagnose_seed(seed: int, kind: str) -> Score:
+    """Diagnose a small job and judge it by its truth; its report survives being sent."""
     played, truth = play(seed, RANKS, kind)
-    found = study_ranks(*summarise_all(played))
-    assert found is not None
-    ranks = found.ranks
+    study = study_ranks(*summarise_all(played))
+    assert study is not None
+    ranks = study.ranks
     assert ranks.world == RANKS and len(ranks.lines) == RANKS - len(played.job.lost)
     assert msgspec.json.decode(msgspec.json.encode(ranks), type=Ranks) == ranks
     return judge(ranks, truth, played.job.cut)
@@ -28,21 +28,21 @@ def diagnosed(seed: int, kind: str) -> Score:
 
 def test_nearly_all_faults_are_reported_for_what_they_are_and_where() -> None:
     jobs = [(seed, FAULTS[seed % len(FAULTS)]) for seed in range(2 * len(FAULTS))]
-    found = {job: diagnosed(*job) for job in jobs}
-    wrong = {job: score.told for job, score in found.items() if not score.right}
+    result = {job: diagnose_seed(*job) for job in jobs}
+    wrong = {job: score.reported for job, score in result.items() if not score.right}
     assert len(wrong) <= 1, wrong
-    assert sum(score.beside for score in found.values()) <= 1
+    assert sum(score.beside for score in result.values()) <= 1
 
 
-def test_what_a_fault_costs_is_reported_about_right() -> None:
+def test_the_reported_cost_of_a_fault_is_about_right() -> None:
     for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
         played, truth = play(seed, RANKS, kind)
-        found = study_ranks(*summarise_all(played))
-        assert found is not None
-        score = judge(found.ranks, truth)
+        study = study_ranks(*summarise_all(played))
+        assert study is not None
+        score = judge(study.ranks, truth)
         assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)
 
 
 def test_jobs_without_a_fault_alarm_nobody() -> None:
-    told = [diagnosed(seed, HEALTHY).told for seed in range(8)]
-    assert told == [""] * len(told)
+    reported = [diagnose_seed(seed, HEALTHY).reported for seed in range(8)]
+    assert reported == [""] * len(reported)

@@ -15,33 +15,33 @@ from advisor.advise.engine import examine
 from advisor.advise.ranks.task import summarise_file
 from advisor.measure.ranks.summary_schema import PackedColumns, RankSummary, unpack
 from benchmarks.simulation import kineto
-from benchmarks.simulation.engine import Played
+from benchmarks.simulation.engine import SimulatedRun
 from benchmarks.simulation.jobs import HEALTHY
 from benchmarks.simulation.programs import play, simulate
 from benchmarks.simulation.summaries import summarise_all
 
 APART = ("path", "events", "bytes_read", "findings", "details")
-"""What only a file has."""
+"""Fields that only a summary read from a file has."""
 
 
-def small(seed: int, kind: str) -> Played:
+def small_job(seed: int, kind: str) -> SimulatedRun:
     """A job of 16 ranks and three steps, all of whose files are whole."""
     played, _ = play(seed, 16, kind, steps=3)
     return simulate(replace(played.job, lost=(), cut=()))
 
 
-def plain(value: object) -> object:
-    """Without packing, to be compared."""
+def unpack_value(value: object) -> object:
+    """Unpack a value so that it can be compared."""
     if isinstance(value, PackedColumns):
         return unpack(value).tolist()
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: unpack_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [unpack_value(each) for each in value]
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        return {name: unpack_value(getattr(value, name)) for name in value.__struct_fields__}
     return value
 
 
@@ -52,7 +52,7 @@ def plain(value: object) -> object:
 def test_a_file_says_what_the_summary_without_a_file_says(
     tmp_path: Path, seed: int, kind: str
 ) -> None:
-    played = small(seed, kind)
+    played = small_job(seed, kind)
     fast, unread = summarise_all(played)
     assert not unread and len(fast) == 16
     for rank in (0, 13):
@@ -61,18 +61,21 @@ def test_a_file_says_what_the_summary_without_a_file_says(
         read = summarise_file(str(path))
         for name in RankSummary.__struct_fields__:
             if name not in APART:
-                told, expected = plain(getattr(fast[rank], name)), plain(getattr(read, name))
-                assert told == expected, name
+                actual, expected = (
+                    unpack_value(getattr(fast[rank], name)),
+                    unpack_value(getattr(read, name)),
+                )
+                assert actual == expected, name
         assert read.findings and read.details
 
 
 def test_analyze_reads_a_simulated_file_without_complaint(tmp_path: Path) -> None:
-    played = small(3, HEALTHY)
+    played = small_job(3, HEALTHY)
     path = tmp_path / kineto.file_name(played.job, 5)
     path.write_bytes(gzip.compress(kineto.trace(played, 5), 1))
-    done = examine(path)
-    assert list(done.analyses) == [5] and done.main.step_count == 3
-    trace = done.main.trace
+    result = examine(path)
+    assert list(result.analyses) == [5] and result.main.step_count == 3
+    trace = result.main.trace
     assert not trace.meta.truncated and trace.meta.nesting_repaired == 0
     lost = {why for why in trace.meta.events_dropped if not why.startswith("not used")}
     assert not lost
@@ -85,7 +88,7 @@ def test_analyze_reads_a_simulated_file_without_complaint(tmp_path: Path) -> Non
 
 
 def test_lost_ranks_have_no_file_and_cut_ones_say_so(tmp_path: Path) -> None:
-    played = small(7, HEALTHY)
+    played = small_job(7, HEALTHY)
     played = simulate(replace(played.job, lost=(2,), cut=(9,)))
     files = kineto.write(played, tmp_path)
     assert len(files) == 15
@@ -98,7 +101,7 @@ def test_lost_ranks_have_no_file_and_cut_ones_say_so(tmp_path: Path) -> None:
 
 
 def test_clocks_of_hosts_are_apart_and_drift() -> None:
-    played = small(8, HEALTHY)
+    played = small_job(8, HEALTHY)
     steps = played.steps
     begin = [int(steps["start"][steps["rank"] == rank][0]) for rank in range(16)]
     same = [abs(begin[rank] - begin[0]) for rank in range(8)]
@@ -114,5 +117,5 @@ def test_clocks_of_hosts_are_apart_and_drift() -> None:
 
 
 def test_long_lists_of_ranks_are_cut_as_pytorch_cuts_them() -> None:
-    assert kineto.told_ranks([0, 8]) == "[0, 8]"
-    assert kineto.told_ranks(list(range(64))).endswith("27, 28, ..., 63]")
+    assert kineto.format_ranks([0, 8]) == "[0, 8]"
+    assert kineto.format_ranks(list(range(64))).endswith("27, 28, ..., 63]")

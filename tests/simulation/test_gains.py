@@ -1,4 +1,5 @@
-"""What a fault costs is what the job is shorter by when it is run again without the fault."""
+"""The true cost of a fault is the time that the job is shorter by when it runs again without the
+fault."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from benchmarks.simulation.summaries import summarise_all
 )
 def test_predicted_is_true(kind: str, seed: int) -> None:
     played, truth = play(seed, 64, kind)
-    found = study_ranks(*summarise_all(played))
-    assert found is not None
-    assert found.ranks.replay_error == pytest.approx(0, abs=0.01)
-    score = judge(found.ranks, truth, played.job.cut)
-    assert score.right, score.told
+    study = study_ranks(*summarise_all(played))
+    assert study is not None
+    assert study.ranks.replay_error == pytest.approx(0, abs=0.01)
+    score = judge(study.ranks, truth, played.job.cut)
+    assert score.right, score.reported
     assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.05)
 
 

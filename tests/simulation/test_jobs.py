@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.simulation.engine import COMPUTE_STREAM, Played
+from benchmarks.simulation.engine import COMPUTE_STREAM, SimulatedRun
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, LAYOUTS, Job, draw
 from benchmarks.simulation.measured import measured
 from benchmarks.simulation.programs import MIN_SHARE, play, simulate
@@ -23,7 +23,7 @@ def of_layout(layout: str, kind: str = HEALTHY, **given: object) -> Job:
     raise AssertionError(layout)
 
 
-def kernel_time(played: Played) -> np.ndarray:
+def kernel_time(played: SimulatedRun) -> np.ndarray:
     """ns by rank."""
     table = played.kernels
     return np.bincount(table["rank"], weights=table["end"] - table["start"])
@@ -73,8 +73,8 @@ def test_a_host_does_one_thing_after_the_other(layout: str) -> None:
     for rank in (0, 15):
         busy = []
         for table in (played.kernels, played.talks, played.reads):
-            mine = table["rank"] == rank
-            busy += list(zip(table["op"][mine], table["closed"][mine], strict=True))
+            is_own = table["rank"] == rank
+            busy += list(zip(table["op"][is_own], table["closed"][is_own], strict=True))
         assert all(first[1] <= second[0] for first, second in pairwise(sorted(busy)))
 
 
@@ -171,7 +171,7 @@ def test_ranks_that_are_lost_are_never_the_one_to_be_found() -> None:
         assert not set(job.lost) & set(job.cut)
 
 
-def test_what_is_drawn_from_names_its_sources() -> None:
+def test_the_measurements_name_their_sources() -> None:
     known = measured()
     assert all("MIT" in source for source in known.sources.values())
     assert {"gemm", "attention", "elementwise"} <= known.kernel_ns.keys()

@@ -31,15 +31,15 @@ SEEDS = {
 def test_the_gain_of_a_planted_fault_is_what_the_cured_job_is_faster_by(
     rule: str, seeds: tuple[int, ...], tmp_path: Path
 ) -> None:
-    found = []
+    result = []
     for seed in seeds:
         planted = FAULTS[rule](seed)
         assert planted is not None
-        found.append(judge(rule, planted, tmp_path))
-    assert sum(each.covered for each in found) >= 0.8 * len(found), found
-    assert all(each.truth > 0 for each in found)
+        result.append(judge(rule, planted, tmp_path))
+    assert sum(each.covered for each in result) >= 0.8 * len(result), result
+    assert all(each.truth > 0 for each in result)
     if rule != "pipeline-bubble":
-        assert all(each.cured for each in found)
+        assert all(each.cured for each in result)
 
 
 @pytest.mark.parametrize("seed", [35, 69])
@@ -63,5 +63,5 @@ def test_many_micro_batches_leave_no_bubble_to_report(tmp_path: Path) -> None:
 def test_healthy_jobs_have_no_fault_of_their_mesh(layout: str, tmp_path: Path) -> None:
     """Their pipelines have few micro-batches, which is no fault of the simulation."""
     played = simulate(job_of(LAYOUTS[layout][0]))
-    found = {each.rule for each in report_of_first_rank(played, None, tmp_path).findings}
-    assert not found & {"tensor-across-nodes", "small-gathers"}
+    result = {each.rule for each in report_of_first_rank(played, None, tmp_path).findings}
+    assert not result & {"tensor-across-nodes", "small-gathers"}

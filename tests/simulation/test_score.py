@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from advisor.core.ranks import Outlier, RankLine, Ranks
-from benchmarks.simulation.jobs import HEALTHY, Truth
+from benchmarks.simulation.jobs import HEALTHY, FaultTruth
 from benchmarks.simulation.score import judge
 
-TRUTH = Truth("slow_input", "host", "rack0-node01", tuple(range(8, 16)), False, 100e6, 20e6)
+TRUTH = FaultTruth("slow_input", "host", "rack0-node01", tuple(range(8, 16)), False, 100e6, 20e6)
 
 
 def report(*outliers: Outlier, ranks: int = 32) -> Ranks:
@@ -21,57 +21,57 @@ def report(*outliers: Outlier, ranks: int = 32) -> Ranks:
     )
 
 
-def blamed(kind: str, ranks: str, **given: Any) -> Outlier:
+def make_outlier(kind: str, ranks: str, **given: Any) -> Outlier:
     fields = {"unit": "host", "name": "x", "ranks": ranks, "kind": kind, "moves": False}
     return Outlier(**fields | {"excess_ns": 20e6} | given)
 
 
 def test_the_host_by_name_or_all_its_ranks_one_by_one_are_right() -> None:
-    assert judge(report(blamed("input", "8-15")), TRUTH).right
-    each = [blamed("input", str(rank), unit="rank") for rank in range(8, 16)]
+    assert judge(report(make_outlier("input", "8-15")), TRUTH).right
+    each = [make_outlier("input", str(rank), unit="rank") for rank in range(8, 16)]
     assert judge(report(*each), TRUTH).right
 
 
 def test_a_rank_of_the_host_alone_or_one_too_many_is_not_who() -> None:
-    some = judge(report(blamed("input", "8-14")), TRUTH)
+    some = judge(report(make_outlier("input", "8-14")), TRUTH)
     assert some.kind and not some.who
-    assert not judge(report(blamed("input", "7-15")), TRUTH).who
+    assert not judge(report(make_outlier("input", "7-15")), TRUTH).who
 
 
 def test_ranks_that_were_not_read_need_not_be_named() -> None:
-    whole = report(blamed("input", "8-14"))
+    whole = report(make_outlier("input", "8-14"))
     whole.lines = [line for line in whole.lines if line.rank != 15]
     assert judge(whole, TRUTH).right
 
 
 def test_a_rank_whose_file_is_cut_off_may_be_named_or_not() -> None:
     for ranks in ("8-14", "8-15"):
-        assert judge(report(blamed("input", ranks)), TRUTH, cut=(15,)).right
+        assert judge(report(make_outlier("input", ranks)), TRUTH, cut=(15,)).right
 
 
 def test_another_kind_first_is_wrong_and_later_is_counted_beside() -> None:
-    wrong = judge(report(blamed("network", "8-15"), blamed("input", "8-15")), TRUTH)
+    wrong = judge(report(make_outlier("network", "8-15"), make_outlier("input", "8-15")), TRUTH)
     assert not wrong.kind and wrong.who and wrong.beside == 1
-    after = judge(report(blamed("input", "8-15"), blamed("host", "3")), TRUTH)
+    after = judge(report(make_outlier("input", "8-15"), make_outlier("host", "3")), TRUTH)
     assert after.right and after.beside == 1
 
 
 def test_saying_nothing_is_right_only_where_nothing_is() -> None:
-    healthy = Truth(HEALTHY, "", "", (), False, 100e6, 0.0)
+    healthy = FaultTruth(HEALTHY, "", "", (), False, 100e6, 0.0)
     assert judge(report(), healthy).right and not judge(report(), TRUTH).right
-    assert not judge(report(blamed("host", "3")), healthy).right
+    assert not judge(report(make_outlier("host", "3")), healthy).right
 
 
-def test_what_moves_is_reported_as_moving() -> None:
-    truth = Truth("moving", "", "", (), True, 100e6, 20e6)
-    assert judge(report(blamed("imbalance", "0-31", moves=True)), truth).right
-    assert not judge(report(blamed("imbalance", "3")), truth).right
+def test_a_moving_fault_is_reported_as_moving() -> None:
+    truth = FaultTruth("moving", "", "", (), True, 100e6, 20e6)
+    assert judge(report(make_outlier("imbalance", "0-31", moves=True)), truth).right
+    assert not judge(report(make_outlier("imbalance", "3")), truth).right
 
 
 def test_the_gain_is_that_of_the_first_that_is_right() -> None:
-    outlier = blamed("input", "8-15", gain_ns=19e6, low_ns=15e6, high_ns=22e6)
+    outlier = make_outlier("input", "8-15", gain_ns=19e6, low_ns=15e6, high_ns=22e6)
     score = judge(report(outlier), TRUTH)
     assert score.gain_ns == 19e6 and score.inside is True
-    low = blamed("input", "8-15", gain_ns=9e6, low_ns=5e6, high_ns=12e6)
+    low = make_outlier("input", "8-15", gain_ns=9e6, low_ns=5e6, high_ns=12e6)
     assert judge(report(low), TRUTH).inside is False
-    assert judge(report(blamed("input", "8-15")), TRUTH).inside is None
+    assert judge(report(make_outlier("input", "8-15")), TRUTH).inside is None

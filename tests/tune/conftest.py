@@ -67,7 +67,7 @@ if __name__ == "__main__":
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[TrialResult, Path]]:
     """Runs a program once with knobs pulled: the result, and the folder that it ran in."""
 
-    def go(
+    def run_program(
         text: str, *knob_settings: KnobSetting, here: Path | None = None, steps: int = 45
     ) -> TrialResult:
         folder = here or tmp_path_factory.mktemp("program")
@@ -83,4 +83,4 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Tr
         program = TrialProgram(words, tmp_path_factory.mktemp("trial").resolve())
         return program.run(knob_settings, warmup=4, steps=steps, seconds=900, timeout=900)
 
-    return go
+    return run_program

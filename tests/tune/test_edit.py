@@ -12,7 +12,7 @@ LOADER = frozenset({"torch.utils.data.DataLoader"})
 HEAD = "from torch.utils.data import DataLoader\n"
 
 
-def change(tmp_path: Path, text: str) -> str:
+def diff_of(tmp_path: Path, text: str) -> str:
     file = tmp_path / "train.py"
     file.write_text(text)
     return write_diff(file, LOADER, {"num_workers": 4})
@@ -27,8 +27,8 @@ def change(tmp_path: Path, text: str) -> str:
     ],
 )
 def test_the_only_loader_is_changed(call: str, after: str, tmp_path: Path) -> None:
-    found = change(tmp_path, f"{HEAD}loader = {call}\n")
-    assert f"-loader = {call}\n+loader = {after}\n" in found
+    diff = diff_of(tmp_path, f"{HEAD}loader = {call}\n")
+    assert f"-loader = {call}\n+loader = {after}\n" in diff
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_the_only_loader_is_changed(call: str, after: str, tmp_path: Path) -> No
         "a = DataLoader(x, batch_size=(1 + 2))\n",
     ],
 )
-def test_where_the_place_is_not_certain_there_is_none(text: str, tmp_path: Path) -> None:
-    assert change(tmp_path, HEAD + text) == ""
+def test_an_uncertain_place_is_no_place(text: str, tmp_path: Path) -> None:
+    assert diff_of(tmp_path, HEAD + text) == ""

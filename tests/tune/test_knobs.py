@@ -140,7 +140,7 @@ ALL = (
 
 
 @pytest.fixture(scope="module")
-def applied(run_once: Run) -> TrialResult:
+def result_of_all_knobs(run_once: Run) -> TrialResult:
     return run_once(CONTRARY, *ALL)
 
 
@@ -151,13 +151,13 @@ def test_every_knob_is_pulled_here_or_below() -> None:
 
 
 def test_no_knob_is_undone_by_a_program_that_sets_everything_the_other_way(
-    applied: TrialResult,
+    result_of_all_knobs: TrialResult,
 ) -> None:
-    assert applied.problem == "RuntimeError: undone: none"
+    assert result_of_all_knobs.problem == "RuntimeError: undone: none"
 
 
-def test_every_knob_says_that_it_met_something(applied: TrialResult) -> None:
-    assert applied.idle == []
+def test_every_knob_says_that_it_met_something(result_of_all_knobs: TrialResult) -> None:
+    assert result_of_all_knobs.idle == []
 
 
 def test_without_a_knob_the_program_has_its_own_way(run_once: Run) -> None:

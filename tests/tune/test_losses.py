@@ -1,4 +1,4 @@
-"""What each class of knob may do to the losses."""
+"""Changes of the losses that each class of knob may cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def run(losses: list[float | None], norms: list[float | None] | None = None) -> 
     return TrialResult(losses=losses, norms=norms or [1.0] * 5, loss_dtype="float32")
 
 
-def scaled(factor: float) -> list[float | None]:
+def scale_losses(factor: float) -> list[float | None]:
     return [loss * factor for loss in BASE]
 
 
@@ -30,7 +30,7 @@ def scaled(factor: float) -> list[float | None]:
     ],
 )
 def test_each_class_has_its_bar(safety: Safety, factor: float, passed: bool) -> None:
-    assert check_losses(safety, False, [run([*BASE])], [run(scaled(factor))]).passed is passed
+    assert check_losses(safety, False, [run([*BASE])], [run(scale_losses(factor))]).passed is passed
 
 
 @pytest.mark.parametrize("safety", ["exact", "reordered", "precision"])
@@ -39,13 +39,13 @@ def test_a_loss_that_is_not_a_number_any_more_is_never_let_through(safety: Safet
 
 
 def test_a_single_bad_run_among_good_ones_is_enough() -> None:
-    runs = [run([*BASE]), run(scaled(2.0)), run([*BASE])]
+    runs = [run([*BASE]), run(scale_losses(2.0)), run([*BASE])]
     assert not check_losses("exact", False, [run([*BASE])], runs).passed
 
 
 def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
     """A knob that changes the order of sums changes it each time."""
-    off = scaled(1 + 2**-22)
+    off = scale_losses(1 + 2**-22)
     once = check_losses("exact", False, [run([*BASE])] * 2, [run(off)])
     assert not once.passed
     assert once.needs_rerun
@@ -53,18 +53,22 @@ def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
     assert both.passed
     assert both.text.startswith("equal in 1 of 2 runs, else ")
     assert not check_losses("exact", False, [run([*BASE])] * 2, [run(off), run(off)]).passed
-    assert not check_losses("exact", False, [run([*BASE])] * 2, [run(scaled(1.01))]).needs_rerun
+    assert not check_losses(
+        "exact", False, [run([*BASE])] * 2, [run(scale_losses(1.01))]
+    ).needs_rerun
 
 
 def test_a_program_that_does_not_repeat_itself_is_held_to_a_band() -> None:
-    baseline = [run([*BASE]), run(scaled(1.001))]
-    assert check_losses("exact", False, baseline, [run(scaled(0.999))]).passed
-    assert not check_losses("exact", False, baseline, [run(scaled(1.5))]).passed
+    baseline = [run([*BASE]), run(scale_losses(1.001))]
+    assert check_losses("exact", False, baseline, [run(scale_losses(0.999))]).passed
+    assert not check_losses("exact", False, baseline, [run(scale_losses(1.5))]).passed
 
 
-def test_gradients_that_shrink_are_seen_though_the_losses_are_alike() -> None:
+def test_shrinking_gradients_are_seen_though_the_losses_are_equal() -> None:
     small: list[float | None] = [0.1] * 5
-    assert not check_losses("precision", False, [run([*BASE])], [run(scaled(1.001), small)]).passed
+    assert not check_losses(
+        "precision", False, [run([*BASE])], [run(scale_losses(1.001), small)]
+    ).passed
 
 
 def test_a_trial_without_losses_where_there_were_some_is_refused() -> None:

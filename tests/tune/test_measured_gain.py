@@ -14,13 +14,13 @@ def runs(
     random: np.random.Generator, mean: float, load: list[float], steps: int = 60
 ) -> list[list[int]]:
     """Steps that follow their neighbours, in runs that differ by the load of the machine."""
-    found = []
+    result = []
     for factor in load:
         noise = np.zeros(steps)
         for i in range(1, steps):
             noise[i] = 0.7 * noise[i - 1] + random.normal(0, 0.05)
-        found.append([int(x) for x in mean * factor * np.exp(noise) * 1e6])
-    return found
+        result.append([int(x) for x in mean * factor * np.exp(noise) * 1e6])
+    return result
 
 
 @pytest.mark.parametrize("drift", [0.02, 0.3])
@@ -31,9 +31,9 @@ def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift
         load = list(np.exp(random.normal(0, drift, 4)))
         near = [factor * float(np.exp(random.normal(0, 0.02))) for factor in load]
         before, after = runs(random, 10, load), runs(random, 10 * (1 - TRUTH), near)
-        found = measure_paired_gain(before, after) or measure_gain(before, after)
-        assert found is not None
-        held += found.low <= TRUTH <= found.high
+        paired_gain = measure_paired_gain(before, after) or measure_gain(before, after)
+        assert paired_gain is not None
+        held += paired_gain.low <= TRUTH <= paired_gain.high
     assert held >= 88
 
 
@@ -49,9 +49,9 @@ def test_pairs_take_out_what_changed_for_both() -> None:
 
 def test_the_mean_counts_pauses_that_come_now_and_then() -> None:
     pauses = [[10, 10, 10, 50] * 10] * 2
-    found = measure_gain(pauses, [[10] * 40] * 2)
-    assert found is not None
-    assert found.share == pytest.approx(0.5)
+    gain = measure_gain(pauses, [[10] * 40] * 2)
+    assert gain is not None
+    assert gain.share == pytest.approx(0.5)
 
 
 def test_without_steps_on_a_side_nothing_is_measured() -> None:
@@ -62,6 +62,6 @@ def test_without_steps_on_a_side_nothing_is_measured() -> None:
 def test_two_pairs_and_what_others_say_of_the_machine_are_enough() -> None:
     before, after = [[10, 10], [11, 11]], [[5, 5], [5, 6]]
     assert measure_paired_gain(before, after) is None
-    found = measure_paired_gain(before, after, [[0.0, 0.05], [0.02, -0.03], [-0.01, 0.01]])
-    assert found is not None
-    assert 0.4 < found.low < found.share < found.high < 0.6
+    paired_gain = measure_paired_gain(before, after, [[0.0, 0.05], [0.02, -0.03], [-0.01, 0.01]])
+    assert paired_gain is not None
+    assert 0.4 < paired_gain.low < paired_gain.share < paired_gain.high < 0.6

@@ -1,4 +1,5 @@
-"""From a recording to the measured cure: what a report only notes is tried as well."""
+"""The way from a recording to the measured cure: fixes that a report only notes are tried as
+well."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ CURES = {
 }
 
 
-def _try(tmp_path: Path, knob: str, *words: str) -> list[dict[str, Any]]:
+def _run_try(tmp_path: Path, knob: str, *words: str) -> list[dict[str, Any]]:
     head, width = CURES[knob]
     (tmp_path / "train.py").write_text(PROGRAM.format(head=head, width=width))
     words = ("--budget", "400s", "--steps", "20", "--warmup", "6", "--format", "json", *words)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "advisor", "try", "--no-progress", *words, "train.py"],
         cwd=tmp_path,
         env={**os.environ, "ADVISOR_LEDGER": str(tmp_path / "mine.jsonl")},
@@ -47,17 +48,17 @@ def _try(tmp_path: Path, knob: str, *words: str) -> list[dict[str, Any]]:
         timeout=1500,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    trials: list[dict[str, Any]] = json.loads(done.stdout)["trials"]
+    assert result.returncode == 0, result.stderr
+    trials: list[dict[str, Any]] = json.loads(result.stdout)["trials"]
     return [trial for trial in trials if trial["knob_setting"]["knob"] == knob]
 
 
 @pytest.mark.parametrize("knob", CURES)
-def test_what_a_report_notes_is_planned(knob: str, tmp_path: Path) -> None:
-    assert _try(tmp_path, knob, "--dry-run")
+def test_notes_of_a_report_are_planned(knob: str, tmp_path: Path) -> None:
+    assert _run_try(tmp_path, knob, "--dry-run")
 
 
 def test_a_note_is_tried_and_its_gain_measured(tmp_path: Path) -> None:
-    (trial,) = _try(tmp_path, "debug-switches-off", "--only", "debug-switches-off")
+    (trial,) = _run_try(tmp_path, "debug-switches-off", "--only", "debug-switches-off")
     # on a machine too busy to measure on the interval is wide; the gain is there all the same
     assert trial["outcome"] in ("gain", "unclear") and trial["gain"] > 0.1, trial

@@ -1,4 +1,4 @@
-"""What a knob breaks is seen (losses, memory, errors), and the program's files are left alone."""
+"""Harm of a knob is seen (losses, memory, errors), and the program's files are left alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the program runs, with files of earlier runs."""
+def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which the program runs, with files of earlier runs."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "best.pt").write_text("of last week")
@@ -34,20 +34,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unchanged(run_once: Run, home: Path) -> TrialResult:
-    return run_once(TRAPS, here=home)
+def result_without_knobs(run_once: Run, program_folder: Path) -> TrialResult:
+    return run_once(TRAPS, here=program_folder)
 
 
 def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
-    unchanged: TrialResult, home: Path
+    result_without_knobs: TrialResult, program_folder: Path
 ) -> None:
-    assert unchanged.problem == "" and unchanged.ended
-    assert len(unchanged.steps_ns) == 45 and len(unchanged.losses) >= 49
-    assert unchanged.moved >= 3
-    assert (home / "checkpoints" / "best.pt").read_text() == "of last week"
-    assert (home / "log.txt").read_text() == "of last week\n"
-    assert names(home) == ["checkpoints", "log.txt", "program.py"]
-    assert names(home / "checkpoints") == ["best.pt"]
+    assert result_without_knobs.problem == "" and result_without_knobs.ended
+    assert len(result_without_knobs.steps_ns) == 45 and len(result_without_knobs.losses) >= 49
+    assert result_without_knobs.moved >= 3
+    assert (program_folder / "checkpoints" / "best.pt").read_text() == "of last week"
+    assert (program_folder / "log.txt").read_text() == "of last week\n"
+    assert names(program_folder) == ["checkpoints", "log.txt", "program.py"]
+    assert names(program_folder / "checkpoints") == ["best.pt"]
 
 
 @pytest.mark.parametrize(
@@ -59,30 +59,35 @@ def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
     ],
 )
 def test_a_knob_that_changes_the_losses_is_refused(
-    name: str, safety: str, why: str, run_once: Run, home: Path, unchanged: TrialResult
+    name: str,
+    safety: str,
+    why: str,
+    run_once: Run,
+    program_folder: Path,
+    result_without_knobs: TrialResult,
 ) -> None:
     one = find_knob(name)
     assert one.safety == safety
-    result = run_once(TRAPS, KnobSetting(name), here=home, steps=8)
+    result = run_once(TRAPS, KnobSetting(name), here=program_folder, steps=8)
     assert result.problem == "" and result.idle == []
-    found = check_losses(one.safety, one.changes_random_numbers, [unchanged], [result])
-    assert not found.passed
-    assert why in found.text
+    losses = check_losses(one.safety, one.changes_random_numbers, [result_without_knobs], [result])
+    assert not losses.passed
+    assert why in losses.text
 
 
 def test_a_knob_that_takes_more_memory_than_there_is_is_reported_as_that(
-    run_once: Run, home: Path
+    run_once: Run, program_folder: Path
 ) -> None:
-    result = run_once(TRAPS, KnobSetting("gc-freeze"), here=home)
+    result = run_once(TRAPS, KnobSetting("gc-freeze"), here=program_folder)
     assert result.kind == "memory" and not result.ended
 
 
 def test_an_exact_knob_that_meets_nothing_leaves_the_losses_equal_and_says_so(
-    run_once: Run, home: Path, unchanged: TrialResult
+    run_once: Run, program_folder: Path, result_without_knobs: TrialResult
 ) -> None:
-    result = run_once(TRAPS, KnobSetting("loader-persistent"), here=home, steps=8)
+    result = run_once(TRAPS, KnobSetting("loader-persistent"), here=program_folder, steps=8)
     assert result.idle == ["loader-persistent"]
-    assert check_losses("exact", False, [unchanged], [result]).text == "equal"
+    assert check_losses("exact", False, [result_without_knobs], [result]).text == "equal"
 
 
 NATIVE = """
@@ -103,9 +108,7 @@ raise RuntimeError("end")
 @pytest.mark.skipif(
     "not __import__('advisor.tune.trial_process', fromlist=['x']).landlock_version()"
 )
-def test_what_native_code_would_write_and_what_would_be_deleted_is_refused(
-    run_once: Run, tmp_path: Path
-) -> None:
+def test_writes_of_native_code_and_deletions_are_refused(run_once: Run, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     result = run_once(NATIVE, here=tmp_path)
     assert names(tmp_path) == ["precious.txt", "program.py"]
@@ -172,7 +175,7 @@ if libc.open(os.path.abspath("native.bin").encode(), os.O_WRONLY | os.O_CREAT, 0
 @pytest.mark.skipif(
     "not __import__('advisor.tune.trial_process', fromlist=['x']).landlock_version()"
 )
-def test_a_writer_that_is_refused_is_told_which_switch_helps(run_once: Run, tmp_path: Path) -> None:
+def test_the_refusal_of_a_writer_names_the_option_that_helps(run_once: Run, tmp_path: Path) -> None:
     result = run_once(DENIED, here=tmp_path)
     error = build_trial_error(explain_refusal(result), result)
     assert "--allow-write DIR" in str(error)

@@ -65,8 +65,8 @@ def program(folder: Path, each: str = "pass", steps: int = 10_000) -> TrialProgr
     return TrialProgram([sys.executable, str(script)], (folder / "root").resolve())
 
 
-def rounds(made: TrialProgram, seconds: float = 600.0) -> TrialRounds:
-    return TrialRounds(made, LIMITS, time.monotonic() + seconds, lambda text: None)
+def rounds(trial_program: TrialProgram, seconds: float = 600.0) -> TrialRounds:
+    return TrialRounds(trial_program, LIMITS, time.monotonic() + seconds, lambda text: None)
 
 
 OTHER = (KnobSetting("set-to-none"),)
@@ -74,70 +74,74 @@ OTHER = (KnobSetting("set-to-none"),)
 
 @linux
 @watched
-def test_of_two_that_take_turns_one_stands_still_with_all_its_threads(tmp_path: Path) -> None:
-    made = program(tmp_path)
-    found = rounds(made).run([(), OTHER])
-    assert set(found) == {(), OTHER}
-    for result in found.values():
+def test_one_of_two_programs_that_take_turns_stands_still_with_all_its_threads(
+    tmp_path: Path,
+) -> None:
+    trial_program = program(tmp_path)
+    results = rounds(trial_program).run([(), OTHER])
+    assert set(results) == {(), OTHER}
+    for result in results.values():
         assert result.ended
         assert not result.problem
         assert result.blocks == [2] * 8
         assert len(result.steps_ns) == 16
         # steps do not hold the time in which the other one ran
         assert max(result.steps_ns) < 10 * min(result.steps_ns)
-    assert found[()].losses == found[OTHER].losses
+    assert results[()].losses == results[OTHER].losses
     for number in (1, 2):  # a block of two steps is 40 ms and more, and so long stood the other
-        said = (tmp_path / "root" / f"run{number}" / "output").read_text()
-        assert float(said.split()[-1]) > 0.035, said
+        output = (tmp_path / "root" / f"run{number}" / "output").read_text()
+        assert float(output.split()[-1]) > 0.035, output
 
 
 @linux
 @watched
-def test_what_ends_by_itself_or_fails_between_turns_leaves_the_others_result(
+def test_a_process_that_ends_or_fails_between_turns_leaves_the_others_result(
     tmp_path: Path,
 ) -> None:
-    made = program(tmp_path, steps=11)
-    found = rounds(made).run([(), OTHER])
-    assert not found[()].problem
-    assert len(found[()].steps_ns) >= 6
-    assert len(found[OTHER].steps_ns) >= 6
+    trial_program = program(tmp_path, steps=11)
+    results = rounds(trial_program).run([(), OTHER])
+    assert not results[()].problem
+    assert len(results[()].steps_ns) >= 6
+    assert len(results[OTHER].steps_ns) >= 6
     fails = "if step > 8 and __import__('os').environ.get('BROKEN'): raise RuntimeError('no more')"
     other = tmp_path / "fails"
     other.mkdir()
-    made = program(other, each=fails)
-    usual = made.environment
+    trial_program = program(other, each=fails)
+    usual = trial_program.environment
 
-    def broken(home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]) -> dict[str, str]:
+    def break_second_run(
+        home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
+    ) -> dict[str, str]:
         return usual(home, scratch, knob_settings) | ({"BROKEN": "1"} if knob_settings else {})
 
-    made.environment = broken  # type: ignore[method-assign]
-    found = rounds(made).run([(), OTHER])
-    assert found[OTHER].problem == "RuntimeError: no more"
-    assert len(found[()].steps_ns) == 16
+    trial_program.environment = break_second_run  # type: ignore[method-assign]
+    results = rounds(trial_program).run([(), OTHER])
+    assert results[OTHER].problem == "RuntimeError: no more"
+    assert len(results[()].steps_ns) == 16
 
 
 @linux
 @watched
 def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> None:
-    """The second process of the first heat meets another that holds what there is."""
+    """The second process of the first round meets another that holds the whole memory."""
     each = "if step == 6 and os.environ.get('SECOND'): raise MemoryError('no room')"
-    made = program(tmp_path, each=each)
-    usual = made.environment
+    trial_program = program(tmp_path, each=each)
+    usual = trial_program.environment
 
-    def crowded(
+    def crowd_second_run(
         home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
     ) -> dict[str, str]:
         more = {"SECOND": "1"} if home.name == "run2" else {}
         return usual(home, scratch, knob_settings) | more
 
-    made.environment = crowded  # type: ignore[method-assign]
-    run = rounds(made)
-    found = run.run([(), OTHER])
+    trial_program.environment = crowd_second_run  # type: ignore[method-assign]
+    run = rounds(trial_program)
+    result = run.run([(), OTHER])
     assert run.one_at_a_time
     assert run.processes == 3
-    assert not found[OTHER].problem
-    assert not found[OTHER].blocks
-    assert len(found[OTHER].steps_ns) == 16
+    assert not result[OTHER].problem
+    assert not result[OTHER].blocks
+    assert len(result[OTHER].steps_ns) == 16
 
 
 @linux
@@ -145,10 +149,10 @@ def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> Non
 def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = rounds(program(tmp_path))
-    found = run.run([(), OTHER])
+    rounds_result = run.run([(), OTHER])
     assert run.one_at_a_time
-    assert [len(result.steps_ns) for result in found.values()] == [16, 16]
-    assert not any(result.blocks for result in found.values())
+    assert [len(result.steps_ns) for result in rounds_result.values()] == [16, 16]
+    assert not any(result.blocks for result in rounds_result.values())
 
 
 @linux
@@ -158,20 +162,20 @@ def test_without_room_for_two_they_run_one_after_the_other(
 ) -> None:
     monkeypatch.setattr(round_, "_measure_memory", lambda pid: (1 << 20, 1 << 30))
     run = rounds(program(tmp_path))
-    found = run.run([(), OTHER])
+    rounds_result = run.run([(), OTHER])
     assert run.one_at_a_time
-    assert [len(result.steps_ns) for result in found.values()] == [16, 16]
+    assert [len(result.steps_ns) for result in rounds_result.values()] == [16, 16]
 
 
 @linux
 @watched
-def test_when_time_is_up_what_is_known_counts(tmp_path: Path) -> None:
+def test_rounds_until_the_time_limit_count(tmp_path: Path) -> None:
     run = rounds(program(tmp_path, each="time.sleep(0.4)"), seconds=0.0)
     run.longest = 0.0
     run.has_budget_for = lambda runs=1: True  # type: ignore[method-assign]
-    found = run.run([(), OTHER])
-    assert [result.blocks for result in found.values()] == [[2, 2], [2, 2]]
-    assert all(result.ended for result in found.values())
+    rounds_result = run.run([(), OTHER])
+    assert [result.blocks for result in rounds_result.values()] == [[2, 2], [2, 2]]
+    assert all(result.ended for result in rounds_result.values())
 
 
 @linux
@@ -179,22 +183,22 @@ def test_when_time_is_up_what_is_known_counts(tmp_path: Path) -> None:
 def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = program(tmp_path)
+    trial_program = program(tmp_path)
     count, run_turn = 0, RunningTrial.run_turn
 
-    def interrupted(one: RunningTrial, steps: int = 0) -> bool:
+    def raise_interrupt(one: RunningTrial, steps: int = 0) -> bool:
         nonlocal count
         count += 1
         if count == 8:  # two starts, two turns of each, and a third of the first are over
             raise KeyboardInterrupt
         return run_turn(one, steps)
 
-    monkeypatch.setattr(RunningTrial, "run_turn", interrupted)
-    run = rounds(made)
-    found = run.run([(), OTHER])
+    monkeypatch.setattr(RunningTrial, "run_turn", raise_interrupt)
+    run = rounds(trial_program)
+    result = run.run([(), OTHER])
     assert run.interrupted
-    assert found[()].blocks == [2, 2, 2]
-    assert found[OTHER].blocks == [2, 2]
+    assert result[()].blocks == [2, 2, 2]
+    assert result[OTHER].blocks == [2, 2]
 
 
 @linux
@@ -205,7 +209,7 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
         "step == 3 and os.fork() == 0 and (print('child', os.getpid(), flush=True), "
         "time.sleep(600))"
     )
-    made = program(tmp_path, each=each)
+    trial_program = program(tmp_path, each=each)
     driver = textwrap.dedent(
         f"""
         import time
@@ -213,7 +217,7 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
         from advisor.tune.trial_process import TrialProgram
         (Path({str(tmp_path)!r}) / "other").mkdir()
         root = (Path({str(tmp_path)!r}) / "other").resolve()
-        made = TrialProgram({made.words!r}, root)
+        made = TrialProgram({trial_program.words!r}, root)
         one = made.start((), warmup=6, steps=16, seconds=60, timeout=300, turns=4)
         assert one.run_turn()
         print(one.process.pid, flush=True)
@@ -240,9 +244,9 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
 
 
 def test_blocks_are_compared_one_by_one() -> None:
-    """By hand: 10 then 20 ms a step, against 5 then 20: a half and the same."""
-    found = block_log_ratios([10, 10, 20, 20], [5, 5, 5, 20], [2, 2], [3, 1])
-    assert found == pytest.approx([math.log(0.5), 0.0])
+    """Blocks of 10 then 20 ms per step against 5 then 20, by hand: a half and the same."""
+    result = block_log_ratios([10, 10, 20, 20], [5, 5, 5, 20], [2, 2], [3, 1])
+    assert result == pytest.approx([math.log(0.5), 0.0])
     assert block_log_ratios([10], [5], [], []) == []
     # steps after the last whole block are of a program that ended in it
     assert block_log_ratios([10, 10, 30], [5, 5], [2], [2]) == pytest.approx(
@@ -252,7 +256,7 @@ def test_blocks_are_compared_one_by_one() -> None:
 
 @pytest.mark.parametrize("drift", [0.02, 0.5])
 def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None:
-    """One pair; the machine's speed changes from second to second, for both alike."""
+    """The trial has one pair; the machine's speed changes from second to second, for both sides."""
     truth, held, widths = 0.25, 0, []
     for seed in range(200):
         random = np.random.default_rng(seed)
@@ -264,10 +268,10 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
                 noise[i] = 0.5 * noise[i - 1] + random.normal(0, 0.05)
             sides.append([int(x) for x in mean * np.repeat(load, 7) * np.exp(noise)])
         turns = block_log_ratios(sides[0], sides[1], [7] * 8, [7] * 8)
-        found = measure_gain([sides[0]], [sides[1]], [turns])
-        assert found is not None
-        held += found.low <= truth <= found.high
-        widths.append((found.high - found.low) / 2)
+        gain = measure_gain([sides[0]], [sides[1]], [turns])
+        assert gain is not None
+        held += gain.low <= truth <= gain.high
+        widths.append((gain.high - gain.low) / 2)
     assert held >= 180
     assert np.median(widths) < 0.05, "of steps that differ by e times and more"
 
@@ -279,12 +283,12 @@ def test_an_interrupt_while_the_program_starts_is_not_lost_and_ends_it(
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
-    def interrupted(*args: Any, **options: Any) -> Any:
+    def raise_interrupt(*args: Any, **options: Any) -> Any:
         started.append(popen(*args, **options))
         signal.raise_signal(signal.SIGINT)
         return started[0]
 
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         RunningTrial(["sleep", "100"], tmp_path, {}, [tmp_path], 10)
     assert started[0].wait(10) == -signal.SIGKILL

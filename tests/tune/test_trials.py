@@ -17,11 +17,11 @@ from advisor.tune.trial_process import RunningTrial, TrialProgram
 from advisor.tune.trials import TrialSession
 
 
-class Run(RunningTrial):
-    """One that is over at once."""
+class FinishedRun(RunningTrial):
+    """A run that is over at once."""
 
-    def __init__(self, answer: TrialResult) -> None:
-        self.answer, self.spent = answer, 0.0
+    def __init__(self, result: TrialResult) -> None:
+        self.answer, self.spent = result, 0.0
 
     def run_turn(self, steps: int = 0) -> bool:
         return False
@@ -33,22 +33,22 @@ class Run(RunningTrial):
         return self.answer
 
 
-class Made(TrialProgram):
+class FakeProgram(TrialProgram):
     """Answers for a program."""
 
-    def __init__(self, answer: Callable[[tuple[KnobSetting, ...]], TrialResult]) -> None:
-        self.answer, self.samples, self.counted = answer, False, []
+    def __init__(self, answer_settings: Callable[[tuple[KnobSetting, ...]], TrialResult]) -> None:
+        self.answer, self.samples, self.counted = answer_settings, False, []
 
-    def start(self, knob_settings: tuple[KnobSetting, ...], **_: object) -> Run:  # type: ignore[override]
+    def start(self, knob_settings: tuple[KnobSetting, ...], **_: object) -> FinishedRun:  # type: ignore[override]
         self.counted.append(self.samples)
-        return Run(self.answer(knob_settings))
+        return FinishedRun(self.answer(knob_settings))
 
 
-def tried(
-    names: tuple[str, ...], answer: Callable[[tuple[KnobSetting, ...]], TrialResult]
+def run_trials(
+    names: tuple[str, ...], answer_settings: Callable[[tuple[KnobSetting, ...]], TrialResult]
 ) -> TrialReport:
     report = TrialReport(trials=plan_requested_trials(names, Machine(2, False), []))
-    program = Made(answer)
+    program = FakeProgram(answer_settings)
     TrialSession(program, report, TrialLimits(), time.monotonic() + 3600, lambda text: None).run()
     assert set(program.counted) == {any(name.startswith("batch") for name in names)}
     return report
@@ -61,9 +61,10 @@ def steps(ms: float, batch: int = 16, **more: object) -> TrialResult:
     return TrialResult(steps_ns=times, losses=losses, samples=batch, batch=batch, **more)  # type: ignore[arg-type]
 
 
-def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step() -> None:
-    """By hand: 16 samples in 10 ms, 64 in 20: a sample takes half as long, the step twice."""
-    report = tried(
+def test_other_batch_sizes_are_compared_by_the_time_per_sample() -> None:
+    """16 samples take 10 ms and 64 take 20, by hand: a sample takes half as long, the step
+    twice."""
+    report = run_trials(
         ("batch=64",), lambda knob_settings: steps(20, 64) if knob_settings else steps(10)
     )
     (trial,) = report.trials
@@ -78,26 +79,26 @@ def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step
 def test_another_batch_size_that_breaks_the_losses_is_dropped_all_the_same() -> None:
     broken = steps(20, 64)
     broken.losses = [1.0, None, None]
-    report = tried(("batch=64",), lambda knob_settings: broken if knob_settings else steps(10))
+    report = run_trials(("batch=64",), lambda knob_settings: broken if knob_settings else steps(10))
     assert report.trials[0].outcome == "dropped" and "not finite" in report.trials[0].why
 
 
 def test_without_a_loader_nobody_knows_what_a_batch_is() -> None:
     blind = steps(10)
     blind.samples = blind.batch = None
-    report = tried(("batch=x2",), lambda knob_settings: blind)
+    report = run_trials(("batch=x2",), lambda knob_settings: blind)
     assert report.trials[0].outcome == "dropped" and "DataLoader" in report.trials[0].why
 
 
-def test_other_knobs_are_held_against_the_step_and_go_together() -> None:
-    def answer(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
+def test_other_knobs_are_compared_with_the_step_and_combined() -> None:
+    def answer_settings(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
         return (
             steps(20, 64)
             if KnobSetting("batch", 64) in knob_settings
             else steps(10 - 3 * len(knob_settings))
         )
 
-    report = tried(("batch=64", "set-to-none"), answer)
+    report = run_trials(("batch=64", "set-to-none"), answer_settings)
     assert [trial.outcome for trial in report.trials] == ["gain", "gain"]
     assert report.together is not None
     assert report.together.knob_settings == [KnobSetting("set-to-none")]
@@ -111,48 +112,48 @@ def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() 
     assert [trial.knob_setting for trial in more] == [KnobSetting("workers", 3)]
 
 
-def test_a_program_that_is_too_slow_for_the_budget_is_told_what_to_change() -> None:
+def test_a_program_too_slow_for_the_budget_gets_advice_on_what_to_change() -> None:
     late = TrialResult(problem="no end after 20 s", kind="late")
     with pytest.raises(AdvisorError, match="give it more --budget, or fewer --steps"):
-        tried(("set-to-none",), lambda knob_settings: late)
+        run_trials(("set-to-none",), lambda knob_settings: late)
 
 
 def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_run() -> None:
-    """Its losses differ from run to run as they do with the knob."""
+    """The losses differ from run to run as they do with the knob."""
     count = 0
 
-    def answer(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
+    def answer_settings(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
         nonlocal count
         count += 1
-        found = steps(7 if knob_settings else 10)
-        found.losses = [1.0 + 0.001 * count, 0.9, 0.8]
-        return found
+        result = steps(7 if knob_settings else 10)
+        result.losses = [1.0 + 0.001 * count, 0.9, 0.8]
+        return result
 
-    report = tried(("set-to-none",), answer)
+    report = run_trials(("set-to-none",), answer_settings)
     assert report.repeats is False
     assert (report.trials[0].outcome, report.trials[0].why) == ("gain", "")
     assert "as its own runs" in report.trials[0].losses
 
 
 def test_knobs_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
-    def answer(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
-        found = steps(7 if knob_settings else 10)
+    def answer_settings(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
+        result = steps(7 if knob_settings else 10)
         name = knob_settings[0].knob if knob_settings else ""
         if name == "set-to-none":
-            found.losses = [1.0, 0.9, 0.81]
+            result.losses = [1.0, 0.9, 0.81]
         if name == "gc-freeze":
-            found = TrialResult(problem="RuntimeError: no more", kind="memory")
+            result = TrialResult(problem="RuntimeError: no more", kind="memory")
         if name == "loader-persistent":
-            found.idle = ["loader-persistent"]
-        return found
+            result.idle = ["loader-persistent"]
+        return result
 
     names = ("set-to-none", "gc-freeze", "loader-persistent", "channels-last")
-    report = tried(names, answer)
-    told = {trial.name: (trial.outcome, trial.why) for trial in report.trials}
-    assert told["set-to-none"] == ("dropped", "losses: differs from loss 3 on, and must not")
-    assert told["gc-freeze"] == ("dropped", "out of memory: RuntimeError: no more")
-    assert told["loader-persistent"] == ("dropped", "it found nothing to change")
-    assert told["channels-last"] == ("gain", "")
+    report = run_trials(names, answer_settings)
+    outcomes = {trial.name: (trial.outcome, trial.why) for trial in report.trials}
+    assert outcomes["set-to-none"] == ("dropped", "losses: differs from loss 3 on, and must not")
+    assert outcomes["gc-freeze"] == ("dropped", "out of memory: RuntimeError: no more")
+    assert outcomes["loader-persistent"] == ("dropped", "it found nothing to change")
+    assert outcomes["channels-last"] == ("gain", "")
     assert report.together is not None and report.together.knob_settings == [
         KnobSetting("channels-last")
     ]

@@ -96,7 +96,7 @@ def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path
     assert "<html" in TRIALS.render("html", report)
 
 
-def told(**changes: object) -> Trial:
+def make_trial(**changes: object) -> Trial:
     """A trial that was promised a half and measured twice."""
     fields: dict[str, object] = {
         "rule": "single-process-loader",
@@ -115,17 +115,17 @@ def told(**changes: object) -> Trial:
     return Trial(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_what_was_promised_and_measured_is_remembered(
+def test_predictions_and_measurements_are_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADVISOR_LEDGER", str(tmp_path / "mine.jsonl"))
     program = ["python", "train.py"]
     trials = [
-        told(),
-        told(rule="once", runs=1),
-        told(rule="wide", gain_low=0.3, gain_high=0.6),
-        told(rule="no-promise", predicted=None),
-        told(rule="dropped", outcome="dropped"),
+        make_trial(),
+        make_trial(rule="once", runs=1),
+        make_trial(rule="wide", gain_low=0.3, gain_high=0.6),
+        make_trial(rule="no-promise", predicted=None),
+        make_trial(rule="dropped", outcome="dropped"),
     ]
     report = TrialReport(version="1", program=program, trials=trials)
     save_trials(report, tmp_path, remember=True)
@@ -159,13 +159,13 @@ def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
 HANGS = """
 import os, socket, time
 import torch
-with socket.create_connection(("127.0.0.1", PORT)) as told:
-    told.sendall(str(os.getpid()).encode())
+with socket.create_connection(("127.0.0.1", PORT)) as connection:
+    connection.sendall(str(os.getpid()).encode())
 time.sleep(3600)
 """
 
 
-def test_what_ends_it_ends_the_program_too(tmp_path: Path) -> None:
+def test_a_signal_to_the_trial_ends_the_program_too(tmp_path: Path) -> None:
     """SIGTERM is what CI and servers send; the program has a session of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(600)
@@ -177,12 +177,12 @@ def test_what_ends_it_ends_the_program_too(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=600)
     deadline = time.monotonic() + 300
-    while alive(pid) and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not alive(pid)
+    assert not is_alive(pid)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -215,7 +215,7 @@ def test_a_budget_that_is_none_is_one_line(text: str) -> None:
         parse_time(text)
 
 
-def test_without_a_winner_it_is_said() -> None:
+def test_a_trial_without_a_winner_says_so() -> None:
     trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered")
     assert write_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
     assert write_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

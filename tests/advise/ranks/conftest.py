@@ -102,7 +102,7 @@ def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> Ranks:
 def line(
     rank: int, step_ns: float, values: list[float | None], host: str = "", path: str = ""
 ) -> RankLine:
-    """One rank, of whose classes these are the times."""
+    """A rank whose classes took these times."""
     return RankLine(
         rank=rank,
         step_ns=step_ns,
@@ -117,18 +117,18 @@ def line(
 
 @pytest.fixture
 def make_job() -> Callable[..., Ranks]:
-    """:func:`job`."""
+    """Return :func:`job`."""
     return job
 
 
 @pytest.fixture
 def make_line() -> Callable[..., RankLine]:
-    """:func:`line`."""
+    """Return :func:`line`."""
     return line
 
 
 @pytest.fixture
-def nasty() -> str:
+def hostile_name() -> str:
     """A name that is markup to whoever does not escape it."""
     return NASTY
 
@@ -164,36 +164,36 @@ class Trap(Rule):
 
 
 @dataclass
-class Fleet:
+class JobFolder:
     """Traces of a job in a folder, and a folder of rules with traps in it."""
 
     folder: Path
     rules: Path
     ranks: int
 
-    def trap(self, rank: int, kind: str) -> None:
+    def set_trap(self, rank: int, kind: str) -> None:
         """``once`` or ``always``: who measures this rank is killed; ``waits``: he never ends."""
         (self.rules / f"rank{rank}.json.{kind}").touch()
 
     def analyze(self, ranks: str = "", **options: Any) -> Report:
-        """With the traps."""
+        """Analyze the job while the traps are set."""
         read = ReadOptions(ranks=ranks)
         chosen = Options(rules_folder=self.rules, config={}, read=read, **options)
         return analyze(self.folder, chosen)
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
+def job_folder(tmp_path: Path) -> JobFolder:
     """Six ranks of two steps; rank n computes n µs longer."""
-    made = Fleet(tmp_path / "job", tmp_path / "traps", 6)
-    made.folder.mkdir()
-    made.rules.mkdir()
-    (made.rules / "trap.py").write_text(RULE)
-    for rank in range(made.ranks):
+    folder_of_job = JobFolder(tmp_path / "job", tmp_path / "traps", 6)
+    folder_of_job.folder.mkdir()
+    folder_of_job.rules.mkdir()
+    (folder_of_job.rules / "trap.py").write_text(RULE)
+    for rank in range(folder_of_job.ranks):
         b = TraceBuilder()
         for _ in range(2):
             with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
                 b.launch("ampere_sgemm_128x64_nn", 900 + rank)
                 b.sync()
-        b.write(made.folder / f"rank{rank}.json")
-    return made
+        b.write(folder_of_job.folder / f"rank{rank}.json")
+    return folder_of_job

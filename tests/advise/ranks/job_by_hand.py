@@ -22,14 +22,14 @@ BASE = 1_700_000_000 * 10**9
 
 @dataclass
 class Work:
-    """Own time, ns, by class of ``RankSummary.per_step``."""
+    """Own time of a rank, ns, by class of ``RankSummary.per_step``."""
 
     ns: float
     name: str = "compute"
 
 
 @dataclass
-class Meet:
+class Collective:
     """A collective of some ranks; ns from the last arrival to the end."""
 
     group: str
@@ -39,14 +39,14 @@ class Meet:
     message: int = 1 << 20
 
 
-Item = Work | Meet
+Item = Work | Collective
 Program = Callable[[int, int], Sequence[Item]]
-"""(rank, step) -> what it does."""
+"""Maps (rank, step) to the work of that step."""
 
 
 @dataclass
-class Ran:
-    """What came of it."""
+class JobRun:
+    """The result of a run."""
 
     summaries: list[RankSummary]
     step_ns: float
@@ -66,26 +66,28 @@ def run(
     kernels: Callable[[int], dict[str, KernelSummary]] = lambda rank: {},
     findings: Callable[[int], list[Advice]] = lambda rank: [],
     sequenced: bool = True,
-) -> Ran:
+) -> JobRun:
     """Each rank does its items; a Meet ends for all at the last arrival plus its transfer."""
     queue = {r: [(s, item) for s in range(steps) for item in program(r, s)] for r in range(ranks)}
     at = dict.fromkeys(range(ranks), 0)
     now = dict.fromkeys(range(ranks), 0.0)
     begun: dict[int, list[float]] = {r: [] for r in range(ranks)}
-    met: dict[int, list[tuple[Meet, int, float, float, float]]] = {r: [] for r in range(ranks)}
+    met: dict[int, list[tuple[Collective, int, float, float, float]]] = {
+        r: [] for r in range(ranks)
+    }
     spent: dict[int, list[dict[str, float]]] = {r: [] for r in range(ranks)}
     own = dict.fromkeys(range(ranks), 0.0)
     waiting: dict[str, dict[int, float]] = {}
     blocked = dict.fromkeys(range(ranks), False)
 
-    def advance(rank: int) -> Meet | None:
+    def advance_rank(rank: int) -> Collective | None:
         while at[rank] < len(queue[rank]):
             step, item = queue[rank][at[rank]]
             while len(begun[rank]) <= step:
                 begun[rank].append(now[rank])
                 spent[rank].append({})
                 own[rank] = 0.0
-            if isinstance(item, Meet):
+            if isinstance(item, Collective):
                 waiting.setdefault(item.group, {})[rank] = now[rank]
                 blocked[rank] = True
                 return item
@@ -99,14 +101,14 @@ def run(
     while todo:
         again: list[int] = []
         for rank in todo:
-            item = advance(rank)
+            item = advance_rank(rank)
             if item is None or len(waiting[item.group]) < len(item.members):
                 continue
             arrivals = waiting.pop(item.group)
             done = max(arrivals.values()) + item.transfer
             for member, came in arrivals.items():
                 step, theirs = queue[member][at[member]]
-                assert isinstance(theirs, Meet)
+                assert isinstance(theirs, Collective)
                 met[member].append((theirs, step, came, done, own[member]))
                 own[member] = 0.0
                 now[member] = done
@@ -122,12 +124,12 @@ def run(
     for rank in range(ranks):
         ends = [*begun[rank][1:], now[rank]]
 
-        def own_clock(t: float, rank: int = rank) -> int:
+        def to_rank_clock(t: float, rank: int = rank) -> int:
             return BASE + round(t + shift(rank) + drift(rank) * t)
 
         names = sorted({name for step in spent[rank] for name in step})
         lines = [
-            StepSummary(f"ProfilerStep#{n}", own_clock(b), own_clock(e))
+            StepSummary(f"ProfilerStep#{n}", to_rank_clock(b), to_rank_clock(e))
             for n, (b, e) in enumerate(zip(begun[rank], ends, strict=True))
         ]
         per_step = {
@@ -152,20 +154,20 @@ def run(
                 communication=mean.get("communication", 0.0),
                 kernels=kernels(rank),
                 findings=findings(rank),
-                collectives=_collectives(met[rank], own_clock, sequenced),
+                collectives=_collectives(met[rank], to_rank_clock, sequenced),
             )
         )
     total = sum(now.values()) / ranks / steps
-    return Ran(summaries, total)
+    return JobRun(summaries, total)
 
 
 def _collectives(
-    met: list[tuple[Meet, int, float, float, float]],
+    met: list[tuple[Collective, int, float, float, float]],
     own_clock: Callable[[float], int],
     sequenced: bool,
 ) -> Collectives:
     keys: dict[tuple[str, str, int], int] = {}
-    meets: list[Meet] = []
+    meets: list[Collective] = []
     key, order, counts = [], [], dict[object, int]()
     for meet, step, *_ in met:
         name = (meet.group, meet.kind, meet.message)

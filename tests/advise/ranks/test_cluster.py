@@ -30,37 +30,37 @@ def scheduler() -> Iterator[Any]:
         dask.config.set(settings),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
-        ) as made,
+        ) as cluster,
     ):
-        yield made
+        yield cluster
 
 
-def test_a_worker_killed_in_the_middle_changes_nothing(scheduler: Any, fleet: Any) -> None:
+def test_a_worker_killed_in_the_middle_changes_nothing(scheduler: Any, job_folder: Any) -> None:
     address = scheduler.scheduler_address
-    here = fleet.analyze(workers=1)
-    assert len(here.ranks.lines) == fleet.ranks
+    local = job_folder.analyze(workers=1)
+    assert len(local.ranks.lines) == job_folder.ranks
     links: set[str] = set()
 
     def progress(done: RanksDone) -> None:
         links.add(done.dashboard)
 
-    whole = fleet.analyze(cluster=address, on_progress=progress)
-    assert whole == here
+    undisturbed = job_folder.analyze(cluster=address, on_progress=progress)
+    assert undisturbed == local
     assert links == {scheduler.dashboard_link}
-    fleet.trap(2, "once")
-    again = fleet.analyze(cluster=address)
-    assert not (fleet.rules / "rank2.json.once").exists(), "nobody was killed"
-    assert again == whole
+    job_folder.set_trap(2, "once")
+    after_kill = job_folder.analyze(cluster=address)
+    assert not (job_folder.rules / "rank2.json.once").exists(), "nobody was killed"
+    assert after_kill == undisturbed
 
 
-def test_a_file_that_kills_workers_fails_alone(scheduler: Any, fleet: Any) -> None:
-    fleet.trap(4, "always")
-    (fleet.folder / "rank1.json").write_text("{")
-    ranks = fleet.analyze(cluster=scheduler.scheduler_address).ranks
-    assert len(ranks.lines) == fleet.ranks - 2
-    told = {item.ranks: item.why for item in ranks.missing}
-    assert set(told) == {"1", "4"}
-    assert "died" in told["4"]
+def test_a_file_that_kills_workers_fails_alone(scheduler: Any, job_folder: Any) -> None:
+    job_folder.set_trap(4, "always")
+    (job_folder.folder / "rank1.json").write_text("{")
+    ranks = job_folder.analyze(cluster=scheduler.scheduler_address).ranks
+    assert len(ranks.lines) == job_folder.ranks - 2
+    reasons = {item.ranks: item.why for item in ranks.missing}
+    assert set(reasons) == {"1", "4"}
+    assert "died" in reasons["4"]
 
 
 def test_an_address_where_nobody_answers_is_one_line() -> None:
@@ -70,11 +70,11 @@ def test_an_address_where_nobody_answers_is_one_line() -> None:
 
 
 def test_without_the_extra_the_command_that_brings_it_is_reported(
-    monkeypatch: pytest.MonkeyPatch, fleet: Any
+    monkeypatch: pytest.MonkeyPatch, job_folder: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(AdvisorError, match=r'--cluster needs distributed: pip install ".*cluster'):
-        fleet.analyze(cluster="tcp://127.0.0.1:8786")
+        job_folder.analyze(cluster="tcp://127.0.0.1:8786")
 
 
 @pytest.mark.parametrize(
@@ -82,25 +82,29 @@ def test_without_the_extra_the_command_that_brings_it_is_reported(
     [
         ("0.0.1", "the worker tcp://w:1 has advisor 0.0.1, this is "),
         (ModuleNotFoundError("no", name="advisor"), "the worker tcp://w:1 cannot import advisor"),
-        (ValueError("odd"), r"does not run advisor \(odd\)"),
+        (ValueError("failed"), r"does not run advisor \(failed\)"),
     ],
 )
 def test_workers_with_another_advisor_are_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, answer: object, why: str
 ) -> None:
-    made = client(run=lambda *_, **__: {"tcp://w:1": answer})
-    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: made))
+    fake_client = client(run=lambda *_, **__: {"tcp://w:1": answer})
+    monkeypatch.setitem(
+        sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: fake_client)
+    )
     with pytest.raises(AdvisorError, match=why):
         Cluster("tcp://s:1")
-    assert made.closed == [True]
+    assert fake_client.closed == [True]
 
 
 def test_a_cluster_without_workers_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(*_: object, **__: object) -> None:
         raise TimeoutError
 
-    made = client(wait_for_workers=wait)
-    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: made))
+    fake_client = client(wait_for_workers=wait)
+    monkeypatch.setitem(
+        sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: fake_client)
+    )
     with pytest.raises(AdvisorError, match=r"no worker has joined .* dask worker tcp://s:1"):
         Cluster("tcp://s:1")
 
@@ -110,8 +114,10 @@ def test_workers_that_are_gone_for_long_are_given_up_and_a_short_gap_is_not(
 ) -> None:
     threads = {"a": 2, "b": 1}
     now = [0.0]
-    made = client(run=lambda *_, **__: {}, nthreads=lambda: threads)
-    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: made))
+    fake_client = client(run=lambda *_, **__: {}, nthreads=lambda: threads)
+    monkeypatch.setitem(
+        sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: fake_client)
+    )
     monkeypatch.setattr(home, "time", SimpleNamespace(monotonic=lambda: now[0]))
     crew = Cluster("tcp://s:1", patience=60.0)
     assert crew.slots() == 3
@@ -131,13 +137,13 @@ def test_workers_that_are_gone_for_long_are_given_up_and_a_short_gap_is_not(
 
 
 def client(**acts: Any) -> Any:
-    """What stands in for Dask's client."""
+    """A stand-in for Dask's client."""
     closed: list[bool] = []
-    given = {
+    fields = {
         "closed": closed,
         "close": lambda: closed.append(True),
         "wait_for_workers": lambda *_, **__: None,
         "dashboard_link": "",
         **acts,
     }
-    return SimpleNamespace(**given)
+    return SimpleNamespace(**fields)

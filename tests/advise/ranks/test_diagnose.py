@@ -1,4 +1,4 @@
-"""Jobs whose fault is known: who is blamed, for what, and what it is said to be worth."""
+"""Jobs whose fault is known: who is blamed, for what, and with which gain."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from advisor.replay.ranks.study import study_ranks
 from advisor.rules.distributed.straggler_rank import StragglerRank
 
 sys.path.insert(0, str(Path(__file__).parent))
-from job_by_hand import MS, Item, Meet, Program, Ran, Work, run
+from job_by_hand import MS, Collective, Item, JobRun, Program, Work, run
 
 SYNC = Edit(op="remove", select=Select(on="host"))
 NO_REPLAY = {"method": "replay", "error": 0.0, "reason": "", "unseen_loader": False}
 RANKS, STEPS, PIECES = 32, 6, 8
 EVERYBODY = tuple(range(RANKS))
 Extra = Callable[[int, int, int], Sequence[Item]]
-"""(rank, step, piece) -> what it does besides."""
+"""Maps (rank, step, piece) to additional work."""
 
 
 def data_parallel(extra: Extra, seed: int = 0, noise: float = 0.02) -> Program:
-    """Eight pieces of compute and host time a step, each ended by an all-reduce of all ranks."""
+    """A step of eight pieces of compute and host time, each ended by an all-reduce of all ranks."""
     rng = np.random.default_rng(seed)
     factor = rng.normal(1.0, noise, (RANKS, STEPS, PIECES))
 
@@ -55,24 +55,24 @@ def data_parallel(extra: Extra, seed: int = 0, noise: float = 0.02) -> Program:
             items.append(Work(MS * factor[rank, step, piece]))
             items.append(Work(0.1 * MS * factor[rank, step, piece], "idle: dispatch"))
             items += extra(rank, step, piece)
-            items.append(Meet("world", EVERYBODY, 0.2 * MS))
+            items.append(Collective("world", EVERYBODY, 0.2 * MS))
         return items
 
     return program
 
 
-def nothing(rank: int, step: int, piece: int) -> list[Item]:
+def no_extra_work(rank: int, step: int, piece: int) -> list[Item]:
     return []
 
 
 def diagnose(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()) -> Ranks:
-    """What is said of these ranks."""
-    found = study_ranks(summaries, unread)
-    assert found is not None
-    return found.ranks
+    """Return what the diagnosis says of these ranks."""
+    study = study_ranks(summaries, unread)
+    assert study is not None
+    return study.ranks
 
 
-def told(
+def diagnose_job(
     extra: Extra,
     *,
     seed: int = 0,
@@ -80,13 +80,13 @@ def told(
 ) -> tuple[Ranks, float]:
     """The report, and what the step is shorter by without what is extra."""
     ran = run(RANKS, STEPS, data_parallel(extra, seed), kernels=kernels)
-    without = run(RANKS, STEPS, data_parallel(nothing, seed))
+    without = run(RANKS, STEPS, data_parallel(no_extra_work, seed))
     return diagnose(ran.summaries), ran.step_ns - without.step_ns
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nobody_is_blamed_where_all_are_alike(seed: int) -> None:
-    report = diagnose(run(RANKS, STEPS, data_parallel(nothing, seed)).summaries)
+def test_nobody_is_blamed_where_all_ranks_are_equal(seed: int) -> None:
+    report = diagnose(run(RANKS, STEPS, data_parallel(no_extra_work, seed)).summaries)
     assert report.outliers == []
 
 
@@ -95,7 +95,7 @@ def test_nobody_is_blamed_where_all_are_alike(seed: int) -> None:
     [("compute", "compute"), ("idle: loader", "input"), ("idle: python", "host")],
 )
 def test_the_rank_with_more_work_of_its_own_is_reported(name: str, kind: str) -> None:
-    report, gain = told(lambda r, s, p: [Work(0.3 * MS, name)] if r == 7 else [])
+    report, gain = diagnose_job(lambda r, s, p: [Work(0.3 * MS, name)] if r == 7 else [])
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind, outlier.moves) == (
         "rank",
@@ -113,8 +113,8 @@ def test_the_rank_with_more_work_of_its_own_is_reported(name: str, kind: str) ->
     assert outlier.reason
 
 
-def test_those_who_wait_are_not_blamed_however_long_their_collectives() -> None:
-    report, _ = told(lambda r, s, p: [Work(1.0 * MS)] if r == 3 and p == 0 else [])
+def test_waiting_ranks_are_not_blamed_however_long_their_collectives() -> None:
+    report, _ = diagnose_job(lambda r, s, p: [Work(1.0 * MS)] if r == 3 and p == 0 else [])
     assert [outlier.ranks for outlier in report.outliers] == ["3"]
     waiting = report.classes.index("waiting")
     assert min(row.time[waiting] for row in report.lines if row.rank != 3) > 0.9 * MS
@@ -122,7 +122,9 @@ def test_those_who_wait_are_not_blamed_however_long_their_collectives() -> None:
 
 
 def test_a_host_is_reported_as_a_host() -> None:
-    report, _ = told(lambda r, s, p: [Work(0.3 * MS, "idle: loader")] if 8 <= r < 16 else [])
+    report, _ = diagnose_job(
+        lambda r, s, p: [Work(0.3 * MS, "idle: loader")] if 8 <= r < 16 else []
+    )
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
         "host",
@@ -140,11 +142,11 @@ def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> Non
             "norm#2": KernelSummary(50, 2 * MS * other, 0.04 * MS * other),
         }
 
-    def more(rank: int, step: int, piece: int) -> list[Item]:
+    def slower_rank(rank: int, step: int, piece: int) -> list[Item]:
         return [Work(0.3 * MS)] if rank == 7 else []
 
-    slow, _ = told(more, kernels=lambda rank: kernels(rank, (1.3, 1.3)))
-    uneven, _ = told(more, kernels=lambda rank: kernels(rank, (1.0, 2.2)))
+    slow, _ = diagnose_job(slower_rank, kernels=lambda rank: kernels(rank, (1.3, 1.3)))
+    uneven, _ = diagnose_job(slower_rank, kernels=lambda rank: kernels(rank, (1.0, 2.2)))
     assert [outlier.kind for outlier in slow.outliers] == ["compute"]
     assert "1.30 times" in slow.outliers[0].reason
     assert [outlier.kind for outlier in uneven.outliers] == ["imbalance"]
@@ -152,7 +154,7 @@ def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> Non
 
 def test_another_rank_in_each_step_is_reported_as_moving() -> None:
     order = np.random.default_rng(5).permutation(RANKS)
-    report, gain = told(lambda r, s, p: [Work(0.4 * MS)] if r == order[s] else [])
+    report, gain = diagnose_job(lambda r, s, p: [Work(0.4 * MS)] if r == order[s] else [])
     (outlier,) = report.outliers
     assert (outlier.kind, outlier.moves) == ("imbalance", True)
     assert outlier.ranks == format_ranks(order[:STEPS].tolist())
@@ -160,7 +162,7 @@ def test_another_rank_in_each_step_is_reported_as_moving() -> None:
 
 
 def test_one_long_step_is_not_a_habit_of_its_rank() -> None:
-    report, _ = told(lambda r, s, p: [Work(0.9 * MS)] if r == 7 and s == 2 else [])
+    report, _ = diagnose_job(lambda r, s, p: [Work(0.9 * MS)] if r == 7 and s == 2 else [])
     assert report.outliers == []
 
 
@@ -174,8 +176,8 @@ def test_links_of_one_host_are_reported() -> None:
         items: list[Item] = []
         for piece in range(PIECES):
             items.append(Work(MS * factor[rank, step, piece]))
-            items.append(Meet(f"tp{node}", members, (0.6 if node == 5 else 0.2) * MS))
-        return [*items, Meet("world", EVERYBODY, 0.1 * MS)]
+            items.append(Collective(f"tp{node}", members, (0.6 if node == 5 else 0.2) * MS))
+        return [*items, Collective("world", EVERYBODY, 0.1 * MS)]
 
     ran = run(RANKS, STEPS, program, host=lambda rank: f"node-{rank // 4:02d}")
     report = diagnose(ran.summaries)
@@ -190,7 +192,7 @@ def test_links_of_one_host_are_reported() -> None:
     assert outlier.gain_ns == pytest.approx(8 * 0.4 * MS, rel=0.1)
 
 
-def pipeline(longer: float) -> Ran:
+def pipeline(longer: float) -> JobRun:
     """Four stages of two ranks, six microbatches forward through them."""
     rng = np.random.default_rng(4)
     factor = rng.normal(1.0, 0.01, (8, STEPS, 6))
@@ -202,7 +204,7 @@ def pipeline(longer: float) -> Ran:
             if stage:
                 items.append(_send(stage - 1, lane))
             work = MS * factor[rank, step, batch] * (1 + longer * (stage == 2))
-            items += [Work(work), Meet(f"tp{stage}", (2 * stage, 2 * stage + 1), 0.02 * MS)]
+            items += [Work(work), Collective(f"tp{stage}", (2 * stage, 2 * stage + 1), 0.02 * MS)]
             if stage < 3:
                 items.append(_send(stage, lane))
         return items
@@ -210,9 +212,9 @@ def pipeline(longer: float) -> Ran:
     return run(8, STEPS, program, host=lambda rank: "")
 
 
-def _send(stage: int, lane: int) -> Meet:
+def _send(stage: int, lane: int) -> Collective:
     ends = (2 * stage + lane, 2 * stage + 2 + lane)
-    return Meet(f"p2p{stage}-{lane}", ends, 0.01 * MS, "send_recv")
+    return Collective(f"p2p{stage}-{lane}", ends, 0.01 * MS, "send_recv")
 
 
 def test_the_long_stage_of_a_pipeline_is_reported_and_its_bubbles_are_not() -> None:
@@ -233,47 +235,48 @@ def test_a_pause_of_one_rank_in_one_step_is_named_and_nobody_is_blamed() -> None
     def pause(rank: int, step: int, piece: int) -> list[Item]:
         return [Work(40 * MS, "idle: python")] if (rank, step, piece) == (5, 2, 0) else []
 
-    def said(extra: Extra) -> list[str]:
-        found = study_ranks(run(RANKS, STEPS, data_parallel(extra)).summaries)
-        assert found is not None and not found.outliers
-        outcomes = StragglerRank().check_run(found)
+    def straggler_messages(extra: Extra) -> list[str]:
+        study = study_ranks(run(RANKS, STEPS, data_parallel(extra)).summaries)
+        assert study is not None and not study.outliers
+        outcomes = StragglerRank().check_run(study)
         skipped = [item for item in outcomes if isinstance(item, SkippedCheck)]
         return [f"{item.what}: {item.why}" for item in skipped]
 
-    (line,) = said(pause)
+    (line,) = straggler_messages(pause)
     assert line.startswith("why rank 5 pauses in one step: in ")
     assert "2 it takes 40" in line or "2 it takes 39" in line
-    assert said(nothing) == []
+    assert straggler_messages(no_extra_work) == []
 
 
 def test_the_gain_of_a_pipeline_is_said_to_be_of_rebalanced_stages() -> None:
-    found = study_ranks(pipeline(0.4).summaries)
-    assert found is not None
-    (finding,) = StragglerRank().check_run(found)
+    study = study_ranks(pipeline(0.4).summaries)
+    assert study is not None
+    (finding,) = StragglerRank().check_run(study)
     assert isinstance(finding, Finding)
     assert "rebalanced stages" in finding.assumptions[0]
 
 
-def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
-    def slow(rank: int, step: int, piece: int) -> list[Item]:
+def test_a_gain_of_ranks_that_wait_anyway_is_no_gain_of_the_job() -> None:
+    def slower_rank(rank: int, step: int, piece: int) -> list[Item]:
         return [Work(0.5 * MS)] if rank == 7 else []
 
     def gain(who: set[int]) -> float:
-        """Of a finding that saves each of these ranks 2 ms by itself; rank 0 has the report."""
+        """The gain of a finding that saves each of these ranks 2 ms by itself. Rank 0 has the
+        report."""
         advice = Advice("launch-bound", "host", 2 * MS)
         ran = run(
             RANKS,
             STEPS,
-            data_parallel(slow),
+            data_parallel(slower_rank),
             findings=lambda rank: [advice] if rank in who else [],
         )
-        found = study_ranks(ran.summaries)
-        assert found is not None
+        study = study_ranks(ran.summaries)
+        assert study is not None
         own = Impact(currency="step_time", gain_ns=round(2 * MS * (0 in who)))
         finding = Finding(
             rule="launch-bound", summary="", category="host", edits=[SYNC], impact=own
         )
-        estimator = RanksEstimator(cast("Any", SimpleNamespace(**NO_REPLAY)), found, 0, [finding])
+        estimator = RanksEstimator(cast("Any", SimpleNamespace(**NO_REPLAY)), study, 0, [finding])
         assert estimator.ranks_with("launch-bound") == len(who)
         return estimator.gain_range(finding.edits).gain
 
@@ -282,23 +285,23 @@ def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
     assert gain(set(EVERYBODY)) == pytest.approx(2 * MS, rel=0.1)
 
 
-def saving(ns: float) -> Any:
+def make_estimator(ns: float) -> Any:
     """The estimator of a rank that saves so much by whatever it is asked for."""
     return SimpleNamespace(marginal=lambda edits, applied: ns)
 
 
 def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() -> None:
-    """What it looks for is just below its threshold there. Each rank saves 2 ms, so the job does;
-    had the silent ranks saved nothing, the others would wait for them."""
+    """The rank's value lies just below the rule's threshold. Each rank saves 2 ms, so the job
+    does. If the silent ranks saved nothing, the others would wait for them."""
     advice = Advice("launch-bound", "host", 2 * MS)
     ran = run(
         RANKS,
         STEPS,
-        data_parallel(nothing),
+        data_parallel(no_extra_work),
         findings=lambda rank: [advice] if rank % 2 == 0 else [],
     )
-    found = study_ranks(ran.summaries)
-    assert found is not None
+    study = study_ranks(ran.summaries)
+    assert study is not None
     own = Impact(currency="step_time", gain_ns=2 * MS)
 
     def gain(edit: Edit, saved: float | None) -> float:
@@ -306,9 +309,9 @@ def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() ->
             rule="launch-bound", summary="", category="host", edits=[edit], impact=own
         )
         alone = cast("Any", SimpleNamespace(**NO_REPLAY))
-        other = None if saved is None else saving(saved)
+        other = None if saved is None else make_estimator(saved)
         return (
-            RanksEstimator(alone, found, 0, [finding], lambda rank: other).gain_range([edit]).gain
+            RanksEstimator(alone, study, 0, [finding], lambda rank: other).gain_range([edit]).gain
         )
 
     of_trace = replace(SYNC, select=Select(on="gpu", correlation=(3,)))
@@ -323,11 +326,11 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
     """Rank 7 comes last in every collective and waits for nobody. Without the transfers it is as
     late, so the job gains these; if its own wait could be hidden too, it has none."""
     slow = data_parallel(lambda r, s, p: [Work(0.5 * MS)] if r == 7 else [], noise=0)
-    uneven = data_parallel(nothing, noise=0.3)
+    uneven = data_parallel(no_extra_work, noise=0.3)
     for program, waits in ((slow, False), (uneven, True)):
         ran = run(RANKS, STEPS, program)
-        found = study_ranks(ran.summaries)
-        assert found is not None
+        study = study_ranks(ran.summaries)
+        assert study is not None
         exposed = {place: s.time["communication"] for place, s in enumerate(ran.summaries)}
         alone = Impact(currency="step_time", gain_ns=round(exposed[0]), high_ns=round(exposed[0]))
         edit = Edit(op="overlap", select=Select(on="gpu", family=("communication",)))
@@ -340,16 +343,16 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
         )
         estimator = RanksEstimator(
             cast("Any", SimpleNamespace(**NO_REPLAY)),
-            found,
+            study,
             0,
             [finding],
-            lambda rank, of=exposed: saving(of[rank]),
+            lambda rank, of=exposed: make_estimator(of[rank]),
         )
         gain = estimator.gain_range([edit])
         transfers = PIECES * 0.2 * MS
         assert gain.gain == pytest.approx(transfers, rel=0.02)
         assert gain.high <= min(exposed.values()) * 1.01 + 2 * abs(
-            found.replay.replayed_ns - found.replay.measured_ns
+            study.replay.replayed_ns - study.replay.measured_ns
         )
         assert (gain.high > 1.2 * transfers) == waits
 
@@ -368,8 +371,8 @@ def test_ranks_that_are_not_there_are_reported_and_the_rest_stands() -> None:
 
 
 @pytest.mark.parametrize("slow", [True, False])
-def test_of_a_file_that_is_cut_off_the_steps_before_the_cut_count(slow: bool) -> None:
-    extra = (lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []) if slow else nothing
+def test_the_steps_before_the_cut_of_a_truncated_file_count(slow: bool) -> None:
+    extra = (lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []) if slow else no_extra_work
     ran = run(RANKS, STEPS, data_parallel(extra))
     summaries = list(ran.summaries)
     whole = summaries[7]
@@ -385,7 +388,7 @@ def test_of_a_file_that_is_cut_off_the_steps_before_the_cut_count(slow: bool) ->
 
 
 def test_a_rank_counts_once_however_many_files_it_has() -> None:
-    ran = run(RANKS, STEPS, data_parallel(nothing))
+    ran = run(RANKS, STEPS, data_parallel(no_extra_work))
     report = diagnose([*ran.summaries, replace(ran.summaries[4], path="copy.json")])
     assert len(report.lines) == RANKS
     assert "4" in report.not_checked["further files of the same ranks"]
@@ -398,8 +401,8 @@ def test_no_rank_at_all_and_one_without_collectives() -> None:
     assert report.step is None
     assert report.outliers == []
     alone = run(1, 3, lambda rank, step: [Work(MS)]).summaries
-    found = diagnose(alone)
-    assert found.step is not None and found.step.median == MS
+    diagnosis = diagnose(alone)
+    assert diagnosis.step is not None and diagnosis.step.median == MS
 
 
 def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> None:
@@ -451,15 +454,15 @@ def test_a_folder_of_ranks_says_whose_step_it_is_and_what_they_wait_for_each_oth
         assert 0.8 * axis.ns < axis.waited_here_ns <= axis.ns
     text = REPORTS.render("terminal", whole, details=True)
     assert "How long is unknown" not in text and "≥ 3.96 ms" in text
-    found = {f.rule: f for f in (*whole.findings, *whole.notes)}
-    assert found["launch-bound"].fix.startswith(
+    result = {f.rule: f for f in (*whole.findings, *whole.notes)}
+    assert result["launch-bound"].fix.startswith(
         "Replay only the dense layers as CUDA graphs; leave the 4 waits per step for the GPU"
     )
-    fix = found["exposed-communication"].fix
+    fix = result["exposed-communication"].fix
     assert fix.startswith("Let rank 7 enter with the others") and "nor fewer bytes shorten" in fix
 
 
-def large(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
+def large_job(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
     """Data-parallel, whole columns at once: each collective ends when the last rank has come."""
     rng = np.random.default_rng(9)
     work = MS * rng.normal(1.0, 0.02, (ranks, steps * per))
@@ -467,9 +470,9 @@ def large(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
     end = np.cumsum(work.max(axis=0) + 0.1 * MS)
     start = np.concatenate([[0.0], end[:-1]]) + work
     clock = 3 * MS * rng.normal(size=ranks // 8)
-    base = run(2, 1, lambda rank, step: [Work(MS), Meet("world", (0, 1), 9.0)]).summaries[0]
+    base = run(2, 1, lambda rank, step: [Work(MS), Collective("world", (0, 1), 9.0)]).summaries[0]
     assert base.collectives is not None
-    found = []
+    result = []
     for rank in range(ranks):
         own = start[rank] + clock[rank // 8]
         over = end + clock[rank // 8]
@@ -492,7 +495,7 @@ def large(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
             "work": np.rint(work[rank]).astype(np.int64),
         }
         packed = {name: pack(values) for name, values in columns.items()}
-        found.append(
+        result.append(
             replace(
                 base,
                 rank=rank,
@@ -505,11 +508,11 @@ def large(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
                 collectives=replace(base.collectives, size=[ranks], **packed),
             )
         )
-    return found
+    return result
 
 
 def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> None:
-    summaries = large(1024, 10, 100, slow=77)
+    summaries = large_job(1024, 10, 100, slow=77)
     tracemalloc.start()
     begin = time.process_time()
     report = diagnose(summaries)
@@ -528,7 +531,7 @@ def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> Non
 
 def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[str], str]) -> None:
     report = analyze(Path(shared_trace("dlrm_8ranks/worker7.pt.trace")).parent)
-    (late,) = [found for found in report.findings if found.rule == "straggler-rank"]
+    (late,) = [finding for finding in report.findings if finding.rule == "straggler-rank"]
     labels = [item.label for item in late.evidence]
     assert "exposed wait of the others" in labels and len(labels) == len(set(labels))
     assert "more host time" in late.summary
@@ -538,16 +541,16 @@ def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[st
     assert "traces of all ranks" not in waits.fix, "this report is of all ranks"
 
 
-def test_what_a_finding_cures_is_not_said_again_below_the_fixes(
+def test_an_outlier_that_a_finding_cures_is_not_repeated_below_the_fixes(
     shared_trace: Callable[[str], str],
 ) -> None:
     """Rank 7 is late: a fix, so no change of its own. It comes before a fix of about the same gain,
     because its range starts higher."""
     report = analyze(Path(shared_trace("dlrm_8ranks/worker7.pt.trace")).parent)
-    shown = " ".join(REPORTS.render("terminal", report, details=True).split())
-    first, fixes, others = (shown.index(part) for part in ("rank 0 of 8", "What to", "What if"))
-    assert first < fixes < others and "rank 7 arriving" not in shown
-    assert "rank 7 (--rank 7) keeps the others waiting longest step: rank 1, 19.9 ms" in shown
+    text = " ".join(REPORTS.render("terminal", report, details=True).split())
+    first, fixes, others = (text.index(part) for part in ("rank 0 of 8", "What to", "What if"))
+    assert first < fixes < others and "rank 7 arriving" not in text
+    assert "rank 7 (--rank 7) keeps the others waiting longest step: rank 1, 19.9 ms" in text
     leading, second = report.findings[:2]
     assert (leading.rule, second.rule) == ("straggler-rank", "launch-bound")
     assert leading.impact is not None and second.impact is not None

@@ -22,7 +22,7 @@ from advisor.read import open_run
 from tests.measure.stragglers import stragglers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from job_by_hand import MS, Item, Meet, Work, run
+from job_by_hand import MS, Collective, Item, Work, run
 
 REAL = {
     "dlrm": [f"dlrm_8ranks/worker{rank}.pt.trace.json.gz" for rank in range(8)],
@@ -43,20 +43,20 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     table = stragglers(analyses, alignment).sort("rank")
     summaries = sorted((summarise_file(file) for file in files), key=lambda s: s.rank)
     joined = match_collectives(summaries)
-    found = measure_waits(joined)
+    waits = measure_waits(joined)
     assert [s.rank for s in summaries] == table["rank"].to_list()
-    assert found.collective_count.tolist() == table["collectives"].to_list()
-    assert found.last_count.tolist() == table["last"].to_list()
-    near = 4 * alignment.error_ns * len(found.row)
-    assert np.allclose(found.caused_ns, few.steps * table["caused_wait_ns"].to_numpy(), atol=near)
-    own = np.bincount(joined.rank[found.cells], found.wait, len(summaries))
+    assert waits.collective_count.tolist() == table["collectives"].to_list()
+    assert waits.last_count.tolist() == table["last"].to_list()
+    near = 4 * alignment.error_ns * len(waits.row)
+    assert np.allclose(waits.caused_ns, few.steps * table["caused_wait_ns"].to_numpy(), atol=near)
+    own = np.bincount(joined.rank[waits.cells], waits.wait, len(summaries))
     assert np.allclose(own, few.steps * table["wait_ns"].to_numpy(), atol=near)
     first = min(analyses)
     start = {s.rank: s for s in summaries}
     for place, summary in enumerate(summaries):
-        told = joined.clocks.shift[place] - joined.clocks.shift[summaries.index(start[first])]
+        shift = joined.clocks.shift[place] - joined.clocks.shift[summaries.index(start[first])]
         expected = alignment.offset_ns[summary.rank] - alignment.offset_ns[first]
-        assert told == pytest.approx(expected, abs=4 * alignment.error_ns)
+        assert shift == pytest.approx(expected, abs=4 * alignment.error_ns)
 
 
 def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> None:
@@ -70,10 +70,10 @@ def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> 
             items.append(Work(MS * work[rank, step, number]))
             if number % 2:
                 members = tuple(range(rank % 8, ranks, 8))
-                items.append(Meet(f"dp{rank % 8}", members, 0.1 * MS))
+                items.append(Collective(f"dp{rank % 8}", members, 0.1 * MS))
             else:
                 members = tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-                items.append(Meet(f"tp{rank // 8}", members, 0.1 * MS))
+                items.append(Collective(f"tp{rank // 8}", members, 0.1 * MS))
         return items
 
     ran = run(ranks, 3, program, shift=lambda r: shift[r // 8], drift=lambda r: drift[r // 8])
@@ -95,8 +95,8 @@ def test_stages_that_only_send_to_each_other_are_put_on_one_clock() -> None:
         for number in range(6):
             peer = rank ^ 2
             name = f"p2p{min(rank, peer)}"
-            items += [Meet(name, (min(rank, peer), max(rank, peer)), 5_000, "send_recv")]
-            items += [Work(0.2 * MS), Meet(f"tp{stage}", (2 * stage, 2 * stage + 1), 9_000)]
+            items += [Collective(name, (min(rank, peer), max(rank, peer)), 5_000, "send_recv")]
+            items += [Work(0.2 * MS), Collective(f"tp{stage}", (2 * stage, 2 * stage + 1), 9_000)]
             items += [Work(0.1 * MS * (number + 1))]
         return items
 
@@ -108,7 +108,7 @@ def test_stages_that_only_send_to_each_other_are_put_on_one_clock() -> None:
 
 def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> None:
     def program(rank: int, step: int) -> list[Item]:
-        return [Work((1 + 0.1 * rank) * MS), Meet("world", (0, 1, 2), 10_000)] * 4
+        return [Work((1 + 0.1 * rank) * MS), Collective("world", (0, 1, 2), 10_000)] * 4
 
     whole = run(3, 5, program, sequenced=False).summaries
     short = whole[2]
@@ -130,7 +130,7 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
 
 
 def test_a_summary_whose_columns_do_not_belong_together_is_refused() -> None:
-    ran = run(2, 1, lambda rank, step: [Work(MS), Meet("world", (0, 1), 10.0)] * 3)
+    ran = run(2, 1, lambda rank, step: [Work(MS), Collective("world", (0, 1), 10.0)] * 3)
     bad = ran.summaries[1]
     assert bad.collectives is not None
     for change in (
@@ -146,7 +146,7 @@ def test_a_summary_whose_columns_do_not_belong_together_is_refused() -> None:
 
 def test_two_runs_of_one_script_are_not_one_job() -> None:
     def program(rank: int, step: int) -> list[Item]:
-        return [Work(MS), Meet("world", (0, 1), 10_000)] * 5
+        return [Work(MS), Collective("world", (0, 1), 10_000)] * 5
 
     ran = run(2, 1, program, shift=lambda rank: rank * 300e9)
     clocks = match_collectives(ran.summaries).clocks
@@ -157,7 +157,7 @@ def test_two_runs_of_one_script_are_not_one_job() -> None:
 def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> None:
     ranks, count = 1024, 1000
     rng = np.random.default_rng(1)
-    ran = run(2, 1, lambda rank, step: [Work(MS), Meet("world", (0, 1), 10.0)])
+    ran = run(2, 1, lambda rank, step: [Work(MS), Collective("world", (0, 1), 10.0)])
     template = ran.summaries[0]
     assert template.collectives is not None
     ends = np.cumsum(np.full(count, MS, dtype=np.int64)) + template.steps[0].start
@@ -186,12 +186,12 @@ def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> No
     tracemalloc.start()
     begin = time.process_time()
     joined = match_collectives(summaries)
-    found = measure_waits(joined)
+    waits = measure_waits(joined)
     took = time.process_time() - begin
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(joined.rank) == ranks * count
-    assert found.collective_count.tolist() == [count] * ranks
+    assert waits.collective_count.tolist() == [count] * ranks
     assert joined.clocks.shift[8] - joined.clocks.shift[0] == pytest.approx(-8_000, abs=10)
     assert peak < 1 << 30
     assert took < 60, "seconds of CPU; some 3 where nothing else runs and memory is not traced"

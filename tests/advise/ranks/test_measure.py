@@ -1,4 +1,4 @@
-"""One rank summed up: the numbers of the ordinary report, bounded."""
+"""Summaries of one rank: the numbers of the ordinary report, bounded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from advisor.measure.ranks.topology import find_racks, host_of
 from advisor.testing import TraceBuilder
 
 sys.path.insert(0, str(Path(__file__).parent))
-from job_by_hand import MS, Meet, Work, run
+from job_by_hand import MS, Collective, Work, run
 
 
-def trained(tmp_path: Path, name: str = "rank3.json") -> str:
+def write_trace(tmp_path: Path, name: str = "rank3.json") -> str:
     trace = TraceBuilder()
     for number in range(4):
         with trace.step(number):
@@ -35,7 +35,7 @@ def trained(tmp_path: Path, name: str = "rank3.json") -> str:
 
 
 def test_the_figures_are_those_of_the_ordinary_report(tmp_path: Path) -> None:
-    path = trained(tmp_path)
+    path = write_trace(tmp_path)
     report, summary = examine(path).report, summarise_file(path)
     assert report.scope is not None
     assert summary.step_ns == report.scope.step_ns
@@ -52,15 +52,15 @@ def test_the_figures_are_those_of_the_ordinary_report(tmp_path: Path) -> None:
 
 
 def test_collectives_have_their_key_step_and_the_work_before_them(tmp_path: Path) -> None:
-    summary = summarise_file(trained(tmp_path))
-    found = summary.collectives
-    assert found is not None
-    assert found.kind == ["all_reduce", "all_gather"]
-    assert found.group == ["0", "1"]
-    assert unpack(found.step).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert unpack(found.key).tolist() == [0, 1] * 4
-    start, end, step = (unpack(getattr(found, name)) for name in ("start", "end", "step"))
-    work, exposed = unpack(found.work), unpack(found.exposed)
+    summary = summarise_file(write_trace(tmp_path))
+    collectives = summary.collectives
+    assert collectives is not None
+    assert collectives.kind == ["all_reduce", "all_gather"]
+    assert collectives.group == ["0", "1"]
+    assert unpack(collectives.step).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert unpack(collectives.key).tolist() == [0, 1] * 4
+    start, end, step = (unpack(getattr(collectives, name)) for name in ("start", "end", "step"))
+    work, exposed = unpack(collectives.work), unpack(collectives.exposed)
     assert exposed.tolist() == (end - start).tolist(), "nothing runs beside them"
     begin = np.array([each.start for each in summary.steps])
     for row in range(8):
@@ -69,7 +69,7 @@ def test_collectives_have_their_key_step_and_the_work_before_them(tmp_path: Path
 
 
 def test_the_number_that_is_asked_for_is_the_ranks(tmp_path: Path) -> None:
-    assert summarise_file(trained(tmp_path), 17).rank == 17
+    assert summarise_file(write_trace(tmp_path), 17).rank == 17
     with pytest.raises(AdvisorError):
         summarise_file(str(tmp_path / "none.json"))
 
@@ -77,31 +77,31 @@ def test_the_number_that_is_asked_for_is_the_ranks(tmp_path: Path) -> None:
 def test_a_summary_is_kept_small_by_leaving_out_whole_steps() -> None:
     rng = np.random.default_rng(0)
 
-    def program(rank: int, step: int) -> list[Work | Meet]:
+    def program(rank: int, step: int) -> list[Work | Collective]:
         return [
             item
             for n in range(300)
-            for item in (Work(rng.uniform(0.1, 1.0) * MS), Meet(f"g{n}", (0,), 99.0))
+            for item in (Work(rng.uniform(0.1, 1.0) * MS), Collective(f"g{n}", (0,), 99.0))
         ]
 
     large = run(1, 60, program).summaries[0]
     assert len(encode(large)) > MAX_BYTES
     small = shrink_to_limit(large)
     assert len(encode(small)) <= MAX_BYTES
-    found, whole = small.collectives, large.collectives
-    assert found is not None
-    assert whole is not None
-    steps, counts = np.unique(unpack(found.step), return_counts=True)
+    kept, complete = small.collectives, large.collectives
+    assert kept is not None
+    assert complete is not None
+    steps, counts = np.unique(unpack(kept.step), return_counts=True)
     assert steps.tolist() == list(range(len(steps)))
     assert set(counts.tolist()) == {300}
-    assert found.dropped == whole.key.count - found.key.count
+    assert kept.dropped == complete.key.count - kept.key.count
     assert decode(encode(small)) == small
 
 
 def test_even_a_step_that_is_too_large_leaves_a_summary() -> None:
     rng = np.random.default_rng(0)
     count = 60_000
-    base = run(1, 1, lambda rank, step: [Work(MS), Meet("g", (0,), 9.0)]).summaries[0]
+    base = run(1, 1, lambda rank, step: [Work(MS), Collective("g", (0,), 9.0)]).summaries[0]
     assert base.collectives is not None
     wild = pack(np.sort(rng.integers(0, 1 << 40, count)))
     zeros = pack(np.zeros(count, dtype=np.int64))
@@ -133,7 +133,7 @@ def test_racks_are_what_names_share_before_the_last_number() -> None:
     assert find_racks(["node-01", "node-02"]) == {}
 
 
-def test_what_the_shared_pair_says_fits_too(shared_file: Callable[[str], str]) -> None:
+def test_the_shared_pair_has_consistent_summaries(shared_file: Callable[[str], str]) -> None:
     summary = summarise_file(shared_file("two_ranks_rank0.json.gz"))
     assert len(encode(summary)) < MAX_BYTES
     assert summary.world == 128

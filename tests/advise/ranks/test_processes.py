@@ -28,43 +28,43 @@ def packed(path: Path, wanted: Options | None = None) -> bytes:
     return MeasureTask(source=source, wanted=wanted or Options()).encoded()
 
 
-def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(fleet: Any) -> None:
-    whole = fleet.analyze(workers=2)
-    assert whole.ranks.missing == []
-    assert [line.rank for line in whole.ranks.lines] == list(range(fleet.ranks))
-    fleet.trap(3, "once")
+def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(job_folder: Any) -> None:
+    undisturbed = job_folder.analyze(workers=2)
+    assert undisturbed.ranks.missing == []
+    assert [line.rank for line in undisturbed.ranks.lines] == list(range(job_folder.ranks))
+    job_folder.set_trap(3, "once")
     seen: list[tuple[int, int]] = []
 
     def progress(done: RanksDone) -> None:
         seen.append((done.ranks, done.total))
 
-    again = fleet.analyze(workers=2, on_progress=progress)
-    assert not (fleet.rules / "rank3.json.once").exists(), "nobody was killed"
-    assert again == whole
-    assert seen == [(n, fleet.ranks) for n in range(fleet.ranks + 1)]
-    (fleet.folder / "rank2.json").write_text('{"traceEvents": [')
-    fleet.trap(5, "always")
-    partly = fleet.analyze(workers=2).ranks
-    assert len(partly.lines) == fleet.ranks - 2
-    told_ = {item.ranks: item.why for item in partly.missing}
-    assert set(told_) == {"2", "5"}
-    assert "killed by signal 9, 3 times" in told_["5"]
-    assert str(fleet.folder) not in told_["2"]
+    after_kill = job_folder.analyze(workers=2, on_progress=progress)
+    assert not (job_folder.rules / "rank3.json.once").exists(), "nobody was killed"
+    assert after_kill == undisturbed
+    assert seen == [(n, job_folder.ranks) for n in range(job_folder.ranks + 1)]
+    (job_folder.folder / "rank2.json").write_text('{"traceEvents": [')
+    job_folder.set_trap(5, "always")
+    partly = job_folder.analyze(workers=2).ranks
+    assert len(partly.lines) == job_folder.ranks - 2
+    reasons = {item.ranks: item.why for item in partly.missing}
+    assert set(reasons) == {"2", "5"}
+    assert "killed by signal 9, 3 times" in reasons["5"]
+    assert str(job_folder.folder) not in reasons["2"]
 
 
-def test_a_file_that_is_never_done_is_ended(fleet: Any) -> None:
-    fleet.trap(1, "waits")
-    ranks = fleet.analyze("1-2", workers=2, seconds=30.0).ranks
+def test_a_file_that_is_never_done_is_ended(job_folder: Any) -> None:
+    job_folder.set_trap(1, "waits")
+    ranks = job_folder.analyze("1-2", workers=2, seconds=30.0).ranks
     assert [item.ranks for item in ranks.missing] == ["1"]
     assert "not done within 30 s" in ranks.missing[0].why
 
 
-def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
-    fleet.trap(0, "waits")
+def test_no_process_is_left_behind_not_even_a_busy_one(job_folder: Any) -> None:
+    job_folder.set_trap(0, "waits")
     with start_processes(1) as crew:
         crew.submit(
             run_task,
-            packed(fleet.folder / "rank0.json", Options(rules_folder=Path(fleet.rules))),
+            packed(job_folder.folder / "rank0.json", Options(rules_folder=Path(job_folder.rules))),
         )
         deadline = time.monotonic() + 60
         while not (pids := crew.pids) and time.monotonic() < deadline:
@@ -75,26 +75,28 @@ def test_no_process_is_left_behind_not_even_a_busy_one(fleet: Any) -> None:
             os.kill(pid, 0)
 
 
-def test_a_process_that_is_killed_between_two_orders_is_replaced(fleet: Any) -> None:
+def test_a_process_that_is_killed_between_two_orders_is_replaced(job_folder: Any) -> None:
     with start_processes(1) as crew:
         assert isinstance(
-            decode(crew.submit(run_task, packed(fleet.folder / "rank0.json")).result(60)),
+            decode(crew.submit(run_task, packed(job_folder.folder / "rank0.json")).result(60)),
             RankSummary,
         )
         (pid,) = crew.pids
         os.kill(pid, signal.SIGKILL)
         with suppress(WorkerDied):  # where it was handed over before the end was seen
-            crew.submit(run_task, packed(fleet.folder / "rank1.json")).result(60)
-        found = crew.submit(run_task, packed(fleet.folder / "rank1.json")).result(60)
-        assert isinstance(decode(found), RankSummary)
+            crew.submit(run_task, packed(job_folder.folder / "rank1.json")).result(60)
+        result = crew.submit(run_task, packed(job_folder.folder / "rank1.json")).result(60)
+        assert isinstance(decode(result), RankSummary)
         assert pid not in crew.pids
 
 
-def test_a_process_is_replaced_after_so_many_files(fleet: Any) -> None:
+def test_a_process_is_replaced_after_so_many_files(job_folder: Any) -> None:
     with ProcessPool(1, recycle=2) as crew:
         seen = []
         for rank in range(4):
-            answer: Future[bytes] = crew.submit(run_task, packed(fleet.folder / f"rank{rank}.json"))
+            answer: Future[bytes] = crew.submit(
+                run_task, packed(job_folder.folder / f"rank{rank}.json")
+            )
             assert isinstance(decode(answer.result(60)), RankSummary)
             seen.append(crew.pids)
     first = seen[0][0]
@@ -108,28 +110,30 @@ def test_a_job_of_which_nothing_can_be_read_is_one_line(tmp_path: Path) -> None:
         analyze(tmp_path, Options(workers=1))
 
 
-def test_ranks_in_an_archive_are_fetched_by_the_workers(fleet: Any, tmp_path: Path) -> None:
+def test_ranks_in_an_archive_are_fetched_by_the_workers(job_folder: Any, tmp_path: Path) -> None:
     pytest.importorskip("fsspec", reason="the remote extra is not installed")
     archive = tmp_path / "job.zip"
-    with zipfile.ZipFile(archive, "w") as made:
-        for file in sorted(fleet.folder.iterdir()):
-            made.write(file, f"gpu-01/{file.name}")
+    with zipfile.ZipFile(archive, "w") as zip_file:
+        for file in sorted(job_folder.folder.iterdir()):
+            zip_file.write(file, f"gpu-01/{file.name}")
     place = f"zip://gpu-01/*.json::{archive}"
-    reports = [analyze(one, Options(workers=2)) for one in (str(fleet.folder), place)]
-    here, there = ([] if r.ranks is None else r.ranks.lines for r in reports)
-    assert [line.rank for line in there] == list(range(fleet.ranks))
-    assert [line.step_ns for line in there] == [line.step_ns for line in here]
-    assert [line.host for line in there] == ["gpu-01"] * fleet.ranks
-    assert there[2].path == f"zip://gpu-01/rank2.json::{archive}"
+    reports = [analyze(one, Options(workers=2)) for one in (str(job_folder.folder), place)]
+    local_lines, archive_lines = ([] if r.ranks is None else r.ranks.lines for r in reports)
+    assert [line.rank for line in archive_lines] == list(range(job_folder.ranks))
+    assert [line.step_ns for line in archive_lines] == [line.step_ns for line in local_lines]
+    assert [line.host for line in archive_lines] == ["gpu-01"] * job_folder.ranks
+    assert archive_lines[2].path == f"zip://gpu-01/rank2.json::{archive}"
 
 
-def test_a_fault_of_the_comparison_is_one_line(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_comparison_is_one_line(
+    job_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def study(*_: object, **__: object) -> None:
         raise ValueError("zero-size\narray")
 
     monkeypatch.setattr("advisor.replay.ranks.study.study_ranks", study)
     with pytest.raises(AdvisorError, match=r"cannot be compared, .*ValueError: zero-size array"):
-        fleet.analyze("0-1", workers=1)
+        job_folder.analyze("0-1", workers=1)
 
 
 def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:
@@ -150,8 +154,8 @@ def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Pa
 def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
-    monkeypatch.setattr("advisor.advise.ranks.job.locate_traces", lambda *_: there)
+    remote_files = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
+    monkeypatch.setattr("advisor.advise.ranks.job.locate_traces", lambda *_: remote_files)
     assert files_summarised_apart(["s3://b/"], Options())
-    there.pop()
+    remote_files.pop()
     assert not files_summarised_apart(["s3://b/"], Options())

@@ -68,9 +68,9 @@ class Page(HTMLParser):
 
 
 def test_a_job_of_a_thousand_ranks_is_a_page_of_a_terminal(make_job: Make) -> None:
-    shown = render("terminal", make_job(1024))
-    assert max(map(len, shown.splitlines())) <= 80
-    assert len(shown.splitlines()) <= 66
+    text = render("terminal", make_job(1024))
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 66
     for words in (
         "similar ranks",
         "computes longer",
@@ -78,7 +78,7 @@ def test_a_job_of_a_thousand_ranks_is_a_page_of_a_terminal(make_job: Make) -> No
         "2 ranks (1024-1025): access denied",
         "a rule: nothing of it was recorded",
     ):
-        assert words in shown, words
+        assert words in text, words
 
 
 def test_json_holds_all_of_it(make_job: Make) -> None:
@@ -87,29 +87,29 @@ def test_json_holds_all_of_it(make_job: Make) -> None:
 
 
 def test_markdown_tells_the_groups_in_a_table(make_job: Make) -> None:
-    shown = render("markdown", make_job(64))
-    assert "| most | 0-6, 8-63 | 63 | 100 ms | 60 ms | 30 ms | 2 ms | 8 ms |" in shown
-    assert "- rank 7 as fast as the median: saves 11.5 ms per step (11 to 12 ms)" in shown
+    text = render("markdown", make_job(64))
+    assert "| most | 0-6, 8-63 | 63 | 100 ms | 60 ms | 30 ms | 2 ms | 8 ms |" in text
+    assert "- rank 7 as fast as the median: saves 11.5 ms per step (11 to 12 ms)" in text
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "terminal"])
-def test_a_name_stays_text_wherever_it_stands(make_job: Make, nasty: str, form: str) -> None:
-    shown = render(form, make_job(16, nasty=f"{nasty}\x1b[31m"))
-    assert "\x1b" not in shown
+def test_a_name_stays_text_wherever_it_stands(make_job: Make, hostile_name: str, form: str) -> None:
+    text = render(form, make_job(16, nasty=f"{hostile_name}\x1b[31m"))
+    assert "\x1b" not in text
     if form != "terminal":
-        assert "<img" not in shown
-        assert "&lt;img" in shown
+        assert "<img" not in text
+        assert "&lt;img" in text
 
 
-def test_html_loads_nothing_and_runs_nothing(make_job: Make, nasty: str) -> None:
-    page = Page(render("html", make_job(32, nasty=nasty)))
+def test_html_loads_nothing_and_runs_nothing(make_job: Make, hostile_name: str) -> None:
+    page = Page(render("html", make_job(32, nasty=hostile_name)))
     assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert all(v.startswith("#") for n, v in page.attributes if n in ("href", "src"))
     assert ("http-equiv", "Content-Security-Policy") in page.attributes
 
 
-def test_the_map_has_a_cell_a_rank_and_class_and_the_odd_one_stands_out(make_job: Make) -> None:
+def test_the_map_has_a_cell_per_rank_and_class_and_marks_the_outlier(make_job: Make) -> None:
     text = render("html", make_job(1024))
     page = Page(text)
     assert len(page.shades) == 1024 * 4
@@ -118,41 +118,41 @@ def test_the_map_has_a_cell_a_rank_and_class_and_the_odd_one_stands_out(make_job
     strongest = [look for look in page.shades if look in ("h4", "h-4")]
     assert strongest == ["h4", "h-4"]
     (cell,) = [one for one in page.titles if one.startswith("rank 7 · node-000 · compute")]
-    found = re.search(r"compute ([\d.]+) ms per step, ([\d.]+) ms more than the median rank", cell)
-    assert found is not None
-    assert 71.6 <= float(found[1]) <= 72.4
-    assert 11 <= float(found[2]) <= 13
+    match = re.search(r"compute ([\d.]+) ms per step, ([\d.]+) ms more than the median rank", cell)
+    assert match is not None
+    assert 71.6 <= float(match[1]) <= 72.4
+    assert 11 <= float(match[2]) <= 13
 
 
-def test_of_very_many_ranks_the_map_shows_those_that_differ_most(
+def test_the_map_of_very_many_ranks_shows_those_that_differ_most(
     make_job: Make, make_line: Callable[..., RankLine]
 ) -> None:
     report = make_job(100)
     report.lines[40] = make_line(40, 150e6, [110e6, 30e6, 2e6, 8e6])
-    heat = rank_charts.build_heat_map(report, limit=10)
-    assert heat is not None
-    assert len(heat.lines) == 10
-    assert 40 in [row.rank for row in heat.lines]
-    assert [row.rank for row in heat.lines] == sorted(row.rank for row in heat.lines)
-    assert heat.note == "Shown are the 10 of 100 ranks that differ most."
+    heat_map = rank_charts.build_heat_map(report, limit=10)
+    assert heat_map is not None
+    assert len(heat_map.lines) == 10
+    assert 40 in [row.rank for row in heat_map.lines]
+    assert [row.rank for row in heat_map.lines] == sorted(row.rank for row in heat_map.lines)
+    assert heat_map.note == "Shown are the 10 of 100 ranks that differ most."
 
 
-def test_what_a_rank_did_not_measure_has_no_colour_and_says_so(make_job: Make) -> None:
+def test_an_unmeasured_cell_of_a_rank_has_no_color_and_says_so(make_job: Make) -> None:
     report = make_job(20)
     report.lines[3].time[0] = None
-    heat = rank_charts.build_heat_map(report)
-    assert heat is not None
-    assert heat.tint(report.lines[3], 0) is None
-    assert heat.title(report.lines[3], 0).endswith(f"compute {t.NOT_MEASURED}")
+    heat_map = rank_charts.build_heat_map(report)
+    assert heat_map is not None
+    assert heat_map.tint(report.lines[3], 0) is None
+    assert heat_map.title(report.lines[3], 0).endswith(f"compute {t.NOT_MEASURED}")
     others = sorted(one.time[0] for one in report.lines if one.time[0] is not None)
-    assert heat.medians[0] == others[len(others) // 2]
+    assert heat_map.medians[0] == others[len(others) // 2]
     page = Page(render("html", report))
     assert page.shades.count("hx") == 1
     again = Report.from_json(render("json", report)).ranks
     assert again is not None and again.lines[3].time[0] is None
 
 
-def test_who_waits_is_not_drawn_as_who_is_slow(
+def test_waiting_ranks_are_drawn_differently_from_slow_ones(
     make_line: Callable[..., RankLine],
 ) -> None:
     """The rank that all wait for is the one that is marked and red; those that wait are grey."""
@@ -168,12 +168,12 @@ def test_who_waits_is_not_drawn_as_who_is_slow(
         note="",
         outliers=[late],
     )
-    heat = rank_charts.build_heat_map(report)
-    assert heat is not None
-    assert heat.columns() == ["0", "1", "2", "3 late"]
-    assert heat.tint(report.lines[3], 0) == 1.0
-    assert (heat.is_effect(0), heat.is_effect(1)) == (False, True)
-    assert heat.tint(lines[0], 1) == 1.0 and "Grey" in heat.note
+    heat_map = rank_charts.build_heat_map(report)
+    assert heat_map is not None
+    assert heat_map.columns() == ["0", "1", "2", "3 late"]
+    assert heat_map.tint(report.lines[3], 0) == 1.0
+    assert (heat_map.is_effect(0), heat_map.is_effect(1)) == (False, True)
+    assert heat_map.tint(lines[0], 1) == 1.0 and "Grey" in heat_map.note
 
 
 def test_a_report_that_is_nested_without_end_is_one_line() -> None:
@@ -246,7 +246,7 @@ def test_lines_that_do_not_fit_their_classes_are_left_out(make_job: Make) -> Non
     data = msgspec.to_builtins(ranks)
     data["lines"][1]["time"] = [1.0]
     damaged = msgspec.convert(data, Ranks)
-    heat = rank_charts.build_heat_map(damaged)
-    assert heat is not None
-    assert [line.rank for line in heat.lines] == [0, 2, 3]
+    heat_map = rank_charts.build_heat_map(damaged)
+    assert heat_map is not None
+    assert [line.rank for line in heat_map.lines] == [0, 2, 3]
     assert render("html", damaged)

@@ -16,12 +16,12 @@ from advisor.replay.ranks.gains import without_collectives
 from advisor.replay.ranks.ranks_replay import JobChange, RanksReplay
 
 sys.path.insert(0, str(Path(__file__).parent))
-from job_by_hand import MS, Item, Meet, Program, Work, run
+from job_by_hand import MS, Collective, Item, Program, Work, run
 
 
-def stepped(seed: int, barriers: int) -> Program:
-    """Three ranks with six pieces of uneven work a step; barriers after so many of them, and the
-    gradients' all-reduce at the end."""
+def uneven_job(seed: int, barriers: int) -> Program:
+    """A job of three ranks with six pieces of uneven work per step; barriers after so many of
+    them, and the gradients' all-reduce at the end."""
     work = np.random.default_rng(seed).uniform(0.2, 2.0, (3, 5, 6))
 
     def program(rank: int, step: int) -> list[Item]:
@@ -29,8 +29,8 @@ def stepped(seed: int, barriers: int) -> Program:
         for n in range(6):
             items.append(Work(MS * work[rank, step, n]))
             if n < barriers:
-                items.append(Meet("world", (0, 1, 2), 0.05 * MS, message=1))
-        return [*items, Meet("world", (0, 1, 2), 0.4 * MS)]
+                items.append(Collective("world", (0, 1, 2), 0.05 * MS, message=1))
+        return [*items, Collective("world", (0, 1, 2), 0.4 * MS)]
 
     return program
 
@@ -38,7 +38,7 @@ def stepped(seed: int, barriers: int) -> Program:
 @pytest.mark.parametrize("seed", range(5))
 def test_without_barriers_the_ranks_wait_for_each_other_at_the_end_alone(seed: int) -> None:
     """The sum of the slowest pieces becomes the slowest sum: less than the waits at barriers."""
-    ran, without = run(3, 5, stepped(seed, 5)), run(3, 5, stepped(seed, 0))
+    ran, without = run(3, 5, uneven_job(seed, 5)), run(3, 5, uneven_job(seed, 0))
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
     )
@@ -66,9 +66,9 @@ def random_job(seed: int, *, factor: float = 1.0, link: float = 1.0) -> Program:
             took = transfer[step, n] * MS * link
             if n % 3:
                 members = tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
-                items.append(Meet(f"a{rank // 4}", members, took))
+                items.append(Collective(f"a{rank // 4}", members, took))
             else:
-                items.append(Meet(f"b{rank % 4}", tuple(range(rank % 4, 12, 4)), took))
+                items.append(Collective(f"b{rank % 4}", tuple(range(rank % 4, 12, 4)), took))
         return [*items, Work(0.3 * MS)]
 
     return program
@@ -86,7 +86,7 @@ def test_unchanged_it_is_the_measured_step(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None:
+def test_the_gain_of_a_faster_rank_is_that_of_the_job_run_so(seed: int) -> None:
     ran = run(12, 4, random_job(seed, factor=2.0))
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
@@ -101,7 +101,7 @@ def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_faster_links_are_worth_what_the_job_run_so_says(seed: int) -> None:
+def test_the_gain_of_faster_links_is_that_of_the_job_run_so(seed: int) -> None:
     ran = run(12, 4, random_job(seed, link=3.0))
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
@@ -123,7 +123,7 @@ def test_ranks_that_end_sooner_shorten_the_replay_or_are_left_out(
     replayed: 2 x 3 of two; 11 x 4, more than 12 x 3; and 12 x 3, more than 4 x 4."""
 
     def program(rank: int, step: int) -> list[Item]:
-        return [Work(MS * (1 + rank)), Meet("world", tuple(range(ranks)), 0.1 * MS)] * 3
+        return [Work(MS * (1 + rank)), Collective("world", tuple(range(ranks)), 0.1 * MS)] * 3
 
     summaries = list(run(ranks, 4, program).summaries)
     for place in range(cut):
@@ -136,9 +136,9 @@ def test_ranks_that_end_sooner_shorten_the_replay_or_are_left_out(
     assert replay.replayed_ns == pytest.approx(3 * (ranks + 0.1) * MS, rel=0.01)
 
 
-def test_what_is_not_on_one_clock_is_not_replayed() -> None:
+def test_ranks_without_a_common_clock_are_not_replayed() -> None:
     def program(rank: int, step: int) -> list[Item]:
-        return [Work(MS), Meet("world", (0, 1), 10_000)] * 5
+        return [Work(MS), Collective("world", (0, 1), 10_000)] * 5
 
     ran = run(2, 1, program, shift=lambda rank: rank * 300e9)
     replay = RanksReplay(

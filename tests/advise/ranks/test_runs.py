@@ -1,4 +1,4 @@
-"""Of a folder with files of several runs one run is diagnosed, each rank of it once."""
+"""A single run is diagnosed of a folder with files of several runs, and each of its ranks once."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def rank(
 
 
 def test_a_file_of_yesterday_is_set_aside_and_reported() -> None:
-    found = select_main_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
-    assert [s.rank for s in found.summaries] == [0, 1, 2]
-    assert [(u.rank, "another run with fewer ranks" in u.why) for u in found.other_runs] == [
+    main_run = select_main_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
+    assert [s.rank for s in main_run.summaries] == [0, 1, 2]
+    assert [(u.rank, "another run with fewer ranks" in u.why) for u in main_run.other_runs] == [
         (3, True)
     ]
 
 
-def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
+def test_one_of_two_whole_runs_is_taken_and_not_some_ranks_of_each() -> None:
     first = [rank(n, steps=2 + n % 2) for n in range(4)]
     second = [rank(n, at=HOUR, steps=3 - n % 2) for n in range(4)]
-    found = select_main_run([*first, *second])
-    assert found.summaries == first
-    assert {u.path for u in found.other_runs} == {s.path for s in second}
+    main_run = select_main_run([*first, *second])
+    assert main_run.summaries == first
+    assert {u.path for u in main_run.other_runs} == {s.path for s in second}
 
 
 def test_the_job_that_is_left_out_is_offered() -> None:
     first = [rank(n, path=f"s3://b/runs/jobA/rank{n}.json") for n in range(4)]
     second = [rank(n, at=HOUR, path=f"s3://b/runs/jobB/rank{n}.json") for n in range(4)]
-    found = select_main_run([*first, *second])
-    assert {u.why for u in found.other_runs} == {
+    main_run = select_main_run([*first, *second])
+    assert {u.why for u in main_run.other_runs} == {
         "another run with as many ranks, recorded 3,600 s after the one analysed: "
         "advisor analyze s3://b/runs/jobB"
     }
@@ -59,28 +59,28 @@ def test_times_that_are_not_dates_tell_no_runs_apart() -> None:
 
 
 def test_a_job_of_another_size_is_set_aside() -> None:
-    found = select_main_run(
+    main_run = select_main_run(
         [rank(0), rank(1), rank(2), rank(3, world=8), rank(3, world=0, path="b")]
     )
-    assert [s.path for s in found.summaries] == ["0-0", "1-0", "2-0", "b"]
-    assert [u.path for u in found.other_runs] == ["3-0"]
+    assert [s.path for s in main_run.summaries] == ["0-0", "1-0", "2-0", "b"]
+    assert [u.path for u in main_run.other_runs] == ["3-0"]
 
 
 def test_a_rank_twice_is_taken_once_and_reported() -> None:
-    found = select_main_run([rank(0), rank(1), rank(1, path="more", steps=3)])
-    assert [(s.rank, s.path) for s in found.summaries] == [(0, "0-0"), (1, "more")]
-    assert found.notes == {"further files of the same ranks": "of ranks 1"}
+    main_run = select_main_run([rank(0), rank(1), rank(1, path="more", steps=3)])
+    assert [(s.rank, s.path) for s in main_run.summaries] == [(0, "0-0"), (1, "more")]
+    assert main_run.notes == {"further files of the same ranks": "of ranks 1"}
 
 
 def test_the_only_rank_that_is_not_reported_is_the_one_that_is_missing() -> None:
-    found = select_main_run([rank(0), rank(1), rank(3), rank(-1, path="who")])
-    assert [(s.rank, s.path) for s in found.summaries][2] == (2, "who")
-    assert not found.notes
+    main_run = select_main_run([rank(0), rank(1), rank(3), rank(-1, path="who")])
+    assert [(s.rank, s.path) for s in main_run.summaries][2] == (2, "who")
+    assert not main_run.notes
 
 
 def test_several_that_are_not_reported_get_numbers_that_no_rank_has_and_their_files_are_named() -> (
     None
 ):
-    found = select_main_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
-    assert [(s.rank, s.path) for s in found.summaries][2:] == [(4, "a"), (5, "b")]
-    assert "4 is a and 5 is b" in found.notes["which ranks some files are of"]
+    main_run = select_main_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
+    assert [(s.rank, s.path) for s in main_run.summaries][2:] == [(4, "a"), (5, "b")]
+    assert "4 is a and 5 is b" in main_run.notes["which ranks some files are of"]

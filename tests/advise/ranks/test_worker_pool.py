@@ -26,15 +26,15 @@ def orders(count: int) -> list[MeasureTask]:
     ]
 
 
-def answer(rank: int) -> bytes:
+def encode_summary(rank: int) -> bytes:
     return encode(RankSummary(rank=rank, path=f"rank{rank}"))
 
 
-class Crew:
-    """Workers whose acts are written down here: ``act(rank, how many-th time)``."""
+class FakeWorkers:
+    """Workers in this process: ``perform(rank, number of the attempt)`` answers for them."""
 
-    def __init__(self, act: Act, slots: int = 3) -> None:
-        self.act = act
+    def __init__(self, perform: Act, slots: int = 3) -> None:
+        self.act = perform
         self.count = slots
         self.times: Counter[int] = Counter()
         self.busy = self.most = 0
@@ -48,138 +48,138 @@ class Crew:
 
     def submit(self, fn: Any, order: bytes, /) -> Future[bytes]:
         rank = msgspec.msgpack.decode(order)["source"]["rank"]
-        made: Future[bytes] = Future()
+        future: Future[bytes] = Future()
         with self.lock:
             self.times[rank] += 1
             self.beside[rank, self.times[rank]] = self.busy
             self.busy += 1
             self.most = max(self.most, self.busy)
             now = self.times[rank]
-        threading.Thread(target=self._perform, args=(made, rank, now), daemon=True).start()
-        return made
+        threading.Thread(target=self._perform, args=(future, rank, now), daemon=True).start()
+        return future
 
-    def _perform(self, made: Future[bytes], rank: int, now: int) -> None:
+    def _perform(self, future: Future[bytes], rank: int, now: int) -> None:
         try:
             data = self.act(rank, now)
         except BaseException as error:
             with self.lock:
                 self.busy -= 1
-            made.set_exception(error)
+            future.set_exception(error)
         else:
             with self.lock:
                 self.busy -= 1
-            made.set_result(data)
+            future.set_result(data)
 
     def cancel(self, answer: Any) -> None:
         self.abandoned.append(answer)
 
 
 def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots() -> None:
-    crew = Crew(lambda rank, _: answer(rank))
-    found = list(iterate_results(orders(20), crew))
-    assert sorted(one.rank for one in found) == list(range(20))
-    assert all(isinstance(one, RankSummary) for one in found)
+    crew = FakeWorkers(lambda rank, _: encode_summary(rank))
+    items = list(iterate_results(orders(20), crew))
+    assert sorted(one.rank for one in items) == list(range(20))
+    assert all(isinstance(one, RankSummary) for one in items)
     assert set(crew.times.values()) == {1}
     assert crew.most <= 3
 
 
 def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_alone() -> None:
-    def act(rank: int, now: int) -> bytes:
+    def perform(rank: int, now: int) -> bytes:
         if rank == 4 and now == 1:
             raise WorkerDied("killed")
-        return answer(rank)
+        return encode_summary(rank)
 
-    crew = Crew(act)
-    found = list(iterate_results(orders(8), crew))
-    assert sorted(one.rank for one in found if isinstance(one, RankSummary)) == list(range(8))
+    crew = FakeWorkers(perform)
+    items = list(iterate_results(orders(8), crew))
+    assert sorted(one.rank for one in items if isinstance(one, RankSummary)) == list(range(8))
     assert crew.times[4] == 2
     assert crew.beside[4, 2] == 0
 
 
 def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it() -> None:
-    def act(rank: int, now: int) -> bytes:
+    def perform(rank: int, now: int) -> bytes:
         if rank == 2:
             raise WorkerDied("its process was killed by signal 9")
-        return answer(rank)
+        return encode_summary(rank)
 
-    crew = Crew(act)
-    found = list(iterate_results(orders(6), crew))
-    (lost,) = [one for one in found if isinstance(one, UnreadRank)]
+    crew = FakeWorkers(perform)
+    items = list(iterate_results(orders(6), crew))
+    (lost,) = [one for one in items if isinstance(one, UnreadRank)]
     assert (lost.rank, lost.path) == (2, "rank2")
     assert "signal 9, 3 times" in lost.why
     assert crew.times[2] == 1 + RETRIES
-    assert len(found) == 6
+    assert len(items) == 6
 
 
-def test_of_several_that_a_cluster_blames_only_the_guilty_one_is_given_up() -> None:
+def test_only_the_guilty_one_of_several_tasks_that_a_cluster_blames_is_given_up() -> None:
     """Dask blames whatever waited at a worker that died."""
 
-    def act(rank: int, now: int) -> bytes:
+    def perform(rank: int, now: int) -> bytes:
         if rank == 1 or (rank == 3 and now == 1):
             raise WorkerDied("the workers that read it died", count=RETRIES)
-        return answer(rank)
+        return encode_summary(rank)
 
-    crew = Crew(act)
-    found = list(iterate_results(orders(5), crew))
-    assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]
+    crew = FakeWorkers(perform)
+    items = list(iterate_results(orders(5), crew))
+    assert [one.rank for one in items if isinstance(one, UnreadRank)] == [1]
     assert crew.times[3] == 2
 
 
-def test_one_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
-    def act(rank: int, now: int) -> bytes:
+def test_a_task_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
+    def perform(rank: int, now: int) -> bytes:
         if rank == 1:
             raise WorkerDied("the workers that read it died", count=RETRIES)
-        return answer(rank)
+        return encode_summary(rank)
 
-    crew = Crew(act)
-    found = list(iterate_results(orders(5), crew))
-    assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]
+    crew = FakeWorkers(perform)
+    items = list(iterate_results(orders(5), crew))
+    assert [one.rank for one in items if isinstance(one, UnreadRank)] == [1]
     assert crew.times[1] == 1
 
 
-def test_what_takes_too_long_is_given_up_and_the_others_are_not() -> None:
+def test_a_task_that_takes_too_long_is_given_up_and_the_others_are_not() -> None:
     over = threading.Event()
 
-    def act(rank: int, now: int) -> bytes:
+    def perform(rank: int, now: int) -> bytes:
         if rank == 0:
             over.wait(60)
-        return answer(rank)
+        return encode_summary(rank)
 
-    crew = Crew(act)
+    crew = FakeWorkers(perform)
     began = time.monotonic()
-    found = list(iterate_results(orders(4), crew, seconds=0.5))
+    items = list(iterate_results(orders(4), crew, seconds=0.5))
     assert time.monotonic() - began < 50
     over.set()
-    (lost,) = [one for one in found if isinstance(one, UnreadRank)]
+    (lost,) = [one for one in items if isinstance(one, UnreadRank)]
     assert lost.rank == 0
     assert "not done within" in lost.why
     assert len(crew.abandoned) == 1
-    assert len(found) == 4
+    assert len(items) == 4
 
 
 def test_without_any_worker_left_the_rest_is_reported_as_unread() -> None:
-    crew = Crew(lambda rank, _: answer(rank))
+    crew = FakeWorkers(lambda rank, _: encode_summary(rank))
 
-    def act(rank: int, now: int) -> bytes:
+    def perform(rank: int, now: int) -> bytes:
         crew.count = 0
-        return answer(rank)
+        return encode_summary(rank)
 
-    crew.act = act
-    found = list(iterate_results(orders(9), crew))
-    assert sorted(one.rank for one in found) == list(range(9))
-    assert any(isinstance(one, UnreadRank) and "no worker is left" in one.why for one in found)
+    crew.act = perform
+    items = list(iterate_results(orders(9), crew))
+    assert sorted(one.rank for one in items) == list(range(9))
+    assert any(isinstance(one, UnreadRank) and "no worker is left" in one.why for one in items)
 
 
 def test_an_answer_that_is_not_a_summary_is_that_ranks_failure() -> None:
-    crew = Crew(lambda rank, _: b"\xff" if rank == 1 else answer(rank))
-    found = list(iterate_results(orders(3), crew))
-    assert [one.rank for one in found if isinstance(one, UnreadRank)] == [1]
+    crew = FakeWorkers(lambda rank, _: b"\xff" if rank == 1 else encode_summary(rank))
+    items = list(iterate_results(orders(3), crew))
+    assert [one.rank for one in items if isinstance(one, UnreadRank)] == [1]
 
 
 def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
     order = MeasureTask(source=RemoteFile(url="rank3", at="rank3", rank=3), version="0.0.0")
-    told = msgspec.msgpack.decode(run_task(order.encoded()))["unread"]
-    assert told["rank"] == 3
-    assert "install the same" in told["why"]
-    told = msgspec.msgpack.decode(run_task(b"nonsense"))["unread"]
-    assert "does not know this task" in told["why"]
+    unread = msgspec.msgpack.decode(run_task(order.encoded()))["unread"]
+    assert unread["rank"] == 3
+    assert "install the same" in unread["why"]
+    unread = msgspec.msgpack.decode(run_task(b"nonsense"))["unread"]
+    assert "does not know this task" in unread["why"]

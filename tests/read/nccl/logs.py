@@ -79,8 +79,8 @@ def process(
         "8 p2p channels per peer",
     )
     yield f"{here} {counted}"
-    done = f"{at} busId {bus} - Init COMPLETE"
-    yield f"{here} {done if old else f'ncclCommInitRank {done}'}"
+    completion = f"{at} busId {bus} - Init COMPLETE"
+    yield f"{here} {completion if old else f'ncclCommInitRank {completion}'}"
 
 
 SOCKET = "NET/Socket : Using [0]eth0:10.0.0.{rank}<0>"
@@ -93,7 +93,7 @@ SYSTEM = "+ NET[50.0] - NET/{gpu} (a2761f0003bd70c4/1/50.000000)"
 
 
 def matrix(gpus: int, link: str, nics: int = 0, near: str = "PIX", legend: bool = True) -> str:
-    """``nvidia-smi topo -m``, with its colours."""
+    """Output of ``nvidia-smi topo -m``, with its colors."""
     names = [f"GPU{n}" for n in range(gpus)]
     cards = [f"NIC{n}" if legend else f"mlx5_{n}" for n in range(nics)]
     lines = ["\t\x1b[4m" + "\t".join([*names, *cards, "CPU Affinity", "NUMA Affinity"]) + "\x1b[0m"]
@@ -108,7 +108,7 @@ def matrix(gpus: int, link: str, nics: int = 0, near: str = "PIX", legend: bool 
 
 
 def rocm(gpus: int, link: str) -> str:
-    """``rocm-smi --showtopo``."""
+    """Output of ``rocm-smi --showtopo``."""
     head = "       " + "".join(f"GPU{n:<10}" for n in range(gpus))
     blocks = []
     for title, value in (("Weight", "15"), ("Hops", "1"), ("Link Type", link)):

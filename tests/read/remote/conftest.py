@@ -1,4 +1,4 @@
-"""Servers on this machine: S3 by moto, behind one that fails when it is told to; and plain HTTP."""
+"""Servers on this machine: S3 by moto, behind one that fails on demand; and plain HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOON = 1_700_000_000_000_000.0  # µs of Unix time
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between attempts are short; what an answer may take stays long: machines are busy."""
     monkeypatch.setattr(filesystem, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
@@ -40,7 +40,7 @@ def trace_bytes() -> Callable[[int], bytes]:
 
 @pytest.fixture
 def web() -> Iterator[Server]:
-    """A web server of ``web.state.files``."""
+    """A web server that serves ``web.state.files``."""
     with Server(State()) as server:
         yield server
 
@@ -55,7 +55,7 @@ def _moto() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def s3(_moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A bucket ``run`` in a real S3 server, behind one that fails: ``put(key, bytes)``, and
+    """A bucket ``run`` in a real S3 server, behind one that fails: ``store(key, bytes)``, and
     ``state.faults``. Found as a user's would be, by the environment."""
     s3fs = pytest.importorskip("s3fs")
     with Server(State(upstream=_moto)) as server:
@@ -79,7 +79,7 @@ class _Bucket:
         self.state = server.state
         self.endpoint = server.url
 
-    def put(self, key: str, data: bytes) -> str:
-        """Store it; its URL."""
+    def store(self, key: str, data: bytes) -> str:
+        """Store data and return its URL."""
         self._system.pipe(f"run/{key}", data)
         return f"s3://run/{key}"

@@ -16,26 +16,26 @@ STEP = 1 << 16
 
 @dataclass
 class Fault:
-    """What is wrong with answers to GET of a name, the first ``times`` of them (None: always)."""
+    """A fault of the answers to GET of a name, the first ``times`` of them (None: always)."""
 
     status: int | None = None
-    """Answer this."""
+    """Status of the answer."""
     cut: bool = False
-    """Promise all, send half, close."""
+    """Promise all, send half, then close the connection."""
     hang: bool = False
-    """Send a byte, and nothing more."""
+    """Send one byte, and nothing more."""
     drip: bool = False
     """Send a byte now and then."""
     further: bool = False
-    """Close, each time a little later."""
+    """Close the connection, each time a little later."""
     times: int | None = None
     heads: bool = True
-    """HEAD, too."""
+    """Whether HEAD fails too."""
 
 
 @dataclass
 class State:
-    """What is served, and what was asked."""
+    """A server that listens inside ``with``."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, Fault] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class State:
     """HEAD tells how long a file is; False: that it is empty."""
     etags: dict[str, str] = field(default_factory=lambda: defaultdict(lambda: '"1"'))
     asked: Counter[str] = field(default_factory=Counter)
-    """``GET /name`` -> how often."""
+    """Number of requests by ``GET /name``."""
     done: Counter[str] = field(default_factory=Counter)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -84,34 +84,34 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._do()
+        self._respond()
 
     def do_HEAD(self) -> None:
-        self._do()
+        self._respond()
 
     def do_PUT(self) -> None:
-        self._do()
+        self._respond()
 
     def do_POST(self) -> None:
-        self._do()
+        self._respond()
 
     def log_message(self, *args: object) -> None:
         pass
 
-    def _do(self) -> None:
+    def _respond(self) -> None:
         path = urlsplit(self.path).path
         self.state.asked[f"{self.command} {path}"] += 1
-        fault = self._fault(path)
+        fault = self._next_fault(path)
         length = int(self.headers.get("Content-Length") or 0)
         sent = self.rfile.read(length)
         if fault is not None and fault.status is not None:
-            self._answer(fault.status, {}, b"")
+            self._send_answer(fault.status, {}, b"")
         elif self.state.upstream is not None:
             self._forward(sent, fault)
         else:
             self._file(path, fault)
 
-    def _fault(self, path: str) -> Fault | None:
+    def _next_fault(self, path: str) -> Fault | None:
         for name, fault in self.state.faults.items():
             if name in path and (self.command == "GET" or (self.command == "HEAD" and fault.heads)):
                 self.state.done[name] += 1
@@ -132,28 +132,28 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() not in ("connection", "transfer-encoding", "server", "date")
         }
         other.close()
-        self._answer(answer.status, passed, body, fault)
+        self._send_answer(answer.status, passed, body, fault)
 
     def _file(self, path: str, fault: Fault | None) -> None:
         body = self.state.files.get(path)
         if body is None:
-            self._answer(404, {}, b"")
+            self._send_answer(404, {}, b"")
             return
         headers = {"ETag": self.state.etags[path]}
         if path.endswith("/"):
             headers["Content-Type"] = "text/html"
         if not self.state.ranges:
-            self._answer(200, {**headers, "Accept-Ranges": "none"}, body, fault)
+            self._send_answer(200, {**headers, "Accept-Ranges": "none"}, body, fault)
             return
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if found is None:
-            self._answer(200, headers, body, fault)
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if match is None:
+            self._send_answer(200, headers, body, fault)
             return
-        first, last = int(found[1]), min(int(found[2] or len(body) - 1), len(body) - 1)
+        first, last = int(match[1]), min(int(match[2] or len(body) - 1), len(body) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
-        self._answer(206, headers, body[first : last + 1], fault)
+        self._send_answer(206, headers, body[first : last + 1], fault)
 
-    def _answer(
+    def _send_answer(
         self, status: int, headers: dict[str, str], body: bytes, fault: Fault | None = None
     ) -> None:
         self.send_response(status)

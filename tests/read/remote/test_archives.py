@@ -47,8 +47,8 @@ def tarred(files: dict[str, bytes], mode: str = "w", links: dict[str, str] | Non
     return held.getvalue()
 
 
-def refused(url: str) -> str:
-    """The one line that opening gives."""
+def refusal(url: str) -> str:
+    """The line of the error that opening raises."""
     with pytest.raises(AdvisorError) as caught:
         open_run(url)
     assert "\n" not in str(caught.value)
@@ -62,16 +62,16 @@ def test_a_run_is_read_from_an_archive(web: Server, trace_bytes: Made, packing: 
     kind = "zip" if "zip" in packing else "tar"
     if kind == "zip":
         plain = "stored" in packing
-        made = zipped(files, zipfile.ZIP_STORED if plain else zipfile.ZIP_DEFLATED)
+        archive = zipped(files, zipfile.ZIP_STORED if plain else zipfile.ZIP_DEFLATED)
     else:
-        made = tarred(files, f"w:{packing.removeprefix('tar').strip('.')}")
-    web.state.files["/a"] = made
+        archive = tarred(files, f"w:{packing.removeprefix('tar').strip('.')}")
+    web.state.files["/a"] = archive
     run = open_run(f"{kind}://job::{web.url}/a")
     assert run.ranks == [0, 2]
-    shown = f"{kind}://job/rank2/trace.json::{web.url}/a"
-    assert run.traces[2, 0].meta.path == shown
+    member_url = f"{kind}://job/rank2/trace.json::{web.url}/a"
+    assert run.traces[2, 0].meta.path == member_url
     (one,) = locate_traces([f"{kind}://**/*.json::{web.url}/a"], "2")
-    assert (one.url, one.rank, one.size) == (shown, 2, len(trace_bytes(2)))
+    assert (one.url, one.rank, one.size) == (member_url, 2, len(trace_bytes(2)))
     with open_locally(one) as path:
         assert path.read_bytes() == trace_bytes(2)
 
@@ -88,16 +88,16 @@ def test_the_only_trace_of_a_local_archive_is_read(
     path.write_bytes(pack({f"rank{n}.json": trace_bytes(n) for n in (0, 1)}, **mode))  # type: ignore[operator]
     kind = "zip" if name.endswith("zip") else "tar"
     every = f"{kind}://::{path}"
-    assert refused(str(path)).endswith(f"such as {kind}://rank0.json::{path}, or all: {every}")
+    assert refusal(str(path)).endswith(f"such as {kind}://rank0.json::{path}, or all: {every}")
     assert open_run(every).ranks == [0, 1]
     path.write_bytes(pack({"notes.txt": b"x", "more.txt": b"y"}, **mode))  # type: ignore[operator]
-    assert "of 2 files, none named like a trace" in refused(str(path))
+    assert "of 2 files, none named like a trace" in refusal(str(path))
 
 
 def test_a_member_that_is_suggested_can_be_read(shared_file: Callable[[str], str]) -> None:
     """Layers without times come first in this archive, and its engines are seven runs."""
     path = shared_file("tensorrt/resnet50_engine_profiles_A100_RTX3090.tar.gz")
-    line = refused(path)
+    line = refusal(path)
     assert "or all:" not in line
     assert len(open_run(line.rpartition("such as ")[2]).traces) == 1
 
@@ -105,13 +105,13 @@ def test_a_member_that_is_suggested_can_be_read(shared_file: Callable[[str], str
 def test_pages_of_tensorboards_plugin_are_named(shared_file: Callable[[str], str]) -> None:
     """Five of them, as xprof's demo has them: input_pipeline, overview_page, tensorflow_stats."""
     path = shared_file("xla/tfprof_demo_GPU_input_vs_compute_bound.tar.gz")
-    assert "a tar archive of 5 files; each is a page of TensorBoard's profile" in refused(path)
+    assert "a tar archive of 5 files; each is a page of TensorBoard's profile" in refusal(path)
 
 
 def test_an_archive_of_tritons_cache_says_what_it_is_and_how_to_read_it(
     shared_file: Callable[[str], str],
 ) -> None:
-    line = refused(path := shared_file("triton/cache.tar.gz"))
+    line = refusal(path := shared_file("triton/cache.tar.gz"))
     assert line.startswith(f"{path}: a tar archive of Triton's cache (11 compiled kernels)")
     assert "tar xf cache.tar.gz" in line
     assert line.endswith("advisor analyze cache, or with a trace --kernel-profile cache")
@@ -142,16 +142,16 @@ def test_a_tar_that_changes_meanwhile_is_not_believed(
     (one,) = locate_traces([f"tar://::{web.url}/a.tar"])
     write = fetch._Transfer._write_block
 
-    def changing(self: fetch._Transfer, out: BinaryIO, block: bytes) -> None:
+    def write_changed(self: fetch._Transfer, out: BinaryIO, block: bytes) -> None:
         web.state.etags["/a.tar"] = '"2"'
         write(self, out, block)
 
-    monkeypatch.setattr(fetch._Transfer, "_write_block", changing)
+    monkeypatch.setattr(fetch._Transfer, "_write_block", write_changed)
     with pytest.raises(AdvisorError, match="changed while it was read"), open_locally(one):
         pass
 
 
-def test_one_in_an_archive_on_this_machine(tmp_path: Path, trace_bytes: Made) -> None:
+def test_a_trace_in_a_local_archive_is_read(tmp_path: Path, trace_bytes: Made) -> None:
     (tmp_path / "a.zip").write_bytes(zipped({"rank5.json": trace_bytes(5)}))
     assert open_run(f"zip://rank5.json::file://{tmp_path}/a.zip").ranks == [5]
     assert open_run(f"zip://*::{tmp_path}/a.zip").ranks == [5]
@@ -179,8 +179,8 @@ def test_a_name_leads_out_of_nothing(
 
 
 def test_links_in_a_tar_are_not_there(web: Server, trace_bytes: Made) -> None:
-    made = tarred({"rank0.json": trace_bytes(0)}, links={"rank1.json": "/etc/passwd"})
-    web.state.files["/a.tar"] = made
+    archive = tarred({"rank0.json": trace_bytes(0)}, links={"rank1.json": "/etc/passwd"})
+    web.state.files["/a.tar"] = archive
     assert [one.rank for one in locate_traces([f"tar://::{web.url}/a.tar"])] == [0]
     (one,) = find_files(f"tar://rank0.json::{web.url}/a.tar", lambda names: names)
     assert one.offset is not None
@@ -216,8 +216,8 @@ def test_an_archive_of_too_many_files_is_refused(
     monkeypatch.setattr(archives, "MAX_MEMBERS", 10)
     many = {f"rank{rank}.json": b"{}" for rank in range(12)}
     web.state.files |= {"/a.zip": zipped(many), "/a.tgz": tarred(many, "w:gz")}
-    assert "more than 10 files" in refused(f"zip://::{web.url}/a.zip")
-    assert "more than 10 files" in refused(f"tar://::{web.url}/a.tgz")
+    assert "more than 10 files" in refusal(f"zip://::{web.url}/a.zip")
+    assert "more than 10 files" in refusal(f"tar://::{web.url}/a.tgz")
 
 
 def test_a_table_of_contents_is_not_read_at_any_length(
@@ -225,26 +225,26 @@ def test_a_table_of_contents_is_not_read_at_any_length(
 ) -> None:
     monkeypatch.setattr(archives, "MAX_REQUEST_BYTES", 100_000)
     web.state.files["/a.zip"] = zipped({f"{'x' * 1000}{n}": b"" for n in range(200)})
-    assert "table of contents is too long" in refused(f"zip://::{web.url}/a.zip")
+    assert "table of contents is too long" in refusal(f"zip://::{web.url}/a.zip")
     held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
         header = tarfile.TarInfo("rank0.json")
         header.pax_headers = {"comment": "x" * 1_000_000}
         archive.addfile(header)
     web.state.files["/a.tgz"] = held.getvalue()
-    assert "table of contents is too long" in refused(f"tar://::{web.url}/a.tgz")
+    assert "table of contents is too long" in refusal(f"tar://::{web.url}/a.tgz")
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_what_is_not_an_archive_is_reported(web: Server, kind: str) -> None:
+def test_a_file_that_is_no_archive_is_reported(web: Server, kind: str) -> None:
     web.state.files["/a"] = b"<html>log in</html>" * 100
-    assert f"{web.url}/a: not an archive that can be read" in refused(f"{kind}://::{web.url}/a")
+    assert f"{web.url}/a: not an archive that can be read" in refusal(f"{kind}://::{web.url}/a")
     good = (
         zipped({"rank0.json": b"{}" * 5000}) if kind == "zip" else tarred({"a.json": b"{}"}, "w:gz")
     )
     web.state.files["/b"] = good[: len(good) // 2]
-    assert "not an archive that can be read" in refused(f"{kind}://::{web.url}/b")
-    assert "no such file" in refused(f"{kind}://::{web.url}/none")
+    assert "not an archive that can be read" in refusal(f"{kind}://::{web.url}/b")
+    assert "no such file" in refusal(f"{kind}://::{web.url}/none")
 
 
 def test_an_archive_on_a_server_that_fails_now_and_then(web: Server, trace_bytes: Made) -> None:
@@ -256,22 +256,22 @@ def test_an_archive_on_a_server_that_fails_now_and_then(web: Server, trace_bytes
 def test_an_archive_without_ranges_is_reported(web: Server, trace_bytes: Made) -> None:
     web.state.files["/a.zip"] = zipped({"rank0.json": trace_bytes(0)})
     web.state.ranges = False
-    assert "cannot be read in parts; download it first" in refused(f"zip://::{web.url}/a.zip")
+    assert "cannot be read in parts; download it first" in refusal(f"zip://::{web.url}/a.zip")
 
 
 def test_a_locked_member_is_reported(web: Server) -> None:
-    made = bytearray(zipped({"rank0.json": b"{}"}))
-    made[6] |= 1
-    made[made.index(b"PK\x01\x02") + 8] |= 1  # encrypted, both say
-    web.state.files["/a.zip"] = bytes(made)
-    assert "needs a password" in refused(f"zip://::{web.url}/a.zip")
+    archive = bytearray(zipped({"rank0.json": b"{}"}))
+    archive[6] |= 1
+    archive[archive.index(b"PK\x01\x02") + 8] |= 1  # encrypted, both say
+    web.state.files["/a.zip"] = bytes(archive)
+    assert "needs a password" in refusal(f"zip://::{web.url}/a.zip")
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_member_that_cannot_be_unpacked_bit_by_bit_is_refused(web: Server, packing: int) -> None:
     web.state.files["/a.zip"] = zipped({"rank0.json": bytes(1 << 26)}, packing)
     name = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}[packing]
-    assert f"packed with {name}; pack it with deflate" in refused(f"zip://::{web.url}/a.zip")
+    assert f"packed with {name}; pack it with deflate" in refusal(f"zip://::{web.url}/a.zip")
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
@@ -283,21 +283,21 @@ def test_the_table_of_contents_is_read_once_for_all_members(
     tables = 0
     make = archives._Archive.__init__
 
-    def counted(self: archives._Archive, *args: str) -> None:
+    def make_counted(self: archives._Archive, *args: str) -> None:
         nonlocal tables
         tables += 1
         make(self, *args)
 
-    monkeypatch.setattr(archives._Archive, "__init__", counted)
-    found = locate_traces([f"{kind[:3]}://::{web.url}/a"])
-    for source in reversed(found):
+    monkeypatch.setattr(archives._Archive, "__init__", make_counted)
+    traces = locate_traces([f"{kind[:3]}://::{web.url}/a"])
+    for source in reversed(traces):
         with open_locally(source) as path:
             assert path.read_bytes() == f"{source.rank}".encode()
     assert tables == 1
     web.state.files["/a"] = (
         zipped({"rank7.json": b"new"}) if kind == "zip" else tarred({"rank7.json": b"new"}, "w:gz")
     )
-    with open_locally(found[7]) as path:
+    with open_locally(traces[7]) as path:
         assert path.read_bytes() == b"new"
     assert tables == 2
 
@@ -308,5 +308,5 @@ def test_a_member_is_not_fetched_whole_before_its_format_is_looked_at(web: Serve
     web.state.files["/rank0.json"] = noise
     for url in (f"tar://rank0.json::{web.url}/a.tar", f"{web.url}/rank0.json"):
         web.state.asked.clear()
-        assert "unknown format" in refused(url)
+        assert "unknown format" in refusal(url)
         assert web.state.asked["GET /a.tar"] + web.state.asked["GET /rank0.json"] <= 3

@@ -25,7 +25,7 @@ from tests.read.remote.faulty import Fault
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go in this test."""
+    """Folder of temporary files in this test."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -36,9 +36,9 @@ def test_a_folder_is_a_run_of_its_ranks(
     s3: Any, trace_bytes: Callable[[int], bytes], scratch: Path
 ) -> None:
     for rank in (0, 1, 11):
-        s3.put(f"job/rank{rank}.json.gz", gzip.compress(trace_bytes(rank)))
-    s3.put("job/.rank3.json", b"an editor's copy")
-    s3.put("job/notes.txt", b"not a trace")
+        s3.store(f"job/rank{rank}.json.gz", gzip.compress(trace_bytes(rank)))
+    s3.store("job/.rank3.json", b"an editor's copy")
+    s3.store("job/notes.txt", b"not a trace")
     run = open_run("s3://run/job")
     assert run.ranks == [0, 1, 11]
     assert run.traces[11, 0].meta.path == "s3://run/job/rank11.json.gz"
@@ -51,7 +51,7 @@ def test_the_same_is_said_of_a_file_here_and_there(
 ) -> None:
     here = tmp_path / "rank0.json"
     here.write_bytes(trace_bytes(0))
-    url = s3.put("one/rank0.json", trace_bytes(0))
+    url = s3.store("one/rank0.json", trace_bytes(0))
     there_report, here_report = advisor.analyze(url), advisor.analyze(here)
     assert there_report.inputs[0].path == url
     there_report.inputs[0].path = here_report.inputs[0].path
@@ -62,7 +62,7 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
     s3: Any, trace_bytes: Callable[[int], bytes]
 ) -> None:
     for rank in range(6):
-        s3.put(f"many/rank_{rank}/trace.json", trace_bytes(rank))
+        s3.store(f"many/rank_{rank}/trace.json", trace_bytes(rank))
     s3.state.asked.clear()
     run = open_run("s3://run/many", ReadOptions(ranks="1-2,5"))
     assert run.ranks == [1, 2, 5]
@@ -92,7 +92,7 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (Fault(status=404), "no such file"),
         (Fault(status=403), "access denied"),
@@ -107,24 +107,24 @@ def test_a_rank_that_cannot_be_read_is_reported_and_the_rest_stands(
     scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
     fault: Fault,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     for rank in range(3):
-        s3.put(f"hurt/rank{rank}.json", trace_bytes(rank))
+        s3.store(f"hurt/rank{rank}.json", trace_bytes(rank))
     s3.state.faults["hurt/rank1.json"] = fault
     run = open_run("s3://run/hurt/")
     assert run.ranks == [0, 2]
     (problem,) = run.problems
     assert problem.startswith("s3://run/hurt/rank1.json: ")
-    assert re.search(said, problem)
+    assert re.search(message, problem)
     assert list(scratch.iterdir()) == []
 
 
-def test_what_passes_is_read_after_another_attempt(
+def test_a_transient_fault_is_read_after_another_attempt(
     s3: Any, trace_bytes: Callable[[int], bytes]
 ) -> None:
-    url = s3.put("once/rank0.json", trace_bytes(0))
+    url = s3.store("once/rank0.json", trace_bytes(0))
     s3.state.faults["once/rank0.json"] = Fault(status=503, times=2)
     assert open_run(url).ranks == [0]
     assert s3.state.done["once/rank0.json"] > 2
@@ -140,7 +140,7 @@ def test_no_credentials_are_reported(
 ) -> None:
     import s3fs
 
-    url = s3.put("a.json", b"{}")
+    url = s3.store("a.json", b"{}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -154,7 +154,7 @@ def test_no_credentials_are_reported(
 def test_the_command_line_analyses_and_compares_urls(
     s3: Any, trace_bytes: Callable[[int], bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = (s3.put(f"{name}/rank0.json", trace_bytes(0)) for name in ("before", "after"))
+    one, other = (s3.store(f"{name}/rank0.json", trace_bytes(0)) for name in ("before", "after"))
     assert advisor_cli(["analyze", one, "--format", "json"]) == 0
     assert f'"path":"{one}"' in capsys.readouterr().out.replace('": "', '":"')
     assert advisor_cli(["compare", one, other]) == 0
@@ -169,7 +169,7 @@ def test_the_command_line_analyses_and_compares_urls(
 def test_sources_can_be_handed_to_another_process(
     s3: Any, trace_bytes: Callable[[int], bytes]
 ) -> None:
-    s3.put("picklable/rank4.json", trace_bytes(4))
+    s3.store("picklable/rank4.json", trace_bytes(4))
     (source,) = pickle.loads(pickle.dumps(locate_traces(["s3://run/picklable"])))
     with open_locally(source) as path:
         assert path.name == "rank4.json"
@@ -184,7 +184,7 @@ def test_other_commands_take_urls_or_say_that_they_do_not(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url = s3.put("b/rank0.json", trace_bytes(0))
+    url = s3.store("b/rank0.json", trace_bytes(0))
     baseline = tmp_path / "baseline.json"
     assert advisor_cli(["report", url, "--html", str(tmp_path / "a.html")]) == 0
     assert "rank0.json" in (tmp_path / "a.html").read_text()

@@ -1,4 +1,4 @@
-"""What a URL says: is it one, what may be shown of it, whose file it is."""
+"""Recognize a URL, redact it for display, and know whose file it is."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_urls_are_distinguished_from_paths(text: str, expected: bool) -> None:
         ("a.json?x=1", "a.json?x=1"),
     ],
 )
-def test_what_is_shown_has_no_credentials(url: str, expected: str) -> None:
+def test_shown_urls_have_no_credentials(url: str, expected: str) -> None:
     assert redact_url(url) == expected
 
 
@@ -96,13 +96,13 @@ def test_ranks_are_numbers_and_ranges() -> None:
 @pytest.mark.parametrize(
     "text", ["a", "1-", "-1", "5-2", "1,,2", "1" * 20, "0x1", ",".join("1" * 5000)]
 )
-def test_what_is_not_a_list_of_ranks_is_refused(text: str) -> None:
+def test_an_invalid_list_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--ranks"):
         RankFilter(text)
 
 
 @pytest.mark.parametrize(
-    ("url", "missing", "said"),
+    ("url", "missing", "message"),
     [
         ("s3://bucket/a.json", "s3fs", "s3:// needs s3fs: pip install s3fs"),
         ("gs://bucket/a.json", "gcsfs", "gs:// needs gcsfs: pip install gcsfs"),
@@ -115,8 +115,8 @@ def test_what_is_not_a_list_of_ranks_is_refused(text: str) -> None:
         ("zip://a.json::dask://h/a.zip", "", "dask:// is not read; give http"),
     ],
 )
-def test_what_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, url: str, missing: str, said: str
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, missing: str, message: str
 ) -> None:
     if missing == "s3fs":  # the others are not there, or not here
         fsspec = pytest.importorskip("fsspec.registry")
@@ -125,17 +125,17 @@ def test_what_is_not_installed_is_named(
         monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(AdvisorError) as caught:
         open_run(url)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_places_here_are_sources_too(tmp_path: Path) -> None:
     for rank in (10, 9):
         (tmp_path / f"rank{rank}.json").write_bytes(b"{}")
-    found = locate_traces([str(tmp_path)])
-    assert [(one.rank, one.size, one.url) for one in found] == [
+    traces = locate_traces([str(tmp_path)])
+    assert [(one.rank, one.size, one.url) for one in traces] == [
         (rank, 2, str(tmp_path / f"rank{rank}.json")) for rank in (9, 10)
     ]
-    assert locate_traces([f"file://{tmp_path}"], "10") == found[1:]
+    assert locate_traces([f"file://{tmp_path}"], "10") == traces[1:]
 
 
 def test_a_path_like_a_url_is_a_path_where_urls_are_off(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_path_like_a_url_is_a_path_where_urls_are_off(tmp_path: Path) -> None:
 
 
 class ClientError(Exception):
-    """As botocore's and aiohttp's look."""
+    """An error that looks like botocore's and aiohttp's."""
 
     def __init__(self, **has: object) -> None:
         super().__init__("https://host/a?X-Amz-Signature=abcdef")
@@ -152,7 +152,7 @@ class ClientError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "passing"),
+    ("error", "message", "passing"),
     [
         (ClientError(response={"ResponseMetadata": {"HTTPStatusCode": 503}}), "503", True),
         (ClientError(response={"ResponseMetadata": {"HTTPStatusCode": 403}}), "denied", False),
@@ -162,14 +162,14 @@ class ClientError(Exception):
         (ConnectionResetError(104, "reset"), "breaks off", True),
         (PermissionError("Forbidden"), "denied", False),
         (FileNotFoundError("The specified bucket does not exist"), "no such bucket", False),
-        (ClientError(status="odd", response=7), "ClientError", False),
+        (ClientError(status="text", response=7), "ClientError", False),
     ],
 )
-def test_what_libraries_raise_is_reported_in_our_words(
-    error: Exception, said: str, passing: bool
+def test_errors_of_libraries_are_reported_in_our_words(
+    error: Exception, message: str, passing: bool
 ) -> None:
     what = explain_error(error, "s3://bucket/a")
-    assert said in what.message
+    assert message in what.message
     assert what.retryable is passing
     assert "Signature" not in what.message
 

@@ -28,18 +28,18 @@ BIG = bytes(range(256)) * 4096 * 20  # 20 MiB: five blocks
 DEADLINE = 60.0
 
 
-def everything(names: list[str]) -> list[str]:
+def all_names(names: list[str]) -> list[str]:
     return names
 
 
 def read(url: str, **options: float) -> bytes:
-    (source,) = find_files(url, everything)
+    (source,) = find_files(url, all_names)
     with open_locally(source, **options) as path:  # type: ignore[arg-type]
         return path.read_bytes()
 
 
-def refused(url: str, **options: float) -> str:
-    """The one line that reading gives."""
+def refusal(url: str, **options: float) -> str:
+    """The line of the error that reading raises."""
     with pytest.raises(AdvisorError) as caught:
         read(url, **options)
     assert "\n" not in str(caught.value)
@@ -53,21 +53,21 @@ def test_a_trace_is_read_from_a_web_server(web: Server, trace_bytes: Made) -> No
     assert run.traces[3, 0].meta.path == f"{web.url}/run/rank3.json.gz"
 
 
-def test_one_that_comes_byte_by_byte_is_given_up(
+def test_a_response_that_comes_byte_by_byte_is_given_up(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 1)
     web.state.files["/a.json"] = b"{}" * 10_000
     web.state.faults["a.json"] = Fault(drip=True, heads=False)
     for web.state.ranges in (True, False):
-        assert "no answer in time" in refused(f"{web.url}/a.json", timeout=1.0)
+        assert "no answer in time" in refusal(f"{web.url}/a.json", timeout=1.0)
 
 
 def test_a_stream_that_gets_further_each_time_is_given_up_too(web: Server) -> None:
     web.state.files["/a.json"] = b"{}" * 500_000
     web.state.ranges = False
     web.state.faults["a.json"] = Fault(further=True, heads=False)
-    assert "(4 attempts)" in refused(f"{web.url}/a.json")
+    assert "(4 attempts)" in refusal(f"{web.url}/a.json")
     assert web.state.asked["GET /a.json"] == 4
 
 
@@ -84,17 +84,17 @@ def test_a_server_that_does_not_know_how_long_a_file_is(web: Server) -> None:
     web.state.files["/big.json"] = BIG
     web.state.lengths = False
     assert read(f"{web.url}/big.json") == BIG
-    assert "larger than 1 MB" in refused(f"{web.url}/big.json", max_bytes=10**6)
+    assert "larger than 1 MB" in refusal(f"{web.url}/big.json", max_bytes=10**6)
 
 
-def test_what_breaks_off_goes_on_where_it_was(web: Server) -> None:
+def test_an_interrupted_download_continues_where_it_was(web: Server) -> None:
     web.state.files["/big.json"] = BIG
     web.state.faults["big"] = Fault(cut=True, times=2, heads=False)
     assert read(f"{web.url}/big.json") == BIG
     assert web.state.asked["GET /big.json"] == 5 + 2  # each of two blocks again, no more
 
 
-def test_what_breaks_off_without_ranges_begins_again(web: Server) -> None:
+def test_an_interrupted_download_without_ranges_starts_again(web: Server) -> None:
     web.state.files["/big.json"] = BIG
     web.state.ranges = False
     web.state.faults["big"] = Fault(cut=True, times=2, heads=False)
@@ -103,7 +103,7 @@ def test_what_breaks_off_without_ranges_begins_again(web: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (Fault(status=404), "no such file; check the URL"),
         (Fault(status=410), "no such file; check the URL"),
@@ -117,14 +117,14 @@ def test_what_breaks_off_without_ranges_begins_again(web: Server) -> None:
     ids=["missing", "gone", "unknown", "denied", "many", "unavailable", "cut", "slow"],
 )
 def test_each_trouble_is_one_line(
-    web: Server, monkeypatch: pytest.MonkeyPatch, fault: Fault, said: str
+    web: Server, monkeypatch: pytest.MonkeyPatch, fault: Fault, message: str
 ) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     web.state.files["/a.json"] = b"{}" * 1000
     web.state.faults["a.json"] = fault
     seconds = {"timeout": 1.0} if fault.hang else {}
-    line = refused(f"{web.url}/a.json", **seconds)
-    assert line.startswith(f"{web.url}/a.json: {said}")
+    line = refusal(f"{web.url}/a.json", **seconds)
+    assert line.startswith(f"{web.url}/a.json: {message}")
 
 
 def test_a_slow_rank_is_reported_and_the_rest_stands(
@@ -149,21 +149,21 @@ def test_nobody_there_is_reported(monkeypatch: pytest.MonkeyPatch, web: Server) 
     with Server(web.state) as other:
         url = other.url
     web.state.over.clear()
-    assert "the connection fails" in refused(f"{url}/a.json")
+    assert "the connection fails" in refusal(f"{url}/a.json")
 
 
 def test_a_file_that_changes_meanwhile_is_not_believed(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.state.files["/a.json"] = BIG
-    (source,) = find_files(f"{web.url}/a.json", everything)
+    (source,) = find_files(f"{web.url}/a.json", all_names)
     write = fetch._Transfer._write_block
 
-    def changing(self: object, out: object, block: bytes) -> None:
+    def write_changed(self: object, out: object, block: bytes) -> None:
         web.state.etags["/a.json"] = '"2"'
         write(self, out, block)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fetch._Transfer, "_write_block", changing)
+    monkeypatch.setattr(fetch._Transfer, "_write_block", write_changed)
     with pytest.raises(AdvisorError, match="changed while it was read"), open_locally(source):
         pass
 
@@ -177,11 +177,11 @@ def test_only_what_is_below_a_listed_folder_is_looked_at(web: Server) -> None:
         "/run/sub/": b'<a href="b.json">b</a> <a href="../">up</a> <a href="/">top</a>',
         "/secret.json": b"{}",
     }
-    found = find_files(f"{web.url}/run/", everything)
-    assert [one.url for one in found] == [f"{web.url}/run/a.json", f"{web.url}/run/sub/b.json"]
+    files = find_files(f"{web.url}/run/", all_names)
+    assert [one.url for one in files] == [f"{web.url}/run/a.json", f"{web.url}/run/sub/b.json"]
     assert not any("secret" in asked for asked in web.state.asked)
     for pattern in ("*/*.json", "s*", "s*/"):
-        (deep,) = find_files(f"{web.url}/run/{pattern}", everything)
+        (deep,) = find_files(f"{web.url}/run/{pattern}", all_names)
         assert deep.url == f"{web.url}/run/sub/b.json"
 
 
@@ -207,24 +207,27 @@ def test_a_signature_is_never_shown(
     assert advisor_cli(["analyze", signed.replace("rank0", "none")]) == 2
     web.state.files["/bad.json"] = b"not a trace"
     assert advisor_cli(["analyze", signed.replace("rank0", "bad")]) == 2
-    told = capsys.readouterr()
-    assert web.url in told.err
-    assert re.search("abcdef|pass1234|Signature", report.to_json().decode() + "".join(told)) is None
-    assert "abcdef" not in repr(find_files(signed, everything))
+    captured = capsys.readouterr()
+    assert web.url in captured.err
+    assert (
+        re.search("abcdef|pass1234|Signature", report.to_json().decode() + "".join(captured))
+        is None
+    )
+    assert "abcdef" not in repr(find_files(signed, all_names))
 
 
 def test_a_file_over_the_bound_is_refused_before_it_is_fetched(web: Server) -> None:
     web.state.files["/a.json"] = BIG
-    assert "larger than 1 MB" in refused(f"{web.url}/a.json", max_bytes=10**6)
+    assert "larger than 1 MB" in refusal(f"{web.url}/a.json", max_bytes=10**6)
     assert web.state.asked["GET /a.json"] == 0
     web.state.ranges = False
-    assert "larger than 1 MB" in refused(f"{web.url}/a.json", max_bytes=10**6)
+    assert "larger than 1 MB" in refusal(f"{web.url}/a.json", max_bytes=10**6)
 
 
 def test_a_full_disk_is_reported(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     web.state.files["/a.json"] = BIG
     monkeypatch.setattr(fetch, "ROOM_LEFT", 1 << 60)
-    assert "name a larger disk in TMPDIR" in refused(f"{web.url}/a.json")
+    assert "name a larger disk in TMPDIR" in refusal(f"{web.url}/a.json")
 
 
 def test_nothing_is_left_after_an_error_in_the_reader(web: Server, tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_nothing_is_left_after_an_interrupt(web: Server, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_what_a_killed_process_left_goes_next_time(
+def test_files_of_a_killed_process_are_removed_next_time(
     web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.state.files |= {"/a.json": BIG, "/b.json": b"{}"}
@@ -304,7 +307,7 @@ print(json.dumps([size, peak() - before]))
 def test_a_large_file_never_is_in_memory(web: Server, tmp_path: Path, ranges: bool) -> None:
     web.state.ranges = ranges
     web.state.files |= {"/small.json": BIG, "/large.json": b"\0" * 300_000_000}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", FETCH, f"{web.url}/small.json", f"{web.url}/large.json"],
         env={"TMPDIR": str(tmp_path), "NO_PROXY": "*"},
         capture_output=True,
@@ -312,7 +315,7 @@ def test_a_large_file_never_is_in_memory(web: Server, tmp_path: Path, ranges: bo
         check=True,
         timeout=300,
     )
-    size, grown = json.loads(done.stdout)
+    size, grown = json.loads(result.stdout)
     assert size == 300_000_000
     assert grown < 50_000_000
     assert list(tmp_path.iterdir()) == []
@@ -334,9 +337,9 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     monkeypatch.chdir(tmp_path)
     session = DashboardSession([url]).load()
     assert session.entries[0].state == "failed"
-    for given in (url, "s3://bucket/a.json", f"zip://a.json::{url}", f"file://{tmp_path}/x.json"):
+    for path in (url, "s3://bucket/a.json", f"zip://a.json::{url}", f"file://{tmp_path}/x.json"):
         with pytest.raises(AdvisorError):
-            Tools(AllowedFolders([tmp_path])).analyze(given)
+            Tools(AllowedFolders([tmp_path])).analyze(path)
         with pytest.raises(AdvisorError):
-            Tools(AllowedFolders([tmp_path])).compare(given, given)
+            Tools(AllowedFolders([tmp_path])).compare(path, path)
     assert not web.state.asked

@@ -25,8 +25,10 @@ def gpu(name: str) -> GpuSpec:
     return find_gpu(name).gpu
 
 
-def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") -> ScaledDeviceWork:
-    """What the work of one step becomes. The recorded A100 has 80 GB and SXM4, the V100 SXM2."""
+def scale_work(
+    write: Callable[[TraceBuilder], None], target: str, on: str = "A100"
+) -> ScaledDeviceWork:
+    """Project the work of one step. The recorded A100 has 80 GB and SXM4, the V100 SXM2."""
     b = TraceBuilder(on)
     for _ in range(3):
         with b.step():
@@ -37,11 +39,11 @@ def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") 
     return scale_device_work(a, a.hardware, gpu(target))
 
 
-def kind(found: ScaledDeviceWork) -> str:
-    return KINDS[int(found.kind[0])]
+def kind(scaled: ScaledDeviceWork) -> str:
+    return KINDS[int(scaled.kind[0])]
 
 
-def product(b: TraceBuilder) -> None:
+def add_product(b: TraceBuilder) -> None:
     with b.op("aten::mm", [[8192, 8192], [8192, 8192]], BF16):
         b.launch(SGEMM, 5_000, blocks=4096)
 
@@ -53,55 +55,58 @@ def sum_(b: TraceBuilder) -> None:
 
 def test_a_product_bound_by_arithmetic_goes_by_what_products_reach() -> None:
     """A100 SXM 271.2, H100 SXM 794.5 TFLOP/s of bf16 (mamf-finder); 1.8 µs of 5 ms stay."""
-    found = moved(product, "h100 sxm5")
-    assert kind(found) == "compute"
-    assert found.factor[0] == pytest.approx((1.8 + 4998.2 * 271.2 / 794.5) / 5000, rel=1e-3)
+    scaled = scale_work(add_product, "h100 sxm5")
+    assert kind(scaled) == "compute"
+    assert scaled.factor[0] == pytest.approx((1.8 + 4998.2 * 271.2 / 794.5) / 5000, rel=1e-3)
 
 
 def test_work_without_products_goes_by_the_memory() -> None:
     """STREAM on V100 reaches 750, on the A100 with 80 GB 1725 GB/s."""
-    found = moved(sum_, "a100 sxm4 80gb", on="V100")
-    assert kind(found) == "memory"
-    assert found.factor[0] == pytest.approx((1.8 + 998.2 * 750 / 1725) / 1000, rel=1e-3)
+    scaled = scale_work(sum_, "a100 sxm4 80gb", on="V100")
+    assert kind(scaled) == "memory"
+    assert scaled.factor[0] == pytest.approx((1.8 + 998.2 * 750 / 1725) / 1000, rel=1e-3)
 
 
 def test_a_product_without_shapes_lies_between_both_rates() -> None:
-    def nameless(b: TraceBuilder) -> None:
+    def add_product_without_shapes(b: TraceBuilder) -> None:
         with b.op("aten::mm"):
             b.launch(SGEMM, 5_000, blocks=4096)
 
-    found, told = moved(nameless, "h100 sxm5"), moved(product, "h100 sxm5")
-    add = moved(sum_, "h100 sxm5")
-    assert kind(found) == "mixture"
-    assert found.low[0] == pytest.approx(told.factor[0], rel=0.01)
-    assert found.high[0] == pytest.approx(add.factor[0], rel=0.01)
-    assert found.factor[0] == pytest.approx(np.sqrt(found.low[0] * found.high[0]), rel=0.01)
+    unknown, known = (
+        scale_work(add_product_without_shapes, "h100 sxm5"),
+        scale_work(add_product, "h100 sxm5"),
+    )
+    add = scale_work(sum_, "h100 sxm5")
+    assert kind(unknown) == "mixture"
+    assert unknown.low[0] == pytest.approx(known.factor[0], rel=0.01)
+    assert unknown.high[0] == pytest.approx(add.factor[0], rel=0.01)
+    assert unknown.factor[0] == pytest.approx(np.sqrt(unknown.low[0] * unknown.high[0]), rel=0.01)
 
 
 def test_a_kernel_of_few_blocks_gains_nothing_from_more_processors() -> None:
     """54 blocks use half of an A100's 108 processors, and about a third of a B200's 148."""
 
-    def small(b: TraceBuilder) -> None:
+    def add_small_kernel(b: TraceBuilder) -> None:
         with b.op("aten::add", [[8192, 8192], [8192, 8192]], "float"):
             b.launch(ADD, 1_000, blocks=54)
 
     b200 = memory_rate(gpu("b200")) / 1e9
     ratio = 1725 / b200 * (54 / 108) / (54 / 148)
     expected = (1.8 + 998.2 * ratio) / 1000
-    assert moved(small, "b200").factor[0] == pytest.approx(expected, rel=1e-3)
+    assert scale_work(add_small_kernel, "b200").factor[0] == pytest.approx(expected, rel=1e-3)
     # as many as there are in either: its share of the memory
     full = (3.6 + 998.2 * 1725 / 3948) / 1000
-    assert moved(sum_, "mi300x").factor[0] == pytest.approx(full, rel=1e-3)
+    assert scale_work(sum_, "mi300x").factor[0] == pytest.approx(full, rel=1e-3)
 
 
 def test_the_shortest_kernels_stay_as_short_as_they_are_and_cost_more_with_another_vendor() -> None:
-    def tiny(b: TraceBuilder) -> None:
+    def add_tiny_kernel(b: TraceBuilder) -> None:
         with b.op("aten::add", [[4], [4]], "float"):
             b.launch(ADD, 2, blocks=1)
 
-    assert kind(moved(tiny, "h200 sxm")) == "launch"
-    assert moved(tiny, "h200 sxm").factor[0] == pytest.approx(1.0)
-    assert moved(tiny, "mi300x").factor[0] == pytest.approx((2 + 1.8) / 2)
+    assert kind(scale_work(add_tiny_kernel, "h200 sxm")) == "launch"
+    assert scale_work(add_tiny_kernel, "h200 sxm").factor[0] == pytest.approx(1.0)
+    assert scale_work(add_tiny_kernel, "mi300x").factor[0] == pytest.approx((2 + 1.8) / 2)
 
 
 @pytest.mark.parametrize(("pinned", "factor"), [(True, 0.5), (False, 1.0)])
@@ -109,16 +114,16 @@ def test_pinned_copies_go_by_the_interface_and_pageable_ones_by_the_host(
     pinned: bool, factor: float
 ) -> None:
     """PCIe 4 x16 carries 31.5 GB/s, PCIe 5 twice that."""
-    found = moved(lambda b: b.copy("HtoD", 1 << 28, pinned=pinned), "h100 sxm5")
-    assert kind(found) == "copy"
-    assert found.factor[0] == pytest.approx(factor)
-    assert (found.low[0], found.high[0]) == (0.5, 1.0)
+    scaled = scale_work(lambda b: b.copy("HtoD", 1 << 28, pinned=pinned), "h100 sxm5")
+    assert kind(scaled) == "copy"
+    assert scaled.factor[0] == pytest.approx(factor)
+    assert (scaled.low[0], scaled.high[0]) == (0.5, 1.0)
 
 
 def test_a_grace_hopper_copies_by_its_chip_to_chip_link() -> None:
     """NVLink-C2C: 450 GB/s each way, against 31.5."""
-    found = moved(lambda b: b.copy("HtoD", 1 << 28), "gh200 96gb")
-    assert found.factor[0] == pytest.approx(31.5 / 450)
+    scaled = scale_work(lambda b: b.copy("HtoD", 1 << 28), "gh200 96gb")
+    assert scaled.factor[0] == pytest.approx(31.5 / 450)
 
 
 def test_bytes_of_a_collective_go_by_the_links_and_its_waits_as_the_rank_itself() -> None:
@@ -126,45 +131,45 @@ def test_bytes_of_a_collective_go_by_the_links_and_its_waits_as_the_rank_itself(
     300 GB/s. Half of it goes by 300 / 450, half as the product beside it."""
 
     def step(b: TraceBuilder) -> None:
-        product(b)
+        add_product(b)
         b.collective("allreduce", 300_000_000, 3_500, group_size=8, wait=True)
 
-    found, alone = moved(step, "h100 sxm5"), moved(product, "h100 sxm5")
-    assert KINDS[int(found.kind[1])] == "link"
+    scaled, alone = scale_work(step, "h100 sxm5"), scale_work(add_product, "h100 sxm5")
+    assert KINDS[int(scaled.kind[1])] == "link"
     expected = 0.5 * 300 / 450 + 0.5 * alone.factor[0]
-    assert found.factor[1] == pytest.approx(expected, rel=1e-3)
+    assert scaled.factor[1] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_group_larger_than_a_machine_crosses_a_network_that_stays() -> None:
     """Among 16, 562.5 MB and 1.875 ms of 3.5; these stay."""
 
     def step(b: TraceBuilder) -> None:
-        product(b)
+        add_product(b)
         b.collective("allreduce", 300_000_000, 3_500, group_size=16, wait=True)
 
-    found, alone = moved(step, "h100 sxm5"), moved(product, "h100 sxm5")
+    scaled, alone = scale_work(step, "h100 sxm5"), scale_work(add_product, "h100 sxm5")
     share = 1.875 / 3.5
-    assert found.factor[1] == pytest.approx(share + (1 - share) * alone.factor[0], rel=1e-3)
+    assert scaled.factor[1] == pytest.approx(share + (1 - share) * alone.factor[0], rel=1e-3)
 
 
 def test_formats_that_a_gpu_lacks_are_computed_in_another_or_reported() -> None:
-    def eight(b: TraceBuilder) -> None:
+    def add_fp8_product(b: TraceBuilder) -> None:
         with b.op("aten::_scaled_mm", [[8192, 8192], [8192, 8192]], "c10::Float8_e4m3fn"):
             b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)
 
-    assert moved(eight, "a100 sxm4 80gb", on="H100").missing == ("fp8",)
-    assert moved(eight, "h200 sxm", on="H100").missing == ()
-    assert moved(product, "v100 sxm2 16gb").instead == (("bf16", "fp32"),)
+    assert scale_work(add_fp8_product, "a100 sxm4 80gb", on="H100").missing == ("fp8",)
+    assert scale_work(add_fp8_product, "h200 sxm", on="H100").missing == ()
+    assert scale_work(add_product, "v100 sxm2 16gb").instead == (("bf16", "fp32"),)
 
 
 def test_the_same_gpu_changes_nothing() -> None:
-    def all_(b: TraceBuilder) -> None:
-        product(b)
+    def add_all_work(b: TraceBuilder) -> None:
+        add_product(b)
         sum_(b)
         b.copy("HtoD", 1 << 20)
         b.launch("my_own_kernel", 50, blocks=3)
         b.collective("allreduce", 1 << 20, 100, wait=True)
 
-    found = moved(all_, "a100 sxm4 80gb")
-    assert np.allclose(found.factor, 1.0)
-    assert np.allclose(found.low, 1.0) and np.allclose(found.high, 1.0)
+    scaled = scale_work(add_all_work, "a100 sxm4 80gb")
+    assert np.allclose(scaled.factor, 1.0)
+    assert np.allclose(scaled.low, 1.0) and np.allclose(scaled.high, 1.0)

@@ -25,7 +25,7 @@ NODE = 8
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first rank of a simulated job of dp=2,tp=4."""
+    """File of the first rank of a simulated job of dp=2,tp=4."""
     pair = draw_pair(SEED)
     assert pair.recorded == Mesh(dp=2, tp=4)
     path = tmp_path_factory.mktemp("mesh") / "rank0.json"
@@ -58,7 +58,7 @@ def test_a_mesh_is_read_by_its_axes(text: str, mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     "text", ["", "dp", "dp=0", "dp=-1", "dp=2,dp=2", "xp=2", "dp=2,ep=4", "dp=9999999999", "dp=²"]
 )
-def test_what_is_not_a_mesh_is_refused(text: str) -> None:
+def test_an_invalid_mesh_is_refused(text: str) -> None:
     with pytest.raises(AdvisorError, match="--mesh"):
         parse_mesh(text)
 
@@ -104,7 +104,7 @@ def test_half_the_tensor_parallel_ranks_have_twice_the_products(projector: MeshP
     assert projector.on(Mesh(dp=4, tp=2), same_batch=True).step_ns < result.step_ns
 
 
-def test_what_was_not_recorded_is_said_and_not_guessed(analysis: Analysis) -> None:
+def test_unrecorded_values_are_reported_and_not_guessed(analysis: Analysis) -> None:
     with pytest.raises(AdvisorError, match="--node-size"):
         MeshProjector(analysis).on(Mesh(dp=4, tp=2))
     with pytest.raises(AdvisorError, match="--node-bandwidth"):

@@ -43,25 +43,25 @@ def model(
 def test_a_product_bound_by_arithmetic_by_hand() -> None:
     """8192 cubed in 1.9 ms: the kernel beyond its start and end by the ratio of the attainable
     rates, and one kernel that reads two bytes and writes one for each of 8192 x 8192 inputs."""
-    found = estimate_product(Gemm(*LARGE, "bf16", 2, "inference"), "fp8", H100, 1.9e6)
-    assert found is not None
+    product = estimate_product(Gemm(*LARGE, "bf16", 2, "inference"), "fp8", H100, 1.9e6)
+    assert product is not None
     rates = [matmul_rate(H100, dtype) or 0.0 for dtype in ("bf16", "fp8")]
     ratio = rates[0] / rates[1] * FORMATS["fp8"].compute[1]
-    assert found.kernel[1] == pytest.approx(KERNEL_NS + (1.9e6 - KERNEL_NS) * ratio)
-    assert found.quantise[1] == pytest.approx(3 * 8192 * 8192 / memory_rate(H100) * 1e9)
-    assert found.quantise[0] == 0.0
-    assert found.total[0] < found.total[1] < found.total[2]
+    assert product.kernel[1] == pytest.approx(KERNEL_NS + (1.9e6 - KERNEL_NS) * ratio)
+    assert product.quantise[1] == pytest.approx(3 * 8192 * 8192 / memory_rate(H100) * 1e9)
+    assert product.quantise[0] == 0.0
+    assert product.total[0] < product.total[1] < product.total[2]
 
 
 def test_weights_of_four_bits_read_a_quarter_of_the_bytes() -> None:
-    """One row: bytes of weights are all there is."""
+    """The batch is one row: bytes of weights are all there is."""
     gemm = Gemm(1, 4096, 4096, "bf16", 2, "inference")
-    found = estimate_product(gemm, "int4-weights", H100, 20_000)
-    assert found is not None
+    product = estimate_product(gemm, "int4-weights", H100, 20_000)
+    assert product is not None
     share = (0.5 + 4 / 128) / 2
-    beyond = (found.kernel[0] - KERNEL_NS) / (20_000 - KERNEL_NS)
+    beyond = (product.kernel[0] - KERNEL_NS) / (20_000 - KERNEL_NS)
     assert beyond == pytest.approx(share, rel=0.01)
-    assert found.quantise == (0.0, 0.0, 0.0)
+    assert product.quantise == (0.0, 0.0, 0.0)
 
 
 def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
@@ -94,11 +94,11 @@ def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
         ("int8", "a100 sxm4 80gb", False, ""),
     ],
 )
-def test_where_there_is_no_unit_or_no_source_nothing_is_said(
+def test_formats_without_a_unit_or_a_source_are_not_projected(
     name: str, gpu: str, training: bool, why: str
 ) -> None:
-    found = missing_unit(name, find_gpu(gpu).gpu, training=training)
-    assert (why in found) if why else not found
+    result = missing_unit(name, find_gpu(gpu).gpu, training=training)
+    assert (why in result) if why else not result
 
 
 def test_large_layers_are_converted_and_their_memory_is_halved() -> None:
@@ -178,13 +178,13 @@ def test_a_server_s_step_gets_the_server_s_option(shared_trace: Callable[[str], 
 
 
 def test_most_published_speed_ups_are_in_the_range() -> None:
-    found = cases()
-    assert sum(case.inside for case in found) >= 0.8 * len(found)
-    assert len({case.table["format"] for case in found}) >= 6
+    result = cases()
+    assert sum(case.inside for case in result) >= 0.8 * len(result)
+    assert len({case.table["format"] for case in result}) >= 6
 
 
 def test_published_slowdowns_are_never_estimated_as_sure_gains() -> None:
-    """Where a table says slower, the estimate's low end says so, but for the kernels of grouped
+    """The low end of the estimate says slower where a table does, but for the kernels of grouped
     products and the sparse ones of another generation (docs/accuracy.md)."""
     wrong = [case for case in cases() if case.measured < 1 and case.worst > 1]
     assert {case.table["format"] for case in wrong} <= {"mxfp8"}

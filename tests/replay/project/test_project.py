@@ -28,7 +28,7 @@ CORPUS = Path(__file__).parents[2] / "corpus"
 MIB = 1 << 20
 
 
-def product(b: TraceBuilder, us: float = 20_000) -> None:
+def add_product(b: TraceBuilder, us: float = 20_000) -> None:
     with b.op("aten::mm", [[16384, 16384], [16384, 8192]], BF16):
         b.launch(SGEMM, us, blocks=4096)
 
@@ -47,26 +47,26 @@ def trace(
 
 def test_a_step_of_one_product_is_as_much_faster_as_products_are() -> None:
     """20 ms at 271.2 TFLOP/s are 6.83 ms at 794.5; beside it there are some 30 µs of host."""
-    found = Projector(trace(product)).on(find_gpu("h100 sxm5").gpu)
-    assert found.step_ns == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
-    assert found.low_ns < found.step_ns < found.high_ns
-    assert found.speedup == pytest.approx(794.5 / 271.2, rel=0.01)
-    assert [part.kind for part in found.parts] == ["compute"]
+    projector = Projector(trace(add_product)).on(find_gpu("h100 sxm5").gpu)
+    assert projector.step_ns == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
+    assert projector.low_ns < projector.step_ns < projector.high_ns
+    assert projector.speedup == pytest.approx(794.5 / 271.2, rel=0.01)
+    assert [part.kind for part in projector.parts] == ["compute"]
 
 
 def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
     """10 ms of host and 5 ms of device hidden under the next step's: no GPU makes that faster."""
 
     def step(b: TraceBuilder) -> None:
-        product(b, 1_000)
+        add_product(b, 1_000)
         b.host(10_000)
 
     projector = Projector(trace(step), same_host=True)
     for name in ("h100 sxm5", "b200"):
-        found = projector.on(find_gpu(name).gpu)
-        assert found.step_ns == pytest.approx(found.measured_ns, rel=0.02)
-        assert found.high_ns == pytest.approx(found.measured_ns, rel=0.1)
-        assert any("the host limits the step" in note for note in found.notes)
+        projection = projector.on(find_gpu(name).gpu)
+        assert projection.step_ns == pytest.approx(projection.measured_ns, rel=0.02)
+        assert projection.high_ns == pytest.approx(projection.measured_ns, rel=0.1)
+        assert any("the host limits the step" in note for note in projection.notes)
     apart = Projector(trace(step)).on(find_gpu("h100 sxm5").gpu)
     assert apart.low_ns < 0.7 * apart.step_ns and apart.high_ns > 1.4 * apart.step_ns
 
@@ -74,7 +74,7 @@ def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
 def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
     def step(b: TraceBuilder) -> None:
         b.loader_wait(20_000)
-        product(b, 1_000)
+        add_product(b, 1_000)
 
     gpu = find_gpu("h100 sxm5").gpu
     here = Projector(trace(step), same_host=True).on(gpu)
@@ -85,36 +85,36 @@ def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
 
 
 def test_the_gpu_that_it_was_recorded_on_is_projected_to_itself() -> None:
-    found = Projector(trace(product, host=500)).on(find_gpu("a100 sxm4 80gb").gpu)
-    assert found.step_ns == pytest.approx(found.measured_ns, rel=1e-6)
-    assert found.high_ns - found.low_ns < 0.02 * found.step_ns
+    projector = Projector(trace(add_product, host=500)).on(find_gpu("a100 sxm4 80gb").gpu)
+    assert projector.step_ns == pytest.approx(projector.measured_ns, rel=1e-6)
+    assert projector.high_ns - projector.low_ns < 0.02 * projector.step_ns
 
 
 def test_steps_that_cannot_be_replayed_keep_their_idle_time_and_that_is_said() -> None:
-    """Of 35 ms the device waits 30 for nothing that was recorded, and works 5: those become 1.7."""
+    """The device waits 30 of 35 ms for nothing that was recorded, and works 5: those become 1.7."""
 
     def step(b: TraceBuilder) -> None:
         with b.op("aten::mm", [[16384, 16384], [16384, 8192]], BF16):
             b.launch(SGEMM, 5_000, blocks=4096, after=b.now + 30_000)
 
     projector = Projector(trace(step), same_host=True)
-    found = projector.on(find_gpu("h100 sxm5").gpu)
+    projection = projector.on(find_gpu("h100 sxm5").gpu)
     assert not projector.replayed
-    assert found.measured_ns == pytest.approx(35e6, rel=0.01)
-    assert found.step_ns == pytest.approx(30e6 + 5e6 * 271.2 / 794.5, rel=0.01)
-    assert found.low_ns < found.step_ns < found.high_ns < found.measured_ns
-    assert any("idle time kept, without a replay" in note for note in found.notes)
+    assert projection.measured_ns == pytest.approx(35e6, rel=0.01)
+    assert projection.step_ns == pytest.approx(30e6 + 5e6 * 271.2 / 794.5, rel=0.01)
+    assert projection.low_ns < projection.step_ns < projection.high_ns < projection.measured_ns
+    assert any("idle time kept, without a replay" in note for note in projection.notes)
 
 
 def test_there_and_back_is_where_it_began() -> None:
-    there = Projector(trace(product)).on(find_gpu("h100 sxm5").gpu)
+    there = Projector(trace(add_product)).on(find_gpu("h100 sxm5").gpu)
     us = there.step_ns / 1e3
-    back = Projector(trace(lambda b: product(b, us), "H100")).on(find_gpu("a100 sxm4 80gb").gpu)
+    back = Projector(trace(lambda b: add_product(b, us), "H100")).on(find_gpu("a100 sxm4 80gb").gpu)
     assert back.step_ns == pytest.approx(there.measured_ns, rel=0.01)
 
 
 def test_another_vendor_has_a_wider_band_and_is_reported() -> None:
-    projector = Projector(trace(product), same_host=True)
+    projector = Projector(trace(add_product), same_host=True)
     near, far = projector.on(find_gpu("h100 sxm5").gpu), projector.on(find_gpu("mi300x").gpu)
     assert far.high_ns / far.step_ns >= near.high_ns / near.step_ns
     assert any("another vendor" in note for note in far.notes)
@@ -134,23 +134,23 @@ def test_another_vendor_has_a_wider_band_and_is_reported() -> None:
         (40_000, 60_000, "h100 sxm5", "fits"),
     ],
 )
-def test_memory_is_held_against_what_a_driver_hands_out(
+def test_memory_is_compared_with_what_a_driver_hands_out(
     allocated: int, reserved: int, on: str, verdict: str
 ) -> None:
     """24 GiB as sold are 22,610 MiB handed out at least, 600 of which the driver takes itself."""
 
     def step(b: TraceBuilder) -> None:
         b.memory(MIB, allocated * MIB, reserved * MIB)
-        product(b)
+        add_product(b)
 
-    found = Projector(trace(step)).on(find_gpu(on).gpu)
-    assert (found.fit.verdict, found.fit.allocated) == (verdict, allocated * MIB)
+    projector = Projector(trace(step)).on(find_gpu(on).gpu)
+    assert (projector.fit.verdict, projector.fit.allocated) == (verdict, allocated * MIB)
 
 
 def test_memory_that_was_not_recorded_is_not_measured() -> None:
-    found = Projector(trace(product)).on(find_gpu("l4").gpu)
-    assert found.fit.verdict == "not measured"
-    assert (found.fit.allocated, found.fit.reserved) == (None, None)
+    projector = Projector(trace(add_product)).on(find_gpu("l4").gpu)
+    assert projector.fit.verdict == "not measured"
+    assert (projector.fit.allocated, projector.fit.reserved) == (None, None)
 
 
 def test_a_recorded_run_knows_its_peaks_without_events() -> None:
@@ -159,7 +159,7 @@ def test_a_recorded_run_knows_its_peaks_without_events() -> None:
     record = b.record_of_run()
     for _ in range(5):
         with b.step():
-            product(b)
+            add_product(b)
             b.sync()
     record.step(20, fields={"peak": 0, "reserved": 0})
     record.steps(5, 20, fields={"peak": 30 << 30, "reserved": 31 << 30})
@@ -169,41 +169,41 @@ def test_a_recorded_run_knows_its_peaks_without_events() -> None:
     assert (fitting.verdict, fitting.allocated, fitting.reserved) == ("fits", 30 << 30, 31 << 30)
 
 
-def nothing(b: TraceBuilder) -> None:
+def add_host_time(b: TraceBuilder) -> None:
     b.host(1_000)
 
 
-def nameless(b: TraceBuilder) -> None:
+def add_unknown_kernel(b: TraceBuilder) -> None:
     b.launch("zzz_my_own", 1_000)
 
 
 @pytest.mark.parametrize(
-    ("write", "gpu", "told"),
+    ("write", "gpu", "message"),
     [
-        (product, None, "its GPU is not recorded"),
-        (nothing, "A100", "no device work"),
-        (nameless, "A100", "100% of the kernel time is in kernels of no known kind"),
+        (add_product, None, "its GPU is not recorded"),
+        (add_host_time, "A100", "no device work"),
+        (add_unknown_kernel, "A100", "100% of the kernel time is in kernels of no known kind"),
     ],
 )
-def test_what_cannot_be_projected_is_refused(
-    write: Callable[[TraceBuilder], None], gpu: str | None, told: str
+def test_an_impossible_projection_is_refused(
+    write: Callable[[TraceBuilder], None], gpu: str | None, message: str
 ) -> None:
-    with pytest.raises(AdvisorError, match=told):
+    with pytest.raises(AdvisorError, match=message):
         Projector(trace(write, gpu))
 
 
 def test_a_gpu_without_the_format_is_refused_for_itself_alone() -> None:
-    def eight(b: TraceBuilder) -> None:
+    def add_fp8_product(b: TraceBuilder) -> None:
         with b.op("aten::_scaled_mm", [[8192, 8192], [8192, 8192]], "c10::Float8_e4m3fn"):
             b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)
 
-    projector = Projector(trace(eight, "H100"))
-    found = choose_gpus(
+    projector = Projector(trace(add_fp8_product, "H100"))
+    gpus = choose_gpus(
         projector, [(find_gpu("a100 pcie 80gb").gpu, 0.1), (find_gpu("h200 sxm").gpu, 3.0)]
     )
-    assert [c.is_possible for c in found] == [True, False]
-    assert found[0].projection.gpu == "NVIDIA H200 SXM"
-    assert "fp8" in found[1].projection.refused and found[1].cost is None
+    assert [c.is_possible for c in gpus] == [True, False]
+    assert gpus[0].projection.gpu == "NVIDIA H200 SXM"
+    assert "fp8" in gpus[1].projection.refused and gpus[1].cost is None
 
 
 def test_money_is_price_times_time() -> None:
@@ -213,16 +213,16 @@ def test_money_is_price_times_time() -> None:
 
 
 def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
-    """By hand: an H100 is 2.93 times an A100 in products; at 5 times the price it costs more."""
+    """An H100 is 2.93 times an A100 in products, by hand; at 5 times the price it costs more."""
     prices = hourly_prices(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
     gpus = [(find_gpu(name).gpu, price) for name, price in prices.items()]
-    found = choose_gpus(Projector(trace(product)), gpus)
-    assert [c.projection.gpu for c in found] == [
+    result = choose_gpus(Projector(trace(add_product)), gpus)
+    assert [c.projection.gpu for c in result] == [
         "NVIDIA A100 SXM4 80GB",
         "NVIDIA H100 SXM5 80GB",
     ]
-    assert found[0].cost is not None and found[1].cost is not None
-    assert found[1].cost / found[0].cost == pytest.approx(5 * 271.2 / 794.5, rel=0.01)
+    assert result[0].cost is not None and result[1].cost is not None
+    assert result[1].cost / result[0].cost == pytest.approx(5 * 271.2 / 794.5, rel=0.01)
 
 
 def test_a_price_is_of_all_gpus_that_have_its_words_and_of_none_other() -> None:
@@ -282,8 +282,8 @@ def test_real_steps_are_slower_on_a_slower_gpu_and_no_slower_on_a_faster(
     projector = Projector(Analysis(run.window(run.ranks[0])))
     down, up = projector.on(find_gpu(slower).gpu), projector.on(find_gpu(faster).gpu)
     assert up.step_ns <= down.measured_ns * 1.001 < down.step_ns
-    for found in (down, up):
-        assert 0 < found.low_ns < found.step_ns < found.high_ns
+    for projected in (down, up):
+        assert 0 < projected.low_ns < projected.step_ns < projected.high_ns
     assert Path(projector.a.trace.meta.path).exists()
 
 
@@ -300,7 +300,7 @@ def test_no_gpu_that_is_faster_in_every_figure_is_projected_slower(
         gpu.name: scale_device_work(projector.a, projector.recorded_gpu, gpu).factor
         for gpu in known_gpus()
     }
-    figures = {gpu.name: _figures(gpu) for gpu in known_gpus()}
+    figures = {gpu.name: _attainable_rates(gpu) for gpu in known_gpus()}
     pairs = [
         (gpu.name, other.name)
         for gpu in known_gpus()
@@ -320,8 +320,8 @@ def test_no_gpu_that_is_faster_in_every_figure_is_projected_slower(
     assert newer <= older
 
 
-def _figures(gpu: GpuSpec) -> list[float]:
-    """What kernels, copies and collectives attain."""
+def _attainable_rates(gpu: GpuSpec) -> list[float]:
+    """Attainable rates of kernels, copies and collectives."""
     products = [matmul_rate(gpu, d) for d in ("fp32", "tf32", "fp16", "bf16", "fp8")]
     rates = [*products, matmul_rate(gpu, "fp16", half_sums=True), host_rate(gpu), peer_rate(gpu)]
     return [rate or 0.0 for rate in rates]

@@ -14,7 +14,7 @@ from typing import Any
 import bench_project
 import polars as pl
 import pytest
-from bench_project import Crossing, measurements
+from bench_project import WorkOnTwoGpus, measurements
 
 from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
@@ -108,7 +108,7 @@ def test_the_layers_are_those_of_the_published_engine_profiles(
             assert member is not None
             return json.load(member)
 
-        found = {}
+        result = {}
         for engine, precision in (("fp32", "fp32"), ("fp16", "fp16"), ("int8qat", "int8")):
             sides = []
             for gpu in ("A100", "RTX3090"):
@@ -126,19 +126,19 @@ def test_the_layers_are_those_of_the_published_engine_profiles(
                             by_shape[key].append(times[layer["Name"]])
                 sides.append(by_shape)
             for key in sides[0].keys() & sides[1].keys():
-                found[precision, key] = [median(side[key]) * 1e6 for side in sides]
+                result[precision, key] = [median(side[key]) * 1e6 for side in sides]
     assert len(wanted) == 14
     for pair in wanted:
-        key, precision = _key(pair), "fp32" if pair.dtype == "tf32" else pair.dtype
-        a100, rtx = found[precision, key]
+        key, precision = _pair_key(pair), "fp32" if pair.dtype == "tf32" else pair.dtype
+        a100, rtx = result[precision, key]
         assert pair.source_ns == pytest.approx(a100, rel=0.03)
         assert pair.target_ns == pytest.approx(rtx, rel=0.03)
         kernel, channels, out, size = key
         assert pair.flops == 2 * 32 * size**2 * kernel**2 * channels * out
 
 
-def _key(pair: Crossing) -> Key:
-    """From ``convolution 3x3, 64 to 64 channels, 56x56, batch 32``."""
+def _pair_key(pair: WorkOnTwoGpus) -> Key:
+    """Key of a pair, read from ``convolution 3x3, 64 to 64 channels, 56x56, batch 32``."""
     words = pair.what.replace(",", "").split()
     return int(words[1].split("x")[0]), int(words[2]), int(words[4]), int(words[6].split("x")[0])
 
@@ -149,12 +149,12 @@ def _key(pair: Crossing) -> Key:
 def test_efficiencies_and_host_times_are_those_of_the_public_traces(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
-    """Of a family with one bound: the time that the roofline allows over the time taken, of the
-    format with the most time; and the median of ``aten::addmm``."""
+    """The efficiency of a family with one bound is the time that the roofline allows over the
+    time taken, of the format with the most time; the host time is the median of ``aten::addmm``."""
     run = open_run(shared_trace(name), window="first")
     a = Analysis(run.window(run.ranks[0]))
     judged = a.rooflines.filter(pl.col("efficiency").is_not_null())
-    found = (
+    result = (
         judged.group_by("family", "bound", "dtype")
         .agg(
             pl.col("dur").sum(),
@@ -163,10 +163,10 @@ def test_efficiencies_and_host_times_are_those_of_the_public_traces(
         .sort("dur", descending=True)
         .unique(["family", "bound"], keep="first", maintain_order=True)
     )
-    shares = {(f, b): s for f, b, s in found.select("family", "bound", "share").iter_rows()}
-    mine = [e for e in measurements().efficiencies if e.trace == name]
-    assert len(mine) >= 4
-    for row in mine:
+    shares = {(f, b): s for f, b, s in result.select("family", "bound", "share").iter_rows()}
+    efficiencies = [e for e in measurements().efficiencies if e.trace == name]
+    assert len(efficiencies) >= 4
+    for row in efficiencies:
         assert row.share == pytest.approx(shares[row.family, row.bound], rel=0.02)
     for host in measurements().hosts:
         if host.trace == name:

@@ -1,4 +1,4 @@
-"""How many GPUs and which split: the meshes that are tried, money by hand, and price files."""
+"""GPU counts and splits: the meshes that are tried, money by hand, and price files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.simulation.meshes import draw_pair, play_mesh
 
 @pytest.fixture(scope="module")
 def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
-    """The first rank of a simulated job of dp=2,tp=4."""
+    """Analysis of the first rank of a simulated job of dp=2,tp=4."""
     pair = draw_pair(5)
     path = tmp_path_factory.mktemp("splits") / "rank0.json"
     path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))
@@ -27,17 +27,17 @@ def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
 
 
 def test_splits_keep_the_pipeline_and_stay_inside_a_node() -> None:
-    found = list(candidate_meshes(Mesh(dp=2, tp=2, pp=2), 32, 8))
-    assert found == [
+    items = list(candidate_meshes(Mesh(dp=2, tp=2, pp=2), 32, 8))
+    assert items == [
         Mesh(dp=16, tp=1, pp=2), Mesh(dp=8, tp=2, pp=2), Mesh(dp=4, tp=4, pp=2),
         Mesh(dp=2, tp=8, pp=2),
     ]  # fmt: skip
-    assert all(mesh.world == 32 for mesh in found)
+    assert all(mesh.world == 32 for mesh in items)
     assert list(candidate_meshes(Mesh(pp=3), 8, 8)) == []
 
 
 def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
-    """At 2 an hour and GPU: GPUs x time x price, over how many more samples a step has."""
+    """GPUs x time x price at 2 per hour and GPU, divided by how many more samples each step has."""
     projector = MeshProjector(analysis, None, NodeLinks(8, 25.0))
     rows = compare_splits(projector, [8, 16], 2.0)
     same = next(row for row in rows if row.mesh == str(projector.measured))
@@ -58,7 +58,7 @@ def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
         assert speeds == sorted(speeds, reverse=True)
 
 
-def test_what_crosses_an_unknown_network_is_refused(analysis: Analysis) -> None:
+def test_a_split_across_an_unknown_network_is_refused(analysis: Analysis) -> None:
     rows = compare_splits(MeshProjector(analysis, None, NodeLinks(8)), [16], None)
     assert rows and all("--node-bandwidth" in row.refused for row in rows)
     (row,) = compare_splits(MeshProjector(analysis, Mesh(pp=8), NodeLinks(8)), [12], None)
@@ -81,7 +81,7 @@ def test_an_instance_is_read_from_the_price_file(tmp_path: Path) -> None:
         {"gpu": "h200", "gpus": 8, "nic": 3}, {"gpu": "h200", "gpus": 8, "price": float("nan")},
     ],
 )  # fmt: skip
-def test_what_is_not_an_instance_is_refused(entry: object) -> None:
+def test_an_invalid_instance_is_refused(entry: object) -> None:
     with pytest.raises(AdvisorError, match="instance"):
         read_instance({"x": entry} if entry is not None else {}, "x")
 

@@ -86,7 +86,7 @@ def make_report(count: int = 1, name: str | None = None, **changes: Any) -> Repo
     fields: dict[str, Any] = {
         "version": "0.1.0",
         "status": "bottlenecks" if count else "healthy",
-        "verdict": f"GPU busy 82% of a 400 ms step; first: {name or 'waiting'}, up to 40 ms.",
+        "verdict": f"GPU busy 82% of a 400 ms step; first: {name or 'waiting'}, gain 40 ms.",
         "inputs": [
             Input(
                 path=name or "/data/traces/rank0.json.gz",

@@ -86,6 +86,8 @@ class TextField:
     spare: int = 0
     min_parts: int | None = None
     """Number of parts that a terminal keeps to fit a screen, or ``None`` for all."""
+    is_note: bool = False
+    """Whether the field is a note on a gain, which a terminal keeps if anything fits."""
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,7 @@ def _build_card(
                 [note],
                 "warn",
                 spare=3 if note in minor else 4 * (number > 0),
+                is_note=True,
             )
             for number, note in enumerate(notes)
         ),

@@ -56,11 +56,12 @@ class Terminal(DocumentRenderer):
         if options.details:
             return _Screen(document, options, len(cards)).text
         max_full = max(1, min(MAX_FULL, fixes))
-        steps = [(clauses, level) for clauses in (True, False) for level in range(TIGHT_LEVEL)]
+        flags = (True, False)
+        steps = [(level, clauses, True) for clauses in flags for level in range(TIGHT_LEVEL)]
         tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL + 1)
-        steps += [(clauses, level) for level in tight_levels for clauses in (True, False)]
-        for (clauses, level), full in product(steps, range(max_full, 0, -1)):
-            screen = _Screen(document, options, full, level, clauses=clauses)
+        steps += list(product(tight_levels, flags, flags))
+        for (level, clauses, notes), full in product(steps, range(max_full, 0, -1)):
+            screen = _Screen(document, options, full, level, clauses=clauses, notes=notes)
             if screen.text.count("\n") <= MAX_SCREEN_LINES:
                 break
         return screen.text
@@ -100,7 +101,8 @@ def _draw_row(page: Page, card: d.Card) -> None:
 
 class _Screen:
     """Drawing of a document with ``full`` fixes in full, without blocks that are spare at
-    ``level``. ``clauses``: also show the action of the other fixes."""
+    ``level``. ``clauses``: also show the action of the other fixes. ``notes``: keep all notes on
+    their gains at tight levels too."""
 
     def __init__(
         self,
@@ -110,11 +112,12 @@ class _Screen:
         level: int = 0,
         *,
         clauses: bool = True,
+        notes: bool = True,
     ) -> None:
         self.page = Page(options.width, colour=options.colour)
         self.details = options.details
         self.full = self.first = full
-        self.level, self.clauses = level, clauses
+        self.level, self.clauses, self.notes = level, clauses, notes
         self.left_out: list[str] = []
         self.spare: set[str] = set()
         self.rows = 0
@@ -203,7 +206,12 @@ class _Screen:
                 self._omit("more")
                 return None
             case d.FieldList():
-                kept = [row for row in block.rows if not 0 < row.spare <= self.level]
+                kept = [
+                    row
+                    for row in block.rows
+                    if not 0 < row.spare <= self.level
+                    or (self.notes and row.is_note and row.spare >= TIGHT_LEVEL)
+                ]
                 fields = [replace(row, parts=self._keep_parts(row)) for row in kept]
                 if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
                     self._omit("more")

@@ -1,4 +1,4 @@
-"""A dashboard to ask and, where there is a browser, to look at."""
+"""Fixtures of dashboards that are served, and of browser tabs on them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.server import Access, bind
 from advisor.dashboard.timeline import encoding
 
-PATIENCE_MS = 30_000
-FRAMES = """() => new Promise(done =>
+TIMEOUT_MS = 30_000
+WAIT_FOR_TWO_FRAMES = """() => new Promise(done =>
   requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"""
-"""Done once two frames are drawn: however slow the machine, what came before has been shown."""
+"""JavaScript that resolves after two drawn frames: by then earlier changes are on the screen."""
 PATHS = {page.module: page.path for page in PAGES}
 MODULES = tuple(PATHS)
 
 
 @dataclass
-class Shown:
-    """A dashboard that is being served."""
+class ServedDashboard:
+    """Dashboard that is being served."""
 
     session: DashboardSession
     address: str
@@ -43,18 +43,18 @@ class Shown:
 
 
 @contextmanager
-def serving(session: DashboardSession) -> Iterator[Shown]:
+def serve(session: DashboardSession) -> Iterator[ServedDashboard]:
     """Serve a session on a free port, as ``advisor dashboard`` does."""
     access = Access.for_host()
-    with _answering(create_app(session, access).server, access) as address:
+    with _serve_application(create_app(session, access).server, access) as address:
         try:
-            yield Shown(session, address, access.token)
+            yield ServedDashboard(session, address, access.token)
         finally:
             session.close()
 
 
 @contextmanager
-def _answering(application: Callable[..., Any], access: Access) -> Iterator[str]:
+def _serve_application(application: Callable[..., Any], access: Access) -> Iterator[str]:
     server = bind(application, access, 0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -65,211 +65,221 @@ def _answering(application: Callable[..., Any], access: Access) -> Iterator[str]
 
 
 @dataclass
-class Stage:
-    """Dashboards that take turns at one address.
+class SharedAddress:
+    """Address that serves one of several dashboards at a time.
 
-    A browser keeps the scripts of an address, compiled: some seconds that are spent once then,
-    and not for each recording.
+    A browser keeps the compiled scripts of an address. Compiling them takes seconds, which are
+    spent once instead of for each recording.
     """
 
     access: Access = field(default_factory=Access.for_host)
     address: str = ""
-    now: Callable[..., Any] | None = None
-    """The application that answers."""
-    made: dict[tuple[str, ...], tuple[Shown, Callable[..., Any]]] = field(default_factory=dict)
+    current_application: Callable[..., Any] | None = None
+    """Application that answers at the moment."""
+    dashboards: dict[tuple[str, ...], tuple[ServedDashboard, Callable[..., Any]]] = field(
+        default_factory=dict
+    )
 
-    def answer(self, environ: Any, start: Any) -> Any:
-        """WSGI: what the application whose turn it is answers."""
-        assert self.now is not None
-        return self.now(environ, start)
+    def handle(self, environ: Any, start: Any) -> Any:
+        """Answer a WSGI request by the current application."""
+        assert self.current_application is not None
+        return self.current_application(environ, start)
 
-    def show(self, *paths: object) -> Shown:
-        """A dashboard of these paths; read and analysed once."""
+    def dashboard_of(self, *paths: object) -> ServedDashboard:
+        """Return a dashboard of these paths, which are read and analysed once."""
         key = tuple(map(str, paths))
-        if key not in self.made:
+        if key not in self.dashboards:
             session = DashboardSession(key).load()
             application = create_app(session, self.access).server
-            self.made[key] = Shown(session, self.address, self.access.token), application
-        return self.made[key][0]
+            self.dashboards[key] = (
+                ServedDashboard(session, self.address, self.access.token),
+                application,
+            )
+        return self.dashboards[key][0]
 
-    def turn(self, shown: Shown) -> bool:
-        """From now on this one answers; false: it has an address of its own."""
-        for made, application in self.made.values():
-            if made is shown:
-                self.now = application
+    def switch_to(self, dashboard: ServedDashboard) -> bool:
+        """Make this dashboard the current one. Return False if it has its own address."""
+        for own_dashboard, application in self.dashboards.values():
+            if own_dashboard is dashboard:
+                self.current_application = application
                 return True
         return False
 
 
 @pytest.fixture(scope="session")
-def stage() -> Iterator[Stage]:
-    """Where the dashboards of all tests of this process are shown."""
-    made = Stage()
-    with _answering(made.answer, made.access) as made.address:
-        yield made
-    for shown, _ in made.made.values():
-        shown.session.close()
+def shared_address() -> Iterator[SharedAddress]:
+    """Serve the dashboards of all tests of this process at one address."""
+    shared = SharedAddress()
+    with _serve_application(shared.handle, shared.access) as shared.address:
+        yield shared
+    for dashboard, _ in shared.dashboards.values():
+        dashboard.session.close()
 
 
 @pytest.fixture(scope="session")
-def show(stage: Stage) -> Callable[..., Shown]:
-    """``show(path, …)``: a dashboard of these paths."""
-    return stage.show
+def dashboard_of(shared_address: SharedAddress) -> Callable[..., ServedDashboard]:
+    """Return ``dashboard_of(path, …)``, which serves a dashboard of these paths."""
+    return shared_address.dashboard_of
 
 
 @pytest.fixture
-def served() -> Callable[[DashboardSession], Any]:
-    """``with served(session) as shown``: a session that is not loaded yet, or is followed."""
-    return serving
+def serve_session() -> Callable[[DashboardSession], Any]:
+    """Return ``serve_session(session)``, a context manager for sessions that change."""
+    return serve
 
 
 @dataclass
 class Tab:
-    """A browser tab that notes what should not happen."""
+    """Browser tab that notes errors and unexpected requests in ``problems``."""
 
     page: Any
     address: str
     token: str | None
-    wrong: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     pending: set[Any] = field(default_factory=set)
-    """Requests that are not answered yet."""
+    """Requests without an answer yet."""
 
     def __post_init__(self) -> None:
-        self.page.set_default_timeout(PATIENCE_MS)
-        self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.wrong.append(f"script: {error}"))
-        self.page.on("request", self._request)
-        self.page.on("requestfinished", self._answered)
-        self.page.on("requestfailed", self._answered)
-        self.page.on("response", self._response)
+        self.page.set_default_timeout(TIMEOUT_MS)
+        self.page.on("console", self._check_console)
+        self.page.on("pageerror", lambda error: self.problems.append(f"script: {error}"))
+        self.page.on("request", self._request_started)
+        self.page.on("requestfinished", self._request_ended)
+        self.page.on("requestfailed", self._request_ended)
+        self.page.on("response", self._check_response)
 
-    def enter(self) -> None:
-        """Come with the token. To an image: an empty page would get another process, and lose the
-        scripts that are compiled."""
+    def sign_in(self) -> None:
+        """Get access by the token. The page is an image, because an empty page would get another
+        process without the compiled scripts."""
         self.page.goto(f"{self.address}/assets/favicon.svg?token={self.token}")
 
     def open(self, path: str) -> Any:
-        """Go to a page of the dashboard and wait until it is there."""
+        """Open a page of the dashboard, and wait until it is shown."""
         self.page.goto(self.address + path)
-        self.page.locator("main h1").first.wait_for(state="attached", timeout=PATIENCE_MS)
+        self.page.locator("main h1").first.wait_for(state="attached", timeout=TIMEOUT_MS)
         return self.page
 
-    def walk(self, *modules: str) -> Iterator[str]:
-        """Go to each page by the navigation, as a person does; yields its module once it is
-        there. Much quicker than loading everything again for each."""
+    def visit_pages(self, *modules: str) -> Iterator[str]:
+        """Open each page by the menu, as a user does, and yield its module when it is shown.
+
+        This is much faster than loading the document for each page."""
         self.open("/")
         for module in modules or MODULES:
             link = self.page.locator(f"nav .to-{module} a")
             if link.count():
                 link.first.click()
-            else:  # nothing to show, so only its address leads there
+            else:  # a page without content is not in the menu
                 self.page.goto(self.address + PATHS[module])
             self.page.locator(f".page-{module} main h1").first.wait_for(state="attached")
-            self.settle()
+            self.wait_until_idle()
             yield module
 
-    def settle(self) -> None:
-        """Wait until all that was asked of the server is answered and shown."""
-        quiet, deadline = 0, time.monotonic() + PATIENCE_MS / 1e3
-        while quiet < 3 and time.monotonic() < deadline:
+    def wait_until_idle(self) -> None:
+        """Wait until all requests are answered and their results are drawn."""
+        idle_checks, deadline = 0, time.monotonic() + TIMEOUT_MS / 1e3
+        while idle_checks < 3 and time.monotonic() < deadline:
             self.page.wait_for_timeout(20)
             if not self.pending:
-                self.page.evaluate(FRAMES)
-            quiet = 0 if self.pending else quiet + 1
+                self.page.evaluate(WAIT_FOR_TWO_FRAMES)
+            idle_checks = 0 if self.pending else idle_checks + 1
 
     def text(self, selector: str = "main") -> str:
-        """What is written there."""
-        found: str = self.page.locator(selector).first.inner_text()
-        return found
+        """Return the text of an element."""
+        result: str = self.page.locator(selector).first.inner_text()
+        return result
 
-    def leave(self) -> None:
-        """As new, but for the scripts that the browser has compiled: kept are no view, theme,
-        permission or route of the one who used it."""
+    def reset(self) -> None:
+        """Reset view, theme, permissions and routes. Only the compiled scripts are kept."""
         context = self.page.context
         assert context.pages == [self.page]
         self.page.unroute_all()
         context.unroute_all()
         context.clear_permissions()
         context.clear_cookies()
-        self.enter()
+        self.sign_in()
         self.page.evaluate("localStorage.clear(), sessionStorage.clear()")
         self.page.mouse.move(0, 0)
         self.pending.clear()
-        self.wrong.clear()
+        self.problems.clear()
 
-    def _console(self, message: Any) -> None:
+    def _check_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            self.wrong.append(f"console {message.type}: {message.text[:300]}")
+            self.problems.append(f"console {message.type}: {message.text[:300]}")
 
-    def _request(self, request: Any) -> None:
+    def _request_started(self, request: Any) -> None:
         self.pending.add(request)
         if not request.url.startswith((self.address, "data:", "blob:")):
-            self.wrong.append(f"request to elsewhere: {request.url}")
+            self.problems.append(f"request to elsewhere: {request.url}")
 
-    def _answered(self, request: Any) -> None:
+    def _request_ended(self, request: Any) -> None:
         self.pending.discard(request)
 
-    def _response(self, answer: Any) -> None:
-        if answer.status >= 400:
-            self.wrong.append(f"{answer.status} for {answer.url}")
+    def _check_response(self, response: Any) -> None:
+        if response.status >= 400:
+            self.problems.append(f"{response.status} for {response.url}")
 
 
 @pytest.fixture(scope="session")
-def used_tabs() -> list[Tab]:
-    """Tabs that may be used again."""
+def idle_tabs() -> list[Tab]:
+    """Return the list of tabs that can be used again."""
     return []
 
 
 @pytest.fixture
-def tab(browser: Any, stage: Stage, used_tabs: list[Tab]) -> Iterator[Callable[..., Tab]]:
-    """``tab(shown)``: a tab on a dashboard. ``fresh``: of a browser that was never here, with
-    nothing kept and no script loaded."""
-    out, fresh_ones = [], []
+def open_tab(
+    browser: Any, shared_address: SharedAddress, idle_tabs: list[Tab]
+) -> Iterator[Callable[..., Tab]]:
+    """Return ``open_tab(dashboard)``, which opens a tab on a dashboard.
 
-    def get(shown: Shown, *, dark: bool = False, width: int = 1440, fresh: bool = False) -> Tab:
+    ``fresh``: in a new browser context, without cookies or loaded scripts."""
+    shared_tabs, fresh_tabs = [], []
+
+    def open_in_tab(
+        dashboard: ServedDashboard, *, dark: bool = False, width: int = 1440, fresh: bool = False
+    ) -> Tab:
         size, scheme = {"width": width, "height": 900}, "dark" if dark else "light"
-        again = stage.turn(shown) and not fresh
-        if again and used_tabs:
-            made = used_tabs.pop()
-            made.page.set_viewport_size(size)
-            made.page.emulate_media(media="null", color_scheme=scheme, reduced_motion="null")
+        is_shared = shared_address.switch_to(dashboard) and not fresh
+        if is_shared and idle_tabs:
+            tab = idle_tabs.pop()
+            tab.page.set_viewport_size(size)
+            tab.page.emulate_media(media="null", color_scheme=scheme, reduced_motion="null")
         else:
             context = browser.new_context(viewport=size, color_scheme=scheme)
-            made = Tab(context.new_page(), shown.address, shown.token)
-            made.enter()
-        (out if again else fresh_ones).append(made)
-        return made
+            tab = Tab(context.new_page(), dashboard.address, dashboard.token)
+            tab.sign_in()
+        (shared_tabs if is_shared else fresh_tabs).append(tab)
+        return tab
 
-    yield get
-    for made in fresh_ones:
-        made.page.context.close()
-    for made in out:
+    yield open_in_tab
+    for tab in fresh_tabs:
+        tab.page.context.close()
+    for tab in shared_tabs:
         try:
-            made.leave()
+            tab.reset()
         except (AssertionError, playwright_error()):
-            made.page.context.close()
+            tab.page.context.close()
         else:
-            used_tabs.append(made)
+            idle_tabs.append(tab)
 
 
 def playwright_error() -> type[Exception]:
-    """What Playwright raises; imported late, as it may be absent."""
+    """Return Playwright's exception. It is imported late, because Playwright may be missing."""
     from playwright.sync_api import Error
 
     return Error
 
 
 @pytest.fixture(scope="session")
-def truncated(
+def truncated_trace(
     shared_trace: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Path]:
-    """The first 60% of a real trace, cut in the middle of an event."""
+    """Return a function that writes the first 60% of a real trace, cut inside an event."""
 
     @cache
     def make() -> Path:
-        whole = gzip.decompress(Path(shared_trace("h100_bert_small_inference")).read_bytes())
+        content = gzip.decompress(Path(shared_trace("h100_bert_small_inference")).read_bytes())
         target = tmp_path_factory.mktemp("truncated") / "cut.json"
-        target.write_bytes(whole[: len(whole) * 6 // 10])
+        target.write_bytes(content[: len(content) * 6 // 10])
         return target
 
     return make
@@ -279,7 +289,7 @@ def truncated(
 def two_ranks(
     shared_trace: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Path]:
-    """A folder with the traces of two ranks."""
+    """Return a function that makes a folder with the traces of two ranks."""
 
     @cache
     def make() -> Path:
@@ -294,7 +304,7 @@ def two_ranks(
 
 @pytest.fixture(scope="session")
 def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Four steps of a small model, recorded here and now by torch's own profiler."""
+    """Return a function that records four steps of a small model by torch's profiler."""
 
     @cache
     def make() -> Path:
@@ -346,14 +356,14 @@ for epoch in range(2):
     with torch.no_grad():
         sum(model(x).sum().item() for x, _ in valid)
 """
-"""Two epochs with validation: arguments are the samples of an epoch and the seconds for one."""
+"""Training of two epochs with validation. Arguments: samples per epoch, and seconds per sample."""
 
 
 @pytest.fixture(scope="session")
 def recording_process(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., tuple[Path, subprocess.Popen[bytes]]]:
-    """``recording_process(samples, seconds)``: a training that ``advisor record`` records."""
+    """Return ``recording_process(samples, seconds)``, which starts ``advisor record``."""
     pytest.importorskip("torch", reason="torch is not installed")
 
     def start(samples: int, seconds: float) -> tuple[Path, subprocess.Popen[bytes]]:
@@ -375,17 +385,17 @@ def recording_process(
             str(samples),
             str(seconds),
         ]
-        made = subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        return folder / "run", made
+        return folder / "run", process
 
     return start
 
 
 @pytest.fixture(scope="session")
 def recorded_run(recording_process: Any) -> Callable[[], Path]:
-    """Sixty-four steps in two epochs, recorded here and now by our own recorder."""
+    """Return a function that records 64 steps in two epochs by ``advisor record``."""
 
     @cache
     def make() -> Path:
@@ -397,9 +407,9 @@ def recorded_run(recording_process: Any) -> Callable[[], Path]:
 
 
 class ViewReply(NamedTuple):
-    """A decoded answer: header fields by name, then the columns in order."""
+    """Decoded answer to a view: header fields by name, and columns in order."""
 
-    head: dict[str, Any]
+    header: dict[str, Any]
     slices: tuple[NDArray[Any], ...]
     runs: tuple[NDArray[Any], ...]
     flagged: tuple[NDArray[Any], ...]
@@ -412,32 +422,32 @@ REPLY_FIELDS = """
 
 
 def decode_reply(data: bytes) -> ViewReply:
-    """The binary answer to a view, in columns. Raises ValueError for anything else."""
+    """Decode the binary answer to a view. Raises ValueError for invalid data."""
     if len(data) < encoding.HEADER.size or data[:4] != encoding.MAGIC:
         raise ValueError("not an answer")
-    head = dict(zip(REPLY_FIELDS, encoding.HEADER.unpack_from(data), strict=True))
-    place = encoding.HEADER.size
+    header = dict(zip(REPLY_FIELDS, encoding.HEADER.unpack_from(data), strict=True))
+    offset = encoding.HEADER.size
 
     def column(kind: str, count: int) -> NDArray[Any]:
-        nonlocal place
+        nonlocal offset
         size = np.dtype(kind).itemsize * count
-        if place + size > len(data):
+        if offset + size > len(data):
             raise ValueError("the answer is cut off")
-        values = np.frombuffer(data, dtype=kind, count=count, offset=place)
-        place += size + -size % 8
+        values = np.frombuffer(data, dtype=kind, count=count, offset=offset)
+        offset += size + -size % 8
         return values
 
-    slices = tuple(column(kind, head["slices"]) for kind in encoding._SLICES)
-    runs = tuple(column(kind, head["runs"]) for kind in encoding._RUNS)
-    flagged = tuple(column(kind, head["flagged"]) for kind in encoding._FLAGGED)
-    size = head["counters"] * head["px"]
+    slices = tuple(column(kind, header["slices"]) for kind in encoding._SLICES)
+    runs = tuple(column(kind, header["runs"]) for kind in encoding._RUNS)
+    flagged = tuple(column(kind, header["flagged"]) for kind in encoding._FLAGGED)
+    size = header["counters"] * header["px"]
     counters = tuple(column("<f4", size) for _ in range(2))
-    if place != len(data):
+    if offset != len(data):
         raise ValueError("the answer is too long")
-    return ViewReply(head, slices, runs, flagged, counters)
+    return ViewReply(header, slices, runs, flagged, counters)
 
 
 @pytest.fixture(scope="session")
-def decode() -> Callable[[bytes], ViewReply]:
-    """Reads the binary answer to a view, as the browser does."""
+def decode_view() -> Callable[[bytes], ViewReply]:
+    """Return the decoder of the binary answer to a view."""
     return decode_reply

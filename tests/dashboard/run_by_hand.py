@@ -1,4 +1,4 @@
-"""A run directory as the recorder leaves it, written by hand: steps, telemetry, events, a trace."""
+"""Run directory as the recorder writes it, with chosen steps, telemetry, events and trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 
 def slow_loader(name: str = "ampere_sgemm_128x64_nn") -> TraceBuilder:
-    """Four steps of 11 ms, of which the device waits 10 ms for a data loader without workers."""
+    """Build four steps of 11 ms, in which the GPU waits 10 ms for a data loader without workers."""
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
@@ -44,7 +44,7 @@ def slow_loader(name: str = "ampere_sgemm_128x64_nn") -> TraceBuilder:
 
 
 def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool = True) -> Path:
-    """The run: ``steps`` steps of 12 ms, a window at 60, clocks that fall in the last third."""
+    """Write a run: steps of 12 ms, a window at step 60, and lower clocks in the last third."""
     rank = folder / "rank0"
     rank.mkdir(parents=True)
     manifest = Manifest(
@@ -59,7 +59,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
     )
     (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     uuid = "GPU-1"
-    about = RankInfo(
+    rank_info = RankInfo(
         rank=0,
         pid=77,
         anchor_unix_ns=1_700_000_000 * SECOND,
@@ -81,9 +81,9 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
         env={"OMP_NUM_THREADS": "8"},
         ulimits={"nofile": 1024},
     )
-    (rank / RANK).write_bytes(msgspec.json.encode(about))
+    (rank / RANK).write_bytes(msgspec.json.encode(rank_info))
     lines = []
-    at = 0
+    time_ns = 0
     for n in range(steps):
         window = 0 if 60 <= n < 64 else None
         dur = 16 * MS if window == 0 else 12 * MS + int(MS * math.sin(n))
@@ -99,7 +99,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
         lines.append(
             StepRow(
                 n=n,
-                t=at,
+                t=time_ns,
                 dur=dur,
                 phases=phases,
                 window=window,
@@ -110,23 +110,23 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
                 rss=2 * GIB + n * (1 << 19),
             )
         )
-        at += dur
+        time_ns += dur
     (rank / STEPS).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     samples = []
-    for i in range(at // (100 * MS)):
-        hot = i > 2 * at // (300 * MS)
+    for i in range(time_ns // (100 * MS)):
+        is_hot = i > 2 * time_ns // (300 * MS)
         gpu = GpuSample(
             uuid=uuid,
             utilisation=60,
             memory_utilisation=20,
             memory_used=6 * GIB,
             memory_total=40 * GIB,
-            sm_clock=1000 if hot else 1410,
+            sm_clock=1000 if is_hot else 1410,
             sm_clock_max=1410,
-            throttle=0x20 if hot else 0,
+            throttle=0x20 if is_hot else 0,
             power=250_000 + 1000 * (i % 7),
             power_limit=400_000,
-            temperature=88 if hot else 60,
+            temperature=88 if is_hot else 60,
             temperature_slowdown=92,
         )
         host = HostSample(cpu=35.0, process_cpu=140.0, rss=2 * GIB, memory_available=90 * GIB)
@@ -154,7 +154,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
         events.append(Event(t=2, kind="window", data={"window": 0, "state": "done", "steps": 4}))
         slow_loader().write(rank / trace_name(0))
     if end:
-        events.append(Event(t=at, kind="end", data={"steps": steps, "reason": "finished"}))
+        events.append(Event(t=time_ns, kind="end", data={"steps": steps, "reason": "finished"}))
     (rank / EVENTS).write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in events))
     line = {
         "lineno": 8,

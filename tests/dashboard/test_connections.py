@@ -1,4 +1,4 @@
-"""Coming in: by a browser and the file that opens it, past connections on which nothing is said."""
+"""Connections: access by a browser and its redirect file, and idle connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.server import Access, DashboardServer, bind, open_browser, redirect_file
 from advisor.testing import TraceBuilder
 
-SOON = 2.0
+MAX_ANSWER_SECONDS = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +35,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardServer
             b.sync()
     session = DashboardSession([str(b.write(tmp_path_factory.mktemp("entry") / "a.json"))]).load()
     access = Access.for_host()
-    made = bind(create_app(session, access).server, access, 0)
-    threading.Thread(target=made.run, daemon=True).start()
-    yield made
-    made.close()
+    bound = bind(create_app(session, access).server, access, 0)
+    threading.Thread(target=bound.run, daemon=True).start()
+    yield bound
+    bound.close()
     session.close()
 
 
-def ask(server: DashboardServer, path: str) -> int:
-    """The status of one request over a connection of its own."""
+def request_status(server: DashboardServer, path: str) -> int:
+    """Return the status of a request over a new connection."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("GET", path)
     status = connection.getresponse().status
@@ -51,131 +51,134 @@ def ask(server: DashboardServer, path: str) -> int:
     return status
 
 
-HEAD = b"POST /_dash-update-component HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+INCOMPLETE_POST = (
+    b"POST /_dash-update-component HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+)
 
 
 @pytest.mark.parametrize(
     ("count", "sent"),
-    [(20, b""), (20, b"GET / HTTP/1.1\r\nHost: localhost\r\n"), (150, b"GET"), (20, HEAD + b"{")],
+    [
+        (20, b""),
+        (20, b"GET / HTTP/1.1\r\nHost: localhost\r\n"),
+        (150, b"GET"),
+        (20, INCOMPLETE_POST + b"{"),
+    ],
 )
-def test_connections_on_which_nothing_more_is_said_hold_nobody_up(
+def test_idle_connections_do_not_delay_other_requests(
     server: DashboardServer, count: int, sent: bytes
 ) -> None:
-    ask(server, "/assets/favicon.svg")
-    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
+    request_status(server, "/assets/favicon.svg")
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
     try:
-        for one in held:
-            one.sendall(sent)
-        began = time.monotonic()
-        assert ask(server, f"/assets/favicon.svg?token={server.access.token}") == 302
-        assert time.monotonic() - began < SOON
+        for connection in connections:
+            connection.sendall(sent)
+        started = time.monotonic()
+        assert request_status(server, f"/assets/favicon.svg?token={server.access.token}") == 302
+        assert time.monotonic() - started < MAX_ANSWER_SECONDS
     finally:
-        for one in held:
-            one.close()
+        for connection in connections:
+            connection.close()
 
 
-def test_the_file_that_opens_the_browser_is_the_users_alone_and_goes_once_it_served(
+def test_the_redirect_file_is_private_and_is_removed_after_use(
     server: DashboardServer,
 ) -> None:
-    opened: SimpleQueue[str] = SimpleQueue()
+    addresses: SimpleQueue[str] = SimpleQueue()
     server.access.admitted.clear()
-    forget = open_browser(server, opened.put)
-    address = opened.get(timeout=20)
+    remove_file = open_browser(server, addresses.put)
+    address = addresses.get(timeout=20)
     file = Path(address.removeprefix("file://"))
     assert str(server.access.token) not in address
     assert f"{server.base_address}?token={server.access.token}" in file.read_text()
     if os.name == "posix":
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    ask(server, f"/?token={server.access.token}")
+    request_status(server, f"/?token={server.access.token}")
     deadline = time.monotonic() + 20
     while file.parent.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not file.parent.exists()
-    forget()
+    remove_file()
 
 
-def test_a_browser_that_never_came_leaves_no_file(server: DashboardServer) -> None:
-    opened: SimpleQueue[str] = SimpleQueue()
+def test_the_redirect_file_is_removed_if_no_browser_connects(server: DashboardServer) -> None:
+    addresses: SimpleQueue[str] = SimpleQueue()
     server.access.admitted.clear()
-    open_browser(server, opened.put)()
-    assert not Path(opened.get(timeout=20).removeprefix("file://")).parent.exists()
+    open_browser(server, addresses.put)()
+    assert not Path(addresses.get(timeout=20).removeprefix("file://")).parent.exists()
 
 
-def test_without_a_token_there_is_no_file() -> None:
-    opened: SimpleQueue[str] = SimpleQueue()
-    open_browser(DashboardServer(None, Access(), 8050), opened.put)()
-    assert opened.get(timeout=20) == "http://127.0.0.1:8050/"
+def test_no_redirect_file_is_written_without_a_token() -> None:
+    addresses: SimpleQueue[str] = SimpleQueue()
+    open_browser(DashboardServer(None, Access(), 8050), addresses.put)()
+    assert addresses.get(timeout=20) == "http://127.0.0.1:8050/"
 
 
-def test_a_browser_that_stays_in_the_terminal_does_not_hold_the_server_up(
+def test_a_terminal_browser_does_not_block_the_server(
     server: DashboardServer,
 ) -> None:
-    left, came = threading.Event(), []
-    forget = open_browser(server, lambda _: came.append(left.wait(30)))
-    assert came == []  # it is still there, and the caller goes on
-    forget()
-    left.set()
+    browser_exit, exits = threading.Event(), []
+    remove_file = open_browser(server, lambda _: exits.append(browser_exit.wait(30)))
+    assert exits == []  # the browser still runs, but the call returned
+    remove_file()
+    browser_exit.set()
 
 
-def arrived(page: Any, server: DashboardServer, path: str) -> None:
+def wait_for_page(page: Any, server: DashboardServer, path: str) -> None:
     page.locator("main h1").first.wait_for(state="attached", timeout=30_000)
     assert page.url == server.base_address.rstrip("/") + path
 
 
-def test_a_browser_comes_in_by_the_file_and_by_links_of_others(
+def test_a_browser_gets_access_by_the_redirect_file_and_by_links_from_other_sites(
     server: DashboardServer, browser: Any, tmp_path: Path
 ) -> None:
-    """Both are other sites to it, and it keeps the cookie back at first."""
+    """The browser regards both as other sites, so it does not send the cookie at first."""
     context = browser.new_context()
     page = context.new_page()
     file = redirect_file(server.address)
     try:
         page.goto(file.as_uri())
-        arrived(page, server, "/")
+        wait_for_page(page, server, "/")
     finally:
         shutil.rmtree(file.parent)
-    kept = {cookie["name"]: cookie for cookie in context.cookies()}
-    own = kept[f"advisor_access_{server.port}"]
-    assert own["httpOnly"] and own["sameSite"] == "Strict"
-    assert str(server.access.token) not in str(kept)
+    cookies = {cookie["name"]: cookie for cookie in context.cookies()}
+    access_cookie = cookies[f"advisor_access_{server.port}"]
+    assert access_cookie["httpOnly"] and access_cookie["sameSite"] == "Strict"
+    assert str(server.access.token) not in str(cookies)
     link = tmp_path / "chat.html"
     for _ in range(2):
-        deep = "/findings?run=0&category=compute"
-        link.write_text(f'<a href="{server.base_address.rstrip("/")}{deep}">look</a>')
+        path = "/findings?run=0&category=compute"
+        link.write_text(f'<a href="{server.base_address.rstrip("/")}{path}">look</a>')
         page.goto(link.as_uri())
         page.click("a")
-        arrived(page, server, deep)
+        wait_for_page(page, server, path)
     page.goto(f"{server.base_address}kernels?token={server.access.token}&rank=0")
-    arrived(page, server, "/kernels?rank=0")
+    wait_for_page(page, server, "/kernels?rank=0")
     context.close()
 
 
-def test_a_browser_without_the_token_is_told_how_to_come_in(
-    server: DashboardServer, browser: Any
-) -> None:
+def test_a_browser_without_a_token_gets_instructions(server: DashboardServer, browser: Any) -> None:
     context = browser.new_context()
     page = context.new_page()
-    answer = page.goto(server.base_address)
-    assert answer.status == 401
+    response = page.goto(server.base_address)
+    assert response.status == 401
     assert "advisor dashboard" in page.locator("body").inner_text()
     context.add_cookies(
         [{"name": f"advisor_arrived_{server.port}", "value": "1", "url": server.base_address}]
     )
-    page.goto(server.base_address)  # asked for once more, and no further
+    page.goto(server.base_address)  # reloaded once, but not again
     page.get_by_text("A token is needed").wait_for(timeout=30_000)
     context.close()
 
 
-def test_a_browser_finds_no_way_to_another_host_in_a_redirect(
-    server: DashboardServer, browser: Any
-) -> None:
+def test_redirects_never_lead_to_another_host(server: DashboardServer, browser: Any) -> None:
     context = browser.new_context()
     page = context.new_page()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
     for path in ("%09/evil.example/", "/evil.example/", "%5Cevil.example", "/%09//evil.example"):
         page.goto(f"{server.base_address}{path}?token={server.access.token}")
         assert page.url.startswith(server.base_address)
-    assert asked and all(url.startswith(server.base_address) for url in asked)
+    assert requested and all(url.startswith(server.base_address) for url in requested)
     context.close()

@@ -1,4 +1,4 @@
-"""Figures that plotly would draw nothing of, were they not as it wants them."""
+"""Figures and grids, built without a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from advisor.dashboard.plotly_figures import icicle, roofline
 from advisor.measure.steps.step_records import StepRecords
 
 
-def test_ranges_that_overlap_fit_into_what_contains_them_and_keep_their_times() -> None:
+def test_overlapping_ranges_enlarge_their_parent_and_keep_their_times() -> None:
     tree = pl.DataFrame(
         {
             "node": [0, 1, 2, 3, 4],
@@ -31,16 +31,20 @@ def test_ranges_that_overlap_fit_into_what_contains_them_and_keep_their_times() 
     )
     trace = icicle(tree, "all host time").data[0]
     areas = dict(zip(trace.ids, trace.values, strict=True))
-    inside: dict[str, int] = {}
+    child_sums: dict[str, int] = {}
     for node, parent in zip(trace.ids, trace.parents, strict=True):
-        inside[parent] = inside.get(parent, 0) + areas[node]
-    assert all(areas[node] >= held for node, held in inside.items() if node)
-    assert [areas[node] for node in ("1", "3", "4")] == [60, 40, 30]  # none is smaller than it is
+        child_sums[parent] = child_sums.get(parent, 0) + areas[node]
+    assert all(areas[node] >= child_sum for node, child_sum in child_sums.items() if node)
+    assert [areas[node] for node in ("1", "3", "4")] == [
+        60,
+        40,
+        30,
+    ]  # no area is smaller than its time
     shown = [(text, share) for _, text, share in trace.customdata]
     assert shown[:4] == [("100 ns", "100%"), ("100 ns", "100%"), ("60 ns", "60%"), ("50 ns", "50%")]
 
 
-def test_a_tree_that_fits_is_drawn_as_it_is() -> None:
+def test_a_tree_without_overlap_is_drawn_unchanged() -> None:
     tree = pl.DataFrame(
         {
             "node": [0, 1, 2],
@@ -53,7 +57,7 @@ def test_a_tree_that_fits_is_drawn_as_it_is() -> None:
     assert list(icicle(tree, "all GPU time").data[0].values) == [100, 70, 50, 30]
 
 
-def test_memory_that_is_sampled_now_and_then_is_drawn_over_all_steps() -> None:
+def test_sparse_memory_samples_are_drawn_over_all_steps() -> None:
     sampled = {2: 3 << 30, 9: 4 << 30}
     steps = [
         SimpleNamespace(
@@ -68,21 +72,21 @@ def test_memory_that_is_sampled_now_and_then_is_drawn_over_all_steps() -> None:
     ]
     run: Any = SimpleNamespace(recorded=SimpleNamespace(steps=steps, hosts=[]))
     _, device, host = memory._memory_by_step_card(run).children
-    drawn = [each.children[0].children[0].figure for each in (device, host)]
-    line = drawn[0].data[0]
+    figures = [each.children[0].children[0].figure for each in (device, host)]
+    line = figures[0].data[0]
     assert (line.x, line.y, line.mode) == ((2.0, 9.0), (3.0, 4.0), "lines+markers")
-    assert [made.layout.xaxis.range for made in drawn] == [(0, 65), (0, 65)]
+    assert [figure.layout.xaxis.range for figure in figures] == [(0, 65), (0, 65)]
 
 
-def test_steps_that_the_profiler_slowed_are_marked_even_if_each_stands_alone() -> None:
+def test_steps_slowed_by_the_profiler_are_marked() -> None:
     steps = [
         StepRow(n=n, t=n, dur=(100 + n) * 1_000_000, window=0 if n in (20, 30) else None,
                 exporting=n == 25)
         for n in range(60)
     ]  # fmt: skip
     card = live.steps_card(StepRecords(RankRecord(rank=0, steps=steps)))
-    drawn = card.children[1].children[0].children[0].figure
-    line, *marks = drawn.data
+    figure = card.children[1].children[0].children[0].figure
+    line, *marks = figure.data
     assert len(line.y) == 60 and None not in line.y
     assert {mark.name: (list(mark.x), list(mark.y)) for mark in marks} == {
         "while profiled": ([20, 30], [120, 130]),
@@ -92,17 +96,17 @@ def test_steps_that_the_profiler_slowed_are_marked_even_if_each_stands_alone() -
     assert len({mark.marker.symbol for mark in marks}) == len(marks)
 
 
-def test_a_column_without_any_value_is_named_below_the_grid_and_not_drawn() -> None:
+def test_a_column_without_values_is_listed_below_the_grid() -> None:
     columns = [Column("name", "Name"), duration_column("a", "Here", 90),
                duration_column("b", "Nowhere", 90)]  # fmt: skip
     values = [{"name": "x", "a": None, "b": None}, {"name": "y", "a": 5.0, "b": None}]
-    made = grid("g", columns, grid_rows(columns, values), height=300, label="G")
-    shown = made.children[1].children.columnDefs
+    element = grid("g", columns, grid_rows(columns, values), height=300, label="G")
+    shown = element.children[1].children.columnDefs
     assert [column["headerName"] for column in shown] == ["Name", "Here"]
-    assert made.children[2].children == "Not measured: Nowhere."
+    assert element.children[2].children == "Not measured: Nowhere."
 
 
-def test_a_memory_chart_begins_where_something_happens() -> None:
+def test_a_memory_chart_starts_at_the_first_activity() -> None:
     from advisor.dashboard.memory_cards import _active_range
 
     assert _active_range([0.0, 1.0, 91.0, 95.0, 101.0], peak=3) == [90.5, 101.0]
@@ -110,7 +114,7 @@ def test_a_memory_chart_begins_where_something_happens() -> None:
     assert _active_range([0.0, 30.0, 60.0, 100.0], peak=2) is None
 
 
-def test_the_labels_of_a_roofline_stand_apart_and_inside() -> None:
+def test_roofline_labels_do_not_overlap_and_are_inside_the_figure() -> None:
     kernels = pl.DataFrame(
         {
             "name": ["a", "b"],
@@ -123,11 +127,13 @@ def test_the_labels_of_a_roofline_stand_apart_and_inside() -> None:
     )
     hardware = lookup("NVIDIA H100 80GB HBM3")
     assert hardware is not None
-    made = roofline(kernels, hardware, 15)
-    memory, *flat = made.layout.annotations
-    low, high = made.layout.yaxis.range
-    room = (600 - 44 - 48 - 120) / (high - low)  # px a decade at 390 px, six names above
+    figure = roofline(kernels, hardware, 15)
+    memory, *flat = figure.layout.annotations
+    low, high = figure.layout.yaxis.range
+    pixels_per_decade = (600 - 44 - 48 - 120) / (
+        high - low
+    )  # px a decade at 390 px, six names above
     heights = sorted(each.y for each in flat)
-    assert all((b - a) * room >= 14 for a, b in pairwise(heights))
+    assert all((b - a) * pixels_per_decade >= 14 for a, b in pairwise(heights))
     # below the roof, with room for a line above the axis
-    assert memory.yanchor == "top" and (memory.y - low) * room >= 14
+    assert memory.yanchor == "top" and (memory.y - low) * pixels_per_decade >= 14

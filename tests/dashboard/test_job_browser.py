@@ -1,4 +1,4 @@
-"""The page of a job: a map of its ranks, and a rank that is read when it is clicked, no other."""
+"""Page of a job: the map of its ranks, and ranks that are read when they are clicked."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks
 from advisor.core.report import Report, Scope
-from advisor.dashboard import loaded_runs as home
+from advisor.dashboard import loaded_runs
 from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath
 from advisor.testing import TraceBuilder
 
-NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
-PATIENCE = 60.0
+HOSTILE = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
+TIMEOUT_SECONDS = 60.0
 
 
 def write_ranks(folder: Path, count: int) -> Path:
-    """Rank n computes n µs longer than 900 µs."""
+    """Write traces of ranks. Rank n computes for 900 + n µs."""
     folder.mkdir()
     for rank in range(count):
         b = TraceBuilder()
@@ -34,8 +34,8 @@ def write_ranks(folder: Path, count: int) -> Path:
     return folder
 
 
-def saved(folder: Path, count: int, *, nasty: str = "") -> Path:
-    """A report of so many ranks, of which rank 3 computes longest."""
+def write_report(folder: Path, count: int, *, hostile: str = "") -> Path:
+    """Write a report of several ranks, of which rank 3 computes longest."""
     lines = [
         RankLine(
             rank=rank,
@@ -43,24 +43,24 @@ def saved(folder: Path, count: int, *, nasty: str = "") -> Path:
             busy_share=None,
             communication_ns=None,
             idle_ns=None,
-            host=f"node-{rank // 8}{nasty}",
+            host=f"node-{rank // 8}{hostile}",
             path=str(folder / f"rank{rank}.json"),
             time=[(900 + 400 * (rank == 3)) * 1e3, 1e4],
         )
         for rank in range(count)
     ]
     outlier = Outlier(
-        unit="rank", name="3", ranks="3", kind="compute", moves=False, excess_ns=4e5, reason=nasty
+        unit="rank", name="3", ranks="3", kind="compute", moves=False, excess_ns=4e5, reason=hostile
     )
     ranks = Ranks(
         lines=lines,
         aligned=False,
         alignment_error_ns=None,
-        note=f"somewhere{nasty}",
+        note=f"somewhere{hostile}",
         world=count,
-        classes=["compute", f"idle{nasty}"],
+        classes=["compute", f"idle{hostile}"],
         outliers=[outlier],
-        missing=[MissingRanks(ranks="99", count=1, why=f"gone{nasty}")],
+        missing=[MissingRanks(ranks="99", count=1, why=f"gone{hostile}")],
     )
     scope = Scope(
         rank=0,
@@ -78,69 +78,71 @@ def saved(folder: Path, count: int, *, nasty: str = "") -> Path:
         device_known=False,
         devices_seen=1,
     )
-    verdict = f"Rank 3 is slow{nasty}"
+    verdict = f"Rank 3 is slow{hostile}"
     report = Report(status="limited", verdict=verdict, inputs=[], scope=scope, ranks=ranks)
     file = folder / "job.json"
     file.write_bytes(report.to_json())
     return file
 
 
-def opened(session: DashboardSession, key: str) -> OpenedPath:
-    """A rank, once it is read."""
+def wait_until_read(session: DashboardSession, key: str) -> OpenedPath:
+    """Return the entry of a rank after it is read."""
     entry = session.entry(key)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while entry.state == "loading" and time.monotonic() < deadline:
         time.sleep(0.02)
     return entry
 
 
-def test_a_click_on_the_map_reads_that_rank_and_shows_its_timeline(
-    tmp_path: Path, served: Any, tab: Any
+def test_a_click_on_the_map_opens_the_timeline_of_that_rank_only(
+    tmp_path: Path, serve_session: Any, open_tab: Any
 ) -> None:
     folder = write_ranks(tmp_path / "ranks", 8)
-    session = DashboardSession([str(saved(folder, 8, nasty=NASTY))]).load()
+    session = DashboardSession([str(write_report(folder, 8, hostile=HOSTILE))]).load()
     assert [entry.state for entry in session.entries] == ["ready"]
-    with served(session) as shown:
-        t = tab(shown)
-        t.open("/")
-        t.settle()
-        for words in ("Rank 3 is slow", NASTY, "8", f"1 rank (99): gone{NASTY}"):
-            assert words in t.text("body"), words
-        plot = t.page.locator("#job-map .nsewdrag").first
+    with serve_session(session) as dashboard:
+        tab = open_tab(dashboard)
+        tab.open("/")
+        tab.wait_until_idle()
+        for text in ("Rank 3 is slow", HOSTILE, "8", f"1 rank (99): gone{HOSTILE}"):
+            assert text in tab.text("body"), text
+        plot = tab.page.locator("#job-map .nsewdrag").first
         plot.wait_for()
         box = plot.bounding_box()
         # the sixth of eight ranks, in the upper of two rows
-        t.page.mouse.move(box["x"] + box["width"] * 5.5 / 8, box["y"] + box["height"] * 0.25)
-        t.page.locator("#job-map .hovertext").first.wait_for()
-        assert "rank 5" in t.page.locator("#job-map .hovertext").first.text_content()
-        t.page.mouse.down()
-        t.page.mouse.up()
-        t.page.wait_for_url("**/timeline?run=0.5*")
-        t.page.locator("#timeline canvas").first.wait_for(timeout=PATIENCE * 1e3)
-        assert "rank 5" in t.text("header")
+        tab.page.mouse.move(box["x"] + box["width"] * 5.5 / 8, box["y"] + box["height"] * 0.25)
+        tab.page.locator("#job-map .hovertext").first.wait_for()
+        assert "rank 5" in tab.page.locator("#job-map .hovertext").first.text_content()
+        tab.page.mouse.down()
+        tab.page.mouse.up()
+        tab.page.wait_for_url("**/timeline?run=0.5*")
+        tab.page.locator("#timeline canvas").first.wait_for(timeout=TIMEOUT_SECONDS * 1e3)
+        assert "rank 5" in tab.text("header")
         assert [entry.path for entry in session.entries[1:]] == [str(folder / "rank5.json")]
-        t.page.locator("nav .to-job a").first.click()
-        t.page.locator(".page-job main h1").first.wait_for(state="attached")
-        t.settle()
-        assert "Rank 3 is slow" in t.text("main")
-        t.open("/findings")
-        assert "Choose a rank" in t.text("main")
-        assert t.page.evaluate("window.hit") is None
-        assert t.wrong == []
+        tab.page.locator("nav .to-job a").first.click()
+        tab.page.locator(".page-job main h1").first.wait_for(state="attached")
+        tab.wait_until_idle()
+        assert "Rank 3 is slow" in tab.text("main")
+        tab.open("/findings")
+        assert "Choose a rank" in tab.text("main")
+        assert tab.page.evaluate("window.hit") is None
+        assert tab.problems == []
 
 
-def test_a_rank_is_chosen_in_the_table_too(tmp_path: Path, served: Any, tab: Any) -> None:
+def test_a_row_of_the_table_opens_the_timeline_of_its_rank(
+    tmp_path: Path, serve_session: Any, open_tab: Any
+) -> None:
     folder = write_ranks(tmp_path / "ranks", 4)
-    with served(DashboardSession([str(saved(folder, 4))]).load()) as shown:
-        t = tab(shown)
-        t.open("/job")
-        t.settle()
-        row = t.page.locator("#job-ranks .ag-row[row-id='0.2']").first
+    with serve_session(DashboardSession([str(write_report(folder, 4))]).load()) as dashboard:
+        tab = open_tab(dashboard)
+        tab.open("/job")
+        tab.wait_until_idle()
+        row = tab.page.locator("#job-ranks .ag-row[row-id='0.2']").first
         row.scroll_into_view_if_needed()
         row.click()
-        t.page.wait_for_url("**/timeline?run=0.2*")
-        t.page.locator("#timeline canvas").first.wait_for(timeout=PATIENCE * 1e3)
-        assert t.wrong == []
+        tab.page.wait_for_url("**/timeline?run=0.2*")
+        tab.page.locator("#timeline canvas").first.wait_for(timeout=TIMEOUT_SECONDS * 1e3)
+        assert tab.problems == []
 
 
 def test_a_folder_of_many_ranks_is_a_job_and_one_of_few_is_not(tmp_path: Path) -> None:
@@ -157,42 +159,42 @@ def test_a_folder_of_many_ranks_is_a_job_and_one_of_few_is_not(tmp_path: Path) -
     assert few.loaded is not None
 
 
-def test_a_rank_that_cannot_be_read_says_why_and_the_job_stays(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_be_read_has_a_reason_and_the_job_stays_open(tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
-    file = saved(folder, 2)
+    file = write_report(folder, 2)
     (folder / "rank1.json").write_text("{")
     session = DashboardSession([str(file)]).load()
-    bad = opened(session, "0.1")
+    bad = wait_until_read(session, "0.1")
     assert (bad.state, bad.name) == ("failed", "rank 1")
     assert bad.failure_reason
-    good = opened(session, "0.0")
+    good = wait_until_read(session, "0.0")
     assert good.loaded is not None
     assert session.entries[0].job is not None
 
 
 @pytest.mark.parametrize("key", ["0.8", "1.0", "0.-1", "0.x", "0.0.0", "0.00000001", "", "../x"])
-def test_what_is_not_a_rank_of_the_job_opens_nothing(tmp_path: Path, key: str) -> None:
+def test_an_unknown_rank_key_opens_nothing(tmp_path: Path, key: str) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
-    session = DashboardSession([str(saved(folder, 2))]).load()
+    session = DashboardSession([str(write_report(folder, 2))]).load()
     assert session.entry(key) is session.entries[0]
     assert len(session.entries) == 1
     assert session.pairs == []
 
 
-def test_no_more_ranks_are_kept_open_than_there_is_room_for(
+def test_the_number_of_open_ranks_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "MAX_OPEN_RUNS", 2)
+    monkeypatch.setattr(loaded_runs, "MAX_OPEN_RUNS", 2)
     folder = write_ranks(tmp_path / "ranks", 4)
-    session = DashboardSession([str(saved(folder, 4))]).load()
+    session = DashboardSession([str(write_report(folder, 4))]).load()
     for row in range(4):
-        assert opened(session, f"0.{row}").loaded is not None
+        assert wait_until_read(session, f"0.{row}").loaded is not None
     assert [entry.key for entry in session.entries] == ["0", "0.2", "0.3"]
 
 
 def test_a_damaged_report_is_reported_in_one_line(tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
-    file = saved(folder, 2)
+    file = write_report(folder, 2)
     file.write_bytes(file.read_bytes()[:-20])
     entry = DashboardSession([str(file)]).load().entries[0]
     assert entry.state == "failed"
@@ -201,7 +203,7 @@ def test_a_damaged_report_is_reported_in_one_line(tmp_path: Path) -> None:
         and "\n" not in entry.failure_reason
     )
     other = structs.replace(
-        Report.from_json(saved(folder, 2).read_bytes()), schema="advisor.report/99"
+        Report.from_json(write_report(folder, 2).read_bytes()), schema="advisor.report/99"
     )
     with pytest.raises(AdvisorError, match="report/99"):
         Report.from_json(other.to_json())

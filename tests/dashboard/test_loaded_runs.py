@@ -1,4 +1,4 @@
-"""What is shown is read once, in a thread, and says how far it is."""
+"""Session of a dashboard: paths are read once, in a thread, with their progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
 from advisor.core.report_steps import StepTime
 from advisor.core.run_directory import MANIFEST, STEPS, Manifest, StepRow
-from advisor.dashboard import loaded_runs as home
+from advisor.dashboard import loaded_runs
 from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
 from advisor.dashboard.live_run import Follower
@@ -39,26 +39,26 @@ from tests.dashboard import run_by_hand as recorded
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> str:
+def slow_loader_trace(tmp_path: Path) -> str:
     return str(recorded.slow_loader().write(tmp_path / "slow.json"))
 
 
-def until(check: Callable[[], bool], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while not check() and time.monotonic() < end:
+def is_true_within(check: Callable[[], bool], seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not check() and time.monotonic() < deadline:
         time.sleep(0.02)
     return check()
 
 
-def test_the_report_is_that_of_analyze(slow: str) -> None:
-    session = DashboardSession([slow]).load()
+def test_the_report_equals_that_of_analyze(slow_loader_trace: str) -> None:
+    session = DashboardSession([slow_loader_trace]).load()
     loaded = session.entries[0].loaded
     assert loaded is not None
-    assert loaded.report.to_dict() == analyze(slow).to_dict()
+    assert loaded.report.to_dict() == analyze(slow_loader_trace).to_dict()
 
 
-def test_nothing_is_read_before_start_and_then_all_of_it(slow: str) -> None:
-    session = DashboardSession([slow])
+def test_paths_are_read_after_start_and_not_before(slow_loader_trace: str) -> None:
+    session = DashboardSession([slow_loader_trace])
     assert session.entries[0].state == "loading"
     assert not session.status()["done"]
     session.start()
@@ -67,64 +67,66 @@ def test_nothing_is_read_before_start_and_then_all_of_it(slow: str) -> None:
     assert session.status()["done"]
 
 
-def test_a_path_that_cannot_be_read_leaves_the_others(slow: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_read_does_not_affect_the_others(
+    slow_loader_trace: str, tmp_path: Path
+) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("{")
-    session = DashboardSession([str(bad), slow, str(tmp_path / "nowhere")]).load()
+    session = DashboardSession([str(bad), slow_loader_trace, str(tmp_path / "nowhere")]).load()
     assert [entry.state for entry in session.entries] == ["failed", "ready", "failed"]
     assert all("\n" not in entry.failure_reason for entry in session.entries)
     assert isinstance(session.comparison("0", "1"), str)
 
 
-def test_a_run_is_found_by_its_number_and_never_by_a_path(slow: str) -> None:
-    session = DashboardSession([slow, slow]).load()
-    for asked in (None, "", "7", slow, "/etc/passwd", "../1"):
-        assert session.entry(asked) is session.entries[0]
+def test_a_run_is_identified_by_its_number_and_never_by_its_path(slow_loader_trace: str) -> None:
+    session = DashboardSession([slow_loader_trace, slow_loader_trace]).load()
+    for key in (None, "", "7", slow_loader_trace, "/etc/passwd", "../1"):
+        assert session.entry(key) is session.entries[0]
     assert session.entry("1") is session.entries[1]
 
 
-def test_the_first_is_compared_with_each_of_the_others(slow: str) -> None:
-    session = DashboardSession([slow, slow, slow]).load()
+def test_the_first_path_is_compared_with_each_of_the_others(slow_loader_trace: str) -> None:
+    session = DashboardSession([slow_loader_trace, slow_loader_trace, slow_loader_trace]).load()
     assert session.pairs == [("0", "1"), ("0", "2")]
     for pair in session.pairs:
-        found = session.comparison(*pair)
-        assert found is not None and not isinstance(found, str)
-        assert found.steps.difference_ns == 0
+        comparison = session.comparison(*pair)
+        assert comparison is not None and not isinstance(comparison, str)
+        assert comparison.steps.difference_ns == 0
 
 
-def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> None:
-    loaded = DashboardSession([slow]).load().entries[0].loaded
+def test_a_table_is_computed_once_for_several_threads(slow_loader_trace: str) -> None:
+    loaded = DashboardSession([slow_loader_trace]).load().entries[0].loaded
     assert loaded is not None
-    made: list[int] = []
+    calls: list[int] = []
 
-    def make() -> int:
-        made.append(1)
+    def compute() -> int:
+        calls.append(1)
         time.sleep(0.05)
-        return len(made)
+        return len(calls)
 
-    found: list[int] = []
+    results: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(loaded.get_or_compute("x", make)))
+        threading.Thread(target=lambda: results.append(loaded.get_or_compute("x", compute)))
         for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [1] * 8
-    assert len(made) == 1
+    assert results == [1] * 8
+    assert len(calls) == 1
 
 
-def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
-    session = DashboardSession([slow])
+def test_large_tables_are_computed_before_the_run_is_shown(slow_loader_trace: str) -> None:
+    session = DashboardSession([slow_loader_trace])
     create_app(session, Access())
     loaded = session.load().entries[0].loaded
     assert loaded is not None
     for key in (("op_tree", None), ("op_rows", None), ("kernel_rows", None)):
-        loaded.get_or_compute(key, lambda: pytest.fail("made while somebody waits"))
+        loaded.get_or_compute(key, lambda: pytest.fail("computed during a request"))
 
 
-def test_layers_are_drawn_where_modules_were_recorded() -> None:
+def test_layers_are_drawn_if_modules_were_recorded() -> None:
     b = TraceBuilder()
     with b.step():
         with b.python("nn.Module: <img src=x>_0"):
@@ -150,20 +152,20 @@ def test_layers_are_drawn_where_modules_were_recorded() -> None:
 # -- a run that is going on ----------------------------------------------------------------------
 
 
-def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
+def test_findings_appear_when_a_window_is_written(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run", end=False)
     window = run / "rank0" / "trace_w0.json.gz"
-    aside = tmp_path / "trace"
-    shutil.move(window, aside)
+    moved_window = tmp_path / "trace"
+    shutil.move(window, moved_window)
     session = DashboardSession([str(run)], is_live=True)
     session.start()
     try:
         assert session.wait(60)
         entry = session.entries[0]
-        before = entry.version
+        version_before = entry.version
         assert entry.loaded is None or entry.loaded.report.scope.step_source == "record"
-        shutil.move(aside, window)
-        assert until(lambda: entry.version > before)
+        shutil.move(moved_window, window)
+        assert is_true_within(lambda: entry.version > version_before)
         assert entry.loaded is not None
         assert entry.loaded.report.scope.step_source == "ProfilerStep"
         assert entry.loaded.report.findings[0].category == "input"
@@ -171,7 +173,7 @@ def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
         session.close()
 
 
-def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
+def test_a_folder_is_read_when_it_becomes_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     session = DashboardSession([str(folder)], is_live=True)
@@ -179,14 +181,14 @@ def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
     try:
         assert session.wait(60)
         assert session.entries[0].state == "failed"
-        made = recorded.write_run(tmp_path / "other")
-        shutil.copytree(made, folder, dirs_exist_ok=True)
-        assert until(lambda: session.entries[0].state == "ready")
+        run = recorded.write_run(tmp_path / "other")
+        shutil.copytree(run, folder, dirs_exist_ok=True)
+        assert is_true_within(lambda: session.entries[0].state == "ready")
     finally:
         session.close()
 
 
-def test_many_more_steps_are_a_reason_to_look_again_only_without_a_window(tmp_path: Path) -> None:
+def test_many_new_steps_change_the_fingerprint_only_without_a_window(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run")
     steps = run / "rank0" / "steps.jsonl"
     with_window = recording_fingerprint(str(run))
@@ -198,7 +200,7 @@ def test_many_more_steps_are_a_reason_to_look_again_only_without_a_window(tmp_pa
     assert recording_fingerprint(str(run)) != few
 
 
-def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> None:
+def test_a_follower_reads_appended_lines_and_skips_partial_ones(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run", steps=30)
     file = run / "rank0" / "steps.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -231,16 +233,16 @@ def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
         "state": [{"id": "_pages_location", "property": "search", "value": "?rank=../0"}],
         "changedPropIds": ["live-tick.n_intervals"],
     }
-    answer = client.post("/_dash-update-component", json=body)
-    assert answer.status_code == 200
-    found = answer.json["response"]
-    assert found["live-tick"]["disabled"] is False
-    assert '"50"' in answer.text
-    assert "running" in answer.text
+    response = client.post("/_dash-update-component", json=body)
+    assert response.status_code == 200
+    outputs = response.json["response"]
+    assert outputs["live-tick"]["disabled"] is False
+    assert '"50"' in response.text
+    assert "running" in response.text
 
 
-def _runs(folder: Path, medians: list[int]) -> list[str]:
-    """Runs of 30 steps with these lengths, ns; the newest first."""
+def _write_runs(folder: Path, medians: list[int]) -> list[str]:
+    """Write runs of 30 steps with these step times, ns. Return their paths, newest first."""
     for day, dur in enumerate(medians):
         rank = folder / f"2026-11-{day + 1:02}" / "rank0"
         rank.mkdir(parents=True)
@@ -257,37 +259,37 @@ def _runs(folder: Path, medians: list[int]) -> list[str]:
     return sorted(map(str, folder.iterdir()), reverse=True)
 
 
-def test_of_a_folder_of_runs_the_newest_are_read_and_the_others_when_asked_for(
+def test_the_newest_runs_of_a_folder_are_read_at_once_and_others_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "MAX_OPEN_RUNS", 1)
-    paths = _runs(tmp_path / "runs", [4_000_000, 3_000_000, 2_000_000])
+    monkeypatch.setattr(loaded_runs, "MAX_OPEN_RUNS", 1)
+    paths = _write_runs(tmp_path / "runs", [4_000_000, 3_000_000, 2_000_000])
     session = DashboardSession(paths, folder=str(tmp_path / "runs")).start()
     newest, middle, oldest = session.entries
-    assert until(lambda: middle.state == "ready" and oldest.summary is not None)
+    assert is_true_within(lambda: middle.state == "ready" and oldest.summary is not None)
     assert newest.state == "ready" and oldest.state == "unread"
     assert [e.step.ns for e in session.entries if e.step] == [2e6, 3e6, 4e6]
     assert middle.summary is not None and middle.summary.commit == "0000000000+"
-    assert until(lambda: session.pairs == [("1", "0")]) and session.status()["done"]
+    assert is_true_within(lambda: session.pairs == [("1", "0")]) and session.status()["done"]
     client = create_app(session, Access()).server.test_client()
     assert client.get("/runs").status_code == 200
 
-    assert session.entry("2") is oldest  # asked for: read, and the other is closed for it
-    assert until(lambda: oldest.state == "ready" and ("2", "0") in session.pairs)
+    assert session.entry("2") is oldest  # requested: it is read, and the other one is closed
+    assert is_true_within(lambda: oldest.state == "ready" and ("2", "0") in session.pairs)
     assert middle.state == "unread" and middle.loaded is None and middle.verdict
     session.close()
 
 
-def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
-    tmp_path: Path, served: Any, tab: Any
+def test_the_runs_page_lists_steps_commits_and_verdicts(
+    tmp_path: Path, serve_session: Any, open_tab: Any
 ) -> None:
     folder = tmp_path / "runs"
-    paths = _runs(folder, [4_000_000, 3_000_000])
+    paths = _write_runs(folder, [4_000_000, 3_000_000])
     session = DashboardSession(paths, folder=str(folder)).start()
-    assert until(lambda: all(entry.state == "ready" for entry in session.entries))
-    with served(session) as shown:
-        t = tab(shown)
-        page = t.open("/runs")
+    assert is_true_within(lambda: all(entry.state == "ready" for entry in session.entries))
+    with serve_session(session) as dashboard:
+        tab = open_tab(dashboard)
+        page = tab.open("/runs")
         findings, runs = page.locator("table.data").all()
         assert "The DataLoader has no workers" in findings.inner_text()
         rows = runs.locator("tbody tr").all_inner_texts()
@@ -301,60 +303,65 @@ def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
         page.locator("td a").nth(1).click()
         page.wait_for_url("**/?run=1")
         page.locator("header .run-name", has_text="2026-11-01").first.wait_for()
-        assert t.wrong == []
+        assert tab.problems == []
 
 
 @pytest.mark.parametrize("name", ["wide_embedding", "ads_ranker", "decode_batch1"])
-def test_a_list_of_runs_has_the_step_time_of_the_report_or_none(
+def test_the_step_time_in_a_list_of_runs_equals_that_of_the_report(
     name: str, shared_file: Any
 ) -> None:
-    """The host runs ahead in the first, so its time from step to step is no step's length; the
-    second leads with the mean of its steps, the third with the median."""
+    """In the first run the host runs ahead, so its step time is not measured. The second one uses
+    the mean of its steps, the third one the median."""
     path = shared_file(f"h100/{name}")
     report = examine(path).report
     step = RunSummary.read(path).step
     assert (step and step.reference_ns) == (report.step and report.step_ns)
 
 
-def _listed(program: str, ns: float | None, **more: Any) -> OpenedPath:
+def _unread_run(program: str, ns: float | None, **fields: Any) -> OpenedPath:
     step = None if ns is None else StepTime(ns=ns, mean_ns=ns)
     summary = RunSummary(0, f"python {program}", "", 1, 30, program, step)
-    return OpenedPath("0", program, summary=summary, step=step, **more)
+    return OpenedPath("0", program, summary=summary, step=step, **fields)
 
 
-def test_step_times_are_compared_within_a_program_and_where_they_are_measured() -> None:
-    entries = [_listed("a.py", 2e6), _listed("a.py", 4e6), _listed("b.py", 1e6)]
+def test_step_times_are_compared_only_within_a_program_and_if_measured() -> None:
+    entries = [_unread_run("a.py", 2e6), _unread_run("a.py", 4e6), _unread_run("b.py", 1e6)]
     assert [runs._table_row(entries, i)[4] for i in range(3)] == ["−50.0%", "–", "–"]
     assert "Step time of a.py" in str(runs._history_card(entries))
-    unknown = [_listed("a.py", 2e6), _listed("a.py", None, verdict="GPU busy")]
-    assert "not measured" in str(runs._table_row(unknown, 1)[3])
-    assert runs._table_row(unknown, 0)[4] == "–" and runs._history_card(unknown) is None
-    assert "not read yet" in str(runs._table_row([_listed("a.py", None)], 0)[3])
+    partly_measured = [_unread_run("a.py", 2e6), _unread_run("a.py", None, verdict="GPU busy")]
+    assert "not measured" in str(runs._table_row(partly_measured, 1)[3])
+    assert (
+        runs._table_row(partly_measured, 0)[4] == "–"
+        and runs._history_card(partly_measured) is None
+    )
+    assert "not read yet" in str(runs._table_row([_unread_run("a.py", None)], 0)[3])
 
 
-def test_a_list_of_runs_leaves_out_columns_that_are_the_same_in_all_of_them() -> None:
-    entries = [_listed("a.py", 2e6), _listed("a.py", 4e6)]
+def test_a_list_of_runs_omits_columns_without_differences() -> None:
+    entries = [_unread_run("a.py", 2e6), _unread_run("a.py", 4e6)]
     rows = [runs._table_row(entries, i) for i in range(2)]
-    header, shown = runs._drop_empty_columns(rows)
+    header, kept_rows = runs._drop_empty_columns(rows)
     assert header == ["Run", "Started", "Step", "Change", "Steps", "Verdict and program"]
-    assert [len(row) for row in shown] == [6, 6]
+    assert [len(row) for row in kept_rows] == [6, 6]
     rows[0][2], rows[1][6] = "0123abcd", "8"
     assert runs._drop_empty_columns(rows)[0] == list(runs.COLUMN_TITLES)
 
 
-def test_a_program_that_a_wrapper_runs_is_not_the_wrappers_other_program(shared_file: Any) -> None:
-    read = [
+def test_programs_run_by_one_wrapper_are_distinguished(shared_file: Any) -> None:
+    summaries = [
         RunSummary.read(shared_file(f"h100/{name}")) for name in ("blocking_upload", "ping_pong")
     ]
-    assert read[0].program != read[1].program and read[0].program.endswith("blocking_upload.py")
+    assert summaries[0].program != summaries[1].program and summaries[0].program.endswith(
+        "blocking_upload.py"
+    )
 
 
-def test_a_place_opens_in_the_editor_only_where_its_file_is_here(tmp_path: Path) -> None:
+def test_a_place_links_to_the_editor_only_if_its_file_exists(tmp_path: Path) -> None:
     file = tmp_path / 'my "model".py'
     file.write_text("x = 1\n")
     template = "vscode://file{file}:{line}"
-    made = editor_href(template, Location(file=str(file), line=7))
-    assert made == f"vscode://file{tmp_path}/my%20%22model%22.py:7"
+    address = editor_href(template, Location(file=str(file), line=7))
+    assert address == f"vscode://file{tmp_path}/my%20%22model%22.py:7"
     assert editor_href("", Location(file=str(file), line=7)) is None
     assert editor_href(template, Location(file=str(file))) is None
     for other in (tmp_path / "gone.py", tmp_path, "/etc/passwd", "a\0b.py"):
@@ -362,15 +369,15 @@ def test_a_place_opens_in_the_editor_only_where_its_file_is_here(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "wrong", ["javascript://{file}", "data:{file}", "vscode://file", "x y://{file}"]
+    "address", ["javascript://{file}", "data:{file}", "vscode://file", "x y://{file}"]
 )
-def test_an_editor_that_is_not_an_address_of_one_is_refused(wrong: str) -> None:
+def test_an_invalid_editor_address_is_refused(address: str) -> None:
     with pytest.raises(AdvisorError, match="--editor"):
-        parse_editor(wrong)
+        parse_editor(address)
     assert parse_editor("off") == "" and parse_editor(EDITOR) == EDITOR
 
 
-def test_a_page_says_which_run_or_rank_of_its_address_is_not_there() -> None:
+def test_a_page_reports_an_unknown_run_or_rank_in_its_address() -> None:
     entry = SimpleNamespace(
         key="0", name="train", loaded=SimpleNamespace(analyses={0: None, 1: None})
     )
@@ -380,4 +387,4 @@ def test_a_page_says_which_run_or_rank_of_its_address_is_not_there() -> None:
     assert "no rank 99 here" in describe_missing(view, rank="99")
     assert describe_missing(view, view="5", rank="1" * 90).count("1") == 40
     entry.loaded.analyses.pop(1)
-    assert describe_missing(view, rank="0") == ""  # the only rank, whatever links call it
+    assert describe_missing(view, rank="0") == ""  # a link to the only rank is valid

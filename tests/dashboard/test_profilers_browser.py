@@ -1,5 +1,4 @@
-"""Files of other profilers, and memory snapshots, in the browser: the timeline draws what is in
-them, the advice is in the program's own terms, and nothing goes wrong on any page."""
+"""Files of other profilers and memory snapshots in a browser: timeline, advice and pages."""
 
 from __future__ import annotations
 
@@ -17,22 +16,22 @@ from tests.dashboard import test_timeline_browser as timeline
 from tests.read import profiler_files as files
 from tests.read import xspace_writer as xspace
 
-COLOUR = {category.key: category.color for category in ALL_CATEGORIES}
+COLOR_BY_KEY = {category.key: category.color for category in ALL_CATEGORIES}
 
 
-def _jax(path: Path) -> Path:
+def _write_jax_trace(path: Path) -> Path:
     path.write_bytes(xspace.jax_training())
     return path
 
 
 FORMATS: dict[str, tuple[str, Callable[[Path], Path], str, str]] = {
     "nsys": ("solver.sqlite", files.nsys, "third", "cudaHostAlloc"),
-    "xplane": ("host.xplane.pb", _jax, "loop_fusion_2", "jax"),
+    "xplane": ("host.xplane.pb", _write_jax_trace, "loop_fusion_2", "jax"),
     "rpd": ("run.rpd", files.rpd, "third", "hipDeviceSynchronize"),
     "rocpd": ("run.db", lambda path: files.rocpd(path, 4), "third", "hipStreamWaitEvent"),
     "rocprofv3": ("run_results.json", files.rocprof_json, "third", "hipStreamWaitEvent"),
 }
-"""The file's name, what makes it, one of its kernels, and a word of its advice."""
+"""File name, function that writes it, one of its kernels, and a word of its advice."""
 
 
 @pytest.fixture(
@@ -49,34 +48,34 @@ def recording(
     return make(tmp_path_factory.mktemp(request.param) / name), kernel, word
 
 
-def test_a_recording_is_drawn_and_advised_in_its_own_terms_and_every_page_opens(
-    recording: tuple[Path, str, str], show: Any, tab: Callable[..., Any]
+def test_a_recording_is_drawn_with_advice_in_its_own_terms(
+    recording: tuple[Path, str, str], dashboard_of: Any, open_tab: Callable[..., Any]
 ) -> None:
-    """One visit for all that is claimed of a format."""
+    """All checks of a format share one visit."""
     path, kernel, word = recording
-    t = tab(show(path))
+    tab = open_tab(dashboard_of(path))
     seen = []
-    for module in t.walk():
+    for module in tab.visit_pages():
         if module == "timeline":
-            _it_is_drawn(t.page)
+            _check_timeline(tab.page)
         elif module == "kernels":
-            # the table's rows come after the page
-            t.page.wait_for_function(
+            # the rows of the table are drawn after the page
+            tab.page.wait_for_function(
                 "name => document.querySelector('main').innerText.includes(name)", arg=kernel
             )
         elif module == "findings":
-            told = t.text()
-            assert word in told
-            assert "DataLoader(" not in told and "pin_memory" not in told
-        assert t.wrong == [], module
+            text = tab.text()
+            assert word in text
+            assert "DataLoader(" not in text and "pin_memory" not in text
+        assert tab.problems == [], module
         seen.append(module)
     assert {"timeline", "kernels", "findings"} < set(seen) and len(seen) > 5
 
 
-def _it_is_drawn(page: Any) -> None:
-    timeline.settle(page)
-    seen = timeline.colours(page)
-    drawn = [key for key, colour in COLOUR.items() if seen[colour] > 100]
+def _check_timeline(page: Any) -> None:
+    timeline.wait_for_view(page)
+    seen = timeline.read_colors(page)
+    drawn = [key for key, color in COLOR_BY_KEY.items() if seen[color] > 100]
     assert "step" in drawn
     assert any(key.startswith("gpu-") for key in drawn), drawn
     assert any(key.startswith("copy-htod") for key in drawn), drawn
@@ -93,25 +92,25 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return m.write(tmp_path_factory.mktemp("memory") / "memory.pickle")
 
 
-def test_a_snapshot_is_drawn_and_its_advice_is_there(
-    snapshot: Path, show: Any, tab: Callable[..., Any]
+def test_a_snapshot_is_drawn_with_its_advice(
+    snapshot: Path, dashboard_of: Any, open_tab: Callable[..., Any]
 ) -> None:
-    t = tab(show(snapshot))
-    page = t.open("/memory")
+    tab = open_tab(dashboard_of(snapshot))
+    page = tab.open("/memory")
     page.wait_for_function("() => document.querySelectorAll('main .js-plotly-plot').length >= 2")
-    told = page.locator("main").inner_text()
-    assert "Left behind by each step" in told and "train.py" in told
-    found = t.open("/findings").locator("main").inner_text()
-    assert "The loss keeps several copies of the logits in memory" in found
-    assert t.open("/").locator(".pill").first.inner_text() == "Memory problem found"
-    assert len(list(t.walk())) > 5
-    assert t.wrong == []
+    text = page.locator("main").inner_text()
+    assert "Left behind by each step" in text and "train.py" in text
+    findings_text = tab.open("/findings").locator("main").inner_text()
+    assert "The loss keeps several copies of the logits in memory" in findings_text
+    assert tab.open("/").locator(".pill").first.inner_text() == "Memory problem found"
+    assert len(list(tab.visit_pages())) > 5
+    assert tab.problems == []
 
 
-def test_on_a_telephone_the_legend_of_memory_is_whole(
-    snapshot: Path, show: Any, tab: Callable[..., Any]
+def test_the_memory_legend_fits_a_phone(
+    snapshot: Path, dashboard_of: Any, open_tab: Callable[..., Any]
 ) -> None:
-    page = tab(show(snapshot), width=390).open("/memory")
+    page = open_tab(dashboard_of(snapshot), width=390).open("/memory")
     legend = page.locator(".figure .legend").first
     legend.locator(".traces").first.wait_for()
     names = legend.locator(".traces").count()

@@ -1,6 +1,6 @@
-"""What can be taken away: tables as CSV, the trace with our tracks, and the trace to Perfetto.
+"""Saving: grids as CSV, the trace with advisor's tracks, and the trace in Perfetto.
 
-That site is asked for nothing before somebody has read what it does, and clicked."""
+Nothing is requested from Perfetto's site before the user has read the notice and clicked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ addEventListener("message", event => {
   document.title = "given";
 });
 </script>"""
-"""Answers as the Perfetto UI does, and keeps what it is given."""
+"""Page that answers as the Perfetto UI does, and keeps the trace in ``window.given``."""
 
 
 @pytest.fixture(scope="module")
@@ -47,125 +47,127 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def viewer() -> Iterator[tuple[str, list[str]]]:
-    """A site that takes traces, and what was asked of it."""
-    asked: list[str] = []
+    """Serve a viewer's site. Yield its address and the list of requested paths."""
+    requested: list[str] = []
 
-    class Answer(http.server.BaseHTTPRequestHandler):
+    class ViewerHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
             self.wfile.write(VIEWER)
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), ViewerHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/", asked
+    yield f"http://127.0.0.1:{server.server_address[1]}/", requested
     server.shutdown()
     server.server_close()
 
 
-def our_tracks(text: bytes) -> tuple[int, set[str]]:
-    """How many events a packed trace has, and the names of all that are there."""
+def read_event_names(text: bytes) -> tuple[int, set[str]]:
+    """Return the number of events in a compressed trace, and their names."""
     events = json.loads(gzip.decompress(text))["traceEvents"]
     return len(events), {str(event.get("name")) for event in events}
 
 
-def test_the_trace_is_handed_over_after_two_clicks_and_nothing_is_asked_before(
-    trace: Path, served: Any, tab: Callable[..., Any], viewer: tuple[str, list[str]]
+def test_the_trace_is_sent_after_two_clicks_and_nothing_is_requested_before(
+    trace: Path, serve_session: Any, open_tab: Callable[..., Any], viewer: tuple[str, list[str]]
 ) -> None:
-    address, asked = viewer
-    with served(DashboardSession([str(trace)], perfetto=address).load()) as shown:
-        t = tab(shown)
-        page = t.open("/timeline")
+    address, requested = viewer
+    with serve_session(DashboardSession([str(trace)], perfetto=address).load()) as dashboard:
+        tab = open_tab(dashboard)
+        page = tab.open("/timeline")
         page.locator("#perfetto-ask").wait_for()
-        t.settle()
+        tab.wait_until_idle()
         assert not page.locator("#perfetto").is_visible()
         page.click("#perfetto-ask")
-        said = t.text("#perfetto")
-        assert address in said and "a request to that site" in said
+        notice = tab.text("#perfetto")
+        assert address in notice and "a request to that site" in notice
         page.click("#perfetto-leave")
         assert not page.locator("#perfetto").is_visible()
         page.click("#perfetto-ask")
-        t.settle()
-        assert asked == [] and len(page.context.pages) == 1
-        with page.context.expect_page() as opened:
+        tab.wait_until_idle()
+        assert requested == [] and len(page.context.pages) == 1
+        with page.context.expect_page() as new_page:
             page.click("#perfetto-open")
-        other = opened.value
-        other.wait_for_function("document.title === 'given'", timeout=30_000)
+        viewer_page = new_page.value
+        viewer_page.wait_for_function("document.title === 'given'", timeout=30_000)
         page.get_by_text("Trace sent.").wait_for()
-        given = other.evaluate(
+        received = viewer_page.evaluate(
             "({title: given.title, bytes: Array.from(new Uint8Array(given.buffer))})"
         )
-        assert given["title"] == "train.advisor.json.gz"
-        count, names = our_tracks(bytes(given["bytes"]))
+        assert received["title"] == "train.advisor.json.gz"
+        count, names = read_event_names(bytes(received["bytes"]))
         assert {"gemm_kernel", "aten::mm"} <= names
         assert count > len(json.loads(trace.read_text())["traceEvents"])
-        assert [path for path in asked if path != "/favicon.ico"] == ["/"]
-        other.close()
-        assert t.wrong == []
+        assert [path for path in requested if path != "/favicon.ico"] == ["/"]
+        viewer_page.close()
+        assert tab.problems == []
 
 
-def test_the_trace_is_saved_without_asking_anybody(
-    trace: Path, served: Any, tab: Callable[..., Any]
+def test_the_trace_is_saved_without_requests_to_other_sites(
+    trace: Path, serve_session: Any, open_tab: Callable[..., Any]
 ) -> None:
-    with served(DashboardSession([str(trace)]).load()) as shown:
-        t = tab(shown)
-        page = t.open("/timeline")
+    with serve_session(DashboardSession([str(trace)]).load()) as dashboard:
+        tab = open_tab(dashboard)
+        page = tab.open("/timeline")
         save = page.locator(".trace-file a")
         save.wait_for()
         assert page.locator("#perfetto-ask").count() == 0  # off
-        with page.expect_download() as waiting:
+        with page.expect_download() as download:
             save.click()
-        got = waiting.value
-        assert got.suggested_filename == "train.advisor.json.gz"
-        assert "gemm_kernel" in our_tracks(Path(got.path()).read_bytes())[1]
-        assert t.wrong == []
+        saved_file = download.value
+        assert saved_file.suggested_filename == "train.advisor.json.gz"
+        assert "gemm_kernel" in read_event_names(Path(saved_file.path()).read_bytes())[1]
+        assert tab.problems == []
 
 
 def test_a_grid_is_saved_as_csv_with_numbers_and_no_formulas(
-    trace: Path, show: Any, tab: Callable[..., Any]
+    trace: Path, dashboard_of: Any, open_tab: Callable[..., Any]
 ) -> None:
-    t = tab(show(trace))
-    page = t.open("/kernels")
+    tab = open_tab(dashboard_of(trace))
+    page = tab.open("/kernels")
     page.locator("#kernel-grid .ag-row").first.wait_for()
-    with page.expect_download() as waiting:
+    with page.expect_download() as download:
         page.click(".save-csv[data-grid=kernel-grid]")
-    got = waiting.value
-    assert got.suggested_filename == "advisor-kernel.csv"
-    with Path(got.path()).open(encoding="utf-8-sig", newline="") as file:
+    saved_file = download.value
+    assert saved_file.suggested_filename == "advisor-kernel.csv"
+    with Path(saved_file.path()).open(encoding="utf-8-sig", newline="") as file:
         rows = {row["Kernel"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"gemm_kernel", f"'{FORMULA}"}
     # by hand: 900 µs and 300 µs in every step
     assert float(rows["gemm_kernel"]["Time per step, ns"]) == pytest.approx(900e3)
     assert float(rows["gemm_kernel"]["Share, 0 to 1"]) == pytest.approx(0.75)
     assert 0 < float(rows["gemm_kernel"]["Occupancy, 0 to 1"]) <= 1
-    assert t.wrong == []
+    assert tab.problems == []
 
 
-def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
+def test_files_of_a_session_are_removed_with_it(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
     from advisor.dashboard.pages import timeline
 
-    kept = timeline.scratch_folder
+    scratch_folder = timeline.scratch_folder
 
     @contextmanager
-    def scratch() -> Iterator[Path]:
-        with kept() as folder:
-            made.append(folder)
+    def noted_scratch_folder() -> Iterator[Path]:
+        with scratch_folder() as folder:
+            folders.append(folder)
             yield folder
 
-    monkeypatch.setattr(timeline, "scratch_folder", scratch)
+    monkeypatch.setattr(timeline, "scratch_folder", noted_scratch_folder)
     session = DashboardSession([str(trace)] * 3).load()
     client = create_app(session, Access()).server.test_client()
     for key in ("0", "1", "2", "2", "1", "0"):
-        with client.get(f"/_advisor/trace?run={key}&rank=0") as answer:
-            assert answer.status_code == 200
-            assert our_tracks(answer.data)[0] > 0
-    (folder,) = made
+        with client.get(f"/_advisor/trace?run={key}&rank=0") as response:
+            assert response.status_code == 200
+            assert read_event_names(response.data)[0] > 0
+    (folder,) = folders
     assert len(list(folder.glob("*.json.gz"))) == timeline.MAX_KEPT_FILES
     session.close()
     assert not folder.exists()

@@ -1,4 +1,4 @@
-"""Who is answered, with which headers, and that a request can change or name nothing."""
+"""Server: access control, security headers, and requests that only read."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> DashboardSession:
     return DashboardSession([str(b.write(tmp_path_factory.mktemp("a") / "a.json"))]).load()
 
 
-def client(session: DashboardSession, access: Access | None = None) -> Any:
+def make_client(session: DashboardSession, access: Access | None = None) -> Any:
     return create_app(session, access or Access()).server.test_client()
 
 
-def callback(client: Any, path: str, search: str = "", **headers: str) -> Any:
-    """What the browser asks for to show a page."""
+def post_page_callback(client: Any, path: str, search: str = "", **headers: str) -> Any:
+    """Send the request by which a browser loads a page."""
     body = {
         "output": ".._pages_content.children..._pages_store.data..",
         "outputs": [
@@ -56,18 +56,18 @@ def callback(client: Any, path: str, search: str = "", **headers: str) -> Any:
     return client.post("/_dash-update-component", json=body, headers=headers)
 
 
-def policy(answer: Any) -> dict[str, str]:
-    parts = answer.headers["Content-Security-Policy"].split("; ")
+def read_policy(response: Any) -> dict[str, str]:
+    parts = response.headers["Content-Security-Policy"].split("; ")
     return {part.split(" ")[0]: part.partition(" ")[2] for part in parts}
 
 
-def test_the_page_may_run_only_scripts_from_here(session: DashboardSession) -> None:
-    found = policy(client(session).get("/"))
-    assert "unsafe-eval" not in str(found)
-    assert "unsafe-inline" not in found["script-src"]
-    assert found["script-src"].startswith("'self'")
-    assert found["connect-src"] == found["default-src"] == "'self'"
-    assert found["object-src"] == found["frame-ancestors"] == found["base-uri"] == "'none'"
+def test_pages_may_only_run_scripts_of_this_server(session: DashboardSession) -> None:
+    policy = read_policy(make_client(session).get("/"))
+    assert "unsafe-eval" not in str(policy)
+    assert "unsafe-inline" not in policy["script-src"]
+    assert policy["script-src"].startswith("'self'")
+    assert policy["connect-src"] == policy["default-src"] == "'self'"
+    assert policy["object-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
 
 
 def test_every_inline_script_of_the_page_is_allowed_by_its_hash(session: DashboardSession) -> None:
@@ -75,60 +75,62 @@ def test_every_inline_script_of_the_page_is_allowed_by_its_hash(session: Dashboa
     import hashlib
     import re
 
-    answer = client(session).get("/")
-    inline = re.findall(r"<script(?![^>]*src=)(?![^>]*json)[^>]*>(.*?)</script>", answer.text, re.S)
+    response = make_client(session).get("/")
+    inline = re.findall(
+        r"<script(?![^>]*src=)(?![^>]*json)[^>]*>(.*?)</script>", response.text, re.S
+    )
     assert inline
     for script in inline:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in policy(answer)["script-src"]
+        assert f"'sha256-{digest}'" in read_policy(response)["script-src"]
 
 
 @pytest.mark.parametrize("path", ["/", "/_dash-layout", "/_advisor/status", "/assets/base.css"])
-def test_everything_comes_with_the_headers(session: DashboardSession, path: str) -> None:
-    answer = client(session).get(path)
-    assert answer.status_code == 200
-    assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert answer.headers["Referrer-Policy"] == "no-referrer"
-    assert answer.headers["X-Frame-Options"] == "DENY"
+def test_all_responses_have_the_security_headers(session: DashboardSession, path: str) -> None:
+    response = make_client(session).get(path)
+    assert response.status_code == 200
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Referrer-Policy"] == "no-referrer"
+    assert response.headers["X-Frame-Options"] == "DENY"
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", "127.0.0.1:8050", "[::1]:8050", "LOCALHOST:9"]
 )
-def test_this_machines_names_are_answered(session: DashboardSession, host: str) -> None:
-    assert client(session).get("/", headers={"Host": host}).status_code == 200
+def test_requests_by_local_names_are_answered(session: DashboardSession, host: str) -> None:
+    assert make_client(session).get("/", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "", "[evil"],
 )
-def test_a_name_that_is_made_to_point_here_is_not(session: DashboardSession, host: str) -> None:
+def test_requests_by_foreign_names_are_refused(session: DashboardSession, host: str) -> None:
     for path in ("/", "/_dash-layout", "/_advisor/status", "/assets/base.css"):
-        assert client(session).get(path, headers={"Host": host}).status_code == 403
+        assert make_client(session).get(path, headers={"Host": host}).status_code == 403
 
 
 def test_a_post_from_another_site_is_refused(session: DashboardSession) -> None:
-    c = client(session)
-    assert callback(c, "/").status_code == 200
-    assert callback(c, "/", Origin="http://localhost").status_code == 200
-    assert callback(c, "/", Origin="http://evil.example").status_code == 403
-    assert callback(c, "/", **{"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    client = make_client(session)
+    assert post_page_callback(client, "/").status_code == 200
+    assert post_page_callback(client, "/", Origin="http://localhost").status_code == 200
+    assert post_page_callback(client, "/", Origin="http://evil.example").status_code == 403
+    assert post_page_callback(client, "/", **{"Sec-Fetch-Site": "cross-site"}).status_code == 403
 
 
 @pytest.mark.parametrize("method", ["put", "delete", "patch", "post", "options"])
-def test_nothing_can_be_written(session: DashboardSession, method: str) -> None:
-    assert getattr(client(session), method)("/").status_code == 405
-    assert getattr(client(session), method)("/_advisor/status").status_code == 405
+def test_writing_methods_are_refused(session: DashboardSession, method: str) -> None:
+    assert getattr(make_client(session), method)("/").status_code == 405
+    assert getattr(make_client(session), method)("/_advisor/status").status_code == 405
 
 
 def test_a_large_body_is_refused(session: DashboardSession) -> None:
-    c = client(session)
-    c.get("/")
-    answer = c.post(
+    client = make_client(session)
+    client.get("/")
+    response = client.post(
         "/_dash-update-component", data=b" " * (5 << 20), content_type="application/json"
     )
-    assert answer.status_code == 413
+    assert response.status_code == 413
 
 
 # -- the token -----------------------------------------------------------------------------------
@@ -140,25 +142,25 @@ def local() -> Access:
 
 
 @pytest.fixture(scope="module")
-def guarded(session: DashboardSession, local: Access) -> Any:
-    """The server of a dashboard that asks for a token."""
+def server_with_token(session: DashboardSession, local: Access) -> Any:
+    """Return the server of a dashboard that needs a token."""
     return create_app(session, local).server
 
 
-def cookies(answer: Any) -> dict[str, str]:
-    """Name of each cookie that is set, and what is said of it."""
-    return dict(line.split("=", 1) for line in answer.headers.getlist("Set-Cookie"))
+def read_cookies(response: Any) -> dict[str, str]:
+    """Return the cookies that a response sets: value and attributes by name."""
+    return dict(line.split("=", 1) for line in response.headers.getlist("Set-Cookie"))
 
 
-def test_a_token_is_asked_for_on_every_address_and_is_never_the_same() -> None:
+def test_every_host_needs_a_new_random_token() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0"):
         assert len(Access.for_host(host).token or "") >= 32
         assert Access.for_host(host).token != Access.for_host(host).token
-    shown = Access.for_host("127.0.0.1")
-    assert str(shown.token) not in repr(shown)
+    access = Access.for_host("127.0.0.1")
+    assert str(access.token) not in repr(access)
 
 
-def test_an_application_that_nobody_said_who_may_see_asks_for_a_token(
+def test_an_application_needs_a_token_by_default(
     session: DashboardSession,
 ) -> None:
     assert create_app(session).server.test_client().get("/").status_code == 401
@@ -168,15 +170,17 @@ def test_an_application_that_nobody_said_who_may_see_asks_for_a_token(
     "/", "/_dash-layout", "/_dash-dependencies", "/_advisor/status", "/_advisor/trace",
     "/_advisor/timeline/info", "/assets/base.css", "/?token=wrong", "/?token=", "/nowhere",
 ])  # fmt: skip
-def test_without_the_token_nothing_is_reported(guarded: Any, path: str) -> None:
-    answer = guarded.test_client().get(path)
-    assert answer.status_code == 401
-    assert "aten" not in answer.text and "Set-Cookie" not in answer.headers
-    assert guarded.test_client().post("/_dash-update-component", json={}).status_code == 401
+def test_requests_without_the_token_get_no_data(server_with_token: Any, path: str) -> None:
+    response = server_with_token.test_client().get(path)
+    assert response.status_code == 401
+    assert "aten" not in response.text and "Set-Cookie" not in response.headers
+    assert (
+        server_with_token.test_client().post("/_dash-update-component", json={}).status_code == 401
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "then"),
+    ("address", "expected"),
     [
         ("/findings?run=0&token={}", "/findings?run=0"),
         ("/?token={}", "/"),
@@ -186,60 +190,61 @@ def test_without_the_token_nothing_is_reported(guarded: Any, path: str) -> None:
         ("/assets/favicon.svg?token={}", "/assets/favicon.svg"),
     ],
 )
-def test_the_token_leaves_the_address_and_all_else_stays(
-    guarded: Any, local: Access, asked: str, then: str
+def test_the_token_is_removed_from_the_address(
+    server_with_token: Any, local: Access, address: str, expected: str
 ) -> None:
-    c = guarded.test_client()
-    for _ in range(2):  # the second time the browser has its cookie already
-        answer = c.get(asked.format(local.token))
-        assert (answer.status_code, answer.headers["Location"]) == (302, then)
-        assert c.get(then).status_code == 200
+    client = server_with_token.test_client()
+    for _ in range(2):  # the second time the browser already has its cookie
+        response = client.get(address.format(local.token))
+        assert (response.status_code, response.headers["Location"]) == (302, expected)
+        assert client.get(expected).status_code == 200
 
 
-def test_an_old_token_leaves_the_address_of_one_who_was_let_in(guarded: Any, local: Access) -> None:
-    c = guarded.test_client()
-    c.get(f"/?token={local.token}")
-    assert c.get("/run?token=of-yesterday&rank=0").headers["Location"] == "/run?rank=0"
-
-
-def test_a_token_leaves_the_address_where_none_is_asked_for(session: DashboardSession) -> None:
-    assert client(session).get("/run?token=x").headers["Location"] == "/run"
-
-
-def test_the_cookie_is_signed_bound_to_the_port_and_not_the_token(
-    guarded: Any, local: Access
+def test_an_old_token_is_removed_from_the_address_of_a_known_browser(
+    server_with_token: Any, local: Access
 ) -> None:
-    seen = set()
+    client = server_with_token.test_client()
+    client.get(f"/?token={local.token}")
+    assert client.get("/run?token=of-yesterday&rank=0").headers["Location"] == "/run?rank=0"
+
+
+def test_a_token_is_removed_from_the_address_if_none_is_needed(session: DashboardSession) -> None:
+    assert make_client(session).get("/run?token=x").headers["Location"] == "/run"
+
+
+def test_the_cookie_is_signed_and_bound_to_the_port(server_with_token: Any, local: Access) -> None:
+    values = set()
     for port in (8050, 8051):
-        answer = guarded.test_client().get(
+        response = server_with_token.test_client().get(
             f"/?token={local.token}", headers={"Host": f"localhost:{port}"}
         )
-        value, _, rest = cookies(answer)[f"{ACCESS_COOKIE}_{port}"].partition(";")
+        value, _, rest = read_cookies(response)[f"{ACCESS_COOKIE}_{port}"].partition(";")
         assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(rest.strip().split("; "))
-        assert str(local.token) not in str(answer.headers.getlist("Set-Cookie"))
-        seen.add(value)
-    assert len(seen) == 2
-    good = seen.pop()
-    payload, _, mark = good.rpartition(".")
+        assert str(local.token) not in str(response.headers.getlist("Set-Cookie"))
+        values.add(value)
+    assert len(values) == 2
+    valid = values.pop()
+    payload, _, signature = valid.rpartition(".")
     forged = [
-        str(local.token), payload, f"{payload}.", f"{payload}.{mark[:-1]}", f"x{good}", "",
-        f"{payload}x.{mark}", "é.é", good.swapcase(), Access.for_host("127.0.0.1").make_cookie(),
+        str(local.token), payload, f"{payload}.", f"{payload}.{signature[:-1]}", f"x{valid}", "",
+        f"{payload}x.{signature}", "é.é", valid.swapcase(),
+        Access.for_host("127.0.0.1").make_cookie(),
     ]  # fmt: skip
-    for value, expected in [(good, 200), *((value, 401) for value in forged)]:
-        given = {"Host": "localhost:8050", "Cookie": f"{ACCESS_COOKIE}_8050={value}"}
-        asked = guarded.test_client(use_cookies=False).get("/", headers=given)
-        assert asked.status_code == expected, value
-    elsewhere = {"Host": "localhost:8051", "Cookie": f"{ACCESS_COOKIE}_8050={good}"}
-    stranger = guarded.test_client(use_cookies=False)
-    assert stranger.get("/", headers=elsewhere).status_code == 401
+    for value, expected in [(valid, 200), *((value, 401) for value in forged)]:
+        headers = {"Host": "localhost:8050", "Cookie": f"{ACCESS_COOKIE}_8050={value}"}
+        response = server_with_token.test_client(use_cookies=False).get("/", headers=headers)
+        assert response.status_code == expected, value
+    other_port = {"Host": "localhost:8051", "Cookie": f"{ACCESS_COOKIE}_8050={valid}"}
+    new_client = server_with_token.test_client(use_cookies=False)
+    assert new_client.get("/", headers=other_port).status_code == 401
 
 
 def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
+    comparisons = []
 
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return one == other
+    def compare(first: bytes, second: bytes) -> bool:
+        comparisons.append((first, second))
+        return first == second
 
     monkeypatch.setattr("advisor.dashboard.server.hmac.compare_digest", compare)
     access = Access.for_host("127.0.0.1", "a" * 20)
@@ -248,30 +253,30 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         and not access.is_valid_token("b" * 20)
         and not access.is_valid_token("\ud800é")
     )
-    assert len(compared) == 3
+    assert len(comparisons) == 3
 
 
-def test_a_name_that_points_here_is_refused_with_a_token_too(session: DashboardSession) -> None:
+def test_a_foreign_name_is_refused_even_with_the_token(session: DashboardSession) -> None:
     access = Access.for_host("0.0.0.0")
-    answer = client(session, access).get(
+    response = make_client(session, access).get(
         f"/?token={access.token}", headers={"Host": "evil.example"}
     )
-    assert answer.status_code == 403
-    assert "Set-Cookie" not in answer.headers
+    assert response.status_code == 403
+    assert "Set-Cookie" not in response.headers
 
 
-def test_another_machine_may_come_by_an_address(session: DashboardSession) -> None:
+def test_another_machine_may_connect_by_ip_address(session: DashboardSession) -> None:
     for access in (Access.for_host("0.0.0.0"), replace(Access.for_host("0.0.0.0"), token=None)):
         for host in ("10.0.0.5:8050", "[2001:db8::1]:8050"):
-            answer = client(session, access).get(
+            response = make_client(session, access).get(
                 f"/run?token={access.token}", headers={"Host": host}
             )
-            assert (answer.status_code, answer.headers["Location"]) == (302, "/run")
+            assert (response.status_code, response.headers["Location"]) == (302, "/run")
 
 
 # -- the host: no other name, and no way to another ----------------------------------------------
 
-NOT_OURS = [
+FOREIGN_HOSTS = [
     "localhost:80@evil.com", "[::1].evil.com", "[::1]evil.com", "localhost@evil.com", "[::1",
     "localhost#.evil.com", "localhost/.evil.com", "localhost\\.evil.com", "localhost .evil.com",
     "localhost,evil.com", "localhost:80,evil.com", "localhost:", "localhost:x", "localhost:-1",
@@ -282,8 +287,8 @@ NOT_OURS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("host", NOT_OURS)
-def test_no_other_host_is_taken_for_this_machine(host: str) -> None:
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+def test_no_foreign_host_is_accepted_as_local(host: str) -> None:
     assert not Access.for_host("127.0.0.1").is_allowed_host(host)
     assert not Access().is_allowed_host(host)
 
@@ -300,8 +305,8 @@ def test_no_other_host_is_taken_for_this_machine(host: str) -> None:
 @settings(max_examples=1500, deadline=None)
 @example("localhost:8050")
 @example("[::1]:1")
-def test_what_is_answered_is_this_machine_to_who_reads_addresses(host: str) -> None:
-    """Held against the standard library's reading of the address that such a header comes from."""
+def test_accepted_hosts_are_local_for_the_standard_library_too(host: str) -> None:
+    """The standard library parses the address that such a header comes from."""
     if Access().is_allowed_host(host):
         parts = urlsplit(f"http://{host}/")
         assert parts.hostname in ("localhost", "127.0.0.1", "::1")
@@ -317,13 +322,14 @@ HOSTILE_PATHS = [
 ]  # fmt: skip
 
 
-def leaves_for(location: str) -> str:
-    """The host that a browser goes to from here, by the URL standard: tabs and line ends are
-    dropped, backslashes are slashes."""
-    read = location.strip("".join(map(chr, range(33))))
+def browser_target(location: str) -> str:
+    """Return the host that a browser goes to, by the URL standard.
+
+    Tabs and line ends are dropped, and backslashes count as slashes."""
+    text = location.strip("".join(map(chr, range(33))))
     for dropped in "\t\r\n":
-        read = read.replace(dropped, "")
-    return urlsplit(urljoin("http://localhost:8050/a/b", read.replace("\\", "/"))).netloc
+        text = text.replace(dropped, "")
+    return urlsplit(urljoin("http://localhost:8050/a/b", text.replace("\\", "/"))).netloc
 
 
 @given(
@@ -331,38 +337,38 @@ def leaves_for(location: str) -> str:
     query=st.binary(max_size=20).map(lambda raw: raw + b"&token=secret&" + raw),
 )
 @settings(max_examples=600, deadline=None)
-def test_no_address_leads_to_another_host(path: str, query: bytes) -> None:
+def test_redirect_addresses_stay_on_this_host(path: str, query: bytes) -> None:
     location = local_address(path, query)
     assert location.startswith("/") and not location.startswith("//")
     assert location.isascii() and location.isprintable() and "\\" not in location
-    assert leaves_for(location) == "localhost:8050"
+    assert browser_target(location) == "localhost:8050"
     assert "secret" not in location
 
 
 @pytest.mark.parametrize("path", ["/\t/evil.com/", "//evil.com/", "/\\evil.com", "/\n/evil.com"])
-def test_the_token_cannot_be_used_to_redirect_elsewhere(
-    guarded: Any, local: Access, path: str
+def test_the_redirect_of_a_token_stays_on_this_host(
+    server_with_token: Any, local: Access, path: str
 ) -> None:
-    answer = guarded.test_client().get(
+    response = server_with_token.test_client().get(
         f"/?token={local.token}&a=1", environ_overrides={"PATH_INFO": path}
     )
-    assert answer.status_code == 302
-    assert leaves_for(answer.headers["Location"]) == "localhost:8050"
+    assert response.status_code == 302
+    assert browser_target(response.headers["Location"]) == "localhost:8050"
 
 
-def test_work_is_done_for_pages_of_ours_only(session: DashboardSession) -> None:
-    c = client(session)
+def test_endpoints_answer_only_pages_of_this_server(session: DashboardSession) -> None:
+    client = make_client(session)
     for site, code in (
         ("same-origin", 200),
         ("none", 200),
         ("same-site", 403),
         ("cross-site", 403),
     ):
-        asked = c.get("/_advisor/status", headers={"Sec-Fetch-Site": site})
-        assert asked.status_code == code
-        assert c.get("/findings", headers={"Sec-Fetch-Site": site}).status_code == 200
+        response = client.get("/_advisor/status", headers={"Sec-Fetch-Site": site})
+        assert response.status_code == code
+        assert client.get("/findings", headers={"Sec-Fetch-Site": site}).status_code == 200
     for origin in ("http://localhost:1", "null", "http://[", "http://localhost.evil.com"):
-        assert callback(c, "/", Origin=origin).status_code == 403
+        assert post_page_callback(client, "/", Origin=origin).status_code == 403
 
 
 # -- what a request may name ---------------------------------------------------------------------
@@ -378,66 +384,68 @@ def test_work_is_done_for_pages_of_ours_only(session: DashboardSession) -> None:
         "?self=1&query=2&given=3&page=4&view=5&x0=&x0=1&focus=a&focus=b", "?%00=%00&%ff=%fe&=&&?=?",
     ],
 )  # fmt: skip
-def test_no_query_breaks_a_page_or_names_a_file(
+def test_queries_never_break_a_page_or_reach_a_file(
     session: DashboardSession, page: str, query: str
 ) -> None:
-    answer = callback(client(session), page, query)
-    assert answer.status_code == 200
-    assert "root:" not in answer.text
-    assert "This page failed" not in answer.text
+    response = post_page_callback(make_client(session), page, query)
+    assert response.status_code == 200
+    assert "root:" not in response.text
+    assert "This page failed" not in response.text
 
 
 @given(st.text(max_size=60) | st.binary(max_size=60))
-def test_what_an_address_asks_for_is_read_as_short_texts(search: str | bytes) -> None:
+def test_query_parameters_are_short_texts(search: str | bytes) -> None:
     for raw in (search, {"show": [search, "b"], "run": search, "x": [], "y": None}):
-        found = parse_query(raw) if isinstance(raw, str | bytes) else clean_query(raw)
-        assert all(isinstance(value, str) and key.isidentifier() for key, value in found.items())
+        parameters = parse_query(raw) if isinstance(raw, str | bytes) else clean_query(raw)
+        assert all(
+            isinstance(value, str) and key.isidentifier() for key, value in parameters.items()
+        )
     assert clean_query({"show": ["a", "b"], "rank": "1" * 100_000}) == {"show": "a"}
     assert parse_query("?show=a&show=b&rank=") == {"show": "a", "rank": ""}
 
 
 @pytest.mark.parametrize("path", ["/assets/../access.py", "/assets/..%2f..%2faccess.py", "/etc"])
-def test_no_path_leads_out_of_the_assets(session: DashboardSession, path: str) -> None:
-    answer = client(session).get(path)
-    assert "hmac" not in answer.text
+def test_paths_outside_the_assets_are_refused(session: DashboardSession, path: str) -> None:
+    response = make_client(session).get(path)
+    assert "hmac" not in response.text
 
 
-def test_a_name_from_a_trace_is_sent_as_text_and_never_as_markup(session: DashboardSession) -> None:
-    answer = callback(client(session), "/kernels")
-    assert HOSTILE in json.dumps(answer.json, ensure_ascii=False)
-    components = json.dumps(answer.json)
+def test_names_from_a_trace_are_sent_as_text(session: DashboardSession) -> None:
+    response = post_page_callback(make_client(session), "/kernels")
+    assert HOSTILE in json.dumps(response.json, ensure_ascii=False)
+    components = json.dumps(response.json)
     assert '"dangerously_allow_html": true' not in components
     assert '"dangerouslySetInnerHTML"' not in components
-    # in figures, which read a few tags, it is written with entities
-    plotted = json.dumps(_figures(answer.json))
+    # plotly interprets some tags, so figures have entities instead
+    plotted = json.dumps(_figures(response.json))
     assert "<img" not in plotted
 
 
 def _figures(node: Any) -> list[Any]:
     if isinstance(node, dict):
-        own = [node["figure"]] if isinstance(node.get("figure"), dict) else []
-        return own + [found for value in node.values() for found in _figures(value)]
+        figures = [node["figure"]] if isinstance(node.get("figure"), dict) else []
+        return figures + [figure for value in node.values() for figure in _figures(value)]
     if isinstance(node, list):
-        return [found for value in node for found in _figures(value)]
+        return [figure for value in node for figure in _figures(value)]
     return []
 
 
 # -- the port ------------------------------------------------------------------------------------
 
 
-def test_a_taken_port_gives_the_next_free_one(session: DashboardSession) -> None:
-    taken = listen("127.0.0.1", 0)
-    port = taken.getsockname()[1]
+def test_the_next_free_port_is_used_if_one_is_taken(session: DashboardSession) -> None:
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
     server = bind(create_app(session, Access()).server, Access(), port)
     try:
         assert port < server.port <= port + 50
         assert server.address == f"http://127.0.0.1:{server.port}/"
     finally:
         server.close()
-        taken.close()
+        listener.close()
 
 
-def test_an_address_that_is_not_ours_is_one_line() -> None:
+def test_an_address_of_another_machine_is_refused_in_one_line() -> None:
     with pytest.raises(AdvisorError, match=r"--host 203\.0\.113\.1"):
         listen("203.0.113.1", 0)
 
@@ -451,11 +459,11 @@ def test_the_assets_have_no_inline_handlers_or_eval() -> None:
             assert forbidden not in text.replace("http://www.w3.org", ""), (file.name, forbidden)
 
 
-def test_requests_that_no_page_sends_are_answered_in_a_line(
+def test_invalid_callbacks_are_refused_in_one_line(
     session: DashboardSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asking = client(session)
-    outputs = [item["output"] for item in asking.get("/_dash-dependencies").get_json()]
+    client = make_client(session)
+    outputs = [item["output"] for item in client.get("/_dash-dependencies").get_json()]
     inputs = [{"id": "nope", "property": "value", "value": {"a": [1]}}]
     bodies: list[object] = [[], 5, None, "x", {}, {"output": 5}, {"output": "a.b", "inputs": None}]
     for output in outputs:
@@ -463,9 +471,9 @@ def test_requests_that_no_page_sends_are_answered_in_a_line(
         bodies += [{"output": output, "outputs": {"id": "q"}, "inputs": [7], "state": 5}]
     capsys.readouterr()
     for body in bodies:
-        answer = asking.post("/_dash-update-component", json=body)
-        assert 400 <= answer.status_code < 500, body
+        response = client.post("/_dash-update-component", json=body)
+        assert 400 <= response.status_code < 500, body
         assert capsys.readouterr().err.count("\n") <= 1
     for name in ("nope/x.js", "dash/nope.js", "dash/../../x"):
-        assert 400 <= asking.get(f"/_dash-component-suites/{name}").status_code < 500
+        assert 400 <= client.get(f"/_dash-component-suites/{name}").status_code < 500
         assert capsys.readouterr().err.count("\n") <= 1

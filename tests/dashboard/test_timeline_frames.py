@@ -1,4 +1,4 @@
-"""Call stacks without libraries: what is left moves up, and nothing else changes."""
+"""Call stacks without library frames: the other frames move up, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 
 
-def stacked() -> Analysis:
+def analysis_with_stacks() -> Analysis:
     b = TraceBuilder()
     with (
         b.step(),
@@ -23,8 +23,8 @@ def stacked() -> Analysis:
     return Analysis(b.trace())
 
 
-def test_only_the_frames_of_libraries_are_hidden_and_what_is_in_them_moves_up() -> None:
-    a = stacked()
+def test_only_library_frames_are_hidden_and_their_children_move_up() -> None:
+    a = analysis_with_stacks()
     names = a.trace.cpu["name"].cast(str).to_list()
     hidden = library_frames(a)
     assert {names[i] for i in np.flatnonzero(hidden)} == {
@@ -38,16 +38,18 @@ def test_only_the_frames_of_libraries_are_hidden_and_what_is_in_them_moves_up() 
     assert without["aten::mm"] == depth["aten::mm"] - 2
 
 
-def test_the_index_without_libraries_has_all_else() -> None:
-    a = stacked()
-    whole, own = build_index(a), build_index(a, libraries=False)
-    assert len(own) == len(whole) - 2
-    seen = [{index.names[i] for i in np.unique(index.name)} for index in (whole, own)]
-    assert seen[0] - seen[1] == {
+def test_the_index_without_library_frames_keeps_everything_else() -> None:
+    a = analysis_with_stacks()
+    complete, without_libraries = build_index(a), build_index(a, libraries=False)
+    assert len(without_libraries) == len(complete) - 2
+    names = [
+        {index.names[i] for i in np.unique(index.name)} for index in (complete, without_libraries)
+    ]
+    assert names[0] - names[1] == {
         "torch/nn/modules/module.py(1501): _call_impl",
         "/usr/lib/python3.11/contextlib.py(81): inner",
     }
-    for index in (whole, own):
+    for index in (complete, without_libraries):
         for lane in index.lanes:  # slices of a lane do not overlap
             start, end = (
                 index.start[lane.first_slice : lane.end_slice],

@@ -1,4 +1,4 @@
-"""The lane index, its tracks and counters, against arithmetic by hand and plain loops."""
+"""Timeline index, its tracks and counters, compared with arithmetic by hand and plain loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
 
-def loop(steps: int = 3) -> TraceBuilder:
+def training_loop(steps: int = 3) -> TraceBuilder:
     b = TraceBuilder(gpu="A100", rank=0)
     for _ in range(steps):
         with b.step():
@@ -42,10 +42,10 @@ def loop(steps: int = 3) -> TraceBuilder:
 
 @pytest.fixture(scope="module")
 def small() -> Analysis:
-    return Analysis(loop().trace())
+    return Analysis(training_loop().trace())
 
 
-def test_every_event_is_drawn_once_on_its_thread_or_stream(small):
+def test_every_event_is_drawn_once_in_its_thread_or_stream(small):
     index = build_index(small)
     trace = small.trace
     assert (index.slice_of_row["gpu"] >= 0).all()
@@ -93,7 +93,7 @@ def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name
     )
 
 
-def test_what_a_trace_lacks_is_reported():
+def test_missing_data_is_noted():
     b = TraceBuilder(gpu=None)
     with b.step(), b.op("aten::mm", [[2, 2], [2, 2]]):
         pass
@@ -115,7 +115,7 @@ def test_an_empty_trace_has_an_index_without_lanes(small):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 25)), max_size=40))
-def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pairs):
+def test_tracks_are_minimal_and_without_overlap(pairs):
     pairs.sort(key=lambda p: p[0])
     start = np.array([p[0] for p in pairs], dtype=np.int64)
     end = start + np.array([p[1] for p in pairs], dtype=np.int64)
@@ -129,7 +129,7 @@ def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pair
     assert (track.max(initial=-1) + 1) <= deepest
 
 
-def test_beyond_the_last_track_slices_share_it():
+def test_slices_beyond_the_last_track_share_it():
     start = np.arange(30, dtype=np.int64)
     assert assign_tracks(start, start + 1000, max_tracks=4).max() == 3
 
@@ -137,7 +137,7 @@ def test_beyond_the_last_track_slices_share_it():
 # -- counters ---------------------------------------------------------------------------------
 
 
-def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first():
+def test_a_pixel_has_the_smallest_and_largest_value_from_the_first_sample_on():
     counter = CounterSeries(
         "c", "c", "%", np.array([10, 20, 21, 22]), np.array([5.0, 7, 1, 3]), None
     )
@@ -148,7 +148,7 @@ def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first(
     assert high[2:].tolist() == [5, 5, 7, 3, 3, 3]
 
 
-def test_a_sample_is_not_shown_longer_than_it_holds():
+def test_a_sample_is_shown_for_a_limited_time():
     counter = CounterSeries("c", "c", "%", np.array([0, 100]), np.array([50.0, 60]), 30)
     low, _ = sample_counter(counter, 0, 200, 20)
     assert low[:4].tolist() == [50, 50, 50, 50]
@@ -164,7 +164,7 @@ def test_a_sample_is_not_shown_longer_than_it_holds():
     st.integers(16, 200),
     st.integers(1, 40),
 )
-def test_counters_agree_with_a_look_at_every_instant(samples, x0, span, px):
+def test_counters_equal_a_check_of_every_instant(samples, x0, span, px):
     samples.sort(key=lambda s: s[0])
     ts = np.array([s[0] for s in samples], dtype=np.int64)
     counter = CounterSeries("c", "c", "", ts, np.array([float(s[1]) for s in samples]), None)
@@ -180,7 +180,7 @@ def test_counters_agree_with_a_look_at_every_instant(samples, x0, span, px):
             assert np.isnan(low[i])
 
 
-def test_samples_of_the_recorder_are_put_on_the_clock_of_the_trace(small):
+def test_recorder_samples_are_converted_to_the_trace_clock(small):
     start = small.trace.meta.start_ns
     rank = RankInfo(anchor_unix_ns=start + 1_000, anchor_perf_ns=500)
     samples = [
@@ -188,67 +188,67 @@ def test_samples_of_the_recorder_are_put_on_the_clock_of_the_trace(small):
         for i in range(3)
     ]
     record = RankRecord(rank=rank, samples=samples)
-    found = counter_series(Analysis(small.trace, record=record))
+    result = counter_series(Analysis(small.trace, record=record))
     if small.trace.meta.clock != "unix":
-        assert found == ()
+        assert result == ()
         return
-    assert [c.label for c in found] == ["GPU 0 · power"]
-    assert found[0].ts.tolist() == [1_000, 101_000, 201_000]
-    assert found[0].value.tolist() == [250.0, 250.0, 250.0]
+    assert [c.label for c in result] == ["GPU 0 · power"]
+    assert result[0].ts.tolist() == [1_000, 101_000, 201_000]
+    assert result[0].value.tolist() == [250.0, 250.0, 250.0]
 
 
 # -- search, details, statistics --------------------------------------------------------------
 
 
-def test_search_goes_through_all_found_slices_in_order_of_time_and_round(small):
+def test_search_steps_through_matches_by_time_and_wraps_around(small):
     index = build_index(small)
     hits = search(index, "sgemm")
     assert len(hits.order) == small.trace.gpu.filter(small.trace.gpu["kind"] == "kernel").height
     seen, at = [], None
     for _ in range(len(hits.order) + 1):
-        found = find_next_match(index, hits, at, index.first_ns, is_backward=False)
-        at = found["id"]
-        seen.append(found["ts"])
+        result = find_next_match(index, hits, at, index.first_ns, is_backward=False)
+        at = result["id"]
+        seen.append(result["ts"])
     assert seen[:-1] == sorted(small.trace.gpu.filter(small.trace.gpu["kind"] == "kernel")["ts"])
     assert seen[-1] == seen[0]
     assert find_next_match(index, hits, at, index.first_ns, is_backward=True)["ts"] == seen[-2]
 
 
-def test_a_copy_drawn_in_two_lanes_is_found_once(small):
+def test_a_copy_in_two_lanes_matches_once(small):
     index = build_index(small)
     copies = small.trace.gpu.filter(small.trace.gpu["kind"] == "memcpy").height
     assert len(search(index, "memcpy htod").order) == copies
     assert len(search(index, "memcpy htod").position) == 2 * copies
 
 
-def test_the_slice_of_an_instant_is_device_work_before_host_work(small):
+def test_device_work_has_priority_at_an_instant(small):
     index = build_index(small)
     row = small.trace.gpu.row(3, named=True)
-    found = find_slice_starting(index, row["ts"], row["dur"])
-    assert found is not None and found["id"] == index.slice_of_row["gpu"][3]
+    result = find_slice_starting(index, row["ts"], row["dur"])
+    assert result is not None and result["id"] == index.slice_of_row["gpu"][3]
     assert find_slice_starting(index, index.last_ns + 5, None) is None
 
 
-def test_a_kernel_is_tied_to_its_launch_and_operator(small):
+def test_a_kernel_links_to_its_launch_and_operator(small):
     index = build_index(small)
     gpu, cpu = small.trace.gpu, small.trace.cpu
     row = int(np.flatnonzero((gpu["kind"] == "kernel").to_numpy())[2])
-    found = describe_slice(small, index, int(index.slice_of_row["gpu"][row]))
+    result = describe_slice(small, index, int(index.slice_of_row["gpu"][row]))
     launch = gpu["launch"][row]
-    links = {link["kind"]: link for link in found["links"]}
+    links = {link["kind"]: link for link in result["links"]}
     assert links["launched by"]["ts"] == cpu["ts"][launch]
     assert links["operator"]["name"] == "aten::mm"
-    facts = {label: value for label, value, _ in found["facts"]}
+    facts = {label: value for label, value, _ in result["facts"]}
     assert facts["launch to start"] == gpu["ts"][row] - cpu["ts"][launch]
     assert facts["blocks"] == 16
     back = describe_slice(small, index, int(index.slice_of_row["cpu"][launch]))
-    assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [found["id"]]
+    assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [result["id"]]
 
 
 KINDS = ("called from", "contains")
 
 
-def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
+def test_an_operator_has_the_device_work_of_its_children():
     b = TraceBuilder(gpu="A100", rank=0)
     with b.step(), b.op("aten::linear", [[8, 8]]):
         for name in ("one", "two"):
@@ -258,50 +258,50 @@ def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
     a = Analysis(b.trace())
     index = build_index(a)
     row = a.trace.cpu["name"].cast(str).to_list().index("aten::linear")
-    found = describe_slice(a, index, int(index.slice_of_row["cpu"][row]))
-    assert [x["name"] for x in found["links"] if x["kind"] == "launched"] == ["one", "two"]
-    names = {kind: [x["name"] for x in found["links"] if x["kind"] == kind] for kind in KINDS}
+    result = describe_slice(a, index, int(index.slice_of_row["cpu"][row]))
+    assert [x["name"] for x in result["links"] if x["kind"] == "launched"] == ["one", "two"]
+    names = {kind: [x["name"] for x in result["links"] if x["kind"] == kind] for kind in KINDS}
     assert names == {"called from": ["ProfilerStep#0"], "contains": ["aten::mm", "aten::mm"]}
-    assert {f[0]: f[1] for f in found["facts"]}["GPU time"] == 60_000
+    assert {f[0]: f[1] for f in result["facts"]}["GPU time"] == 60_000
 
 
-def test_statistics_of_everything_are_those_of_the_analysis(small):
+def test_statistics_of_the_whole_trace_equal_the_analysis(small):
     index = build_index(small)
-    found = measure_range(small, index, index.first_ns, index.last_ns)
-    assert found["device"] == small.breakdown.totals()
-    assert found["measured"] == small.span_ns
+    result = measure_range(small, index, index.first_ns, index.last_ns)
+    assert result["device"] == small.breakdown.totals()
+    assert result["measured"] == small.span_ns
     kernels = small.trace.gpu
-    by_name = {row["name"]: row for row in found["kernels"]["rows"]}
+    by_name = {row["name"]: row for row in result["kernels"]["rows"]}
     assert by_name["ampere_sgemm_64x64"]["count"] == 15
-    own = kernels.filter(kernels["name"].cast(str) == "ampere_sgemm_64x64")
-    assert by_name["ampere_sgemm_64x64"]["total"] == own["dur"].sum()
-    assert sum(c["ns"] for c in found["idle"]) == small.gaps["dur"].sum()
+    instances = kernels.filter(kernels["name"].cast(str) == "ampere_sgemm_64x64")
+    assert by_name["ampere_sgemm_64x64"]["total"] == instances["dur"].sum()
+    assert sum(c["ns"] for c in result["idle"]) == small.gaps["dur"].sum()
 
 
-def test_statistics_of_a_range_count_only_what_lies_in_it(small):
+def test_statistics_of_a_range_only_count_its_part(small):
     index = build_index(small)
     gpu = small.trace.gpu
     row = gpu.filter(gpu["kind"] == "kernel").row(0, named=True)
     half = row["ts"] + row["dur"] // 2
-    found = measure_range(small, index, half, half + 16)
-    assert found["kernels"]["rows"] == [
+    result = measure_range(small, index, half, half + 16)
+    assert result["kernels"]["rows"] == [
         {"name": "ampere_sgemm_64x64", "count": 1, "total": 16, "mean": float(row["dur"])}
     ]
-    assert found["device"]["compute"] == 16
+    assert result["device"]["compute"] == 16
 
 
-def test_the_table_has_the_longest_slices_in_order_of_time(small):
+def test_the_table_has_the_longest_slices_by_start(small):
     index = build_index(small)
     lanes = list(range(len(index.lanes)))
-    found = find_longest_slices(index, lanes, index.first_ns, index.last_ns, 20)
+    result = find_longest_slices(index, lanes, index.first_ns, index.last_ns, 20)
     durations = (index.end - index.start).tolist()
-    assert found["total"] == len(index)
-    assert sorted(row["dur"] for row in found["rows"]) == sorted(durations)[-20:]
-    assert [row["ts"] for row in found["rows"]] == sorted(row["ts"] for row in found["rows"])
-    assert all(row["category"] in {c.label for c in ALL_CATEGORIES} for row in found["rows"])
+    assert result["total"] == len(index)
+    assert sorted(row["dur"] for row in result["rows"]) == sorted(durations)[-20:]
+    assert [row["ts"] for row in result["rows"]] == sorted(row["ts"] for row in result["rows"])
+    assert all(row["category"] in {c.label for c in ALL_CATEGORIES} for row in result["rows"])
 
 
-def test_a_run_without_a_window_shows_the_recorded_steps_from_the_first_one():
+def test_a_run_without_a_window_shows_its_recorded_steps():
     b = TraceBuilder()
     run = b.record_of_run()
     for _ in range(30):

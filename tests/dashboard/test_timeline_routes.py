@@ -1,4 +1,4 @@
-"""The timeline's addresses: what they answer, and that nonsense is refused and breaks nothing."""
+"""Endpoints of the timeline: their answers, and refusal of invalid parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from advisor.dashboard.server import Access  # noqa: E402
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00'\"&"
 
 
-def loop(rank: int) -> TraceBuilder:
+def training_loop(rank: int) -> TraceBuilder:
     b = TraceBuilder(gpu="A100", rank=rank, world_size=2)
     for _ in range(4):
         with b.step():
@@ -37,25 +37,25 @@ def loop(rank: int) -> TraceBuilder:
 def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(2):
-        loop(rank).write(Path(folder, f"rank{rank}.json"))
+        training_loop(rank).write(Path(folder, f"rank{rank}.json"))
     session = DashboardSession([str(folder)]).load()
     assert session.entries[0].state == "ready", session.entries[0].failure_reason
     return create_app(session, Access()).server.test_client()
 
 
-def get(client, what: str, **query):
-    return client.get(f"/_advisor/timeline/{what}?{urlencode(query)}")
+def get(client, endpoint: str, **query):
+    return client.get(f"/_advisor/timeline/{endpoint}?{urlencode(query)}")
 
 
-def test_the_answers_fit_together(client, decode):
+def test_answers_are_consistent(client, decode_view):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
     names = get(client, "names").json["names"]
     whole = {"x0": info["first_ns"], "x1": info["last_ns"], "px": 800, "lanes": f"0-{lanes - 1}"}
     response = get(client, "view", **whole)
     assert response.mimetype == "application/octet-stream"
-    answer = decode(response.data)
-    assert answer.head["seen"] == info["slices"]
+    answer = decode_view(response.data)
+    assert answer.header["seen"] == info["slices"]
     assert answer.slices[4].max() < lanes
     assert HOSTILE.replace("\x00", "") in "".join(names).replace("\x00", "")
     at = int(answer.slices[3][0])
@@ -70,7 +70,7 @@ def test_each_rank_has_its_own_timeline(client):
         assert info["rank"] == rank
 
 
-def test_a_finding_in_focus_outlines_its_events(client, decode):
+def test_a_focused_finding_flags_its_events(client, decode_view):
     info = get(client, "info").json
     keys = [finding["key"] for finding in info["findings"]]
     assert keys and len(set(keys)) == len(keys)
@@ -78,17 +78,17 @@ def test_a_finding_in_focus_outlines_its_events(client, decode):
     whole = {"x0": info["first_ns"], "x1": info["last_ns"], "px": 800, "lanes": f"0-{lanes - 1}"}
     outlined = {}
     for key in keys:
-        answer = decode(get(client, "view", focus=key, **whole).data)
+        answer = decode_view(get(client, "view", focus=key, **whole).data)
         outlined[key] = int((answer.slices[6] & 1).sum()) + len(answer.flagged[0])
     assert any(outlined.values())
-    assert decode(get(client, "view", focus="no-such-rule", **whole).data).slices[6].max() == 0
+    assert decode_view(get(client, "view", focus="no-such-rule", **whole).data).slices[6].max() == 0
 
 
-def test_a_search_flags_what_it_finds(client, decode):
+def test_a_search_flags_its_matches(client, decode_view):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
     query = {"x0": info["first_ns"], "x1": info["last_ns"], "px": 800, "lanes": f"0-{lanes - 1}"}
-    answer = decode(get(client, "view", q="aten::mm", **query).data)
+    answer = decode_view(get(client, "view", q="aten::mm", **query).data)
     assert (answer.slices[6] & 2).sum() + len(answer.flagged[0]) > 0
     assert get(client, "search", q="aten::mm").json["total"] == 4
     assert get(client, "search", q="no such name").json["total"] == 0
@@ -96,7 +96,7 @@ def test_a_search_flags_what_it_finds(client, decode):
 
 
 @pytest.mark.parametrize(
-    ("what", "query"),
+    ("endpoint", "query"),
     [
         ("view", {}),
         ("view", {"x0": "0", "x1": "0", "px": "100"}),
@@ -120,13 +120,13 @@ def test_a_search_flags_what_it_finds(client, decode):
         ("names", {"page": "-1"}),
     ],
 )
-def test_nonsense_is_refused_with_a_reason(client, what, query):
-    response = get(client, what, **query)
+def test_invalid_parameters_are_refused_with_a_reason(client, endpoint, query):
+    response = get(client, endpoint, **query)
     assert response.status_code == 400
     assert response.json["error"]
 
 
-NONSENSE = st.one_of(
+INVALID_VALUES = st.one_of(
     st.integers(-(2**70), 2**70).map(str),
     st.sampled_from(
         ["", "0", "0-3", "1,2", "nan", "inf", "-0", "0x10", "1_000", "\x00", "%", "../", "[]"]
@@ -145,28 +145,28 @@ NONSENSE = st.one_of(
             ["x0", "x1", "px", "lanes", "counters", "focus", "q", "id", "rank", "run", "lane", "t",
              "reach", "dur", "page", "back"]
         ),
-        NONSENSE,
+        INVALID_VALUES,
         max_size=8,
     ),
 )  # fmt: skip
-def test_whatever_is_asked_is_answered_or_refused(client, decode, what, query):
+def test_random_parameters_are_answered_or_refused(client, decode_view, endpoint, query):
     parts = "&".join(
         f"{key}={quote(value, safe='', errors='replace')}" for key, value in query.items()
     )
-    response = client.get(f"/_advisor/timeline/{what}?{parts}")
+    response = client.get(f"/_advisor/timeline/{endpoint}?{parts}")
     assert response.status_code in (200, 400)
     if response.status_code == 400:
         assert set(json.loads(response.data)) == {"error"}
-    elif what == "view":
-        decode(response.data)
+    elif endpoint == "view":
+        decode_view(response.data)
 
 
-def test_only_reading_is_allowed(client):
-    for what in ANSWERS:
-        assert client.post(f"/_advisor/timeline/{what}").status_code == 405
+def test_post_requests_are_refused(client):
+    for endpoint in ANSWERS:
+        assert client.post(f"/_advisor/timeline/{endpoint}").status_code == 405
 
 
-def test_a_run_that_is_still_read_says_so(tmp_path):
+def test_a_run_that_is_not_read_yet_is_reported(tmp_path):
     session = DashboardSession([str(tmp_path)])
     app = create_app(session, Access())
     response = app.server.test_client().get("/_advisor/timeline/info")

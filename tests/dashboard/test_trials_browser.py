@@ -1,4 +1,4 @@
-"""The page of trials: what was promised and what came of it, and names that are only text."""
+"""Page of trials: estimated and measured gains, and names that stay text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from advisor.tune.knob import KnobSetting
 from advisor.tune.report import FILE, CombinedTrial, Trial, TrialReport
 
-NASTY = '<img src=x onerror="window.hit=1">'
+HOSTILE = '<img src=x onerror="window.hit=1">'
 
 
-def report() -> TrialReport:
+def build_report() -> TrialReport:
     workers, frozen = KnobSetting("workers", 4), KnobSetting("gc-freeze")
     return TrialReport(
-        program=["python", NASTY],
+        program=["python", HOSTILE],
         step_ns=20e6,
         steps=60,
         processes=9,
@@ -41,7 +41,7 @@ def report() -> TrialReport:
                 losses="equal",
                 host_bytes=322_000_000,
                 lines="DataLoader(..., num_workers=4)",
-                diff=f"-DataLoader(x)  # {NASTY}\n+DataLoader(x, num_workers=4)\n",
+                diff=f"-DataLoader(x)  # {HOSTILE}\n+DataLoader(x, num_workers=4)\n",
             ),
             Trial(
                 rule="gc-pauses",
@@ -49,7 +49,7 @@ def report() -> TrialReport:
                 title="no garbage collection within steps",
                 safety="exact",
                 outcome="dropped",
-                why=f"out of memory: {NASTY}",
+                why=f"out of memory: {HOSTILE}",
             ),
         ],
         together=CombinedTrial(
@@ -58,31 +58,31 @@ def report() -> TrialReport:
     )
 
 
-def test_trials_are_shown_with_what_to_write_and_names_stay_text(
-    recorded_run: Callable[[], Path], tmp_path: Path, show: Any, tab: Any
+def test_trials_are_shown_with_their_change_and_names_as_text(
+    recorded_run: Callable[[], Path], tmp_path: Path, dashboard_of: Any, open_tab: Any
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(recorded_run(), run)
-    (run / FILE).write_bytes(report().to_json())
-    t = tab(show(run))
-    t.open("/trials")
-    body = t.text("body")
+    (run / FILE).write_bytes(build_report().to_json())
+    tab = open_tab(dashboard_of(run))
+    tab.open("/trials")
+    body = tab.text("body")
     for words in (
         "workers=4: 20 ms → 11 ms",
         "40 to 60%",
         "43 to 47%",
         "in range",
         "dropped",
-        f"out of memory: {NASTY}",
+        f"out of memory: {HOSTILE}",
         "single-process-loader",
         "gc-pauses",
         "322 MB host",
         "+DataLoader(x, num_workers=4)",
-        NASTY,
+        HOSTILE,
     ):
         assert words in body, words
-    assert t.page.evaluate("window.hit") is None
-    assert t.wrong == []
+    assert tab.page.evaluate("window.hit") is None
+    assert tab.problems == []
     (run / FILE).write_text("{")
-    t.open("/trials?again=1")
-    assert "These trials cannot be read" in t.text("body")
+    tab.open("/trials?again=1")
+    assert "These trials cannot be read" in tab.text("body")

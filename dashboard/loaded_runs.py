@@ -305,8 +305,8 @@ class DashboardSession:
                     "key": entry.key,
                     "name": entry.name,
                     "state": entry.state,
-                    "doing": entry.progress,
-                    "why": entry.failure_reason,
+                    "progress": entry.progress,
+                    "failure_reason": entry.failure_reason,
                     "version": entry.version,
                 }
                 for entry in self.entries

@@ -321,8 +321,12 @@ def _map_height(peak: PeakMemory) -> int:
 
 def _map_note(peak: PeakMemory) -> str:
     """Write the remark below the segment map."""
-    shown, total = _map_rows(peak).height, peak.history.segments.height
-    limit_note = f" The {shown} largest of {total:,} segments are drawn." if shown < total else ""
+    shown_count, total = _map_rows(peak).height, peak.history.segments.height
+    limit_note = (
+        f" The {shown_count} largest of {total:,} segments are drawn."
+        if shown_count < total
+        else ""
+    )
     return (
         "Gray is free memory. A request needs one contiguous piece of its pool and stream."
         f"{limit_note}"

@@ -1,4 +1,4 @@
-// Before the first paint: the theme that was chosen, else the one of the system.
+// Sets the theme before the first paint: the one that the user selected, or the system's.
 (function () {
   "use strict";
   var chosen = null;

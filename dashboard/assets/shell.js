@@ -250,7 +250,7 @@
             window.dash_clientside.set_props("_pages_location", { search: location.search });
             return;
           }
-          document.getElementById("progress-doing").textContent = entry.doing;
+          document.getElementById("progress-doing").textContent = entry.progress;
         },
         function () {
           /* the server does not respond: keep the page as it is */

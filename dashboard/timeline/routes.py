@@ -151,7 +151,7 @@ def _answer_beside(_timeline: RankTimeline, args: Any) -> Reply:
         _requested_rank(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
     )
     offset = time_offset(this, other)
-    return flask.jsonify({"ns": offset.ns, "how": offset.alignment})
+    return flask.jsonify({"ns": offset.ns, "alignment": offset.alignment})
 
 
 def _answer_info(timeline: RankTimeline, args: Any) -> Reply:

@@ -310,8 +310,8 @@ def test_the_runs_page_lists_steps_commits_and_verdicts(
 def test_the_step_time_in_a_list_of_runs_equals_that_of_the_report(
     name: str, shared_file: Any
 ) -> None:
-    """In the first run the host runs ahead, so its step time is not measured. The second one uses
-    the mean of its steps, the third one the median."""
+    """The step time of the first run is not measured, because the host runs ahead. The second run
+    uses the mean of its steps, the third one the median."""
     path = shared_file(f"h100/{name}")
     report = examine(path).report
     step = RunSummary.read(path).step

@@ -125,7 +125,7 @@ def test_every_page_opens_and_shows_the_figures_of_analyze(
 
 
 def test_pages_open_by_their_address(recording: Any, dashboard_of: Any, open_tab: Any) -> None:
-    """These pages are opened by the menu in all other tests."""
+    """All other tests open these pages by the menu."""
     tab = open_tab(dashboard_of(recording("two ranks")))
     paths = {page.module: page.path for page in PAGES}
     for module in ("memory", "distributed", "run", "compare"):

@@ -90,11 +90,11 @@ export function formatCount(n) {
   return Math.round(n).toLocaleString("en-US");
 }
 
-export function formatShare(part, whole) {
-  if (!(whole > 0)) {
+export function formatShare(part, total) {
+  if (!(total > 0)) {
     return "–";
   }
-  const share = ((100 * part) / whole).toFixed(1);
+  const share = ((100 * part) / total).toFixed(1);
   return part > 0 && share === "0.0" ? "<0.1%" : share + "%";
 }
 

@@ -317,7 +317,7 @@ export class Timeline {
         }
         self.shift = answer.ns;
         above.showCaption("");
-        self.showCaption(answer.how);
+        self.showCaption(answer.alignment);
         self.finding = "";
         self.query = above.query;
         self.layOutLanes();
@@ -387,8 +387,8 @@ export class Timeline {
     top.panel.panelButton.setAttribute("aria-expanded", String(isAnyOpen));
   }
 
-  setLibraries(shown) {
-    this.libraries = shown;
+  setLibraries(libraries) {
+    this.libraries = libraries;
     this.openRank(this.data.rank, [this.x0, this.x1]);
   }
 

@@ -270,7 +270,7 @@ def rocpd(path: Path, megabytes: int, version: int = 3) -> int:
         "hipLaunchKernel", "hipMemcpyAsync", "roctxThreadRangeA", "MEMORY_COPY_HOST_TO_DEVICE",
     ]  # fmt: skip
     hip, marker, dispatch, moved, launch, copied, ranged, copy = range(1, 9)
-    own = GUID[1:].replace("_", "-")
+    guid = GUID[1:].replace("_", "-")
     file.put(f"rocpd_string{GUID}", list(enumerate(names, 1)))
     symbols = [(n, f"{name}.kd", name, 32) for n, name in enumerate(KERNELS, 1)]
     file.put(f"rocpd_info_kernel_symbol{GUID}", symbols)
@@ -287,7 +287,7 @@ def rocpd(path: Path, megabytes: int, version: int = 3) -> int:
     def happened(category: int, stack: int, text: str = "{}") -> int:
         nonlocal event
         event += 1
-        rows["event"].append((event, stack, category, text, own, 0, 0, "{}", "{}"))
+        rows["event"].append((event, stack, category, text, guid, 0, 0, "{}", "{}"))
         return event
 
     def when(start: int, end: int, device: bool) -> tuple[object, ...]:
@@ -305,29 +305,29 @@ def rocpd(path: Path, megabytes: int, version: int = 3) -> int:
             around = happened(marker, stack, json.dumps({"message": text}))
             call_id += 1
             rows["region"].append((*when(call - 2_000, call + 5_000, False), ranged, around,
-                                   call_id, own, 1, "{}"))  # fmt: skip
+                                   call_id, guid, 1, "{}"))  # fmt: skip
             called = happened(hip, stack + 1)
             call_id += 1
             rows["region"].append((*when(call, call + 4_000, False), launch, called,
-                                   call_id, own, 1, "{}"))  # fmt: skip
+                                   call_id, guid, 1, "{}"))  # fmt: skip
             rows["arg"] += [
-                (None, own, called, n, "const void*", what, "0x7f5500000000")
+                (None, guid, called, n, "const void*", what, "0x7f5500000000")
                 for n, what in enumerate(("function_address", "stream"))
             ]
             rows["kernel_dispatch"].append(
                 (*when(begin, begin + 7_000, True), number % len(KERNELS) + 1, 1024, 256, 1, 1,
-                 32_768, 1, 1, happened(dispatch, stack + 1), number + 1, own, 1, number, 0, 1,
+                 32_768, 1, 1, happened(dispatch, stack + 1), number + 1, guid, 1, number, 0, 1,
                  "{}")
             )  # fmt: skip
             if number % 5 == 0:
                 called = happened(hip, stack + 2)
                 call_id += 1
                 rows["region"].append((*when(call + 4_500, call + 4_900, False), copied, called,
-                                       call_id, own, 1, "{}"))  # fmt: skip
+                                       call_id, guid, 1, "{}"))  # fmt: skip
                 copy_id += 1
                 rows["memory_copy"].append(
                     (*when(begin + 7_100, begin + 7_500, True), copy, 4096, 2, 1,
-                     happened(moved, stack + 2), copy_id, own, 1, 0, 0, 1, "{}")
+                     happened(moved, stack + 2), copy_id, guid, 1, 0, 0, 1, "{}")
                 )  # fmt: skip
         for table, table_rows in rows.items():
             if table_rows:
@@ -413,10 +413,10 @@ def main() -> None:
                     runs = [measure(subject, form, path) for _ in range(ROUNDS)]
                     best[subject] = min(run[0] for run in runs), max(run[1] for run in runs)
                     time.sleep(0.1)
-                (low, _), (own, memory) = best["floor"], best["read"]
+                (low, _), (read_seconds, memory) = best["floor"], best["read"]
                 lines.append(
-                    f"| {form}, {size:,.0f} MB | {rows:,} | {low:.1f} s | {own:.1f} s | "
-                    f"{own / low:.2f} | {memory:,.0f} MB | {memory / size:.2f} |"
+                    f"| {form}, {size:,.0f} MB | {rows:,} | {low:.1f} s | {read_seconds:.1f} s | "
+                    f"{read_seconds / low:.2f} | {memory:,.0f} MB | {memory / size:.2f} |"
                 )
                 print(lines[-1], flush=True)
     if arguments.markdown:

@@ -62,7 +62,7 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     """Simulate, sum up, diagnose, judge."""
     begin = time.perf_counter()
     played, truth = play(seed, ranks, kind)
-    there = time.perf_counter()
+    analyzed_at = time.perf_counter()
     summaries, unread = summarise_all(played)
     summarised = time.perf_counter()
     study = study_ranks(summaries, unread)
@@ -71,7 +71,7 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     done = time.perf_counter()
     layout = played.job.layout
     score = judge(ranks_found, truth, played.job.cut)
-    times = there - begin, summarised - there, done - summarised
+    times = analyzed_at - begin, summarised - analyzed_at, done - summarised
     return Case(seed, layout, truth, score, *times, len(msgspec.json.encode(ranks_found)))
 
 
@@ -111,7 +111,7 @@ def table(results: list[Case], ranks: int) -> str:
         widths = [score.width for score in scores if score.width is not None]
         lines.append(
             f"| {name.replace('_', ' ')} | {count} | {_share(s.kind for s in scores)} "
-            f"| {_share(s.right for s in scores)} | {_share(s.beside > 0 for s in scores)} "
+            f"| {_share(s.right for s in scores)} | {_share(s.wrong_blames > 0 for s in scores)} "
             f"| {f'{statistics.median(ratios):.2f}' if ratios else 'no estimate'} "
             f"| {_share(inside) if inside else 'no band'} "
             f"| {f'{statistics.median(widths):.2f}' if widths else 'no band'} |"
@@ -217,17 +217,17 @@ def main() -> None:
         return
     if arguments.calibrate:
         arguments.seed, arguments.jobs, arguments.healthy = CALIBRATED, len(FAULTS) * EACH, 0
-    asked = list(
+    job_arguments = list(
         cases(arguments.seed, arguments.jobs, arguments.healthy, arguments.ranks, arguments.kind)
     )
     if arguments.workers > 1:
         with ProcessPoolExecutor(arguments.workers) as pool:
-            items = list(pool.map(one, *zip(*asked, strict=True), chunksize=4))
+            items = list(pool.map(one, *zip(*job_arguments, strict=True), chunksize=4))
     else:
-        items = [one(*each) for each in asked]
+        items = [one(*each) for each in job_arguments]
     if arguments.verbose:
         for case in items:
-            if not case.score.right or case.score.beside:
+            if not case.score.right or case.score.wrong_blames:
                 print(describe(case))
     if arguments.calibrate:
         replace(SHIPPED, "job", predictions(items, arguments.ranks))

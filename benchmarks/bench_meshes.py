@@ -48,7 +48,7 @@ class PublishedRun(NamedTuple):
     name: str
     source: str
     recorded: str
-    asked: str
+    target: str
     measured: float
     """Step there over here, with the batch of a GPU (``same_batch``: of the job) the same."""
     step_ms: float
@@ -139,12 +139,12 @@ def project(
 
 def one(seed: int) -> Case:
     """A simulated model on two meshes."""
-    model, recorded, asked = draw_pair(seed)
-    here, there = play_mesh(model, recorded), play_mesh(model, asked)
+    model, recorded, target = draw_pair(seed)
+    recorded_run, target_run = play_mesh(model, recorded), play_mesh(model, target)
     machine = NodeLinks(RANKS_PER_HOST, model.network_rate)
-    result = project(here, asked, machine)
-    name = f"seed {seed}, {recorded} to {asked}"
-    return Case(name, result.step_ns, result.low_ns, result.high_ns, there.step_ns)
+    result = project(recorded_run, target, machine)
+    name = f"seed {seed}, {recorded} to {target}"
+    return Case(name, result.step_ns, result.low_ns, result.high_ns, target_run.step_ns)
 
 
 def model_of(row: PublishedRun) -> Model:
@@ -203,11 +203,11 @@ def published(row: PublishedRun) -> Case:
     mesh = parse_mesh(row.recorded)
     played = play_mesh(model_of(row), mesh)
     result = project(
-        played, parse_mesh(row.asked), NodeLinks(RANKS_PER_HOST, row.network_gb_per_s),
+        played, parse_mesh(row.target), NodeLinks(RANKS_PER_HOST, row.network_gb_per_s),
         same_batch=row.same_batch, count=row.there_micro_batches or 0,
     )  # fmt: skip
-    here = result.measured_step_ns
-    ratio, low, high = (ns / here for ns in (result.step_ns, result.low_ns, result.high_ns))
+    measured_ns = result.measured_step_ns
+    ratio, low, high = (ns / measured_ns for ns in (result.step_ns, result.low_ns, result.high_ns))
     return Case(row.name, ratio, low, high, row.measured)
 
 
@@ -227,7 +227,7 @@ def page(simulated: list[Case], tables: list[Case]) -> str:
     ]
     for row, case in zip(TABLES, tables, strict=True):
         lines.append(
-            f"| {row.name or '〃'} | {row.recorded} | {row.asked} | {case.measured:.2f} "
+            f"| {row.name or '〃'} | {row.recorded} | {row.target} | {case.measured:.2f} "
             f"| {case.predicted:.2f} ({case.low:.2f} to {case.high:.2f}) "
             f"| {'yes' if case.inside else 'no'} |"
         )
@@ -247,7 +247,7 @@ def predictions(simulated: list[Case], tables: list[Case]) -> list[Prediction]:
     of_tables = [
         Prediction(
             source="mesh", program=row.source, kind="published",
-            change=f"{row.recorded} to {row.asked}", unit="step there over here",
+            change=f"{row.recorded} to {row.target}", unit="step there over here",
             predicted=round(case.predicted, 4), measured=round(case.measured, 4),
         )
         for row, case in zip(TABLES, tables, strict=True)

@@ -202,12 +202,12 @@ def compare(
             begin = clock()
             loop.step(calls)
             taken[is_other].append(clock() - begin)
-    alone, with_it = taken[False][WARM:], taken[True][WARM:]
-    differences = [(b - a) / 1e3 for a, b in zip(alone, with_it, strict=True)]
+    without, with_it = taken[False][WARM:], taken[True][WARM:]
+    differences = [(b - a) / 1e3 for a, b in zip(without, with_it, strict=True)]
     low, high = interval(differences)
     loop.use(plain)
     return StepDifferences(
-        statistics.median(alone) / 1e3,
+        statistics.median(without) / 1e3,
         statistics.median(differences),
         low,
         high,
@@ -234,9 +234,9 @@ def recorded(
         session = RecordingSession(chosen, "context")
         session.start()
         loop.train(WARM)
-        ours = StepFunctions.present()
-        comparison = compare(loop, plain, ours, steps, seconds)
-        loop.use(ours)
+        wrapped_functions = StepFunctions.present()
+        comparison = compare(loop, plain, wrapped_functions, steps, seconds)
+        loop.use(wrapped_functions)
         if session.problem:
             sys.exit(f"recording stopped: {session.problem}")
         count = session.count()
@@ -319,14 +319,14 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> BlockDifferenc
     plain = StepFunctions.present()
     with tempfile.TemporaryDirectory() as folder:
         session = None
-        ours = plain
+        wrapped_functions = plain
         if record:
             session = RecordingSession(
                 RecordOptions(out=f"{folder}/run", active=0, report=False), "context"
             )
             session.start()
             loop.train(WARM)
-            ours = StepFunctions.present()
+            wrapped_functions = StepFunctions.present()
         loop.use(plain)
         begin = time.perf_counter()
         for _ in range(WARM):
@@ -335,10 +335,10 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> BlockDifferenc
         taken: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
         for number in range(2 * blocks):
             with_it = number % 2 == (number // 2) % 2
-            loop.use(ours if with_it else plain)
+            loop.use(wrapped_functions if with_it else plain)
             started = time.perf_counter() - unserved(), time.thread_time(), time.process_time()
             for _ in range(steps):
-                loop.step(ours if with_it else plain)
+                loop.step(wrapped_functions if with_it else plain)
             wall, thread = time.perf_counter() - unserved(), time.thread_time()
             if session is not None:
                 session.writer.flush()
@@ -347,7 +347,7 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> BlockDifferenc
             taken[with_it].append(tuple(1e6 * part / steps for part in parts))
         loop.use(plain)
         if session is not None:
-            loop.use(ours)
+            loop.use(wrapped_functions)
             session.finish()
             loop.use(plain)
     rows = []

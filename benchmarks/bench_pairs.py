@@ -493,10 +493,10 @@ def coverage(rows: Sequence[Row]) -> str:
     by_kind: dict[str, list[Outcome]] = {}
     for each in outcomes:
         by_kind.setdefault(each.kind, []).append(each)
-    for name, own in [*by_kind.items(), ("all", outcomes)]:
-        half = statistics.median(each.half for each in own)
-        programs = len({each.program for each in own})
-        inside = sum(each.inside for each in own)
+    for name, group in [*by_kind.items(), ("all", outcomes)]:
+        half = statistics.median(each.half for each in group)
+        programs = len({each.program for each in group})
+        inside = sum(each.inside for each in group)
         known = [p for p in shipped_experiments() if p.kind == name]
         few = (
             f"all kinds: {len(known)} known"
@@ -504,7 +504,7 @@ def coverage(rows: Sequence[Row]) -> str:
             else f"{len(known)} of its own"
         )
         lines.append(
-            f"| {name} | {len(own)} | {programs} | {inside} of {len(own)} | {half:.0%} | "
+            f"| {name} | {len(group)} | {programs} | {inside} of {len(group)} | {half:.0%} | "
             f"{'' if name == 'all' else few} |"
         )
     outside = ", ".join(
@@ -521,8 +521,8 @@ def entry(r: Row, traces: Path) -> Prediction | None:
     is one finding's fix and no more, that finding's; where the step is the scale, the step's."""
     if r.truth.after is None:
         return None
-    own = r.pair.nothing_else and r.found is not None
-    point, low, high = r.found if own and r.found is not None else r.predicted
+    is_measured_alone = r.pair.nothing_else and r.found is not None
+    point, low, high = r.found if is_measured_alone and r.found is not None else r.predicted
     measured = (r.truth.low + r.truth.high) / 2
     numbers = (point, low, high, measured, r.truth.low, r.truth.high)
     if r.pair.whole_step:
@@ -535,7 +535,7 @@ def entry(r: Row, traces: Path) -> Prediction | None:
         group=r.pair.group,
         kind=r.pair.kind,
         change=r.pair.change,
-        rule=r.pair.rule if own else "",
+        rule=r.pair.rule if is_measured_alone else "",
         device=device(traces / f"{r.pair.before}.json.gz"),
         unit="ms",
         **{name: round(ms, 1) for name, ms in zip(NUMBERS, numbers, strict=True)},

@@ -130,11 +130,11 @@ def lines() -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for table in {id(case.table): case.table for case in compared_cases}.values():
-        own = [case for case in compared_cases if case.table is table]
+        table_cases = [case for case in compared_cases if case.table is table]
         result.append(
             f"| {table['format']} | {find_gpu(table['gpu']).gpu.name} | "
-            f"[{table['what']}]({table['source']}) | {_span([c.measured for c in own])} | "
-            f"{_span([c.middle for c in own])} | {covered(own)} |"
+            f"[{table['what']}]({table['source']}) | {_span([c.measured for c in table_cases])} | "
+            f"{_span([c.middle for c in table_cases])} | {covered(table_cases)} |"
         )
     result += ["", "Outside of the range:", ""]
     for case in compared_cases:

@@ -101,20 +101,22 @@ def watch(command: list[str], *, shared_once: bool = False) -> dict[str, float]:
     """Time and memory of a command and its children: RSS, or PSS (slower to ask for)."""
     import psutil
 
-    begun, most = time.monotonic(), 0
+    start_s, most = time.monotonic(), 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         parent = psutil.Process(process.pid)
         while process.poll() is None:
-            held = 0
+            most_bytes = 0
             for one in [parent, *parent.children(recursive=True)]:
                 with suppress(psutil.Error):
-                    held += one.memory_full_info().pss if shared_once else one.memory_info().rss
-            most = max(most, held)
+                    most_bytes += (
+                        one.memory_full_info().pss if shared_once else one.memory_info().rss
+                    )
+            most = max(most, most_bytes)
             time.sleep(0.2 if shared_once else 0.1)
         messages = process.stderr.read().decode() if process.stderr else ""
     if process.returncode:
         raise SystemExit(f"{command[0]}: {messages.strip()[-500:] or process.returncode}")
-    return {"seconds": time.monotonic() - begun, "memory": most}
+    return {"seconds": time.monotonic() - start_s, "memory": most}
 
 
 def _most_held() -> int:
@@ -178,15 +180,15 @@ def main() -> None:
         print(json.dumps(measure(args.measure, args.workers[0])))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        whole = Path(temporary, "trace.json")
-        size = make(args.source, whole)
+        one_file = Path(temporary, "trace.json")
+        size = make(args.source, one_file)
 
         def folder(ranks: int) -> Path:
             path = Path(temporary, str(ranks))
             if not path.is_dir():
                 path.mkdir()
                 for rank in range(ranks):
-                    os.link(whole, path / f"rank{rank}.json")
+                    os.link(one_file, path / f"rank{rank}.json")
             return path
 
         if args.hta_python:
@@ -214,11 +216,11 @@ def beside(python: str, jobs: list[tuple[int, Path]], write: bool) -> None:
     ]
     me = str(Path(__file__).resolve())
     for ranks, folder in jobs:
-        theirs = watch([python, me, "--hta", str(folder)])
-        ours = watch([sys.executable, me, "--measure", str(folder), "--workers", "2"])
+        hta = watch([python, me, "--hta", str(folder)])
+        advisor = watch([sys.executable, me, "--measure", str(folder), "--workers", "2"])
         lines.append(
-            f"| {ranks} | {theirs['seconds']:,.1f} s | {theirs['memory'] / 2**20:,.0f} MiB | "
-            f"{ours['seconds']:,.1f} s | {ours['memory'] / 2**20:,.0f} MiB |"
+            f"| {ranks} | {hta['seconds']:,.1f} s | {hta['memory'] / 2**20:,.0f} MiB | "
+            f"{advisor['seconds']:,.1f} s | {advisor['memory'] / 2**20:,.0f} MiB |"
         )
         print(lines[-1], file=sys.stderr)
     show("\n".join(lines), HTA_BEGIN, HTA_END, write=write)

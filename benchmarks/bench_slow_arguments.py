@@ -84,14 +84,14 @@ def time_sorts() -> None:
     """Print what remains with topk, by length of the row and elements taken."""
     for rows, length in ((4096, 64), (1536, 192), (1024, 1024), (256, 4096), (8, 100_000)):
         x = torch.randn(rows, length)
-        whole = time_of(lambda x=x: x.sort(-1))  # type: ignore[misc]
+        full_ms = time_of(lambda x=x: x.sort(-1))  # type: ignore[misc]
         taken = sorted({1, length // 128, length // 64, length // 32, length // 16, length // 8})
         shares = [
-            f"{k}: {time_of(lambda x=x, k=k: x.topk(k, -1)) / whole:.0%}"  # type: ignore[misc]
+            f"{k}: {time_of(lambda x=x, k=k: x.topk(k, -1)) / full_ms:.0%}"  # type: ignore[misc]
             for k in taken
             if k
         ]
-        print(f"rows of {length:6}, sort {whole:6.1f} ms; topk of {', '.join(shares)}")
+        print(f"rows of {length:6}, sort {full_ms:6.1f} ms; topk of {', '.join(shares)}")
 
 
 def time_reductions() -> None:
@@ -141,8 +141,11 @@ def time_filters() -> None:
 
             for back in (False, True):
                 full = time_of(partial(smooth, row.mT @ row, back=back))
-                left = time_of(partial(smooth, row, row.mT, back=back)) / full
-                print(f"{images} x {channels} x {size}, k={k}, {back=}: {full:.1f} ms, {left:.2f}")
+                remaining_share = time_of(partial(smooth, row, row.mT, back=back)) / full
+                print(
+                    f"{images} x {channels} x {size}, k={k}, {back=}: {full:.1f} ms, "
+                    f"{remaining_share:.2f}"
+                )
 
 
 def time_chains() -> None:

@@ -113,11 +113,11 @@ def summary(reports_by_name: dict[str, TrialReport | str]) -> str:
     inside = sum(bool(t.inside) for t in predicted)
     known = catalogue()
     healthy = [n for n in reports if not known[n].finds]
-    alone = [n for n in healthy if not reports[n].winners]
+    unchanged = [n for n in healthy if not reports[n].winners]
     return (
         f"A knob won in {len(wins)} of {len(cured)} workloads that a knob fixes. "
         f"Of {len(predicted)} winning settings with an estimate, {inside} were within the range. "
-        f"{len(alone)} of {len(healthy)} healthy workloads were left alone.\n"
+        f"{len(unchanged)} of {len(healthy)} healthy workloads were left alone.\n"
     )
 
 

@@ -69,9 +69,9 @@ def best(work: Callable[[], object], runs: int = 3) -> float:
     """CPU seconds of the fastest of some runs."""
     times = []
     for _ in range(runs):
-        begun = time.process_time()
+        start_s = time.process_time()
         work()
-        times.append(time.process_time() - begun)
+        times.append(time.process_time() - start_s)
     return min(times)
 
 

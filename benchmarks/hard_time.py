@@ -59,8 +59,8 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
     sync_ready_ns = _ready_times(graph, [EdgeKind.SYNC])
     sync_ends = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
     node = dict(zip(graph.row[sync_ends].tolist(), sync_ends.tolist(), strict=True))
-    begun = np.flatnonzero(graph.kind == NodeKind.SYNC)
-    start = dict(zip(graph.row[begun].tolist(), begun.tolist(), strict=True))
+    sync_starts = np.flatnonzero(graph.kind == NodeKind.SYNC)
+    start = dict(zip(graph.row[sync_starts].tolist(), sync_starts.tolist(), strict=True))
     free = plan.run(dur=np.zeros(len(graph)))
     lasted = a.trace.cpu["dur"].to_numpy()
     explained = 0.0
@@ -68,11 +68,11 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
         at, since = node.get(which), start.get(which)
         if at is not None and since is not None and np.isfinite(sync_ready_ns[at]):
             off = abs(float(sync_ready_ns[at] - graph.time[at]))
-            gone = float(lasted[which]) - float(free[at] - free[since])
-            explained += max(0.0, min(length - off, gone))
+            vanished_ns = float(lasted[which]) - float(free[at] - free[since])
+            explained += max(0.0, min(length - off, vanished_ns))
     after, gap = idle(graph, graph.time)
     every = [e for e in EdgeKind if e != EdgeKind.PROGRAM]
-    ours, twin = (
+    explained_ns, twin = (
         float(
             np.maximum(
                 gap - np.abs(_ready_times(graph, kinds)[after] - _start(graph)[after]), 0
@@ -82,15 +82,17 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
     )
     host = (graph.edge == EdgeKind.PROGRAM) & (graph.weight > NEVER)
     instant = plan.run(weight=np.where(host, 0.0, graph.weight))
-    left = idle(graph, instant)[1]
-    left = float(left[left > SHORT_NS].sum())  # not what lies between any two kernels
-    ours = max(0.0, min(ours, float(gap.sum()) - left))
+    unexplained = idle(graph, instant)[1]
+    unexplained = float(
+        unexplained[unexplained > SHORT_NS].sum()
+    )  # not what lies between any two kernels
+    explained_ns = max(0.0, min(explained_ns, float(gap.sum()) - unexplained))
     return HardTime(
         float(waited.sum()),
         len(row),
         explained / float(waited.sum()) if waited.sum() else None,
         float(gap.sum()),
-        ours / float(gap.sum()) if gap.sum() else None,
+        explained_ns / float(gap.sum()) if gap.sum() else None,
         twin / float(gap.sum()) if gap.sum() else None,
     )
 
@@ -138,9 +140,9 @@ def waits(a: Analysis, graph: Graph) -> tuple[Any, Any]:
     at = np.searchsorted(row, copies["launch"].to_numpy())
     began = copies["ts"].to_numpy()
     before = ends[np.maximum(np.searchsorted(ends, began, side="right") - 1, 0)] if len(at) else at
-    held = (began <= returned[at]) & (before > called[at]) & (before <= began)
-    held &= (began - before <= AFTER_NS) & (last[at] < 0)
-    last[at[held]] = began[held]
+    is_held = (began <= returned[at]) & (before > called[at]) & (before <= began)
+    is_held &= (began - before <= AFTER_NS) & (last[at] < 0)
+    last[at[is_held]] = began[is_held]
     is_wait = last >= 0
     return row[is_wait], np.minimum(last, returned)[is_wait] - called[is_wait]
 

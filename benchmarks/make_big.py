@@ -123,8 +123,8 @@ def template(text: bytes) -> Template:
     parts.append(events[position:])
     shift: dict[str, int] = {}
     for group in _GROUPS:
-        own = [v for v, g in zip(values, groups, strict=True) if g == group]
-        shift[group] = (max(own) - min(own) + 1) if own else 0
+        group_values = [v for v, g in zip(values, groups, strict=True) if g == group]
+        shift[group] = (max(group_values) - min(group_values) + 1) if group_values else 0
     longest = max((int(m.group(1)) for m in _DUR.finditer(events)), default=0)
     shift["ts"] += min(longest, 1_000_000)
     return Template(

@@ -83,8 +83,8 @@ class Pool:
         if cpu.is_empty():
             return
         ts, thread = cpu["ts"].to_numpy(), cpu["thread"].to_numpy()
-        apart = np.diff(ts)[np.diff(thread) == 0]
-        self.host.setdefault("between", []).append(apart[apart < 200_000].astype(float))
+        gaps = np.diff(ts)[np.diff(thread) == 0]
+        self.host.setdefault("between", []).append(gaps[gaps < 200_000].astype(float))
         self.host.setdefault("call", []).append(cpu["dur"].to_numpy().astype(float))
         gpu = a.trace.gpu.filter(pl.col("launch").is_not_null()).sort("stream", "ts")
         called = a.trace.cpu["ts"].to_numpy()[gpu["launch"].to_numpy()]

@@ -74,8 +74,8 @@ def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
     from advisor.sample_workloads import running
 
     # without msgspec no run can be recorded, but traces can
-    whole = importlib.util.find_spec("msgspec") is not None
-    recorder = running.record_run if whole else running.record
+    has_msgspec = importlib.util.find_spec("msgspec") is not None
+    recorder = running.record_run if has_msgspec else running.record
     workload = find(name)
     folder = options.output / name / variant
     scale = workload.default_scale(options.device) if options.scale is None else options.scale
@@ -144,10 +144,10 @@ def record_all(options: argparse.Namespace) -> None:
     ]
 
     def one(name: str, variant: str) -> Results:
-        left = deadline - time.monotonic()
-        if left < 20:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s < 20:
             return {"error": "not run: the time was up"}
-        return spawn(name, variant, options, min(left, options.timeout))
+        return spawn(name, variant, options, min(remaining_s, options.timeout))
 
     with ThreadPoolExecutor(options.jobs) as processes:
         running = [(name, variant, processes.submit(one, name, variant)) for name, variant in due]
@@ -221,9 +221,9 @@ def load(folder: Path) -> Results:
 
 def save(folder: Path, results: Results) -> None:
     """Write whole or not at all."""
-    beside = folder / f".{RESULTS}.tmp"
-    beside.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    beside.replace(folder / RESULTS)
+    temporary = folder / f".{RESULTS}.tmp"
+    temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(folder / RESULTS)
 
 
 # -- what the advice says of it -------------------------------------------------------------------
@@ -312,17 +312,19 @@ def compared(workload: Workload, entry: Results) -> Results:
     advice, after_cure = slow.get("advice"), cured.get("advice")
     if advice and "error" not in advice:
         claims["place"] = place(workload.finds, advice)
-        ours = [
+        expected_findings = [
             f
             for f in advice["findings"]
             if f["rule"] in (*workload.finds, *workload.also)
             and f["priority"] is not None
             and f["share"] is not None
         ]
-        if ours:
-            claims["predicted"] = sum(f["share"] for f in ours)
-            claims["low"] = sum(f["low"] or 0 for f in ours)
-            claims["high"] = sum(f["high"] if f["high"] is not None else f["share"] for f in ours)
+        if expected_findings:
+            claims["predicted"] = sum(f["share"] for f in expected_findings)
+            claims["low"] = sum(f["low"] or 0 for f in expected_findings)
+            claims["high"] = sum(
+                f["high"] if f["high"] is not None else f["share"] for f in expected_findings
+            )
     if after_cure and "error" not in after_cure:
         if claims.get("place"):
             claims["gone"] = place(workload.finds, after_cure) in (None, "note")
@@ -429,10 +431,10 @@ def _row(name: str, entry: Results, workload: Workload) -> str:
     band = "–"
     if claims.get("predicted") is not None:
         band = f"{claims['low']:.0%} to {claims['high']:.0%}"
-    gone = {True: "yes", False: "**no**", None: "–"}[claims.get("gone")]
+    is_gone_text = {True: "yes", False: "**no**", None: "–"}[claims.get("gone")]
     where = claims.get("place") or ("–" if "place" not in claims else "**none**")
     if not workload.finds:
-        gone = "–"
+        is_gone_text = "–"
         where = {True: "silent", False: "**not silent**", None: "–"}[claims.get("silent")]
     cells = [
         name,
@@ -442,7 +444,7 @@ def _row(name: str, entry: Results, workload: Workload) -> str:
         _percent(claims.get("predicted")),
         band,
         where,
-        gone,
+        is_gone_text,
         ", ".join(claims.get("left", [])) or "–",
     ]
     return f"| {' | '.join(cells)} |"

@@ -52,10 +52,10 @@ def fragments() -> list[Any]:
 
     free, _ = torch.cuda.mem_get_info()
     count = free // (96 << 20)
-    whole = [torch.empty(96 << 20, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    tensors = [torch.empty(96 << 20, dtype=torch.uint8, device="cuda") for _ in range(count)]
     pieces = []
-    for number in range(len(whole)):
-        whole[number] = None  # type: ignore[call-overload]
+    for number in range(len(tensors)):
+        tensors[number] = None  # type: ignore[call-overload]
         pieces.append(
             [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (45, 6, 45)]
         )

@@ -163,28 +163,28 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
-def shown(r: Row, theirs: list[str]) -> str:
+def shown(r: Row, hta_cells: list[str]) -> str:
     """A line of the table."""
     expected = " or ".join(f"`{each}`" for each in r.accepted) or "none"
     first = f"`{r.first}`" if r.first else "none"
     unsaid = f" (does not say {', '.join(r.unsaid)})" if r.unsaid else ""
     mark = "right" if r.right else f"**wrong**{unsaid}"
     cells = [r.name, f"{expected}: {r.why}", r.known, first, mark, percent(r.busy)]
-    return "| " + " | ".join([*cells, *theirs]) + " |"
+    return "| " + " | ".join([*cells, *hta_cells]) + " |"
 
 
-def page(rows: list[Row], theirs: dict[str, float | None]) -> str:
+def page(rows: list[Row], hta_busy: dict[str, float | None]) -> str:
     """Both tables and their sums."""
     right = sum(r.right for r in rows)
     head = ["file", "right is", "known", "first advice", "", "GPU busy"]
-    head += ["HTA: busy, whole trace"] if theirs else []
+    head += ["HTA: busy, whole trace"] if hta_busy else []
     lines = [
         f"A regression test: first advice right on {right} of these {len(rows)} files, its rule "
         "and what its fix says.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
-        *(shown(r, [percent(theirs.get(r.name))] if theirs else []) for r in rows),
+        *(shown(r, [percent(hta_busy.get(r.name))] if hta_busy else []) for r in rows),
         "",
     ]
     measured = [r for r in rows if r.saves is not None]
@@ -218,10 +218,10 @@ def main() -> None:
         from advisor.replay.predictions import SHIPPED
 
         replace(SHIPPED, "program", [])  # their ranges do not depend on an earlier table
-        ours = tomllib.loads(TRUTH.read_text()).items()
+        truths = tomllib.loads(TRUTH.read_text()).items()
         lines = [
             entry(name, truth)
-            for name, truth in ours
+            for name, truth in truths
             if name.startswith("h100/") and not truth.get("cut")
         ]
         replace(SHIPPED, "program", filter(None, lines))
@@ -233,10 +233,10 @@ def main() -> None:
     for name, truth in tomllib.loads(TRUTH.read_text()).items():
         rows.append(row(name, truth))
         print(rows[-1], file=sys.stderr)
-    theirs = {}
+    hta_busy = {}
     if args.hta_python:
-        theirs = {r.name: beside(args.hta_python, r.name) for r in rows if r.busy is not None}
-    text = page(rows, theirs)
+        hta_busy = {r.name: beside(args.hta_python, r.name) for r in rows if r.busy is not None}
+    text = page(rows, hta_busy)
     if not args.write:
         print(text)
         return

@@ -228,14 +228,14 @@ def index_text(rules: list[RulePage]) -> str:
         "`[tool.advisor.rules.<id>]` of your `pyproject.toml`.",
     ]
     for category, title in rule_page.CATEGORIES.items():
-        own = sorted(
+        pages = sorted(
             (page for page in rules if page.rule.category == category), key=lambda p: p.rule.id
         )
-        if not own:
+        if not pages:
             continue
         parts.append(f"## {title}")
         lines = []
-        for page in own:
+        for page in pages:
             remark = " *(not proven)*" if page.rule.validation == "synthetic" else ""
             lines.append(
                 f"- [{page.rule.id}]({page.rule.id}.md): {escape(page.rule.title)}{remark}"
@@ -572,15 +572,15 @@ def main(arguments: list[str]) -> int:
         for path, text in wanted.items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
-    left = sorted(path for path in present if path not in wanted)
+    unwanted = sorted(path for path in present if path not in wanted)
     if options.check:
-        for path in (*stale, *left):
+        for path in (*stale, *unwanted):
             print(f"{path}: not current; run 'make docs'", file=sys.stderr)
-        return 1 if stale or left else 0
+        return 1 if stale or unwanted else 0
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(wanted[path], encoding="utf-8")
-    for path in left:
+    for path in unwanted:
         path.unlink()
     return 0
 

@@ -80,13 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     meanwhile. The summary lists each test that needed it. Further members of a kind run with
     ``ADVISOR_THOROUGH``."""
     if not os.environ.get("ADVISOR_THOROUGH"):
-        further = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=further)
+        thorough_items = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=thorough_items)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     # first those that wait for programs of their own, so that none of them ends the run alone;
     # last those of the corpus's files, file by file: what they analyse is kept for the next test
-    own = ("tune", "packaging", "mcp")
-    items.sort(key=lambda item: (item.path.parent.name not in own, file_of(item)))
+    own_group_folders = ("tune", "packaging", "mcp")
+    items.sort(key=lambda item: (item.path.parent.name not in own_group_folders, file_of(item)))
     for item in items:
         if item.get_closest_marker("timed") or "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
@@ -188,12 +188,12 @@ def browser() -> Iterator[Any]:
     except ModuleNotFoundError:
         no_browser("playwright is not installed")
     with sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
+        bundled = playwright.chromium.executable_path
         executable = os.environ.get("ADVISOR_CHROMIUM") or shutil.which("chromium")
         executable = executable or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        if executable is None and not Path(own).exists():
+        if executable is None and not Path(bundled).exists():
             no_browser("no Chromium is installed (apt install chromium, or playwright install)")
-        chromium = playwright.chromium.launch(executable_path=executable or own, args=ARGUMENTS)
+        chromium = playwright.chromium.launch(executable_path=executable or bundled, args=ARGUMENTS)
         yield chromium
         chromium.close()
 

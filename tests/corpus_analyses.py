@@ -79,8 +79,8 @@ def _cache_key(source: Any, options: Options | None) -> str | None:
     options = options or Options()
     several = isinstance(source, Sequence) and not isinstance(source, str)
     sources = [str(each) for each in (source if several else (source,))]
-    own = all(any(Path(each).is_relative_to(f) for f in RECORDED) for each in sources)
-    if not own or options.workers or options.cluster or options.read.peek or patched():
+    is_recorded = all(any(Path(each).is_relative_to(f) for f in RECORDED) for each in sources)
+    if not is_recorded or options.workers or options.cluster or options.read.peek or patched():
         return None
     quiet = replace(options.read, progress=None)
     config = read_config() if options.config is None else options.config

@@ -46,20 +46,20 @@ def import_graph(root: Path) -> Graph:
     graph: Graph = {}
     for name, file in modules.items():
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        asked = set(_imports(ast.parse(file.read_bytes()), package))
-        result = {target for one in asked for target in _imported_modules(one, modules)}
+        requested = set(_imports(ast.parse(file.read_bytes()), package))
+        result = {target for one in requested for target in _imported_modules(one, modules)}
         graph[name] = result - {name}
     return graph
 
 
-def _imported_modules(asked: str, modules: dict[str, Path]) -> set[str]:
+def _imported_modules(requested: str, modules: dict[str, Path]) -> set[str]:
     """The modules that an import of ``asked`` means: itself, the module that has the name, or for
     ``advisor.cli.*`` all below."""
-    if asked.endswith("*"):
-        return {name for name in modules if name.startswith(asked[:-1])}
-    while asked and asked not in modules:
-        asked = asked.rpartition(".")[0]
-    return {asked} if asked else set()
+    if requested.endswith("*"):
+        return {name for name in modules if name.startswith(requested[:-1])}
+    while requested and requested not in modules:
+        requested = requested.rpartition(".")[0]
+    return {requested} if requested else set()
 
 
 def _imports(node: ast.AST, package: str) -> Iterator[str]:
@@ -104,9 +104,13 @@ def forbidden_imports(graph: Graph, table: list[set[str]]) -> list[str]:
     result = []
     for name, targets in sorted(graph.items()):
         for target in sorted(targets):
-            own, other = layer_of(name, table), layer_of(target, table)
+            own_layer, other_layer = layer_of(name, table), layer_of(target, table)
             inside = name.split(".")[1:2] == target.split(".")[1:2]
-            if own is None or other is None or (own <= other and not inside):
+            if (
+                own_layer is None
+                or other_layer is None
+                or (own_layer <= other_layer and not inside)
+            ):
                 result.append(f"{name} imports {target}")
     return result
 

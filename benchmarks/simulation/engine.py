@@ -230,12 +230,12 @@ class Engine:
         rows = np.unique(self._at[name][ranks])
         members = groups.members[rows]
         size = members.shape[1]
-        whole = int(self.job.message[name] * share) // (DTYPE_BYTES * size) * size
-        sent_elements = out = whole
+        elements = int(self.job.message[name] * share) // (DTYPE_BYTES * size) * size
+        sent_elements = out = elements
         if kind == "_allgather_base":
-            sent_elements = whole // size
+            sent_elements = elements // size
         elif kind == "_reduce_scatter_base":
-            out = whole // size
+            out = elements // size
         given_all: NDArray[Any] = np.full(members.shape, sent_elements)
         out_all: NDArray[Any] = np.full(members.shape, out)
         heavy = 1.0
@@ -243,7 +243,7 @@ class Engine:
             got = np.round(out * self.load[members]).astype(np.int64)
             given_all, out_all = (got, out_all) if back else (given_all, got)
             heavy = np.maximum(1.0, self.load[members].max(axis=1))
-        ns = ALPHA_NS + whole * DTYPE_BYTES / self.job.rate[name] * self._link(members) * heavy
+        ns = ALPHA_NS + elements * DTYPE_BYTES / self.job.rate[name] * self._link(members) * heavy
         ns = ns * np.exp(self.rng.normal(0.0, 0.05 if groups.crosses else 0.02, len(rows)))
         spec = self._call_of(Call(name, kind, sent_elements, out))
         key = key or name
@@ -255,16 +255,16 @@ class Engine:
     def send(self, senders: Ranks, takers: Ranks) -> None:
         """Activations or gradients to the neighbouring stage; the taker waits for them."""
         members = np.stack([senders, takers], axis=1)
-        whole = int(self.job.message["pp"]) // DTYPE_BYTES
-        ns = ALPHA_NS + whole * DTYPE_BYTES / self.job.rate["pp"] * self._link(members)
+        elements = int(self.job.message["pp"]) // DTYPE_BYTES
+        ns = ALPHA_NS + elements * DTYPE_BYTES / self.job.rate["pp"] * self._link(members)
         ns = ns * np.exp(self.rng.normal(0.0, 0.05, len(members)))
         stage = int(min(senders[0], takers[0])) // (self.job.ranks // self.job.pp)
         name = f"pp{stage}"
         groups = self.job.groups["pp"]
         # a pair of ranks has a communicator, and so a stream, of its own
         stream = groups.stream + 4 * stage
-        specs = [self._call_of(Call("pp", kind, whole, whole)) for kind in ("send", "recv")]
-        sent_elements = np.full(members.shape, whole)
+        specs = [self._call_of(Call("pp", kind, elements, elements)) for kind in ("send", "recv")]
+        sent_elements = np.full(members.shape, elements)
         row = self._at["pp"][senders] + groups.first
         self._meet(
             members,
@@ -336,8 +336,8 @@ class Engine:
         """Begin of each operator, begin and end of its launch call, end of the operator."""
         job = self.job
         slow = self.cpu[ranks][:, None]
-        own = max(job.launch_ns - job.call_ns, 4_000.0)
-        between = own * np.exp(self.rng.normal(-0.02, 0.2, shape)) * slow
+        mean_gap_ns = max(job.launch_ns - job.call_ns, 4_000.0)
+        between = mean_gap_ns * np.exp(self.rng.normal(-0.02, 0.2, shape)) * slow
         call_ns = job.call_ns * np.exp(self.rng.normal(0.0, 0.1, shape)) * slow
         each = between + call_ns
         begin = self.host[ranks][:, None] + np.cumsum(each, axis=1) - each

@@ -230,9 +230,9 @@ def draw(seed: int, ranks: int = 64, kind: str | None = None, steps: int = 6) ->
     fault = _fault(rng, job, kind)
     spared = set(fault.ranks) if fault is not None and len(fault.ranks) == 1 else set()
     others = [r for r in range(ranks) if r not in spared]
-    gone = rng.permutation(others)[: int(rng.integers(0, 4))].tolist()
-    cuts = int(rng.integers(0, len(gone) + 1))
-    return replace(job, fault=fault, cut=tuple(gone[:cuts]), lost=tuple(gone[cuts:]))
+    lost_ranks = rng.permutation(others)[: int(rng.integers(0, 4))].tolist()
+    cuts = int(rng.integers(0, len(lost_ranks) + 1))
+    return replace(job, fault=fault, cut=tuple(lost_ranks[:cuts]), lost=tuple(lost_ranks[cuts:]))
 
 
 def _layouts(kind: str) -> tuple[str, ...]:
@@ -363,8 +363,8 @@ def _with_groups(rng: Generator, known: Measured, job: Job, compute: float) -> J
     share = {"world": 0.3, "shard": 0.3, "replicate": 0.2, "dp": 0.1, "tp": 0.2, "ep": 0.2}
     for stream, (name, members) in enumerate(result):
         crosses = bool((members // RANKS_PER_HOST != members[:, :1] // RANKS_PER_HOST).any())
-        whole = members.shape == (1, job.ranks)
-        groups[name] = Groups(name, members, 20 + 4 * stream, 0 if whole else number, crosses)
+        is_world = members.shape == (1, job.ranks)
+        groups[name] = Groups(name, members, 20 + 4 * stream, 0 if is_world else number, crosses)
         number += len(members)
         if name == "pp":
             rate[name] = known.rate(rng, "all_reduce", 0.2, 0.3)

@@ -77,7 +77,7 @@ class MeshPair(NamedTuple):
 
     model: Model
     recorded: Mesh
-    asked: Mesh
+    target: Mesh
 
 
 def draw_pair(seed: int) -> MeshPair:
@@ -89,7 +89,7 @@ def draw_pair(seed: int) -> MeshPair:
     blocks = [int(rng.integers(60, 3000)) for _ in range(64)]
     once = sum(k.ns for k in (*forward, *backward)) + 3 * sum(k.ns for k in expert)
     layers, micro = 8, int(rng.choice([1, 4, 8]))
-    recorded, asked = _meshes(rng, style, micro)
+    recorded, target = _meshes(rng, style, micro)
     work = rng.uniform(20e6, 60e6)
     scale = work * recorded.tp * recorded.pp * recorded.cp / (once * layers * micro)
     tokens = int(rng.choice([2048, 4096, 8192]))
@@ -121,7 +121,7 @@ def draw_pair(seed: int) -> MeshPair:
         whole_waves=rng.uniform(0, 1),
         loss=rng.uniform(0, 0.1),
     )
-    return MeshPair(model, recorded, asked)
+    return MeshPair(model, recorded, target)
 
 
 def _meshes(rng: Generator, style: str, micro: int) -> tuple[Mesh, Mesh]:
@@ -223,8 +223,8 @@ def _with_groups(rng: Generator, model: Model, mesh: Mesh, job: Job, grid: Ranks
     for stream, (name, members, size) in enumerate(result):
         nodes = members[0] // RANKS_PER_HOST
         crosses = bool((nodes != nodes[0]).any())
-        whole = members.shape == (1, mesh.world)
-        groups[name] = Groups(name, members, 20 + 4 * stream, 0 if whole else number, crosses)
+        is_world = members.shape == (1, mesh.world)
+        groups[name] = Groups(name, members, 20 + 4 * stream, 0 if is_world else number, crosses)
         number += len(members)
         message[name] = float(max(2**12, size) // 4096 * 4096)
         local = int(np.bincount(nodes).max())

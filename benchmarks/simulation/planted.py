@@ -103,6 +103,6 @@ def _scaled(kernels: tuple[Kernel, ...], size: float) -> tuple[Kernel, ...]:
 
 def _part(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     """A part of a layer, of kernels as long as its own."""
-    own = kernels[: max(1, len(kernels) // UNITS)]
-    share = sum(k.ns for k in kernels) / UNITS / sum(k.ns for k in own)
-    return tuple(kernel._replace(ns=kernel.ns * share) for kernel in own)
+    part_kernels = kernels[: max(1, len(kernels) // UNITS)]
+    share = sum(k.ns for k in kernels) / UNITS / sum(k.ns for k in part_kernels)
+    return tuple(kernel._replace(ns=kernel.ns * share) for kernel in part_kernels)

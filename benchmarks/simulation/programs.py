@@ -167,7 +167,7 @@ def _more(engine: Engine, ranks: Ranks, stage: int, kernels: tuple[Kernel, ...])
     if fault.kind != "pipeline_imbalance" or (fault.index != stage and not even):
         return
     state = engine.rng.bit_generator.state
-    whole = (fault.factor - 1) * job.layers / (job.pp if even else 1)
-    for part in np.diff([*np.arange(0.0, whole, 1.0), whole]):
+    added_layers = (fault.factor - 1) * job.layers / (job.pp if even else 1)
+    for part in np.diff([*np.arange(0.0, added_layers, 1.0), added_layers]):
         engine.work(ranks, tuple(k._replace(ns=k.ns * float(part)) for k in kernels))
     engine.rng.bit_generator.state = state

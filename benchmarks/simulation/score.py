@@ -28,7 +28,7 @@ class Score(NamedTuple):
     """The first that is blamed is blamed for the right thing; nothing, where all is well."""
     who: bool
     """All that have it are named for it, and no others."""
-    beside: int
+    wrong_blames: int
     """Blamed besides: for another thing, or ranks that have nothing."""
     gain_ns: float | None
     """Predicted gain; ``None``: not estimated."""
@@ -66,14 +66,14 @@ def judge(ranks: Ranks, truth: FaultTruth, cut: Collection[int] = ()) -> Score:
     guilty = set(truth.ranks) & read
     named = set().union(*(_ranks(outlier) for outlier in hits))
     who = bool(hits) if truth.moves else bool(hits) and named & read == guilty
-    beside = [outlier for outlier in ranks.outliers if outlier not in hits]
+    wrong_outliers = [outlier for outlier in ranks.outliers if outlier not in hits]
     first = next((outlier for outlier in hits if outlier.gain_ns is not None), None)
     gain = None if first is None else first.gain_ns
     inside = width = None
     if first is not None and first.low_ns is not None and first.high_ns is not None:
         inside = first.low_ns <= truth.gain_ns <= first.high_ns
         width = (first.high_ns - first.low_ns) / gain if gain else None
-    return Score(kind, who, len(beside), gain, inside, width, reported)
+    return Score(kind, who, len(wrong_outliers), gain, inside, width, reported)
 
 
 def _ranks(outlier: Outlier) -> set[int]:

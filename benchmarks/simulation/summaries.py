@@ -100,7 +100,7 @@ class _Device(NamedTuple):
 
 def _summarise(played: SimulatedRun, rank: int, tables: dict[str, Table]) -> RankSummary:
     job = played.job
-    whole = tables
+    full_tables = tables
     if rank in job.cut:
         tables = _cut(tables)
     kernels, talks, reads = tables["kernels"], tables["talks"], tables["reads"]
@@ -116,7 +116,7 @@ def _summarise(played: SimulatedRun, rank: int, tables: dict[str, Table]) -> Ran
     copies = subtract(copied, union_of(compute, talked))
     idle = gaps(union_of(compute, talked, copied), int(begin[0]), int(until[-1]))
     classes = {"compute": compute, "communication": exposed, "copies": copies}
-    causes = _causes(idle, begin, until, device, _host_segments(whole, tables, None))
+    causes = _causes(idle, begin, until, device, _host_segments(full_tables, tables, None))
     per_step = {name: covered_length(begin, until, part) for name, part in classes.items()}
     per_step |= {
         f"idle: {cause}": covered_length(begin, until, part) for cause, part in causes.items()
@@ -152,7 +152,7 @@ def _summarise(played: SimulatedRun, rank: int, tables: dict[str, Table]) -> Ran
                 "idle": idle.total / count,
             },
             idle={cause: part.total / count for cause, part in causes.items() if part.total},
-            host_time=_host_time(whole, tables, spans, count),
+            host_time=_host_time(full_tables, tables, spans, count),
             families={name: total for name, total in families.items() if total},
             kernels=_kernels(played, spec, ns, count),
             per_step={name: pack(values) for name, values in per_step.items() if values.any()},
@@ -187,8 +187,8 @@ def _device(kernels: Table, talks: Table, reads: Table) -> _Device:
         np.concatenate([part[column] for part in parts])[order]
         for column in ("end", "call", "called")
     )
-    own = [np.zeros(len(reads["start"]), dtype=bool)]
-    held = np.concatenate([kernels["held"], talks["held"], *own])[order]
+    no_waits = [np.zeros(len(reads["start"]), dtype=bool)]
+    held = np.concatenate([kernels["held"], talks["held"], *no_waits])[order]
     thread = np.concatenate([kernels["thread"], talks["thread"], 0 * reads["start"]])[order]
     streams = np.concatenate(stream)[order]
     return _Device(start[order], end, streams, call, called, _waited(held, thread, streams, call))
@@ -217,7 +217,7 @@ def _waited(held: NDArray[np.bool_], thread: Ints, stream: Ints, call: Ints) -> 
 
 
 def _host_segments(
-    whole: dict[str, Table], own_tables: dict[str, Table], thread: int | None
+    full_tables: dict[str, Table], own_tables: dict[str, Table], thread: int | None
 ) -> dict[str, Intervals]:
     """Intervals in which the threads of a rank are in which class; ``thread``: of one of them
     alone. Operators are those of the whole file, calls those that were left in it."""
@@ -240,7 +240,7 @@ def _host_segments(
         np.concatenate([kernels["called"], talks["called"], reads["called"]]),
     )
     sync = union(reads["wait"], reads["closed"] - 600)
-    ranges = [rows(name, whole) for name in ("kernels", "talks", "reads")]
+    ranges = [rows(name, full_tables) for name in ("kernels", "talks", "reads")]
     operators = union(
         np.concatenate([part["op"] for part in ranges]),
         np.concatenate([part["closed"] for part in ranges]),
@@ -286,14 +286,15 @@ def _causes(
 
 
 def _host_time(
-    whole: dict[str, Table], tables: dict[str, Table], spans: Intervals, count: int
+    full_tables: dict[str, Table], tables: dict[str, Table], spans: Intervals, count: int
 ) -> dict[str, float]:
     """Time of the main thread's classes, ns per step."""
     segments = {
-        name: intersect(part, spans) for name, part in _host_segments(whole, tables, MAIN).items()
+        name: intersect(part, spans)
+        for name, part in _host_segments(full_tables, tables, MAIN).items()
     }
     ns_of = {name: part.total / count for name, part in segments.items()}
-    kernels, marks = whole["kernels"], tables["steps"]
+    kernels, marks = full_tables["kernels"], tables["steps"]
     engine = kernels["thread"] == BACKWARD
     step = kernels["step"][engine]
     autograd = 0
@@ -347,14 +348,14 @@ def _collectives(
     before[first] = np.minimum(begin[step[first]], start[first])
     peer = talks["peer"][order]
     sends = np.array([call.kind == "send" for call in played.calls], dtype=bool)[talks["spec"]]
-    own = talks["rank"][order]
-    source = np.where(peer < 0, -1, np.where(sends[order], own, peer))
+    ranks = talks["rank"][order]
+    source = np.where(peer < 0, -1, np.where(sends[order], ranks, peer))
     calls = np.stack([talks["spec"][order], talks["row"][order], source, peer])
     rows: dict[tuple[int, int, int, int], int] = {}
     keys: list[str] = []
     facts: list[tuple[str, int, str, int]] = []
     places: dict[str, int] = {}
-    alone: list[bool] = []
+    is_alone: list[bool] = []
     distinct, inverse = np.unique(calls, axis=1, return_inverse=True)
     seen = np.full(distinct.shape[1], len(order))
     np.minimum.at(seen, inverse, np.arange(len(order)))
@@ -368,7 +369,7 @@ def _collectives(
         if other < 0:
             text = short_key(True, str(row), format_ranks(members), kind, size, None)
         else:
-            target = other if call.kind == "send" else int(own[0])
+            target = other if call.kind == "send" else int(ranks[0])
             text = short_key(
                 False, str(row), format_ranks(members), kind, size, None, sender, target
             )
@@ -376,7 +377,7 @@ def _collectives(
             places[text] = len(keys)
             keys.append(text)
             facts.append((str(row), len(members) if other < 0 else 2, kind, size or 0))
-            alone.append(other < 0)
+            is_alone.append(other < 0)
         rows[spec, row, sender, other] = places[text]
     of_distinct = np.array([rows[int(a), int(b), int(c), int(d)] for a, b, c, d in distinct.T])
     of = of_distinct[inverse]
@@ -401,6 +402,6 @@ def _collectives(
         size=[size for _, size, _, _ in facts],
         kind=[kind for _, _, kind, _ in facts],
         message=[message for _, _, _, message in facts],
-        sequenced=alone,
+        sequenced=is_alone,
         amount=pack(amount) if amount.any() else None,
     )

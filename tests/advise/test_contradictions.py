@@ -147,18 +147,18 @@ def test_work_that_no_fix_changes_keeps_the_device_busy(result: AnalysisResult) 
     report, a = result.report, result.main
     if report.replay is None or report.replay.busy_after_ns is None or a.device_id is None:
         return
-    left, moved = a.in_window.copy(), ~a.in_window
+    remaining, moved = a.in_window.copy(), ~a.in_window
     for finding in ranked_findings(report):
         for edit in finding.edits:
             if edit.op in ("resize", "remove_skew"):
                 return
             if edit.select.on == "gpu":
-                left &= ~selected_gpu(a, edit.select)
+                remaining &= ~selected_gpu(a, edit.select)
                 if edit.op == "overlap":
                     moved |= a.in_window & selected_gpu(a, edit.select)
             else:
                 return  # calls are removed with the work that they launch
-    untouched = a.device_busy(left).total / max(1, a.step_count)
+    untouched = a.device_busy(remaining).total / max(1, a.step_count)
     by_name = a.trace.gpu.filter(moved).group_by("name").agg(pl.col("dur").sum())["dur"]
     in_order = float(by_name.max() or 0) / max(1, a.step_count)  # type: ignore[arg-type]
     assert report.replay.busy_after_ns >= 0.98 * max(untouched, in_order)
@@ -192,8 +192,8 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     after = stairs.fixes[-1].left_ns
     assert after == pytest.approx(step_after_fixes(report))
     if report.replay is not None:
-        left = report.replay.step_after_ns / report.replay.measured_ns
-        assert left == pytest.approx(after / report.step_ns)
+        remaining_share = report.replay.step_after_ns / report.replay.measured_ns
+        assert remaining_share == pytest.approx(after / report.step_ns)
     match = re.search(r"With (?:this fix|all fixes): [\d.]+ \S+ → ([\d.]+ \S+) ", text)
     assert match is None or match[1] == t.format_duration(after)
     fixes = ranked_findings(report)
@@ -328,10 +328,10 @@ def test_the_first_sentence_of_a_fix_says_what_to_do(report: Report) -> None:
 def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
     """All-to-alls have most of the exposed time; all-gathers and all-reduces have the rest."""
     result = analyze_cached(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
-    own = next(f for f in result if f.rule == "exposed-communication")
-    assert own.code is not None
-    assert "alltoall_pooled" in own.code
-    assert "DDP" not in own.code
+    finding = next(f for f in result if f.rule == "exposed-communication")
+    assert finding.code is not None
+    assert "alltoall_pooled" in finding.code
+    assert "DDP" not in finding.code
 
 
 @pytest.mark.parametrize(
@@ -527,10 +527,10 @@ def test_savings_of_copies_beyond_their_own_time_are_late_launches(report: Repor
     for finding in report.findings:
         if finding.rule != "pageable-copies" or finding.impact is None:
             continue
-        own = sum(float(e.value or 0) for e in finding.evidence[:2])
+        copy_ns = sum(float(e.value or 0) for e in finding.evidence[:2])
         saved = max(finding.impact.gain_ns or 0, finding.marginal_gain_ns or 0)
-        assert saved <= 1.05 * own + late
-        assert saved <= 1.5 * own or "late launches leave the GPU idle" in text
+        assert saved <= 1.05 * copy_ns + late
+        assert saved <= 1.5 * copy_ns or "late launches leave the GPU idle" in text
 
 
 def test_fixes_of_the_host_leave_work_that_was_launched_before_the_recording() -> None:

@@ -45,8 +45,8 @@ def test_times_alone_say_how_to_add_the_counters() -> None:
     report = advisor.analyze(CORPUS / "rocprof" / "laplacian" / "kernel1_results.csv.gz")
     assert "collect it with rocprof-compute profile" in report.verdict
     report = advisor.analyze(CORPUS / "rocprof" / "laplacian" / "kernel1_data_movement.csv.gz")
-    whole = "advisor analyze kernel1_data_movement.csv.gz --kernel-profile TIMES"
-    assert report.verdict.endswith(whole)
+    command = "advisor analyze kernel1_data_movement.csv.gz --kernel-profile TIMES"
+    assert report.verdict.endswith(command)
 
 
 def raw_launches(path: Path) -> list[str]:
@@ -192,10 +192,12 @@ def test_a_profile_says_what_it_knows_of_program_and_device() -> None:
 
 def test_the_profilers_own_rules_follow_the_findings_each_once() -> None:
     text = _report_text("ncu/deepseek_ocr_rtx5090.csv.gz")
-    own = text.split("The kernel profiler's own advice")[1].split("Skipped checks")[0]
+    profiler_advice = text.split("The kernel profiler's own advice")[1].split("Skipped checks")[0]
     assert text.index("What the counters show") < text.index("The kernel profiler's own advice")
-    assert len(own) < 1200 and "fp64" not in own  # these kernels compute in BF16
-    assert own.count("Every scheduler is capable of") == 1
+    assert (
+        len(profiler_advice) < 1200 and "fp64" not in profiler_advice
+    )  # these kernels compute in BF16
+    assert profiler_advice.count("Every scheduler is capable of") == 1
 
 
 def test_a_kernel_with_a_unit_half_busy_is_not_limited_by_latency_alone() -> None:

@@ -62,8 +62,8 @@ class FindingRule(Rule):
 
 
 def rule(rule_id: str, pattern: str, group: str = "", confidence: float = 0.8) -> Rule:
-    own = {"id": rule_id, "pattern": pattern, "group": group, "confidence": confidence}
-    cls = type(rule_id, (FindingRule,), own)
+    attributes = {"id": rule_id, "pattern": pattern, "group": group, "confidence": confidence}
+    cls = type(rule_id, (FindingRule,), attributes)
     instance = cls()
     assert isinstance(instance, Rule)
     return instance

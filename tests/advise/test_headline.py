@@ -98,13 +98,13 @@ def test_shares_and_gains_of_a_verdict_are_of_a_step_that_it_names(folder: Path)
     step = report.step
     assert step is not None and step.window_ns is None
     mean, median = format_duration(step.mean_ns), format_duration(step.ns)
-    apart = abs(step.mean_ns / step.ns - 1) >= 0.1
-    assert (f"mean step of {mean}" in report.verdict) == apart
-    assert apart or f"{median} step" in report.verdict
-    assert not (apart and "median" in report.verdict)
+    mean_differs = abs(step.mean_ns / step.ns - 1) >= 0.1
+    assert (f"mean step of {mean}" in report.verdict) == mean_differs
+    assert mean_differs or f"{median} step" in report.verdict
+    assert not (mean_differs and "median" in report.verdict)
     impact = report.findings[0].impact if report.findings else None
     if impact is not None and impact.currency == "step_time" and impact.gain_ns and impact.share:
-        leads = step.mean_ns if apart else step.ns
+        leads = step.mean_ns if mean_differs else step.ns
         assert impact.gain_ns / leads == pytest.approx(impact.share)
 
 
@@ -164,11 +164,11 @@ def test_the_mfu_shown_is_of_the_runs_step_unless_its_steps_vary(
     compiled_breaks vary."""
     sampler = analyze(shared_file("h100/latent_sampler"), OPTIONS)
     assert sampler.mfu is not None and sampler.step is not None and sampler.step.window_ns
-    own = format_share(sampler.mfu * sampler.step.window_ns / sampler.step.ns)
+    expected_mfu = format_share(sampler.mfu * sampler.step.window_ns / sampler.step.ns)
     text = REPORTS.render("terminal", sampler)
-    assert f"busy 93% (47% while profiled) · MFU {own}\n" in text
-    assert own != format_share(sampler.mfu)
-    assert {name: value for name, value, _ in figures_of_merit(sampler)}["MFU"] == own
+    assert f"busy 93% (47% while profiled) · MFU {expected_mfu}\n" in text
+    assert expected_mfu != format_share(sampler.mfu)
+    assert {name: value for name, value, _ in figures_of_merit(sampler)}["MFU"] == expected_mfu
     text = REPORTS.render("terminal", analyze(shared_file("h100/compiled_breaks"), OPTIONS))
     assert re.search(r"MFU \d+% of the FP32 peak while\s+profiled", text)
 
@@ -223,17 +223,21 @@ def test_gains_are_of_the_runs_step_with_the_windows_share_of_its_idle_time(
     for finding in report.findings:
         if finding.rule not in before:
             continue
-        alone, here = before[finding.rule].impact, finding.impact
-        assert alone is not None and here is not None
-        assert alone.gain_ns is not None and here.gain_ns is not None
+        window_impact, run_impact = before[finding.rule].impact, finding.impact
+        assert window_impact is not None and run_impact is not None
+        assert window_impact.gain_ns is not None and run_impact.gain_ns is not None
         # the run's steps have not what the profiler cost the host, where the device is the limit
-        assert here.gain_ns == pytest.approx(alone.gain_ns * part, rel=0.01)
-        assert here.gain_ns / (7.5 * MS) == pytest.approx(here.share, abs=1e-6)
+        assert run_impact.gain_ns == pytest.approx(window_impact.gain_ns * part, rel=0.01)
+        assert run_impact.gain_ns / (7.5 * MS) == pytest.approx(run_impact.share, abs=1e-6)
         # as long as with the profiler at most, if that leaves the device its time
-        assert here.low_ns is not None and alone.high_ns is not None
-        assert here.low_ns <= here.gain_ns
-        most = min(alone.high_ns, 7.5 * MS - busy) if alone.gain_ns else alone.high_ns
-        assert here.high_ns == pytest.approx(most, rel=0.01)
+        assert run_impact.low_ns is not None and window_impact.high_ns is not None
+        assert run_impact.low_ns <= run_impact.gain_ns
+        most = (
+            min(window_impact.high_ns, 7.5 * MS - busy)
+            if window_impact.gain_ns
+            else window_impact.high_ns
+        )
+        assert run_impact.high_ns == pytest.approx(most, rel=0.01)
     assert {finding.rule for finding in report.findings} >= before.keys()
 
 
@@ -246,10 +250,16 @@ def test_a_gain_need_not_grow_with_steps_longer_than_the_windows(
     shared = [finding for finding in report.findings if finding.rule in before]
     assert shared
     for finding in shared:
-        alone, here = before[finding.rule], finding.impact
-        assert alone is not None and here is not None and alone.gain_ns is not None
-        assert here.gain_ns == pytest.approx(alone.gain_ns * 30 * MS / profiled, abs=1)
-        assert here.low_ns == alone.low_ns
+        window_impact, run_impact = before[finding.rule], finding.impact
+        assert (
+            window_impact is not None
+            and run_impact is not None
+            and window_impact.gain_ns is not None
+        )
+        assert run_impact.gain_ns == pytest.approx(
+            window_impact.gain_ns * 30 * MS / profiled, abs=1
+        )
+        assert run_impact.low_ns == window_impact.low_ns
 
 
 def test_the_profilers_cost_is_reported_as_such(tmp_path: Path) -> None:
@@ -370,9 +380,9 @@ def test_a_run_that_goes_on_after_an_exception_has_not_crashed(tmp_path: Path) -
 def test_a_cut_file_says_so_first_and_gives_lower_bounds(
     shared_trace: Callable[[str], str], tmp_path: Path
 ) -> None:
-    whole = gzip.decompress(Path(shared_trace("a100_train_6steps")).read_bytes())
+    data = gzip.decompress(Path(shared_trace("a100_train_6steps")).read_bytes())
     cut = tmp_path / "cut.json"
-    cut.write_bytes(whole[: len(whole) * 2 // 3])
+    cut.write_bytes(data[: len(data) * 2 // 3])
     report = analyze(cut)
     assert report.verdict.startswith("The file is cut off. In what is left, the GPU is busy at")
     assert report.status == "limited"
@@ -385,9 +395,9 @@ def test_a_cut_file_says_so_first_and_gives_lower_bounds(
 def test_a_file_that_is_cut_before_its_gpu_work_advises_nothing(
     share: float, shared_trace: Callable[[str], str], tmp_path: Path
 ) -> None:
-    whole = gzip.decompress(Path(shared_trace("mi300_timesformer_inference")).read_bytes())
+    data = gzip.decompress(Path(shared_trace("mi300_timesformer_inference")).read_bytes())
     cut = tmp_path / "cut.json"
-    cut.write_bytes(whole[: int(len(whole) * share)])
+    cut.write_bytes(data[: int(len(data) * share)])
     report = analyze(cut)
     assert report.verdict.startswith("The file is cut off before any GPU work.")
     assert not report.findings
@@ -777,8 +787,8 @@ def test_a_step_without_its_matrix_products_is_reported_as_a_part(
     assert report_text.describe_all_fixes(report) == ""
     lead = "In this part, a possibility (confidence in the cause 42%): pointwise kernels are not"
     assert f"{lead} fused. A fix may save up to 15.5 ms (range 6.36 to 15.5 ms)." in report.verdict
-    whole = "Record whole steps: tf.profiler.experimental.Trace around each step."
-    assert report.verdict.endswith(whole)
+    advice = "Record whole steps: tf.profiler.experimental.Trace around each step."
+    assert report.verdict.endswith(advice)
     assert report.findings[0].severity == "warning" and "First:" not in report.verdict
     possible = "cause a possibility (confidence in the cause 42%) · warning"
     assert possible in " ".join(REPORTS.render("terminal", report, details=True).split())

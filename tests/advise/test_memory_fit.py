@@ -72,8 +72,8 @@ def test_less_room_than_fragments_take_is_not_a_fit(capsys: pytest.CaptureFixtur
     peak = measured(program(activation=MIB, logits=MIB))
     fit = find_fit(peak, None, capacity_for(peak.reserved) - 2 * MIB)
     assert fit.chosen  # as it is, it fits barely
-    alone = find_fit(peak, None, capacity_for(fit.reserved_after) - 2 * MIB)
-    assert alone.reserved_after < fit.reserved_after
+    without_analysis = find_fit(peak, None, capacity_for(fit.reserved_after) - 2 * MIB)
+    assert without_analysis.reserved_after < fit.reserved_after
     text = fit_output(capsys, str(CORPUS / "memory/transformer_training_ctx512.pickle.gz"), "--gpu",
                 "rtx 3080")  # fmt: skip
     assert "with 2 changes: 2.13 GiB left" in text and "0 ms" not in text
@@ -134,13 +134,13 @@ def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() 
 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
     peak, a = measured(program()), trace().analysis()
-    whole = find_fit(peak, a, 80 * GIB).reserved
+    reserved = find_fit(peak, a, 80 * GIB).reserved
     by_name = {way.change.name: way for way in find_fit(peak, a, 80 * GIB).candidates}
     # what costs no time is taken before what does
-    less = whole - by_name["8-bit optimizer"].bytes // 2
+    less = reserved - by_name["8-bit optimizer"].bytes // 2
     fit = find_fit(peak, a, capacity_for(less))
     assert fit.fits and [way.ns for way in fit.chosen] == [0.0]
-    fit = find_fit(peak, a, capacity_for(whole - 2200 * MIB))
+    fit = find_fit(peak, a, capacity_for(reserved - 2200 * MIB))
     (checkpointed,) = [way for way in fit.chosen if way.change.name == "checkpointing"]
     assert fit.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
     assert "calls keep their output alone" in checkpointed.change.assumes
@@ -164,9 +164,9 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
         if way.change.name == "offload activations"
     ]  # fmt: skip
     lives = peak.history.block_lifetimes
-    held = int(lives.size[[r for r in way.change.rows if lives.at(peak.event)[r]]].sum())
+    offloaded_bytes = int(lives.size[[r for r in way.change.rows if lives.at(peak.event)[r]]].sum())
     assert gpu.pcie_bandwidth is not None
-    each_way = held / gpu.pcie_bandwidth * 1e9
+    each_way = offloaded_bytes / gpu.pcie_bandwidth * 1e9
     assert way.ns == pytest.approx(max(0, each_way - 4e6) + max(0, each_way - 8e6))
 
 
@@ -192,17 +192,17 @@ def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFix
     snapshot = str(program().write(tmp_path / "memory.pickle"))
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": trace().events}))
-    asked = ["fit", str(file), "--memory-snapshot", snapshot]
-    assert run([*asked, "--capacity", "80GiB", "--format", "json"]) == 0
+    arguments = ["fit", str(file), "--memory-snapshot", snapshot]
+    assert run([*arguments, "--capacity", "80GiB", "--format", "json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["fits"] and plain["capacity"] == 80 * GIB and plain["chosen"] == []
     times = plain["largest_batch_scale"]
     larger = ["--batch-size", str(times * 8 + 1), "--recorded-batch-size", "8"]
-    assert run([*asked, "--capacity", "80GiB", "--format", "json", *larger]) == 0
+    assert run([*arguments, "--capacity", "80GiB", "--format", "json", *larger]) == 0
     plain = json.loads(capsys.readouterr().out)
     needed = plain["reserved"] * (1 + MARGIN_SHARE)
     assert needed > plain["available"] and plain["chosen"] and not plain["barely"]
-    assert run([*asked, "--gpu", "rtx 4090"]) == 0
+    assert run([*arguments, "--gpu", "rtx 4090"]) == 0
     assert "It fits NVIDIA GeForce RTX 4090" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -24,8 +24,8 @@ def report_of(path: str | Path) -> Report:
 
 
 def part_of(report: Report, label: str) -> TimeWithoutFix:
-    (own,) = (each for each in report.without_fix if label in each.labels)
-    return own
+    (part,) = (each for each in report.without_fix if label in each.labels)
+    return part
 
 
 def idle_ns(report: Report, cause: str) -> float:
@@ -45,10 +45,10 @@ def test_idle_time_as_long_as_a_fix_has_a_reason(
     shared_trace: Trace, name: str, cause: str, label: str, why: str
 ) -> None:
     report = report_of(shared_trace(name))
-    own = part_of(report, label)
+    part = part_of(report, label)
     smallest = min(f.impact.gain_ns or 0 for f in report.findings if f.priority and f.impact)
-    assert own.ns == pytest.approx(idle_ns(report, cause)) and own.ns >= smallest
-    assert why in own.why
+    assert part.ns == pytest.approx(idle_ns(report, cause)) and part.ns >= smallest
+    assert why in part.why
     text = REPORTS.render("terminal", report, details=True)
     assert f"{label} " in text.partition("no fix")[2].partition("What to change")[0]
 
@@ -56,9 +56,9 @@ def test_idle_time_as_long_as_a_fix_has_a_reason(
 def test_exposed_copies_are_distinguished_by_direction(shared_trace: Trace) -> None:
     """201 reads of values belong to the first fix; copies within the GPU take 2.7% of the time."""
     report = report_of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
-    own = part_of(report, "exposed copies")
-    assert own.ns == next(each.ns for each in report.time if each.name == "copies")
-    assert own.why == (
+    part = part_of(report, "exposed copies")
+    assert part.ns == next(each.ns for each in report.time if each.name == "copies")
+    assert part.why == (
         "15.1 ms to the CPU belong to fix 1; "
         "13.4 ms within the GPU (a fix is advised from 5% of the time on)"
     )
@@ -72,8 +72,8 @@ def test_a_fix_that_the_replay_finds_useless_is_named() -> None:
 
 def test_a_note_on_a_part_is_its_reason(shared_trace: Trace) -> None:
     report = report_of(shared_trace("dlrm_8ranks/worker7.pt.trace"))
-    own = part_of(report, "exposed comm.")
-    assert own.why.startswith("gains little alone") and "(note 'The GPU waits" in own.why
+    part = part_of(report, "exposed comm.")
+    assert part.why.startswith("gains little alone") and "(note 'The GPU waits" in part.why
 
 
 def test_causes_that_a_finding_covers_are_not_listed_again(shared_trace: Trace) -> None:
@@ -117,6 +117,6 @@ def test_the_start_of_cuda_before_the_first_work_is_said(shared_trace: Trace) ->
 def test_ranges_that_a_trace_has_are_not_asked_for_as_new() -> None:
     """Some 11,000 NVTX ranges are in this file, and explain a quarter of the time."""
     report = report_of(H100.parent / "nsys" / "ee4fcf3_report1.sqlite.gz")
-    asked = [report.verdict, *(each.record for each in report.not_checked)]
-    assert sum("more NVTX ranges" in text for text in asked) == 2
-    assert not any("with NVTX ranges" in text for text in asked)
+    texts = [report.verdict, *(each.record for each in report.not_checked)]
+    assert sum("more NVTX ranges" in text for text in texts) == 2
+    assert not any("with NVTX ranges" in text for text in texts)

@@ -194,15 +194,15 @@ def test_saved_reports_are_compared_as_far_as_they_tell(
         (reports[0], slow_trace, "of the run before"),
     ):
         comparison = Comparison.from_json(advisor("compare", before, after, "--format", "json")[1])
-        whole = Comparison.from_json(
+        from_traces = Comparison.from_json(
             advisor("compare", fast_trace, slow_trace, "--format", "json")[1]
         )
         assert only in comparison.limits[0] and "not compared" in comparison.limits[0]
         assert (comparison.before.path, comparison.after.path) == (str(before), str(after))
-        assert comparison.steps.verdict == whole.steps.verdict == "slower"
-        assert comparison.steps == whole.steps
+        assert comparison.steps.verdict == from_traces.steps.verdict == "slower"
+        assert comparison.steps == from_traces.steps
         assert (comparison.work, comparison.kernels, comparison.realised.rules) == ([], [], [])
-        assert [a.name for a in comparison.amounts] == [a.name for a in whole.amounts]
+        assert [a.name for a in comparison.amounts] == [a.name for a in from_traces.amounts]
     for form in ("terminal", "markdown"):
         assert "Only a saved report" in " ".join(
             advisor("compare", *reports, "--format", form)[1].split()
@@ -234,13 +234,13 @@ def test_a_finding_that_only_one_saved_report_has_is_neither_fixed_nor_new(
     comparison = Comparison.from_json(
         advisor("compare", waiting, save(fast_trace), "--format", "json")[1]
     )
-    (gone,) = [item for item in comparison.findings if "loader" in item.rule]
-    assert gone.change == "unchecked" and "too small to report" in gone.reason
+    (unmatched,) = [item for item in comparison.findings if "loader" in item.rule]
+    assert unmatched.change == "unchecked" and "too small to report" in unmatched.reason
     assert not comparison.findings_with("fixed") and not comparison.findings_with("new")
     back = Comparison.from_json(
         advisor("compare", save(fast_trace), waiting, "--format", "json")[1]
     )
-    assert [i.change for i in back.findings if i.rule == gone.rule] == ["unchecked before"]
+    assert [i.change for i in back.findings if i.rule == unmatched.rule] == ["unchecked before"]
 
 
 def test_a_rank_cannot_be_chosen_in_a_saved_report(

@@ -134,7 +134,7 @@ def test_ranks_that_compile_the_same_are_counted_once(tmp_path: Path) -> None:
 
 def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None:
     path = write_log(tmp_path, "break_print", "recompile_dtype")
-    whole = path.read_text()
+    content = path.read_text()
     prefix = "V1123 20:55:19.489000 8996 torch/_dynamo/utils.py:2009] "
     bad = [
         '{"compilation_metrics": ', '{"compilation_metrics": 3}', "[" * 10_000,
@@ -142,12 +142,12 @@ def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None
         '{"compilation_metrics": {"co_name": 5, "duration_us": "x", "co_firstlineno": -1}}',
     ]  # fmt: skip
     long = json.dumps({"compilation_metrics": {"fail_reason": "x" * 9_999, "co_name": "y" * 9_999}})
-    path.write_text(whole + "".join(f"{prefix}{line}\n" for line in [*bad, long]))
+    path.write_text(content + "".join(f"{prefix}{line}\n" for line in [*bad, long]))
     log = read_logs(path)
     assert len(log.breaks) == len(log.recompilations) == 1
     assert log.damaged == 3
     assert len(log.not_compiled[0].reason) == MAX_TEXT == len(log.not_compiled[0].function or "")
-    path.write_bytes(whole.encode()[: len(whole) // 2] + b"\xff\xfe")
+    path.write_bytes(content.encode()[: len(content) // 2] + b"\xff\xfe")
     assert read_logs(path).breaks
 
 
@@ -359,8 +359,10 @@ def test_a_place_without_a_line_takes_that_of_its_kernel() -> None:
     a.__dict__["fused_kernels"] = {"k": FusedKernel(name="k", operators=["aten.add"], lines=[at])}
     named = _with_line(Location(kernel="k"), a)
     assert (named.file, named.line, named.kernel) == ("model.py", 6, "k")
-    own = Location(kernel="k", file="mine.py", line=1)
-    assert _with_line(own, a) == own and _with_line(Location(op="x"), a) == Location(op="x")
+    location = Location(kernel="k", file="mine.py", line=1)
+    assert _with_line(location, a) == location and _with_line(Location(op="x"), a) == Location(
+        op="x"
+    )
 
 
 def test_processes_that_number_functions_otherwise_name_none() -> None:
@@ -396,9 +398,9 @@ def test_logs_alone_are_analysed(advisor: Callable[..., Any], tmp_path: Path) ->
     assert json.loads(private)["compilation"]["breaks"][0]["line"] == 44
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("is_beside", [True, False])
 def test_logs_beside_a_trace_are_part_of_its_report(
-    advisor: Callable[..., Any], tmp_path: Path, beside: bool
+    advisor: Callable[..., Any], tmp_path: Path, is_beside: bool
 ) -> None:
     b = TraceBuilder()
     for _ in range(3):
@@ -408,8 +410,8 @@ def test_logs_beside_a_trace_are_part_of_its_report(
     folder = tmp_path / "run"
     folder.mkdir()
     trace = b.write(folder / "trace.json")
-    log = write_log(folder if beside else tmp_path, "break_print")
-    arguments = [str(folder)] if beside else [str(trace), "--compile-log", str(log)]
+    log = write_log(folder if is_beside else tmp_path, "break_print")
+    arguments = [str(folder)] if is_beside else [str(trace), "--compile-log", str(log)]
     text = " ".join(advisor("analyze", *arguments).out.split())
     assert "Failed to trace builtin operator" in text and "as long as" in text
     report = json.loads(advisor("analyze", *arguments, "--format", "json").out)
@@ -443,9 +445,9 @@ def test_an_edit_can_select_the_breaks_of_one_function(tmp_path: Path) -> None:
     assert edit.select.region == ("1", "5") and parse_edit(write_edit(edit)) == edit
 
 
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("is_separate", [True, False])
 def test_logs_beside_ranks_are_not_ranks(
-    advisor: Callable[..., Any], tmp_path: Path, apart: bool
+    advisor: Callable[..., Any], tmp_path: Path, is_separate: bool
 ) -> None:
     b = TraceBuilder()
     for _ in range(3):
@@ -455,7 +457,7 @@ def test_logs_beside_ranks_are_not_ranks(
     for rank in range(2):
         b.write(tmp_path / f"trace_rank{rank}.json")
         write_log(tmp_path, "break_print", name=f"rank_{rank}_ab")
-    options = ["--workers", "1"] if apart else []
+    options = ["--workers", "1"] if is_separate else []
     report = json.loads(advisor("analyze", str(tmp_path), *options, "--format", "json").out)
     assert [each["line"] for each in report["compilation"]["breaks"]] == [44]
     assert report["compilation"]["logs"] == 2

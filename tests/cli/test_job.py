@@ -51,13 +51,13 @@ def test_ranks_are_compared_the_same_way_here_and_one_by_one(
     advisor: Run, ranks: Callable[[int], Path]
 ) -> None:
     folder = ranks(3)
-    here, apart = (
+    in_memory_report, worker_report = (
         json.loads(advisor("analyze", folder, *more, "--format", "json")[1])
         for more in ((), ("--workers", 2))
     )
     for field in ("schema", "findings", "notes", "ranks"):
-        assert here[field] == apart[field], field
-    assert [line["rank"] for line in apart["ranks"]["lines"]] == [0, 1, 2]
+        assert in_memory_report[field] == worker_report[field], field
+    assert [line["rank"] for line in worker_report["ranks"]["lines"]] == [0, 1, 2]
     code, out, _ = advisor("analyze", folder, "--ranks", "0,2", "--format", "json")
     assert code == 0
     assert [line["rank"] for line in json.loads(out)["ranks"]["lines"]] == [0, 2]

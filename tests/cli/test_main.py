@@ -79,10 +79,10 @@ def test_the_help_has_every_option_under_one_heading(
     sections = dict(re.findall(r"^([A-Z][^\n:]*):\n((?:  .*\n)+)", output, re.MULTILINE))
     assert sections["Other"].split() == "-h, --help Show this message and exit.".split()
     (only,) = cli._build_command(command).commands.values()
-    own = [option for option in only.params if option.param_type_name == "option"]
+    options = [option for option in only.params if option.param_type_name == "option"]
     listed = [name for names in groups.HEADINGS.values() for name in names.split()]
     assert len(listed) == len(set(listed))
-    assert all(set(option.opts) & set(listed) for option in own)
+    assert all(set(option.opts) & set(listed) for option in options)
     assert set(sections) - {"Arguments", "Formats"} <= {*groups.HEADINGS, groups.OTHER_HEADING}
     assert [line for line in output.splitlines() if len(line) > 80] == []
 
@@ -210,9 +210,9 @@ def test_a_full_disk_behind_stdout_is_one_line(
 
 def _unread_bytes(pipe: IO[bytes]) -> int:
     """Number of bytes in a pipe that nobody has read."""
-    left = bytearray(4)
-    fcntl.ioctl(pipe, termios.FIONREAD, left)
-    return int.from_bytes(left, sys.byteorder)
+    buffer = bytearray(4)
+    fcntl.ioctl(pipe, termios.FIONREAD, buffer)
+    return int.from_bytes(buffer, sys.byteorder)
 
 
 def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
@@ -321,8 +321,8 @@ def test_a_file_without_permission_is_one_line(
 
 def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
     for command, names in cli.FORMER_NAMES.items():
-        (own,) = cli._build_command(command).commands.values()
-        options = {option for param in own.params for option in param.opts}
+        (subcommand,) = cli._build_command(command).commands.values()
+        options = {option for param in subcommand.params for option in param.opts}
         assert {new.partition("=")[0] for new in names.values()} <= options, command
 
 

@@ -204,12 +204,12 @@ def test_a_job_is_projected_from_its_slowest_rank_with_the_median_beside_it(
 def test_an_epoch_costs_its_steps(advisor: Run, trace: Path, tmp_path: Path) -> None:
     prices = tmp_path / "prices.toml"
     prices.write_text('[prices]\n"h100 sxm5" = 3.0\n')
-    asked = ("project", trace, "--all", "--prices", prices, "--epoch-steps", "5000")
-    document = json.loads(advisor(*asked, "--format", "json").out)
+    arguments = ("project", trace, "--all", "--prices", prices, "--epoch-steps", "5000")
+    document = json.loads(advisor(*arguments, "--format", "json").out)
     (gpu,) = document["gpus"]
     assert document["epoch_steps"] == 5000
     assert gpu["cost_per_epoch"] == pytest.approx(gpu["cost_per_million_steps"] * 5000 / 1e6)
-    out = words(advisor(*asked).out)
+    out = words(advisor(*arguments).out)
     assert "USD an epoch" in out and "An epoch has 5,000 recorded steps" in out
     unpaid = advisor("project", trace, "--all", "--epoch-steps", "5000")
     assert "An epoch has" not in words(unpaid.out)

@@ -382,8 +382,8 @@ def test_findings_are_matched_by_place_before_they_are_by_rule(report: Report) -
 
 def test_a_finding_of_a_skipped_rule_is_not_fixed(report: Report) -> None:
     before = replace(report, findings=[make_finding("shapes"), make_finding("other")])
-    gone = SkippedCheck(what="x", why="shapes were not recorded", rule="more, shapes")
-    after = replace(report, findings=[], not_checked=[gone])
+    skipped = SkippedCheck(what="x", why="shapes were not recorded", rule="more, shapes")
+    after = replace(report, findings=[], not_checked=[skipped])
     assert finding_changes(before, after) == [
         ("unchecked", "shapes", None),
         ("fixed", "other", None),
@@ -402,9 +402,9 @@ def test_a_finding_that_sank_to_a_note_is_not_fixed(report: Report) -> None:
 
 def test_a_comparison_reads_back(files: Callable[..., Comparison]) -> None:
     c = files({"wait": 5000.0}, {})
-    again = Comparison.from_json(c.to_json())
-    assert again == c
-    assert again.to_dict() == c.to_dict()
+    restored = Comparison.from_json(c.to_json())
+    assert restored == c
+    assert restored.to_dict() == c.to_dict()
     with pytest.raises(AdvisorError, match="schema"):
         Comparison.from_json(c.to_json().replace(b"comparison/2", b"comparison/9"))
     with pytest.raises(AdvisorError, match="not a comparison"):

@@ -42,7 +42,7 @@ def test_the_published_chain_of_the_laplacian() -> None:
 def test_traffic_that_falls_as_the_time_does_explains_it(tmp_path: Path) -> None:
     text = gzip.decompress(path_of("ncu/deepseek_ocr_rtx5090.csv.gz").read_bytes()).decode()
     head, *rows = text.splitlines()
-    own = [row for row in rows if '"1740670"' in row]
+    kernel_rows = [row for row in rows if '"1740670"' in row]
     names = ("gpu__time_duration.sum", "dram__bytes_read.sum", '"Duration"')
 
     def halve(row: str) -> str:
@@ -52,7 +52,7 @@ def test_traffic_that_falls_as_the_time_does_explains_it(tmp_path: Path) -> None
         return row[: value.start(1)] + str(float(value[1]) / 2) + row[value.end(1) :]
 
     files = []
-    for name, lines in (("before", own), ("after", [halve(row) for row in own])):
+    for name, lines in (("before", kernel_rows), ("after", [halve(row) for row in kernel_rows])):
         (tmp_path / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
         files.append(str(tmp_path / f"{name}.csv"))
     comparison = compare(*files).verdict

@@ -62,8 +62,8 @@ def test_ranks_are_side_by_side(tmp_path: Path) -> None:
         )
     report = advisor.analyze(str(tmp_path))
     assert [each.name for each in report.memory_ranks] == [f"rank {n}" for n in range(4)]
-    held = [each.allocated for each in report.memory_ranks]
-    assert held[0] == held[1] == held[3] < held[2]
+    allocated = [each.allocated for each in report.memory_ranks]
+    assert allocated[0] == allocated[1] == allocated[3] < allocated[2]
     text = REPORTS.render("terminal", report)
     (row,) = [line for line in text.splitlines() if "rank 2" in line and "activations +" in line]
     assert text.index("Memory by rank") < text.index(row.strip())

@@ -100,10 +100,10 @@ def test_two_fixes_at_once_say_nothing_of_either(runs: tuple[Path, Path]) -> Non
 def test_the_command_line_writes_into_no_run_and_remembers_where_asked(
     runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own.jsonl"
-    monkeypatch.setenv(predictions.VARIABLE, str(own))
+    ledger = tmp_path / "own.jsonl"
+    monkeypatch.setenv(predictions.VARIABLE, str(ledger))
     before, after = map(str, runs)
     assert cli.run(["compare", before, after]) == 0
-    assert not own.exists() and not lines(runs[1])
+    assert not ledger.exists() and not lines(runs[1])
     assert cli.run(["compare", before, after, "--remember"]) == 0
-    assert len(predictions.read_predictions(own).predictions) == 1 and not lines(runs[1])
+    assert len(predictions.read_predictions(ledger).predictions) == 1 and not lines(runs[1])

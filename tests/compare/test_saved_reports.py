@@ -34,12 +34,15 @@ def test_two_saved_reports_compare_as_their_runs_do(
     folder = Path(str(write_recording("c", [1000.0] * 60, training(), samples=32))).parent
     for before, after in (("a", "b"), ("b", "a"), ("a", "a"), ("a", "c")):
         runs = [folder / before, folder / after]
-        own, kept = compare(*runs), compare(*map(saved_report, runs))
-        assert kept.steps == own.steps
-        assert kept.steps.source == "recorder" and kept.steps.verdict != "not measured"
-        assert kept.amounts == own.amounts
-        assert (kept.before.samples, kept.before.record_shapes) == (32, own.before.record_shapes)
-        assert compare(runs[0], saved_report(runs[1])).steps == own.steps
+        of_runs, of_reports = compare(*runs), compare(*map(saved_report, runs))
+        assert of_reports.steps == of_runs.steps
+        assert of_reports.steps.source == "recorder" and of_reports.steps.verdict != "not measured"
+        assert of_reports.amounts == of_runs.amounts
+        assert (of_reports.before.samples, of_reports.before.record_shapes) == (
+            32,
+            of_runs.before.record_shapes,
+        )
+        assert compare(runs[0], saved_report(runs[1])).steps == of_runs.steps
 
 
 @pytest.mark.parametrize(
@@ -61,9 +64,9 @@ def test_the_interval_is_the_one_of_the_steps(training: Make, tmp_path: Path) ->
     paths = [training(gemm=us, steps=4).write(tmp_path / f"{us}.json") for us in (900.0, 1300.0)]
     reports = [saved_report(path) for path in paths]
     samples = [np.array(r.step_durations[0].durations_ns, dtype=float) for r in reports]
-    own = welch_interval(*samples)  # four steps: independent ones
+    interval = welch_interval(*samples)  # four steps: independent ones
     comparison = compare(*reports).steps
-    assert (comparison.low_ns, comparison.high_ns) == (own.low, own.high)
+    assert (comparison.low_ns, comparison.high_ns) == (interval.low, interval.high)
 
 
 def test_a_long_run_keeps_its_last_steps_and_their_numbers(

@@ -26,25 +26,25 @@ NOISE = 0.06
 
 def report(durations: Sample) -> Report:
     """A report of nothing but steps."""
-    whole = [int(ns) for ns in durations]
+    durations_ns = [int(ns) for ns in durations]
     scope = Scope(
         rank=0,
         step_source="record",
-        steps_found=len(whole),
-        steps_used=len(whole),
+        steps_found=len(durations_ns),
+        steps_used=len(durations_ns),
         outliers=[],
-        span_ns=sum(whole),
-        step_ns=float(np.mean(whole)),
-        step_min_ns=min(whole),
-        step_max_ns=max(whole),
-        step_median_ns=float(np.median(whole)),
+        span_ns=sum(durations_ns),
+        step_ns=float(np.mean(durations_ns)),
+        step_min_ns=min(durations_ns),
+        step_max_ns=max(durations_ns),
+        step_median_ns=float(np.median(durations_ns)),
         device=None,
         device_name=None,
         device_known=False,
         devices_seen=0,
     )
-    numbers = [(0, len(whole) - 1)]
-    steps = StepDurations(source="recorder", numbers=numbers, durations_ns=whole)
+    numbers = [(0, len(durations_ns) - 1)]
+    steps = StepDurations(source="recorder", numbers=numbers, durations_ns=durations_ns)
     return Report(status="limited", verdict="", inputs=[], scope=scope, step_durations=[steps])
 
 

@@ -143,11 +143,11 @@ def test_steps_that_are_long_in_both_runs_are_no_difference_when_paired(count: i
     random = np.random.default_rng(5)
     batches = random.gamma(4.0, 25.0, count)  # lengths differ by half from batch to batch
     before, after = batches + random.normal(size=count), 4 + batches + random.normal(size=count)
-    apart, paired = difference(before, after), difference(before, after, paired=True)
-    assert apart is not None and paired is not None
-    assert apart.low < 0 < apart.high
+    unpaired, paired = difference(before, after), difference(before, after, paired=True)
+    assert unpaired is not None and paired is not None
+    assert unpaired.low < 0 < unpaired.high
     # the two noises differ by sqrt(2) a step; the difference of medians says it less sharply
-    assert 0 < paired.high - paired.low < 0.5 * (apart.high - apart.low)
+    assert 0 < paired.high - paired.low < 0.5 * (unpaired.high - unpaired.low)
     assert paired.low < 4 < paired.high
     assert difference(before, before, paired=True)[2:] == (  # type: ignore[index]
         paired.before,

@@ -294,8 +294,8 @@ def test_sixteen_bit_formats_stand_for_each_other_where_their_rates_are_equal() 
 
 
 def test_a_slice_of_a_gpu_is_unknown() -> None:
-    whole = {"memory_bytes": 42505273344, "compute": (8, 0)}
-    assert lookup("NVIDIA A100-SXM4-40GB", sms=98, **whole) is None  # type: ignore[arg-type]
+    full_gpu = {"memory_bytes": 42505273344, "compute": (8, 0)}
+    assert lookup("NVIDIA A100-SXM4-40GB", sms=98, **full_gpu) is None  # type: ignore[arg-type]
     assert lookup("NVIDIA A100-SXM4-40GB", memory_bytes=5 * GiB) is None
     assert lookup("AMD Instinct MI300X", sms=38) is None
 

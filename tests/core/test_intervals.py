@@ -87,10 +87,10 @@ def test_gaps_are_the_uncovered_rest_of_a_span(given_pairs, start, end):
 
 
 @given(pairs, pairs)
-def test_coverage_is_counted_for_each_interval_alone(asked, by):
-    starts = np.array([s for s, _ in asked], dtype=np.int64)
-    ends = starts + np.array([d for _, d in asked], dtype=np.int64)
-    expected = [len(instants_of([pair]) & instants_of(by)) for pair in asked]
+def test_coverage_is_counted_for_each_interval_alone(queries, by):
+    starts = np.array([s for s, _ in queries], dtype=np.int64)
+    ends = starts + np.array([d for _, d in queries], dtype=np.int64)
+    expected = [len(instants_of([pair]) & instants_of(by)) for pair in queries]
     assert covered_length(starts, ends, make_intervals(by)).tolist() == expected
 
 

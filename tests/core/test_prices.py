@@ -140,9 +140,9 @@ def analyze_records(folder: Path, *records: RankRecord, **options: Any) -> advis
 
 
 def test_ranks_are_summed_and_a_shared_gpu_counts_once(tmp_path: Path) -> None:
-    own = analyze_records(tmp_path / "a", record(), record(uuid="GPU-2", rank=1)).energy
-    assert own is not None and own.joules == pytest.approx(60, rel=0.02)
-    assert [one.rank for one in own.ranks] == [0, 1]
+    two_gpus = analyze_records(tmp_path / "a", record(), record(uuid="GPU-2", rank=1)).energy
+    assert two_gpus is not None and two_gpus.joules == pytest.approx(60, rel=0.02)
+    assert [one.rank for one in two_gpus.ranks] == [0, 1]
     shared = analyze_records(tmp_path / "b", record(), record(rank=1)).energy
     assert shared is not None and shared.joules == pytest.approx(30, rel=0.02)
     part = analyze_records(
@@ -198,8 +198,8 @@ def test_savings_of_fixes_are_their_gain_at_the_price_and_add_up(slow_trace: Pat
         assert fix.step == pytest.approx((finding.marginal_gain_ns or 0) * 1e-9 * 0.001)
     assert cost.step - cost.step_after == pytest.approx(sum(fix.step for fix in cost.fixes))
     assert cost.step_after < 0.25 * cost.step
-    again = type(report).from_json(report.to_json())
-    assert again.cost == cost
+    restored = type(report).from_json(report.to_json())
+    assert restored.cost == cost
     assert (
         advisor.analyze(slow_trace, Options(config={}, prices=Prices({}, "USD", ""))).cost is None
     )

@@ -67,8 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    here = Path(sys.executable).parent
-    path = f"{here}{os.pathsep}{os.environ['PATH']}"
+    bin_folder = Path(sys.executable).parent
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "NO_COLOR": "1", "COLUMNS": "80"}
 
 

@@ -29,8 +29,8 @@ def test_the_generated_pages_are_current() -> None:
         for path, text in wanted.items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
-    left = [str(p) for p in (ROOT / "docs" / "rules").glob("*.md") if p not in wanted]
-    assert (stale, left) == ([], []), "run 'make docs'"
+    unwanted = [str(p) for p in (ROOT / "docs" / "rules").glob("*.md") if p not in wanted]
+    assert (stale, unwanted) == ([], []), "run 'make docs'"
 
 
 def test_examples_of_other_packages_import_public_names_alone() -> None:

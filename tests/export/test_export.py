@@ -75,14 +75,14 @@ def test_events_are_unchanged_and_ours_come_after_them(
     slow_trace: Path, tmp_path: Path, name: str
 ) -> None:
     report, original, exported = export(slow_trace, tmp_path / name)
-    ours = own_events(original, exported)
+    added_events = own_events(original, exported)
     pids = {e["pid"] for e in original["traceEvents"]}
-    (pid,) = {e["pid"] for e in ours}
+    (pid,) = {e["pid"] for e in added_events}
     assert pid not in pids
-    meta = {e["name"]: e["args"] for e in ours if e["ph"] == "M" and e["tid"] == 0}
+    meta = {e["name"]: e["args"] for e in added_events if e["ph"] == "M" and e["tid"] == 0}
     assert meta["process_name"] == {"name": "advisor"}
     assert meta["process_sort_index"] == {"sort_index": -1}
-    slices = slices_by_track(ours)
+    slices = slices_by_track(added_events)
     assert list(slices)[:2] == ["steps", "idle gaps"]
     assert list(slices)[2:] == [
         f"{f.priority}. {f.title}" for f in report.report.findings if f.priority
@@ -114,16 +114,16 @@ def test_a_real_trace_is_analysed_the_same_after_its_export(
 ) -> None:
     path = shared_trace(name)
     report, original, exported = export(path, tmp_path / "out.json.gz")
-    ours = own_events(original, exported)
-    for slices in slices_by_track(ours).values():
+    added_events = own_events(original, exported)
+    for slices in slices_by_track(added_events).values():
         for before, after in pairwise(sorted(slices, key=lambda e: float(e["ts"]))):
             # times of 2022's profilers are Unix microseconds, of which floats hold quarters
             assert before["ts"] + before["dur"] <= after["ts"] + 0.5
-    again = analyze(str(tmp_path / "out.json.gz"))
-    assert again.verdict == report.report.verdict
-    assert again.limits == report.report.limits
-    assert again.findings == report.report.findings
-    assert again.time == report.report.time
+    report_of_export = analyze(str(tmp_path / "out.json.gz"))
+    assert report_of_export.verdict == report.report.verdict
+    assert report_of_export.limits == report.report.limits
+    assert report_of_export.findings == report.report.findings
+    assert report_of_export.time == report.report.time
 
 
 def test_times_are_exact_where_floats_are_not(tmp_path: Path) -> None:

@@ -331,8 +331,8 @@ def test_no_folder_host_or_user_comes_out_in_any_spelling(word: str) -> None:
     """Paths and addresses keep only what is known: a file's name, a library's place."""
     texts = [form.format(word, word) for form in (*FRAMES, *PLACES_OF_PEOPLE)]
     texts += [f"x {form.format(word, word)} y" for form in PLACES_OF_PEOPLE]
-    left = [text for text in texts if word.lower() in Redactor()._redact(text).lower()]
-    assert left == [] and len(texts) > 180
+    unredacted = [text for text in texts if word.lower() in Redactor()._redact(text).lower()]
+    assert unredacted == [] and len(texts) > 180
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -686,13 +686,13 @@ def test_edits_of_a_redacted_report_select_what_they_selected(tmp_path: Path) ->
     path = str(private_trace(tmp_path))
     examined = examine(path)
     private = {"alice", "gpu-node-12"}  # as the command line learns them from the file
-    whole, clean = examined.report, redact(examined.report, private)
-    assert [len(f.edits) for f in whole.findings] == [len(f.edits) for f in clean.findings]
+    original, clean = examined.report, redact(examined.report, private)
+    assert [len(f.edits) for f in original.findings] == [len(f.edits) for f in clean.findings]
     exported = tmp_path / "clean.json"
     rewrite(path, exported, redacted=True, names=private)
     other = examine(str(exported)).main
     checked = 0
-    for one, two in zip(whole.findings, clean.findings, strict=True):
+    for one, two in zip(original.findings, clean.findings, strict=True):
         for edit, safe in zip(one.edits, two.edits, strict=True):
             if edit == safe:
                 continue

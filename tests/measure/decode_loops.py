@@ -98,9 +98,9 @@ def engine() -> dict[str, object]:
         steps.append([len(joined), new_tokens, len(running)])
         with record_function(mark):
             step = []
-            for caches, tokens, left in [*running, *joined]:
+            for caches, tokens, remaining in [*running, *joined]:
                 token = model(tokens, caches).argmax(-1, keepdim=True)
-                step.append((caches, token, left - 1))
+                step.append((caches, token, remaining - 1))
             running = [request for request in step if request[2]]
     return {"steps": steps}
 

@@ -62,8 +62,8 @@ CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime", "runtime")
 
 def kind_of(kind: str, name: str) -> str:
     """Communication is a kernel of NCCL or RCCL, or an all-reduce of an engine's own."""
-    own = re.search(r"(?i)nccl|rccl|all_?reduce_kernel|cross_device_reduce", name)
-    return "communication" if kind == "kernel" and own else kind
+    collective_match = re.search(r"(?i)nccl|rccl|all_?reduce_kernel|cross_device_reduce", name)
+    return "communication" if kind == "kernel" and collective_match else kind
 
 
 def of_kineto(path: Path) -> Oracle:
@@ -101,7 +101,7 @@ def of_kineto(path: Path) -> Oracle:
 
 def of_nsys(path: Path) -> Oracle:
     base = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    there = {name for (name,) in base.execute("SELECT name FROM sqlite_master")}
+    tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master")}
     launched = {
         (pid, correlation): (start, end)
         for pid, correlation, start, end in base.execute(
@@ -111,7 +111,7 @@ def of_nsys(path: Path) -> Oracle:
     work = []
     for table, kind in (("KERNEL", "kernel"), ("MEMCPY", "copy"), ("MEMSET", "memset")):
         table = f"CUPTI_ACTIVITY_KIND_{table}"
-        if table not in there:
+        if table not in tables:
             continue
         size = "NULL" if kind == "kernel" else "t.bytes"
         name = "s.value" if kind == "kernel" else "''"
@@ -189,10 +189,14 @@ def total(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def measure(work: list[Work], own: list[Work], window: list[Span]) -> dict[str, float]:
+def measure(work: list[Work], recorded_work: list[Work], window: list[Span]) -> dict[str, float]:
     """Busy and exposed time of all work, ns; counts, times and bytes of what was launched in the
     recording."""
-    inside = [w for w in own if any(w.start < b and max(w.end, w.start + 1) > a for a, b in window)]
+    inside = [
+        w
+        for w in recorded_work
+        if any(w.start < b and max(w.end, w.start + 1) > a for a, b in window)
+    ]
     union = {
         kinds: total(clip_to(union_of((w.start, w.end) for w in work if w.kind in kinds), window))
         for kinds in (
@@ -262,11 +266,11 @@ def launched_before_recording(work: list[Work]) -> set[int]:
     }
 
 
-def windows(oracle: Oracle, own: list[Work], a: Analysis) -> list[Span]:
+def windows(oracle: Oracle, work: list[Work], a: Analysis) -> list[Span]:
     """Spans of the steps, used or not; of the device's own work where none is marked."""
     source = a.steps.source
     if source == "whole trace":
-        ordered = sorted(own, key=lambda w: w.start)
+        ordered = sorted(work, key=lambda w: w.start)
         begin, until, elapsed = ordered[0].start, ordered[0].end, 0.0
         everything = sum(w.end - w.start for w in ordered)
         for previous, w in pairwise(ordered):
@@ -280,14 +284,14 @@ def windows(oracle: Oracle, own: list[Work], a: Analysis) -> list[Span]:
         ends = [end for _, end in marks]
         marks = list(pairwise(ends))
     starts = [start for start, _ in marks]
-    apart = sorted(b - a for a, b in pairwise(starts))
-    near = 0.5 * apart[len(apart) // 2] if apart else 0.0
+    gaps = sorted(b - a for a, b in pairwise(starts))
+    near = 0.5 * gaps[len(gaps) // 2] if gaps else 0.0
     result = [
         (start, following if following - end <= near else end)
         for (start, end), following in zip(marks, [*starts[1:], float("inf")], strict=True)
     ]
     by_step: list[list[Work]] = [[] for _ in result]
-    for w in own:
+    for w in work:
         place = bisect.bisect_right(starts, w.called if w.called is not None else w.start) - 1
         if place >= 0 and (w.called if w.called is not None else w.start) < result[place][1]:
             by_step[place].append(w)
@@ -333,24 +337,28 @@ def test_measured_numbers_are_those_of_the_file(
         device = a.device_id if len(run.ranks) > 1 else max(devices, key=lambda d: (devices[d], d))
         work = [w for w in oracle.work if w.device == device]
         before = launched_before_recording(work) if oracle.host else set()
-        own = [w for place, w in enumerate(work) if place not in before]
+        recorded_work = [w for place, w in enumerate(work) if place not in before]
         if a.steps.source not in ("ProfilerStep", "optimizer", "whole trace"):
             # the oracle does not guess and knows no engines' steps: the same instants
             shift = min(w.start for w in work) - a.trace.gpu["ts"].min()
             used = a.steps.used
             window = [(ts + shift, end + shift) for ts, end in used.select("ts", "end").iter_rows()]
         else:
-            spans = windows(oracle, own, a)
+            spans = windows(oracle, recorded_work, a)
             queue = union_of((work[place].start, work[place].end) for place in before)
             done = queue[-1][1] if queue else 0.0
             first = [(spans[0][0], done)]
             drains = total(clip_to(queue, first)) >= 0.5 * total(first)
             # beside two others or more the host of the first step ran on while that work drained
-            alone = len(spans) < 3
-            if alone and drains and spans[0][0] < done <= min(w.start for w in own):
+            has_few_steps = len(spans) < 3
+            if (
+                has_few_steps
+                and drains
+                and spans[0][0] < done <= min(w.start for w in recorded_work)
+            ):
                 spans[0] = (done, spans[0][1])
             durations = a.steps.table["dur"].to_list()
             assert durations == pytest.approx([b - a for a, b in spans], rel=WITHIN, abs=2e3)
             window = [spans[index] for index in a.steps.used["index"]]
-        expected = measure(work, own, union_of(window))
+        expected = measure(work, recorded_work, union_of(window))
         assert product_measurements(a) == pytest.approx(expected, rel=WITHIN, abs=2e3)

@@ -447,7 +447,7 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
             10: "[True, True, False]",
         }
         shapes = [list(out.shape), list(x.shape), list(w.shape)]
-        theirs = torch_flops["convolution_backward"](
+        torch_count = torch_flops["convolution_backward"](
             out,
             x,
             w,
@@ -461,7 +461,9 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
             [True, True, False],
             out_val=(x, w, None),
         )
-        assert count_flops("aten::convolution_backward", inputs(shapes, "float", back)) == theirs
+        assert (
+            count_flops("aten::convolution_backward", inputs(shapes, "float", back)) == torch_count
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -612,10 +614,17 @@ def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
     settings = {"stride": stride, "padding": padding, "dilation": dilation}
     general = {2: "", 3: str(stride), 4: str(padding), 5: str(dilation), 6: "True", 7: str(more),
                8: str(groups)}  # fmt: skip
-    own = {2: "", 3: str(stride), 4: str(padding), 5: str(more), 6: str(groups), 7: str(dilation)}
+    transposed = {
+        2: "",
+        3: str(stride),
+        4: str(padding),
+        5: str(more),
+        6: str(groups),
+        7: str(dilation),
+    }
     counted = conv_flop_count(list(x.shape), list(w.shape), list(out.shape), transposed=True)
     size_in_all = 4 * (x.numel() + w.numel() + out.numel())
-    for op, arguments in ((f"conv_transpose{rank}d", own), ("convolution", general)):
+    for op, arguments in ((f"conv_transpose{rank}d", transposed), ("convolution", general)):
         seen = inputs([list(x.shape), list(w.shape)], "float", arguments)
         assert count_flops(f"aten::{op}", seen) == counted, settings
         assert count_bytes(f"aten::{op}", seen) == size_in_all, settings

@@ -475,9 +475,9 @@ class EventWalk:
             thread = int(self.thread[launched])
             if instant >= self.end[launched]:
                 return {"launch", "stream", "unknown"}
-        own = self.classes_at(thread, instant)
-        if own is not None:
-            return own
+        classes = self.classes_at(thread, instant)
+        if classes is not None:
+            return classes
         others = {int(t) for t in self.thread} - {thread}
         seen = [c for t in others if (c := self.classes_at(t, instant)) is not None]
         return {"unknown", "other_thread", "end"}.union(*seen)

@@ -48,7 +48,7 @@ def simulate(
     spans: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     steps: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     for step in range(len(work[0])):
-        begun = list(now)
+        start_times = list(now)
         for part in range(len(work[0][step])):
             for n in range(count):
                 end = now[n] + work[n][step][part]
@@ -62,7 +62,7 @@ def simulate(
                 spans[n].append((max(came[n][-1], free), done[-1]))
         for n in range(count):
             now[n] = max(now[n], done[-1])
-            steps[n].append((begun[n], now[n]))
+            steps[n].append((start_times[n], now[n]))
     for n, b in enumerate(builders):
         for begin, end in steps[n]:
             b.now = begin + offsets[n]

@@ -372,8 +372,8 @@ def test_the_line_of_a_copy_is_the_planted_one_without_recorded_stacks(name):
 def test_a_range_around_backward_is_waiting_for_it_where_its_thread_is_not_recorded(shared_trace):
     """``## backward ##`` lasts 34.2 ms, with two short nodes of autograd before other threads."""
     a = Analysis(read_trace(shared_trace("no_gpu_rank")))
-    own = classes(a, a.trace.main_thread)
-    assert own["autograd"] == pytest.approx(34_160, rel=0.01)
+    class_times = classes(a, a.trace.main_thread)
+    assert class_times["autograd"] == pytest.approx(34_160, rel=0.01)
 
 
 def test_the_first_stream_is_set_up_once_and_is_not_a_dispatching(shared_trace):

@@ -222,9 +222,9 @@ def _without_kernels(path: Path, keep: Callable[[int, int], bool]) -> dict[str, 
         if e.get("cat") in ("kernel", "Kernel") and e["args"].get("correlation") in launches
     ]
     kernels.sort(key=lambda e: e["ts"])
-    gone = {id(e) for i, e in enumerate(kernels) if not keep(i, len(kernels))}
-    assert gone
-    data["traceEvents"] = [e for e in events if id(e) not in gone]
+    removed = {id(e) for i, e in enumerate(kernels) if not keep(i, len(kernels))}
+    assert removed
+    data["traceEvents"] = [e for e in events if id(e) not in removed]
     return data
 
 
@@ -293,8 +293,8 @@ def test_a_capture_names_what_is_replayed() -> None:
     products = [r for r in a.rooflines.iter_rows(named=True) if r["op"] == "aten::addmm"]
     assert [row["calls"] for row in products] == [24, 24, 24]
     assert a.trace.cpu["ts"].max() == trace.cpu["ts"].max()
-    own = a.host.filter(a.host["thread"] < trace.threads.height)
-    assert own.equals(Analysis(trace).host)
+    of_trace = a.host.filter(a.host["thread"] < trace.threads.height)
+    assert of_trace.equals(Analysis(trace).host)
 
 
 def test_the_replay_of_a_folder_with_a_capture_is_analyzed() -> None:
@@ -315,8 +315,8 @@ def test_the_replay_of_a_folder_with_a_capture_is_analyzed() -> None:
     assert "--input-len" not in text  # a decode step does not say how long its prompts were
     # both files are there: none is asked for
     assert "--capture" not in both.verdict
-    alone = analyze(VLLM).verdict
-    assert "advisor analyze replay.json.gz --capture FILE" in alone
+    verdict = analyze(VLLM).verdict
+    assert "advisor analyze replay.json.gz --capture FILE" in verdict
 
 
 def test_fewer_kernels_than_were_captured_are_lost_records() -> None:
@@ -364,8 +364,8 @@ def test_attention_that_outruns_the_memory_is_not_known() -> None:
     a = Analysis(joined)
     names = joined.gpu["name"].cast(str)
     flops = a.kernels["flops"]
-    whole = flops.filter(names == "kernel_unified_attention_3d")
-    assert whole.to_list() == [2 * 64 * (64 + 64) * 55086] * 12
+    attention = flops.filter(names == "kernel_unified_attention_3d")
+    assert attention.to_list() == [2 * 64 * (64 + 64) * 55086] * 12
     assert flops.filter(names == "kernel_unified_attention_2d").null_count() == 12
 
 

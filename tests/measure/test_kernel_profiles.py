@@ -68,19 +68,21 @@ def test_an_author_s_classification_is_reproduced() -> None:
     a = Analysis(read_trace(str(path_of(OCR))))
     with path_of("ncu/deepseek_ocr_rtx5090.classification.csv").open() as text:
         published = [row["classification"] for row in csv.DictReader(text)]
-    own = []
+    classified = []
     for k in profiled_kernels(a):
         sm, dram = k.use["compute"], k.use["DRAM"]
         memory = k.profile.number(
             "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed"
         )
         assert memory is not None
-        apart = max(sm, dram) >= 1.3 * min(sm, dram) or abs(sm - dram) >= 5
-        if (sm < 20 and memory < 20) or not apart:
-            own.append("balanced")
+        differs = max(sm, dram) >= 1.3 * min(sm, dram) or abs(sm - dram) >= 5
+        if (sm < 20 and memory < 20) or not differs:
+            classified.append("balanced")
         else:
-            own.append("compute_bound" if sm > dram else "memory_bound")
-    differ = [number for number, (x, y) in enumerate(zip(own, published, strict=True), 1) if x != y]
+            classified.append("compute_bound" if sm > dram else "memory_bound")
+    differ = [
+        number for number, (x, y) in enumerate(zip(classified, published, strict=True), 1) if x != y
+    ]
     assert differ == [1]
 
 
@@ -176,11 +178,11 @@ LAPLACIAN = path_of("rocprof/laplacian")
 def test_times_alone_are_not_counters_and_counters_given_beside_them_join() -> None:
     """rocprof writes both to files of their own: 1,001 launches of 2.644 ms, 1,171 GB/s."""
     times = LAPLACIAN / "kernel1_results.csv.gz"
-    alone = analyze(str(times))
-    assert "with times, without counters" in alone.verdict
-    assert "(100%, 1,001 launches of 2.64 ms)" in alone.verdict
-    assert "collect it with rocprof-compute profile" in alone.verdict
-    assert "not measured" not in str(alone)
+    without_counters = analyze(str(times))
+    assert "with times, without counters" in without_counters.verdict
+    assert "(100%, 1,001 launches of 2.64 ms)" in without_counters.verdict
+    assert "collect it with rocprof-compute profile" in without_counters.verdict
+    assert "not measured" not in str(without_counters)
     options = ReadOptions(kernel_profile=str(LAPLACIAN / "kernel1_data_movement.csv.gz"))
     both = examine(open_run(str(times), options)).report
     assert "1,171 GB/s" in str(both) and "2.64 ms" in str(both)

@@ -371,10 +371,10 @@ def test_only_the_part_inside_the_used_steps_counts() -> None:
         with b.step(), b.op("aten::mm", [[64, 64], [64, 64]], "float"):
             b.launch("ampere_sgemm_32x32_nn", 100)
             b.sync()
-    whole, one = b.analysis(), Analysis(b.trace(), select=(1, 2))
-    assert whole.families["flops"].item() == 3 * 2 * 64**3
-    assert one.families["flops"].item() == pytest.approx(2 * 64**3)
-    assert one.families["dur"].item() == 100_000
+    all_steps, one_step = b.analysis(), Analysis(b.trace(), select=(1, 2))
+    assert all_steps.families["flops"].item() == 3 * 2 * 64**3
+    assert one_step.families["flops"].item() == pytest.approx(2 * 64**3)
+    assert one_step.families["dur"].item() == 100_000
 
 
 def test_copies_are_listed_beside_the_kernels_they_are_compared_with() -> None:

@@ -90,8 +90,10 @@ def test_layers_and_what_is_in_none_add_up_to_the_device_s_work(analyses: list[A
         assert report.outside_ns >= 0
         kernels = sum(layer.kernels for layer in outermost) + report.outside_kernels
         assert kernels * a.step_count == pytest.approx(gpu.height)
-        own = sum(kind.own_ns for kind in report.kinds)
-        assert len(report.kinds) == 100 or own == pytest.approx(report.total_ns - report.outside_ns)
+        own_ns = sum(kind.own_ns for kind in report.kinds)
+        assert len(report.kinds) == 100 or own_ns == pytest.approx(
+            report.total_ns - report.outside_ns
+        )
 
 
 def test_a_module_is_the_sum_of_its_own_work_and_those_inside_it(analyses: list[Analysis]) -> None:
@@ -158,13 +160,14 @@ def test_a_trace_of_the_capture_names_the_modules_of_a_replay(
 
     replay = shared_file("serving/vllm_decode_full/replay.json.gz")
     capture = shared_file("serving/vllm_decode_full/capture.json.gz")
-    alone = Analysis(read_trace(replay)).layers
+    without_capture = Analysis(read_trace(replay)).layers
     named = examine([replay], Options(capture=capture)).main.layers
-    assert alone is not None and named is not None
+    assert without_capture is not None and named is not None
     tops = [
-        int(each.nodes.filter(pl.col("parent").is_null())["ns"].sum()) for each in (alone, named)
+        int(each.nodes.filter(pl.col("parent").is_null())["ns"].sum())
+        for each in (without_capture, named)
     ]
-    assert tops[0] < 0.05 * alone.total_ns and tops[1] > 0.9 * named.total_ns
+    assert tops[0] < 0.05 * without_capture.total_ns and tops[1] > 0.9 * named.total_ns
 
 
 # -- each source, by hand -------------------------------------------------------------------------

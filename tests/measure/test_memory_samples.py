@@ -53,23 +53,23 @@ def peak_from_state(snapshot: dict[str, Any]) -> tuple[int, set[int]]:
     backwards, event by event."""
     states = ("active_allocated",)
     blocks = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"] in states]
-    held = sum(b.get("requested_size", b["size"]) for b in blocks)
+    allocated = sum(b.get("requested_size", b["size"]) for b in blocks)
     reserved = sum(s["total_size"] for s in snapshot["segments"])
     events = snapshot["device_traces"][0]
-    asked = any(e["action"] == "free_requested" for e in events)
-    most, then = held, {reserved}
+    has_requests = any(e["action"] == "free_requested" for e in events)
+    most, then = allocated, {reserved}
     for event in reversed(events):
         if event["action"] == "alloc":
-            held -= event["size"]
-        elif event["action"] == ("free_requested" if asked else "free_completed"):
-            held += event["size"]
+            allocated -= event["size"]
+        elif event["action"] == ("free_requested" if has_requests else "free_completed"):
+            allocated += event["size"]
         elif event["action"] == "segment_alloc":
             reserved -= event["size"]
         elif event["action"] == "segment_free":
             reserved += event["size"]
-        if held >= most:
-            then = {reserved} if held > most else then | {reserved}
-            most = held
+        if allocated >= most:
+            then = {reserved} if allocated > most else then | {reserved}
+            most = allocated
     return most, then
 
 
@@ -110,10 +110,10 @@ def shares(name: str) -> dict[str, float]:
 def test_memory_of_each_program_is_found_with_and_without_modules_and_stacks() -> None:
     parameters = 24 * (4 * 1024 * 1024 + 3 * 1024 * 4096) + 2 * 10_000 * 1024 + 49 * 1024
     for name in ("transformer_training_ctx128", "transformer_training_ctx512"):
-        held = measured(name).by_category
-        assert held["weights"] == pytest.approx(4 * parameters, rel=0.01)
-        assert held["optimizer state"] == pytest.approx(8 * parameters, rel=0.03)
-        assert held.get("not attributed", 0) == 0
+        by_category = measured(name).by_category
+        assert by_category["weights"] == pytest.approx(4 * parameters, rel=0.01)
+        assert by_category["optimizer state"] == pytest.approx(8 * parameters, rel=0.03)
+        assert by_category.get("not attributed", 0) == 0
     assert measured("transformer_training_ctx128").by_category["gradients"] == pytest.approx(
         4 * parameters, rel=0.01
     )
@@ -135,9 +135,9 @@ def test_a_remedy_frees_no_more_than_what_it_touches() -> None:
     for name in ("opt13b_weights", "stable_diffusion_no_history", "forward_fp32"):
         assert "half the batch" not in freed[name]
     for name, changes in freed.items():
-        held = measured(name).by_category
-        touched = held.get("activations", 0) + held.get("inputs", 0)
-        touched += held.get("backward temporaries", 0) + held.get("earlier steps", 0)
+        by_category = measured(name).by_category
+        touched = by_category.get("activations", 0) + by_category.get("inputs", 0)
+        touched += by_category.get("backward temporaries", 0) + by_category.get("earlier steps", 0)
         assert changes.get("half the batch", 0) <= touched / 2 + 1
     # caches after the step are no fragments: 13.0 of 13.2 GiB are in tensors at the peak
     assert "expandable segments" not in freed["windows_training"]
@@ -221,12 +221,12 @@ def test_fused_attention_saves_the_16_bit_copies_of_the_scores_too() -> None:
 def test_autocast_without_its_cache_frees_no_copy_that_a_backward_pass_needs() -> None:
     """Each of 169 copies of a training step lives into its backward pass. In a forward pass
     alone the end of autocast frees all 85 copies, 231 MiB at its peak."""
-    trained, alone = (
+    trained, forward_only = (
         {each.name: each.bytes for each in find_savings(measured(name))}
         for name in ("transformer_training_ctx512", "forward_bf16_autocast")
     )
     assert "autocast without cache" not in trained
-    assert 0.9 * 231 * MIB <= alone["autocast without cache"] < 231 * MIB
+    assert 0.9 * 231 * MIB <= forward_only["autocast without cache"] < 231 * MIB
 
 
 def test_bf16_autocast_halves_what_products_make_and_adds_a_copy_of_each_weight() -> None:
@@ -248,12 +248,14 @@ def test_bf16_autocast_is_estimated_as_another_recording_measured_it() -> None:
 
     def at_most_activations(peak: PeakMemory) -> tuple[int, np.ndarray]:
         lives = peak.history.block_lifetimes
-        own = (peak.category_codes == CATEGORIES.index("activations")) & (lives.start_event >= 0)
-        held = np.zeros(peak.history.count + 2)
-        np.add.at(held, lives.start_event[own] + 1, lives.size[own])
-        np.add.at(held, lives.end_event[own] + 1, -lives.size[own])
-        event = int(np.argmax(np.cumsum(held))) - 1
-        return event, np.flatnonzero(own & lives.at(event))
+        is_activation = (peak.category_codes == CATEGORIES.index("activations")) & (
+            lives.start_event >= 0
+        )
+        activation_bytes = np.zeros(peak.history.count + 2)
+        np.add.at(activation_bytes, lives.start_event[is_activation] + 1, lives.size[is_activation])
+        np.add.at(activation_bytes, lives.end_event[is_activation] + 1, -lives.size[is_activation])
+        event = int(np.argmax(np.cumsum(activation_bytes))) - 1
+        return event, np.flatnonzero(is_activation & lives.at(event))
 
     event, rows = at_most_activations(full)
     lives = half.history.block_lifetimes
@@ -262,8 +264,8 @@ def test_bf16_autocast_is_estimated_as_another_recording_measured_it() -> None:
     scores = np.isin(line, [6, 516]) | ((line == 434) & (lives.size[others] == 16 * MIB * 2))
     expected = (lives.size[others] / np.where(scores, 16, 4)).sum()
     (change,) = [each for each in find_changes(full) if each.name == "BF16 autocast"]
-    here = np.isin(change.rows, rows) & (change.begin <= event) & (change.end > event)
-    lost = (full.history.block_lifetimes.size[change.rows] * (1 - change.kept_share))[here].sum()
+    is_live = np.isin(change.rows, rows) & (change.begin <= event) & (change.end > event)
+    lost = (full.history.block_lifetimes.size[change.rows] * (1 - change.kept_share))[is_live].sum()
     measured_loss = full.history.block_lifetimes.size[rows].sum() - expected
     assert lost == pytest.approx(measured_loss, rel=0.2)
 
@@ -336,18 +338,20 @@ def test_ranks_that_are_measured_by_workers_have_their_memory_side_by_side(tmp_p
     names = ("forward_fp32", "forward_bf16_autocast")
     for number, name in enumerate(names):
         (tmp_path / f"rank{number}.pickle").write_bytes(content(name))
-    here = advisor.analyze(tmp_path)
-    apart = advisor.analyze(tmp_path, Options(workers=2))
-    assert here.memory_ranks == apart.memory_ranks
-    held = [each.allocated for each in apart.memory_ranks]
-    assert held == [measured(name).allocated for name in names]
-    assert here.ranks is None and apart.ranks is None  # a snapshot has no steps to compare
+    in_memory_report = advisor.analyze(tmp_path)
+    worker_report = advisor.analyze(tmp_path, Options(workers=2))
+    assert in_memory_report.memory_ranks == worker_report.memory_ranks
+    allocated = [each.allocated for each in worker_report.memory_ranks]
+    assert allocated == [measured(name).allocated for name in names]
+    assert (
+        in_memory_report.ranks is None and worker_report.ranks is None
+    )  # a snapshot has no steps to compare
 
 
 def test_weights_in_16_bit_halve_and_leave_autocast_nothing_to_copy() -> None:
     """The verdict names it as what frees most, to within what the peak moves."""
-    held = measured("forward_bf16_autocast").by_category
-    freed = held["weights"] / 2 + held["autocast copies"]
+    by_category = measured("forward_bf16_autocast").by_category
+    freed = by_category["weights"] / 2 + by_category["autocast copies"]
     report = advisor.analyze(str(FOLDER / "forward_bf16_autocast.pickle.gz"))
     saving, _ = report.memory[0].savings
     assert saving.change == "16-bit weights"

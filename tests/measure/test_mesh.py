@@ -99,7 +99,7 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
     write(played, tmp_path)
     report = advisor.analyze(tmp_path, Options(rank=None, node_bandwidth=25.0))
     mesh = {axis.axis: axis for axis in report.mesh}
-    own = report.scope.rank
+    own_rank = report.scope.rank
     key = [talks[name] for name in ("row", "sequence", "step", "stream")]
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, each in enumerate(zip(*(column.tolist() for column in key), strict=True)):
@@ -109,7 +109,7 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
         waits = []
         for members in groups.values():
             calls = played.calls[talks["spec"][members[0]]]
-            own_rows = [m for m in members if talks["rank"][m] == own]
+            own_rows = [m for m in members if talks["rank"][m] == own_rank]
             if calls.groups == name and own_rows:
                 waits.append(talks["start"][members].max() - talks["start"][own_rows[0]])
         waited = sum(waits) / job.steps
@@ -122,9 +122,9 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
     assert mesh["pipeline"].bubble == pytest.approx((job.pp - 1) / (job.micro_batches + job.pp - 1))
     step = sum(share.ns for share in report.time)
     assert mesh["pipeline"].idle_ns == pytest.approx((mesh["pipeline"].bubble or 0) * step, rel=0.3)
-    one = Options(read=ReadOptions(ranks=str(own)))
-    alone = {axis.axis: axis for axis in advisor.analyze(tmp_path, one).mesh}
-    assert alone["tensor"].waiting_ns is None
+    one = Options(read=ReadOptions(ranks=str(own_rank)))
+    axes_of_rank = {axis.axis: axis for axis in advisor.analyze(tmp_path, one).mesh}
+    assert axes_of_rank["tensor"].waiting_ns is None
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ def test_few_names_and_many_are_matched_the_same(
 
 def test_the_answer_for_a_name_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "MAX_REMEMBERED", 4)
-    asked: list[list[str | None]] = []
+    requests: list[list[str | None]] = []
 
     @cache_by_name
     def lengths(names: pl.Series) -> pl.DataFrame:
-        asked.append(names.to_list())
+        requests.append(names.to_list())
         return pl.DataFrame({"length": names.str.len_chars()})
 
     def lengths_of(*names: str | None) -> list[int | None]:
@@ -47,14 +47,14 @@ def test_the_answer_for_a_name_is_computed_once(monkeypatch: pytest.MonkeyPatch)
     assert lengths_of("a", "bbb", "a") == [1, 3, 1]
     assert lengths_of("cc", "bbb", None) == [2, 3, None]
     assert lengths_of("bbb", "cc", "a", None) == [3, 2, 1, None]
-    assert asked[-2:] == [["a", "bbb"], ["cc", None]]
+    assert requests[-2:] == [["a", "bbb"], ["cc", None]]
     assert lengths_of("a", "dddd") == [1, 4]  # no room for a fifth: all over again
-    assert asked[-1] == ["a", "dddd"]
+    assert requests[-1] == ["a", "dddd"]
     assert lengths_of("bbb", "a") == [3, 1]
     many = [n * "x" for n in range(9)]
     assert lengths_of(*many) == list(range(9))  # never kept
     assert lengths_of("a") == [1]
-    assert asked[-2:] == [["bbb"], many]
+    assert requests[-2:] == [["bbb"], many]
 
 
 @given(st.lists(st.one_of(st.none(), st.sampled_from(["aten::mm", "mm", "", "b"])), max_size=30))

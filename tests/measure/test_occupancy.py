@@ -174,14 +174,14 @@ def test_random_launches_agree_with_nvidias_own_header(
     shared = np.where(rng.random(count) < 0.3, 0, rng.integers(0, limits[3], count))
     result = active_blocks(threads, registers, shared, device(compute))
     assert result is not None
-    theirs = [
+    expected = [
         oracle(*compute, *limits, int(t), int(r), int(s))
         for t, r, s in zip(threads, registers, shared, strict=True)
     ]
     # The header also refuses blocks whose shared memory with the reserved part exceeds opt-in.
     fits = shared + (1024 if compute >= (8, 0) else 0) <= limits[3]
-    assert (np.nan_to_num(result)[fits] == np.array(theirs)[fits]).all()
-    assert len(set(theirs)) > 8
+    assert (np.nan_to_num(result)[fits] == np.array(expected)[fits]).all()
+    assert len(set(expected)) > 8
 
 
 @pytest.mark.parametrize(

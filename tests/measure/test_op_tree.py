@@ -46,13 +46,13 @@ def test_own_host_time_leaves_out_what_was_called() -> None:
     cpu = a.trace.cpu
     # by hand, one event at a time: its length less that of its direct children
     for name in ("aten::linear", "aten::addmm", "aten::copy_"):
-        own = 0
+        own_ns = 0
         for i in range(cpu.height):
             if cpu["name"][i] == name:
-                own += cpu["dur"][i] - sum(
+                own_ns += cpu["dur"][i] - sum(
                     cpu["dur"][j] for j in range(cpu.height) if cpu["parent"][j] == i
                 )
-        assert row(op_table(a), name)["host"] == own
+        assert row(op_table(a), name)["host"] == own_ns
 
 
 def test_the_tree_merges_steps_and_adds_up() -> None:
@@ -151,8 +151,8 @@ def test_on_a_real_trace_no_child_is_larger_than_its_parent(
         both = tree.join(tree, left_on="parent", right_on="node", suffix="_of_parent")
         assert (both["ns"] <= both["ns_of_parent"]).all()
         sums = tree.group_by("parent").agg(pl.col("ns").sum().alias("children"))
-        whole = tree.join(sums, left_on="node", right_on="parent")
-        assert (whole["children"] <= whole["ns"]).all()
+        parents = tree.join(sums, left_on="node", right_on="parent")
+        assert (parents["children"] <= parents["ns"]).all()
         if a.device_id is not None:
             launched = a.trace.gpu.filter(pl.Series(a.in_window) & pl.col("op").is_not_null())
             assert op_table(a)["device"].sum() <= launched["dur"].sum()

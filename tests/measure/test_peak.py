@@ -175,11 +175,11 @@ def test_memory_of_an_nsight_export_is_counted_by_device_and_pinned_memory_apart
 
 def test_a_memory_timeline_has_its_own_categories(tmp_path: Path) -> None:
     raw = json.loads(gzip.decompress(TIMELINE.read_bytes()))
-    held, most, then = [0] * 8, 0, [0] * 8
+    allocated, most, then = [0] * 8, 0, [0] * 8
     for time, _, size, category in sorted(raw, key=lambda event: event[0]):
-        held[category] += size
-        if sum(held) > most and time >= 0:
-            most, then = sum(held), held.copy()
+        allocated[category] += size
+        if sum(allocated) > most and time >= 0:
+            most, then = sum(allocated), allocated.copy()
     (view,) = advisor.analyze(TIMELINE).memory
     assert view.allocated == pytest.approx(most, rel=0.002)  # a version changes in two events
     by_category = {each.category: each.bytes for each in view.categories}

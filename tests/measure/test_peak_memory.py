@@ -55,7 +55,7 @@ def test_each_category_holds_what_the_program_put_there() -> None:
     m = FakeAllocator()
     t = Training(m, layers=4, weights=24 * MIB, activation=12 * MIB, logits=64 * MIB)
     t.step()
-    held = t.forward()  # the second forward pass: nothing is freed before it ends
+    outputs = t.forward()  # the second forward pass: nothing is freed before it ends
     with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 1, "softmax")):
         m.alloc(3 * GIB)  # the peak
     peak = measured(m)
@@ -65,7 +65,7 @@ def test_each_category_holds_what_the_program_put_there() -> None:
         "weights": 4 * 24 * MIB,
     }
     assert sum(peak.by_category.values()) == peak.allocated == int(peak.by_line["bytes"].sum())
-    assert len(held) == 4 * 3 + 3
+    assert len(outputs) == 4 * 3 + 3
 
 
 def test_gradients_are_what_backward_made_and_the_optimizer_found() -> None:
@@ -136,19 +136,19 @@ def test_the_line_is_the_users_innermost_one() -> None:
 
 def replayed(snapshot: dict[str, Any]) -> tuple[int, int]:
     """(most bytes at once, bytes at the end), event by event, backwards from the state."""
-    held = sum(
+    allocated = sum(
         b["requested_size"]
         for s in snapshot["segments"]
         for b in s["blocks"]
         if b["state"] == "active_allocated"
     )
-    end, most = held, held
+    end, most = allocated, allocated
     for event in reversed(snapshot["device_traces"][0]):
         if event["action"] == "alloc":
-            held -= event["size"]
+            allocated -= event["size"]
         elif event["action"] == "free_requested":
-            held += event["size"]
-        most = max(most, held)
+            allocated += event["size"]
+        most = max(most, allocated)
     return most, end
 
 
@@ -161,14 +161,14 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
     ring that has lost its start."""
     chance = random.Random(seed)
     m = FakeAllocator(total=2 * GIB, max_entries=entries)
-    here: list[int] = []
+    totals: list[int] = []
     waiting: list[int] = []
     with m.at(*LOOP):
         for n in range(400):
             if waiting and chance.random() < 0.3:
                 m.complete(waiting.pop())
-            if here and chance.random() < 0.45:
-                address = here.pop(chance.randrange(len(here)))
+            if totals and chance.random() < 0.45:
+                address = totals.pop(chance.randrange(len(totals)))
                 later = chance.random() < 0.1
                 m.free(address, pending=later)
                 if later:
@@ -177,7 +177,7 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
             with m.at((TRAIN, n % 7, "f")):
                 size = chance.choice([7, 700, 70_000, 3 * MIB, 17 * MIB])
                 try:
-                    here.append(m.alloc(size + chance.randrange(512), stream=chance.randrange(2)))
+                    totals.append(m.alloc(size + chance.randrange(512), stream=chance.randrange(2)))
                 except DeviceFull:
                     break
     peak = measured(m)
@@ -193,12 +193,12 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
 
 
 def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held() -> None:
-    whole, part = FakeAllocator(), FakeAllocator(max_entries=60)
-    for m in (whole, part):
+    complete, part = FakeAllocator(), FakeAllocator(max_entries=60)
+    for m in (complete, part):
         t = Training(m)
         for _ in range(5):
             t.step()
-    full, late = measured(whole), measured(part)
+    full, late = measured(complete), measured(part)
     assert not full.history.began_before and late.history.began_before
     assert late.allocated == int(full.history.allocated[-len(late.history.allocated) :].max())
     for name in ("weights", "optimizer state"):  # held to the end: the state has their stacks
@@ -278,11 +278,11 @@ def fragmented_memory(pieces: int, hole: int, total: int) -> FakeAllocator:
     """Segments of a hole, 4 MiB in use, and a hole; then a request that no hole holds."""
     m = FakeAllocator(total=total)
     with m.at(*LOOP):
-        whole = []
+        blocks = []
         for address in [m.alloc(2 * hole + 4 * MIB) for _ in range(pieces)]:
             m.free(address)
-            whole.append([m.alloc(size) for size in (hole, 4 * MIB, hole)])
-        for left, _, right in whole:
+            blocks.append([m.alloc(size) for size in (hole, 4 * MIB, hole)])
+        for left, _, right in blocks:
             m.free(left)
             m.free(right)
         with pytest.raises(DeviceFull), m.at((TRAIN, 77, "main")):
@@ -379,9 +379,9 @@ def test_checkpointing_is_what_a_run_with_it_holds_less() -> None:
     m, _ = at_the_end_of_forward(layers=layers, activation=activation, logits=MIB)
     before = measured(m)
     kept = layers * activation // 4
-    whole = activation * 2  # the two inner ones of the layer that is computed again
+    activation_bytes = activation * 2  # the two inner ones of the layer that is computed again
     weights = before.by_category["weights"] + before.by_category["optimizer state"]
-    after = weights + kept + whole + 2 * MIB + 4 + 2 * GIB
+    after = weights + kept + activation_bytes + 2 * MIB + 4 + 2 * GIB
     assert before.allocated - savings_by_name(before)["checkpointing"] == after
 
 

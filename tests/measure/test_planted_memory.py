@@ -88,9 +88,9 @@ class Program(Training):
                 self.m.free(address)
         return [0, 0, output]
 
-    def backward(self, held: list[int]) -> None:
+    def backward(self, allocations: list[int]) -> None:
         if not self.plan.checkpointed:
-            super().backward(held)
+            super().backward(allocations)
             for address in self.copies:
                 self.m.free(address)
             return
@@ -108,9 +108,9 @@ class Program(Training):
                     self.gradients.append(grad)
                 else:
                     m.free(grad)
-                for address in (held[number * 3 + 2], *reversed(inner)):
+                for address in (allocations[number * 3 + 2], *reversed(inner)):
                     m.free(address)
-            for address in held[3 * self.layers :]:
+            for address in allocations[3 * self.layers :]:
                 m.free(address)
             if upstream is not None:
                 m.free(upstream)
@@ -134,10 +134,10 @@ def run(plan: ProgramPlan, steps: int = 9) -> tuple[FakeAllocator, int]:
     program = Program(m, plan)
     for _ in range(steps):
         program.step()
-    held, most = 0, 0
+    allocated, most = 0, 0
     for event in m.events:
-        held += {"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event["size"]
-        most = max(most, held)
+        allocated += {"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event["size"]
+        most = max(most, allocated)
     return m, most
 
 
@@ -192,9 +192,11 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
         assert "references" not in predicted
     else:
         freed = most - run(replace(program, leak=0, kept_outputs=False))[1]
-        own = program.leak + program.kept_outputs * 0  # the last step's own stays
+        kept_bytes = program.leak + program.kept_outputs * 0  # the last step's own stays
         if freed > (MIN_SAVING_SHARE + 0.02) * most:
-            assert predicted["references"] == pytest.approx(freed - own, rel=0.1, abs=0.02 * most)
+            assert predicted["references"] == pytest.approx(
+                freed - kept_bytes, rel=0.1, abs=0.02 * most
+            )
     known = {*CHANGED, "references", "offload activations", "expandable segments"}
     assert set(predicted) <= known, program
 
@@ -206,15 +208,15 @@ def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
     unattributed. An output that is kept for the next step looks like this step's where it lies
     before the history."""
     program = plan(seed)
-    whole, _ = run(program)
-    entries = len(whole.events) // 9
+    complete, _ = run(program)
+    entries = len(complete.events) // 9
     m, _ = run(replace(program, max_entries=round(entries * (1.3 + seed % 2))))
     state = m.snapshot()
     for segment in state["segments"]:
         for block in segment["blocks"]:
             block["frames"] = []
     late = PeakMemory(read_snapshot([pickle.dumps(state)], "x"), 0).by_category
-    full = PeakMemory(read_snapshot([whole.pickled()], "x"), 0).by_category
+    full = PeakMemory(read_snapshot([complete.pickled()], "x"), 0).by_category
     assert sum(late.values()) == sum(full.values())
     slack = 0.02 * sum(full.values())
     kept = ("activations", "earlier steps")

@@ -173,8 +173,8 @@ def test_a_rank_that_used_no_device_is_left_out() -> None:
     alignment = align_ranks({**ranks, 2: idle.analysis()})
     assert alignment.unaligned == (2,)
     assert set(alignment.offset_ns) == {0, 1}
-    alone = align_ranks({0: ranks[0], 2: idle.analysis()})
-    assert alone.error_ns is None and "device" in alone.reason
+    single = align_ranks({0: ranks[0], 2: idle.analysis()})
+    assert single.error_ns is None and "device" in single.reason
 
 
 @pytest.mark.parametrize("steps", [1, 2])

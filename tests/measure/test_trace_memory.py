@@ -109,13 +109,13 @@ moves = st.lists(st.tuples(st.integers(0, 40), st.integers(-6, 9)), min_size=1, 
 @given(moves=moves)
 def test_peaks_equal_a_replay_of_the_allocator(moves: list[tuple[int, int]]) -> None:
     b = TraceBuilder()
-    held, history = 0, []
+    allocated, history = 0, []
     clock = 0
     for wait, size in moves:
-        size = max(size, -held)
+        size = max(size, -allocated)
         clock += wait
-        held += size
-        history.append((clock, size, held))
+        allocated += size
+        history.append((clock, size, allocated))
     for number in range(3):
         with b.step():
             b.host(200)

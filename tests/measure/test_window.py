@@ -58,13 +58,13 @@ def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, 
     path = shared_trace("h100_qwen_inference")
     data = rewriting.load(path)
     called = {e["args"].get("correlation") for e in calls_of(data)}
-    own = [e for e in kernels_of(data) if e["args"]["correlation"] in called]
+    recorded_kernels = [e for e in kernels_of(data) if e["args"]["correlation"] in called]
     before = [e for e in kernels_of(data) if e["args"]["correlation"] not in called]
-    assert len(before) > 400 and len(own) > 1000
+    assert len(before) > 400 and len(recorded_kernels) > 1000
     a = Analysis(read_trace(path))
     kernel = (a.trace.gpu["kind"] == "kernel").to_numpy()
     assert int((a.launched_before & kernel).sum()) == len(before)
-    assert int((a.in_window & kernel).sum()) == len(own)
+    assert int((a.in_window & kernel).sum()) == len(recorded_kernels)
     work = [
         e
         for e in data["traceEvents"]
@@ -73,7 +73,7 @@ def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, 
     assert a.families["dur"].sum() == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-6)
     # the host waited for them first: the step begins when the last of them is done
     drained = max(e["ts"] + e["dur"] for e in before)
-    end = max(e["ts"] + e["dur"] for e in own)
+    end = max(e["ts"] + e["dur"] for e in recorded_kernels)
     assert a.step_ns / 1e3 == pytest.approx(end - drained, rel=0.02)
     limits = analyze(path, OPTIONS).limits
     expected = f"{len(before)} kernels ({sum(e['dur'] for e in before) / 1e3:.1f} ms)"
@@ -90,14 +90,14 @@ def test_work_launched_before_a_later_start_of_the_recording_is_found(
     host = [e for e in host if e.get("cat") not in ("Trace", None)]
     launched = sorted(e["ts"] for e in calls_of(data) if "LaunchKernel" in e["name"])
     cut = launched[len(launched) // 3]
-    gone = {
+    removed = {
         e["args"]["correlation"]
         for e in calls_of(data)
         if e["ts"] < cut and "correlation" in e.get("args", {})
     }
     early = {id(e) for e in host if e["ts"] < cut}
     cut_data = {**data, "traceEvents": [e for e in data["traceEvents"] if id(e) not in early]}
-    expected = sum(e["args"]["correlation"] in gone for e in kernels_of(data))
+    expected = sum(e["args"]["correlation"] in removed for e in kernels_of(data))
     a = Analysis(read_trace(rewriting.save(cut_data, tmp_path / "cut.json")))
     is_earlier_kernel = a.launched_before & (a.trace.gpu["kind"] == "kernel").to_numpy()
     assert int(is_earlier_kernel.sum()) == expected > 10
@@ -179,10 +179,10 @@ def test_nothing_is_concluded_from_holes_in_the_records(
     assert lost_records(read_trace(path)).lost == 0
     data = rewriting.load(path)
     thin = rewriting.thinned(data, 0.4)
-    gone = len(kernels_of(data)) - len(kernels_of(thin))
+    lost_count = len(kernels_of(data)) - len(kernels_of(thin))
     report = analyze(rewriting.save(thin, tmp_path / "thin.json"), OPTIONS)
     trace = read_trace(str(tmp_path / "thin.json"))
-    assert lost_records(trace).lost == pytest.approx(gone, abs=4)  # but the very last
+    assert lost_records(trace).lost == pytest.approx(lost_count, abs=4)  # but the very last
     assert report.status == "limited"
     assert report.verdict.startswith("The profiler lost")
     assert not report.findings
@@ -264,11 +264,11 @@ def test_ranks_merged_into_one_file_are_ranks_again(
             if e.get("cat") != "Trace":
                 merged.append(new)
     path = rewriting.save({"traceEvents": merged}, tmp_path / "merged.json")
-    apart = open_run(files)
+    separate = open_run(files)
     together = open_run(path)
-    assert together.ranks == apart.ranks == [0, 1]
+    assert together.ranks == separate.ranks == [0, 1]
     for number in (0, 1):
-        one, other = apart.window(number), together.window(number)
+        one, other = separate.window(number), together.window(number)
         assert other.gpu.height == one.gpu.height
         assert Analysis(other).step_ns == Analysis(one).step_ns
         assert Analysis(other).breakdown.totals() == Analysis(one).breakdown.totals()

@@ -9,8 +9,8 @@ def test_a_test_that_hangs_is_ended_if_need_be_with_its_process(
     pytestconfig: pytest.Config,
 ) -> None:
     assert pytestconfig.pluginmanager.has_plugin("timeout")
-    asked, forced = (
+    timeout_s, forced = (
         float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")
     )
-    assert 0 < asked < forced <= 600, "seconds: .ci/run has minutes"
+    assert 0 < timeout_s < forced <= 600, "seconds: .ci/run has minutes"
     assert pytestconfig.getini("faulthandler_exit_on_timeout") is True

@@ -116,17 +116,19 @@ def nsys(
             marked += [(s, e, 59, None, texts[t], tid, 0) for t, s, e in ranges]
             marked.append((4_000_000, None, 59, "never ended", None, tid, 0))
         place = "start, end, deviceId, contextId, streamId, correlationId"
-        own = ", globalPid" if year > 2020 else ""
-        cut = (lambda row: row) if own else (lambda row: (*row[:6], *row[7:]))
+        pid_column = ", globalPid" if year > 2020 else ""
+        cut = (lambda row: row) if pid_column else (lambda row: (*row[:6], *row[7:]))
         more = "demangledName, gridX, gridY, gridZ, blockX, blockY, blockZ, registersPerThread"
         if kernels:
             rows = [cut(row) for row in kernels]
-            _table(db, "CUPTI_ACTIVITY_KIND_KERNEL", f"{place}{own}, {more}", rows)
+            _table(db, "CUPTI_ACTIVITY_KIND_KERNEL", f"{place}{pid_column}, {more}", rows)
         if graphed:
             _table(db, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", f"{place}, globalPid, graphId", graphed)
         kinds = ", srcKind, dstKind"
         rows = [cut(row) for row in copies]
-        _table(db, "CUPTI_ACTIVITY_KIND_MEMCPY", f"{place}{own}, bytes, copyKind{kinds}", rows)
+        _table(
+            db, "CUPTI_ACTIVITY_KIND_MEMCPY", f"{place}{pid_column}, bytes, copyKind{kinds}", rows
+        )
         _table(
             db,
             "CUPTI_ACTIVITY_KIND_RUNTIME",

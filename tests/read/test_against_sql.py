@@ -233,10 +233,10 @@ def test_families_busy_time_copies_and_gaps_are_those_of_the_file(
 
 
 def _families(a: Analysis, gpu: pl.DataFrame, work: list[Work]) -> None:
-    asked: dict[tuple[int, str], float] = defaultdict(float)
+    expected_ns: dict[tuple[int, str], float] = defaultdict(float)
     for one in work:
         if one.kind == "kernel":
-            asked[one.device, family(one.name)] += one.end - one.start
+            expected_ns[one.device, family(one.name)] += one.end - one.start
     families = a.kernels["family"].cast(pl.String).to_list()
     known = set(SIGNS.values())
     sums = (
@@ -246,17 +246,17 @@ def _families(a: Analysis, gpu: pl.DataFrame, work: list[Work]) -> None:
         .agg(pl.col("dur").sum())
     )
     result = {(device, name): float(ns) for device, name, ns in sums.iter_rows()}
-    assert result == pytest.approx(dict(asked), rel=1e-3)
+    assert result == pytest.approx(dict(expected_ns), rel=1e-3)
 
 
 def _copies(gpu: pl.DataFrame, work: list[Work]) -> None:
     for kind in ("memcpy", "memset"):
-        asked = [one for one in work if one.kind == kind]
+        expected = [one for one in work if one.kind == kind]
         rows = gpu.filter(pl.col("kind") == kind)
-        assert rows.height == len(asked)
-        assert rows["dur"].sum() == pytest.approx(sum(w.end - w.start for w in asked), rel=1e-3)
+        assert rows.height == len(expected)
+        assert rows["dur"].sum() == pytest.approx(sum(w.end - w.start for w in expected), rel=1e-3)
         if kind == "memcpy":
-            assert rows["bytes"].sum() == sum(one.size or 0 for one in asked)
+            assert rows["bytes"].sum() == sum(one.size or 0 for one in expected)
 
 
 def _busy_and_gaps(a: Analysis, work: list[Work]) -> None:
@@ -275,6 +275,8 @@ def _busy_and_gaps(a: Analysis, work: list[Work]) -> None:
     busy = sum(end - start for start, end in spans)
     between = sum(after[0] - before[1] for before, after in pairwise(spans))
     assert a.device_busy(on_device).total == pytest.approx(busy, rel=1e-3)
-    own = a.trace.gpu.filter(on_device)
-    inside = a.gaps.filter(pl.col("ts").is_between(own["ts"].min(), own["ts"].max()))
+    device_work = a.trace.gpu.filter(on_device)
+    inside = a.gaps.filter(
+        pl.col("ts").is_between(device_work["ts"].min(), device_work["ts"].max())
+    )
     assert int(inside["dur"].sum()) == pytest.approx(between, rel=1e-3)

@@ -190,8 +190,8 @@ def test_any_values_anywhere_are_not_exception_and_lose_no_event(rows: list[Any]
     piece = decode(*events)
     assert piece.events + piece.unsound == len(events)
     check_shape(piece)
-    again = pieces._decoder.decode(pieces._encoder.encode(piece))
-    assert_same_pieces(piece, again)
+    restored = pieces._decoder.decode(pieces._encoder.encode(piece))
+    assert_same_pieces(piece, restored)
 
 
 def check_shape(piece: Piece) -> None:
@@ -397,8 +397,8 @@ def test_unix_microseconds_with_decimals_keep_their_nanoseconds() -> None:
         for ts in times
     )
     piece = decode_piece(f"[{text}]".encode())
-    whole = [piece.epoch + int(ts) for ts in piece.host["ts"].tolist()[:3]]
-    assert whole == [1713800000000000, 1713800000000000, 1713800000000002]
+    times_ns = [piece.epoch + int(ts) for ts in piece.host["ts"].tolist()[:3]]
+    assert times_ns == [1713800000000000, 1713800000000000, 1713800000000002]
     ns = np.rint(piece.host["ts"] * 1000 - piece.host["ts"][0] * 1000).astype(int)
     assert ns.tolist()[:3] == [0, 1, 1878]
     assert abs(ns[3] - 200_000_000_000_377) < 500  # crossed the cut: as exact as a float is

@@ -285,7 +285,7 @@ def test_ranks_put_together_by_hand_keep_their_own_launches(
 ) -> None:
     """Correlation ids are numbers of one process: some of the two files' are equal, or all."""
     paths = [shared_trace(f"two_ranks_rank{rank}") for rank in (0, 1)]
-    alone = [read_trace(path) for path in paths]
+    separate = [read_trace(path) for path in paths]
     documents = [json.loads(gzip.decompress(Path(path).read_bytes())) for path in paths]
     if all_collide:
         first, second = map(correlations, documents)
@@ -299,11 +299,11 @@ def test_ranks_put_together_by_hand_keep_their_own_launches(
     path = tmp_path / "merged.json"
     path.write_text(json.dumps(merged))
     assert lost_records(read_trace(str(path))).lost == 0
-    for trace, own in zip(open_run(path).traces.values(), alone, strict=True):
-        assert trace.gpu.height == own.gpu.height
-        assert trace.gpu["launch"].null_count() == own.gpu["launch"].null_count()
+    for trace, separate_trace in zip(open_run(path).traces.values(), separate, strict=True):
+        assert trace.gpu.height == separate_trace.gpu.height
+        assert trace.gpu["launch"].null_count() == separate_trace.gpu["launch"].null_count()
         waits, expected = (
             (each.gpu["ts"] - each.cpu["ts"].gather(each.gpu["launch"])).sort().to_list()
-            for each in (trace, own)
+            for each in (trace, separate_trace)
         )
         assert waits == expected

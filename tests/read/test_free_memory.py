@@ -52,8 +52,8 @@ def test_other_profilers_files_too(name: str, monkeypatch: pytest.MonkeyPatch) -
     path = path_of(name)
     if "{}" in name:
         path = max((CORPUS / "xla").glob("*.xplane.pb*"), key=lambda file: file.stat().st_size)
-    whole = read_trace(str(path))
-    rows = whole.cpu.height + whole.gpu.height
+    trace = read_trace(str(path))
+    rows = trace.cpu.height + trace.gpu.height
     set_free_memory(monkeypatch, int(rows / 4 * reader.EVENT_BYTES / reader.MEMORY_SHARE))
     part = read_trace(str(path))
     assert 0 < part.cpu.height + part.gpu.height < 0.6 * rows

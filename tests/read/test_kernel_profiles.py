@@ -132,19 +132,21 @@ def test_every_metric_of_the_details_page_is_the_file_s() -> None:
         "Gbyte/s": 1e9,
         "Ghz": 1e9,
     }
-    for kernel, own in zip(kernels, by_process.values(), strict=True):
+    for kernel, process_rows in zip(kernels, by_process.values(), strict=True):
         written = sorted(
             float(row["Metric Value"].replace(",", "")) * scale.get(row["Metric Unit"], 1.0)
-            for row in own
+            for row in process_rows
             if row["Metric Name"] and row["Metric Value"] != "n/a"
         )
         read = [each.value for each in kernel.metrics.values() if isinstance(each.value, float)]
         for value in read:
             assert min(abs(value - each) for each in written) <= 1e-6 * max(1.0, abs(value))
-        labels = {(row["Section Name"], row["Metric Name"]) for row in own if row["Metric Name"]}
+        labels = {
+            (row["Section Name"], row["Metric Name"]) for row in process_rows if row["Metric Name"]
+        }
         # a raw metric and its label of the details page are one
         assert len(labels) - 4 <= len(kernel.metrics) <= len(labels)
-        rules = [row for row in own if row["Rule Name"]]
+        rules = [row for row in process_rows if row["Rule Name"]]
         assert [advice.rule for advice in kernel.advice] == [row["Rule Name"] for row in rules]
         saved = [row["Estimated Speedup"] for row in rules]
         assert [advice.saved for advice in kernel.advice] == [
@@ -196,15 +198,15 @@ def test_a_folder_joins_the_counters_of_each_run_with_its_times() -> None:
     assert trace.meta.kernel_profiles is not None
     kernels = trace.meta.kernel_profiles.kernels
     assert len(kernels) == 8
-    own = {k.file: k for k in kernels if k.name == "laplacian_kernel"}
-    assert sorted(own) == ["kernel1_results", "kernel2_results"]
+    kernel_by_file = {k.file: k for k in kernels if k.name == "laplacian_kernel"}
+    assert sorted(kernel_by_file) == ["kernel1_results", "kernel2_results"]
     for variant in ("kernel1", "kernel2"):
         files = [folder / f"{variant}_{part}.csv.gz" for part in ("data_movement", "results")]
-        alone = profiles_of(files[0]), profiles_of(files[1])
+        separate = profiles_of(files[0]), profiles_of(files[1])
         counted, timed = (
-            next(k for k in each.kernels if k.name == "laplacian_kernel") for each in alone
+            next(k for k in each.kernels if k.name == "laplacian_kernel") for each in separate
         )
-        joined = own[f"{variant}_results"]
+        joined = kernel_by_file[f"{variant}_results"]
         assert joined.duration_ns == timed.duration_ns
         assert joined.number("FETCH_SIZE") == counted.number("FETCH_SIZE")
     text = " ".join(FORMATS.render("terminal", analyze(str(folder)), width=120).split())

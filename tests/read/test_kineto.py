@@ -165,8 +165,8 @@ def test_the_head_may_come_last() -> None:
 @pytest.mark.parametrize("size", [200, 3000, 50_000])
 def test_the_size_of_pieces_changes_nothing(size: int) -> None:
     b = loop(steps=20)
-    whole, pieces = b.trace(), read_bytes(b.json(), options=ReadOptions(piece_bytes=size))
-    assert_same_traces(whole, with_rows_of(whole, pieces))
+    in_one_piece, pieces = b.trace(), read_bytes(b.json(), options=ReadOptions(piece_bytes=size))
+    assert_same_traces(in_one_piece, with_rows_of(in_one_piece, pieces))
 
 
 def with_rows_of(expected: Trace, found: Trace) -> Trace:
@@ -379,17 +379,19 @@ def test_nested_lists_of_objects_do_not_confuse_the_cuts(monkeypatch: pytest.Mon
         if "args" in event:
             event["args"]["kernels"] = [{"name": "a"}, {"name": "b"}, {"args": {"ph": "X"}}] * 3
     text = json.dumps({"traceEvents": events}).encode()
-    whole = read_bytes(text)
+    in_one_piece = read_bytes(text)
     for size in (900, 1500, 4000):
         pieces = read_bytes(text, options=ReadOptions(piece_bytes=size))
         assert pieces.meta.events_dropped == {}
-        assert_same_traces(whole, with_rows_of(whole, pieces))
+        assert_same_traces(in_one_piece, with_rows_of(in_one_piece, pieces))
 
     class Stdin:  # it can be read only once, but what was read is kept
         buffer = io.BytesIO(text)
 
     monkeypatch.setattr(sys, "stdin", Stdin)
-    assert_same_traces(whole, with_rows_of(whole, read_trace("-", ReadOptions(piece_bytes=900))))
+    assert_same_traces(
+        in_one_piece, with_rows_of(in_one_piece, read_trace("-", ReadOptions(piece_bytes=900)))
+    )
 
 
 def test_one_bad_event_costs_one_event() -> None:

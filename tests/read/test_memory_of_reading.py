@@ -54,6 +54,6 @@ def test_reading_takes_little_beside_the_trace(form: str, tmp_path: Path) -> Non
     result = subprocess.run(
         [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=True, env=env
     )
-    host, device, beside = map(float, result.stdout.split())
+    host, device, additional = map(float, result.stdout.split())
     assert host > 50_000 and device > 50_000  # else nothing was read
-    assert beside < MAX_MB
+    assert additional < MAX_MB

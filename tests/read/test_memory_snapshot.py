@@ -284,10 +284,10 @@ def test_older_layouts_hold_the_same(version: str) -> None:
     columns = ["device", "address", "size", "requested", "state"]
     assert old.blocks.select(columns).equals(new.blocks.select(columns))
     stacks = [None if s is None else old.stacks[s] for s in old.blocks["stack"]]
-    held = (old.blocks["state"] == "allocated").to_list()
-    whole = [None if s is None else new.stacks[s] for s in new.blocks["stack"]]
-    assert [s for s, h in zip(stacks, held, strict=True) if h] == [
-        s for s, h in zip(whole, held, strict=True) if h
+    is_allocated = (old.blocks["state"] == "allocated").to_list()
+    new_stacks = [None if s is None else new.stacks[s] for s in new.blocks["stack"]]
+    assert [s for s, h in zip(stacks, is_allocated, strict=True) if h] == [
+        s for s, h in zip(new_stacks, is_allocated, strict=True) if h
     ]
     assert old.events.height == (0 if version == "a list" else new.events.height)
 

@@ -125,9 +125,9 @@ def test_both_ways_agree_on_a_large_tangle(monkeypatch: pytest.MonkeyPatch) -> N
             )
         )
     )
-    whole = nested(rows)
+    expected = nested(rows)
     monkeypatch.setattr(nesting, "MAX_ROUNDS", 0)
-    assert nested(rows) == whole
+    assert nested(rows) == expected
 
 
 def test_nothing_nests_to_nothing() -> None:
@@ -236,7 +236,7 @@ def test_threads_are_ordered_by_groups_as_all_at_once(rows: list[Row], seed: Any
     if not len(rows):
         return
     kind = np.arange(len(rows)) % len(HOST_KINDS)
-    whole = stack_order(thread, start, dur, kind).tolist()
+    order = stack_order(thread, start, dur, kind).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nesting, "ROWS_PER_PART", 5)
-        assert stack_order(thread, start, dur, kind).tolist() == whole
+        assert stack_order(thread, start, dur, kind).tolist() == order

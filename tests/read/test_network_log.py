@@ -44,11 +44,14 @@ def test_every_version_names_ranks_paths_and_channels(version: str, tmp_path: Pa
 
 
 def test_files_of_single_processes_read_as_one_log(tmp_path: Path) -> None:
-    whole = logs.job(more=(logs.VERBS, logs.GRAPH)).splitlines()
-    parts = ["\n".join([*whole[:1], *(x for x in whole if f":{1000 + r}:" in x)]) for r in range(8)]
+    log_lines = logs.job(more=(logs.VERBS, logs.GRAPH)).splitlines()
+    parts = [
+        "\n".join([*log_lines[:1], *(x for x in log_lines if f":{1000 + r}:" in x)])
+        for r in range(8)
+    ]
     (tmp_path / "one").mkdir()
     (tmp_path / "many").mkdir()
-    _, one = read(tmp_path / "one", "\n".join(whole))
+    _, one = read(tmp_path / "one", "\n".join(log_lines))
     _, many = read(tmp_path / "many", *parts)
     assert many.files == 8
     assert (many.paths, many.networks, many.ranks, many.node_ranks, many.ring_gb_per_s) == (
@@ -237,14 +240,14 @@ def test_damaged_logs_cost_one_line_or_are_read_in_part(
 
 
 def test_lines_without_end_and_ranks_without_number_cost_little(tmp_path: Path) -> None:
-    here = "node0:1:2 [0] NCCL INFO "
+    prefix = "node0:1:2 [0] NCCL INFO "
     text = "\n".join(
         [
-            here + "Channel 00/0 : " + "9" * 100_000 + "[0] -> 1[1] via SHM",
-            here + "comm 0x1 rank 99999999999 nranks 99999999999",
-            here + "NET/Socket : Using " + "[0]eth0:" * 50_000,
+            prefix + "Channel 00/0 : " + "9" * 100_000 + "[0] -> 1[1] via SHM",
+            prefix + "comm 0x1 rank 99999999999 nranks 99999999999",
+            prefix + "NET/Socket : Using " + "[0]eth0:" * 50_000,
             "a." * 500_000 + " NCCL INFO " + "b" * 100,
-            *(f"{here}NCCL_X{n} set by environment to {n}" for n in range(1000)),
+            *(f"{prefix}NCCL_X{n} set by environment to {n}" for n in range(1000)),
             *(f"h{n}:1:2 [0] file.cc:3 NCCL WARN w{n}" for n in range(1000)),
         ]
     )

@@ -105,8 +105,8 @@ def test_everything_else_works_on_it(
     for file in (out, page, perfetto):
         text = file.read_text()
         assert "hunter2" not in text and "jemima" not in text
-    again = read_trace(str(perfetto))
-    assert int(again.gpu["dur"].sum()) == profiler_files.busy_ns()
+    restored = read_trace(str(perfetto))
+    assert int(restored.gpu["dur"].sum()) == profiler_files.busy_ns()
     # a kernel of 300 us that is twice as fast saves 150 us of each iteration, at most
     result = advisor.whatif(advisor.open(path), ["scale kernel:third 0.5"])
     assert result.edits[0].selected == profiler_files.ITERATIONS
@@ -351,24 +351,24 @@ NSYS = {
 }
 
 
-def device_spans(path: str, device: int, *, own: bool = False) -> list[tuple[int, int]]:
+def device_spans(path: str, device: int, *, is_recorded: bool = False) -> list[tuple[int, int]]:
     """Spans of all device work, or of what was launched in the recording."""
     launched = (
         " AND (correlationId, globalPid >> 24) IN "
         "(SELECT correlationId, globalTid >> 24 FROM CUPTI_ACTIVITY_KIND_RUNTIME)"
     )
-    there = {
+    tables = {
         name
         for (name,) in query_database(path, "SELECT name FROM sqlite_master WHERE type = 'table'")
     }
     return [
         span
         for table in ("KERNEL", "MEMCPY", "MEMSET")
-        if f"CUPTI_ACTIVITY_KIND_{table}" in there
+        if f"CUPTI_ACTIVITY_KIND_{table}" in tables
         for span in query_database(
             path,
             f"SELECT start, end FROM CUPTI_ACTIVITY_KIND_{table} WHERE deviceId = {device}"
-            + (launched if own else ""),
+            + (launched if is_recorded else ""),
         )
     ]
 
@@ -382,13 +382,13 @@ def test_kernels_copies_busy_time_and_gaps_are_those_of_sql(shared_file: Found, 
         trace = run.window(rank)
         device = int(trace.gpu["device"][0])
         assert device == number
-        asked = query_database(
+        sql_rows = query_database(
             path,
             "SELECT count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL "
             f"WHERE deviceId = {device}",
         )[0]
         kernels = trace.gpu.filter(pl.col("kind") == "kernel")
-        assert (kernels.height, int(kernels["dur"].sum())) == asked
+        assert (kernels.height, int(kernels["dur"].sum())) == sql_rows
         by_name = dict(
             query_database(
                 path,
@@ -403,9 +403,13 @@ def test_kernels_copies_busy_time_and_gaps_are_those_of_sql(shared_file: Found, 
             "SELECT count(*), sum(bytes), sum(end - start) FROM CUPTI_ACTIVITY_KIND_MEMCPY "
             f"WHERE deviceId = {device}",
         )[0]
-        own = trace.gpu.filter(pl.col("kind") == "memcpy")
-        assert (own.height, int(own["bytes"].sum()), int(own["dur"].sum())) == copies
-        launched = list(union_of(device_spans(path, device, own=True)))
+        read_copies = trace.gpu.filter(pl.col("kind") == "memcpy")
+        assert (
+            read_copies.height,
+            int(read_copies["bytes"].sum()),
+            int(read_copies["dur"].sum()),
+        ) == copies
+        launched = list(union_of(device_spans(path, device, is_recorded=True)))
         busy = sum(end - start for start, end in launched)
         spans = union_of(device_spans(path, device))
         first = launched[0][0]
@@ -435,7 +439,7 @@ def test_families_add_up_to_the_kernels_of_sql(shared_file: Found) -> None:
     path = shared_file("nsys/mfu_2gpu_after.sqlite")
     report = advisor.analyze(path)
     trace = open_run(path, rank=0).window(0)
-    asked = query_database(
+    sql_rows = query_database(
         path,
         "SELECT sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds ON id = "
         "demangledName WHERE deviceId = 0 AND value LIKE '%flash%'",
@@ -443,7 +447,7 @@ def test_families_add_up_to_the_kernels_of_sql(shared_file: Found) -> None:
     attention = next(family.ns for family in report.families if family.name == "attention")
     # the steps are 15 of the blocks of 300 ms; work of before them belongs to none
     earlier = trace.gpu.filter(pl.col("launch").is_null())["dur"].sum()
-    assert asked - 2 * earlier <= attention * report.scope.steps_used <= asked
+    assert sql_rows - 2 * earlier <= attention * report.scope.steps_used <= sql_rows
 
 
 def test_cpu_samples_and_mpi_ranges_say_why_the_gpu_idles(
@@ -528,7 +532,7 @@ def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -
     """304 rounds of six ranges, one behind the other."""
     path = shared_file("nsys/209de58_baseline.sqlite")
     report = advisor.analyze(path)
-    asked = dict(
+    sql_rows = dict(
         query_database(
             path,
             "SELECT value, sum(end - start) FROM NVTX_EVENTS JOIN StringIds ON id = textId "
@@ -543,7 +547,7 @@ def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -
     assert scope.step_ns == pytest.approx((last - first) / 304, rel=0.01)  # one set aside
     assert "find_centers: 51% of a 131 ms" in report.verdict
     shares = {one.name: one.share for one in report.ranges}
-    assert shares == pytest.approx({k: ns / (last - first) for k, ns in asked.items()}, rel=0.02)
+    assert shares == pytest.approx({k: ns / (last - first) for k, ns in sql_rows.items()}, rel=0.02)
 
 
 def test_rounds_are_whole_wherever_the_recording_begins_and_chance_is_not_a_round(
@@ -594,8 +598,8 @@ def test_two_recordings_are_compared(
                 "WHERE deviceId = 0 AND value LIKE 'nvjet_tst_192x208%' ORDER BY start",
             )
         ]
-        apart = np.diff(starts)
-        blocks.append(sorted((float(np.median(apart)), float(np.mean(apart)))))
+        gaps = np.diff(starts)
+        blocks.append(sorted((float(np.median(gaps)), float(np.mean(gaps)))))
         step = advisor.analyze(path).scope.step_ns
         assert 0.97 * blocks[-1][0] <= step <= 1.03 * blocks[-1][1]
     out = tmp_path / "out.json"
@@ -611,7 +615,7 @@ def test_two_recordings_are_compared(
 def test_rpd_is_what_sql_says(shared_file: Found) -> None:
     path = shared_file("rocprof/matmul_result.rpd")
     trace = read_trace(path)
-    asked = dict(
+    sql_rows = dict(
         query_database(
             path,
             "SELECT string, sum(end - start) FROM rocpd_op JOIN rocpd_string s ON s.id = opType_id "
@@ -620,9 +624,9 @@ def test_rpd_is_what_sql_says(shared_file: Found) -> None:
     )
     result = trace.gpu.group_by(pl.col("kind").cast(pl.String)).agg(pl.col("dur").sum())
     assert dict(result.iter_rows()) == {
-        "kernel": asked["KernelExecution"],
-        "memcpy": asked["CopyHostToDevice"] + asked["CopyDeviceToHost"],
-        "memset": asked["FillBuffer"],
+        "kernel": sql_rows["KernelExecution"],
+        "memcpy": sql_rows["CopyHostToDevice"] + sql_rows["CopyDeviceToHost"],
+        "memset": sql_rows["FillBuffer"],
     }
     assert trace.gpu["launch"].null_count() == 0
     size = query_database(path, "SELECT sum(size) FROM rocpd_copyapi")[0][0]

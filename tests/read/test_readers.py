@@ -258,32 +258,37 @@ def test_rows_of_a_real_trace_join_as_they_do_in_its_own_reader(
 ) -> None:
     """The same rows without their joins, in another order, given as a reader gives them; and as
     they come back from an export of the tables."""
-    own = read_trace(shared_trace(name))
-    host = own.cpu.drop("parent", "depth", "call").with_columns(
-        process=own.threads["pid"].gather(own.cpu["thread"]),
-        thread=own.threads["tid"].gather(own.cpu["thread"]),
+    original = read_trace(shared_trace(name))
+    host = original.cpu.drop("parent", "depth", "call").with_columns(
+        process=original.threads["pid"].gather(original.cpu["thread"]),
+        thread=original.threads["tid"].gather(original.cpu["thread"]),
     )
-    names = {(p, t): n for p, t, n in own.threads.select("pid", "tid", "name").iter_rows() if n}
+    names = {
+        (p, t): n for p, t, n in original.threads.select("pid", "tid", "name").iter_rows() if n
+    }
     made = build_trace(
-        TraceMeta(path=own.meta.path, start_ns=own.meta.start_ns),
+        TraceMeta(path=original.meta.path, start_ns=original.meta.start_ns),
         host=host.sort("ts", "dur", "name", descending=[True, False, True]),
-        device=own.gpu.drop("launch", "op").sort("ts", "stream", descending=True),
-        sync=own.sync,
-        memory=own.memory,
-        inputs=own.inputs,
-        comms=own.comms,
+        device=original.gpu.drop("launch", "op").sort("ts", "stream", descending=True),
+        sync=original.sync,
+        memory=original.memory,
+        inputs=original.inputs,
+        comms=original.comms,
         thread_names=names,
     )
     target = tmp_path / "out.json"
     write_tables(made, target)
-    again = read_trace(str(target))
-    assert (again.meta.start_ns, again.meta.end_ns) == (own.meta.start_ns, own.meta.end_ns)
-    for trace in (made, again):
-        assert_frame_equal(trace.sync, own.sync)
-        assert trace.comms.rows() == own.comms.rows()
+    restored = read_trace(str(target))
+    assert (restored.meta.start_ns, restored.meta.end_ns) == (
+        original.meta.start_ns,
+        original.meta.end_ns,
+    )
+    for trace in (made, restored):
+        assert_frame_equal(trace.sync, original.sync)
+        assert trace.comms.rows() == original.comms.rows()
         for table in ("cpu", "gpu"):
             before, after = (
-                getattr(one, table).drop("thread", strict=False) for one in (own, trace)
+                getattr(one, table).drop("thread", strict=False) for one in (original, trace)
             )
             joins = ["parent", "depth", "call"] if table == "cpu" else ["launch", "op"]
             # rows that start at one instant and last equally long may change places
@@ -293,8 +298,8 @@ def test_rows_of_a_real_trace_join_as_they_do_in_its_own_reader(
             columns = [c for c in before.columns if c not in (*joins, "inputs", "comm")]
             assert_frame_equal(same[columns], other[columns], categorical_as_str=True)
             assert before[joins].null_count().rows() == after[joins].null_count().rows()
-        assert trace.cpu["depth"].sum() == own.cpu["depth"].sum()
-        counts = [one.cpu["call"].value_counts().sort("call").rows() for one in (own, trace)]
+        assert trace.cpu["depth"].sum() == original.cpu["depth"].sum()
+        counts = [one.cpu["call"].value_counts().sort("call").rows() for one in (original, trace)]
         assert counts[0] == counts[1]
 
 

@@ -168,7 +168,7 @@ LARGE = 1 << 20
 
 def test_exact_and_small_pieces_and_processes_change_nothing(public_trace: str) -> None:
     path = public_trace
-    whole = read_trace(path)
+    in_one_piece = read_trace(path)
     times = 50 if Path(path).stat().st_size > LARGE else 1
     for options in (
         ReadOptions(piece_bytes=20_000 * times),
@@ -177,13 +177,13 @@ def test_exact_and_small_pieces_and_processes_change_nothing(public_trace: str) 
         trace = read_trace(path, options)
         for frame in ("cpu", "gpu"):
             assert_frame_equal(
-                getattr(whole, frame).drop("comm", "inputs", strict=False),
+                getattr(in_one_piece, frame).drop("comm", "inputs", strict=False),
                 getattr(trace, frame).drop("comm", "inputs", strict=False),
                 categorical_as_str=True,
             )
         for frame in ("sync", "memory", "counters", "threads"):
             assert_frame_equal(
-                getattr(whole, frame), getattr(trace, frame), categorical_as_str=True
+                getattr(in_one_piece, frame), getattr(trace, frame), categorical_as_str=True
             )
 
 

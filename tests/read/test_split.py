@@ -72,13 +72,13 @@ def message(text: bytes) -> str:
 
 def layouts(events: list[Any]) -> dict[str, bytes]:
     """Serialize the same events as different tools do."""
-    whole = {**HEAD, "traceEvents": events, **TAIL}
-    compact = json.dumps(whole, separators=(",", ":")).encode()
+    document = {**HEAD, "traceEvents": events, **TAIL}
+    compact = json.dumps(document, separators=(",", ":")).encode()
     return {
         "compact": compact,
-        "python": json.dumps(whole).encode(),
-        "indented": json.dumps(whole, indent=4).encode(),
-        "windows lines": json.dumps(whole, indent=2).replace("\n", "\r\n").encode(),
+        "python": json.dumps(document).encode(),
+        "indented": json.dumps(document, indent=4).encode(),
+        "windows lines": json.dumps(document, indent=2).replace("\n", "\r\n").encode(),
         "byte order mark": b"\xef\xbb\xbf" + compact,
         "space around": b" \n\t" + compact + b"\n\n ",
         "zeros behind": compact + bytes(100),
@@ -157,12 +157,12 @@ def test_an_empty_list_is_a_list() -> None:
 
 
 def test_a_traceevents_key_inside_something_else_is_not_the_list() -> None:
-    whole = {
+    document = {
         "meta": {"traceEvents": [{"name": "not this"}]},
         "s": '"traceEvents": [',
         "traceEvents": EVENTS,
     }
-    pieces, splitter = split_text(json.dumps(whole).encode())
+    pieces, splitter = split_text(json.dumps(document).encode())
     assert contents(pieces) == EVENTS
     assert splitter.head["s"] == '"traceEvents": ['
 
@@ -204,14 +204,14 @@ def test_a_text_cut_at_any_byte_keeps_exactly_the_whole_events(layout: str, exac
     text = layouts(EVENTS)[layout]
     ends = ends_of_events(text.decode())
     for cut in range(1, len(text)):
-        whole = sum(end <= cut for end in ends)
+        complete_count = sum(end <= cut for end in ends)
         try:
             pieces, splitter = split_text(text[:cut], exact=exact)
         except AdvisorError as error:
-            assert whole == 0
+            assert complete_count == 0
             assert "cut off" in str(error)
             continue
-        assert sum(decode_piece(piece).events for piece in pieces) == whole, cut
+        assert sum(decode_piece(piece).events for piece in pieces) == complete_count, cut
         assert sum(decode_piece(piece).unsound for piece in pieces) == 0, cut
         assert splitter.truncated
 

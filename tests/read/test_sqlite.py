@@ -42,9 +42,9 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
         db.execute(f"CREATE TABLE texts (id {key}, text TEXT)")
         rows = [(n, f"text {n % 17}") for n in range(0, 50_000, 2)]
         db.executemany("INSERT INTO texts VALUES (?, ?)", rows)
-    whole = dict(rows) if "TEXT" not in key else {}  # numbers that are texts are none
+    rows_by_key = dict(rows) if "TEXT" not in key else {}  # numbers that are texts are none
     wanted = pl.Series([7, 8, None, 49_998, 50_000, *EXTREMES, *range(0, 20_000, 6)])
-    expected = [whole.get(n) for n in wanted.to_list()]
+    expected = [rows_by_key.get(n) for n in wanted.to_list()]
     with open_database(ByteSource(str(path)), ReadOptions()) as db:
         table = KeyedTable(db, "texts", "id", {"text": pl.String, "other": pl.Int64})
         row = table.at(wanted)

@@ -37,8 +37,10 @@ def convolutions(engines: Path, name: str) -> float:
         layer["Name"]: layer["LayerType"]
         for layer in json.loads((engines / f"{name}.graph.json").read_bytes())["Layers"]
     }
-    own = layers(engines, name)
-    return sum(each["averageMs"] for each in own if "Convolution" in kinds.get(each["name"], ""))
+    engine_layers = layers(engines, name)
+    return sum(
+        each["averageMs"] for each in engine_layers if "Convolution" in kinds.get(each["name"], "")
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,10 +49,12 @@ def convolutions(engines: Path, name: str) -> float:
 )
 def test_layers_have_the_times_of_the_file(engines: Path, name: str, published: float) -> None:
     trace = read_trace(str(engines / f"resnet_{name}.profile.json"))
-    own = layers(engines, f"resnet_{name}")
+    engine_layers = layers(engines, f"resnet_{name}")
     kernels = trace.gpu.filter(trace.gpu["kind"] == "kernel")
-    assert kernels.height == len(own)
-    assert kernels["dur"].sum() / 1e6 == pytest.approx(sum(each["averageMs"] for each in own))
+    assert kernels.height == len(engine_layers)
+    assert kernels["dur"].sum() / 1e6 == pytest.approx(
+        sum(each["averageMs"] for each in engine_layers)
+    )
     report = advisor.analyze(engines / f"resnet_{name}.profile.json")
     assert report.step_ns / 1e6 == pytest.approx(published, abs=0.01)
     assert report.scope.device_name == "NVIDIA A100 80GB PCIe"
@@ -69,12 +73,12 @@ def test_the_rates_of_the_rules_are_measured_on_these_engines(engines: Path) -> 
     for gpu, expected in (("A100", 0.43), ("RTX3090", 0.34)):
         before, after = (convolutions(engines, f"resnet_{gpu}_{each}") for each in ("fp32", "fp16"))
         assert after / before == pytest.approx(expected, abs=0.005)
-    left = []
+    unexplained = []
     for name in ("resnet_A100_int8qat", "resnet_A100_int8qat_residual"):
         report = advisor.analyze(engines / f"{name}.profile.json")
         (finding,) = [each for each in report.findings if each.rule == "tensorrt-reformat"]
-        left.append(next(e.value for e in finding.evidence if e.label == "reformat layers"))
-    assert float(left[1]) / float(left[0]) == pytest.approx(0.42, abs=0.005)  # type: ignore[arg-type]
+        unexplained.append(next(e.value for e in finding.evidence if e.label == "reformat layers"))
+    assert float(unexplained[1]) / float(unexplained[0]) == pytest.approx(0.42, abs=0.005)  # type: ignore[arg-type]
 
 
 def test_engines_are_compared_by_kind_of_layer(engines: Path) -> None:
@@ -91,9 +95,9 @@ def test_engines_are_compared_by_kind_of_layer(engines: Path) -> None:
 def test_times_without_layer_information_are_read_and_layers_without_times_refused(
     engines: Path, tmp_path: Path
 ) -> None:
-    alone = tmp_path / "a.json"
-    alone.write_bytes((engines / "resnet_A100_int8qat.profile.json").read_bytes())
-    names = read_trace(str(alone)).gpu["name"].cast(pl.String).to_list()
+    file = tmp_path / "a.json"
+    file.write_bytes((engines / "resnet_A100_int8qat.profile.json").read_bytes())
+    names = read_trace(str(file)).gpu["name"].cast(pl.String).to_list()
     assert any(name.startswith("Reformat Reformatting CopyNode") for name in names)
     with pytest.raises(AdvisorError, match="exportProfile"):
         read_trace(str(engines / "resnet_A100_fp16.graph.json"))

@@ -108,8 +108,8 @@ def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -
             size = int(re.search(r"size:(\d+)", stats["memcpy_details"])[1])  # type: ignore[index]
             moved[device, name] += size
     gpu = trace.gpu.with_columns(pl.col("name").cast(pl.String))
-    ours = {key: float(frame["dur"].sum()) for key, frame in gpu.group_by("device", "name")}
-    assert ours == pytest.approx(dict(sums), rel=1e-3)
+    read_sums = {key: float(frame["dur"].sum()) for key, frame in gpu.group_by("device", "name")}
+    assert read_sums == pytest.approx(dict(sums), rel=1e-3)
     copies = gpu.filter(pl.col("kind") == "memcpy")
     assert {k: f["bytes"].sum() for k, f in copies.group_by("device", "name")} == moved
     assert trace.gpu["launch"].null_count() == 0
@@ -118,8 +118,11 @@ def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -
     busy, reached = 0.0, float("-inf")
     # the step that the profiler derived: from the first kernel to the end of the last
     computed = [event for event in events if event[1].endswith("(Compute)")]
-    own = [event for event in computed if int(event[0].rpartition(":")[2]) == a.device_id]
-    begin, stop = own[0][3] / 1000, max(event[3] + event[4] for event in own) / 1000
+    device_events = [event for event in computed if int(event[0].rpartition(":")[2]) == a.device_id]
+    begin, stop = (
+        device_events[0][3] / 1000,
+        max(event[3] + event[4] for event in device_events) / 1000,
+    )
     inside = [(max(s, begin), min(e, stop)) for s, e in spans[a.device_id]]
     for start, end in sorted(span for span in inside if span[1] > span[0]):
         busy += max(end - max(start, reached), 0)
@@ -244,8 +247,8 @@ def test_a_truncated_file_is_read_up_to_the_cut() -> None:
     data = w.jax_training(steps=40)
     host = w.Plane("/host:CPU")
     host.line("python").event("PjitFunction(f)", 0, 1000)
-    whole = w.bytes_field(1, host.encode())
-    cut = read_bytes(whole + data[: len(data) // 2], "cut.xplane.pb")
+    host_plane = w.bytes_field(1, host.encode())
+    cut = read_bytes(host_plane + data[: len(data) // 2], "cut.xplane.pb")
     assert cut.meta.truncated
 
 
@@ -389,8 +392,8 @@ def test_hosts_of_one_recording_are_ranks(tmp_path: Path) -> None:
 def test_a_packed_file_is_the_same(tmp_path: Path) -> None:
     packed = tmp_path / "host.xplane.pb.gz"
     packed.write_bytes(gzip.compress(w.jax_training()))
-    whole = read_bytes(w.jax_training())
-    assert read_trace(str(packed)).gpu.equals(whole.gpu)
+    trace = read_bytes(w.jax_training())
+    assert read_trace(str(packed)).gpu.equals(trace.gpu)
 
 
 def test_the_timeline_beside_it_says_the_same(tmp_path: Path) -> None:
@@ -515,9 +518,9 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
     assert cli.run(["analyze", str(path), "--format", form]) == 0
     output = capsys.readouterr().out
     if form in ("json", "sarif"):  # rules that look anywhere use their own words
-        whole = json.loads(output)
-        (whole if form == "json" else whole["runs"][0]["tool"]["driver"]).pop("rules")
-        output = json.dumps(whole)
+        document = json.loads(output)
+        (document if form == "json" else document["runs"][0]["tool"]["driver"]).pop("rules")
+        output = json.dumps(document)
     assert not PYTORCHS.search(output.replace("dataloader-wait", ""))  # but for the rule's name
     if form in ("terminal", "html", "json"):
         assert "step_num" in output

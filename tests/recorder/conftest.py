@@ -72,17 +72,17 @@ def record_run(tmp_path: Path) -> Iterator[Callable[..., RankRecord]]:
         number = len(list(tmp_path.glob("run*")))
         with Recorder(str(tmp_path / f"run{number}"), **wanted) as recorder:
             function()
-            ours = recorder._session
-        assert ours is not None
-        assert ours.problem is None
+            own_session = recorder._session
+        assert own_session is not None
+        assert own_session.problem is None
         record = only_rank(tmp_path / f"run{number}")
         check_sums(record)
         return record
 
     yield run
-    left = session.current_session()
-    if left is not None:
-        left.finish()
+    leftover = session.current_session()
+    if leftover is not None:
+        leftover.finish()
 
 
 @pytest.fixture(autouse=True)

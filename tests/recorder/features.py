@@ -193,7 +193,7 @@ def f_copies() -> Any:
 
 
 def f_pickles_of_functions() -> Any:
-    held = (
+    functions = (
         torch.save,
         torch.load,
         torch.Tensor.to,
@@ -203,15 +203,15 @@ def f_pickles_of_functions() -> Any:
         torch.nn.Module.zero_grad,
         torch.optim.Optimizer.zero_grad,
     )
-    return [outcome(lambda f=f: pickle.loads(pickle.dumps(f)) is f) for f in held]
+    return [outcome(lambda f=f: pickle.loads(pickle.dumps(f)) is f) for f in functions]
 
 
 def f_save_and_load() -> Any:
-    held = io.BytesIO()
-    torch.save({"model": fresh_model(), "state": fresh_model().state_dict()}, held)
-    held.seek(0)
-    loaded = torch.load(held, weights_only=False)
-    return as_hex(loaded["model"](X)), len(held.getvalue()) > 0, list(loaded["state"])
+    buffer = io.BytesIO()
+    torch.save({"model": fresh_model(), "state": fresh_model().state_dict()}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    return as_hex(loaded["model"](X)), len(buffer.getvalue()) > 0, list(loaded["state"])
 
 
 def f_parametrizations() -> Any:

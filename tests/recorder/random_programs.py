@@ -47,9 +47,9 @@ class NestedBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         with torch.enable_grad():
-            own = x.detach().requires_grad_()
-            (own * own).sum().backward()
-        ctx.save_for_backward(own.grad)
+            detached = x.detach().requires_grad_()
+            (detached * detached).sum().backward()
+        ctx.save_for_backward(detached.grad)
         return x * 1.0
 
     @staticmethod
@@ -479,16 +479,16 @@ def compare(number: int, folder: Path, compiling: bool) -> str | None:
     out = folder / f"run{number}"
     with Recorder(str(out), telemetry=0.0, report=False, **options) as recorder:
         _, outcome = run_program(make)
-        ours = recorder._session
+        own_session = recorder._session
     about = f"{plain} {options}"
-    if ours is None or ours.problem is not None:
-        return f"{about}: stopped: {ours and ours.problem}"
+    if own_session is None or own_session.problem is not None:
+        return f"{about}: stopped: {own_session and own_session.problem}"
     if torch.autograd._profiler_enabled():
         return f"{about}: a profiler was left on"
     if outcome != expected:
         pairs = list(zip(expected, outcome, strict=True))
         return f"{about}: {[pair for pair in pairs if pair[0] != pair[1]]}"
-    steps = ours.steps.count
+    steps = own_session.steps.count
     if plain.steps is not None and steps != plain.steps:
         return f"{about}: {plain.steps} steps, {steps} recorded"
     if steps:
@@ -533,9 +533,9 @@ def main() -> None:
         code = batch(numbers, folder, compiling)
         if code:
             for number in numbers:
-                alone = batch(range(number, number + 1), folder, compiling)
-                if alone:
-                    failure = f"exit code {alone}: {Program(number)}"
+                exit_code = batch(range(number, number + 1), folder, compiling)
+                if exit_code:
+                    failure = f"exit code {exit_code}: {Program(number)}"
                     print(json.dumps({"program": number, "difference": failure}), flush=True)
             print(
                 json.dumps({"program": list(numbers), "difference": f"exit code {code}"}),

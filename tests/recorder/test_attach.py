@@ -47,8 +47,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def do_GET(self) -> None:
-        own = {"vllm": "/version", "sglang": "/get_server_info"}
-        known = self.path == own.get(self.server.kind)
+        version_path = {"vllm": "/version", "sglang": "/get_server_info"}
+        known = self.path == version_path.get(self.server.kind)
         self.send_answer(200 if known else 404, {"version": "0.13.0"} if known else None)
 
     def do_POST(self) -> None:

@@ -171,9 +171,9 @@ def test_a_profiler_in_another_thread_gets_its_way(training: Any, tmp_path: Path
     seen: list[int] = []
 
     def profile_in_thread() -> None:
-        with torch.profiler.profile() as theirs:
+        with torch.profiler.profile() as profiler:
             torch.ones(2) + 1
-        seen.append(sum(e.key == "aten::add" for e in theirs.key_averages()))
+        seen.append(sum(e.key == "aten::add" for e in profiler.key_averages()))
 
     thread = threading.Thread(target=profile_in_thread)
     options = {"skip": 2, "warmup": 1, "active": 10**6, "guard": 1e9}

@@ -46,8 +46,8 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(
     assert (result.returncode, result.stdout) == (0, "trained\n")
     assert result.stderr.count("WARNING") + result.stderr.count("not written") <= 1
     assert result.stderr.count("recording stopped") <= 1
-    left = [path.name for path in (tmp_path / "run").rglob("*") if path.name.startswith(".")]
-    assert left == []
+    leftovers = [path.name for path in (tmp_path / "run").rglob("*") if path.name.startswith(".")]
+    assert leftovers == []
     record = read_recording(tmp_path / "run").ranks[0]
     (end,) = record.events_of("end")
     assert end["reason"] == "disk" and "large" in end["message"]

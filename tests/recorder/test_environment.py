@@ -233,8 +233,8 @@ def files(root: Path, **contents: str) -> None:
 
 
 def test_a_quota_of_the_container_limits_the_cpus(tmp_path: Path) -> None:
-    own = tmp_path / "self"
-    own.write_text("0::/job/task\n")
+    cgroup_file = tmp_path / "self"
+    cgroup_file.write_text("0::/job/task\n")
     (tmp_path / "job" / "task").mkdir(parents=True)
     files(
         tmp_path,
@@ -246,7 +246,7 @@ def test_a_quota_of_the_container_limits_the_cpus(tmp_path: Path) -> None:
         job__task__memory·current="700000",
         job__task__memory·stat="anon 1\ninactive_file 200000\n",
     )
-    group = Cgroup(tmp_path, own)
+    group = Cgroup(tmp_path, cgroup_file)
     assert group.cpu_quota() == 2.5
     assert group.throttled() == Throttled(4, 900)
     assert group.memory_limit() == 1_000_000 and group.memory_used() == 500_000
@@ -255,8 +255,8 @@ def test_a_quota_of_the_container_limits_the_cpus(tmp_path: Path) -> None:
 
 
 def test_version_one_of_cgroups_is_read_too(tmp_path: Path) -> None:
-    own = tmp_path / "self"
-    own.write_text("4:memory:/m\n2:cpu,cpuacct:/c\n")
+    cgroup_file = tmp_path / "self"
+    cgroup_file.write_text("4:memory:/m\n2:cpu,cpuacct:/c\n")
     files(
         tmp_path,
         cpu__c__cpu·cfs_quota_us="-1",
@@ -265,7 +265,7 @@ def test_version_one_of_cgroups_is_read_too(tmp_path: Path) -> None:
         cpu__c__cpu·stat="nr_periods 1\nnr_throttled 7\nthrottled_time 3000000\n",
         memory__m__memory·limit_in_bytes="9223372036854771712",
     )
-    group = Cgroup(tmp_path, own)
+    group = Cgroup(tmp_path, cgroup_file)
     assert group.cpu_quota() == 1.5
     assert group.throttled() == Throttled(7, 3000)
     assert group.memory_limit() is None

@@ -70,9 +70,9 @@ def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
 
 def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() -> None:
     before = len(optim._global_optimizer_pre_hooks)
-    whole, frozen = net(), net()
+    trainable, frozen = net(), net()
     frozen[0].requires_grad_(False)
-    for model in (whole, frozen):
+    for model in (trainable, frozen):
         _, reports = watch_modules(model)
         train(model, torch.optim.SGD(model.parameters(), 1e-3))
         assert reports == []
@@ -120,10 +120,10 @@ def test_nothing_is_kept_alive() -> None:
     watch, _ = watch_modules(model)
     optimizer = torch.optim.SGD(model[2].parameters(), 1e-3)
     train(model, optimizer)
-    gone = [ref(model), ref(model[0].weight), ref(optimizer)]
+    references = [ref(model), ref(model[0].weight), ref(optimizer)]
     del model, optimizer
     gc.collect()
-    assert [each() for each in gone] == [None] * 3
+    assert [each() for each in references] == [None] * 3
     watch.remove()
 
 

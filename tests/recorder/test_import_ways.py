@@ -200,8 +200,10 @@ def test_start_up_files_of_other_tools_run_once_each(program_folder: Path, first
     for name, text in (("tool", CHAINING), ("user", "print('mine')")):
         (program_folder / name).mkdir(exist_ok=True)
         (program_folder / name / "sitecustomize.py").write_text(text)
-    own = with_injected("")
-    order = [program_folder / "tool", own] if first else [own, program_folder / "tool"]
+    search_path = with_injected("")
+    order = (
+        [program_folder / "tool", search_path] if first else [search_path, program_folder / "tool"]
+    )
     path = os.pathsep.join(map(str, [*order, program_folder / "user"]))
     result = started(
         program_folder, "import torch\nprint(seen())", recorded=True, env={"PYTHONPATH": path}

@@ -134,9 +134,13 @@ def pause() -> None:
     """Sleep as long as an iteration may take. The recorder checks five times a second, on a busy
     machine less often: then the loop waits for that."""
     time.sleep(0.01)
-    ours = session.current_session()
+    own_session = session.current_session()
     late = time.monotonic() + 5
-    while ours is not None and len(ours.tape.log) > MAX_UNREAD and time.monotonic() < late:
+    while (
+        own_session is not None
+        and len(own_session.tape.log) > MAX_UNREAD
+        and time.monotonic() < late
+    ):
         time.sleep(0.01)
 
 
@@ -288,10 +292,11 @@ def test_calls_outside_a_loop_of_a_model_are_no_steps(program: Any, record: Any)
 def validated_first(t: Any) -> None:
     for _ in range(2):
         t.validate(t.loader(20))
-        ours = session.current_session()
-        assert ours is not None
-        if ours.windows._export is not None:
-            ours.windows._export.join()  # one trace is written at a time; these steps are short
+        own_session = session.current_session()
+        assert own_session is not None
+        if own_session.windows._export is not None:
+            # one trace is written at a time; these steps are short
+            own_session.windows._export.join()
         for batch in t.loader(10):
             t.learn(batch)
 

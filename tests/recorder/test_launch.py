@@ -156,9 +156,9 @@ def test_nothing_of_ours_or_of_the_profilers_is_mixed_into_the_programs_output(
     result = program(QUIET, before=(*RECORD, "--signal", "SIGUSR2"))
     assert result.returncode == 0
     assert result.stdout == plain.stdout == "[]\n"
-    ours = result.stderr.index("advisor: ")
-    assert result.stderr[:ours] == plain.stderr
-    assert result.stderr[ours:].splitlines() == [
+    first_message = result.stderr.index("advisor: ")
+    assert result.stderr[:first_message] == plain.stderr
+    assert result.stderr[first_message:].splitlines() == [
         "advisor: recorded in run",
         "         More: advisor analyze run",
     ]

@@ -78,11 +78,11 @@ def test_the_model_can_still_be_freed_at_once(tmp_path: Path) -> None:
     with Recorder(str(tmp_path / "run"), **QUIET):
         job = Job()
         job.learn(10)
-        gone = weakref.ref(job.net)
+        reference = weakref.ref(job.net)
         gc.disable()
         try:
             del job
-            assert gone() is None
+            assert reference() is None
         finally:
             gc.enable()
 
@@ -100,7 +100,7 @@ def test_every_model_is_seen_from_its_first_call(tmp_path: Path, training: Any) 
 
 def test_modules_inside_a_forward_run_torchs_own_code(tmp_path: Path) -> None:
     call = torch.nn.Module.__call__
-    own = call.__code__
+    original_code = call.__code__
     seen: list[Any] = []
 
     class ModelThatReads(torch.nn.Module):
@@ -120,14 +120,16 @@ def test_modules_inside_a_forward_run_torchs_own_code(tmp_path: Path) -> None:
             return x
 
     with Recorder(str(tmp_path / "run"), **QUIET) as recorder:
-        ours = call.__code__
+        recorded_code = call.__code__
         outer = torch.nn.Sequential(
             ModelThatReads(False), torch.nn.Sequential(ModelThatReads(True))
         )
         with pytest.raises(KeyError, match="mine"):
             outer(torch.ones(1))
-        assert seen == [own, own]
-        assert call.__code__ is ours is not own
+        assert seen == [original_code, original_code]
+        assert call.__code__ is recorded_code is not original_code
         torch.nn.Sequential(ModelThatStops(), ModelThatReads(False))(torch.ones(1))
-        assert call.__code__ is own, "a recording that ended inside a forward stays taken out"
-    assert call.__code__ is own
+        assert call.__code__ is original_code, (
+            "a recording that ended inside a forward stays taken out"
+        )
+    assert call.__code__ is original_code

@@ -54,9 +54,11 @@ def test_history_stays_off_unless_it_is_asked_for(cuda: Calls) -> None:
     assert [call[0] for call in cuda] == ["observe"]
 
 
-@pytest.mark.parametrize(("asked", "kept"), [(5000, 5000), (1 << 60, MAX_ENTRIES)])
-def test_history_is_bounded_and_switched_off_at_the_end(asked: int, kept: int, cuda: Calls) -> None:
-    oom, _ = make_hook(asked)
+@pytest.mark.parametrize(("max_entries", "kept"), [(5000, 5000), (1 << 60, MAX_ENTRIES)])
+def test_history_is_bounded_and_switched_off_at_the_end(
+    max_entries: int, kept: int, cuda: Calls
+) -> None:
+    oom, _ = make_hook(max_entries)
     oom.install()
     oom.install()
     oom.close()

@@ -111,9 +111,9 @@ def test_sampling_is_unseen_by_the_programs_modes(record_run: Recorded) -> None:
             forwards(Model(), ids_of())()
 
     run()
-    alone, calls = calls.copy(), []
+    unrecorded_calls, calls = calls.copy(), []
     record_run(run)
-    assert calls == alone
+    assert calls == unrecorded_calls
 
 
 def labels_of(ignored: int) -> Any:

@@ -37,7 +37,7 @@ def change_in_place(model: Any, other: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "again"),
+    ("second", "repeats"),
     [
         (lambda model, other, batch: model(batch), 6),
         (lambda model, other, batch: model(batch.detach()), 6),
@@ -49,11 +49,11 @@ def change_in_place(model: Any, other: Any, batch: Any) -> None:
     ids=["twice", "detached", "another module", "another batch", "changed in place", "sparse"],
 )
 def test_only_the_same_module_with_the_same_input_counts(
-    record_run: Recorded, second: Callable[[Any, Any, Any], Any], again: int
+    record_run: Recorded, second: Callable[[Any, Any, Any], Any], repeats: int
 ) -> None:
     """The sample holds twelve forwards, from the first backward on."""
     (event,) = record_run(training(second)).events_of("repeated_inputs")
-    assert event["again"] in (again, max(again - 1, 0))
+    assert event["again"] in (repeats, max(repeats - 1, 0))
     assert 6 <= event["forwards"] <= 12
 
 
@@ -94,7 +94,7 @@ def redrawn(encoder: Any, ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("encode", "again"),
+    ("encode", "repeats"),
     [
         (lambda encoder, ids: encoder(ids), 5),
         (lambda encoder, ids: encoder(ids.clone()), 5),
@@ -111,12 +111,12 @@ def redrawn(encoder: Any, ids: Any) -> Any:
     ],
 )
 def test_an_inference_compares_values_of_inputs_and_outputs(
-    record_run: Recorded, encode: Callable[[Any, Any], Any], again: int
+    record_run: Recorded, encode: Callable[[Any, Any], Any], repeats: int
 ) -> None:
     event = record_run(denoising(encode)).events_of("repeated_inputs")[0]
-    assert event["again"] == again
+    assert event["again"] == repeats
     names = {each["name"]: (each["forwards"], each["again"]) for each in event["modules"]}
-    assert names == ({"CachingModule": (6, again)} if again else {})
+    assert names == ({"CachingModule": (6, repeats)} if repeats else {})
     assert event["ns"] > sum(each["ns"] for each in event["modules"])
 
 

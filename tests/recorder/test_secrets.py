@@ -59,10 +59,10 @@ def test_no_file_of_a_run_directory_has_a_secret(tmp_path: Path) -> None:
         data = file.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         results += [(file.name, kind) for kind, text in SEEDED.items() if text.encode() in data]
-    ours = result.stderr[
+    messages = result.stderr[
         result.stderr.rfind("advisor: ") :
     ]  # before it stands the program's traceback
-    results += [("the lines at the end", kind) for kind, text in SEEDED.items() if text in ours]
+    results += [("the lines at the end", kind) for kind, text in SEEDED.items() if text in messages]
     assert results == []
     assert run.stat().st_mode & 0o777 == 0o700
 

@@ -147,8 +147,8 @@ def slept_by_its_name() -> None:
 def test_functions_called_in_c_are_named(run: Any, called: set[str]) -> None:
     stacks = read_stacks(record_of(*sample_stacks(run)))
     assert total_samples(sample_stacks(run)) > 5
-    own = [stack for stack in stacks if any(run.__name__ in frame for frame in stack.frames)]
-    assert own and {stack.called for stack in own} <= called
+    matching = [stack for stack in stacks if any(run.__name__ in frame for frame in stack.frames)]
+    assert matching and {stack.called for stack in matching} <= called
     assert not any("built-in" in frame for stack in stacks for frame in stack.frames)
 
 
@@ -190,9 +190,9 @@ def powers_of_numbers() -> None:
 
 def test_symbols_in_a_loop_over_numbers_are_the_lines_own_python() -> None:
     stacks = read_stacks(record_of(*sample_stacks(powers_of_numbers)))
-    own = [stack for stack in stacks if powers_of_numbers.__name__ in stack.frames[-1]]
-    symbols = [stack for stack in own if stack.called.startswith("operator.")]
-    assert total_of(own) > 5 and total_of(symbols) < 0.2 * total_of(own)
+    matching = [stack for stack in stacks if powers_of_numbers.__name__ in stack.frames[-1]]
+    symbols = [stack for stack in matching if stack.called.startswith("operator.")]
+    assert total_of(matching) > 5 and total_of(symbols) < 0.2 * total_of(matching)
 
 
 def test_a_call_that_keeps_the_interpreter_counts_for_as_long_as_it_lasts() -> None:

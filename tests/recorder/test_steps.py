@@ -603,11 +603,11 @@ def test_windows_know_steps_that_a_buffer_hides(record_run: Any, training: Any) 
 def test_optimizers_that_step_in_backwards_and_a_buffer(record_run: Any, training: Any) -> None:
     """Each parameter has one optimizer, as where gradients are freed at once."""
     for parameter in training.net.parameters():
-        own = torch.optim.SGD([parameter], lr=0.01)
+        optimizer = torch.optim.SGD([parameter], lr=0.01)
 
-        def hook(p: Any, own: Any = own) -> None:
-            own.step()
-            own.zero_grad()
+        def hook(p: Any, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(hook)
 

@@ -106,10 +106,10 @@ def test_stopping_is_quick_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) 
     sampler.start()
     sampler.start()
     assert threads() == 1
-    begun = time.monotonic()
+    start_s = time.monotonic()
     sampler.stop()
     sampler.stop()
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - start_s < 1.5
     wait_for(lambda: not threads())
 
 
@@ -146,19 +146,23 @@ def test_work_of_this_process_and_of_a_child_is_its_cpu_use() -> None:
         pytest.skip("psutil is not installed")
     spin = "import time\nend=time.time()+30\nwhile time.time()<end: pass"
     child = subprocess.Popen([sys.executable, "-c", spin])
-    beside = host.psutil.Process(child.pid)
+    child_process = host.psutil.Process(child.pid)
     try:
         time.sleep(0.3)
         host.sample(slow=True)
         assert child.pid in host.pids
-        begun, worked, own = time.perf_counter(), beside.cpu_times().user, time.process_time()
+        start_s, worked, own_cpu_s = (
+            time.perf_counter(),
+            child_process.cpu_times().user,
+            time.process_time(),
+        )
         # how much of a core it gets is the machine's affair
-        wait_for(lambda: beside.cpu_times().user - worked > 0.3)
+        wait_for(lambda: child_process.cpu_times().user - worked > 0.3)
         sample = host.sample(slow=False)
         seen, by_child = sample.process_cpu, sample.children_cpu
-        wall = time.perf_counter() - begun
-        of_child = beside.cpu_times().user - worked
-        used = of_child + time.process_time() - own
+        wall = time.perf_counter() - start_s
+        of_child = child_process.cpu_times().user - worked
+        used = of_child + time.process_time() - own_cpu_s
     finally:
         child.kill()
         child.wait()

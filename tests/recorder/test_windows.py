@@ -86,12 +86,16 @@ def test_long_steps_are_not_waited_for(
         (1.5, {"skip": 9}, None),
         (0.0, {}, None),
     ):
-        asked: list[int] = []
+        durations: list[int] = []
 
         def due_after(
-            self: Any, number: int, dur: int, long: float = seconds, asked: list[int] = asked
+            self: Any,
+            number: int,
+            dur: int,
+            long: float = seconds,
+            durations: list[int] = durations,
         ) -> bool:
-            asked.append(dur)
+            durations.append(dur)
             return due(self, number, int(long * 1e9))
 
         monkeypatch.setattr(windows.Windows, "_is_first_due", due_after)
@@ -100,7 +104,7 @@ def test_long_steps_are_not_waited_for(
             for _ in range(4):
                 training.learn((torch.randn(2, 4), torch.randn(2, 1)))
         record = only_rank(folder)
-        assert asked and set(asked) <= {step.dur for step in record.steps}
+        assert durations and set(durations) <= {step.dur for step in record.steps}
         last = record.events_of("window")[-1]
         assert last["state"] == ("done" if kept else "never"), seconds
         assert last.get("steps") == kept
@@ -129,11 +133,11 @@ def test_a_trace_that_has_no_folder_is_given_up_at_once(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Writer, "_create_folder", raise_disk_full)
-    begun = time.monotonic()
+    start_s = time.monotonic()
     with Recorder(str(tmp_path / "run"), skip=10, warmup=1, active=4, **CALM):
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-    assert time.monotonic() - begun < FOLDER_SECONDS / 2
+    assert time.monotonic() - start_s < FOLDER_SECONDS / 2
     assert "No space left on device" in caplog.text and "no folder" in caplog.text
     assert not torch.autograd._profiler_enabled()
 
@@ -280,12 +284,12 @@ def test_a_profiler_of_the_users_is_left_alone(tmp_path: Path, training: Any) ->
 
     with (
         Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False),
-        profile(activities=[ProfilerActivity.CPU]) as theirs,
+        profile(activities=[ProfilerActivity.CPU]) as users_profiler,
     ):
         for _ in range(8):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-    theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
-    assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 16
+    users_profiler.export_chrome_trace(str(tmp_path / "theirs.json"))
+    assert sum(e.count for e in users_profiler.key_averages() if e.key == "aten::addmm") == 16
     windows = only_rank(tmp_path / "run").events_of("window")
     assert [w["state"] for w in windows if "another profiler" in w["why"]] == ["never"]
     assert not list((tmp_path / "run" / "rank0").glob("trace*"))
@@ -299,11 +303,11 @@ def test_a_profiler_that_starts_in_a_window_ends_it(tmp_path: Path, training: An
         for _ in range(6):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
         assert torch.autograd._profiler_enabled()
-        with profile(activities=[ProfilerActivity.CPU]) as theirs:
+        with profile(activities=[ProfilerActivity.CPU]) as users_profiler:
             for _ in range(5):
                 training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-        theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
-    assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 10
+        users_profiler.export_chrome_trace(str(tmp_path / "theirs.json"))
+    assert sum(e.count for e in users_profiler.key_averages() if e.key == "aten::addmm") == 10
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 11
     stopped = record.events_of("window")[-1]

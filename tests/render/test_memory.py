@@ -43,14 +43,14 @@ def test_unused_memory_says_what_emptying_the_cache_returns(name: str) -> None:
     itself."""
     file = CORPUS / f"{name}.pickle.gz"
     segments = pickle.loads(gzip.decompress(file.read_bytes()))["segments"]
-    whole = [
+    unused_sizes = [
         each["total_size"]
         for each in segments
         if all(block["state"] == "inactive" for block in each["blocks"])
     ]
     report = advisor.analyze(file)
-    assert report.memory[0].returnable == sum(whole) > 0
-    returned = f"torch.cuda.empty_cache() returns {t.format_bytes(sum(whole))} of it"
+    assert report.memory[0].returnable == sum(unused_sizes) > 0
+    returned = f"torch.cuda.empty_cache() returns {t.format_bytes(sum(unused_sizes))} of it"
     assert returned in report.verdict
 
 

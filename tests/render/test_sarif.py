@@ -40,10 +40,10 @@ def schema() -> Draft202012Validator:
 
 def log(report: Report) -> dict[str, Any]:
     """The only run of the log, after what holds for every log has been checked."""
-    whole = json.loads(REPORTS.render("sarif", report))
-    assert [error.message for error in schema().iter_errors(whole)] == []
-    assert whole["$schema"].startswith("https://")
-    (run,) = whole["runs"]
+    document = json.loads(REPORTS.render("sarif", report))
+    assert [error.message for error in schema().iter_errors(document)] == []
+    assert document["$schema"].startswith("https://")
+    (run,) = document["runs"]
     driver = run["tool"]["driver"]
     ids = [rule["id"] for rule in driver["rules"]]
     assert len(ids) == len(set(ids))  # 3.19.23: unique

@@ -86,10 +86,10 @@ def test_a_heading_is_whole_and_its_aside_goes_below_where_it_does_not_fit() -> 
     page = Page(60, colour=False)
     page.section("Where the step's time goes on the main thread", "profiled step, 92.2 ms")
     page.section("Where the time goes", "profiled step, 92.2 ms")
-    _, head, aside, _, beside = page.getvalue().split("\n")[:5]
+    _, head, aside, _, next_line = page.getvalue().split("\n")[:5]
     assert head.startswith("Where the step's time goes on the main thread ──")
     assert aside == "  profiled step, 92.2 ms"
-    assert beside.startswith("Where the time goes · profiled step, 92.2 ms ──")
+    assert next_line.startswith("Where the time goes · profiled step, 92.2 ms ──")
 
 
 @pytest.mark.parametrize("stacks", [False, True])
@@ -286,8 +286,8 @@ def test_a_replay_says_what_limits_the_step_and_how_accurate_it_is(
     text = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
     assert "critical path: 75% on the host" in text
-    own = report(findings=[fixed], replay=replay(unprofiled=True))
-    assert "critical path, unprofiled: 75%" in REPORTS.render("terminal", own)
+    unprofiled = report(findings=[fixed], replay=replay(unprofiled=True))
+    assert "critical path, unprofiled: 75%" in REPORTS.render("terminal", unprofiled)
     assert "25% on GPU compute" in text
     # 400 - 56.7 is 343.3, 400 / 343.3 is 1.165, 300 / 343.3 is 0.874
     after = "With this fix: 400 ms → 343 ms (1.17× faster), GPU busy 87%."
@@ -314,8 +314,8 @@ def test_a_finding_of_another_rank_says_whose(
 ) -> None:
     other = finding(1, other_rank=True, trace_rank=7)
     assert "on rank 7" in REPORTS.render("terminal", report(findings=[other]))
-    own = finding(1, trace_rank=7)
-    assert "on rank 7" not in REPORTS.render("terminal", report(findings=[own]))
+    other_rank = finding(1, trace_rank=7)
+    assert "on rank 7" not in REPORTS.render("terminal", report(findings=[other_rank]))
 
 
 def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
@@ -361,9 +361,9 @@ def test_python_that_is_folded_is_the_same_program(width: int) -> None:
     kept = "  # leave: " + ", ".join(["transformer.layers.0–23 > attention > projection"] * 3)
     programs = [text.format(kept=kept) for each in (INFERENCE, TRAINING) for text in each.values()]
     for rule in load_rules(config={}):
-        own = [vars(cls) for cls in type(rule).__mro__]
-        programs += [each["code"] for each in own if isinstance(each.get("code"), str)]
-        cases = [case for each in own for case in each.get("cases", {}).values()]
+        attributes = [vars(cls) for cls in type(rule).__mro__]
+        programs += [each["code"] for each in attributes if isinstance(each.get("code"), str)]
+        cases = [case for each in attributes for case in each.get("cases", {}).values()]
         programs += [case["code"] for case in cases if "code" in case]
     compiled = 0
     for code in programs:
@@ -512,12 +512,12 @@ def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
 
 
 def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
-    whole = report(1)
-    whole.scope.step_source = "whole trace"
-    impact = whole.findings[0].impact
+    recording = report(1)
+    recording.scope.step_source = "whole trace"
+    impact = recording.findings[0].impact
     assert impact is not None
-    whole.findings[0] = replace(whole.findings[0], impact=replace(impact, per="recording"))
-    text = REPORTS.render("terminal", whole)
+    recording.findings[0] = replace(recording.findings[0], impact=replace(impact, per="recording"))
+    text = REPORTS.render("terminal", recording)
     assert "Where the recording's time goes" in text
     assert "up to 40 ms of the recording (20–40 ms), 10%" in text
 
@@ -555,8 +555,8 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
         finding(1, title="A chance", informational=True, validation="real traces", confidence=0.42),
         finding(2, title="A cost", impact=Impact(currency="unknown", reason="of the recording")),
     ]
-    whole = REPORTS.render("terminal", report(0, notes=notes), details=True)
-    unproven = whole[whole.index("Large but unproven") :]
+    text = REPORTS.render("terminal", report(0, notes=notes), details=True)
+    unproven = text[text.index("Large but unproven") :]
     words = " ".join(unproven.split())
     assert re.search(
         r"A chance gain possibly [\d.to ]+ ms note a possibility \(confidence in", words

@@ -188,19 +188,19 @@ class Laws:
         """Check one random set."""
         draw, rng = self.draw, self.draw.rng
         lines = draw.lines()
-        own = self.gain_range(lines)
+        saved = self.gain_range(lines)
         step = self.a.step_ns
         # taking batches over from workers costs what a loop without them does not spend
         saving = not any(line.startswith("parallelize") for line in lines)
         if saving:
-            self.check_at_most("saving edits cost nothing", lines, 0.0, value=-own.gain)
+            self.check_at_most("saving edits cost nothing", lines, 0.0, value=-saved.gain)
         self.check_at_most("no more than the step", lines, step)
-        self.check_at_most("low end below the point", lines, own.gain, value=own.low)
-        self.check_at_most("point below the high end", lines, own.high)
-        self.check_at_most("high end within the step", lines, step, value=own.high)
+        self.check_at_most("low end below the point", lines, saved.gain, value=saved.low)
+        self.check_at_most("point below the high end", lines, saved.high)
+        self.check_at_most("high end within the step", lines, step, value=saved.high)
         most = max_saving(self.a, [parse_edit(line) for line in lines])
         self.check_at_most("no more than the edits touch", lines, most)
-        self.check_at_most("high end: no more than the edits touch", lines, most, value=own.high)
+        self.check_at_most("high end: no more than the edits touch", lines, most, value=saved.high)
         self.check_equal("twice is once", [*lines, rng.choice(lines)], lines)
         shuffled = rng.sample(lines, len(lines))
         self.check_equal("any order", shuffled, lines)
@@ -218,8 +218,8 @@ class Laws:
             smaller = replace(edit, factor=(edit.factor or 0.0) * rng.random())
             self.check_less("monotone in the factor", lines, change_line(smaller))
         if edit.op in ("scale", "overlap", "roofline", "make_async"):
-            gone = Edit(op="remove", select=edit.select)
-            self.check_less(f"{edit.op} saves no more than remove", lines, change_line(gone))
+            removal = Edit(op="remove", select=edit.select)
+            self.check_less(f"{edit.op} saves no more than remove", lines, change_line(removal))
         wider = draw.widen(lines[place])
         if wider is not None:
             self.check_less("part saves no more than the whole", lines, change_line(wider))
@@ -242,7 +242,7 @@ def max_saving(a: Analysis, edits: Sequence[Edit]) -> float:
     gpu, cpu = a.trace.gpu, a.trace.cpu
     for edit in set(edits):
         best = edit.factor_low if edit.factor_low is not None else edit.factor
-        left = best if edit.op in ("scale", "merge") and best is not None else 0.0
+        remaining_share = best if edit.op in ("scale", "merge") and best is not None else 0.0
         if edit.select.on == "gap":
             host += float(a.gaps.filter(pl.Series(selected_gaps(a, edit.select)))["dur"].sum())
         elif edit.select.on == "host":
@@ -250,15 +250,15 @@ def max_saving(a: Analysis, edits: Sequence[Edit]) -> float:
             if edit.select.at == "loop":  # with the time between them
                 _, ts, dur = host_spans(a, edit.select)
                 rows = pl.DataFrame({"ts": ts, "dur": dur})
-            host += clipped_ns(rows) * (1 - left)
+            host += clipped_ns(rows) * (1 - remaining_share)
         elif edit.op == "drop_launch":
             host += float(end - begin)
         else:
             chosen = gpu.filter(pl.Series(selected_gpu(a, edit.select, anywhere=True)))
-            device += clipped_ns(chosen, *EVER) * (1 - left)
+            device += clipped_ns(chosen, *EVER) * (1 - remaining_share)
             if edit.select.layer and edit.op in ("scale", "remove"):  # with its host's time
                 around = selected_host(a, replace(edit.select, on="host"))
-                host += clipped_ns(cpu.filter(pl.Series(around))) * (1 - left)
+                host += clipped_ns(cpu.filter(pl.Series(around))) * (1 - remaining_share)
             if edit.op in ("remove", "overlap", "merge"):
                 device += 10_000.0 * chosen.height
             if edit.op in ("remove", "merge"):
@@ -270,8 +270,8 @@ def max_saving(a: Analysis, edits: Sequence[Edit]) -> float:
 
 def neutral_edits(a: Analysis) -> list[str]:
     """Edits of everything that change nothing."""
-    there = EditSampler(a, "zero")
-    return [f"scale {t} 1" for t in [*there.work, *there.host, *there.syncs, *there.gaps]]
+    sampler = EditSampler(a, "zero")
+    return [f"scale {t} 1" for t in [*sampler.work, *sampler.host, *sampler.syncs, *sampler.gaps]]
 
 
 def check_random_sets(a: Analysis, seed: str, count: int) -> Laws:

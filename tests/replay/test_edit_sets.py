@@ -174,9 +174,12 @@ def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() 
 
 
 @pytest.mark.parametrize(
-    ("band", "left"), [("0.1..0.25..0.5", 100), ("0.25..0.25..0.5", 125), ("0..0.25..0.5", 0)]
+    ("band", "remaining_us"),
+    [("0.1..0.25..0.5", 100), ("0.25..0.25..0.5", 125), ("0..0.25..0.5", 0)],
 )
-def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(band: str, left: float) -> None:
+def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(
+    band: str, remaining_us: float
+) -> None:
     """1 ms of kernels per step: at best the share that the best case says is left, µs. One that is
     no more than the expected one may be exceeded, as past estimates were, but not without end."""
     b = TraceBuilder("A100")
@@ -188,7 +191,7 @@ def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(band: str, left
     for estimator in (ReplayEstimator(a), BoundEstimator(a)):
         gain, _, high, *_ = estimator.gain_range([edit])
         assert gain == pytest.approx(750e3, rel=0.02)
-        assert gain < high <= (1000 - left) * 1e3
+        assert gain < high <= (1000 - remaining_us) * 1e3
 
 
 def test_launches_that_merging_ends_are_not_a_gain_of_launching_less() -> None:
@@ -201,7 +204,7 @@ def test_launches_that_merging_ends_are_not_a_gain_of_launching_less() -> None:
     a = b.analysis()
     merge, graph = (parse_edit(line) for line in ("merge family:elementwise 0.5", "graph gap"))
     estimator = BoundEstimator(a)
-    alone = estimator.marginal([graph], ())
-    assert alone > 200e3
-    assert estimator.marginal([graph], [merge]) < 0.2 * alone
-    assert estimator.marginal([merge], ()) > 100e3 + 0.8 * alone
+    graph_gain = estimator.marginal([graph], ())
+    assert graph_gain > 200e3
+    assert estimator.marginal([graph], [merge]) < 0.2 * graph_gain
+    assert estimator.marginal([merge], ()) > 100e3 + 0.8 * graph_gain

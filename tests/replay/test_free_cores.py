@@ -83,12 +83,12 @@ def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() 
     assert gain(replayer(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
 
 
-@pytest.mark.parametrize(("workers", "left"), [(1, 7.5), (2, 6.1), (4, 6.1)])
-def test_one_worker_pays_for_each_batch_what_two_share(workers: int, left: float) -> None:
+@pytest.mark.parametrize(("workers", "remaining_ms"), [(1, 7.5), (2, 6.1), (4, 6.1)])
+def test_one_worker_pays_for_each_batch_what_two_share(workers: int, remaining_ms: float) -> None:
     """A batch takes one worker 6 ms and 1.5 ms to pass on; the step needs 4 ms, 1.5 ms to take it
     over and a tenth of 6 ms more than without workers, and waits for the slower of the two."""
     result = replayer(computed=True, used=1.0, cpus=8)
-    assert gain(result, workers) == pytest.approx(1 - left / 10, abs=0.02)
+    assert gain(result, workers) == pytest.approx(1 - remaining_ms / 10, abs=0.02)
 
 
 @pytest.mark.parametrize("ready_us", [100, 400])
@@ -107,7 +107,7 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("used", "cpus", "left"),
+    ("used", "cpus", "remaining_ms"),
     [
         (1.0, 8, 0.5),  # the workers wait for storage: twice as many bring twice as much
         (4.0, 8, 0.5),  # three cores of theirs, four free: there is room for all
@@ -115,7 +115,9 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
         (8.0, 8, 1.0),
     ],
 )
-def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left: float) -> None:
+def test_more_workers_have_the_cores_that_are_free(
+    used: float, cpus: int, remaining_ms: float
+) -> None:
     """The step takes as long as the loader, 10 ms per batch with the workers there are."""
     b = TraceBuilder()
     for _ in range(8):
@@ -129,7 +131,7 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
     replayer = WindowReplayer(b.analysis())
     before = replayer.unedited.period
     after = before - replayer.gain([parse_edit("parallelize loader 2")])
-    assert after / before == pytest.approx(left, abs=0.02)
+    assert after / before == pytest.approx(remaining_ms, abs=0.02)
 
 
 def test_pytorchs_threads_are_taken_to_be_at_work_where_nothing_was_sampled() -> None:

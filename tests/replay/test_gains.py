@@ -338,8 +338,8 @@ def test_a_hidden_fix_pays_after_the_fix_that_hid_it(
     shape = replace(BUSY, host=1500, python=800, seed=seed, backward=False)
     first, second = scale_kernels("gemm", 0.3), remove_host()
     combined = Case(shape, machine, combine_fixes(first, second), tmp_path)
-    alone = run(first.change(loop(shape)), **machine)
-    true = alone.period - combined.fast.period
+    first_fixed = run(first.change(loop(shape)), **machine)
+    true = first_fixed.period - combined.fast.period
     assert true > 0.05 * combined.slow.period
     predicted = combined.replayer.gain(second.edits, first.edits) / 1e3
     assert abs(predicted - true) <= max(WITHIN * true, FLOOR * combined.slow.period)

@@ -41,18 +41,18 @@ def test_a_pageable_copy_waits_for_the_work_before_it(shared_trace: Find) -> Non
     """Read from the file, by hand: each upload's call holds the host from its start until the
     copy begins, when the step before is done; it returns before the copy has ended."""
     path = shared_trace("pairs/loader_profiler_workers4")
-    whole = [e for e in events(load(path)) if e.get("ph") == "X"]
+    complete_events = [e for e in events(load(path)) if e.get("ph") == "X"]
     copies = {
         e["args"]["correlation"]: e["ts"]
-        for e in whole
+        for e in complete_events
         if e.get("cat") == "Memcpy" and "HtoD (Pageable" in e["name"]
     }
-    held = [
+    copy_waits = [
         copies[e["args"]["correlation"]] - e["ts"]
-        for e in whole
+        for e in complete_events
         if e["name"] == "cudaMemcpyAsync" and e["args"].get("correlation") in copies
     ]
-    uploads = [us for us in held if us > 1_000]
+    uploads = [us for us in copy_waits if us > 1_000]
     assert len(uploads) == 6
     replayer = replay(path)
     _, waited = waits(replayer.a, replayer.graph)

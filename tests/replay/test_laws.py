@@ -280,8 +280,8 @@ def window(replayer: WindowReplayer) -> tuple[int, int]:
 def test_an_edit_of_zero_changes_nothing(path: str) -> None:
     t, rng = targets(path), random.Random(f"zero {Path(path).name}")
     replayer = replay(path)
-    there = [*t.kernels, *t.work, *t.ops, *t.host, *t.syncs, *t.gaps]
-    lines = [f"scale {target} 1" for target in rng.sample(there, min(EDITS, len(there)))]
+    names = [*t.kernels, *t.work, *t.ops, *t.host, *t.syncs, *t.gaps]
+    lines = [f"scale {target} 1" for target in rng.sample(names, min(EDITS, len(names)))]
     lines += [f"{verb} kernel:^none$" for verb in ("remove", "overlap", "merge", "graph")]
     lines += ["async sync:^none$", "remove op:^none$", "remove gap:none", "resize work 1"]
     wrong = {
@@ -321,8 +321,8 @@ def repeatable_edits(path: str, count: int) -> list[str]:
     """Edits that mean the same however often the step is repeated: no queue, no other stream, no
     neighbour beyond the step takes part."""
     t, rng = targets(path), random.Random(f"plain {Path(path).name}")
-    there = [*t.kernels, *t.work, *t.ops, *t.host]
-    return [f"scale {target} {factor(rng)}" for target in rng.sample(there, min(count, len(there)))]
+    names = [*t.kernels, *t.work, *t.ops, *t.host]
+    return [f"scale {target} {factor(rng)}" for target in rng.sample(names, min(count, len(names)))]
 
 
 @law(needs_trusted_replay, repeatable, needs_small_file)
@@ -332,10 +332,10 @@ def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path
     alone, from an idle device until all is done, and so each of the four ends with a wait for
     the device."""
     replayer = replay(path)
-    alone = replayer.quality.steps < MIN_STEADY
+    is_replayed_alone = replayer.quality.steps < MIN_STEADY
     marked = replayer.a.steps.source != "whole trace"
     data = rewriting.load(path) if marked else rewriting.own_span(rewriting.load(path))
-    repeated = rewriting.repeat_recording(data, drained=alone)
+    repeated = rewriting.repeat_recording(data, drained=is_replayed_alone)
     other = rewrite_and_replay(path, lambda _: repeated, tmp_path / "trace.json")
     if other.a.steps.source != replayer.a.steps.source:
         pytest.skip("four of them have steps that one has not")
@@ -423,9 +423,9 @@ def test_shortening_does_not_lengthen(path: str) -> None:
 def test_merging_never_costs_time(path: str) -> None:
     t, rng = targets(path), random.Random(f"merge {Path(path).name}")
     replayer = replay(path)
-    there = [w for w in t.work if not w.startswith("copy")] + t.kernels
-    lines = [f"merge {w}" for w in there[: max(EDITS, 1)]]
-    lines += [f"merge {rng.choice(there)} {factor(rng)}" for _ in range(EDITS - len(lines))]
+    names = [w for w in t.work if not w.startswith("copy")] + t.kernels
+    lines = [f"merge {w}" for w in names[: max(EDITS, 1)]]
+    lines += [f"merge {rng.choice(names)} {factor(rng)}" for _ in range(EDITS - len(lines))]
     result = {line: gain(replayer, line) for line in lines}
     assert not {line: saved for line, saved in result.items() if saved < -0.001}
 
@@ -440,7 +440,7 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
     lines = [parse_edit("scale work 0.5"), parse_edit("scale host:. 0.5")]
     if a.trace.cpu["name"].cast(pl.String).str.contains("#_MultiProcessing").any():
         lines.append(parse_edit("parallelize loader 2"))
-    left = replayer.period(lines) / replayer.unedited.period
+    remaining_share = replayer.period(lines) / replayer.unedited.period
     begin, end = window(replayer)
     cpu = a.trace.cpu.filter(pl.col("kind") != "overhead")
     uncovered = 0.0
@@ -451,12 +451,12 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
         inside = (calls["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
         uncovered = max(uncovered, float(hole[inside].sum()))
     # that of work launched before the window too, which the steps' own path does not have
-    time, dur, own = replayer._replay_own_step(lines)
-    chain = critical_path(own.graph, time, own.weight, dur)
+    time, dur, own_steps = replayer._replay_own_step(lines)
+    chain = critical_path(own_steps.graph, time, own_steps.weight, dur)
     host = [EdgeKind.PROGRAM, EdgeKind.HANDOFF, EdgeKind.LOADER]
-    waits = (chain.edge >= 0) & ~np.isin(own.graph.edge[np.maximum(chain.edge, 0)], host)
+    waits = (chain.edge >= 0) & ~np.isin(own_steps.graph.edge[np.maximum(chain.edge, 0)], host)
     latency = float(chain.ns[waits].sum()) / replayer.step_count / replayer.unedited.period
-    assert 0.5 - SLACK <= left <= 0.5 + SLACK + uncovered / 2 / (end - begin) + latency
+    assert 0.5 - SLACK <= remaining_share <= 0.5 + SLACK + uncovered / 2 / (end - begin) + latency
 
 
 # -- no more than there is -----------------------------------------------------------------------
@@ -467,30 +467,30 @@ def max_saving_ns(replayer: WindowReplayer, edit: Edit) -> float:
     through the step can become shorter by more. Work that is moved or removed no longer holds up
     its stream either while it waits itself."""
     a, select = replayer.a, edit.select
-    left = edit.factor if edit.op == "scale" and edit.factor is not None else 0.0
+    factor = edit.factor if edit.op == "scale" and edit.factor is not None else 0.0
     steps = max(1, replayer.quality.steps)
     if select.on == "gap":
-        return float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()) * (1 - left) / steps
+        return float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()) * (1 - factor) / steps
     if select.on == "gpu":
         mask = selected_gpu(a, select, anywhere=True)
         gpu = a.trace.gpu
-        total = float(gpu["dur"].filter(mask).sum()) * (1 - left)
+        total = float(gpu["dur"].filter(mask).sum()) * (1 - factor)
         host = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if host is not None:
             total += max_saving_ns(replayer, replace(edit, select=host)) * steps
         if edit.op == "scale":
             return total / steps
-        held = 0.0
+        held_ns = 0.0
         for _, rows_ in gpu.with_columns(chosen=mask).group_by("device", "stream"):
             lane = rows_.sort("ts")
             until = np.maximum.accumulate((lane["ts"] + lane["dur"]).to_numpy())
             before = np.maximum(lane["ts"].to_numpy()[1:] - until[:-1], 0)
             chosen = lane["chosen"].to_numpy()
             # what comes after a moved piece may also start without its gap
-            held += float(before[chosen[1:] | chosen[:-1]].sum())
+            held_ns += float(before[chosen[1:] | chosen[:-1]].sum())
         launch = gpu["launch"].filter(mask).drop_nulls()
         calls = float(a.trace.cpu["dur"].gather(launch.unique()).sum())
-        return (total + held + calls) / steps
+        return (total + held_ns + calls) / steps
     mask = selected_host(a, select)
     total = 0.0
     for _, events in a.trace.cpu.filter(mask).group_by("thread"):
@@ -498,7 +498,7 @@ def max_saving_ns(replayer: WindowReplayer, edit: Edit) -> float:
         until = np.maximum.accumulate((event["ts"] + event["dur"]).to_numpy())
         before = np.append(event["ts"].to_numpy()[:1], until[:-1])
         total += float(np.maximum(until - np.maximum(event["ts"].to_numpy(), before), 0).sum())
-    return total * (1 - left) / steps
+    return total * (1 - factor) / steps
 
 
 @law()
@@ -541,9 +541,9 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
         edit = parse_edit(line)
         if edit.select.on == "gpu" and edit.op != "drop_launch":
             continue
-        left = replayer.period([edit])
-        if left < busiest - SLACK * replayer.unedited.period:
-            wrong[line] = (left, busiest)
+        period = replayer.period([edit])
+        if period < busiest - SLACK * replayer.unedited.period:
+            wrong[line] = (period, busiest)
     assert not wrong
 
 

@@ -75,9 +75,11 @@ def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
 
 
 def test_an_edit_that_selects_nothing_is_answered_with_the_modules() -> None:
-    there = find_near_matches(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
-    assert there.kind == "modules"
-    assert "Block" in there.names[:4]
+    near_matches = find_near_matches(
+        blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok")
+    )
+    assert near_matches.kind == "modules"
+    assert "Block" in near_matches.names[:4]
     t = TraceBuilder()
     with t.step():
         t.run("aten::mm", "gemm", 100)
@@ -95,10 +97,10 @@ def test_a_loop_takes_its_python_with_it() -> None:
         t.on_host("aten::a", 10)
     a = t.analysis()
     replayer = WindowReplayer(a)
-    alone = replayer.gain([parse_edit("remove op:aten::a")])
-    assert alone == pytest.approx(40_000, abs=2500)
+    operator_gain = replayer.gain([parse_edit("remove op:aten::a")])
+    assert operator_gain == pytest.approx(40_000, abs=2500)
     assert replayer.gain([parse_edit("remove op:aten::a at:loop")]) == pytest.approx(
-        alone + 30_000, abs=500
+        operator_gain + 30_000, abs=500
     )
     everything = replayer.gain([parse_edit("remove op:aten::. at:loop")])
-    assert everything == pytest.approx(alone + 10_000 + 85_000, abs=3000)
+    assert everything == pytest.approx(operator_gain + 10_000 + 85_000, abs=3000)

@@ -181,10 +181,10 @@ def test_unchanged_steps_of_every_rank_are_replayed(
     cluster = Cluster([loop(shape), loop(make_late(shape, why))], **machine)
     ranks = analyze_ranks(cluster, tmp_path)
     for number, a in ranks.items():
-        own = estimator_for(a, number)
-        assert isinstance(own, ReplayEstimator)
-        assert own.replayer.quality.step_error <= 0.02
-        estimator, _ = estimate_ranks(ranks, number, own)
+        rank_estimator = estimator_for(a, number)
+        assert isinstance(rank_estimator, ReplayEstimator)
+        assert rank_estimator.replayer.quality.step_error <= 0.02
+        estimator, _ = estimate_ranks(ranks, number, rank_estimator)
         assert estimator is not None and len(estimator.ranks) == 2
         assert abs(estimator.study.replay.error or 0.0) <= 0.02
 
@@ -196,15 +196,15 @@ def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
     """Nothing holds the host, which launches 12 steps within the first four of the device. What it
     had launched before them runs first, also after it is done with all."""
     shape = Shape(seed=3, layers=6, host=400, device=1500, python=50, comm=comm, optimizer=10)
-    alone = Cluster([loop(shape)], depth=4096)
-    (a,) = analyze_ranks(alone, tmp_path).values()
+    single = Cluster([loop(shape)], depth=4096)
+    (a,) = analyze_ranks(single, tmp_path).values()
     replayer = WindowReplayer(a)
-    assert replayer.graph.time[replayer.graph.step_boundaries[-1]] < 4e3 * alone.ranks[0].period
+    assert replayer.graph.time[replayer.graph.step_boundaries[-1]] < 4e3 * single.ranks[0].period
     assert replayer.quality.step_error <= 0.01
     assert not replayer.unusable_reason
     fast = Cluster([scale_kernels("gemm", 0.5).change(loop(shape))], depth=4096)
     gain = replayer.gain(scale_kernels("gemm", 0.5).edits) / 1e3
-    true = alone.ranks[0].period - fast.ranks[0].period
+    true = single.ranks[0].period - fast.ranks[0].period
     assert gain == pytest.approx(true, rel=WITHIN)
 
 

@@ -83,15 +83,15 @@ def test_the_profiler_lengthens_host_time_and_the_device_keeps_its_own() -> None
     """The run's own steps take 1.5 ms, profiled ones 2.6. Without launch costs both become the
     device's 400 µs and little more, not the same share of the step."""
     estimator = ReplayEstimator(eager(1500).analysis())
-    a, own = estimator.replayer.a, estimator.reference_ns()
-    busy, left = a.breakdown.busy.total / a.step_count, estimator.replayer.period([LAUNCHES])
+    a, reference_ns = estimator.replayer.a, estimator.reference_ns()
+    busy, period = a.breakdown.busy.total / a.step_count, estimator.replayer.period([LAUNCHES])
     impact = estimate_impact(Finding(summary="S.", edits=[LAUNCHES]), a, estimator)
-    assert own < a.step_ns and impact.impact is not None
-    assert impact.impact.gain_ns == pytest.approx(own - left, rel=0.01)
+    assert reference_ns < a.step_ns and impact.impact is not None
+    assert impact.impact.gain_ns == pytest.approx(reference_ns - period, rel=0.01)
     (of_run,) = scale_to_run([impact], a, estimator)
     assert of_run.impact is not None and of_run.impact.gain_ns is not None
-    assert busy < 1_500_000 - of_run.impact.gain_ns < left
-    assert busy == 400_000 and left < 600_000
+    assert busy < 1_500_000 - of_run.impact.gain_ns < period
+    assert busy == 400_000 and period < 600_000
 
 
 def test_savings_of_several_ranks_are_of_the_own_step_and_collectives_of_the_measured_one() -> None:
@@ -99,9 +99,9 @@ def test_savings_of_several_ranks_are_of_the_own_step_and_collectives_of_the_mea
     estimator, (collectives, overlap, *_) = result.estimator, result.report.findings
     assert isinstance(estimator, RanksEstimator) and collectives.rule == "collectives-in-step"
     assert estimator.reference_ns(collectives.edits) is None
-    own = estimator.own.reference_ns()
-    assert own is not None and own < result.main.step_ns
-    assert estimator.reference_ns(overlap.edits) == own
+    reference_ns = estimator.own.reference_ns()
+    assert reference_ns is not None and reference_ns < result.main.step_ns
+    assert estimator.reference_ns(overlap.edits) == reference_ns
 
 
 def test_a_decode_step_gains_what_a_cuda_graph_brought() -> None:
@@ -148,9 +148,11 @@ def test_a_note_says_how_much_of_the_evidence_stays() -> None:
     report = analyze(str(CORPUS / "h100" / "numpy_double"))
     finding = report.findings[0]
     assert any(edit.factor == 1.0 for edit in finding.edits)
-    left = 1 - finding.impact.gain_ns / finding.shown_time.value  # type: ignore
+    remaining_share = 1 - finding.impact.gain_ns / finding.shown_time.value  # type: ignore
     (reason,) = beyond_evidence(finding, report)
-    assert reason.endswith(f": about {left:.0%} of it stays, as part of the work keeps its time")
+    assert reason.endswith(
+        f": about {remaining_share:.0%} of it stays, as part of the work keeps its time"
+    )
 
 
 def test_a_share_that_stays_has_its_reason() -> None:

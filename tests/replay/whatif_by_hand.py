@@ -63,12 +63,12 @@ class Job:
                 if a < b:
                     which = 0 if is_collective(e) else 1
                     points += [(a, which, 1), (b, which, -1)]
-            running, since, alone = [0, 0], begin, 0.0
+            running, since, exposed_us = [0, 0], begin, 0.0
             for at, which, change in sorted(points):
-                alone += at - since if running[0] and not running[1] else 0.0
+                exposed_us += at - since if running[0] and not running[1] else 0.0
                 running[which] += change
                 since = at
-            result.append(alone)
+            result.append(exposed_us)
         return result
 
     def replay(self, *, free: bool, order: str) -> list[float]:

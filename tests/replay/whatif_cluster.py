@@ -56,12 +56,12 @@ class Cluster:
 
     def join_collective(self, rank: Rank, work: Work, meeting: tuple[str, int]) -> bool:
         """A rank comes to a collective; the last one lets the others go on."""
-        there = self.there.setdefault(meeting, [])
-        there.append((rank, work))
-        if len(there) < len(self.ranks):
+        arrived = self.there.setdefault(meeting, [])
+        arrived.append((rank, work))
+        if len(arrived) < len(self.ranks):
             return True
-        for other, held in there[:-1]:
-            other.start_collective(held, work.left, rank.now)
+        for other, held_work in arrived[:-1]:
+            other.start_collective(held_work, work.left, rank.now)
         return False
 
 

@@ -342,13 +342,13 @@ class Machine:
 
     def _resume_thread(self, steps: Steps) -> None:
         def resume() -> None:
-            for asked in steps:
-                if isinstance(asked, Signal):
-                    if asked.at is None:
-                        asked.then.append(resume)
+            for request in steps:
+                if isinstance(request, Signal):
+                    if request.at is None:
+                        request.then.append(resume)
                         return
-                elif asked > 0:
-                    self._schedule(self.now + asked, resume)
+                elif request > 0:
+                    self._schedule(self.now + request, resume)
                     return
 
         self._schedule(self.now, resume)

@@ -98,8 +98,8 @@ def training(shape: Shape, **program: Any) -> Program:
         parts.append(Span("python", "train.py(12): augment", (Host(shape.python),)))
     if shape.copy:
         copy = Copy("HtoD", shape.copy, int(shape.copy * 20e3), pinned=shape.pinned)
-        held = () if shape.pinned else (Sync("stream"),)
-        parts.append(Span("op", "aten::to", (Host(4.0), copy, *held)))
+        sync = () if shape.pinned else (Sync("stream"),)
+        parts.append(Span("op", "aten::to", (Host(4.0), copy, *sync)))
     parts += forward
     parts += [Backward(tuple(backward))] if shape.backward else backward
     if shape.comm:
@@ -319,12 +319,12 @@ def into_graph(start: str = "gemm_forward") -> Fix:
 
         apply_change(p, collect)
         graph = Graph(tuple((k.name, k.us) for k in kernels), launch_us=5.0 + len(kernels))
-        left = [graph]
+        graphs = [graph]
 
         def change_statement(s: Any) -> Sequence[Any]:
             if isinstance(s, Span) and s.kind == "op":
                 inner = [x for x in s.body if isinstance(x, Kernel) and x.name.startswith(start)]
-                return ((left.pop(),) if left else ()) if inner else (s,)
+                return ((graphs.pop(),) if graphs else ()) if inner else (s,)
             return (s,)
 
         return apply_change(p, change_statement)

@@ -166,10 +166,10 @@ def test_files_of_a_killed_process_go_and_files_in_use_stay(
         [sys.executable, "-c", HELD], env=env, stdout=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout is not None
-        left = Path(program.stdout.readline().strip())
-        assert left.stat().st_mode & 0o777 == 0o700
+        leftover = Path(program.stdout.readline().strip())
+        assert leftover.stat().st_mode & 0o777 == 0o700
         with files.scratch_folder(tmp_path):
-            assert left.exists()
+            assert leftover.exists()
         program.kill()
         program.wait(60)
     time.sleep(0.01)

@@ -68,7 +68,7 @@ def _instrument(module: str) -> dict[str, Any]:
 @cache
 def _instrumented_rule(cls: type[Rule]) -> type[Rule]:
     """The rule with its conditions noted, those of a family's check in another file too."""
-    own: type[Rule] = _instrument(cls.__module__)[cls.__name__]
+    instrumented: type[Rule] = _instrument(cls.__module__)[cls.__name__]
     bases = [base for base in cls.__mro__ if base.__module__.startswith("advisor.rules.")]
     inherited: dict[str, Any] = {}
     for base in reversed(bases):
@@ -77,8 +77,8 @@ def _instrumented_rule(cls: type[Rule]) -> type[Rule]:
             inherited |= {
                 name: value for name, value in vars(noted).items() if inspect.isfunction(value)
             }
-    missing = {name: value for name, value in inherited.items() if not _defines(own, name)}
-    return type(cls.__name__, (own,), {**missing, "__module__": cls.__module__})
+    missing = {name: value for name, value in inherited.items() if not _defines(instrumented, name)}
+    return type(cls.__name__, (instrumented,), {**missing, "__module__": cls.__module__})
 
 
 def _defines(cls: type[Rule], name: str) -> bool:

@@ -21,6 +21,8 @@ def study_of(ranks: dict[int, Analysis]) -> Study:
 def estimated_findings(ranks: dict[int, Analysis], rules: list[Rule]) -> RankFindings:
     """Findings of rules, estimated as in a report of the first rank."""
     main, a = next(iter(ranks.items()))
-    study, own = study_of(ranks), estimator_for(a)
-    estimator = own if study.replay.reason else RanksEstimator(own, study, main, [])
+    study, rank_estimator = study_of(ranks), estimator_for(a)
+    estimator = (
+        rank_estimator if study.replay.reason else RanksEstimator(rank_estimator, study, main, [])
+    )
     return rank_rules(study, main, a, rules, estimator)

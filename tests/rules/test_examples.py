@@ -56,8 +56,8 @@ EXAMPLES = {rule: rule.examples() for rule in RULES}
 def examples(*, traps: bool) -> list[object]:
     return [
         pytest.param(rule, example, id=f"{rule.id}: {name}")
-        for rule, own in EXAMPLES.items()
-        for name, example in own.items()
+        for rule, rule_examples in EXAMPLES.items()
+        for name, example in rule_examples.items()
         if isinstance(example, tuple) == traps
     ]
 
@@ -123,8 +123,8 @@ def used_names(cls: type[Rule]) -> set[str]:
             method = vars(base).get(name)
             method = getattr(method, "__func__", getattr(method, "fget", method))
             if isinstance(method, FunctionType):
-                used |= (own := names_in(method.__code__))
-                if "super" not in own:
+                used |= (method_names := names_in(method.__code__))
+                if "super" not in method_names:
                     break
     return used
 

@@ -27,8 +27,8 @@ def run(function: Callable[..., Any], *tensors: Any) -> str:
             views = ("view", "slice", "unsqueeze", "expand", "t", "transpose", "split", "detach",
                      "select", "_unsafe_view", "alias", "permute")  # fmt: skip
             if name not in views:
-                own = "copy" if name == "_to_copy" else name.removesuffix("_")
-                words.append(PATTERN_NAMES.get(own, "_"))
+                short_name = "copy" if name == "_to_copy" else name.removesuffix("_")
+                words.append(PATTERN_NAMES.get(short_name, "_"))
             return result
 
     with torch.no_grad(), Log():

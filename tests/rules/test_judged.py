@@ -241,10 +241,10 @@ def test_a_message_slower_than_similar_ones_may_be_a_wait(shared_trace: Trace) -
     a = analysis(shared_trace("a100_train_6steps"))
     rows = list(a.collectives.iter_rows(named=True))
     waits = 0.0
-    for own in rows:
-        like = [r for r in rows if (r["collective"], r["axis"]) == (own["collective"], own["axis"])]
-        need = min(r["dur"] * max(1.0, own["bytes"] / r["bytes"]) for r in like)
-        waits += min(own["exposed"], own["dur"] - need)
+    for row in rows:
+        like = [r for r in rows if (r["collective"], r["axis"]) == (row["collective"], row["axis"])]
+        need = min(r["dur"] * max(1.0, row["bytes"] / r["bytes"]) for r in like)
+        waits += min(row["exposed"], row["dur"] - need)
     share = waits / sum(r["exposed"] for r in rows)
     (finding,) = findings_of(a, "exposed-communication")
     (edit,) = finding.edits

@@ -64,20 +64,20 @@ WAITS, JOINS = "Waiting (a sleep, a lock, a queue)", "Joining samples to a batch
 def stacks_of(call: Callable[[], object]) -> list[SampledStack]:
     """The stacks in which a call calls functions of C, as the recorder writes them."""
     seen: dict[tuple[tuple[str, ...], str], int] = {}
-    here = sys._getframe()
+    own_frame = sys._getframe()
 
     def record_call(frame: FrameType, event: str, _: Any) -> None:
-        if event != "c_call" or frame is here:
+        if event != "c_call" or frame is own_frame:
             return
         names, at = [], frame
-        while at is not None and at is not here:
+        while at is not None and at is not own_frame:
             file = without_search_path(at.f_code.co_filename)
             names.append(f"{file}({at.f_lineno}): {at.f_code.co_qualname}")
             at = at.f_back  # type: ignore[assignment]
         names.append("train.py(12): Rows.__getitem__")
         # the test's own frame stands for the program's
-        own = [name for name in reversed(names) if "test_library_functions" not in name]
-        key = tuple(own), called_function(frame)
+        frames = [name for name in reversed(names) if "test_library_functions" not in name]
+        key = tuple(frames), called_function(frame)
         seen[key] = seen.get(key, 0) + 1
 
     call()  # once before: caches are filled
@@ -205,8 +205,8 @@ def test_work_on_tensors_and_arrays_has_no_cure(name: str) -> None:
 
 def test_half_of_the_samples_have_to_be_of_one_kind() -> None:
     deep = ("train.py(9): main", "copy.py(128): deepcopy")
-    own = ("train.py(9): main", "train.py(20): augment")
-    few = [SampledStack(9, deep), SampledStack(11, own)]
+    frames = ("train.py(9): main", "train.py(20): augment")
+    few = [SampledStack(9, deep), SampledStack(11, frames)]
     assert find_library_use(few) is None
     use = find_library_use([SampledStack(6, deep), SampledStack(5, (*deep, "copy.py(9): x")), *few])
     assert use is not None and use.time.share == pytest.approx(20 / 31)

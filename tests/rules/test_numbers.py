@@ -59,8 +59,8 @@ def numbers_of(rule: Rule) -> dict[str, Any]:
 
 def source_text(rule: Rule) -> str:
     """The text of a rule's sources."""
-    own = [s for name in numbers_of(rule) for s in getattr(type(rule), name).sources]
-    return " ".join(source.name for source in (*rule.sources, *own))
+    sources = [s for name in numbers_of(rule) for s in getattr(type(rule), name).sources]
+    return " ".join(source.name for source in (*rule.sources, *sources))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
@@ -94,10 +94,10 @@ def sources() -> list[tuple[str, Citation]]:
     result = [(rule.id, source) for rule in RULES for source in rule.sources]
     for rule in RULES:
         for name in numbers_of(rule):
-            own = getattr(type(rule), name)
-            assert isinstance(own, Threshold), f"{rule.id}.{name} says not where it comes from"
-            assert own.meaning and own.sources, f"{rule.id}.{name}"
-            result += [(f"{rule.id}.{name}", source) for source in own.sources]
+            number = getattr(type(rule), name)
+            assert isinstance(number, Threshold), f"{rule.id}.{name} says not where it comes from"
+            assert number.meaning and number.sources, f"{rule.id}.{name}"
+            result += [(f"{rule.id}.{name}", source) for source in number.sources]
     return result
 
 

@@ -18,11 +18,14 @@ def finding_of_example(name: str) -> Finding:
 
 def test_the_gain_is_of_the_part_of_the_work_that_the_named_code_takes() -> None:
     """60% of the samples that fall in the work are in the named function, the rest elsewhere."""
-    whole, part = (
+    full_finding, part_finding = (
         finding_of_example("a loop over time before every 16 updates"),
         finding_of_example("a part of it in other functions"),
     )
     for end in ("gain_ns", "low_ns", "high_ns"):
-        ratio = getattr(part.impact, end) / getattr(whole.impact, end)
+        ratio = getattr(part_finding.impact, end) / getattr(full_finding.impact, end)
         assert ratio == pytest.approx(0.6, abs=0.05)
-    assert "The gain covers only these" in part.summary and "The gain covers" not in whole.summary
+    assert (
+        "The gain covers only these" in part_finding.summary
+        and "The gain covers" not in full_finding.summary
+    )

@@ -98,21 +98,21 @@ def test_on_a_public_trace_rules_do_what_they_say(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
     result = fired_rules(*paths(shared_trace, name))
-    own = f"traces/{name}"
-    assert {rule.id for rule in RULES.values() if own in rule.found_in} - result == set()
-    assert {rule.id for rule in RULES.values() if own in rule.silent_in} & result == set()
+    trace_id = f"traces/{name}"
+    assert {rule.id for rule in RULES.values() if trace_id in rule.found_in} - result == set()
+    assert {rule.id for rule in RULES.values() if trace_id in rule.silent_in} & result == set()
     # each of the two ranks is looked at by itself; our own programs have one fault that is known
     if name != "two_ranks" and not name.startswith("h100/"):
-        declared = {rule.id for rule in RULES.values() if own in rule.found_in}
+        declared = {rule.id for rule in RULES.values() if trace_id in rule.found_in}
         unsaid = {(rule, name) for rule in result - declared}
         assert unsaid <= UNJUDGED, "judge it: found_in of the rule, or UNJUDGED here"
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in RECORDED.iterdir()))
 def test_on_a_recording_rules_do_what_they_say(name: str) -> None:
-    fired, own = fired_rules_on_recording(name), f"recorded/{name}"
-    assert {rule.id for rule in RULES.values() if own in rule.found_in} - fired == set()
-    assert {rule.id for rule in RULES.values() if own in rule.silent_in} & fired == set()
+    fired, trace_id = fired_rules_on_recording(name), f"recorded/{name}"
+    assert {rule.id for rule in RULES.values() if trace_id in rule.found_in} - fired == set()
+    assert {rule.id for rule in RULES.values() if trace_id in rule.silent_in} & fired == set()
 
 
 def test_workloads_that_rules_name_are_held_to_it_by_their_own_tests() -> None:

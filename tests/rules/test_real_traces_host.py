@@ -445,10 +445,10 @@ def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_pa
                 profiler.step()
         return report(str(path))
 
-    alone = finding_or_note(record(0), "single-process-loader")
+    without_workers = finding_or_note(record(0), "single-process-loader")
     # eight samples of 4 ms are all of a batch that can be spread over workers
-    assert figure(alone, "exposed loading per step") >= 8 * 4e6
-    assert alone.impact is not None and (alone.impact.share or 0) > 0.3
+    assert figure(without_workers, "exposed loading per step") >= 8 * 4e6
+    assert without_workers.impact is not None and (without_workers.impact.share or 0) > 0.3
     assert not mentioned_rules(record(1)) & {"single-process-loader"}
 
 

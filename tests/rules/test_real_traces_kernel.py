@@ -130,9 +130,9 @@ def test_v100_matrix_products_in_fp32_are_found_with_their_share(shared_trace: F
     # nor are kernels whose call is not in the file work of these steps: they were queued before
     runtime = [e for e in raw(path) if str(e.get("cat", "")).lower() in ("runtime", "cuda_runtime")]
     called = {e["args"]["correlation"] for e in runtime}
-    own = [e for e in kernels(path) if e["args"]["correlation"] in called]
-    assert len(kernels(path)) > len(own)
-    by_hand = time_of(own, r"sgemm") / time_of(own)
+    product_kernels = [e for e in kernels(path) if e["args"]["correlation"] in called]
+    assert len(kernels(path)) > len(product_kernels)
+    by_hand = time_of(product_kernels, r"sgemm") / time_of(product_kernels)
     assert figure(result, "FP32 matrix time, share of kernel time") == pytest.approx(
         by_hand, rel=0.02
     )

@@ -144,8 +144,8 @@ def test_another_optimizer_keeps_the_settings(
         "lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1,
     }  # fmt: skip
     exec(str(RULES["out-of-memory"].case(change)["code"]), fields)
-    own = {key: kept[0][key] for key in ("lr", "betas", "weight_decay")}
-    assert own == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    kept_settings = {key: kept[0][key] for key in ("lr", "betas", "weight_decay")}
+    assert kept_settings == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def test_batches_by_tokens_hold_each_sample_once_and_no_more_than_the_limit() -> None:

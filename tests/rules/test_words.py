@@ -142,8 +142,8 @@ def test_default_texts_of_findings_name_nothing_of_pytorch(rule: Rule, framework
     other = rule.for_program(Program(framework, foreign=True))
     if other.advice is None:
         return
-    whole = [{}, *(other.case(name) for name in other.cases)]
-    for texts in whole:
+    cases = [{}, *(other.case(name) for name in other.cases)]
+    for texts in cases:
         result = other.complete(Finding(summary="", **{**texts, "confidence": 0.5}))
         said = (result.title, result.fix, result.code, result.verify, result.falsified_by)
         assert not any(map(TORCH.search, (*said, result.alternatives, *result.assumptions)))

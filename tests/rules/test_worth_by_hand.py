@@ -183,7 +183,7 @@ def test_another_fix_of_kernels_outside_the_chains_leaves_their_gain() -> None:
     a = b.analysis()
     (finding,) = run_rules(-1, a, [UnfusedElementwise()]).findings
     estimator = ReplayEstimator(a)
-    alone = estimator.marginal(finding.edits, ())
+    gain_alone = estimator.marginal(finding.edits, ())
     after = estimator.marginal(finding.edits, [parse_edit("remove kernel:Alone")])
-    assert alone > 800e3
-    assert after == pytest.approx(alone, rel=0.05)
+    assert gain_alone > 800e3
+    assert after == pytest.approx(gain_alone, rel=0.05)

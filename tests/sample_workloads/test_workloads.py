@@ -66,8 +66,10 @@ def setup(name: str, variant: Variant, folder: Path, shrink: float = 1.0) -> Set
 def report_of(name: str, variant: Variant, folder: Path) -> Report:
     """Recorded and analysed; a whole run where the rule reads what only the recorder knows."""
     run, out = setup(name, variant, folder), folder / f"{name}-{variant}"
-    whole = all(RULES[rule].reads_record for rule in ALL[name].finds) and bool(ALL[name].finds)
-    files = (running.record_run if whole else running.record)(name, run, out)
+    reads_records_only = all(RULES[rule].reads_record for rule in ALL[name].finds) and bool(
+        ALL[name].finds
+    )
+    files = (running.record_run if reads_records_only else running.record)(name, run, out)
     assert len(files) == ALL[name].processes
     return analyze(open_run(str(out)))
 

@@ -31,7 +31,7 @@ def test_nearly_all_faults_are_reported_for_what_they_are_and_where() -> None:
     result = {job: diagnose_seed(*job) for job in jobs}
     wrong = {job: score.reported for job, score in result.items() if not score.right}
     assert len(wrong) <= 1, wrong
-    assert sum(score.beside for score in result.values()) <= 1
+    assert sum(score.wrong_blames for score in result.values()) <= 1
 
 
 def test_the_reported_cost_of_a_fault_is_about_right() -> None:

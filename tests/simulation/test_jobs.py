@@ -150,8 +150,8 @@ def test_a_fault_costs_the_job_what_it_says(kind: str) -> None:
     played, truth = play(11, 16, kind, steps=3)
     assert truth.kind == kind and truth.step_ns == played.step_ns
     assert truth.gain_ns >= MIN_SHARE * truth.step_ns
-    again = simulate(played.job.mended()).step_ns
-    assert truth.step_ns - truth.gain_ns == pytest.approx(again)
+    mended_step_ns = simulate(played.job.mended()).step_ns
+    assert truth.step_ns - truth.gain_ns == pytest.approx(mended_step_ns)
 
 
 def test_the_same_seed_is_the_same_job() -> None:

@@ -39,9 +39,9 @@ def test_a_rank_of_the_host_alone_or_one_too_many_is_not_who() -> None:
 
 
 def test_ranks_that_were_not_read_need_not_be_named() -> None:
-    whole = report(make_outlier("input", "8-14"))
-    whole.lines = [line for line in whole.lines if line.rank != 15]
-    assert judge(whole, TRUTH).right
+    ranks = report(make_outlier("input", "8-14"))
+    ranks.lines = [line for line in ranks.lines if line.rank != 15]
+    assert judge(ranks, TRUTH).right
 
 
 def test_a_rank_whose_file_is_cut_off_may_be_named_or_not() -> None:
@@ -51,9 +51,9 @@ def test_a_rank_whose_file_is_cut_off_may_be_named_or_not() -> None:
 
 def test_another_kind_first_is_wrong_and_later_is_counted_beside() -> None:
     wrong = judge(report(make_outlier("network", "8-15"), make_outlier("input", "8-15")), TRUTH)
-    assert not wrong.kind and wrong.who and wrong.beside == 1
+    assert not wrong.kind and wrong.who and wrong.wrong_blames == 1
     after = judge(report(make_outlier("input", "8-15"), make_outlier("host", "3")), TRUTH)
-    assert after.right and after.beside == 1
+    assert after.right and after.wrong_blames == 1
 
 
 def test_saying_nothing_is_right_only_where_nothing_is() -> None:

@@ -162,9 +162,9 @@ def test_every_knob_says_that_it_met_something(result_of_all_knobs: TrialResult)
 
 def test_without_a_knob_the_program_has_its_own_way(run_once: Run) -> None:
     """Else the two tests above would show nothing."""
-    alone = CONTRARY.replace("net.compiled", "getattr(net, 'compiled', None)")
-    alone = alone.replace('os.environ["PYTORCH_CUDA_ALLOC_CONF"]', '""')
-    assert run_once(alone).problem == "RuntimeError: kept: none"
+    script = CONTRARY.replace("net.compiled", "getattr(net, 'compiled', None)")
+    script = script.replace('os.environ["PYTORCH_CUDA_ALLOC_CONF"]', '""')
+    assert run_once(script).problem == "RuntimeError: kept: none"
 
 
 ACCUMULATION = (

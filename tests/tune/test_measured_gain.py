@@ -25,7 +25,7 @@ def runs(
 
 @pytest.mark.parametrize("drift", [0.02, 0.3])
 def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift: float) -> None:
-    held = 0
+    hits = 0
     for seed in range(100):
         random = np.random.default_rng(seed)
         load = list(np.exp(random.normal(0, drift, 4)))
@@ -33,18 +33,18 @@ def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift
         before, after = runs(random, 10, load), runs(random, 10 * (1 - TRUTH), near)
         paired_gain = measure_paired_gain(before, after) or measure_gain(before, after)
         assert paired_gain is not None
-        held += paired_gain.low <= TRUTH <= paired_gain.high
-    assert held >= 88
+        hits += paired_gain.low <= TRUTH <= paired_gain.high
+    assert hits >= 88
 
 
 def test_pairs_take_out_what_changed_for_both() -> None:
     random = np.random.default_rng(7)
     load = [1.0, 2.0, 1.5, 3.0, 1.2]
     before, after = runs(random, 10, load), runs(random, 7.5, load)
-    apart, together = measure_gain(before, after), measure_paired_gain(before, after)
-    assert apart is not None
-    assert together is not None
-    assert together.high - together.low < (apart.high - apart.low) / 3
+    unpaired, paired = measure_gain(before, after), measure_paired_gain(before, after)
+    assert unpaired is not None
+    assert paired is not None
+    assert paired.high - paired.low < (unpaired.high - unpaired.low) / 3
 
 
 def test_the_mean_counts_pauses_that_come_now_and_then() -> None:

@@ -257,7 +257,7 @@ def test_blocks_are_compared_one_by_one() -> None:
 @pytest.mark.parametrize("drift", [0.02, 0.5])
 def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None:
     """The trial has one pair; the machine's speed changes from second to second, for both sides."""
-    truth, held, widths = 0.25, 0, []
+    truth, hits, widths = 0.25, 0, []
     for seed in range(200):
         random = np.random.default_rng(seed)
         load = np.exp(np.cumsum(random.normal(0, drift, 8)))
@@ -270,9 +270,9 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
         turns = block_log_ratios(sides[0], sides[1], [7] * 8, [7] * 8)
         gain = measure_gain([sides[0]], [sides[1]], [turns])
         assert gain is not None
-        held += gain.low <= truth <= gain.high
+        hits += gain.low <= truth <= gain.high
         widths.append((gain.high - gain.low) / 2)
-    assert held >= 180
+    assert hits >= 180
     assert np.median(widths) < 0.05, "of steps that differ by e times and more"
 
 

@@ -106,9 +106,9 @@ def test_other_knobs_are_compared_with_the_step_and_combined() -> None:
 
 def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() -> None:
     machine = Machine(2, False)
-    there = plan_requested_trials(("workers",), machine, [])
-    assert KnobSetting("workers", 3) not in [trial.knob_setting for trial in there]
-    more = plan_requested_trials(("workers=3", "workers=3", "workers=2"), machine, there)
+    default_plan = plan_requested_trials(("workers",), machine, [])
+    assert KnobSetting("workers", 3) not in [trial.knob_setting for trial in default_plan]
+    more = plan_requested_trials(("workers=3", "workers=3", "workers=2"), machine, default_plan)
     assert [trial.knob_setting for trial in more] == [KnobSetting("workers", 3)]
 
 

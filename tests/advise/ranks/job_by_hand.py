@@ -71,35 +71,35 @@ def run(
     queue = {r: [(s, item) for s in range(steps) for item in program(r, s)] for r in range(ranks)}
     at = dict.fromkeys(range(ranks), 0)
     now = dict.fromkeys(range(ranks), 0.0)
-    begun: dict[int, list[float]] = {r: [] for r in range(ranks)}
+    start_times: dict[int, list[float]] = {r: [] for r in range(ranks)}
     met: dict[int, list[tuple[Collective, int, float, float, float]]] = {
         r: [] for r in range(ranks)
     }
     spent: dict[int, list[dict[str, float]]] = {r: [] for r in range(ranks)}
-    own = dict.fromkeys(range(ranks), 0.0)
+    own_time = dict.fromkeys(range(ranks), 0.0)
     waiting: dict[str, dict[int, float]] = {}
     blocked = dict.fromkeys(range(ranks), False)
 
     def advance_rank(rank: int) -> Collective | None:
         while at[rank] < len(queue[rank]):
             step, item = queue[rank][at[rank]]
-            while len(begun[rank]) <= step:
-                begun[rank].append(now[rank])
+            while len(start_times[rank]) <= step:
+                start_times[rank].append(now[rank])
                 spent[rank].append({})
-                own[rank] = 0.0
+                own_time[rank] = 0.0
             if isinstance(item, Collective):
                 waiting.setdefault(item.group, {})[rank] = now[rank]
                 blocked[rank] = True
                 return item
             now[rank] += item.ns
-            own[rank] += item.ns
+            own_time[rank] += item.ns
             spent[rank][step][item.name] = float(spent[rank][step].get(item.name, 0.0) + item.ns)
             at[rank] += 1
         return None
 
     todo = list(range(ranks))
     while todo:
-        again: list[int] = []
+        ready_ranks: list[int] = []
         for rank in todo:
             item = advance_rank(rank)
             if item is None or len(waiting[item.group]) < len(item.members):
@@ -107,22 +107,22 @@ def run(
             arrivals = waiting.pop(item.group)
             done = max(arrivals.values()) + item.transfer
             for member, came in arrivals.items():
-                step, theirs = queue[member][at[member]]
-                assert isinstance(theirs, Collective)
-                met[member].append((theirs, step, came, done, own[member]))
-                own[member] = 0.0
+                step, other_item = queue[member][at[member]]
+                assert isinstance(other_item, Collective)
+                met[member].append((other_item, step, came, done, own_time[member]))
+                own_time[member] = 0.0
                 now[member] = done
                 spent[member][step]["communication"] = spent[member][step].get(
                     "communication", 0.0
                 ) + float(done - came)
                 at[member] += 1
                 blocked[member] = False
-                again.append(member)
-        todo = again
+                ready_ranks.append(member)
+        todo = ready_ranks
     assert all(at[r] == len(queue[r]) for r in range(ranks)), "the programs do not fit together"
     summaries = []
     for rank in range(ranks):
-        ends = [*begun[rank][1:], now[rank]]
+        ends = [*start_times[rank][1:], now[rank]]
 
         def to_rank_clock(t: float, rank: int = rank) -> int:
             return BASE + round(t + shift(rank) + drift(rank) * t)
@@ -130,7 +130,7 @@ def run(
         names = sorted({name for step in spent[rank] for name in step})
         lines = [
             StepSummary(f"ProfilerStep#{n}", to_rank_clock(b), to_rank_clock(e))
-            for n, (b, e) in enumerate(zip(begun[rank], ends, strict=True))
+            for n, (b, e) in enumerate(zip(start_times[rank], ends, strict=True))
         ]
         per_step = {
             name: pack(np.array([round(step.get(name, 0.0)) for step in spent[rank]], np.int64))
@@ -192,7 +192,7 @@ def _collectives(
         start=pack(column(start)),
         end=pack(column(end)),
         exposed=pack(column([e - s for s, e in zip(start, end, strict=True)])),
-        work=pack(column([own for *_, own in met])),
+        work=pack(column([own_ns for *_, own_ns in met])),
         synchronising=[meet.kind != "send_recv" for meet in meets],
         group=[meet.group for meet in meets],
         size=[len(meet.members) for meet in meets],

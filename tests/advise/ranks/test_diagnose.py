@@ -272,9 +272,9 @@ def test_a_gain_of_ranks_that_wait_anyway_is_no_gain_of_the_job() -> None:
         )
         study = study_ranks(ran.summaries)
         assert study is not None
-        own = Impact(currency="step_time", gain_ns=round(2 * MS * (0 in who)))
+        impact = Impact(currency="step_time", gain_ns=round(2 * MS * (0 in who)))
         finding = Finding(
-            rule="launch-bound", summary="", category="host", edits=[SYNC], impact=own
+            rule="launch-bound", summary="", category="host", edits=[SYNC], impact=impact
         )
         estimator = RanksEstimator(cast("Any", SimpleNamespace(**NO_REPLAY)), study, 0, [finding])
         assert estimator.ranks_with("launch-bound") == len(who)
@@ -302,16 +302,18 @@ def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() ->
     )
     study = study_ranks(ran.summaries)
     assert study is not None
-    own = Impact(currency="step_time", gain_ns=2 * MS)
+    impact = Impact(currency="step_time", gain_ns=2 * MS)
 
     def gain(edit: Edit, saved: float | None) -> float:
         finding = Finding(
-            rule="launch-bound", summary="", category="host", edits=[edit], impact=own
+            rule="launch-bound", summary="", category="host", edits=[edit], impact=impact
         )
-        alone = cast("Any", SimpleNamespace(**NO_REPLAY))
+        replay_stub = cast("Any", SimpleNamespace(**NO_REPLAY))
         other = None if saved is None else make_estimator(saved)
         return (
-            RanksEstimator(alone, study, 0, [finding], lambda rank: other).gain_range([edit]).gain
+            RanksEstimator(replay_stub, study, 0, [finding], lambda rank: other)
+            .gain_range([edit])
+            .gain
         )
 
     of_trace = replace(SYNC, select=Select(on="gpu", correlation=(3,)))
@@ -332,14 +334,14 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
         study = study_ranks(ran.summaries)
         assert study is not None
         exposed = {place: s.time["communication"] for place, s in enumerate(ran.summaries)}
-        alone = Impact(currency="step_time", gain_ns=round(exposed[0]), high_ns=round(exposed[0]))
+        impact = Impact(currency="step_time", gain_ns=round(exposed[0]), high_ns=round(exposed[0]))
         edit = Edit(op="overlap", select=Select(on="gpu", family=("communication",)))
         finding = Finding(
             rule="exposed-communication",
             summary="",
             category="distributed",
             edits=[edit],
-            impact=alone,
+            impact=impact,
         )
         estimator = RanksEstimator(
             cast("Any", SimpleNamespace(**NO_REPLAY)),
@@ -359,9 +361,9 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
 
 def test_ranks_that_are_not_there_are_reported_and_the_rest_stands() -> None:
     ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []))
-    left = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]
+    present = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]
     lost = [UnreadRank(rank=rank, path=f"{rank}.json", why="access denied") for rank in (4, 5)]
-    report = diagnose(left, [*lost, UnreadRank(rank=20, path="20.json", why="cut off")])
+    report = diagnose(present, [*lost, UnreadRank(rank=20, path="20.json", why="cut off")])
     assert [(m.ranks, m.count, m.why) for m in report.missing] == [
         ("4-5", 2, "access denied"),
         ("20", 1, "cut off"),
@@ -375,13 +377,13 @@ def test_the_steps_before_the_cut_of_a_truncated_file_count(slow: bool) -> None:
     extra = (lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []) if slow else no_extra_work
     ran = run(RANKS, STEPS, data_parallel(extra))
     summaries = list(ran.summaries)
-    whole = summaries[7]
-    length = np.array([step.end - step.start for step in whole.steps])
+    complete = summaries[7]
+    length = np.array([step.end - step.start for step in complete.steps])
     cut = np.arange(STEPS) < 3
-    per_step = {n: pack(np.where(cut, unpack(v), 0)) for n, v in whole.per_step.items()}
-    idle = unpack(whole.per_step["idle: dispatch"])
+    per_step = {n: pack(np.where(cut, unpack(v), 0)) for n, v in complete.per_step.items()}
+    idle = unpack(complete.per_step["idle: dispatch"])
     per_step["idle: dispatch"] = pack(np.where(cut, idle, length))
-    summaries[7] = replace(whole, damage="cut off before its end", per_step=per_step)
+    summaries[7] = replace(complete, damage="cut off before its end", per_step=per_step)
     report = diagnose(summaries)
     assert [outlier.kind for outlier in report.outliers] == (["compute"] if slow else [])
     assert "7" in report.not_checked["the work of damaged files"]
@@ -400,8 +402,8 @@ def test_no_rank_at_all_and_one_without_collectives() -> None:
     report = diagnose([lone])
     assert report.step is None
     assert report.outliers == []
-    alone = run(1, 3, lambda rank, step: [Work(MS)]).summaries
-    diagnosis = diagnose(alone)
+    single_rank = run(1, 3, lambda rank, step: [Work(MS)]).summaries
+    diagnosis = diagnose(single_rank)
     assert diagnosis.step is not None and diagnosis.step.median == MS
 
 
@@ -425,10 +427,10 @@ def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> Non
     exposed = first.time[column["communication"]] + first.time[column["waiting"]]
     assert exposed / first.step_ns == pytest.approx(0.38, abs=0.005)
     folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
-    whole = analyze(folder, Options(config={}))
-    assert whole.ranks is not None and whole.ranks.outliers == report.outliers
+    full_report = analyze(folder, Options(config={}))
+    assert full_report.ranks is not None and full_report.ranks.outliers == report.outliers
     (exposed_there,) = (
-        f for f in (*whole.findings, *whole.notes) if f.rule == "exposed-communication"
+        f for f in (*full_report.findings, *full_report.notes) if f.rule == "exposed-communication"
     )
     assert "seen on 8 of 8 ranks" in exposed_there.confidence_notes
     evidence = {item.label: item.value for item in exposed_there.evidence}
@@ -447,14 +449,14 @@ def test_a_folder_of_ranks_says_whose_step_it_is_and_what_they_wait_for_each_oth
     """DLRM: steps of 12.5 to 19.9 ms. Its messages are small, so fewer bytes help nothing, and no
     graph can hold its reads of values."""
     folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
-    whole = analyze(folder, Options(config={}))
-    assert "a 14.5 ms step of rank 0 (ranks: 12.5 ms to 19.9 ms)" in whole.verdict
-    for axis in whole.mesh:
+    report = analyze(folder, Options(config={}))
+    assert "a 14.5 ms step of rank 0 (ranks: 12.5 ms to 19.9 ms)" in report.verdict
+    for axis in report.mesh:
         assert axis.waiting_ns is None and axis.waited_here_ns is not None
         assert 0.8 * axis.ns < axis.waited_here_ns <= axis.ns
-    text = REPORTS.render("terminal", whole, details=True)
+    text = REPORTS.render("terminal", report, details=True)
     assert "How long is unknown" not in text and "≥ 3.96 ms" in text
-    result = {f.rule: f for f in (*whole.findings, *whole.notes)}
+    result = {f.rule: f for f in (*report.findings, *report.notes)}
     assert result["launch-bound"].fix.startswith(
         "Replay only the dense layers as CUDA graphs; leave the 4 waits per step for the GPU"
     )
@@ -474,14 +476,14 @@ def large_job(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
     assert base.collectives is not None
     result = []
     for rank in range(ranks):
-        own = start[rank] + clock[rank // 8]
+        local_start = start[rank] + clock[rank // 8]
         over = end + clock[rank // 8]
         begin = np.concatenate([[clock[rank // 8]], over[per - 1 : -1 : per]])
         lines = [
             StepSummary(f"ProfilerStep#{n}", round(a) + 10**18, round(b) + 10**18)
             for n, (a, b) in enumerate(zip(begin, over[per - 1 :: per], strict=True))
         ]
-        waited = np.rint(over).astype(np.int64) - np.rint(own).astype(np.int64)
+        waited = np.rint(over).astype(np.int64) - np.rint(local_start).astype(np.int64)
         by_step = waited.reshape(steps, per).sum(axis=1)
         length = np.array([line.end - line.start for line in lines])
         index = np.arange(steps * per, dtype=np.int64)
@@ -489,7 +491,7 @@ def large_job(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
             "key": np.zeros_like(index),
             "order": index,
             "step": index // per,
-            "start": np.rint(own).astype(np.int64) + 10**18,
+            "start": np.rint(local_start).astype(np.int64) + 10**18,
             "end": np.rint(over).astype(np.int64) + 10**18,
             "exposed": waited,
             "work": np.rint(work[rank]).astype(np.int64),

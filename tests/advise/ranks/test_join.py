@@ -49,8 +49,8 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     assert waits.last_count.tolist() == table["last"].to_list()
     near = 4 * alignment.error_ns * len(waits.row)
     assert np.allclose(waits.caused_ns, few.steps * table["caused_wait_ns"].to_numpy(), atol=near)
-    own = np.bincount(joined.rank[waits.cells], waits.wait, len(summaries))
-    assert np.allclose(own, few.steps * table["wait_ns"].to_numpy(), atol=near)
+    own_waits = np.bincount(joined.rank[waits.cells], waits.wait, len(summaries))
+    assert np.allclose(own_waits, few.steps * table["wait_ns"].to_numpy(), atol=near)
     first = min(analyses)
     start = {s.rank: s for s in summaries}
     for place, summary in enumerate(summaries):
@@ -84,8 +84,8 @@ def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> 
     for first, last in zip(joined.first_cell[:-1], joined.first_cell[1:], strict=True):
         assert np.ptp(joined.end[first:last]) < 5_000
     assert joined.matched.all()
-    apart = joined.clocks.shift + shift[np.arange(ranks) // 8]
-    assert np.ptp(apart) < 20_000
+    shift_difference = joined.clocks.shift + shift[np.arange(ranks) // 8]
+    assert np.ptp(shift_difference) < 20_000
 
 
 def test_stages_that_only_send_to_each_other_are_put_on_one_clock() -> None:
@@ -110,8 +110,8 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
     def program(rank: int, step: int) -> list[Item]:
         return [Work((1 + 0.1 * rank) * MS), Collective("world", (0, 1, 2), 10_000)] * 4
 
-    whole = run(3, 5, program, sequenced=False).summaries
-    short = whole[2]
+    complete = run(3, 5, program, sequenced=False).summaries
+    short = complete[2]
     assert short.collectives is not None
     step = unpack(short.collectives.step)
     rows = step >= 2
@@ -124,7 +124,7 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
         steps=short.steps[2:],
         collectives=replace(short.collectives, step=pack(step[rows] - 2), **columns),
     )
-    joined = match_collectives([whole[0], whole[1], cut])
+    joined = match_collectives([complete[0], complete[1], cut])
     assert sorted(joined.rank_count.tolist()) == [2] * 8 + [3] * 12
     assert measure_waits(joined).last_count.tolist() == [0, 8, 12]
 
@@ -165,7 +165,7 @@ def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> No
     summaries = []
     for rank in range(ranks):
         late = rng.integers(1, MS // 2, count)
-        own = replace(
+        collectives_of_rank = replace(
             template.collectives,
             key=pack(np.arange(count, dtype=np.int64) % 2),
             keys=[f"tp{rank // 8}", f"dp{rank % 8}"],
@@ -182,7 +182,7 @@ def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> No
             exposed=pack(late),
             work=pack(MS - late),
         )
-        summaries.append(replace(template, rank=rank, world=ranks, collectives=own))
+        summaries.append(replace(template, rank=rank, world=ranks, collectives=collectives_of_rank))
     tracemalloc.start()
     begin = time.process_time()
     joined = match_collectives(summaries)

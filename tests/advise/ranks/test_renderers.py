@@ -148,8 +148,8 @@ def test_an_unmeasured_cell_of_a_rank_has_no_color_and_says_so(make_job: Make) -
     assert heat_map.medians[0] == others[len(others) // 2]
     page = Page(render("html", report))
     assert page.shades.count("hx") == 1
-    again = Report.from_json(render("json", report)).ranks
-    assert again is not None and again.lines[3].time[0] is None
+    restored = Report.from_json(render("json", report)).ranks
+    assert restored is not None and restored.lines[3].time[0] is None
 
 
 def test_waiting_ranks_are_drawn_differently_from_slow_ones(

@@ -93,10 +93,10 @@ def test_the_gain_of_a_faster_rank_is_that_of_the_job_run_so(seed: int) -> None:
     )
     factor = np.ones((12, 4))
     factor[5] = 0.5
-    again = run(12, 4, random_job(seed, factor=1.0)).step_ns
+    new_step_ns = run(12, 4, random_job(seed, factor=1.0)).step_ns
     # the last 0.3 ms of a step are halved here and not in the job
     gain = replay.gain(replay.scaled_work(factor))
-    assert gain.gain == pytest.approx(ran.step_ns - again, abs=0.15 * MS + 0.02 * gain.gain)
+    assert gain.gain == pytest.approx(ran.step_ns - new_step_ns, abs=0.15 * MS + 0.02 * gain.gain)
     assert gain.low <= gain.gain <= gain.high
 
 
@@ -106,9 +106,9 @@ def test_the_gain_of_faster_links_is_that_of_the_job_run_so(seed: int) -> None:
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
     )
-    again = run(12, 4, random_job(seed)).step_ns
+    new_step_ns = run(12, 4, random_job(seed)).step_ns
     gain = replay.gain(JobChange(transfer=replay.transfer / 3))
-    assert gain.gain == pytest.approx(ran.step_ns - again, rel=0.01)
+    assert gain.gain == pytest.approx(ran.step_ns - new_step_ns, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ class FakeWorkers:
     """Workers in this process: ``perform(rank, number of the attempt)`` answers for them."""
 
     def __init__(self, perform: Act, slots: int = 3) -> None:
-        self.act = perform
+        self.perform = perform
         self.count = slots
         self.times: Counter[int] = Counter()
-        self.busy = self.most = 0
-        self.beside: dict[tuple[int, int], int] = {}
+        self.busy = self.max_busy = 0
+        self.others_at_start: dict[tuple[int, int], int] = {}
         """(rank, time) -> how many others were being performed when it began."""
         self.abandoned: list[Any] = []
         self.lock = threading.Lock()
@@ -51,16 +51,16 @@ class FakeWorkers:
         future: Future[bytes] = Future()
         with self.lock:
             self.times[rank] += 1
-            self.beside[rank, self.times[rank]] = self.busy
+            self.others_at_start[rank, self.times[rank]] = self.busy
             self.busy += 1
-            self.most = max(self.most, self.busy)
+            self.max_busy = max(self.max_busy, self.busy)
             now = self.times[rank]
         threading.Thread(target=self._perform, args=(future, rank, now), daemon=True).start()
         return future
 
     def _perform(self, future: Future[bytes], rank: int, now: int) -> None:
         try:
-            data = self.act(rank, now)
+            data = self.perform(rank, now)
         except BaseException as error:
             with self.lock:
                 self.busy -= 1
@@ -80,7 +80,7 @@ def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots()
     assert sorted(one.rank for one in items) == list(range(20))
     assert all(isinstance(one, RankSummary) for one in items)
     assert set(crew.times.values()) == {1}
-    assert crew.most <= 3
+    assert crew.max_busy <= 3
 
 
 def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_alone() -> None:
@@ -93,7 +93,7 @@ def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_a
     items = list(iterate_results(orders(8), crew))
     assert sorted(one.rank for one in items if isinstance(one, RankSummary)) == list(range(8))
     assert crew.times[4] == 2
-    assert crew.beside[4, 2] == 0
+    assert crew.others_at_start[4, 2] == 0
 
 
 def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it() -> None:
@@ -164,7 +164,7 @@ def test_without_any_worker_left_the_rest_is_reported_as_unread() -> None:
         crew.count = 0
         return encode_summary(rank)
 
-    crew.act = perform
+    crew.perform = perform
     items = list(iterate_results(orders(9), crew))
     assert sorted(one.rank for one in items) == list(range(9))
     assert any(isinstance(one, UnreadRank) and "no worker is left" in one.why for one in items)

@@ -41,34 +41,36 @@ def process(
     old = version in ("2.14", "rccl")
     bus = f"{16 * (gpu + 1):x}000"
     name = bus if old else str(gpu)
-    here = f"node{node}:{1000 + rank}:{1100 + rank} [{gpu}] NCCL INFO"
+    prefix = f"node{node}:{1000 + rank}:{1100 + rank} [{gpu}] NCCL INFO"
     at = f"comm 0x55cc8aa86c70 rank {rank} nranks {world} cudaDev {gpu}"
     tail = f" comm 0x9e4d8d0 nRanks {world:02}" if version == "rccl" else ""
-    yield f"{here} Bootstrap : Using eth0:10.0.0.{node}<0>"
+    yield f"{prefix} Bootstrap : Using eth0:10.0.0.{node}<0>"
     for line in more:
         warning = line.startswith("WARN ")
         text = line.removeprefix("WARN ").format(rank=rank, gpu=gpu, bus=bus)
-        start = here.replace("NCCL INFO", "misc/ibvwrap.cc:278 NCCL WARN") if warning else here
+        start = prefix.replace("NCCL INFO", "misc/ibvwrap.cc:278 NCCL WARN") if warning else prefix
         yield f"{start} {text}"
-    yield f"{here} Using network {network}"
+    yield f"{prefix} Using network {network}"
     if not old:
-        yield f"{here} {at} nvmlDev {gpu} busId {bus} commId 0x65e0bd6ee7449db4 - Init START"
+        yield f"{prefix} {at} nvmlDev {gpu} busId {bus} commId 0x65e0bd6ee7449db4 - Init START"
     if version in ("2.21", "2.27"):
         local = f"nNodes {hosts} localRanks {gpus} localRank {gpu} MNNVL 0"
-        yield f"{here} comm 0x55cc8aa86c70 rank {rank} nRanks {world} {local}"
+        yield f"{prefix} comm 0x55cc8aa86c70 rank {rank} nRanks {world} {local}"
     to, back = (rank + 1) % world, (rank - 1) % world
     for channel in range(2):
         number = f"{channel:02}/0"
         if to // gpus == node:
             other = f"{16 * (to % gpus + 1):x}000" if old else to % gpus
-            yield f"{here} Channel {number} : {rank}[{name}] -> {to}[{other}] via {within}{tail}"
+            yield f"{prefix} Channel {number} : {rank}[{name}] -> {to}[{other}] via {within}{tail}"
         else:
             way = across.format(gpu=gpu)
-            yield f"{here} Channel {number} : {rank}[{name}] -> {to}[0] [send] via {way}{tail}"
+            yield f"{prefix} Channel {number} : {rank}[{name}] -> {to}[0] [send] via {way}{tail}"
         if back // gpus != node:
             way = across.format(gpu=gpu)
-            yield f"{here} Channel {number} : {back}[0] -> {rank}[{name}] [receive] via {way}{tail}"
-    yield f"{here} Connected all rings" + (", use ring PXN 0 GDR 1" if version == "2.27" else "")
+            yield (
+                f"{prefix} Channel {number} : {back}[0] -> {rank}[{name}] [receive] via {way}{tail}"
+            )
+    yield f"{prefix} Connected all rings" + (", use ring PXN 0 GDR 1" if version == "2.27" else "")
     counted = {
         "2.14": "2 coll channels, 2 p2p channels, 2 p2p channels per peer",
         "rccl": "2 coll channels, 2 p2p channels, 2 p2p channels per peer",
@@ -78,9 +80,9 @@ def process(
         "2 coll channels, 2 collnet channels, 0 nvls channels, 8 p2p channels, "
         "8 p2p channels per peer",
     )
-    yield f"{here} {counted}"
+    yield f"{prefix} {counted}"
     completion = f"{at} busId {bus} - Init COMPLETE"
-    yield f"{here} {completion if old else f'ncclCommInitRank {completion}'}"
+    yield f"{prefix} {completion if old else f'ncclCommInitRank {completion}'}"
 
 
 SOCKET = "NET/Socket : Using [0]eth0:10.0.0.{rank}<0>"

@@ -44,7 +44,7 @@ class State:
     lengths: bool = True
     """HEAD tells how long a file is; False: that it is empty."""
     etags: dict[str, str] = field(default_factory=lambda: defaultdict(lambda: '"1"'))
-    asked: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
     """Number of requests by ``GET /name``."""
     done: Counter[str] = field(default_factory=Counter)
     over: threading.Event = field(default_factory=threading.Event)
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _respond(self) -> None:
         path = urlsplit(self.path).path
-        self.state.asked[f"{self.command} {path}"] += 1
+        self.state.requests[f"{self.command} {path}"] += 1
         fault = self._next_fault(path)
         length = int(self.headers.get("Content-Length") or 0)
         sent = self.rfile.read(length)
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and self.command == "GET":
             end = 1 if fault.hang or fault.drip else len(body) // 2
             if fault.further:
-                end = 1000 * sum(self.state.asked.values())
+                end = 1000 * sum(self.state.requests.values())
             self.wfile.write(body[:end])
             self.wfile.flush()
             for byte in body[1:] if fault.drip else b"":

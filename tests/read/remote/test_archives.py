@@ -25,16 +25,16 @@ Made = Callable[[int], bytes]
 
 
 def zipped(files: dict[str, bytes], packing: int = zipfile.ZIP_DEFLATED) -> bytes:
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", packing) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", packing) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def tarred(files: dict[str, bytes], mode: str = "w", links: dict[str, str] | None = None) -> bytes:
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode=mode) as archive:  # type: ignore[call-overload]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
         for name, data in files.items():
             header = tarfile.TarInfo(name)
             header.size = len(data)
@@ -44,7 +44,7 @@ def tarred(files: dict[str, bytes], mode: str = "w", links: dict[str, str] | Non
                 header = tarfile.TarInfo(name)
                 header.type, header.linkname = kind, target
                 archive.addfile(header)
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def refusal(url: str) -> str:
@@ -129,10 +129,10 @@ def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> Non
     files = {f"rank{rank}.json": bytes([rank]) * 5_000_000 for rank in range(8)}
     web.state.files["/a.tar"] = tarred(files)
     (one,) = locate_traces([f"tar://::{web.url}/a.tar"], "6")
-    web.state.asked.clear()
+    web.state.requests.clear()
     with open_locally(one) as path:
         assert path.read_bytes() == files["rank6.json"]
-    assert web.state.asked["GET /a.tar"] == 2  # blocks of 4 MiB
+    assert web.state.requests["GET /a.tar"] == 2  # blocks of 4 MiB
 
 
 def test_a_tar_that_changes_meanwhile_is_not_believed(
@@ -226,12 +226,12 @@ def test_a_table_of_contents_is_not_read_at_any_length(
     monkeypatch.setattr(archives, "MAX_REQUEST_BYTES", 100_000)
     web.state.files["/a.zip"] = zipped({f"{'x' * 1000}{n}": b"" for n in range(200)})
     assert "table of contents is too long" in refusal(f"zip://::{web.url}/a.zip")
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
         header = tarfile.TarInfo("rank0.json")
         header.pax_headers = {"comment": "x" * 1_000_000}
         archive.addfile(header)
-    web.state.files["/a.tgz"] = held.getvalue()
+    web.state.files["/a.tgz"] = buffer.getvalue()
     assert "table of contents is too long" in refusal(f"tar://::{web.url}/a.tgz")
 
 
@@ -307,6 +307,6 @@ def test_a_member_is_not_fetched_whole_before_its_format_is_looked_at(web: Serve
     web.state.files["/a.tar"] = tarred({"rank0.json": noise})
     web.state.files["/rank0.json"] = noise
     for url in (f"tar://rank0.json::{web.url}/a.tar", f"{web.url}/rank0.json"):
-        web.state.asked.clear()
+        web.state.requests.clear()
         assert "unknown format" in refusal(url)
-        assert web.state.asked["GET /a.tar"] + web.state.asked["GET /rank0.json"] <= 3
+        assert web.state.requests["GET /a.tar"] + web.state.requests["GET /rank0.json"] <= 3

@@ -49,10 +49,10 @@ def test_a_folder_is_a_run_of_its_ranks(
 def test_the_same_is_said_of_a_file_here_and_there(
     s3: Any, trace_bytes: Callable[[int], bytes], tmp_path: Path
 ) -> None:
-    here = tmp_path / "rank0.json"
-    here.write_bytes(trace_bytes(0))
+    local_file = tmp_path / "rank0.json"
+    local_file.write_bytes(trace_bytes(0))
     url = s3.store("one/rank0.json", trace_bytes(0))
-    there_report, here_report = advisor.analyze(url), advisor.analyze(here)
+    there_report, here_report = advisor.analyze(url), advisor.analyze(local_file)
     assert there_report.inputs[0].path == url
     there_report.inputs[0].path = here_report.inputs[0].path
     assert there_report.to_json() == here_report.to_json()
@@ -63,10 +63,10 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
 ) -> None:
     for rank in range(6):
         s3.store(f"many/rank_{rank}/trace.json", trace_bytes(rank))
-    s3.state.asked.clear()
+    s3.state.requests.clear()
     run = open_run("s3://run/many", ReadOptions(ranks="1-2,5"))
     assert run.ranks == [1, 2, 5]
-    fetched = {name for name in s3.state.asked if name.startswith("GET /run/many/")}
+    fetched = {name for name in s3.state.requests if name.startswith("GET /run/many/")}
     assert fetched == {f"GET /run/many/rank_{rank}/trace.json" for rank in (1, 2, 5)}
     globbed = locate_traces(["s3://run/many/rank_[03]/*.json"])
     assert [(one.rank, one.url) for one in globbed] == [

@@ -68,7 +68,7 @@ def test_a_stream_that_gets_further_each_time_is_given_up_too(web: Server) -> No
     web.state.ranges = False
     web.state.faults["a.json"] = Fault(further=True, heads=False)
     assert "(4 attempts)" in refusal(f"{web.url}/a.json")
-    assert web.state.asked["GET /a.json"] == 4
+    assert web.state.requests["GET /a.json"] == 4
 
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["with ranges", "without"])
@@ -77,7 +77,7 @@ def test_all_blocks_of_a_file_come_in_order(web: Server, ranges: bool) -> None:
     web.state.ranges = ranges
     assert read(f"{web.url}/big.json") == BIG
     # blocks of 4 MiB each, or all at once
-    assert (web.state.asked["GET /big.json"] == 5) is ranges
+    assert (web.state.requests["GET /big.json"] == 5) is ranges
 
 
 def test_a_server_that_does_not_know_how_long_a_file_is(web: Server) -> None:
@@ -91,7 +91,7 @@ def test_an_interrupted_download_continues_where_it_was(web: Server) -> None:
     web.state.files["/big.json"] = BIG
     web.state.faults["big"] = Fault(cut=True, times=2, heads=False)
     assert read(f"{web.url}/big.json") == BIG
-    assert web.state.asked["GET /big.json"] == 5 + 2  # each of two blocks again, no more
+    assert web.state.requests["GET /big.json"] == 5 + 2  # each of two blocks again, no more
 
 
 def test_an_interrupted_download_without_ranges_starts_again(web: Server) -> None:
@@ -99,7 +99,7 @@ def test_an_interrupted_download_without_ranges_starts_again(web: Server) -> Non
     web.state.ranges = False
     web.state.faults["big"] = Fault(cut=True, times=2, heads=False)
     assert read(f"{web.url}/big.json") == BIG
-    assert web.state.asked["GET /big.json"] == 3
+    assert web.state.requests["GET /big.json"] == 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_only_what_is_below_a_listed_folder_is_looked_at(web: Server) -> None:
     }
     files = find_files(f"{web.url}/run/", all_names)
     assert [one.url for one in files] == [f"{web.url}/run/a.json", f"{web.url}/run/sub/b.json"]
-    assert not any("secret" in asked for asked in web.state.asked)
+    assert not any("secret" in request for request in web.state.requests)
     for pattern in ("*/*.json", "s*", "s*/"):
         (deep,) = find_files(f"{web.url}/run/{pattern}", all_names)
         assert deep.url == f"{web.url}/run/sub/b.json"
@@ -219,7 +219,7 @@ def test_a_signature_is_never_shown(
 def test_a_file_over_the_bound_is_refused_before_it_is_fetched(web: Server) -> None:
     web.state.files["/a.json"] = BIG
     assert "larger than 1 MB" in refusal(f"{web.url}/a.json", max_bytes=10**6)
-    assert web.state.asked["GET /a.json"] == 0
+    assert web.state.requests["GET /a.json"] == 0
     web.state.ranges = False
     assert "larger than 1 MB" in refusal(f"{web.url}/a.json", max_bytes=10**6)
 
@@ -250,7 +250,7 @@ def test_nothing_is_left_after_an_interrupt(web: Server, tmp_path: Path) -> None
         stderr=subprocess.STDOUT,
     )
     end = time.monotonic() + DEADLINE
-    while not web.state.asked["GET /a.json"] and time.monotonic() < end:
+    while not web.state.requests["GET /a.json"] and time.monotonic() < end:
         time.sleep(0.05)
     assert len(list(tmp_path.glob("advisor-*"))) == 1
     program.send_signal(signal.SIGINT)
@@ -271,13 +271,13 @@ def test_files_of_a_killed_process_are_removed_next_time(
     )
     try:
         end = time.monotonic() + DEADLINE
-        while not web.state.asked["GET /a.json"] and time.monotonic() < end:
+        while not web.state.requests["GET /a.json"] and time.monotonic() < end:
             time.sleep(0.05)
-        (left,) = tmp_path.iterdir()
+        (leftover,) = tmp_path.iterdir()
         monkeypatch.setattr("advisor.core.files.MIN_AGE_SECONDS", 0.0)
         source = RemoteFile(url="b", at=f"{web.url}/b.json")
         with open_locally(source, folder=tmp_path):
-            assert left.exists()  # its process is there
+            assert leftover.exists()  # its process is there
     finally:
         program.kill()
         program.wait(DEADLINE)
@@ -331,9 +331,9 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     web.state.files["/rank0.json"] = trace_bytes(0)
     url = f"{web.url}/rank0.json"
     # a folder of that name, so that the path is there
-    there = tmp_path / "http:" / web.url.removeprefix("http://")
-    there.mkdir(parents=True)
-    (there / "rank0.json").write_bytes(b"not a trace")
+    folder_like_url = tmp_path / "http:" / web.url.removeprefix("http://")
+    folder_like_url.mkdir(parents=True)
+    (folder_like_url / "rank0.json").write_bytes(b"not a trace")
     monkeypatch.chdir(tmp_path)
     session = DashboardSession([url]).load()
     assert session.entries[0].state == "failed"
@@ -342,4 +342,4 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
             Tools(AllowedFolders([tmp_path])).analyze(path)
         with pytest.raises(AdvisorError):
             Tools(AllowedFolders([tmp_path])).compare(path, path)
-    assert not web.state.asked
+    assert not web.state.requests

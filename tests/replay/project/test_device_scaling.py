@@ -134,9 +134,9 @@ def test_bytes_of_a_collective_go_by_the_links_and_its_waits_as_the_rank_itself(
         add_product(b)
         b.collective("allreduce", 300_000_000, 3_500, group_size=8, wait=True)
 
-    scaled, alone = scale_work(step, "h100 sxm5"), scale_work(add_product, "h100 sxm5")
+    scaled, product_only = scale_work(step, "h100 sxm5"), scale_work(add_product, "h100 sxm5")
     assert KINDS[int(scaled.kind[1])] == "link"
-    expected = 0.5 * 300 / 450 + 0.5 * alone.factor[0]
+    expected = 0.5 * 300 / 450 + 0.5 * product_only.factor[0]
     assert scaled.factor[1] == pytest.approx(expected, rel=1e-3)
 
 
@@ -147,9 +147,9 @@ def test_a_group_larger_than_a_machine_crosses_a_network_that_stays() -> None:
         add_product(b)
         b.collective("allreduce", 300_000_000, 3_500, group_size=16, wait=True)
 
-    scaled, alone = scale_work(step, "h100 sxm5"), scale_work(add_product, "h100 sxm5")
+    scaled, product_only = scale_work(step, "h100 sxm5"), scale_work(add_product, "h100 sxm5")
     share = 1.875 / 3.5
-    assert scaled.factor[1] == pytest.approx(share + (1 - share) * alone.factor[0], rel=1e-3)
+    assert scaled.factor[1] == pytest.approx(share + (1 - share) * product_only.factor[0], rel=1e-3)
 
 
 def test_formats_that_a_gpu_lacks_are_computed_in_another_or_reported() -> None:

@@ -83,8 +83,8 @@ def test_collectives_take_as_long_as_a_ring_by_hand(projector: MeshProjector) ->
     latency = 14 * NODE_HOP_NS[MIDDLE] + NETWORK_HOP_NS[MIDDLE]
     assert across == pytest.approx(BASE_NS[MIDDLE] + latency + 15 / 16 * size / rate)
     # one rank of a node alone: one NIC
-    alone = projector.transfer(Mesh(dp=2, tp=8), "dp", "all_reduce", size, MIDDLE)
-    assert alone > size / far
+    within_node = projector.transfer(Mesh(dp=2, tp=8), "dp", "all_reduce", size, MIDDLE)
+    assert within_node > size / far
 
 
 def test_a_pipeline_waits_by_the_formula(projector: MeshProjector) -> None:
@@ -123,7 +123,7 @@ def test_the_other_mesh_of_a_simulated_job_is_near(seed: int, tmp_path: Path) ->
     path = tmp_path / "rank0.json"
     path.write_bytes(trace(play_mesh(pair.model, pair.recorded), 0))
     a = Analysis(read_trace(path))
-    result = MeshProjector(a, None, NodeLinks(NODE, pair.model.network_rate)).on(pair.asked)
-    truth = play_mesh(pair.model, pair.asked).step_ns
+    result = MeshProjector(a, None, NodeLinks(NODE, pair.model.network_rate)).on(pair.target)
+    truth = play_mesh(pair.model, pair.target).step_ns
     assert result.step_ns == pytest.approx(truth, rel=0.2)
     assert result.low_ns <= truth <= result.high_ns

@@ -67,8 +67,11 @@ def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
         assert projection.step_ns == pytest.approx(projection.measured_ns, rel=0.02)
         assert projection.high_ns == pytest.approx(projection.measured_ns, rel=0.1)
         assert any("the host limits the step" in note for note in projection.notes)
-    apart = Projector(trace(step)).on(find_gpu("h100 sxm5").gpu)
-    assert apart.low_ns < 0.7 * apart.step_ns and apart.high_ns > 1.4 * apart.step_ns
+    other_host = Projector(trace(step)).on(find_gpu("h100 sxm5").gpu)
+    assert (
+        other_host.low_ns < 0.7 * other_host.step_ns
+        and other_host.high_ns > 1.4 * other_host.step_ns
+    )
 
 
 def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
@@ -77,11 +80,14 @@ def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
         add_product(b, 1_000)
 
     gpu = find_gpu("h100 sxm5").gpu
-    here = Projector(trace(step), same_host=True).on(gpu)
-    there = Projector(trace(step)).on(gpu)
-    assert here.step_ns == pytest.approx(here.measured_ns, rel=0.05)
-    assert here.high_ns == pytest.approx(here.measured_ns, rel=0.1)
-    assert there.low_ns < 0.7 * there.step_ns and there.high_ns > 1.4 * there.step_ns
+    on_same_host = Projector(trace(step), same_host=True).on(gpu)
+    on_other_host = Projector(trace(step)).on(gpu)
+    assert on_same_host.step_ns == pytest.approx(on_same_host.measured_ns, rel=0.05)
+    assert on_same_host.high_ns == pytest.approx(on_same_host.measured_ns, rel=0.1)
+    assert (
+        on_other_host.low_ns < 0.7 * on_other_host.step_ns
+        and on_other_host.high_ns > 1.4 * on_other_host.step_ns
+    )
 
 
 def test_the_gpu_that_it_was_recorded_on_is_projected_to_itself() -> None:
@@ -107,10 +113,10 @@ def test_steps_that_cannot_be_replayed_keep_their_idle_time_and_that_is_said() -
 
 
 def test_there_and_back_is_where_it_began() -> None:
-    there = Projector(trace(add_product)).on(find_gpu("h100 sxm5").gpu)
-    us = there.step_ns / 1e3
+    projected = Projector(trace(add_product)).on(find_gpu("h100 sxm5").gpu)
+    us = projected.step_ns / 1e3
     back = Projector(trace(lambda b: add_product(b, us), "H100")).on(find_gpu("a100 sxm4 80gb").gpu)
-    assert back.step_ns == pytest.approx(there.measured_ns, rel=0.01)
+    assert back.step_ns == pytest.approx(projected.measured_ns, rel=0.01)
 
 
 def test_another_vendor_has_a_wider_band_and_is_reported() -> None:

@@ -49,10 +49,10 @@ def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
             continue
         assert row.low_ns is not None and row.high_ns is not None and row.cost is not None
         assert row.low_ns <= row.step_ns <= row.high_ns
-        there = projector.on(
+        projected = projector.on(
             next(m for m in candidate_meshes(projector.measured, row.gpus, 8) if str(m) == row.mesh)
         )
-        assert row.cost == pytest.approx(row.gpus * 2.0 * row.step_ns / 3.6e6 / there.batch)
+        assert row.cost == pytest.approx(row.gpus * 2.0 * row.step_ns / 3.6e6 / projected.batch)
     for count in (8, 16):
         speeds = [row.speed or 0.0 for row in rows if row.gpus == count]
         assert speeds == sorted(speeds, reverse=True)
@@ -101,13 +101,16 @@ def test_the_recorded_mesh_on_more_nodes_sends_over_the_network(analysis: Analys
     """dp=2,tp=4 of one node of 8 on two nodes of 4: its gradients cross, and nothing else does."""
     projector = MeshProjector(analysis, None, NodeLinks(8, 5.0))
     assert projector.measured == Mesh(dp=2, tp=4)
-    apart = projector.with_node_size(4)
-    here, there = projector.on(projector.measured), apart.on(apart.measured)
-    assert here.step_ns == pytest.approx(analysis.step_ns)
-    assert there.step_ns > here.step_ns
-    axes = {each.axis: each for each in there.axes}
+    small_nodes = projector.with_node_size(4)
+    within_node, across_nodes = (
+        projector.on(projector.measured),
+        small_nodes.on(small_nodes.measured),
+    )
+    assert within_node.step_ns == pytest.approx(analysis.step_ns)
+    assert across_nodes.step_ns > within_node.step_ns
+    axes = {each.axis: each for each in across_nodes.axes}
     assert axes["dp"].then_ns > 10 * axes["dp"].ns
-    same = next(each for each in here.axes if each.axis == "tp")
+    same = next(each for each in within_node.axes if each.axis == "tp")
     assert axes["tp"].then_ns == pytest.approx(same.then_ns)
 
 

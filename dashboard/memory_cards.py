@@ -135,8 +135,8 @@ def _category_card(
         body.append(
             figure(timeline_figure, name, height=340, narrow_height=510, description=description)
         )
-        hint = "Point at the picture for the largest blocks then, and a stack."
-        body.append(remark(f"{hint} Double click: the whole history."))
+        hint = "Hover over the chart to see the largest blocks and a stack."
+        body.append(remark(f"{hint} Double-click to show the whole history."))
     rows = [
         [
             element(

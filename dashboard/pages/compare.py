@@ -59,8 +59,8 @@ def layout(other: object = None, **query: object) -> Any:
         return empty_page(
             "Compare",
             "No run is compared yet",
-            "A run that is read is compared with the newest one.",
-            "Open a second one on the page Runs.",
+            "Runs that have been read are compared with the newest run.",
+            "Open a second run on the Runs page.",
         )
     if not pairs:
         return empty_page(
@@ -83,7 +83,7 @@ def layout(other: object = None, **query: object) -> Any:
             if comparison
             else "The comparison is being computed. Reload in a moment."
         )
-        title = "These cannot be compared" if comparison else "Not yet"
+        title = "These runs cannot be compared" if comparison else "Comparing the runs"
         return page(page_heading("Compare", None, run_selector), empty_state(title, reason))
     return page(
         _heading(comparison, run_selector),

@@ -107,8 +107,8 @@ def _one_rank_notice() -> Any:
     """Build the notice that skew needs several ranks."""
     return empty_state(
         "Skew is not measured",
-        "Only one rank's trace is open, so late ranks are unknown: a rank that waits looks as "
-        "if it communicated.",
+        "Only one rank's trace is open, so late ranks are unknown. A rank that waits for others "
+        "seems to communicate.",
         "Open a folder with the traces of all ranks.",
     )
 

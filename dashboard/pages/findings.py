@@ -385,7 +385,11 @@ def _note_card(view: PageView, notes: list[Finding]) -> Any:
                 id=anchor(finding),
             )
         )
-    return card("Notes", element("Ul", *lines, cls="lines"), aside="not ranked; each says why")
+    return card(
+        "Notes",
+        element("Ul", *lines, cls="lines"),
+        aside="not ranked, for the reason given with each",
+    )
 
 
 def _note_gain_element(finding: Finding) -> Any:

@@ -110,10 +110,10 @@ def rank_required_page(view: PageView) -> Any:
     """Build the notice that asks for a rank, instead of a page about one rank."""
     return empty_page(
         "Choose a rank",
-        "This page is of one rank",
-        "A job is open; the traces of its ranks are read one by one, when they are asked for.",
+        "This page shows one rank",
+        "A job is open. The trace of a rank is read when you open the rank.",
         "",
-        link("To the job and its ranks", href=view.href("/job"), cls="button main"),
+        link("Show the job and its ranks", href=view.href("/job"), cls="button main"),
     )
 
 
@@ -240,8 +240,13 @@ def _outlier_card(ranks: Ranks, entry: OpenedPath) -> Any:
             ]
         )
     header = (
-        "Who", "What", "Others wait per step, hidden or not", "Comes last", "Gain", "Significance",
-    )  # fmt: skip
+        "Who",
+        "What",
+        "Wait of others per step, hidden included",
+        "Comes last",
+        "Gain",
+        "Significance",
+    )
     return card(
         "Outliers",
         table(
@@ -333,7 +338,7 @@ def _rank_grid_card(ranks: Ranks, entry: OpenedPath) -> Any:
     return card(
         "Ranks",
         grid(RANK_GRID_ID, columns, rows, height=420, label="Ranks"),
-        remark("Choose a rank to open its timeline."),
+        remark("Select a rank to open its timeline."),
     )
 
 

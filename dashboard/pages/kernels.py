@@ -260,7 +260,7 @@ def _tree_card(view: PageView) -> Any:
     description = f"Modules and operators by {time_kind}, outermost on top. Click one to zoom in."
     description += " Violet: modules and ranges, darker for the backward pass. Green: operators."
     if tree["name"].str.starts_with(KERNEL).any():
-        description += " Blue: kernels of what launches several."
+        description += " Blue: kernels, if an operator launches several."
     return card(
         f"{t.upper_first(time_kind)} by module and operator",
         figure(
@@ -432,7 +432,7 @@ def _rate_card(view: PageView) -> Any:
         "Operators by shape",
         grid(RATE_GRID_ID, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
         remark(_describe_rates(a)),
-        aside="compared with rates measured on such a GPU; – means not measured",
+        aside="compared with rates measured on this GPU model; – means not measured",
     )
 
 

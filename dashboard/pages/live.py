@@ -189,7 +189,7 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
         )
         for name, mask, color in (
             (
-                "host time alone",
+                "host time only",
                 ~has_duration & ~recorded.profiled & ~while_stopping,
                 theme.OTHER_COLOR,
             ),
@@ -214,7 +214,7 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     description = f"Duration of each of {total} recorded steps, in ms."
     if not has_duration.all():
         count = f"{has_duration.sum()} of {total} steps are timed on the GPU"
-        count += "; off the line is the host's time of another"
+        count += "; points off the line are host times"
         aside = ", ".join(filter(None, (aside, count)))
         description += f" {count}."
     top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
@@ -226,7 +226,9 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     ]
     if above_axis:
         chart.update_yaxes(range=[0, top])
-    note = f"Above the axis: {'; '.join(above_axis)}. Double click: all." if above_axis else ""
+    note = (
+        f"Above the axis: {'; '.join(above_axis)}. Double-click to show all." if above_axis else ""
+    )
     step_figure = figure(chart, "steps", height=220, description=description)
     return card("Steps", step_figure, remark(note), aside=aside)
 

@@ -41,7 +41,7 @@ def layout(**query: object) -> Any:
     a = view.analysis
     has_memory = _has_device_memory(a)
     is_pytorch = a.trace.meta.is_pytorch
-    source = "PyTorch's allocator counts" if is_pytorch else "the allocators of the program count"
+    source = "PyTorch's allocator counts" if is_pytorch else "the program's allocators count"
     lead = f"GPU memory as {source} it." if has_memory else ""
     heading = page_heading("Memory", lead, rank_selector(view, "/memory"))
     out_of_memory = _out_of_memory_card(a)
@@ -79,8 +79,12 @@ def _peak_tiles(view: PageView) -> Any:
             largest["reserved"],
             f"from the driver{f', {of_capacity}' if of_capacity else ''}",
         ),
-        ("Peak in tensors", largest["peak"], "the rest of what is reserved is cached or unusable"),
-        ("Host memory", largest["rss"], "resident, of the process"),
+        (
+            "Peak in tensors",
+            largest["peak"],
+            "the rest of the reserved memory is cached or unusable",
+        ),
+        ("Host memory", largest["rss"], "resident memory of the process"),
     ]
     known = [(name, t.format_bytes(value), note) for name, value, note in figures if value]
     return tiles(known) if known else None
@@ -221,5 +225,5 @@ def _allocation_call_card(a: Analysis) -> Any:
     return card(
         "Allocation calls to the driver",
         table(["What", "Calls", "Time per step", "Longest"], rows, number_columns=(1, 2, 3)),
-        aside="in the analysed steps; a warm caching allocator makes none",
+        aside="in the analysed steps; a warmed-up caching allocator makes none",
     )

@@ -63,8 +63,8 @@ def _lead_text(view: PageView) -> str:
     if report.flight is not None:
         return "Collectives as each rank called them, from PyTorch's flight recorder."
     if report.network is not None:
-        return "The path between the GPUs, as NCCL reported it at its start."
-    return "No log of NCCL, no topology and no dump of the flight recorder was given."
+        return "The path between the GPUs, as NCCL reported it at startup."
+    return "There is no NCCL log, no topology and no flight recorder dump."
 
 
 def sections(view: PageView) -> list[Any]:
@@ -86,7 +86,7 @@ def _flight_recorder_cards(view: PageView, record: FlightRecord) -> list[Any]:
             (
                 "Dumps",
                 f"{record.dumps:,}",
-                f"{ranks_without_dump} left none" if ranks_without_dump else "of all ranks",
+                f"{ranks_without_dump} left no dump" if ranks_without_dump else "of all ranks",
             ),
             ("Calls", f"{record.calls:,}", f"in {t.count_noun(record.groups, 'process group')}"),
             ("Mismatches", f"{len(record.problems):,}", _mismatch_note(record)),

@@ -67,7 +67,7 @@ def _no_record_notice() -> Any:
         "No run record",
         "Only a profiler trace was recorded. Steps outside its window, phases, GPU clocks, power, "
         "temperature, flags and loader settings are unknown.",
-        "Record with advisor record, or @advisor.profile, to get them.",
+        "Record with advisor record, or @advisor.profile, to record them.",
     )
 
 
@@ -116,7 +116,7 @@ def _step_tile(view: PageView) -> tuple[str, str, str]:
     """Return the tile of the step time that every page uses. Its note may add the median."""
     step, recorded = view.loaded.report.step, view.loaded.report.recorded
     if step is None or recorded is None:
-        return "Step", t.NOT_MEASURED, "no steps outside the profiler, or only the host's time"
+        return "Step", t.NOT_MEASURED, "no steps outside the profiler, or only host times"
     note = f"{step.statistic} outside the profiler"
     if step.varies:
         note += f"; median {t.format_duration(step.ns)}"

@@ -24,7 +24,7 @@ COLUMN_TITLES = (
 OPTIONAL_COLUMNS = {"Commit": t.EMPTY_CELL, "Ranks": "1"}
 """Columns that are left out if every run has this value."""
 NUMBER_COLUMNS, NAME_COLUMNS = ("Step", "Change", "Steps", "Ranks"), ("Run", "Verdict and program")
-STEP_TIME_NOTE = "outside the profiler: the median, or the mean where steps vary"
+STEP_TIME_NOTE = "outside the profiler: the median, or the mean if steps vary"
 MAX_COMMAND, MAX_VERDICT = 60, 110
 """Lengths, characters. The first sentence of a verdict may be twice as long."""
 MAX_COLUMNS, MAX_FINDINGS = 7, 12
@@ -60,7 +60,7 @@ def layout(**query: object) -> Any:
                 chosen_row=shown_row,
                 stacked=True,
             ),
-            aside="a run is read when you open it; each that was read is compared with the newest",
+            aside="a run is read when you open it, and then compared with the newest one",
             tools=search_field("runs-search", "Runs", "search filter-rows"),
         ),
     )

@@ -640,7 +640,7 @@ def test_steps_without_gpu_time_are_drawn_and_counted() -> None:
         for step, is_profiled in zip(recorded.steps, recorded.profiled, strict=True)
         if is_profiled
     ]
-    assert not set(marks["while profiled"]) & set(marks["host time alone"])
+    assert not set(marks["while profiled"]) & set(marks["host time only"])
     # the first fix is before the figures, and limits that do not affect it are after the checks
     fix = overview_texts.index("First fix: ")
     assert fix < overview_texts.index("GPU busy") < overview_texts.index("Skipped checks")

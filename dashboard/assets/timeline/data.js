@@ -101,6 +101,7 @@ export function formatRanges(numbers) {
 
 /** @typedef {ReturnType<typeof decodeAnswer>} Answer slices, cells and counters of a view */
 
+// Data of one rank: structure and names, and requests for views, slices and statistics.
 export class TimelineData {
   /**
    * @param {string} run key of the run; empty: the only one
@@ -119,6 +120,7 @@ export class TimelineData {
     this.onNames = function () {};
   }
 
+  // Returns the address of an endpoint, for this run and rank.
   buildUrl(endpoint, query) {
     const parameters = new URLSearchParams();
     if (this.run) {
@@ -136,6 +138,7 @@ export class TimelineData {
     return "/_advisor/timeline/" + endpoint + "?" + parameters.toString();
   }
 
+  // Requests an endpoint that answers JSON. Rejects with the reason that the server gives.
   fetchJson(endpoint, query) {
     const self = this;
     this.pending += 1;
@@ -153,6 +156,7 @@ export class TimelineData {
       });
   }
 
+  // Loads the structure of the trace and the first page of names.
   loadInfo() {
     const self = this;
     return this.fetchJson("info").then((info) => {
@@ -184,6 +188,7 @@ export class TimelineData {
     );
   }
 
+  // Requests slices, cells and counters of a span, and the pages of names that they need.
   fetchView(x0, x1, px, lanes, counters, focus, searchText) {
     const self = this;
     const query = { x0, x1, px, lanes: formatRanges(lanes) };

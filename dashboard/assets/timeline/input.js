@@ -4,6 +4,7 @@ import * as ui from "./ui.js";
 
 const DRAG_THRESHOLD = 4;
 
+// Handlers of pointer, wheel and keys of one timeline.
 export class Input {
   /** @type {any} what a pressed pointer does; null: nothing */
   drag = null;
@@ -75,6 +76,7 @@ export class Input {
     });
   }
 
+  // Adds a listener, which destroy removes.
   listen(target, name, listener, options) {
     target.addEventListener(name, listener, options);
     this.removers.push(() => {
@@ -82,6 +84,7 @@ export class Input {
     });
   }
 
+  // Removes all listeners.
   destroy() {
     this.removers.forEach((f) => {
       f();
@@ -115,6 +118,7 @@ export class Input {
     }
   }
 
+  // Starts a drag: a range by mouse, a pan by touch, a pinch by two fingers.
   onPointerDown(event) {
     const timeline = this.timeline;
     timeline.stage.focus({ preventScroll: true });
@@ -152,6 +156,7 @@ export class Input {
     }
   }
 
+  // Continues a drag, or moves the hover card.
   onPointerMove(event) {
     const timeline = this.timeline;
     const drag = this.drag;
@@ -191,6 +196,7 @@ export class Input {
     }
   }
 
+  // Ends a drag. Without movement it is a click.
   onPointerUp(event) {
     const timeline = this.timeline;
     const drag = this.drag;
@@ -264,6 +270,7 @@ export class Input {
     });
   }
 
+  // Runs the command of a key. The panel lists the keys.
   onKeyDown(event) {
     const timeline = this.timeline;
     const target = event.target;

@@ -117,6 +117,7 @@ export function layOutRows(info, folded, narrow, pinned) {
   return { rows, boxes, height: y + GROUP_GAP, byLane, pinnedHeight };
 }
 
+// Returns the relative luminance of a color such as #rrggbb, 0 to 1 (WCAG).
 function luminance(hex) {
   function channel(offset) {
     const value = parseInt(hex.slice(offset, offset + 2), 16) / 255;
@@ -125,6 +126,7 @@ function luminance(hex) {
   return 0.2126 * channel(1) + 0.7152 * channel(3) + 0.0722 * channel(5);
 }
 
+// Draws one timeline on its canvases.
 export class Painter {
   dpr = 1; // device pixels per CSS pixel
 
@@ -157,6 +159,7 @@ export class Painter {
     this.outline = this.dark ? "#ffffff" : "#101014";
   }
 
+  // Sets the colors of the categories, and the color of labels on each.
   setCategories(list) {
     this.colors = list.map((c) => {
       return c[2];
@@ -167,6 +170,7 @@ export class Painter {
     });
   }
 
+  // Resizes and clears a canvas. Returns its context, scaled to CSS pixels.
   prepareCanvas(canvas, width, height) {
     const dpr = ui.clamp(window.devicePixelRatio || 1, 1, 3);
     if (canvas.width !== Math.round(width * dpr) || canvas.height !== Math.round(height * dpr)) {
@@ -182,10 +186,12 @@ export class Painter {
     return ctx;
   }
 
+  // Rounds a position to device pixels.
   snapToPixel(x) {
     return Math.round(x * this.dpr) / this.dpr;
   }
 
+  // Draws the lanes, first those that scroll and then the pinned ones.
   drawLanes() {
     const timeline = this.timeline;
     const w = timeline.width;
@@ -243,6 +249,7 @@ export class Painter {
     this.drawUnrecordedTime(ctx, width, height);
   }
 
+  // Draws a line below each group.
   drawGroupLines(ctx, layout, w, h, top) {
     const line = this.line;
     const pinning = this.isPinnedPass;
@@ -292,6 +299,7 @@ export class Painter {
     }
   }
 
+  // Draws cells of narrow slices; the paler, the less of a cell they cover.
   drawCells(ctx, answer, scale, layout, top, newerAnswer) {
     const runs = answer.runs;
     const timeline = this.timeline;
@@ -338,6 +346,7 @@ export class Painter {
     ctx.globalAlpha = 1;
   }
 
+  // Draws wide slices with their labels.
   drawSlices(ctx, answer, scale, layout, top, newerAnswer) {
     const slices = answer.slices;
     const timeline = this.timeline;
@@ -420,6 +429,7 @@ export class Painter {
     ctx.fillText(text, left, y + height / 2 + 0.5);
   }
 
+  // Returns the width of a text, from a cache.
   measureText(ctx, text) {
     let width = this.textWidths.get(text);
     if (width === undefined) {
@@ -432,6 +442,7 @@ export class Painter {
     return width;
   }
 
+  // Outlines a slice: of the focused finding (1) or a match (2).
   drawOutline(ctx, x, y, width, height, kind) {
     ctx.globalAlpha = 1;
     ctx.lineWidth = kind === 1 ? 2 : 1.5;
@@ -444,6 +455,7 @@ export class Painter {
     ctx.strokeRect(x + 1, y + 1, width - 2, height - 2);
   }
 
+  // Marks cells with flagged slices.
   drawFlaggedCells(ctx, answer, scale, layout, top) {
     const flagged = answer.flagged;
     const timeline = this.timeline;
@@ -469,6 +481,7 @@ export class Painter {
     }
   }
 
+  // Draws counters as the range of values in each pixel.
   drawCounters(ctx, answer, scale, layout, top) {
     const timeline = this.timeline;
     const info = timeline.data.info;
@@ -518,6 +531,7 @@ export class Painter {
     });
   }
 
+  // Draws the time axis.
   drawAxis() {
     const timeline = this.timeline;
     const w = timeline.width;
@@ -546,6 +560,7 @@ export class Painter {
     }
   }
 
+  // Draws the overview of the whole trace, with the visible span.
   drawOverview() {
     const timeline = this.timeline;
     const w = timeline.width;
@@ -610,6 +625,7 @@ export class Painter {
     ctx.fillRect(right - 2, h / 2 - 6, 4, 12);
   }
 
+  // Draws pointer, range, instant, selection and arrows.
   drawOverlay() {
     const timeline = this.timeline;
     const w = timeline.width;
@@ -674,6 +690,7 @@ export class Painter {
     }
   }
 
+  // Returns the box of a slice on the canvas, or null if its lane is folded.
   sliceBox(slice) {
     const timeline = this.timeline;
     const row = timeline.layout.rows[timeline.layout.byLane[slice.lane]];
@@ -691,6 +708,7 @@ export class Painter {
     };
   }
 
+  // Draws a frame around a slice.
   drawFrame(ctx, slice, color, width) {
     const box = this.sliceBox(slice);
     if (!box || box.x > this.timeline.width + FRAME_MARGIN || box.x + box.w < -FRAME_MARGIN) {
@@ -706,6 +724,7 @@ export class Painter {
     ctx.strokeRect(x - 1, box.y - 1, right - x + 2, box.h + 2);
   }
 
+  // Draws an arrow from a launch to its work, or from a cause to its effect.
   drawArrow(ctx, from, link) {
     const isReversed = link.kind === "launched by" || link.kind === "caused by";
     const fromBox = this.sliceBox(isReversed ? link : from);
@@ -741,6 +760,7 @@ export class Painter {
   }
 }
 
+// Returns the time between two labels of the axis, ns: 1, 2 or 5 times a power of ten.
 export function tickStep(span, width) {
   const roughStep = span / Math.max(width / 110, 1);
   const size = Math.pow(10, Math.floor(Math.log10(roughStep)));

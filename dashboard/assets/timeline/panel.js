@@ -29,6 +29,7 @@ function hasEvents(finding) {
   return finding.places.length || finding.edits;
 }
 
+// Builds a button.
 function button(label, title, onclick, cls) {
   return ui.el("button", {
     type: "button",
@@ -50,6 +51,7 @@ function linkItem(text, figure, onclick) {
   ]);
 }
 
+// Returns whether the panel is "open" or "shut"; stores a new value first.
 function storedState(value) {
   try {
     if (value) {
@@ -61,6 +63,7 @@ function storedState(value) {
   }
 }
 
+// Toolbar, side panel, hover card and table of one timeline.
 export class Panel {
   /** @type {Record<string, number>} */
   timers = {};
@@ -70,6 +73,7 @@ export class Panel {
     this.build();
   }
 
+  // Creates the elements.
   build() {
     const timeline = this.timeline;
     const self = this;
@@ -214,11 +218,13 @@ export class Panel {
     ]);
   }
 
+  // Runs an action after a delay, unless it is requested again before.
   debounce(name, delayMs, action) {
     clearTimeout(this.timers[name]);
     this.timers[name] = setTimeout(action, delayMs);
   }
 
+  // Shows the list of keys.
   showHelp() {
     if (!this.helpDialog.open) {
       this.helpDialog.showModal();
@@ -285,6 +291,7 @@ export class Panel {
     this.compareSelect.hidden = !others.length;
   }
 
+  // Shows the number of matches, and which of them is selected.
   showMatchCount(answer) {
     this.matchCount.textContent = !answer
       ? ""
@@ -301,6 +308,7 @@ export class Panel {
     this.timeline.updatePanels();
   }
 
+  // Opens or closes the side panel, and remembers that.
   toggle() {
     const timeline = this.timeline;
     const timelines = [timeline, timeline.partner].filter(Boolean);
@@ -317,6 +325,7 @@ export class Panel {
     timeline.updatePanels();
   }
 
+  // Builds a label with the color of a category.
   categoryChip(category, label) {
     const entry = this.timeline.data.info.categories.filter((candidate) => {
       return candidate[1] === category;
@@ -328,6 +337,7 @@ export class Panel {
     return ui.el("span", { cls: "tl-chip" }, [dot, label || category]);
   }
 
+  // Shows the details of a slice.
   showDetails(slice) {
     const timeline = this.timeline;
     const self = this;
@@ -405,6 +415,7 @@ export class Panel {
     );
   }
 
+  // Shows the statistics of a range.
   showRange(stats) {
     const timeline = this.timeline;
     const span = stats.x1 - stats.x0;
@@ -647,6 +658,7 @@ export class Panel {
     this.legend.replaceChildren.apply(this.legend, children);
   }
 
+  // Shows the hover card of a slice or a counter near a point, or hides it.
   showHoverCard(slice, x, y) {
     const card = this.hoverCard;
     const timeline = this.timeline;
@@ -691,6 +703,7 @@ export class Panel {
     this.showStatus();
   }
 
+  // Shows the visible span and the size of the trace.
   showStatus() {
     const timeline = this.timeline;
     if (!timeline.answer) {
@@ -710,6 +723,7 @@ export class Panel {
       (this.hasZoomHint ? " · ctrl or ⌘+wheel zooms" : "");
   }
 
+  // Fills the table of visible slices, if it is open.
   fillTable() {
     const timeline = this.timeline;
     const self = this;
@@ -799,6 +813,7 @@ export class Panel {
   }
 }
 
+// Builds a definition list of facts: (label, value, unit).
 function factList(rows) {
   return ui.el(
     "dl",

@@ -115,6 +115,7 @@ export class Timeline {
     this.openRank(null);
   }
 
+  // Creates the elements.
   build() {
     const self = this;
     this.overview = ui.el("canvas", { cls: "tl-map", "aria-hidden": "true" });
@@ -170,6 +171,7 @@ export class Timeline {
     this.resize();
   }
 
+  // Removes the timeline and its listeners.
   destroy() {
     this.isDestroyed = true;
     if (this.partner) {
@@ -254,6 +256,7 @@ export class Timeline {
     );
   }
 
+  // Returns the key of the run that is shown.
   runKey() {
     return (
       this.run ||
@@ -354,6 +357,7 @@ export class Timeline {
     return (top.activeTimeline || top) === this;
   }
 
+  // Makes this one the active one of two timelines.
   activate() {
     const top = this.parent || this;
     if (top.activeTimeline === this && !this.parent) {
@@ -363,6 +367,7 @@ export class Timeline {
     top.updatePanels();
   }
 
+  // Shows or hides the side panels of both timelines.
   updatePanels() {
     const top = this.parent || this;
     const timelines = [top, top.partner].filter(Boolean);
@@ -387,11 +392,13 @@ export class Timeline {
     top.panel.panelButton.setAttribute("aria-expanded", String(isAnyOpen));
   }
 
+  // Shows or hides library frames.
   setLibraries(libraries) {
     this.libraries = libraries;
     this.openRank(this.data.rank, [this.x0, this.x1]);
   }
 
+  // Shows a message instead of the timeline.
   showError(reason) {
     this.message.hidden = false;
     this.message.textContent = reason;
@@ -399,12 +406,14 @@ export class Timeline {
     this.resolveSettled();
   }
 
+  // Shows another rank in the same span.
   setRank(rank) {
     this.finding = "";
     this.query = "";
     this.openRank(rank, [this.x0, this.x1]);
   }
 
+  // Sets span, finding, search and selection from the address.
   readUrl(isFirst) {
     const info = this.data.info;
     const parameters = new URLSearchParams(location.search);
@@ -450,6 +459,7 @@ export class Timeline {
     this.draw();
   }
 
+  // Puts span, finding, search and selection into the address, after a delay.
   writeUrl() {
     const self = this;
     if (this.parent) {
@@ -490,6 +500,7 @@ export class Timeline {
     }, 250);
   }
 
+  // Adapts the layout to the size of the window.
   resize() {
     const gutter = this.stage.clientWidth < 620 ? 0 : 188;
     const hasChanged = this.isNarrow !== !gutter;
@@ -506,6 +517,7 @@ export class Timeline {
     this.draw();
   }
 
+  // Lays out the rows and creates their labels.
   layOutLanes() {
     const self = this;
     const info = this.data.info;
@@ -622,6 +634,7 @@ export class Timeline {
     }
   }
 
+  // Expands or collapses a group.
   toggleFold(key) {
     this.folded[key] = !this.folded[key];
     this.layOutLanes();
@@ -642,10 +655,12 @@ export class Timeline {
     return lanes;
   }
 
+  // Returns the time at a position on the canvas, ns.
   timeAt(x) {
     return this.x0 + (x / this.width) * (this.x1 - this.x0);
   }
 
+  // Moves the view to a span, within limits, with an animation if "isAnimated".
   setView(x0, x1, isAnimated) {
     const info = this.data.info;
     const traceSpan = info.last_ns - info.first_ns;
@@ -674,6 +689,7 @@ export class Timeline {
     this.target = target;
   }
 
+  // Sets the visible span, and that of the other timeline.
   setSpan(x0, x1) {
     this.x0 = x0;
     this.x1 = x1;
@@ -693,6 +709,7 @@ export class Timeline {
     other.isFollowing = false;
   }
 
+  // Moves the view by a share of its span.
   pan(share, isAnimated) {
     const offset = share * (this.x1 - this.x0);
     const info = this.data.info;
@@ -701,6 +718,7 @@ export class Timeline {
     this.setView(x0, x0 + span, isAnimated);
   }
 
+  // Zooms by a factor around a position, 0 to 1 of the width.
   zoom(factor, anchor, isAnimated) {
     const span = this.x1 - this.x0;
     const info = this.data.info;
@@ -717,6 +735,7 @@ export class Timeline {
     );
   }
 
+  // Zooms to the selected slice, and the second time to the whole trace.
   fit() {
     const info = this.data.info;
     const slice = this.selectedSlice;
@@ -729,12 +748,14 @@ export class Timeline {
     this.setView(info.first_ns, info.last_ns, true);
   }
 
+  // Zooms to a slice.
   zoomTo(slice) {
     const margin = Math.max(slice.dur * 0.6, 500);
     this.setView(slice.ts - margin, slice.ts + slice.dur + margin, true);
     this.scrollToSlice(slice);
   }
 
+  // Zooms to the selected range.
   zoomToRange() {
     if (!this.range) {
       return;
@@ -782,12 +803,14 @@ export class Timeline {
     this.selectById(slice.id);
   }
 
+  // Zooms to a place of a finding and selects its slice.
   showPlace(place, isImmediate) {
     const margin = Math.max(place.dur * 1.5, 20000);
     this.setView(place.ts - margin, place.ts + place.dur + margin, !isImmediate);
     this.selectStartingAt(place.ts, place.dur);
   }
 
+  // Selects a slice and shows its details; null deselects.
   setSelectedSlice(slice) {
     this.selectedSlice = slice;
     if (slice) {
@@ -800,6 +823,7 @@ export class Timeline {
     this.writeUrl();
   }
 
+  // Selects a slice by its id.
   selectById(id, scrolls) {
     const self = this;
     const data = this.data;
@@ -819,6 +843,7 @@ export class Timeline {
     );
   }
 
+  // Selects the slice that starts at an instant.
   selectStartingAt(ts, dur) {
     const self = this;
     const query = { t: Math.round(ts) };
@@ -837,6 +862,7 @@ export class Timeline {
     );
   }
 
+  // Selects the previous or next slice in the lane.
   selectNeighbor(offset) {
     const self = this;
     const current = this.selectedSlice;
@@ -859,6 +885,7 @@ export class Timeline {
     );
   }
 
+  // Selects a range. Once it is complete, its statistics are shown.
   setRange(range, isComplete) {
     this.range = range && Math.abs(range[1] - range[0]) >= 16 ? range : null;
     const self = this;
@@ -888,6 +915,7 @@ export class Timeline {
     this.draw();
   }
 
+  // Clears the range, or else the selection, the search or the finding.
   clearSelection() {
     if (this.range) {
       this.setRange(null);
@@ -901,6 +929,7 @@ export class Timeline {
     }
   }
 
+  // Highlights a finding, and shows its first place if "showsPlace".
   setFinding(key, showsPlace) {
     const finding = this.data.info.findings.filter((candidate) => {
       return candidate.key === key;
@@ -930,12 +959,14 @@ export class Timeline {
     this.writeUrl();
   }
 
+  // Loads the rank of a finding at its first place.
   openFindingRank(finding) {
     const place = finding.places[0];
     const margin = Math.max(place.dur * 1.5, 20000);
     this.openRank(finding.rank, [place.ts - margin, place.ts + place.dur + margin]);
   }
 
+  // Scrolls to the lane of a place.
   scrollToPlace(place) {
     const self = this;
     this.data.fetchJson("find", { t: Math.round(place.ts), dur: Math.round(place.dur) }).then(
@@ -950,6 +981,7 @@ export class Timeline {
     );
   }
 
+  // Sets the text to search for, and counts its matches.
   setQuery(query) {
     query = query.trim();
     if (query === this.query) {
@@ -1015,12 +1047,14 @@ export class Timeline {
     );
   }
 
+  // Moves to the next or previous match.
   findNext(isBackward) {
     if (this.query) {
       this.findMatch(this.query, isBackward);
     }
   }
 
+  // Returns the row at a vertical position, or null.
   rowAt(y) {
     const rows = this.layout ? this.layout.rows : [];
     const isPinnedPart = Boolean(this.layout && y < this.layout.pinnedHeight);
@@ -1078,6 +1112,7 @@ export class Timeline {
     };
   }
 
+  // Returns the lane of the cell at a point, or null.
   cellAt(x, y) {
     const row = this.rowAt(y);
     const answer = this.answer;
@@ -1121,6 +1156,7 @@ export class Timeline {
     };
   }
 
+  // Requests the longest slice of the cell at a point.
   fetchSliceAt(x, y) {
     const lane = this.cellAt(x, y);
     if (lane === null) {
@@ -1133,6 +1169,7 @@ export class Timeline {
     });
   }
 
+  // Updates pointer and hover card; null: the pointer left.
   movePointer(x, y) {
     const self = this;
     const slice = x === null ? null : this.sliceAt(x, y);
@@ -1184,6 +1221,7 @@ export class Timeline {
     }
   }
 
+  // Selects the slice at a point.
   click(x, y) {
     const self = this;
     const slice = this.sliceAt(x, y);
@@ -1227,6 +1265,7 @@ export class Timeline {
     return { lanes: lanes.slice(0, 1000), counters };
   }
 
+  // Returns whether the last answer covers the visible span.
   isViewCovered() {
     const answer = this.answer;
     return Boolean(
@@ -1264,10 +1303,12 @@ export class Timeline {
     );
   }
 
+  // Returns the device pixels per CSS pixel, at most 2.
   pixelRatio() {
     return ui.clamp(window.devicePixelRatio || 1, 1, 2);
   }
 
+  // Requests the visible span, unless a request is pending or the last answer suffices.
   requestView() {
     if (!this.layout || !this.data.info || this.pendingView || this.isDestroyed) {
       return;
@@ -1381,6 +1422,7 @@ export class Timeline {
       );
   }
 
+  // Draws everything in the next animation frame.
   draw() {
     const self = this;
     if (this.mainFrame || this.isDestroyed) {
@@ -1422,6 +1464,7 @@ export class Timeline {
     });
   }
 
+  // Draws only the overlay in the next animation frame.
   drawOverlay() {
     const self = this;
     if (this.overlayFrame || this.mainFrame) {
@@ -1442,6 +1485,7 @@ export class Timeline {
     });
   }
 
+  // Resolves the promises of whenSettled if the view is complete.
   resolveSettled() {
     if (!this.settledCallbacks.length || this.pendingView || this.mainFrame) {
       return;

@@ -102,7 +102,7 @@ class CollectivesInStep(Rule):
 
     min_share = Threshold(0.05, "of the step, in which the rank waits for them", CHOSEN)
     max_bytes = Threshold(1024, "bytes of an all-reduce: some numbers, not gradients", CHOSEN)
-    max_number = Threshold(16, "bytes of one between backward pass and optimizer", CHOSEN)
+    max_scalar_bytes = Threshold(16, "bytes of one between backward pass and optimizer", CHOSEN)
 
     fix = (
         "Add the numbers up on each rank, and all-reduce them together every N steps or once per "
@@ -249,7 +249,7 @@ class CollectivesInStep(Rule):
         is_barrier = pl.col("name").str.contains("barrier")
         kind = pl.col("collective").cast(pl.String)
         lengths = (kind == "all_gather") & (pl.col("dtype") == "long int") & pl.col("pickled").any()
-        max_bytes = pl.when("gradients").then(self.max_number).otherwise(self.max_bytes)
+        max_bytes = pl.when("gradients").then(self.max_scalar_bytes).otherwise(self.max_bytes)
         is_small = (pl.col("bytes") <= max_bytes).fill_null(False)
         table = table.with_columns(
             needless=pl.when(is_barrier)

@@ -102,7 +102,7 @@ class ExposedCommunication(Rule):
     max_small_bytes = Threshold(
         1048576, "bytes of a message: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
-    min_unsure_share = Threshold(
+    min_uncertain_share = Threshold(
         0.2, "of exposed time beyond the fastest messages, at which it counts", OURS
     )
     min_healthy_overlap = Threshold(0.8, "share hidden, at which the check passes", OURS)
@@ -371,7 +371,7 @@ class ExposedCommunication(Rule):
         advice = without_bf16(a, self._advise(a, by_kind, table))
         if a.device_id is None:
             advice = {**self.case("the ranks train on CPUs"), **advice}
-        elif wait_share >= self.min_unsure_share:
+        elif wait_share >= self.min_uncertain_share:
             evidence.append(
                 Evidence("exposed beyond the fastest message of the size", wait_share, "share")
             )

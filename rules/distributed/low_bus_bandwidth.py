@@ -32,7 +32,7 @@ class LowBusBandwidth(Rule):
     max_share = Threshold(0.5, "of what NCCL attains of the link", CHOSEN)
     min_agreement = Threshold(0.8, "slowest tenth of the rates over the fastest", CHOSEN)
     min_count = Threshold(6, "large collectives", CHOSEN)
-    min_exposed = Threshold(0.01, "of the step, exposed communication", ENGINE_FLOOR)
+    min_exposed_share = Threshold(0.01, "of the step, exposed communication", ENGINE_FLOOR)
 
     fix = (
         "Find the path: run with NCCL_DEBUG=INFO and analyze the log with this trace. Then "
@@ -56,7 +56,7 @@ class LowBusBandwidth(Rule):
         if scaled is None:
             return
         exposed = a.breakdown.communication.total / a.span_ns
-        if exposed < self.min_exposed:
+        if exposed < self.min_exposed_share:
             return
         share = scaled.measured / scaled.attainable
         if share >= self.max_share:

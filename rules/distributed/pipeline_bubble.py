@@ -43,7 +43,7 @@ class PipelineBubble(Rule):
     )
     sources = (GPIPE, INTERLEAVED)
 
-    max_per_stage = Threshold(4.0, "micro-batches per stage", GPIPE)
+    max_micro_batches_per_stage = Threshold(4.0, "micro-batches per stage", GPIPE)
     min_share = Threshold(0.05, "of the step, the bubble by formula and as measured", CHOSEN)
     stages_per_rank = Factor(2, "stages on each rank in the interleaved schedule", CHOSEN)
 
@@ -72,7 +72,7 @@ class PipelineBubble(Rule):
         slots = None if size is None else count_micro_batches(a, rows)
         if slots is None or not isinstance(size, int) or size < 2:
             return
-        if slots / size >= self.max_per_stage:
+        if slots / size >= self.max_micro_batches_per_stage:
             yield PassedCheck(text=f"{slots} micro-batches fill a pipeline of {size} stages")
             return
         wait = pipeline_wait(rows)
@@ -106,7 +106,9 @@ class PipelineBubble(Rule):
             evidence=[
                 Evidence("stages_per_rank", size, "count"),
                 Evidence("micro-batches", slots, "count"),
-                self.compare("micro-batches per stage", slots / size, "max_per_stage", "count"),
+                self.compare(
+                    "micro-batches per stage", slots / size, "max_micro_batches_per_stage", "count"
+                ),
                 self.compare("bubble by formula", bubble, "min_share", "share"),
                 Evidence("with an interleaved schedule", interleaved_bubble, "share"),
                 amount_per_step(a, "wait in sends and receives", wait),
@@ -120,7 +122,7 @@ class PipelineBubble(Rule):
     def examples() -> Examples:
         return {
             "four micro-batches": _stage(4, 3600),
-            "sixteen micro-batches": (_stage(16, 3600), "max_per_stage"),
+            "sixteen micro-batches": (_stage(16, 3600), "max_micro_batches_per_stage"),
             "no wait": (_stage(4, 20), "share < self.min_share"),
         }
 

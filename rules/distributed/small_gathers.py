@@ -65,7 +65,7 @@ class SmallGathers(Rule):
     sources = (NCCL_TUNING, NCCL_OVERHEAD)
 
     min_count = Threshold(20.0, "small gathers per step", OURS)
-    max_transfer = Threshold(0.5, "of a gather's shortest time that its bytes take", CHOSEN)
+    max_transfer_share = Threshold(0.5, "of a gather's shortest time that its bytes take", CHOSEN)
     min_share = Threshold(0.01, "of the step, exposed in small gathers and scatters", ENGINE_FLOOR)
     target_latency_share = Factor(0.2, "of a gather's time that is latency in larger units", CHOSEN)
 
@@ -99,7 +99,7 @@ class SmallGathers(Rule):
         if table.is_empty() or table["bytes"].null_count():
             return
         table = _add_latency(a, table)
-        small = table.filter(pl.col("transfer") < self.max_transfer * pl.col("shortest"))
+        small = table.filter(pl.col("transfer") < self.max_transfer_share * pl.col("shortest"))
         count = small.filter(pl.col("collective") == "all_gather").height / a.step_count
         if count < self.min_count:
             return
@@ -127,7 +127,9 @@ class SmallGathers(Rule):
             evidence=[
                 self.compare("small gathers", count, "min_count", "count", per=a.per),
                 Evidence("median gather", size, "bytes"),
-                self.compare("transfer", transfer / (latency + transfer), "max_transfer", "share"),
+                self.compare(
+                    "transfer", transfer / (latency + transfer), "max_transfer_share", "share"
+                ),
                 amount_per_step(a, "latency of these all-gathers", float(small["latency"].sum())),
                 amount_per_step(a, "exposed", sum_column(small["exposed"])),
                 self.compare("share", share, "min_share"),

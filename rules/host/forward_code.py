@@ -68,7 +68,7 @@ class ForwardCode(Rule):
     )
 
     min_share = Threshold(0.10, "of the step; twice the threshold for a waiting GPU", XPROF)
-    min_stretch = Threshold(1.0, "ms without an operator, longer than Python around one", CHOSEN)
+    min_stretch_ms = Threshold(1.0, "ms without an operator, longer than Python around one", CHOSEN)
     min_stretch_share = Threshold(0.05, "of the step, for a shorter stretch", CHOSEN)
     min_samples = Threshold(8, "samples in a function at which it is named", OURS)
     min_gain_share = Threshold(0.5, "of the time is gained at least; some may have to stay", CHOSEN)
@@ -93,7 +93,7 @@ class ForwardCode(Rule):
         stretches = self._find_stretches(a)
         lengths = stretches.end - stretches.start
         step_ns = a.span_ns / a.step_count
-        is_long = lengths >= min(self.min_stretch * 1e6, self.min_stretch_share * step_ns)
+        is_long = lengths >= min(self.min_stretch_ms * 1e6, self.min_stretch_share * step_ns)
         ns = int(lengths[is_long].sum())
         if ns < self.min_share * a.span_ns:
             return
@@ -215,7 +215,7 @@ class ForwardCode(Rule):
             "a table made in each forward": _build_steps(),
             "without samples": _build_steps(samples=0),
             "in a short step": _build_steps(stretch=500, other_us=1_000),
-            "Python around operators": (_build_steps(stretch=300, times=12), "min_stretch"),
+            "Python around operators": (_build_steps(stretch=300, times=12), "min_stretch_ms"),
             "small compared with the step": (_build_steps(other_us=40_000), "min_share"),
             "the loop's own code": (
                 _build_steps(in_forward=False),

@@ -72,7 +72,7 @@ class GcPauses(Rule):
     min_share = Threshold(0.01, "of the steps' time", ENGINE_FLOOR)
     min_pause_ms = Threshold(50.0, "ms lost to pauses in one step", CHOSEN)
     min_steps = Threshold(20, "steps without a profiler", GPUPROF)
-    max_other = Threshold(
+    max_excess_ratio = Threshold(
         2.0,
         "times its pauses, for the time beyond the median of a step of two medians or more",
         CHOSEN,
@@ -135,7 +135,7 @@ class GcPauses(Rule):
         pause, dur = recorded.column("gc")[recorded.timed], recorded.timed_durations
         beyond = np.maximum(0.0, dur - recorded.median)
         # a step that compiles creates many objects that are collected in it, but only once
-        is_usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)
+        is_usual = (beyond <= self.max_excess_ratio * pause) | (beyond <= recorded.median)
         pause, dur, beyond = pause[is_usual], dur[is_usual], beyond[is_usual]
         share = float(pause.sum()) / float(dur.sum())
         longest = float(pause.max())

@@ -53,7 +53,7 @@ class GrowingInputs(Rule):
     )
 
     min_steps = Threshold(3, "consecutive steps, each with more values than the last", CHOSEN)
-    max_uneven = Threshold(1.05, "times the smallest growth from step to step", CHOSEN)
+    max_growth_ratio = Threshold(1.05, "times the smallest growth from step to step", CHOSEN)
     min_share = Threshold(0.05, "of the step in these operators", XPROF)
     best_factor = Factor(1.2, "times that time at best: larger inputs miss the caches", CHOSEN)
     worst_factor = Factor(0.2, "of the time remains at most, for the step's own values", CHOSEN)
@@ -106,7 +106,9 @@ class GrowingInputs(Rule):
 
     def _is_growing(self, values: list[int]) -> bool:
         rise = np.diff(values)
-        return bool(len(rise) and rise.min() > 0 and rise.max() <= self.max_uneven * rise.min())
+        return bool(
+            len(rise) and rise.min() > 0 and rise.max() <= self.max_growth_ratio * rise.min()
+        )
 
     def _estimate_effect(
         self, a: Analysis, rows: Rows, ns: int, costliest: _Calls

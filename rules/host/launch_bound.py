@@ -103,7 +103,7 @@ class LaunchBound(Rule):
         10, "launches between two waits for the GPU; with fewer, no capture is possible", OURS
     )
 
-    max_half = Threshold(
+    max_used_share = Threshold(
         0.5, "of the step busy, and of memory in use: twice the batch fits into both", OURS
     )
 
@@ -312,7 +312,9 @@ class LaunchBound(Rule):
         if is_served or gaps.graph_launches or memory.is_empty():
             return False
         used, capacity = (memory[name].to_numpy() for name in ("peak_reserved", "capacity"))
-        return gaps.busy_share <= self.max_half and bool((used <= self.max_half * capacity).all())
+        return gaps.busy_share <= self.max_used_share and bool(
+            (used <= self.max_used_share * capacity).all()
+        )
 
     @staticmethod
     def examples() -> Examples:

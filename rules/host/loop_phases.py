@@ -181,7 +181,7 @@ class LoopPhases(LoopRule):
         },
     }
     min_sort_share = Threshold(0.2, "of this time in sorts at which they are named first", CHOSEN)
-    max_small_us = Threshold(100, "µs per operator on average; longer ones do real work", CHOSEN)
+    max_operator_us = Threshold(100, "µs per operator on average; longer ones do real work", CHOSEN)
     min_operator_share = Threshold(
         1 / 3,
         "of this time in operators; otherwise a loop over tensors is not the cause",
@@ -253,7 +253,7 @@ class LoopPhases(LoopRule):
         of_window = step / max(a.step_ns, 1)
         runs_operators = operator_ns * of_window >= self.min_operator_share * ns
         many = many and runs_operators
-        many = many and operator_ns <= self.max_small_us * 1e3 * operators
+        many = many and operator_ns <= self.max_operator_us * 1e3 * operators
         fixed = whole_operators(a, rows) if is_loss else None
         fixed_ns = 0.0 if fixed is None else operator_time(a, fixed.rows)
         by_hand = ns - fixed_ns * of_window

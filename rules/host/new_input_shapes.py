@@ -86,10 +86,12 @@ class NewInputShapes(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in such calls", XPROF)
-    trials = Factor(10, "algorithms per shape, if the trace does not show them", OURS)
-    last_part = Factor(0.25, "of the run's steps, at its end, show the remaining loss", OURS)
-    min_last = Threshold(4, "steps to measure it", OURS)
-    max_left = Threshold(
+    algorithms_per_shape = Factor(10, "algorithms per shape, if the trace does not show them", OURS)
+    final_steps_share = Factor(
+        0.25, "of the run's steps, at its end, show the remaining loss", OURS
+    )
+    min_final_steps = Threshold(4, "steps to measure it", OURS)
+    max_remaining_share = Threshold(
         0.5, "of the loss remains in the last steps; below it, the problem ends by itself", OURS
     )
 
@@ -141,7 +143,7 @@ class NewInputShapes(Rule):
         still_lost = self._measure_remaining_loss(a, saved / max(a.span_ns, 1))
         ending = (
             ""
-            if still_lost is None or still_lost > self.max_left
+            if still_lost is None or still_lost > self.max_remaining_share
             else _ENDING_NOTE.format(left=still_lost)
         )
         edits: list[Edit] = []
@@ -188,7 +190,7 @@ class NewInputShapes(Rule):
             cause = SEARCH if trials or flag else OTHER if flag is False else UNKNOWN
         ns, usual = int(calls["dur"].sum()), calls["usual"][0]
         repeated = min(1.0, len(calls) * (REPEATED_NS if usual is None else usual) / ns)
-        stays = 1 / (trials or self.trials) if cause == SEARCH else 0.0
+        stays = 1 / (trials or self.algorithms_per_shape) if cause == SEARCH else 0.0
         return {
             "name": name, "ns": ns, "median": float(np.median(calls["dur"].to_numpy())),
             "usual": usual, "trials": trials, "cause": cause, "repeated": repeated,
@@ -203,8 +205,10 @@ class NewInputShapes(Rule):
             return None
         around = recorded.durations_around(recorded.kept_by_window(a.trace.meta.window))
         durations = recorded.timed_durations
-        last_durations = durations[-int(max(len(durations) * self.last_part, self.min_last)) :]
-        if len(around) < self.min_last or len(durations) < 2 * self.min_last:
+        last_durations = durations[
+            -int(max(len(durations) * self.final_steps_share, self.min_final_steps)) :
+        ]
+        if len(around) < self.min_final_steps or len(durations) < 2 * self.min_final_steps:
             return None
         window_step = float(np.median(around))
         lost = share * window_step

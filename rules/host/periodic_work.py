@@ -55,13 +55,13 @@ class PeriodicWork(Rule):
     references = ("https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",)
 
     min_share = Threshold(0.05, "of the run, including the time between steps", XPROF)
-    min_kept = Threshold(
+    min_exposed_share = Threshold(
         0.5, "of the work must be gain if the host runs ahead, because it waits for the GPU", CHOSEN
     )
-    min_near = Threshold(
+    min_samples_share = Threshold(
         0.5, "of the work's share of the run, at least, in the function's samples", OURS
     )
-    min_all = Threshold(
+    min_whole_share = Threshold(
         0.9,
         "of the work's share of the run in the code's samples: it is all of the work",
         OURS,
@@ -97,7 +97,10 @@ class PeriodicWork(Rule):
         if work.gain < self.min_share * work.step or self._is_other_work(recorded, work):
             return
         code = code_outside(
-            recorded.stacks, LEARNING, self.min_near * work.share, work.share / self.min_near
+            recorded.stacks,
+            LEARNING,
+            self.min_samples_share * work.share,
+            work.share / self.min_samples_share,
         )
         if code is not None and code.waits:
             return
@@ -133,7 +136,7 @@ class PeriodicWork(Rule):
         if time_compiling(recorded) >= MOSTLY_COMPILING * spent:
             return True
         return any(
-            share_in(recorded.stacks, pattern)[0] >= self.min_near * work.share
+            share_in(recorded.stacks, pattern)[0] >= self.min_samples_share * work.share
             for pattern in SAVING_AND_LOGGING.values()
         )
 
@@ -142,13 +145,13 @@ class PeriodicWork(Rule):
         if work.outside:
             return True
         if work.on_device is not None:
-            return work.on_device >= self.min_kept * work.each
-        return work.gain >= self.min_kept * work.per_step
+            return work.on_device >= self.min_exposed_share * work.each
+        return work.gain >= self.min_exposed_share * work.per_step
 
     def _share_in_code(self, code: SampledCode | None, work: RecurringWork) -> float:
         """Return the share of the work, by samples, in the named code; 1 if none is named."""
         share = 1.0 if code is None else code.share / work.share
-        return 1.0 if share >= self.min_all else share
+        return 1.0 if share >= self.min_whole_share else share
 
     def _describe_code(self, code: SampledCode | None, work: RecurringWork) -> str:
         if code is None:

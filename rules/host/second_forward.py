@@ -51,8 +51,8 @@ class SecondForward(Rule):
     min_share = Threshold(0.05, "of the step in layers that run again", XPROF)
     worst_factor = Factor(1.0, "of the time remains if the second model is a different one", CHOSEN)
     min_forwards = Threshold(12, "compared forwards of the record: one sample", CHOSEN)
-    min_again = Threshold(0.2, "of them repeat an earlier one", CHOSEN)
-    worst_of_proven = Factor(0.2, "of the time remains if the recorder confirmed it", CHOSEN)
+    min_repeated_share = Threshold(0.2, "of them repeat an earlier one", CHOSEN)
+    worst_confirmed_factor = Factor(0.2, "of the time remains if the recorder confirmed it", CHOSEN)
 
     fix = (
         "Keep the outputs of the first forward pass, and compute metrics from them. detach() takes "
@@ -77,7 +77,7 @@ class SecondForward(Rule):
         if ns < self.min_share * a.span_ns:
             return
         repeated_share = self._read_repeated_share(a)
-        if repeated_share is not None and repeated_share < self.min_again:
+        if repeated_share is not None and repeated_share < self.min_repeated_share:
             return
         table = outermost_in_steps(a)
         ts = table["ts"].to_numpy()
@@ -91,12 +91,12 @@ class SecondForward(Rule):
         ]
         worst = self.worst_factor
         if repeated_share is not None:
-            worst = self.worst_of_proven
+            worst = self.worst_confirmed_factor
             evidence.append(
                 self.compare(
                     "forwards with the weights and input of an earlier one",
                     repeated_share,
-                    "min_again",
+                    "min_repeated_share",
                 )
             )
         yield Finding(
@@ -124,7 +124,10 @@ class SecondForward(Rule):
         return {
             "a forward for metrics": _build_passes(),
             "the recorder saw it": _build_run(again=6),
-            "the recorder saw other modules or batches": (_build_run(again=1), "min_again"),
+            "the recorder saw other modules or batches": (
+                _build_run(again=1),
+                "min_repeated_share",
+            ),
             "few forwards were compared": _build_run(again=0, forwards=2),
             "on a CPU": _build_passes(gpu=None),
             "with a graph": _build_passes(graph=True),

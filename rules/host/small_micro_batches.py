@@ -86,8 +86,8 @@ class SmallMicroBatches(Rule):
     min_passes = Threshold(4, "equal passes for one optimizer step", CHOSEN)
     max_call_us = Threshold(300, "µs, the median of an operator; longer ones are real work", CHOSEN)
     min_share = Threshold(0.3, "of the step in short calls of these passes", CHOSEN)
-    saved = Factor(0.9, "of what a larger micro-batch can save at most", CHOSEN)
-    worst_saved = Factor(0.4, "of it, if half of the calls' time is real work", CHOSEN)
+    saved_share = Factor(0.9, "of what a larger micro-batch can save at most", CHOSEN)
+    worst_saved_share = Factor(0.4, "of it, if half of the calls' time is real work", CHOSEN)
 
     fix = (
         "Use a larger micro-batch and proportionally fewer accumulation steps, as far as memory "
@@ -145,7 +145,9 @@ class SmallMicroBatches(Rule):
             ],
             where=costliest_places(a, layers["row"].to_numpy(), layers["ns"].to_numpy(), top=1),
             edits=[
-                scale_edit(select, 1 - self.saved * gain, 1 - gain, 1 - self.worst_saved * gain)
+                scale_edit(
+                    select, 1 - self.saved_share * gain, 1 - gain, 1 - self.worst_saved_share * gain
+                )
             ],
             code=code.format(count=passes.number),
         )

@@ -107,8 +107,10 @@ class ConstantProjections(Rule):
     min_share = Threshold(0.05, "of the step in these layers", XPROF)
     min_passes = Threshold(2, "passes in a row with the same layers", CHOSEN)
     min_rows = Threshold(8, "times as many rows as the pass has tokens", CHOSEN)
-    remaining = Factor(0.05, "of the time remains: once per sequence of some 20 tokens", CHOSEN)
-    worst_remaining = Factor(0.35, "of it, for sequences of three tokens", CHOSEN)
+    remaining_share = Factor(
+        0.05, "of the time remains: once per sequence of some 20 tokens", CHOSEN
+    )
+    worst_remaining_share = Factor(0.35, "of it, for sequences of three tokens", CHOSEN)
 
     fix = (
         "Project the input once, before the loop, and keep the results for all tokens: in "
@@ -209,7 +211,7 @@ class ConstantProjections(Rule):
                 if side == "gpu"
                 else Select(on="host", kind=("op",), name=pattern)
             )
-            factors = (self.remaining, 0.0, self.worst_remaining)
+            factors = (self.remaining_share, 0.0, self.worst_remaining_share)
             edits.append(scale_edit(select, *(1 - share * (1 - factor) for factor in factors)))
         return edits
 

@@ -61,10 +61,10 @@ class PrefixRecomputed(Rule):
     min_tokens = Threshold(
         8, "tokens of the first pass: with fewer, little is computed again", CHOSEN
     )
-    on_host = Factor(
+    remaining_host_share = Factor(
         0.25, "of the operators' time on a CPU remains: weights are still read", CHOSEN
     )
-    worst_on_host = Factor(0.6, "of it remains, at most", CHOSEN)
+    worst_remaining_host_share = Factor(0.6, "of it remains, at most", CHOSEN)
 
     fix = (
         "Keep the keys and values of earlier tokens, and pass only the new token to the model. "
@@ -128,9 +128,9 @@ class PrefixRecomputed(Rule):
         return Edit(
             op="scale",
             select=Select(on="host", kind=("op",), name=_HOST_WORK),
-            factor=max(best, self.on_host),
+            factor=max(best, self.remaining_host_share),
             factor_low=best,
-            factor_high=max(best, self.worst_on_host),
+            factor_high=max(best, self.worst_remaining_host_share),
         )
 
     @staticmethod

@@ -57,10 +57,12 @@ class SameInputAgain(Rule):
     references = ("https://docs.python.org/3/library/functools.html#functools.lru_cache",)
 
     min_forwards = Threshold(12, "forwards that were compared: one sample", CHOSEN)
-    min_again = Threshold(0.25, "of the module's forwards repeat an earlier one", CHOSEN)
-    min_new = Threshold(0.25, "of all compared forwards get new inputs", CHOSEN)
+    min_repeated_share = Threshold(0.25, "of the module's forwards repeat an earlier one", CHOSEN)
+    min_new_input_share = Threshold(0.25, "of all compared forwards get new inputs", CHOSEN)
     min_share = Threshold(0.05, "of the time in forward", XPROF)
-    worst_kept = Factor(0.7, "of the time is saved, at worst: outputs are kept and copied", CHOSEN)
+    worst_saved_share = Factor(
+        0.7, "of the time is saved, at worst: outputs are kept and copied", CHOSEN
+    )
 
     fix = (
         "Call the module once for each new input, before the loop, and keep its output. Where the "
@@ -84,12 +86,12 @@ class SameInputAgain(Rule):
         forwards, again, total = (sum_of_events(events, key) for key in ("forwards", "again", "ns"))
         if forwards < self.min_forwards or total <= 0:
             return
-        if 1 - again / forwards < self.min_new:
+        if 1 - again / forwards < self.min_new_input_share:
             return
         module = max(_read_repeats(events), key=lambda repeats: repeats.again_ns, default=None)
         if module is None:
             return
-        if module.again < self.min_again * module.forwards:
+        if module.again < self.min_repeated_share * module.forwards:
             return
         share = module.again_ns / total
         if share < self.min_share:
@@ -105,9 +107,11 @@ class SameInputAgain(Rule):
                 self.compare(
                     f"calls of {module.module} with the input of an earlier one",
                     module.again / module.forwards,
-                    "min_again",
+                    "min_repeated_share",
                 ),
-                self.compare("forwards with new inputs", 1 - again / forwards, "min_new"),
+                self.compare(
+                    "forwards with new inputs", 1 - again / forwards, "min_new_input_share"
+                ),
                 self.compare("share of the time in forward", share, "min_share"),
             ],
             where=[] if module.place is None else [module.place],
@@ -124,7 +128,7 @@ class SameInputAgain(Rule):
         return impact_per_step(
             a,
             ns_scale * module.share_again * module.ns,
-            low=ns_scale * self.worst_kept * module.again_ns,
+            low=ns_scale * self.worst_saved_share * module.again_ns,
             high=ns_scale * module.ns,
             method="recorded time of forwards that repeat",
             of_median=not recorded.varies,
@@ -137,8 +141,8 @@ class SameInputAgain(Rule):
             "on a GPU": _denoising(gpu="A100"),
             "without the caller's frames": _denoising(frames=[]),
             "each input is new": (_denoising(again=0), "module is None"),
-            "an input came back by chance": (_denoising(again=1), "min_again"),
-            "one input for all modules": (_denoising(again=6, others=5), "min_new"),
+            "an input came back by chance": (_denoising(again=1), "min_repeated_share"),
+            "one input for all modules": (_denoising(again=6, others=5), "min_new_input_share"),
             "small next to the rest": (_denoising(ms=0.2), "min_share"),
             "few forwards": (_denoising(samples=1, compared=11), "min_forwards"),
             "a training": (_denoising(trained=True), "not recorded.inference"),

@@ -383,9 +383,11 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         },
     }
 
-    table_left = Factor(0.2, "of the work on a table is left: its rows are indexed", CHOSEN)
-    best_table_left = Factor(0.05, "of it is left, at best", CHOSEN)
-    worst_table_left = Factor(0.5, "of it is left, at worst", CHOSEN)
+    remaining_table_share = Factor(
+        0.2, "of the work on a table is left: its rows are indexed", CHOSEN
+    )
+    best_remaining_table_share = Factor(0.05, "of it is left, at best", CHOSEN)
+    worst_remaining_table_share = Factor(0.5, "of it is left, at worst", CHOSEN)
 
     _ranges = SINGLE_PROCESS
 
@@ -431,7 +433,11 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         }
         table = table_of_dataset(a)
         if table is not None:
-            left = (self.table_left, self.best_table_left, self.worst_table_left)
+            left = (
+                self.remaining_table_share,
+                self.best_remaining_table_share,
+                self.worst_remaining_table_share,
+            )
             texts = self.case("a table in memory", function=table)
             select = Select(on="host", name=SINGLE_PROCESS)
             texts["edits"] = [scale_edit(select, *(1 - moved_share * (1 - x) for x in left))]

@@ -69,11 +69,11 @@ class IgnoredLabels(Rule):
         "https://huggingface.co/docs/trl/sft_trainer#train-on-completion-only",
     )
 
-    min_ignored = Threshold(0.20, "of the labels", CHOSEN)
+    min_ignored_share = Threshold(0.20, "of the labels", CHOSEN)
     min_samples = Threshold(3, "forwards or losses sampled", CHOSEN)
     min_share = Threshold(0.05, "of the step in work on the logits", CHOSEN)
     min_vocabulary = Threshold(1000, "classes: a language model's", CHOSEN)
-    min_positions = Threshold(0.8, "of the labels' number, else they are selected", CHOSEN)
+    min_position_share = Threshold(0.8, "of the labels' number, else they are selected", CHOSEN)
 
     fix = (
         "Select the positions that have a label before the last layer. Loss and gradients stay the "
@@ -94,10 +94,10 @@ class IgnoredLabels(Rule):
         if len(shares) < self.min_samples:
             return
         ignored = float(np.mean(shares))
-        if ignored < self.min_ignored:
+        if ignored < self.min_ignored_share:
             return
         work = _find_logit_work(a, int(self.min_vocabulary))
-        if work is None or work.positions < self.min_positions * size:
+        if work is None or work.positions < self.min_position_share * size:
             return
         edits, impact = self._effect(a, work, ignored)
         ns = _measure_device_ns(a, edits) if edits else work.ns
@@ -110,7 +110,7 @@ class IgnoredLabels(Rule):
                 f"{work.vocabulary:,} tokens are computed at each position: {of_step(a, ns)}."
             ),
             evidence=[
-                self.compare("labels that the loss ignores", ignored, "min_ignored"),
+                self.compare("labels that the loss ignores", ignored, "min_ignored_share"),
                 Evidence("positions with logits, per pass", work.positions, "count"),
                 amount_per_step(a, "time of the logits, their loss and gradients", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
@@ -143,9 +143,9 @@ class IgnoredLabels(Rule):
         return {
             "on the CPU": _tuning(),
             "on a GPU": _tuning(gpu="A100"),
-            "few are ignored": (_tuning(ignored=0.1), "min_ignored"),
+            "few are ignored": (_tuning(ignored=0.1), "min_ignored_share"),
             "sampled twice": (_tuning(samples=2), "min_samples"),
-            "selected already": (_tuning(positions=256), "min_positions"),
+            "selected already": (_tuning(positions=256), "min_position_share"),
             "little work": (_tuning(us=20), "min_share"),
             "few classes": (_tuning(vocabulary=100), "work is None"),
         }

@@ -90,9 +90,11 @@ class DenseExperts(Rule):
 
     min_share = Threshold(0.05, "of the step in work of experts that are not chosen", XPROF)
     min_experts = Threshold(3, "experts: with two, at least half of the work is chosen", CHOSEN)
-    max_chosen = Threshold(0.5, "of the experts are chosen: with more, little is saved", CHOSEN)
-    gathering = Factor(0.2, "of this work, to gather rows and add them back", CHOSEN)
-    least = Factor(0.5, "of the saved share, where smaller products are slower", CHOSEN)
+    max_chosen_share = Threshold(
+        0.5, "of the experts are chosen: with more, little is saved", CHOSEN
+    )
+    added_share = Factor(0.2, "of this work, to gather rows and add them back", CHOSEN)
+    worst_saved_share = Factor(0.5, "of the saved share, where smaller products are slower", CHOSEN)
 
     fix = (
         "Run each expert on the tokens that chose it. On a GPU, reading how many these are makes "
@@ -124,7 +126,7 @@ class DenseExperts(Rule):
             rows = np.concatenate([forward_rows, backward_rows])
             ns = time_of_operators(a, rows)
             unchosen = 1 - chosen / experts
-            central = ns * max(0.0, unchosen - self.gathering)
+            central = ns * max(0.0, unchosen - self.added_share)
             if central < self.min_share * a.span_ns:
                 continue
             backward = " With its backward pass this" if len(backward_rows) else " This"
@@ -137,11 +139,15 @@ class DenseExperts(Rule):
                     amount_per_step(a, "time of the experts", ns),
                     amount_per_step(a, "choices", len(mixture.layers), "count"),
                     Evidence("experts", experts, "count"),
-                    self.compare("chosen", chosen / experts, "max_chosen"),
+                    self.compare("chosen", chosen / experts, "max_chosen_share"),
                     self.compare("wasted", central / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, forward_rows),
-                edits=[scale_operators(a, rows, (central, unchosen * ns, self.least * central))],
+                edits=[
+                    scale_operators(
+                        a, rows, (central, unchosen * ns, self.worst_saved_share * central)
+                    )
+                ],
             )
 
     def _find_mixtures(self, a: Analysis) -> list[Mixture]:
@@ -182,7 +188,7 @@ class DenseExperts(Rule):
         if scores is None or not isinstance(chosen, int) or not scores.shape:
             return None
         experts = scores.shape[-1]
-        is_few = 0 < chosen <= self.max_chosen * experts and experts >= self.min_experts
+        is_few = 0 < chosen <= self.max_chosen_share * experts and experts >= self.min_experts
         is_last_dim = x.argument(2) in (-1, len(scores.shape) - 1)
         return Choice(experts, chosen, prod(scores.shape[:-1])) if is_few and is_last_dim else None
 

@@ -70,8 +70,10 @@ class DoublePrecision(Rule):
         Factor(0.75, "of the time in float32, where overhead is half of it", CHOSEN),
     )
 
-    best_product = Factor(0.75, "of a product's time in float32, on a GPU, at best", CHOSEN)
-    worst_product = Factor(1.5, "of that time, at worst, but no more than in float64", CHOSEN)
+    best_product_factor = Factor(0.75, "of a product's time in float32, on a GPU, at best", CHOSEN)
+    worst_product_factor = Factor(
+        1.5, "of that time, at worst, but no more than in float64", CHOSEN
+    )
 
     fix = (
         "Convert data and model to float32; check that accuracy holds. NumPy's arrays are float64 "
@@ -155,7 +157,14 @@ class DoublePrecision(Rule):
         ratio = min(1.0, peaks[0] / peaks[1]) if peaks[0] and peaks[1] else self.factor
         edits = []
         for rows, factors in (
-            (products, (ratio, self.best_product * ratio, min(1.0, self.worst_product * ratio))),
+            (
+                products,
+                (
+                    ratio,
+                    self.best_product_factor * ratio,
+                    min(1.0, self.worst_product_factor * ratio),
+                ),
+            ),
             (double & ~products, (self.factor, self.best_factor, self.worst_factor)),
         ):
             names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique()

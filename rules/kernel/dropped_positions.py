@@ -80,7 +80,7 @@ class DroppedPositions(Rule):
     references = ("https://docs.pytorch.org/docs/stable/tensor_view.html",)
 
     min_share = Threshold(0.05, "of the step in work on dropped positions", XPROF)
-    max_kept = Threshold(0.5, "of the result is used: with more, little is dropped", CHOSEN)
+    max_kept_share = Threshold(0.5, "of the result is used: with more, little is dropped", CHOSEN)
 
     fix = (
         "Take the positions before the layer, not after it. It works on each position alone, so "
@@ -114,7 +114,7 @@ class DroppedPositions(Rule):
                 evidence=[
                     amount_per_step(a, "time of the layer", ns),
                     amount_per_step(a, "calls", len(dropped.made), "count"),
-                    self.compare("part that is used", dropped.kept, "max_kept"),
+                    self.compare("part that is used", dropped.kept, "max_kept_share"),
                     self.compare("dropped", saved[0] / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, layer_rows),
@@ -131,7 +131,7 @@ class DroppedPositions(Rule):
             for name, at in taken.select("name", "inputs").unique().iter_rows()
             if (part := _parse_part(name, inputs_at(a, at))) is not None
         }
-        parts = {at: part for at, part in all_parts.items() if part[1] <= self.max_kept}
+        parts = {at: part for at, part in all_parts.items() if part[1] <= self.max_kept_share}
         if not parts:
             return []
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))

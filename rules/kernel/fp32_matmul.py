@@ -72,11 +72,11 @@ _REACHED = (
     "{best_derating:.0%})"
 )
 _REACHED_BLIND = (
-    "real shapes, which are not recorded, reach {blind_derating:.0%} of the ratio of the peaks "
-    "({worst_blind_derating:.0%} to {best_blind_derating:.0%})"
+    "real shapes, which are not recorded, reach {derating_without_shapes:.0%} of the ratio of the "
+    "peaks ({worst_derating_without_shapes:.0%} to {best_derating_without_shapes:.0%})"
 )
 _HAS_TENSOR_CORES = (
-    "the GPU has tensor cores, as V100 and T4 do: {usual_peak:.0f} times as fast in FP16 as "
+    "the GPU has tensor cores, as V100 and T4 do: {usual_peak_ratio:.0f} times as fast in FP16 as "
     "without them; at worst it has none: no gain"
 )
 _TRAINS = "the model trains as well with the shorter mantissa"
@@ -160,7 +160,7 @@ class Fp32Matmul(Rule):
     min_ratio = Threshold(
         1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
     )
-    usual_peak = Factor(
+    usual_peak_ratio = Factor(
         8.0, "of FP32's peak: FP16 on V100 and T4, which these kernels are made for", PEAKS
     )
     derating = Factor(
@@ -175,21 +175,21 @@ class Fp32Matmul(Rule):
     worst_derating = Factor(
         0.25, "of the ratio: 2 of 8 times, like the slowest of these networks", TF32_BLOG
     )
-    blind_derating = Factor(
+    derating_without_shapes = Factor(
         0.25,
         "of the ratio, where shapes are not known. The matrix products of one recommender model "
         "take 35 ms per step on a V100 in FP32. On an A100 in TF32 they take 14 ms, and bandwidth "
         "explains a part of it",
         REAL_KERNEL,
     )
-    best_blind_derating = Factor(
+    best_derating_without_shapes = Factor(
         0.6, "of the ratio, at best: as where shapes are known", TF32_NOTES
     )
-    worst_blind_derating = Factor(0.16, "of the ratio, at worst", REAL_KERNEL)
+    worst_derating_without_shapes = Factor(0.16, "of the ratio, at worst", REAL_KERNEL)
     max_bandwidth_share = Threshold(
         0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
     )
-    min_casts = Threshold(0.2, "of the products' time is spent in casts around them", OURS)
+    min_cast_share = Threshold(0.2, "of the products' time is spent in casts around them", OURS)
     min_praised_share = Threshold(
         0.9, "of matrix time on tensor cores, from which the report says so", OURS
     )
@@ -315,7 +315,7 @@ class Fp32Matmul(Rule):
         """Return the mask of casts around these products; empty if they take little time."""
         matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)
         casts = find_casts(a, slow, matrix)
-        min_ns = self.min_casts * kernel_work.summed_duration(a, slow)
+        min_ns = self.min_cast_share * kernel_work.summed_duration(a, slow)
         return casts & (kernel_work.summed_duration(a, casts) >= max(1.0, min_ns))
 
     def _check_unknown_gpu(
@@ -328,12 +328,12 @@ class Fp32Matmul(Rule):
         made_for = [name_matches(names, pattern).any() for pattern in (_VOLTA, _LATER)]
         name = a.device.name if a.device is not None else None
         if name is None and made_for == [True, False]:
-            target = NumberFormat("fp16", 1.0, self.usual_peak)
+            target = NumberFormat("fp16", 1.0, self.usual_peak_ratio)
             saved = [
                 self._estimate_saved(a, slow, target, derating, blind)
                 for derating, blind in (
-                    (self.derating, self.blind_derating),
-                    (self.best_derating, self.best_blind_derating),
+                    (self.derating, self.derating_without_shapes),
+                    (self.best_derating, self.best_derating_without_shapes),
                 )
             ]
             families = [
@@ -395,9 +395,9 @@ class Fp32Matmul(Rule):
         saved = (
             self._estimate_saved(a, slow, target, derating, blind)
             for derating, blind in (
-                (self.derating, self.blind_derating),
-                (self.best_derating, self.best_blind_derating),
-                (self.worst_derating, self.worst_blind_derating),
+                (self.derating, self.derating_without_shapes),
+                (self.best_derating, self.best_derating_without_shapes),
+                (self.worst_derating, self.worst_derating_without_shapes),
             )
         )
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
@@ -522,14 +522,16 @@ class MixedPrecisionOff(Fp32Matmul):
     )
     references = ("https://pytorch.org/docs/stable/amp.html",)
 
-    casts = Factor(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
-    best_casts = Factor(0.5, "of these bytes, at best", OURS)
-    worst_casts = Factor(1.5, "of these bytes, at worst", OURS)
-    casts_gone = Factor(0.8, "of these casts' time is saved: weights are cast instead", OURS)
-    worst_casts_gone = Factor(0.5, "of it, at worst", OURS)
-    reach = kernel_work.REACH
-    best_reach = kernel_work.BEST_REACH
-    worst_reach = Factor(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
+    cast_share = Factor(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
+    best_cast_share = Factor(0.5, "of these bytes, at best", OURS)
+    worst_cast_share = Factor(1.5, "of these bytes, at worst", OURS)
+    removed_cast_share = Factor(
+        0.8, "of these casts' time is saved: weights are cast instead", OURS
+    )
+    worst_removed_cast_share = Factor(0.5, "of it, at worst", OURS)
+    attained_share = kernel_work.ATTAINED_SHARE
+    best_attained_share = kernel_work.BEST_ATTAINED_SHARE
+    worst_attained_share = Factor(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
 
     fix = (
         "Train in BF16 with autocast; check that accuracy holds. Weights and optimizer stay in "
@@ -539,8 +541,8 @@ class MixedPrecisionOff(Fp32Matmul):
     falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
     assumptions = (
         _REACHED,
-        "bytes of casts are {casts:.0%} of those of the products ({best_casts:.0%} to "
-        "{worst_casts:.0%})",
+        "bytes of casts are {cast_share:.0%} of those of the products ({best_cast_share:.0%} to "
+        "{worst_cast_share:.0%})",
         _TRAINS,
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -619,8 +621,16 @@ class MixedPrecisionOff(Fp32Matmul):
             flops = a.kernels["flops"].cast(pl.Float64).fill_null(np.nan).to_numpy()[attention]
             spent = a.trace.gpu["dur"].to_numpy()[attention].astype(float)
             saved = [
-                float(np.nan_to_num(spent - 1e9 * flops / (reach * half_rate.rate)).clip(0.0).sum())
-                for reach in (self.reach, self.best_reach, self.worst_reach)
+                float(
+                    np.nan_to_num(spent - 1e9 * flops / (attained_share * half_rate.rate))
+                    .clip(0.0)
+                    .sum()
+                )
+                for attained_share in (
+                    self.attained_share,
+                    self.best_attained_share,
+                    self.worst_attained_share,
+                )
             ]
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
             select = kernel_work.select_kernels(names.unique().to_list())
@@ -640,7 +650,11 @@ class MixedPrecisionOff(Fp32Matmul):
                 names = a.trace.gpu["name"].filter(pl.Series(casts)).cast(pl.String).unique()
                 rows = kernel_work.kernel_rows(a)
                 rows &= a.trace.gpu["name"].cast(pl.String).is_in(names.implode()).to_numpy()
-                saved_casts = (ns * self.casts_gone, float(ns), ns * self.worst_casts_gone)
+                saved_casts = (
+                    ns * self.removed_cast_share,
+                    float(ns),
+                    ns * self.worst_removed_cast_share,
+                )
                 select = kernel_work.select_kernels(names.to_list())
                 edits.append(kernel_work.scale_kernels(a, rows, saved_casts, select))
                 cast_count = count_noun(round(int(casts.sum()) / a.step_count), "cast")
@@ -660,10 +674,15 @@ class MixedPrecisionOff(Fp32Matmul):
         derating: float,
         blind: float,
     ) -> float:
-        casts = {self.best_derating: self.best_casts, self.worst_derating: self.worst_casts}
+        casts = {
+            self.best_derating: self.best_cast_share,
+            self.worst_derating: self.worst_cast_share,
+        }
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(0.0).to_numpy()[slow].sum()
         memory = attainable_roofs(a.hardware).memory
-        cast_ns = 1e9 * moved * casts.get(derating, self.casts) / memory.rate if memory else 0.0
+        cast_ns = (
+            1e9 * moved * casts.get(derating, self.cast_share) / memory.rate if memory else 0.0
+        )
         if self._casts(a, slow).any():
             cast_ns = 0.0  # operands are in 16 bits already
         return max(0.0, super()._estimate_saved(a, slow, target, derating, blind) - float(cast_ns))

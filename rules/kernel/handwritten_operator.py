@@ -213,8 +213,8 @@ class HandwrittenOperator(Rule):
         0.2, "of the step the device is busy; below it, the host is the bottleneck", OURS
     )
     fused_factor = Factor(1.5, "of the fused kernel's ideal time that such kernels take", OURS)
-    best_slower = Factor(1.15, "of that time, at best", OURS)
-    worst_slower = Factor(2.5, "of that time, at worst", OURS)
+    best_fused_factor = Factor(1.15, "of that time, at best", OURS)
+    worst_fused_factor = Factor(2.5, "of that time, at worst", OURS)
 
     fix = "Call the fused operator. Compiling the model fuses such chains too."
     code = "model = torch.compile(model)"
@@ -222,7 +222,7 @@ class HandwrittenOperator(Rule):
     falsified_by = "code that needs an intermediate tensor of the chain"
     assumptions = (
         "a fused kernel takes {fused_factor:g} times as long as one read and one write of the "
-        "tensor at the memory's rate ({best_slower:g} to {worst_slower:g})",
+        "tensor at the memory's rate ({best_fused_factor:g} to {worst_fused_factor:g})",
     )
     confidence = 0.75
     alternatives = "fuse"
@@ -251,8 +251,12 @@ class HandwrittenOperator(Rule):
         selected = kernel_work.compute_rows(a) & rows_launched_under(a, operators)
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
-            float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
-            for slower in (self.fused_factor, self.best_slower, self.worst_slower)
+            float(
+                table.select(
+                    (pl.col("dur") - fused_factor * ideal).clip(lower_bound=0).sum()
+                ).item()
+            )
+            for fused_factor in (self.fused_factor, self.best_fused_factor, self.worst_fused_factor)
         )
         edits = kernel_work.fuse_kernels(
             a,

@@ -58,15 +58,15 @@ class LayoutTransposes(Rule):
         0.02, "of kernel time: converting a network with one convolution does not pay", OURS
     )
     min_busy = kernel_work.MIN_BUSY
-    attainable_share = Factor(
+    attained_share = Factor(
         ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
     )
-    best_reach = Factor(1.0, "of the memory's rate, at best", OURS)
-    worst_reach = Factor(0.5, "of the memory's rate, at worst", OURS)
-    best_convolution = Factor(
+    best_attained_share = Factor(1.0, "of the memory's rate, at best", OURS)
+    worst_attained_share = Factor(0.5, "of the memory's rate, at worst", OURS)
+    best_convolution_share = Factor(
         0.45, "of the attainable rate, at best, for convolutions that are slower now", OURS
     )
-    best_faster = Factor(2.0, "times faster at most, at best", OURS)
+    best_speedup = Factor(2.0, "times faster at most, at best", OURS)
     min_praised_share = Threshold(
         0.2,
         "of kernel time in convolutions without transposes, from which the report says so",
@@ -91,9 +91,9 @@ class LayoutTransposes(Rule):
     )
     assumptions = (
         "every op between the convolutions keeps channels-last order",
-        "batch norm reaches {attainable_share:.0%} of the memory's rate ({worst_reach:.0%} to "
-        "{best_reach:.0%})",
-        "at best, slow convolutions then reach {best_convolution:.0%} of the attainable rate",
+        "batch norm reaches {attained_share:.0%} of the memory's rate ({worst_attained_share:.0%} "
+        "to {best_attained_share:.0%})",
+        "at best, slow convolutions then reach {best_convolution_share:.0%} of the attainable rate",
     )
     confidence = 0.85
     cases = {
@@ -131,8 +131,12 @@ class LayoutTransposes(Rule):
         norms = rows & name_matches(a.trace.gpu["name"], NORMS).to_numpy()
         norm_ns = kernel_work.summed_duration(a, norms)
         saved = [
-            self._estimate_saved(a, norms, reach)
-            for reach in (self.attainable_share, self.best_reach, self.worst_reach)
+            self._estimate_saved(a, norms, attained_share)
+            for attained_share in (
+                self.attained_share,
+                self.best_attained_share,
+                self.worst_attained_share,
+            )
         ]
         edits = [
             Edit(
@@ -144,7 +148,7 @@ class LayoutTransposes(Rule):
             edits.append(kernel_work.scale_kernels(a, norms, saved, select))
         table = a.rooflines.filter(pl.col("family") == "convolution")
         if not table.is_empty():
-            saved_share = saved_time(table, self.best_convolution, self.best_faster)
+            saved_share = saved_time(table, self.best_convolution_share, self.best_speedup)
             saved_share /= float(table["dur"].sum())
             select = Select(on="gpu", kind=("kernel",), family=("convolution",))
             edits.append(scale_edit(select, 1.0, 1 - saved_share, 1.0))
@@ -169,14 +173,14 @@ class LayoutTransposes(Rule):
         )
 
     @staticmethod
-    def _estimate_saved(a: Analysis, norms: kernel_work.Mask, reach: float) -> float:
+    def _estimate_saved(a: Analysis, norms: kernel_work.Mask, attained_share: float) -> float:
         """Estimate the time, ns, that these kernels save at this share of the memory's rate; 0 if
         unknown."""
         memory = attainable_roofs(a.hardware).memory
         if memory is None:
             return 0.0
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(np.nan).to_numpy()
-        ideal = moved / (reach * memory.rate) * 1e9
+        ideal = moved / (attained_share * memory.rate) * 1e9
         dur = a.trace.gpu["dur"].to_numpy()
         return float(np.nan_to_num(np.clip(dur - ideal, 0.0, None))[norms].sum())
 

@@ -45,9 +45,9 @@ class LowBandwidth(BelowRate):
     )
 
     max_efficiency = Threshold(1 / 3, "of the memory's measured rate", RATES)
-    reach = Factor(0.7, "of the memory's rate, that a better kernel reaches", RATES)
-    best_reach = Factor(0.9, "of the memory's rate, at best", RATES)
-    worst_reach = Factor(0.45, "of the memory's rate, at worst", RATES)
+    attained_share = Factor(0.7, "of the memory's rate, that a better kernel reaches", RATES)
+    best_attained_share = Factor(0.9, "of the memory's rate, at best", RATES)
+    worst_attained_share = Factor(0.45, "of the memory's rate, at worst", RATES)
 
     families = (
         "elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling", "sort",

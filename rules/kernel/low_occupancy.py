@@ -49,9 +49,9 @@ class LowOccupancy(Rule):
     min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
     max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
     max_bandwidth = Threshold(0.6, "of the peak; above it, occupancy is high enough", TRACELENS)
-    attainable_share = Factor(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
-    best_reachable = Factor(0.875, "of peak bandwidth, at best", TRACELENS)
-    worst_reachable = Factor(0.6, "of peak bandwidth, at worst", TRACELENS)
+    attained_share = Factor(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
+    best_attained_share = Factor(0.875, "of peak bandwidth, at best", TRACELENS)
+    worst_attained_share = Factor(0.6, "of peak bandwidth, at worst", TRACELENS)
     min_busy = kernel_work.MIN_BUSY
 
     fix = (
@@ -68,7 +68,7 @@ class LowOccupancy(Rule):
     verify = "ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …"
     falsified_by = "a stall other than memory latency in Nsight Compute"
     confidence = 0.5
-    assumptions = ("{attainable_share:.0%} of memory bandwidth can be reached",)
+    assumptions = ("{attained_share:.0%} of memory bandwidth can be reached",)
 
     framework_advice = in_any_language(
         "Let more threads be in flight: fewer registers and less shared memory per thread, or "
@@ -108,10 +108,17 @@ class LowOccupancy(Rule):
         share = float(kernels["dur"].sum()) / total
         expected, best, worst_factor = (
             float(
-                sum(d * min(1.0, r / reach) for d, r in kernels.select("dur", "rate").iter_rows())
+                sum(
+                    d * min(1.0, r / attained_share)
+                    for d, r in kernels.select("dur", "rate").iter_rows()
+                )
             )
             / float(kernels["dur"].sum())
-            for reach in (self.attainable_share, self.best_reachable, self.worst_reachable)
+            for attained_share in (
+                self.attained_share,
+                self.best_attained_share,
+                self.worst_attained_share,
+            )
         )
         yield Finding(
             summary=(

@@ -127,11 +127,11 @@ class MisalignedGemm(Rule):
         0.03, "of kernel time; with the factor below, about 1% of a busy step", ENGINE_FLOOR
     )
     min_busy = kernel_work.MIN_BUSY
-    reach = Factor(
+    attained_share = Factor(
         0.8, "of the attainable rate, that padded products reach if none is aligned", ALIGNED_REACH
     )
-    best_reach = Factor(1.0, "of the attainable rate, at best", ALIGNED_REACH)
-    worst_reach = Factor(0.6, "of the attainable rate, at worst", ALIGNED_REACH)
+    best_attained_share = Factor(1.0, "of the attainable rate, at best", ALIGNED_REACH)
+    worst_attained_share = Factor(0.6, "of the attainable rate, at worst", ALIGNED_REACH)
     factor = Factor(0.6, "new duration over old where rates are unknown", ALIGNED_RATE)
     best_factor = Factor(0.5, "new duration over old, at best", ALIGNED_RATE)
     worst_factor = Factor(0.85, "new duration over old, at worst", MATMUL_GUIDE)
@@ -158,7 +158,8 @@ class MisalignedGemm(Rule):
     confidence = 0.75
     assumptions = (
         "padded products are as fast as similar aligned ones of the recording, or reach "
-        "{reach:.0%} of the attainable rate ({worst_reach:.0%} to {best_reach:.0%})",
+        "{attained_share:.0%} of the attainable rate ({worst_attained_share:.0%} to "
+        "{best_attained_share:.0%})",
     )
     cases = {
         "a vocabulary": {
@@ -304,9 +305,15 @@ class MisalignedGemm(Rule):
                 times += product.dur * (1 - factors)
                 continue
             by_rate += product.dur
-            reach = _reached_rate_share(product, aligned) or float(self.reach)
-            reaches = np.array([reach, max(self.best_reach, reach), min(self.worst_reach, reach)])
-            times += np.maximum(0.0, product.dur - product.ideal / reaches)
+            attained_share = _reached_rate_share(product, aligned) or float(self.attained_share)
+            attained_shares = np.array(
+                [
+                    attained_share,
+                    max(self.best_attained_share, attained_share),
+                    min(self.worst_attained_share, attained_share),
+                ]
+            )
+            times += np.maximum(0.0, product.dur - product.ideal / attained_shares)
         total = sum(product.dur for product in products)
         return PaddingSaving(tuple(times.tolist()), 2 * by_rate >= total > 0)
 

@@ -121,7 +121,9 @@ class PairwiseBroadcast(Rule):
         "bytes of that tensor: with smaller ones, the calls dominate the cost",
         SLOW_ARGUMENTS,
     )
-    max_left = Threshold(0.5, "of the time remains; with more, the gain is uncertain", CHOSEN)
+    max_remaining_share = Threshold(
+        0.5, "of the time remains; with more, the gain is uncertain", CHOSEN
+    )
 
     fix = (
         "Compute the distances from a matrix product: |a|² + |b|² - 2 a·b. Results differ by "
@@ -180,7 +182,7 @@ class PairwiseBroadcast(Rule):
                 sum(spent * (1 - self._remaining_share(pairs[0], end)) for pairs, _, spent in group)
                 for end in range(3)
             ]
-            if saved[0] < (1 - self.max_left) * ns:
+            if saved[0] < (1 - self.max_remaining_share) * ns:
                 continue
             rows = np.concatenate([group_rows for _, group_rows, _ in group])
             made = np.array([row for pairs, _, _ in group for item in pairs for row in item.rows])
@@ -270,7 +272,7 @@ class PairwiseBroadcast(Rule):
             "a narrow one": (_build_pairs("aten::mul", total, width=1, rows=1100), "not by_shape"),
             "absolute differences of a narrow one": (
                 _build_pairs("aten::sub", ("aten::abs", []), total, width=2, rows=800),
-                "max_left",
+                "max_remaining_share",
             ),
             "a kernel of each pair is needed": (
                 _build_pairs("aten::sub", power, ("aten::exp", []), total),

@@ -73,7 +73,7 @@ class PointwiseBeforePart(Rule):
     references = ("https://docs.pytorch.org/docs/stable/tensor_view.html",)
 
     min_share = Threshold(0.05, "of the step in arithmetic on unused elements", XPROF)
-    max_used = Threshold(0.5, "of the elements are used: with more, little is saved", CHOSEN)
+    max_used_share = Threshold(0.5, "of the elements are used: with more, little is saved", CHOSEN)
 
     fix = (
         "Take the part first, then compute. If the result is the same in each step, such as a "
@@ -103,7 +103,7 @@ class PointwiseBeforePart(Rule):
             rows = np.array(arithmetic.rows)
             ns = time_of_operators(a, rows)
             saved = (1 - arithmetic.used) * ns
-            if arithmetic.used > self.max_used:
+            if arithmetic.used > self.max_used_share:
                 continue
             if saved < self.min_share * a.span_ns:
                 continue
@@ -117,7 +117,7 @@ class PointwiseBeforePart(Rule):
                 evidence=[
                     amount_per_step(a, "time of this arithmetic", ns),
                     amount_per_step(a, "calls", len(rows), "count"),
-                    self.compare("part that is used", arithmetic.used, "max_used"),
+                    self.compare("part that is used", arithmetic.used, "max_used_share"),
                     self.compare("wasted", saved / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, rows),
@@ -134,7 +134,7 @@ class PointwiseBeforePart(Rule):
             "a picture, then cropped": _build_pictures(taker="aten::slice"),
             "most of it is taken": (
                 _build_pictures(taker="aten::slice", end="1000"),
-                "self.max_used",
+                "self.max_used_share",
             ),
             "another reads it": (_build_pictures(reader=True), "not wasted"),
             "with a mask of pixels": (_build_pictures(other=[1, 1, 1080, 1920]), "not wasted"),

@@ -52,10 +52,10 @@ class ProductOrder(Rule):
     before the backward pass begins or the step ends, as it might need the result. A first product
     with a bias is not reported. ``(A B + b) C`` equals ``A (B C) + b C``, which needs another line.
 
-    The cost of an order is its multiply-adds plus ``move`` for each element of its matrices,
-    forward and backward. The number of non-zeros of a sparse matrix is not recorded. Its time is
-    scaled by the number of columns that it is multiplied with, plus ``conversion`` columns.
-    Both factors were measured on one CPU thread."""
+    The cost of an order is its multiply-adds plus ``element_cost`` for each element of its
+    matrices, forward and backward. The number of non-zeros of a sparse matrix is not recorded. Its
+    time is scaled by the number of columns that it is multiplied with, plus ``conversion_cost``
+    columns. Both factors were measured on one CPU thread."""
 
     id = "product-order"
     title = "Two matrix products in a row run in the expensive order"
@@ -72,15 +72,17 @@ class ProductOrder(Rule):
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.linalg.multi_dot.html",)
 
     min_share = Threshold(0.05, "of the step is saved", XPROF)
-    max_left = Threshold(
+    max_remaining_share = Threshold(
         0.5, "of the pair's arithmetic remains; with more, the gain is uncertain", CHOSEN
     )
-    move = Factor(20, "multiply-adds take as long as reading one element", SLOW_ARGUMENTS)
-    best_move = Factor(0, "multiply-adds, at best", SLOW_ARGUMENTS)
-    worst_move = Factor(60, "multiply-adds, at worst", SLOW_ARGUMENTS)
-    conversion = Factor(100, "columns take as long as reading the sparse matrix", SLOW_ARGUMENTS)
-    best_conversion = Factor(10, "columns, at best", SLOW_ARGUMENTS)
-    worst_conversion = Factor(250, "columns, at worst", SLOW_ARGUMENTS)
+    element_cost = Factor(20, "multiply-adds take as long as reading one element", SLOW_ARGUMENTS)
+    best_element_cost = Factor(0, "multiply-adds, at best", SLOW_ARGUMENTS)
+    worst_element_cost = Factor(60, "multiply-adds, at worst", SLOW_ARGUMENTS)
+    conversion_cost = Factor(
+        100, "columns take as long as reading the sparse matrix", SLOW_ARGUMENTS
+    )
+    best_conversion_cost = Factor(10, "columns, at best", SLOW_ARGUMENTS)
+    worst_conversion_cost = Factor(250, "columns, at worst", SLOW_ARGUMENTS)
 
     fix = "Compute the cheaper product first: move the parentheses. Results differ by rounding."
     code = (
@@ -111,7 +113,7 @@ class ProductOrder(Rule):
         by_case: dict[str, list[tuple[Chain, Rows, Rows, list[float]]]] = {}
         for chain, pairs in _find_chains(a):
             rows, ns, *left = self._estimate(a, chain, pairs)
-            if self.max_left * ns >= left[1] > 0:
+            if self.max_remaining_share * ns >= left[1] > 0:
                 case = "from the right" if chain.reverse else "from the left"
                 estimate = chain, pairs, rows, [ns, *(ns - remaining for remaining in left)]
                 by_case.setdefault(case, []).append(estimate)
@@ -133,7 +135,9 @@ class ProductOrder(Rule):
                 evidence=[
                     amount_per_step(a, "time of these products", ns),
                     amount_per_step(a, "pairs of products", len(products) // 2, "count"),
-                    self.compare("arithmetic that remains", 1 - saved[1] / ns, "max_left"),
+                    self.compare(
+                        "arithmetic that remains", 1 - saved[1] / ns, "max_remaining_share"
+                    ),
                     self.compare("saved", saved[0] / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, products, top=1),
@@ -151,11 +155,11 @@ class ProductOrder(Rule):
         times = [time_of_operators(a, rows) for rows in parts]
         trained = [len(rows) > 0 for rows in backward]
         expected, best, worst = (
-            chain.scale_times(times, trained, move, conversion)
-            for move, conversion in (
-                (self.move, self.conversion),
-                (self.best_move, self.best_conversion),
-                (self.worst_move, self.worst_conversion),
+            chain.scale_times(times, trained, element_cost, conversion_cost)
+            for element_cost, conversion_cost in (
+                (self.element_cost, self.conversion_cost),
+                (self.best_element_cost, self.best_conversion_cost),
+                (self.worst_element_cost, self.worst_conversion_cost),
             )
         )
         return np.concatenate(parts), sum(times), expected, best, worst
@@ -179,9 +183,15 @@ class ProductOrder(Rule):
                 _chain(*attention, gpu="A100", view="launch"),
                 "len(pairs)",
             ),
-            "a third less arithmetic": (_chain([512, 512], [512, 512], [512, 256]), "max_left"),
-            "an adapter": (_chain([4096, 1024], [1024, 8], [8, 1024]), "self.max_left"),
-            "nearly square": (_chain([512, 500], [500, 520], [520, 510]), "self.max_left"),
+            "a third less arithmetic": (
+                _chain([512, 512], [512, 512], [512, 256]),
+                "max_remaining_share",
+            ),
+            "an adapter": (_chain([4096, 1024], [1024, 8], [8, 1024]), "self.max_remaining_share"),
+            "nearly square": (
+                _chain([512, 500], [500, 520], [520, 510]),
+                "self.max_remaining_share",
+            ),
             "read again": (_chain(*attention, read_by="aten::sum"), "not unshared"),
             "read again in a list": (_chain(*attention, read_by="aten::cat"), "not unshared"),
             "a bias in the first": (_chain(*attention, op="aten::baddbmm"), "chain is None"),

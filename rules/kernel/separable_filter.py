@@ -70,12 +70,12 @@ class SeparableFilter(Rule):
     min_size = Threshold(11, "points of the filter along each dimension", CHOSEN)
     min_size_on_cpu = Threshold(15, "points along each dimension, on a CPU", SLOW_ARGUMENTS)
     max_channels = Threshold(4, "channels: images have few, layers of a network have more", CHOSEN)
-    cost = Factor(1.3, "times the time of the remaining products", SLOW_ARGUMENTS)
-    best_cost = Factor(0.7, "times that, at best", SLOW_ARGUMENTS)
-    worst_cost = Factor(3.5, "times that, at worst", SLOW_ARGUMENTS)
-    more = Factor(0.02, "of the time is added for the extra pass", SLOW_ARGUMENTS)
-    best_more = Factor(0.0, "of that time, at best", SLOW_ARGUMENTS)
-    worst_more = Factor(0.1, "of that time, at worst", SLOW_ARGUMENTS)
+    product_factor = Factor(1.3, "times the time of the remaining products", SLOW_ARGUMENTS)
+    best_product_factor = Factor(0.7, "times that, at best", SLOW_ARGUMENTS)
+    worst_product_factor = Factor(3.5, "times that, at worst", SLOW_ARGUMENTS)
+    added_share = Factor(0.02, "of the time is added for the extra pass", SLOW_ARGUMENTS)
+    best_added_share = Factor(0.0, "of that time, at best", SLOW_ARGUMENTS)
+    worst_added_share = Factor(0.1, "of that time, at worst", SLOW_ARGUMENTS)
 
     fix = (
         "Apply a 1-D filter along each dimension: a Gaussian, box or mean filter is their product. "
@@ -104,11 +104,14 @@ class SeparableFilter(Rule):
             sizes = filter_.weight[2:]
             product_share = sum(sizes) / prod(sizes)
             factors = (
-                (self.more, self.cost),
-                (self.best_more, self.best_cost),
-                (self.worst_more, self.worst_cost),
+                (self.added_share, self.product_factor),
+                (self.best_added_share, self.best_product_factor),
+                (self.worst_added_share, self.worst_product_factor),
             )
-            saved = [ns * max(0.0, 1 - extra - cost * product_share) for extra, cost in factors]
+            saved = [
+                ns * max(0.0, 1 - added_share - product_factor * product_share)
+                for added_share, product_factor in factors
+            ]
             size = " × ".join(map(str, sizes))
             backward = " With its backward pass this" if filter_.backward else " This"
             yield Finding(

@@ -10,7 +10,7 @@ from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.support.below_rate import BelowRate, SlowCause
 from advisor.rules.support.citations import FLASH_2, FLASH_3, public_traces
-from advisor.rules.support.kernel_work import BEST_REACH, REACH, read_inputs
+from advisor.rules.support.kernel_work import ATTAINED_SHARE, BEST_ATTAINED_SHARE, read_inputs
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)
@@ -52,9 +52,9 @@ class SlowAttention(BelowRate):
     max_efficiency = Threshold(
         0.33, "of the attainable rate; FlashAttention reaches half or more", FLASH_2, FLASH_3
     )
-    reach = REACH
-    best_reach = BEST_REACH
-    worst_reach = Factor(0.36, "of the attainable rate, at worst", FLASH_2)
+    attained_share = ATTAINED_SHARE
+    best_attained_share = BEST_ATTAINED_SHARE
+    worst_attained_share = Factor(0.36, "of the attainable rate, at worst", FLASH_2)
 
     families = ("attention",)
     _work = "attention kernels"

@@ -68,13 +68,13 @@ class SlowConvolution(BelowRate):
     max_efficiency = Threshold(
         0.25, "of the attainable rate: half of what products reach", RATES, OURS
     )
-    reach = Factor(0.45, "of the attainable rate, that another algorithm reaches", OURS)
-    best_reach = Factor(0.7, "of the attainable rate, at best", OURS)
-    worst_reach = Factor(
+    attained_share = Factor(0.45, "of the attainable rate, that another algorithm reaches", OURS)
+    best_attained_share = Factor(0.7, "of the attainable rate, at best", OURS)
+    worst_attained_share = Factor(
         0.25, "of the attainable rate, at worst: no more than what counts as slow", OURS
     )
 
-    max_transposed = Threshold(
+    max_transpose_share = Threshold(
         0.10,
         "of convolution time in transposes; another rule fixes those with the order of tensors",
         TRACELENS,
@@ -92,8 +92,8 @@ class SlowConvolution(BelowRate):
         SEARCH: {
             "assumptions": (
                 "the library has a faster algorithm for these shapes. The estimate is the "
-                "geometric mean of what {worst_reach:.0%} and {best_reach:.0%} of the attainable "
-                "rate save",
+                "geometric mean of what {worst_attained_share:.0%} and {best_attained_share:.0%} "
+                "of the attainable rate save",
             )
         },
         "channels are not multiples of 8": {
@@ -162,7 +162,7 @@ class SlowConvolution(BelowRate):
         transpose_ns, convolution_ns = (kernel_work.summed_duration(a, mask) for mask in rows)
         # another rule advises a different order for transposes
         is_ordered = is_ordered or (
-            not is_timed and transpose_ns > self.max_transposed * convolution_ns
+            not is_timed and transpose_ns > self.max_transpose_share * convolution_ns
         )
         if not causes and not is_timed:
             text = "the library's choice of algorithm does not suit the shape"

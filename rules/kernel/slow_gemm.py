@@ -53,9 +53,9 @@ class SlowGemm(BelowRate):
     )
 
     max_efficiency = Threshold(0.4, "of the attainable rate", RATES)
-    reach = Factor(0.6, "of the attainable rate, that a better kernel reaches", RATES)
-    best_reach = Factor(0.8, "of the attainable rate, at best", RATES)
-    worst_reach = Factor(0.45, "of the attainable rate, at worst", RATES)
+    attained_share = Factor(0.6, "of the attainable rate, that a better kernel reaches", RATES)
+    best_attained_share = Factor(0.8, "of the attainable rate, at best", RATES)
+    worst_attained_share = Factor(0.45, "of the attainable rate, at worst", RATES)
 
     families = ("gemm",)
     _work = "matrix products"

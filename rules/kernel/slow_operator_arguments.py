@@ -139,7 +139,9 @@ class SlowOperatorArguments(Rule):
         128, "elements of an FFT; shorter ones were not measured", SLOW_ARGUMENTS
     )
     min_slowdown = Threshold(8.0, "times the time of elementwise operators, per byte", CHOSEN)
-    max_left = Threshold(0.5, "of the time remains; with more, the gain is uncertain", CHOSEN)
+    max_remaining_share = Threshold(
+        0.5, "of the time remains; with more, the gain is uncertain", CHOSEN
+    )
 
     fix = "Call the operator with arguments that are fast in its library, or call another operator."
     verify = "Record again: these operators take less of the step, and the results are the same."
@@ -272,7 +274,7 @@ class SlowOperatorArguments(Rule):
             return
         size, taken = part.size, part.taken
         left = 0.03 + 0.75 * (taken / size) ** 0.5 + 12 / size  # fits the benchmark's results
-        if left > self.max_left:
+        if left > self.max_remaining_share:
             return
         yield (
             "sort",
@@ -297,7 +299,7 @@ class SlowOperatorArguments(Rule):
             return
         left, parameter = reduction.passes / slowdown, x.argument(1 if name == NORM else 2)
         code = NORMS.get(parameter) if name == NORM else reduction.code
-        if code is None or left > self.max_left:
+        if code is None or left > self.max_remaining_share:
             return
         code = code.format(
             of=dims[0] if len(dims) == 1 else tuple(dims),
@@ -331,7 +333,7 @@ class SlowOperatorArguments(Rule):
             "little of the step": (_build_fft(2999, other_us=200_000), "min_share"),
             "the first of a sort": _build_sort("0", "16"),
             "the last of an argsort": _build_sort("-16", str(2**63 - 1), SORTS[1]),
-            "half of the elements": (_build_sort("0", "512"), "max_left"),
+            "half of the elements": (_build_sort("0", "512"), "max_remaining_share"),
             "a median": (_build_sort("511", "513"), "part is None"),
             "a whole ranking": (_build_sort("0", "16", then="aten::cumsum"), "part is None"),
             "a stable sort": (_build_sort("0", "16", stable=True), "part is None"),

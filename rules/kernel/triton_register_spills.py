@@ -29,8 +29,8 @@ class TritonRegisterSpills(Rule):
     id = "triton-register-spills"
     title = "Triton spills registers of a kernel"
     auxiliary_inputs = (TRITON_CACHE,)
-    min_spilled = Threshold(16, "registers per thread", INDUCTOR_SPILLS)
-    min_spilled_amd = Threshold(32, "registers per thread on AMD GPUs", INDUCTOR_SPILLS)
+    min_spilled_registers = Threshold(16, "registers per thread", INDUCTOR_SPILLS)
+    min_spilled_registers_amd = Threshold(32, "registers per thread on AMD GPUs", INDUCTOR_SPILLS)
     min_share = Threshold(0.05, "of kernel time, where there is a trace", OURS)
     confidence = 0.6
     fix = (
@@ -65,7 +65,11 @@ class TritonRegisterSpills(Rule):
         for k in a.compiled_kernels:
             if not k.kernel.spilled or (has_trace and not len(k.rows)):
                 continue
-            limit = self.min_spilled_amd if k.kernel.target.startswith("gfx") else self.min_spilled
+            limit = (
+                self.min_spilled_registers_amd
+                if k.kernel.target.startswith("gfx")
+                else self.min_spilled_registers
+            )
             if k.kernel.spilled < limit * REGISTER_BYTES:
                 continue
             ns = float(dur[k.rows].sum())
@@ -117,7 +121,7 @@ class TritonRegisterSpills(Rule):
         """Return a product that keeps a tile of 128 by 256 in four warps, and traps."""
         return {
             "a large tile": _build_example(spilled=1664),
-            "a few registers": (_build_example(spilled=32), "min_spilled"),
+            "a few registers": (_build_example(spilled=32), "min_spilled_registers"),
             "hardly runs": (_build_example(spilled=1664, us=1), "min_share"),
             "an array of sin": (_build_example(local=40, spilled=0), "not k.kernel.spilled"),
             "another compilation": (_build_example(spilled=1664, threads=256), "not len(k.rows)"),

@@ -93,16 +93,16 @@ class UnfusedAttention(Rule):
         "kernels between product and softmax: scale, mask, casts, dropout",
         OURS,
     )
-    reach = kernel_work.REACH
-    best_reach = kernel_work.BEST_REACH
-    worst_reach = Factor(
+    attained_share = kernel_work.ATTAINED_SHARE
+    best_attained_share = kernel_work.BEST_ATTAINED_SHARE
+    worst_attained_share = Factor(
         0.2, "of the attainable rate, at worst: the memory-efficient kernel with a mask", SAM_PAIR
     )
-    products = Factor(
+    product_factor = Factor(
         1.0, "of the two products' own time, where shapes or rates are not known", CHOSEN
     )
-    best_products = Factor(0.5, "of the two products' own time, at best", CHOSEN)
-    worst_products = Factor(1.5, "of the two products' own time, at worst", CHOSEN)
+    best_product_factor = Factor(0.5, "of the two products' own time, at best", CHOSEN)
+    worst_product_factor = Factor(1.5, "of the two products' own time, at worst", CHOSEN)
     min_praised_share = Threshold(
         0.03, "of kernel time in fused attention, from which the report says so", OURS
     )
@@ -131,8 +131,9 @@ class UnfusedAttention(Rule):
     )
     confidence = 0.85
     assumptions = (
-        "fused kernels reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to "
-        "{best_reach:.0%}), with sequences filled up to whole tiles",
+        "fused kernels reach {attained_share:.0%} of the attainable rate "
+        "({worst_attained_share:.0%} to {best_attained_share:.0%}), with sequences filled up to "
+        "whole tiles",
     )
     cases = {
         "transformers' own attention": {
@@ -146,14 +147,14 @@ class UnfusedAttention(Rule):
         },
         "inputs of 32 bits": {
             "assumptions": (
-                "inputs are FP16 or BF16 (autocast), and fused kernels reach {reach:.0%} of the "
-                "attainable rate; at worst the inputs stay as they are",
+                "inputs are FP16 or BF16 (autocast), and fused kernels reach {attained_share:.0%} "
+                "of the attainable rate; at worst the inputs stay as they are",
             )
         },
         "shapes or rates not known": {
             "assumptions": (
-                "the fused kernel takes as long as the two products did ({best_products:.0%} to "
-                "{worst_products:.0%} of that)",
+                "the fused kernel takes as long as the two products did ({best_product_factor:.0%} "
+                "to {worst_product_factor:.0%} of that)",
             )
         },
     }
@@ -309,15 +310,15 @@ class UnfusedAttention(Rule):
             products = blocks.rows & name_matches(op, kernel_work.FORWARD).to_numpy()
             products_ns = kernel_work.summed_duration(a, products) * passes
             return (
-                products_ns * self.products,
-                products_ns * self.best_products,
-                products_ns * self.worst_products,
+                products_ns * self.product_factor,
+                products_ns * self.best_product_factor,
+                products_ns * self.worst_product_factor,
             )
         half_ns = fused.half_ns * passes
-        worst = half_ns / self.worst_reach
+        worst = half_ns / self.worst_attained_share
         if fused.wide:
             worst = max(worst, fused.full_ns * passes)
-        return half_ns / self.reach, half_ns / self.best_reach, worst
+        return half_ns / self.attained_share, half_ns / self.best_attained_share, worst
 
     @staticmethod
     def examples() -> Examples:

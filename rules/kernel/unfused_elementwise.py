@@ -73,7 +73,7 @@ class UnfusedElementwise(Rule):
     kept_share = Factor(1.0, "of the links whose tensor is no longer written", OURS)
     best_kept_share = Factor(1.0, "of the links, at best", OURS)
     worst_kept_share = Factor(0.7, "of the links, at worst", OURS)
-    blind_saving = Factor(
+    saved_share_without_shapes = Factor(
         2 / 3,
         "of a chain's bytes without shapes: binary operators, 2 reads and 1 write",
         ARITHMETIC,
@@ -103,7 +103,7 @@ class UnfusedElementwise(Rule):
             "confidence": 0.5,
             "assumptions": (
                 *assumptions,
-                "intermediate results are {blind_saving:.0%} of their bytes",
+                "intermediate results are {saved_share_without_shapes:.0%} of their bytes",
             ),
         }
     }
@@ -229,7 +229,7 @@ class UnfusedElementwise(Rule):
             .filter(pl.col("count") >= self.min_chain)
         )
         by_bytes = (pl.col("between") / pl.col("moved")).clip(0.0, 1.0)
-        blind = self.blind_saving * (1 - 1 / pl.col("count"))
+        blind = self.saved_share_without_shapes * (1 - 1 / pl.col("count"))
         table = table.with_columns(
             saved=pl.min_horizontal(
                 pl.col("dur") * pl.when("known").then(by_bytes).otherwise(blind),

@@ -202,8 +202,8 @@ def _build_product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> Trace
 
 
 _WON_BACK = (
-    "{recovered_share:.0%} of the time with empty multiprocessors is won back ({worst_part:.0%} to "
-    "100%)"
+    "{recovered_share:.0%} of the time with empty multiprocessors is won back "
+    "({worst_recovered_share:.0%} to 100%)"
 )
 
 
@@ -248,7 +248,7 @@ class SmallGrids(Rule):
     recovered_share = Factor(
         0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS
     )
-    worst_part = Factor(
+    worst_recovered_share = Factor(
         0.2,
         "of that time, at worst: fixed costs of a kernel of some microseconds do not shrink",
         OURS,
@@ -306,7 +306,7 @@ class SmallGrids(Rule):
         empty_share = empty / float(dur.sum())
         families = sorted(set(a.kernels["family"].filter(is_small).drop_nulls().to_list()))
         selected = rows & kernel_work.family_rows(a, *families)
-        saved = (empty * part for part in (self.recovered_share, 1.0, self.worst_part))
+        saved = (empty * part for part in (self.recovered_share, 1.0, self.worst_recovered_share))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(
             summary=(

@@ -49,10 +49,12 @@ class BatchHeadroom(Rule):
         "% of the multiprocessors active, or NVML utilization at its 95th percentile",
         SAGEMAKER,
     )
-    min_fixed = Threshold(
+    min_launch_gap_share = Threshold(
         0.5, "of the GPU's idle time is between launches, which more samples would share", CHOSEN
     )
-    max_loading = Threshold(0.5, "of the step is loading, where no window was profiled", CHOSEN)
+    max_loading_share = Threshold(
+        0.5, "of the step is loading, where no window was profiled", CHOSEN
+    )
     target_share = Factor(
         0.85, "of GPU memory, with the larger batch: below what counts as near capacity", TRACEML
     )
@@ -129,12 +131,12 @@ class BatchHeadroom(Rule):
         """Return whether the GPU waits for work of the host that each sample adds."""
         gaps = measure_launch_gaps(a) if a.span_ns and a.device_id is not None else None
         if gaps is not None:
-            return gaps.idle < self.min_fixed * (a.span_ns - a.breakdown.busy.total)
+            return gaps.idle < self.min_launch_gap_share * (a.span_ns - a.breakdown.busy.total)
         recorded = recorded_steps(a)
         loading = recorded.phase("data")
         if loading is None or not len(loading) or not recorded.median:
             return False
-        return float(np.nanmedian(loading)) > self.max_loading * recorded.median
+        return float(np.nanmedian(loading)) > self.max_loading_share * recorded.median
 
     @staticmethod
     def examples() -> Examples:
@@ -143,9 +145,12 @@ class BatchHeadroom(Rule):
         return {
             "40% of the multiprocessors": _run(8e9, gpm=40),
             "an idle GPU in the window": _run(8e9, window=True),
-            "the host prepares each batch": (_run(8e9, window=True, prepares=True), "min_fixed"),
+            "the host prepares each batch": (
+                _run(8e9, window=True, prepares=True),
+                "min_launch_gap_share",
+            ),
             "an allocator with a limit": (_run(8e9, window=True, frees=True), "_is_capped(a)"),
-            "loading takes the step": (_run(8e9, gpm=40, data=9), "max_loading"),
+            "loading takes the step": (_run(8e9, gpm=40, data=9), "max_loading_share"),
             "full": (_run(70e9, gpm=40), "max_memory"),
             "busy": (_run(8e9, gpm=90), "max_active"),
             "utilization of 100%": (_run(8e9, utilisation=100), "max_active"),

@@ -292,9 +292,13 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     verify = "Profile later steps again: no cudaHostAlloc inside them."
     confidence = 0.85
     min_share = Threshold(0.05, "of the step in pin_memory(), as for a loader", TENSORBOARD)
-    min_copied = Threshold(0.5, "of pin_memory() is the copy: a buffer saves little", OURS)
-    pin_left = Factor(0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS)
-    worst_pin_left = Factor(0.5, "of it remains, at worst: the copy into a buffer that stays", OURS)
+    min_copy_share = Threshold(0.5, "of pin_memory() is the copy: a buffer saves little", OURS)
+    remaining_pin_share = Factor(
+        0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS
+    )
+    worst_remaining_pin_share = Factor(
+        0.5, "of it remains, at worst: the copy into a buffer that stays", OURS
+    )
     cases = {
         "pin_memory() in the loop": {
             "title": "Each step pins its batch again",
@@ -362,7 +366,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             f"for {of_step(a, pinning.total)}.",
             evidence=[
                 amount_per_step(a, "host time in pin_memory()", pinning.total),
-                self.compare("of it, copying the batch", copied, "min_copied"),
+                self.compare("of it, copying the batch", copied, "min_copy_share"),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare(
                     "steps with such calls", int((by_step > 0).sum()), "min_steps", "count"
@@ -372,14 +376,16 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("op",), name=PIN_OPERATORS),
-                    self.pin_left,
-                    self.pin_left,
-                    self.worst_pin_left,
+                    self.remaining_pin_share,
+                    self.remaining_pin_share,
+                    self.worst_remaining_pin_share,
                 )
             ],
             **self.case("pin_memory() in the loop"),
             **(
-                self.case("pin_memory() copies", copied=copied) if copied >= self.min_copied else {}
+                self.case("pin_memory() copies", copied=copied)
+                if copied >= self.min_copy_share
+                else {}
             ),
         )
 

@@ -73,7 +73,7 @@ class HugeVocabulary(Rule):
         1_000_000, "ns of such a call: at 2 TB/s this reads and writes 1 GiB", PEAKS
     )
     min_memory = Threshold(0.10, "of the peak, for one call's tensor", OURS)
-    min_full = Threshold(
+    min_used_memory_share = Threshold(
         0.5,
         "of the GPU's memory at the peak: with more of it free, savings have no use",
         CHOSEN,
@@ -163,7 +163,7 @@ class HugeVocabulary(Rule):
         tensors = allocated or (None if reserved else _recorded_peak(a))
         peak = tensors or reserved
         held_bytes, total = measure_held(a)
-        if held_bytes and total and held_bytes < self.min_full * total:
+        if held_bytes and total and held_bytes < self.min_used_memory_share * total:
             return
         capacity = peak or (a.device.memory_bytes if a.device else None)
         if not capacity or largest < self.min_memory * capacity:
@@ -229,7 +229,7 @@ class HugeVocabulary(Rule):
             "no shapes": (_training(None), "inputs.null_count() == len(calls)"),
             "most of the GPU's memory is free": (
                 _training([4096, 128256], peak=16 << 30),
-                "min_full",
+                "min_used_memory_share",
             ),
             "a snapshot in which the loss is small": (
                 snapshot_example(logits=16 << 20),

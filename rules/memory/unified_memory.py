@@ -54,7 +54,7 @@ class UnifiedMemory(Rule):
     )
 
     min_share = Threshold(0.01, "of the step, migrations at the same time as kernels", ENGINE_FLOOR)
-    min_returned = Threshold(
+    min_returned_share = Threshold(
         0.5, "of the bytes that came on demand go back on demand: both sides use them", CHOSEN
     )
 
@@ -113,7 +113,7 @@ class UnifiedMemory(Rule):
         case = (
             self.case("evictions") if evicted.height
             else self.case("back and forth")
-            if size["DtoH"] > self.min_returned * max(size["HtoD"], 1)
+            if size["DtoH"] > self.min_returned_share * max(size["HtoD"], 1)
             else {}
         )  # fmt: skip
         faults = a.trace.counters.filter(pl.col("name").cast(pl.String) == "GPU page faults")

@@ -75,10 +75,10 @@ class DenseEmbeddingGradient(Rule):
     worst_factor = Factor(
         0.5, "of the time remains at most: other sparse kernels replace it", CHOSEN
     )
-    table_us = Factor(250, "µs of a CPU for each table with a sparse gradient", SPARSE_UPDATE)
-    value_ns = Factor(8, "ns of a CPU for each value looked up in it", SPARSE_UPDATE)
-    best_sparse = Factor(0.2, "times that, at best: SGD, repeated rows", SPARSE_UPDATE)
-    worst_sparse = Factor(2, "times that, at worst: SparseAdam", SPARSE_UPDATE)
+    us_per_table = Factor(250, "µs of a CPU for each table with a sparse gradient", SPARSE_UPDATE)
+    ns_per_value = Factor(8, "ns of a CPU for each value looked up in it", SPARSE_UPDATE)
+    best_sparse_factor = Factor(0.2, "times that, at best: SGD, repeated rows", SPARSE_UPDATE)
+    worst_sparse_factor = Factor(2, "times that, at worst: SparseAdam", SPARSE_UPDATE)
 
     fix = (
         "Make the gradient sparse, and give the table an optimizer of its own: SparseAdam, Adagrad "
@@ -166,8 +166,12 @@ class DenseEmbeddingGradient(Rule):
         worst = expected
         if a.device_id is None:
             values = sum(table.used * table.size for table in tables)
-            cost = (len(tables) * self.table_us * 1e3 + values * self.value_ns) / ns
-            expected, best, worst = cost, self.best_sparse * cost, self.worst_sparse * cost
+            cost = (len(tables) * self.us_per_table * 1e3 + values * self.ns_per_value) / ns
+            expected, best, worst = (
+                cost,
+                self.best_sparse_factor * cost,
+                self.worst_sparse_factor * cost,
+            )
         return min(expected, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
 
     def _advise(self, a: Analysis) -> dict[str, Any]:

@@ -52,7 +52,9 @@ class ManyParameterGroups(Rule):
     min_groups = Threshold(30, "groups in a step of the optimizer", OURS)
     max_tensors = Threshold(10, "tensors in a group, on average", OURS)
     min_share = Threshold(0.05, "of the step in the optimizer, on the host", XPROF)
-    min_merged = Threshold(0.5, "of the groups share their settings with another one", CHOSEN)
+    min_mergeable_share = Threshold(
+        0.5, "of the groups share their settings with another one", CHOSEN
+    )
     host_factor = Factor(0.2, "of a merged group's host time remains", CHOSEN)
     best_host_factor = Factor(0.1, "of it, at best", CHOSEN)
     worst_host_factor = Factor(0.4, "of it, at worst", CHOSEN)
@@ -145,7 +147,7 @@ class ManyParameterGroups(Rule):
     def _is_mergeable(self, rounds: GroupRounds) -> bool:
         """Return whether enough groups have the settings of another one."""
         settings = rounds.settings
-        return settings is not None and settings <= self.min_merged * rounds.groups
+        return settings is not None and settings <= self.min_mergeable_share * rounds.groups
 
     def _kept_share(self, rounds: GroupRounds, case: int) -> float:
         """Return the share of a step's host time that stays: expected, at best, at worst."""

@@ -88,7 +88,7 @@ class UnusedGradients(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in work on these gradients", XPROF)
-    of_convolution = Factor(
+    weight_gradient_share = Factor(
         0.5, "of a convolution's backward time is the weight's gradient", CHOSEN
     )
 
@@ -159,7 +159,7 @@ class UnusedGradients(Rule):
             select = Select(on="host", kind=("op",), name=CONVOLUTION)
         else:
             select = Select(on="gpu", under=CONVOLUTION)
-        part = share * self.of_convolution
+        part = share * self.weight_gradient_share
         return [scale_edit(select, 1 - part, 1 - 1.3 * part, 1 - 0.7 * part)]
 
     @staticmethod

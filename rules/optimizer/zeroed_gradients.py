@@ -45,9 +45,9 @@ class ZeroedGradients(Rule):
     min_share = Threshold(0.05, "of the launches, or of device time", OURS)
     max_ratio = Threshold(1.1, "additions per fill: more are sums over several batches", OURS)
 
-    left = Factor(0.1, "of the host time of fills and additions remains", OURS)
-    best_left = Factor(0.0, "of it, at best", OURS)
-    worst_left = Factor(0.5, "of it, at worst", OURS)
+    remaining_share = Factor(0.1, "of the host time of fills and additions remains", OURS)
+    best_remaining_share = Factor(0.0, "of it, at best", OURS)
+    worst_remaining_share = Factor(0.5, "of it, at worst", OURS)
 
     fix = "Free gradients instead of zeroing them. The backward pass then stores instead of adding."
     code = "optimizer.zero_grad(set_to_none=True)"
@@ -97,9 +97,9 @@ class ZeroedGradients(Rule):
                     Edit(op="remove", select=Select(on="gpu", under=pattern)),
                     scale_edit(
                         Select(on="host", kind=("op",), under=pattern),
-                        self.left,
-                        self.best_left,
-                        self.worst_left,
+                        self.remaining_share,
+                        self.best_remaining_share,
+                        self.worst_remaining_share,
                     ),
                 )
             ],

@@ -43,10 +43,10 @@ class BelowRate(Rule):
     """Kernel families that the rule judges."""
     max_efficiency: ClassVar[Threshold[float]]
     """Share of the attainable rate. Slower operators are reported."""
-    reach: ClassVar[Factor[float]]
+    attained_share: ClassVar[Factor[float]]
     """Share of the attainable rate that a better kernel reaches."""
-    best_reach: ClassVar[Factor[float]]
-    worst_reach: ClassVar[Factor[float]]
+    best_attained_share: ClassVar[Factor[float]]
+    worst_attained_share: ClassVar[Factor[float]]
 
     min_share = Threshold(
         0.05, "of kernel time: below it another rule's finding always saves more", OURS
@@ -54,19 +54,19 @@ class BelowRate(Rule):
     min_busy = Threshold(
         0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
     )
-    faster = Factor(
+    speedup = Factor(
         4.0,
         "times faster at most, whatever the rates allow: an operator a hundred times below them "
         "often has a reason that its shapes do not show",
         SAM_PAIR,
     )
-    best_faster = Factor(10.0, "times faster, at best", OURS)
-    worst_faster = Factor(2.0, "times faster, at worst", OURS)
+    best_speedup = Factor(10.0, "times faster, at best", OURS)
+    worst_speedup = Factor(2.0, "times faster, at worst", OURS)
 
     assumptions: ClassVar[tuple[str, ...]] = (
-        "the operators reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to "
-        "{best_reach:.0%}), and none gets more than {faster:g} times faster ({worst_faster:g} to "
-        "{best_faster:g})",
+        "the operators reach {attained_share:.0%} of the attainable rate "
+        "({worst_attained_share:.0%} to {best_attained_share:.0%}), and none gets more than "
+        "{speedup:g} times faster ({worst_speedup:g} to {best_speedup:g})",
     )
     confidence: ClassVar[float] = 0.6
 
@@ -176,11 +176,11 @@ class BelowRate(Rule):
             kernel_work.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )
         saved, best, worst = (
-            saved_time(slow, efficiency, faster)
-            for efficiency, faster in (
-                (self.reach, self.faster),
-                (self.best_reach, self.best_faster),
-                (self.worst_reach, self.worst_faster),
+            saved_time(slow, efficiency, speedup)
+            for efficiency, speedup in (
+                (self.attained_share, self.speedup),
+                (self.best_attained_share, self.best_speedup),
+                (self.worst_attained_share, self.worst_speedup),
             )
         )
         if searched:
@@ -222,8 +222,8 @@ def shapes_of(a: Analysis, row: int | None) -> str:
     return shape_text(dims) or ""
 
 
-def saved_time(table: pl.DataFrame, efficiency: float, faster: float) -> float:
+def saved_time(table: pl.DataFrame, efficiency: float, speedup: float) -> float:
     """Return the time that rows below an efficiency save by reaching it, ns. None becomes more than
-    ``faster`` times faster."""
-    saved_share = (1 - pl.col("efficiency") / efficiency).clip(0.0, 1 - 1 / faster)
+    ``speedup`` times faster."""
+    saved_share = (1 - pl.col("efficiency") / efficiency).clip(0.0, 1 - 1 / speedup)
     return float(table.select((pl.col("dur") * saved_share).sum()).item() or 0.0)

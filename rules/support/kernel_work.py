@@ -350,8 +350,8 @@ FORWARD = r"^aten::(bmm|baddbmm_?)$"
 MAX_BETWEEN = 6
 """Maximum number of kernels between product and softmax: scale, mask, casts, dropout."""
 
-REACH = Factor(0.45, "of the attainable rate: what a fused kernel reaches", FLASH_2)
-BEST_REACH = Factor(0.7, "of the attainable rate, at best", FLASH_2, FLASH_3)
+ATTAINED_SHARE = Factor(0.45, "of the attainable rate: what a fused kernel reaches", FLASH_2)
+BEST_ATTAINED_SHARE = Factor(0.7, "of the attainable rate, at best", FLASH_2, FLASH_3)
 TILE = 64
 """Queries and keys per tile: fused kernels compute whole tiles. Heads narrower than that gain
 nothing, as exponentials then take the time."""

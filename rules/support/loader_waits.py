@@ -200,9 +200,11 @@ def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamp
 class LoadingRule(Rule):
     """Base of the rules about loading in the loop's own process, mostly in a library function."""
 
-    once_left = Factor(0.1, "of a library function's time is left, with its cure", CHOSEN)
-    worst_once_left = Factor(0.4, "of it is left, at worst", CHOSEN)
-    rest_saved = Factor(
+    remaining_call_share = Factor(
+        0.1, "of a library function's time is left, with its cure", CHOSEN
+    )
+    worst_remaining_call_share = Factor(0.4, "of it is left, at worst", CHOSEN)
+    best_saved_rest_share = Factor(
         0.5, "of the rest goes too, at best: samples fall on the code after a call", CHOSEN
     )
 
@@ -216,9 +218,9 @@ class LoadingRule(Rule):
         workers_advice = f"Workers come second, for the rest: num_workers={workers}."
         share = use.time.share
         removed_shares = (
-            share * (1 - self.once_left),
-            share + (1 - share) * self.rest_saved,
-            share * (1 - self.worst_once_left),
+            share * (1 - self.remaining_call_share),
+            share + (1 - share) * self.best_saved_rest_share,
+            share * (1 - self.worst_remaining_call_share),
         )
         select = Select(on="host", name=SINGLE_PROCESS)
         return {

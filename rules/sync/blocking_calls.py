@@ -218,9 +218,11 @@ class DataDependentShapes(BlockingRule):
     min_waiting_share = Threshold(
         0.5, "of an operator's calls wait; otherwise most of them index with integers", OURS
     )
-    host_left = Factor(0.3, "of the operators' host time remains, with fixed shapes", OURS)
-    best_host_left = Factor(0.1, "of it remains, at best", OURS)
-    worst_host_left = Factor(
+    remaining_host_share = Factor(
+        0.3, "of the operators' host time remains, with fixed shapes", OURS
+    )
+    best_remaining_host_share = Factor(0.1, "of it remains, at best", OURS)
+    worst_remaining_host_share = Factor(
         0.6, "of it remains, at worst: without the search, the copy and the wait for the size", OURS
     )
     references = ("https://pytorch.org/docs/stable/generated/torch.nonzero.html",)
@@ -305,7 +307,12 @@ class DataDependentShapes(BlockingRule):
         if always_waiting:
             select = Select(on="host", kind=("op",), name=exact_pattern(always_waiting))
             edits.append(
-                scale_edit(select, self.host_left, self.best_host_left, self.worst_host_left)
+                scale_edit(
+                    select,
+                    self.remaining_host_share,
+                    self.best_remaining_host_share,
+                    self.worst_remaining_host_share,
+                )
             )
         return edits
 

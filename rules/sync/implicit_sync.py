@@ -122,10 +122,10 @@ class ImplicitSync(Rule):
     min_share = Threshold(
         0.02, "of the step: GPU idle after these calls; twice the noise", ENGINE_FLOOR
     )
-    loop_left = Factor(
+    remaining_loop_share = Factor(
         0.15, "of a loop of reads remains if one call computes and reads all values", FOREACH
     )
-    best_loop_left = Factor(0.05, "of it remains, at best", FOREACH)
+    best_remaining_loop_share = Factor(0.05, "of it remains, at best", FOREACH)
     min_waited = Threshold(
         0.05,
         "of the step: the host waits but the GPU does not idle; gives a note, as for the loader",
@@ -249,7 +249,10 @@ class ImplicitSync(Rule):
             edits += [
                 Edit(op="remove", select=values),
                 scale_edit(
-                    Select(on="gap", at="read_loop"), self.loop_left, self.best_loop_left, 1.0
+                    Select(on="gap", at="read_loop"),
+                    self.remaining_loop_share,
+                    self.best_remaining_loop_share,
+                    1.0,
                 ),
             ]
             effect, case = "Most of them are made one by one in a loop.", "in a loop"
@@ -440,9 +443,9 @@ class HostReads(Rule):
         0.5, "of a wait is the copy itself: it fetches data, not a single value", OURS
     )
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
-    launches_left = Factor(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
+    remaining_launch_share = Factor(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
     max_gap_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
-    best_launches_left = Factor(0.05, "of the launches remain, at best", OURS)
+    best_remaining_launch_share = Factor(0.05, "of the launches remain, at best", OURS)
 
     fix = (
         "Work on whole batches instead of single items, so that one read serves them all. Replace "
@@ -468,8 +471,8 @@ class HostReads(Rule):
             "alternatives": "launches",
             "assumptions": (
                 "the host can prepare the next work without these values",
-                "with whole batches, {launches_left:.0%} of the launches remain "
-                "({best_launches_left:.0%} to 100%)",
+                "with whole batches, {remaining_launch_share:.0%} of the launches remain "
+                "({best_remaining_launch_share:.0%} to 100%)",
             ),
         }
     }
@@ -544,7 +547,9 @@ class HostReads(Rule):
         select = structs.replace(LAUNCHING, max_ns=round(self.max_gap_ms * 1e6))
         if not (a.trace.cpu["kind"] == "python").any():  # the loop's own code is not recorded
             select = structs.replace(select, cause=(*select.cause, "unknown"))
-        return [scale_edit(select, self.launches_left, self.best_launches_left, 1.0)]
+        return [
+            scale_edit(select, self.remaining_launch_share, self.best_remaining_launch_share, 1.0)
+        ]
 
     @staticmethod
     def examples() -> Examples:

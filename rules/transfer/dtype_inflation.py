@@ -309,9 +309,11 @@ class PingPong(Rule):
         "of the step: with less exposed copy time, the rule does not ask for stacks",
         ENGINE_FLOOR,
     )
-    work_left = Factor(0.05, "of the time of operators on the CPU, once on the GPU", OURS)
-    best_work_left = Factor(0.0, "of that time, at best", OURS)
-    worst_work_left = Factor(0.25, "of that time, at worst", OURS)
+    remaining_work_share = Factor(
+        0.05, "of the time of operators on the CPU, once on the GPU", OURS
+    )
+    best_remaining_work_share = Factor(0.0, "of that time, at best", OURS)
+    worst_remaining_work_share = Factor(0.25, "of that time, at worst", OURS)
 
     fix = (
         "Do the work between the two copies on the GPU. torch has most of NumPy (sort, unique, "
@@ -378,9 +380,9 @@ class PingPong(Rule):
             edits.append(
                 scale_edit(
                     Select(on="gap", at="round_trip"),
-                    self.work_left,
-                    self.best_work_left,
-                    self.worst_work_left,
+                    self.remaining_work_share,
+                    self.best_remaining_work_share,
+                    self.worst_remaining_work_share,
                 )
             )
             summary = (

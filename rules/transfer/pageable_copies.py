@@ -40,8 +40,8 @@ _CALLS = (
 
 
 _HIDDEN = (
-    "pinned copies are {pinned_speedup:g} times as fast ({worst_speedup:g} at worst), and compute "
-    "hides them while it runs"
+    "pinned copies are {pinned_speedup:g} times as fast ({worst_pinned_speedup:g} at worst), and "
+    "compute hides them while it runs"
 )
 _MEMORY = "the host has memory to pin"
 
@@ -88,7 +88,7 @@ class PageableCopies(Rule):
     pinned_speedup = Factor(
         2.0, "times as fast, when the trace has no pinned copy to compare with", PINNED_BLOG
     )
-    worst_speedup = Factor(1.15, "times as fast, where the host is fast", PINNED_BLOG)
+    worst_pinned_speedup = Factor(1.15, "times as fast, where the host is fast", PINNED_BLOG)
     link_share = Factor(
         0.85, "of the link's peak: what large pinned copies reach (55 of 63 GB/s on an H100)", OURS
     )
@@ -117,8 +117,8 @@ class PageableCopies(Rule):
         },
         "a pinned copy to compare with": {
             "assumptions": (
-                "copies become as fast as pinned ones here (at worst {worst_speedup:g} times "
-                "as fast as now), and compute hides them while it runs",
+                "copies become as fast as pinned ones here (at worst {worst_pinned_speedup:g} "
+                "times as fast as now), and compute hides them while it runs",
                 _MEMORY,
             )
         },
@@ -246,7 +246,7 @@ class PageableCopies(Rule):
     ) -> tuple[float, float, dict[str, Any]]:
         """Return the time ratio of pinned copies to these (expected, at worst) and the texts of the
         case. ``speed`` (of these copies), ``pinned`` and ``link`` are in GB/s."""
-        factor, worst = 1 / self.pinned_speedup, 1 / self.worst_speedup
+        factor, worst = 1 / self.pinned_speedup, 1 / self.worst_pinned_speedup
         if speed and pinned:
             return min(1.0, speed / pinned), worst, self.case("a pinned copy to compare with")
         if speed and link:

@@ -37,11 +37,15 @@ class Chain(NamedTuple):
         return " · ".join(f"[{x:,} × {y:,}]" for x, y in pairwise(sizes))
 
     def scale_times(
-        self, times: Sequence[int], trained: Sequence[bool], move: float, conversion: float
+        self,
+        times: Sequence[int],
+        trained: Sequence[bool],
+        element_cost: float,
+        conversion_cost: float,
     ) -> float:
         """Return the time of both products in the other order, ns. ``times`` are those of the first
-        and second product, and ``trained`` whether each has a backward pass. ``move`` and
-        ``conversion`` are factors of ``product-order``."""
+        and second product, and ``trained`` whether each has a backward pass. ``element_cost`` and
+        ``conversion_cost`` are factors of ``product-order``."""
         rows, inner, joined, columns = self.sizes
         outer_batch, middle_batch, third_batch = self.batches
         outer, middle = (trained[0] and self.sparse != position for position in (0, 1))
@@ -57,9 +61,11 @@ class Chain(NamedTuple):
         costs = []
         for number, (batch, other_batch, x, y, z, gradients) in enumerate(products):
             work = max(batch, other_batch) * x * y * z
-            cost = work + move * (batch * x * y + other_batch * y * z + work / max(y, 1))
+            cost = work + element_cost * (batch * x * y + other_batch * y * z + work / max(y, 1))
             if self.sparse is not None and number in sparse:
-                cost = conversion + work / max(1, prod(self.sizes[self.sparse : self.sparse + 2]))
+                cost = conversion_cost + work / max(
+                    1, prod(self.sizes[self.sparse : self.sparse + 2])
+                )
             costs.append(max(cost, 1) * (1 + gradients))
         if not sparse:
             return sum(times) * (costs[2] + costs[3]) / (costs[0] + costs[1])

@@ -189,28 +189,34 @@ class GraphBreaks(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        logged, alone = _trace(stacks=False), TraceBuilder()
+        logged, alone = _build_broken_graph(stacks=False), TraceBuilder()
         for b in (logged, alone):
             b.compile_log(breaks={("model.py", 17, "Data-dependent branching"): ["1", "2"]})
 
-        def whole(b: TraceBuilder) -> None:
+        def add_whole_graph(b: TraceBuilder) -> None:
             with b.op("Torch-Compiled Region: 0/0"):
-                _graph(b, 30)
+                _add_graph(b, 30)
 
-        def blocks(b: TraceBuilder) -> None:
+        def add_compiled_blocks(b: TraceBuilder) -> None:
             for _ in range(3):
                 with b.op("Torch-Compiled Region: 0/0"):
-                    _graph(b, 10)
+                    _add_graph(b, 10)
 
         return {
-            "two breaks": _trace(stacks=False),
-            "with stacks": _trace(stacks=True),
+            "two breaks": _build_broken_graph(stacks=False),
+            "with stacks": _build_broken_graph(stacks=True),
             "with a log": logged,
             "a log alone": alone,
-            "one graph": (example_steps(whole), "not len(broken_rows)"),
-            "blocks compiled by themselves": (example_steps(blocks), "not len(broken_rows)"),
-            "a log without breaks": (_logged(), "not regions"),
-            "behind a full queue": (_trace(stacks=False, us=300), "share < self.min_share"),
+            "one graph": (example_steps(add_whole_graph), "not len(broken_rows)"),
+            "blocks compiled by themselves": (
+                example_steps(add_compiled_blocks),
+                "not len(broken_rows)",
+            ),
+            "a log without breaks": (_build_log(), "not regions"),
+            "behind a full queue": (
+                _build_broken_graph(stacks=False, us=300),
+                "share < self.min_share",
+            ),
         }
 
 
@@ -249,7 +255,7 @@ def _report_unmeasured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
     )
 
 
-def _logged(**causes: Any) -> TraceBuilder:
+def _build_log(**causes: Any) -> TraceBuilder:
     b = TraceBuilder()
     b.compile_log(**causes)
     return b
@@ -279,33 +285,33 @@ def _locate_breaks(a: Analysis) -> list[Location]:
     ]
 
 
-def _graph(b: TraceBuilder, kernels: int, us: float = 8) -> None:
+def _add_graph(b: TraceBuilder, kernels: int, us: float = 8) -> None:
     with b.op("CompiledFunction"):
         for _ in range(kernels):
             b.launch("triton_poi_fused_add_relu_0", us)
 
 
-def _trace(*, stacks: bool, us: float = 8) -> TraceBuilder:
+def _build_broken_graph(*, stacks: bool, us: float = 8) -> TraceBuilder:
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.op("Torch-Compiled Region: 0/0"):
-            _graph(b, 10, us)
+            _add_graph(b, 10, us)
             b.host(200)
             if stacks:
                 with b.python("model.py(17): torch_dynamo_resume_in_forward_at_17"):
-                    _build_resumed(b, us)
+                    _add_resumed_graphs(b, us)
             else:
-                _build_resumed(b, us)
+                _add_resumed_graphs(b, us)
     return b
 
 
-def _build_resumed(b: TraceBuilder, us: float) -> None:
+def _add_resumed_graphs(b: TraceBuilder, us: float) -> None:
     b.on_host("TorchDynamo Cache Lookup", 15)
     with b.op("Torch-Compiled Region: 1/0"):
-        _graph(b, 10, us)
+        _add_graph(b, 10, us)
         b.host(200)
         with b.op("Torch-Compiled Region: 2/0"):
-            _graph(b, 10, us)
+            _add_graph(b, 10, us)
 
 
 COMPILE_EVENTS = (
@@ -497,27 +503,29 @@ class Recompilation(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        with_log = _recompiled(every=1)
+        with_log = _build_recompiling(every=1)
         with_log.compile_log(recompilations={EXAMPLE_GUARD: 2e9})
         return {
-            "every step": _recompiled(every=1),
-            "every other step": _recompiled(every=2),
-            "without a GPU": _recompiled(every=1, gpu=False),
-            "the backward pass": _recompiled(every=1, name="entire_backward_compile"),
-            "as torch 2.2 spells it": _recompiled(every=1, name="_compile.<locals>.compile_inner"),
-            "TensorFlow": _recompiled(every=1, name="tf.function-graph_building"),
-            "JAX": _recompiled(every=1, name="backend_compile_and_load"),
+            "every step": _build_recompiling(every=1),
+            "every other step": _build_recompiling(every=2),
+            "without a GPU": _build_recompiling(every=1, gpu=False),
+            "the backward pass": _build_recompiling(every=1, name="entire_backward_compile"),
+            "as torch 2.2 spells it": _build_recompiling(
+                every=1, name="_compile.<locals>.compile_inner"
+            ),
+            "TensorFlow": _build_recompiling(every=1, name="tf.function-graph_building"),
+            "JAX": _build_recompiling(every=1, name="backend_compile_and_load"),
             "a log with the trace": with_log,
-            "a log alone": _logged(recompilations={EXAMPLE_GUARD: 2e9}),
-            "a log with a function over the limit": _logged(
+            "a log alone": _build_log(recompilations={EXAMPLE_GUARD: 2e9}),
+            "a log with a function over the limit": _build_log(
                 not_compiled={("model.py", 9, "Dynamo recompile limit exceeded"): 1e8}
             ),
-            "once": (_recompiled(every=8, us=900), "min_steps"),
-            "never": (_recompiled(every=0), "not len(compilations)"),
-            "never, by a log": (_logged(), "not limited"),
-            "hardly any": (_recompiled(every=1, us=20), "min_share"),
+            "once": (_build_recompiling(every=8, us=900), "min_steps"),
+            "never": (_build_recompiling(every=0), "not len(compilations)"),
+            "never, by a log": (_build_log(), "not limited"),
+            "hardly any": (_build_recompiling(every=1, us=20), "min_share"),
             "only looked up": (
-                _recompiled(every=1, name="TorchDynamo Cache Lookup"),
+                _build_recompiling(every=1, name="TorchDynamo Cache Lookup"),
                 "not len(compilations)",
             ),
         }
@@ -656,15 +664,15 @@ class CudaGraphsSkipped(Rule):
         traced.compile_log(without_cuda_graphs={EXAMPLE_SKIP: 1e9})
         return {
             "with a trace": traced,
-            "a log alone": _logged(without_cuda_graphs={EXAMPLE_SKIP: 1e9}),
-            "no reason": (_logged(recompilations={EXAMPLE_GUARD: 2e9}), "not causes"),
+            "a log alone": _build_log(without_cuda_graphs={EXAMPLE_SKIP: 1e9}),
+            "no reason": (_build_log(recompilations={EXAMPLE_GUARD: 2e9}), "not causes"),
         }
 
 
 EXAMPLE_SKIP = ("model.py", 9, "mutated inputs (1 instances). Found from")
 
 
-def _recompiled(
+def _build_recompiling(
     *,
     every: int,
     name: str = "_compile.compile_inner (dynamo_timed)",

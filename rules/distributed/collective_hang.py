@@ -122,17 +122,19 @@ class CollectiveHang(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a rank never calls": _dumps(["all_reduce", "all_reduce"], ["all_reduce"]),
-            "another operation": _dumps(["all_reduce", "broadcast"], ["all_reduce", "barrier"]),
-            "a rank without a dump": _dumps(["all_reduce", "all_reduce"], None),
+            "a rank never calls": _build_dumps(["all_reduce", "all_reduce"], ["all_reduce"]),
+            "another operation": _build_dumps(
+                ["all_reduce", "broadcast"], ["all_reduce", "barrier"]
+            ),
+            "a rank without a dump": _build_dumps(["all_reduce", "all_reduce"], None),
             "all ended": (
-                _dumps(["all_reduce", "barrier"], ["all_reduce", "barrier"], hangs=False),
+                _build_dumps(["all_reduce", "barrier"], ["all_reduce", "barrier"], hangs=False),
                 "not flight.problems",
             ),
         }
 
 
-def _dumps(*ranks: list[str] | None, hangs: bool = True) -> TraceBuilder:
+def _build_dumps(*ranks: list[str] | None, hangs: bool = True) -> TraceBuilder:
     """Build the calls of each rank (``None``: it left no dump). The last call has not ended."""
     b = TraceBuilder()
     for rank, names in enumerate(ranks):

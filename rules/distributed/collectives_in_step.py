@@ -271,16 +271,21 @@ class CollectivesInStep(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a loss in each step": _steps(("allreduce", 4, "float"), count=8),
-            "barriers": _steps(("barrier", 0, "float"), count=3),
-            "objects": _steps(("allgather", 8, "long int"), ("allgather", 9000, "unsigned char")),
-            "logits on rank 0": _steps(("gather", 1 << 20, "float")),
-            "buffers": _steps(("broadcast", 1 << 20, "float"), forward=True),
-            "gradients": (_steps(("allreduce", 1 << 20, "float")), "rows.height"),
-            "gradients by hand": (_steps(("allreduce", 400, "float"), by_hand=True), "rows.height"),
-            "buffers, with GPUs": _on_gpu(),
-            "little in the buffers": (_on_gpu(us=1), "ns < self.min_share * a.span_ns"),
-            "a short metric": (_steps(("allreduce", 4, "float"), us=100), "min_share"),
+            "a loss in each step": _build_steps(("allreduce", 4, "float"), count=8),
+            "barriers": _build_steps(("barrier", 0, "float"), count=3),
+            "objects": _build_steps(
+                ("allgather", 8, "long int"), ("allgather", 9000, "unsigned char")
+            ),
+            "logits on rank 0": _build_steps(("gather", 1 << 20, "float")),
+            "buffers": _build_steps(("broadcast", 1 << 20, "float"), forward=True),
+            "gradients": (_build_steps(("allreduce", 1 << 20, "float")), "rows.height"),
+            "gradients by hand": (
+                _build_steps(("allreduce", 400, "float"), by_hand=True),
+                "rows.height",
+            ),
+            "buffers, with GPUs": _build_gpu_steps(),
+            "little in the buffers": (_build_gpu_steps(us=1), "ns < self.min_share * a.span_ns"),
+            "a short metric": (_build_steps(("allreduce", 4, "float"), us=100), "min_share"),
         }
 
 
@@ -324,7 +329,7 @@ def _build_edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
         yield Edit(op="scale", select=select, factor=usual, factor_low=best, factor_high=worst)
 
 
-def _steps(
+def _build_steps(
     *kinds: tuple[str, int, str],
     count: int = 1,
     us: float = 800,
@@ -349,7 +354,7 @@ def _steps(
     return b
 
 
-def _on_gpu(us: float = 300) -> TraceBuilder:
+def _build_gpu_steps(us: float = 300) -> TraceBuilder:
     b = TraceBuilder(rank=0, world_size=2)
     for _ in b.steps():
         with b.range("DistributedDataParallel.forward"):

@@ -101,13 +101,13 @@ class DataParallel(Rule):
                 ddp.launch("ampere_sgemm_128x64_nn", 3000)
             ddp.sync()
         return {
-            "two devices": _trace(devices=2),
-            "one device": (_trace(devices=1), "devices < 2"),
+            "two devices": _build_trace(devices=2),
+            "one device": (_build_trace(devices=1), "devices < 2"),
             "DistributedDataParallel": (ddp, "not len(forward)"),
         }
 
 
-def _trace(devices: int) -> TraceBuilder:
+def _build_trace(devices: int) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps():
         with b.range("DataParallel.forward"):

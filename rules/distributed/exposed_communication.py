@@ -508,28 +508,28 @@ class ExposedCommunication(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        def body(b: TraceBuilder) -> None:
-            _compute(b)
+        def add_exposed(b: TraceBuilder) -> None:
+            _add_product(b)
             b.collective("allreduce", 100 << 20, 1000, wait=True)
 
-        def hidden(b: TraceBuilder) -> None:
+        def add_hidden(b: TraceBuilder) -> None:
             b.collective("allreduce", 100 << 20, 1000)
-            _compute(b)
+            _add_product(b)
 
-        def uneven(b: TraceBuilder) -> None:
-            _compute(b)
+        def add_uneven(b: TraceBuilder) -> None:
+            _add_product(b)
             for us in (400, 1600):
                 b.collective("allreduce", 100 << 20, us, wait=True)
 
         return {
-            "all-reduce after backward": example_steps(body),
-            "messages of one size, one of them four times as long": example_steps(uneven),
-            "a small message that waits for a late rank": _of_ranks(1 << 10),
-            "hidden under compute": (example_steps(hidden), "min_share"),
-            "on CPUs": _on_cpus(exposed=True),
-            "on CPUs, hidden": (_on_cpus(exposed=False), "min_share"),
+            "all-reduce after backward": example_steps(add_exposed),
+            "messages of one size, one of them four times as long": example_steps(add_uneven),
+            "a small message that waits for a late rank": _build_ranks(1 << 10),
+            "hidden under compute": (example_steps(add_hidden), "min_share"),
+            "on CPUs": _build_cpu_steps(exposed=True),
+            "on CPUs, hidden": (_build_cpu_steps(exposed=False), "min_share"),
             "no communication": (
-                example_steps(_compute),
+                example_steps(_add_product),
                 "not a.breakdown.all_communication.total",
             ),
         }
@@ -644,15 +644,15 @@ def _find_content(a: Analysis, table: pl.DataFrame) -> str | None:
     return None
 
 
-def _of_ranks(size: int) -> TraceBuilder:
+def _build_ranks(size: int) -> TraceBuilder:
     b = TraceBuilder(rank=0, world_size=8)
     for _ in b.steps():
-        _compute(b)
+        _add_product(b)
         b.collective("allreduce", size, 4000, wait=True)
     return b
 
 
-def _on_cpus(*, exposed: bool) -> TraceBuilder:
+def _build_cpu_steps(*, exposed: bool) -> TraceBuilder:
     b = TraceBuilder(None, rank=0, world_size=2)
     for _ in b.steps():
         b.on_host("aten::mm", 3000)
@@ -662,6 +662,6 @@ def _on_cpus(*, exposed: bool) -> TraceBuilder:
     return b
 
 
-def _compute(b: TraceBuilder) -> None:
+def _add_product(b: TraceBuilder) -> None:
     kernel = "ampere_bf16_s16816gemm_bf16_128x128"
     b.run("aten::mm", kernel, 3000, [[4096, 4096], [4096, 4096]], "c10::BFloat16")

@@ -96,15 +96,15 @@ class LowBusBandwidth(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "an eighth of NVLink": _all_reduce(30.0),
-            "most of NVLink": (_all_reduce(200.0), "max_share"),
-            "waits that differ": (_all_reduce(30.0, wait=40_000), "min_agreement"),
-            "nodes unknown": (_all_reduce(30.0, node=None), "scaled is None"),
-            "small messages": (_all_reduce(30.0, size=1 << 20), "scaled is None"),
+            "an eighth of NVLink": _build_all_reduce(30.0),
+            "most of NVLink": (_build_all_reduce(200.0), "max_share"),
+            "waits that differ": (_build_all_reduce(30.0, wait=40_000), "min_agreement"),
+            "nodes unknown": (_build_all_reduce(30.0, node=None), "scaled is None"),
+            "small messages": (_build_all_reduce(30.0, size=1 << 20), "scaled is None"),
         }
 
 
-def _all_reduce(
+def _build_all_reduce(
     gb_per_s: float, node: int | None = 8, size: int = 256 << 20, wait: float = 0.0
 ) -> TraceBuilder:
     """Build steps with an exposed all-reduce of 8 ranks at this bus bandwidth."""

@@ -164,26 +164,26 @@ class MissingNoSync(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "two passes, each reduced": _training([[8, 25], [8, 25]]),
-            "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),
-            "two passes on CPUs": _training([[8, 25], [8, 25]], gpu=None),
-            "buffers are broadcast too": _training([[8]] * 4, gpu=None, broadcast_us=500),
+            "two passes, each reduced": _build_training([[8, 25], [8, 25]]),
+            "four passes, a profiler step each": _build_training([[25, 25]] * 4, profiled="pass"),
+            "two passes on CPUs": _build_training([[8, 25], [8, 25]], gpu=None),
+            "buffers are broadcast too": _build_training([[8]] * 4, gpu=None, broadcast_us=500),
             "no_sync is used": (
-                _training([[], [8, 25]]),
+                _build_training([[], [8, 25]]),
                 "all((not sizes for step in steps for sizes in step[:-1]))",
             ),
-            "one pass, equal buckets": (_training([[25, 25]]), "len(steps) < self.min_steps"),
+            "one pass, equal buckets": (_build_training([[25, 25]]), "len(steps) < self.min_steps"),
             "tensor parallelism repeats, gradients do not": (
-                _training([[], [25]], tensor=8),
+                _build_training([[], [25]], tensor=8),
                 "all((not sizes for step in steps for sizes in step[:-1]))",
             ),
             "one pass reduces more": (
-                _training([[8], [8, 25]]),
+                _build_training([[8], [8, 25]]),
                 "any((not step[0] or any((sizes != step[0] for sizes in",
             ),
-            "two optimizers": (_training([[8, 25], [8, 25]], optimizers=2), "passes is None"),
+            "two optimizers": (_build_training([[8, 25], [8, 25]], optimizers=2), "passes is None"),
             "sizes are not recorded": (
-                _training([[8, 25], [8, 25]], arguments=False),
+                _build_training([[8, 25], [8, 25]], arguments=False),
                 "any((None in sizes for step in steps for sizes in step))",
             ),
         }
@@ -267,7 +267,7 @@ def _scale_broadcasts(a: Analysis, passes: int) -> list[Edit]:
     return [Edit(op="scale", select=select, factor=1 / passes)]
 
 
-def _training(
+def _build_training(
     passes: list[list[int]],
     *,
     profiled: str = "step",

@@ -127,14 +127,14 @@ class NcclSettings(NetworkRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "peer access off": _logged(settings={"NCCL_P2P_DISABLE": "1"}),
-            "InfiniBand off": _logged(hosts=2, settings={"NCCL_IB_DISABLE": "1"}),
-            "in a recording": _recorded(NCCL_ALGO="Ring", WORLD_SIZE="8"),
+            "peer access off": _build_log(settings={"NCCL_P2P_DISABLE": "1"}),
+            "InfiniBand off": _build_log(hosts=2, settings={"NCCL_IB_DISABLE": "1"}),
+            "in a recording": _build_record(NCCL_ALGO="Ring", WORLD_SIZE="8"),
             "harmless": (
-                _logged(settings={"NCCL_P2P_DISABLE": "0", "NCCL_IB_HCA": "mlx5"}),
+                _build_log(settings={"NCCL_P2P_DISABLE": "0", "NCCL_IB_HCA": "mlx5"}),
                 "not slow_paths",
             ),
-            "one node": (_logged(hosts=1, settings={"NCCL_IB_DISABLE": "1"}), "not slow_paths"),
+            "one node": (_build_log(hosts=1, settings={"NCCL_IB_DISABLE": "1"}), "not slow_paths"),
         }
 
 
@@ -243,17 +243,17 @@ class NcclSockets(NetworkRule):
     def examples() -> Examples:
         sockets: dict[str, Any] = {"hosts": 2, "paths": {"NET/Socket": 4}, "interfaces": ["eth0"]}
         return {
-            "no device": _logged(**sockets, without_device=4),
-            "no library": _logged(**sockets, no_verbs=True),
-            "docker0": _logged(**{**sockets, "interfaces": ["docker0"]}),
-            "not opened": _logged(**sockets, warnings={"Call to ibv_open_device failed": 1}),
-            "InfiniBand": (_logged(hosts=2, paths={"NET/IB/GDRDMA": 4}), "not sockets"),
+            "no device": _build_log(**sockets, without_device=4),
+            "no library": _build_log(**sockets, no_verbs=True),
+            "docker0": _build_log(**{**sockets, "interfaces": ["docker0"]}),
+            "not opened": _build_log(**sockets, warnings={"Call to ibv_open_device failed": 1}),
+            "InfiniBand": (_build_log(hosts=2, paths={"NET/IB/GDRDMA": 4}), "not sockets"),
             "one node": (
-                _logged(hosts=1, ranks=8, node_ranks=8, networks={"Socket": 8}),
+                _build_log(hosts=1, ranks=8, node_ranks=8, networks={"Socket": 8}),
                 "not sockets",
             ),
             "switched off": (
-                _logged(hosts=2, paths={"NET/Socket": 4}, settings={"NCCL_IB_DISABLE": "1"}),
+                _build_log(hosts=2, paths={"NET/Socket": 4}, settings={"NCCL_IB_DISABLE": "1"}),
                 "_is_off(a, 'NCCL_IB_DISABLE', 'NCCL_NET')",
             ),
         }
@@ -320,17 +320,17 @@ class NcclGpuDirect(NetworkRule):
 
     @staticmethod
     def examples() -> Examples:
-        with_trace = _logged(
+        with_trace = _build_log(
             hosts=2, ranks=16, node_ranks=8, paths={"NET/IB": 8}, nic_gb_per_s=200.0,
-            trace=_large(16, 40.0),
+            trace=_build_large_all_reduce(16, 40.0),
         )  # fmt: skip
         return {
-            "no module": _logged(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"no module": 4}),
-            "far": _logged(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"distance 7 > 4": 4}),
+            "no module": _build_log(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"no module": 4}),
+            "far": _build_log(hosts=2, paths={"NET/IB": 8}, gdr_disabled={"distance 7 > 4": 4}),
             "next to a trace": with_trace,
-            "used": (_logged(hosts=2, paths={"NET/IB/GDRDMA": 8}), "not through_host"),
+            "used": (_build_log(hosts=2, paths={"NET/IB/GDRDMA": 8}), "not through_host"),
             "far adapters, used near ones": (
-                _logged(
+                _build_log(
                     hosts=2,
                     paths={"NET/IB/GDRDMA": 8},
                     gdr_disabled={"distance 7 > 4": 4},
@@ -414,18 +414,20 @@ class NcclNodePath(NetworkRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "NVLink unused": _logged(hosts=1, paths={"SHM": 8}, gpu_links={"NV12": 28}),
-            "peer access off": _logged(hosts=1, paths={"SHM": 8}, p2p_disabled=8),
-            "NVLink missing": _logged(
-                gpu_links={"PIX": 4, "SYS": 24}, node_ranks=8, trace=_large(8, 20.0)
+            "NVLink unused": _build_log(hosts=1, paths={"SHM": 8}, gpu_links={"NV12": 28}),
+            "peer access off": _build_log(hosts=1, paths={"SHM": 8}, p2p_disabled=8),
+            "NVLink missing": _build_log(
+                gpu_links={"PIX": 4, "SYS": 24},
+                node_ranks=8,
+                trace=_build_large_all_reduce(8, 20.0),
             ),
-            "peer access": (_logged(hosts=1, paths={"P2P/CUMEM": 8}), "not missing"),
+            "peer access": (_build_log(hosts=1, paths={"P2P/CUMEM": 8}), "not missing"),
             "pairs with NVLink, others across sockets": (
-                _logged(hosts=1, paths={"SHM": 4, "P2P/IPC": 4}, gpu_links={"NV4": 2, "SYS": 4}),
+                _build_log(hosts=1, paths={"SHM": 4, "P2P/IPC": 4}, gpu_links={"NV4": 2, "SYS": 4}),
                 "all_fast",
             ),
             "no NVLink, across sockets": (
-                _logged(hosts=1, paths={"SHM": 8}, gpu_links={"SYS": 6}),
+                _build_log(hosts=1, paths={"SHM": 8}, gpu_links={"SYS": 6}),
                 "fast",
             ),
         }
@@ -471,9 +473,9 @@ class NcclNvls(NetworkRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "eight H100": _logged(nvls=False, gpus=8, gpu_links={"NV18": 28}, nvls_channels=0),
-            "A100": (_logged(nvls=False, gpus=8, gpu_links={"NV12": 28}), "not is_switched"),
-            "available": (_logged(nvls=True, gpus=8, gpu_links={"NV18": 28}), "log.nvls"),
+            "eight H100": _build_log(nvls=False, gpus=8, gpu_links={"NV18": 28}, nvls_channels=0),
+            "A100": (_build_log(nvls=False, gpus=8, gpu_links={"NV12": 28}), "not is_switched"),
+            "available": (_build_log(nvls=True, gpus=8, gpu_links={"NV18": 28}), "log.nvls"),
         }
 
 
@@ -515,25 +517,25 @@ class NcclLimits(NetworkRule):
     def examples() -> Examples:
         failed = "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"
         return {
-            "locked memory": _logged(hosts=1, warnings={failed: 8}),
-            "another warning": (_logged(hosts=1, warnings={"Timeout": 1}), "not failures"),
+            "locked memory": _build_log(hosts=1, warnings={failed: 8}),
+            "another warning": (_build_log(hosts=1, warnings={"Timeout": 1}), "not failures"),
         }
 
 
-def _logged(trace: TraceBuilder | None = None, **fields: Any) -> TraceBuilder:
+def _build_log(trace: TraceBuilder | None = None, **fields: Any) -> TraceBuilder:
     """Build a log with these fields, alone or next to a trace."""
     b = trace or TraceBuilder()
     b.logs["network"] = NetworkLog(files=1, **fields)
     return b
 
 
-def _recorded(**env: str) -> TraceBuilder:
+def _build_record(**env: str) -> TraceBuilder:
     b = TraceBuilder()
     b.record_of_run(env=env).steps(10, 10)
     return b
 
 
-def _large(ranks: int, gb_per_s: float) -> TraceBuilder:
+def _build_large_all_reduce(ranks: int, gb_per_s: float) -> TraceBuilder:
     """Build steps with an exposed all-reduce of 256 MiB at this bus bandwidth."""
     from advisor.rules.support.common import example_steps
 

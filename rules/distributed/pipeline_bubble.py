@@ -121,13 +121,13 @@ class PipelineBubble(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "four micro-batches": _stage(4, 3600),
-            "sixteen micro-batches": (_stage(16, 3600), "max_micro_batches_per_stage"),
-            "no wait": (_stage(4, 20), "share < self.min_share"),
+            "four micro-batches": _build_stage(4, 3600),
+            "sixteen micro-batches": (_build_stage(16, 3600), "max_micro_batches_per_stage"),
+            "no wait": (_build_stage(4, 20), "share < self.min_share"),
         }
 
 
-def _stage(slots: int, wait: float) -> TraceBuilder:
+def _build_stage(slots: int, wait: float) -> TraceBuilder:
     """Build the first of four stages, GPipe: it waits for the first micro-batch's gradients."""
     b = TraceBuilder(rank=0, world_size=4)
     for _ in b.steps(4):

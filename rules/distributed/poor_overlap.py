@@ -139,37 +139,40 @@ class PoorOverlap(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        def on_stream(b: TraceBuilder) -> None:
+        def add_on_compute_stream(b: TraceBuilder) -> None:
             for _ in range(5):
                 b.product(700)
                 b.run("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel", 500)
 
-        def waited(b: TraceBuilder) -> None:
+        def add_waits(b: TraceBuilder) -> None:
             for _ in range(5):
                 b.product(700)
                 b.collective("allreduce", 50 << 20, 500, wait=True)
 
-        def waited_late(b: TraceBuilder, us: float) -> None:
+        def add_late_wait(b: TraceBuilder, us: float) -> None:
             b.product(700)
             b.collective("allreduce", 50 << 20, us)
             b.product(700)
             b.wait_stream(7, 20)
             b.product(700)
 
-        def little(b: TraceBuilder) -> None:
+        def add_little_communication(b: TraceBuilder) -> None:
             for _ in range(10):
                 b.product(700)
             b.collective("allreduce", 1 << 20, 50, wait=True)
 
         return {
-            "on the compute stream": example_steps(on_stream),
-            "waited for at once": example_steps(waited),
-            "hidden": (example_steps(partial(waited_late, us=500)), "overlap >= self.max_overlap"),
+            "on the compute stream": example_steps(add_on_compute_stream),
+            "waited for at once": example_steps(add_waits),
+            "hidden": (
+                example_steps(partial(add_late_wait, us=500)),
+                "overlap >= self.max_overlap",
+            ),
             "launched early but long": (
-                example_steps(partial(waited_late, us=4000)),
+                example_steps(partial(add_late_wait, us=4000)),
                 "on_stream + waited < self.min_explained * int(cost.sum())",
             ),
-            "little": (example_steps(little), "share < self.min_share"),
+            "little": (example_steps(add_little_communication), "share < self.min_share"),
         }
 
 

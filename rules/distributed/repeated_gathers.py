@@ -113,11 +113,14 @@ class RepeatedGathers(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "four micro-batches": _training(4),
-            "two micro-batches": _training(2),
-            "one micro-batch": (_training(1), "passes < self.min_passes"),
-            "kept between micro-batches": (_training(4, kept=True), "passes < self.min_passes"),
-            "hidden": (_training(4, gather_us=5), "min_share"),
+            "four micro-batches": _build_training(4),
+            "two micro-batches": _build_training(2),
+            "one micro-batch": (_build_training(1), "passes < self.min_passes"),
+            "kept between micro-batches": (
+                _build_training(4, kept=True),
+                "passes < self.min_passes",
+            ),
+            "hidden": (_build_training(4, gather_us=5), "min_share"),
         }
 
 
@@ -133,7 +136,7 @@ def _add_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
     )
 
 
-def _training(passes: int, *, kept: bool = False, gather_us: float = 400) -> TraceBuilder:
+def _build_training(passes: int, *, kept: bool = False, gather_us: float = 400) -> TraceBuilder:
     """Build FSDP over two layers: gathers before each, gradients scattered after it."""
     b = TraceBuilder()
     for _ in range(5):

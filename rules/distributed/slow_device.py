@@ -145,22 +145,22 @@ class SlowDevice(Rule):
     @staticmethod
     def examples() -> dict[str, Any]:
         return {
-            "third of four": _ranks([1.0, 1.02, 1.25, 0.99]),
-            "the rank that is reported": _ranks([1.2, 1.0, 1.0]),
-            "equal": (_ranks([1.0, 1.03, 0.98, 1.01]), "len(speed.kernels) < MIN_KERNELS"),
+            "third of four": _build_ranks([1.0, 1.02, 1.25, 0.99]),
+            "the rank that is reported": _build_ranks([1.2, 1.0, 1.0]),
+            "equal": (_build_ranks([1.0, 1.03, 0.98, 1.01]), "len(speed.kernels) < MIN_KERNELS"),
             "one kernel with more work": (
-                _ranks([1.0, 1.0, 1.0], skewed=2.0),
+                _build_ranks([1.0, 1.0, 1.0], skewed=2.0),
                 "not deviation.slow_device",
             ),
             "other kernels on each rank": (
-                _ranks([1.0, 1.5, 1.0], stages=True),
+                _build_ranks([1.0, 1.5, 1.0], stages=True),
                 "not deviation.slow_device",
             ),
-            "few kernels": (_ranks([1.0, 1.3, 1.0], kinds=2), "not deviation.slow_device"),
+            "few kernels": (_build_ranks([1.0, 1.3, 1.0], kinds=2), "not deviation.slow_device"),
         }
 
 
-def _ranks(
+def _build_ranks(
     speed: list[float], *, skewed: float = 1.0, stages: bool = False, kinds: int = 6
 ) -> list[TraceBuilder]:
     """Build ranks that run the same kernels, each at its own speed, and leave an all-reduce

@@ -185,33 +185,33 @@ class SmallCollectives(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        def body(b: TraceBuilder) -> None:
+        def add_gradients(b: TraceBuilder) -> None:
             b.product(300, 10)
             for _ in range(60):
                 b.collective("allreduce", 40_000, 30)
             b.wait_stream(7, 20)
 
-        def layers(b: TraceBuilder) -> None:
+        def add_layers(b: TraceBuilder) -> None:
             for _ in range(40):
                 b.product(60, 3)
                 b.collective("allreduce", 40_000, 30, wait=True)
 
-        def buckets(b: TraceBuilder) -> None:
+        def add_buckets(b: TraceBuilder) -> None:
             b.product(3000)
             for _ in range(4):
                 b.collective("allreduce", 25 << 20, 400)
 
-        def hidden(b: TraceBuilder) -> None:
+        def add_hidden_gradients(b: TraceBuilder) -> None:
             b.product(9000, stream=9)
             for _ in range(60):
                 b.collective("allreduce", 40_000, 30)
 
         return {
-            "each gradient alone": example_steps(body),
-            "each gradient alone, on CPUs": _on_cpus(60),
-            "between layers": (example_steps(layers), "max_between"),
-            "large buckets": (example_steps(buckets), "count < self.min_count"),
-            "hidden": (example_steps(hidden), "share < self.min_share"),
+            "each gradient alone": example_steps(add_gradients),
+            "each gradient alone, on CPUs": _build_cpu_steps(60),
+            "between layers": (example_steps(add_layers), "max_between"),
+            "large buckets": (example_steps(add_buckets), "count < self.min_count"),
+            "hidden": (example_steps(add_hidden_gradients), "share < self.min_share"),
         }
 
 
@@ -226,7 +226,7 @@ def _estimate_merged(
     return round(short), min(max_ns, round(short * runs + rate * float(size.sum())))
 
 
-def _on_cpus(count: int) -> TraceBuilder:
+def _build_cpu_steps(count: int) -> TraceBuilder:
     b = TraceBuilder(None, rank=0, world_size=2)
     for _ in b.steps():
         b.on_host("aten::mm", 3000)
@@ -305,14 +305,16 @@ class UnbucketedGradients(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "one per parameter": example_steps(_reductions(150, 40_000)),
-            "buckets": (example_steps(_reductions(12, 40_000)), "min_count"),
-            "large messages": (example_steps(_reductions(150, 25 << 20)), "max_bytes"),
-            "exposed": (example_steps(_reductions(150, 40_000, compute=100)), "max_exposed"),
+            "one per parameter": example_steps(_build_reductions(150, 40_000)),
+            "buckets": (example_steps(_build_reductions(12, 40_000)), "min_count"),
+            "large messages": (example_steps(_build_reductions(150, 25 << 20)), "max_bytes"),
+            "exposed": (example_steps(_build_reductions(150, 40_000, compute=100)), "max_exposed"),
         }
 
 
-def _reductions(count: int, size: int, compute: float = 20_000) -> Callable[[TraceBuilder], None]:
+def _build_reductions(
+    count: int, size: int, compute: float = 20_000
+) -> Callable[[TraceBuilder], None]:
     def body(b: TraceBuilder) -> None:
         b.product(compute, stream=9)
         with b.op("autograd::engine::evaluate_function: MmBackward0"):

@@ -142,11 +142,11 @@ class SmallGathers(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a unit a layer": _units(60, 1 << 20, 60),
-            "large units": (_units(30, 128 << 20, 700), "count < self.min_count"),
-            "few units": (_units(8, 1 << 20, 60), "count < self.min_count"),
-            "hidden": (_units(60, 1 << 20, 60, compute=800), "min_share"),
-            "nodes unknown": (_units(60, 1 << 20, 60, node=0), "count < self.min_count"),
+            "a unit a layer": _build_units(60, 1 << 20, 60),
+            "large units": (_build_units(30, 128 << 20, 700), "count < self.min_count"),
+            "few units": (_build_units(8, 1 << 20, 60), "count < self.min_count"),
+            "hidden": (_build_units(60, 1 << 20, 60, compute=800), "min_share"),
+            "nodes unknown": (_build_units(60, 1 << 20, 60, node=0), "count < self.min_count"),
         }
 
 
@@ -174,7 +174,9 @@ def _add_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
     return table.join(latencies, on=keys, how="inner", nulls_equal=True)
 
 
-def _units(count: int, size: int, us: float, *, compute: float = 40, node: int = 8) -> TraceBuilder:
+def _build_units(
+    count: int, size: int, us: float, *, compute: float = 40, node: int = 8
+) -> TraceBuilder:
     """Build FSDP over ``count`` units: gathers before each, gradients scattered after it."""
     from advisor.core.auxiliary_inputs import NetworkLog
 

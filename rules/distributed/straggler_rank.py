@@ -261,19 +261,19 @@ class StragglerRank(Rule):
     @staticmethod
     def examples() -> dict[str, Any]:
         return {
-            "a slow rank": _ranks([2000.0, 2000.0, 3000.0]),
-            "a slow process on a CPU": _processes([20e3, 60e3]),
-            "longer sequences on a CPU": _processes([20e3, 60e3], [64, 192]),
-            "late in each of four steps": _ranks([2000.0, 2000.0], late=(1, 1, 1, 1)),
-            "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "lost_ns < self.min_share"),
-            "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "lost_ns < self.min_share"),
+            "a slow rank": _build_ranks([2000.0, 2000.0, 3000.0]),
+            "a slow process on a CPU": _build_processes([20e3, 60e3]),
+            "longer sequences on a CPU": _build_processes([20e3, 60e3], [64, 192]),
+            "late in each of four steps": _build_ranks([2000.0, 2000.0], late=(1, 1, 1, 1)),
+            "equal ranks": (_build_ranks([2000.0, 2000.0, 2000.0]), "lost_ns < self.min_share"),
+            "hardly late": (_build_ranks([2000.0, 2000.0, 2040.0]), "lost_ns < self.min_share"),
             "taking turns": (
-                _ranks([2000.0, 2000.0, 2000.0], turn=800.0),
+                _build_ranks([2000.0, 2000.0, 2000.0], turn=800.0),
                 "last_count < MIN_LATE * collectives",
             ),
-            "equal processes": (_processes([20e3, 20e3]), "lost_ns < self.min_share"),
+            "equal processes": (_build_processes([20e3, 20e3]), "lost_ns < self.min_share"),
             "late at three of four": (
-                _ranks([2000.0, 2000.0], late=(1, 1, 0, 1)),
+                _build_ranks([2000.0, 2000.0], late=(1, 1, 0, 1)),
                 "late_chance(job, rank) >= self.max_chance",
             ),
         }
@@ -293,7 +293,7 @@ def _build_title(subject: str, deviation: Deviation) -> str:
     return f"{name} {'keep' if plural else 'keeps'} the others waiting"
 
 
-def _ranks(
+def _build_ranks(
     compute: list[float], turn: float = 0.0, late: tuple[int, ...] = ()
 ) -> list[TraceBuilder]:
     """Build ranks that compute for these times, µs, in each step and then leave an all-reduce
@@ -313,7 +313,7 @@ def _ranks(
     return builders
 
 
-def _processes(compute: list[float], lengths: Sequence[int] = ()) -> list[TraceBuilder]:
+def _build_processes(compute: list[float], lengths: Sequence[int] = ()) -> list[TraceBuilder]:
     """Build processes that compute for these times, µs, start two all-reduces of gloo, and wait for
     both. ``lengths`` are the lengths of the sequences that each of them gets."""
     builders = [TraceBuilder(None, rank=n, world_size=len(compute)) for n in range(len(compute))]

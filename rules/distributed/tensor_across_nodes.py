@@ -96,11 +96,11 @@ class TensorAcrossNodes(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "every other rank of two nodes": _training([0, 2, 4, 6, 8, 10, 12, 14]),
-            "one node": (_training(list(range(8))), "placed is None"),
-            "more ranks than a node has": (_training(list(range(16))), "placed is None"),
-            "nodes unknown": (_training([0, 2, 4, 6, 8, 10, 12, 14], 0), "placed is None"),
-            "hidden": (_training([0, 2, 4, 6, 8, 10, 12, 14], us=3), "min_share"),
+            "every other rank of two nodes": _build_training([0, 2, 4, 6, 8, 10, 12, 14]),
+            "one node": (_build_training(list(range(8))), "placed is None"),
+            "more ranks than a node has": (_build_training(list(range(16))), "placed is None"),
+            "nodes unknown": (_build_training([0, 2, 4, 6, 8, 10, 12, 14], 0), "placed is None"),
+            "hidden": (_build_training([0, 2, 4, 6, 8, 10, 12, 14], us=3), "min_share"),
         }
 
 
@@ -119,7 +119,7 @@ def _build_edits(a: Analysis, placement: TensorPlacement) -> list[Edit]:
     return edits
 
 
-def _training(ranks: list[int], node: int = 8, us: float = 400) -> TraceBuilder:
+def _build_training(ranks: list[int], node: int = 8, us: float = 400) -> TraceBuilder:
     """Build layers with an all-reduce of 16 MiB among these ranks, in both passes."""
     from advisor.core.auxiliary_inputs import NetworkLog
 

@@ -110,12 +110,12 @@ class ThermalThrottling(HeldClocks):
     @staticmethod
     def examples() -> Examples:
         return {
-            "software": _run(0x20, 1200, part=0.4),
-            "hardware": _run(0x40 | 0x8, 1200, part=0.4),
-            "a power cap": (_run(0x4, 1200, part=0.4), "share < self.min_share"),
-            "an idle GPU": (_run(0x20, 1200, part=0.4, load=3), "share is None"),
-            "a single sample": (_run(0x20, 1200, part=0.01), "min_share"),
-            "not recorded": (_run(None, 1200, part=0.4), "share is None"),
+            "software": _build_run(0x20, 1200, part=0.4),
+            "hardware": _build_run(0x40 | 0x8, 1200, part=0.4),
+            "a power cap": (_build_run(0x4, 1200, part=0.4), "share < self.min_share"),
+            "an idle GPU": (_build_run(0x20, 1200, part=0.4, load=3), "share is None"),
+            "a single sample": (_build_run(0x20, 1200, part=0.01), "min_share"),
+            "not recorded": (_build_run(None, 1200, part=0.4), "share is None"),
         }
 
 
@@ -225,14 +225,14 @@ class PowerThrottling(HeldClocks):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a low cap": _run(0x4, 1500, default=900_000),
-            "the board's own cap": _run(0x4, 1500, default=700_000),
-            "a cap, the board's own not recorded": _run(0x4, 1500),
-            "a brake": _run(0x80, 500, part=0.1),
-            "at the cap with high clocks": (_run(0x4, 1900), "max_clock"),
-            "a few samples": (_run(0x4, 1500, part=0.2), "min_share"),
-            "idle": (_run(0x4, 1500, load=5), "share is None"),
-            "not recorded": (_run(None, 1500), "share is None"),
+            "a low cap": _build_run(0x4, 1500, default=900_000),
+            "the board's own cap": _build_run(0x4, 1500, default=700_000),
+            "a cap, the board's own not recorded": _build_run(0x4, 1500),
+            "a brake": _build_run(0x80, 500, part=0.1),
+            "at the cap with high clocks": (_build_run(0x4, 1900), "max_clock"),
+            "a few samples": (_build_run(0x4, 1500, part=0.2), "min_share"),
+            "idle": (_build_run(0x4, 1500, load=5), "share is None"),
+            "not recorded": (_build_run(None, 1500), "share is None"),
         }
 
 
@@ -263,10 +263,10 @@ class ClocksLocked(HeldClocks):
     @staticmethod
     def examples() -> Examples:
         return {
-            "held at 1410 of 1980 MHz": _run(0x2, 1410, part=1),
-            "set to the maximum": (_run(0x2, 1980, part=1), "max_clock"),
-            "another reason": (_run(0x4, 1410, part=1), "share < self.min_share"),
-            "idle": (_run(0x2, 1410, part=1, load=0), "share is None"),
+            "held at 1410 of 1980 MHz": _build_run(0x2, 1410, part=1),
+            "set to the maximum": (_build_run(0x2, 1980, part=1), "max_clock"),
+            "another reason": (_build_run(0x4, 1410, part=1), "share < self.min_share"),
+            "idle": (_build_run(0x2, 1410, part=1, load=0), "share is None"),
         }
 
 
@@ -299,7 +299,7 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
     return impact_per_step(a, gain, low=0.0, method=method, kind="upper bound", of_host=False)
 
 
-def _run(
+def _build_run(
     throttle: int | None,
     clock: int,
     *,

@@ -108,12 +108,16 @@ class GpuErrors(Rule):
     def examples() -> Examples:
         guard = "not (errors and errors[-1] > 0)"
         return {
-            "off the bus": record_example(lambda share: _gpu(xid=[] if share else [79])),
-            "a page fault": record_example(lambda share: _gpu(xid=[] if share else [31])),
-            "uncorrectable": record_example(_gpu(ecc_uncorrected=2)),
-            "a pending row": record_example(_gpu(remap_pending=True)),
-            "corrected": (record_example(_gpu(ecc_corrected=100)), guard),
-            "not recorded": (record_example(_gpu()), guard),
+            "off the bus": record_example(
+                lambda share: _build_gpu_sample(xid=[] if share else [79])
+            ),
+            "a page fault": record_example(
+                lambda share: _build_gpu_sample(xid=[] if share else [31])
+            ),
+            "uncorrectable": record_example(_build_gpu_sample(ecc_uncorrected=2)),
+            "a pending row": record_example(_build_gpu_sample(remap_pending=True)),
+            "corrected": (record_example(_build_gpu_sample(ecc_corrected=100)), guard),
+            "not recorded": (record_example(_build_gpu_sample()), guard),
         }
 
 
@@ -179,16 +183,18 @@ class GpuShared(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "another training run": record_example(_gpu(processes=1, processes_bytes=20 * 10**9)),
+            "another training run": record_example(
+                _build_gpu_sample(processes=1, processes_bytes=20 * 10**9)
+            ),
             "alone": (
-                record_example(_gpu(processes=0, processes_bytes=0)),
+                record_example(_build_gpu_sample(processes=0, processes_bytes=0)),
                 "share < self.min_samples",
             ),
             "a monitor": (
-                record_example(_gpu(processes=1, processes_bytes=300 * 10**6)),
+                record_example(_build_gpu_sample(processes=1, processes_bytes=300 * 10**6)),
                 "min_memory",
             ),
-            "not recorded": (record_example(_gpu()), "not samples"),
+            "not recorded": (record_example(_build_gpu_sample()), "not samples"),
         }
 
 
@@ -260,20 +266,22 @@ class PcieDowngraded(Rule):
             b.product(2000, wait=True)
         few = "len(links) < self.min_samples"
         return {
-            "eight lanes": record_example(_linked(4, 8)),
-            "generation 3": record_example(_linked(3, 16), b),
-            "at its maximum": (record_example(_linked(4, 16)), "share < self.min_share"),
-            "idle": (record_example(_linked(1, 16, utilisation=2)), few),
-            "not recorded": (record_example(_linked(None, None)), few),
+            "eight lanes": record_example(_build_link_sample(4, 8)),
+            "generation 3": record_example(_build_link_sample(3, 16), b),
+            "at its maximum": (record_example(_build_link_sample(4, 16)), "share < self.min_share"),
+            "idle": (record_example(_build_link_sample(1, 16, utilisation=2)), few),
+            "not recorded": (record_example(_build_link_sample(None, None)), few),
         }
 
 
-def _gpu(**sensors: object) -> GpuSample:
+def _build_gpu_sample(**sensors: object) -> GpuSample:
     return GpuSample(uuid="GPU-x", memory_total=80 * 10**9, remapped_rows=3, **sensors)  # type: ignore[arg-type]
 
 
-def _linked(generation: int | None, width: int | None, utilisation: int = 98) -> GpuSample:
-    return _gpu(
+def _build_link_sample(
+    generation: int | None, width: int | None, utilisation: int = 98
+) -> GpuSample:
+    return _build_gpu_sample(
         utilisation=utilisation,
         pcie_gen=generation,
         pcie_width=width,

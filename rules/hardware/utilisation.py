@@ -84,11 +84,11 @@ class UtilisationIllusion(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a fifth of the device": _recorded(99, 20),
-            "really busy": (_recorded(99, 85), "max_active"),
-            "shown as idle": (_recorded(30, 10), "min_utilisation"),
-            "memory-bound": (_recorded(99, 40, dram=80), "max_dram"),
-            "no GPM": (_recorded(99, None), "len(samples) < self.min_samples"),
+            "a fifth of the device": _build_record(99, 20),
+            "really busy": (_build_record(99, 85), "max_active"),
+            "shown as idle": (_build_record(30, 10), "min_utilisation"),
+            "memory-bound": (_build_record(99, 40, dram=80), "max_dram"),
+            "no GPM": (_build_record(99, None), "len(samples) < self.min_samples"),
         }
 
 
@@ -154,18 +154,18 @@ class LowMfu(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a tenth of the peak": _products(9000),
-            "close to the peak": (_products(1000), "max_mfu"),
-            "memory-bound": (_products(9000, other=20_000), "min_matrix"),
+            "a tenth of the peak": _build_products(9000),
+            "close to the peak": (_build_products(1000), "max_mfu"),
+            "memory-bound": (_build_products(9000, other=20_000), "min_matrix"),
         }
 
 
-def _recorded(utilisation: int, active: float | None, *, dram: float = 10) -> TraceBuilder:
+def _build_record(utilisation: int, active: float | None, *, dram: float = 10) -> TraceBuilder:
     gpm = None if active is None else {"sm_util": active, "dram": dram, "tensor": 5.0}
     return record_example(GpuSample(uuid="GPU-x", utilisation=utilisation, gpm=gpm))
 
 
-def _products(us: float, *, other: float = 0) -> TraceBuilder:
+def _build_products(us: float, *, other: float = 0) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps():
         # 2 x 4096^3 = 137 GFLOP: 0.44 ms at an A100's 312 TFLOP/s in BF16

@@ -219,21 +219,21 @@ class ConstantProjections(Rule):
     def examples() -> Examples:
         few = "longest_run < self.min_passes"
         return {
-            "cross-attention": _decode(),
-            "on a GPU": _decode(gpu="A100"),
-            "a recurrent decoder": _decode(layers=1, scores="aten::tanh"),
-            "whole sequences in one step": _decode(passes=6),
-            "keys and values that are kept": (_decode(rows=0), few),
-            "few rows": (_decode(rows=64), few),
-            "little of the step": (_decode(rest=90_000), "min_share"),
-            "one pass": (_decode(steps=2), "min_passes"),
-            "training": (_decode(trains=True), "not a.forward_only"),
-            "no token is chosen": (_decode(chooses="aten::mean"), "not passes"),
-            "ids of users": (_decode(classes=12), "not passes"),
-            "an encoder for each token": (_decode(encoder="aten::gelu"), few),
-            "attention among the rows": (_decode(encoder=ATTENTION), few),
-            "images for each token": (_decode(encoder="aten::conv2d"), few),
-            "a sequence without a cache": (_decode(grows=True), few),
+            "cross-attention": _build_decoding(),
+            "on a GPU": _build_decoding(gpu="A100"),
+            "a recurrent decoder": _build_decoding(layers=1, scores="aten::tanh"),
+            "whole sequences in one step": _build_decoding(passes=6),
+            "keys and values that are kept": (_build_decoding(rows=0), few),
+            "few rows": (_build_decoding(rows=64), few),
+            "little of the step": (_build_decoding(rest=90_000), "min_share"),
+            "one pass": (_build_decoding(steps=2), "min_passes"),
+            "training": (_build_decoding(trains=True), "not a.forward_only"),
+            "no token is chosen": (_build_decoding(chooses="aten::mean"), "not passes"),
+            "ids of users": (_build_decoding(classes=12), "not passes"),
+            "an encoder for each token": (_build_decoding(encoder="aten::gelu"), few),
+            "attention among the rows": (_build_decoding(encoder=ATTENTION), few),
+            "images for each token": (_build_decoding(encoder="aten::conv2d"), few),
+            "a sequence without a cache": (_build_decoding(grows=True), few),
         }
 
 
@@ -294,7 +294,7 @@ def _add_operator(part: Pass, row: int, name: str, inputs: OpInputs, vocabulary:
 ATTENTION = "aten::scaled_dot_product_attention"
 
 
-def _decode(
+def _build_decoding(
     *,
     rows: int = 640,
     layers: int = 3,

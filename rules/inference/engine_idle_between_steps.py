@@ -88,15 +88,15 @@ class EngineIdleBetweenSteps(Rule):
             train.sync()
             train.host(400)
         return {
-            "scheduling between decode steps": _engine(8, host=500),
-            "it schedules ahead": (_engine(8, host=20), "min_share"),
-            "it waits for requests": (_engine(8, host=9000), "not idle"),
-            "two steps": (_engine(2, host=500), "min_steps"),
+            "scheduling between decode steps": _build_engine(8, host=500),
+            "it schedules ahead": (_build_engine(8, host=20), "min_share"),
+            "it waits for requests": (_build_engine(8, host=9000), "not idle"),
+            "two steps": (_build_engine(2, host=500), "min_steps"),
             "no engine": (train, "passes is None"),
         }
 
 
-def _engine(steps: int, *, host: float) -> TraceBuilder:
+def _build_engine(steps: int, *, host: float) -> TraceBuilder:
     """Build decode steps of one graph each, with the host at work between them."""
     b = TraceBuilder("H100")
     for _ in range(steps):

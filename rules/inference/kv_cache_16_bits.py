@@ -100,15 +100,15 @@ class KvCache16Bits(Rule):
         """Build decode steps of 64 sequences of 4,000 tokens: 0.5 GB per layer in 200 µs. Others
         have short attention, slow attention, a cache in FP8, or no sums."""
         return {
-            "long sequences in bf16": _decode(200),
-            "little attention": (_decode(200, other=20_000), "min_share"),
-            "attention far from the memory's rate": (_decode(900), "min_rate"),
-            "a cache in FP8": (_decode(120, "fmha_QkvE4m3_paged"), "not len(rows)"),
-            "no sums": (_decode(200, mark="step[DECODE bs=64]"), "not len(rows)"),
+            "long sequences in bf16": _build_decoding(200),
+            "little attention": (_build_decoding(200, other=20_000), "min_share"),
+            "attention far from the memory's rate": (_build_decoding(900), "min_rate"),
+            "a cache in FP8": (_build_decoding(120, "fmha_QkvE4m3_paged"), "not len(rows)"),
+            "no sums": (_build_decoding(200, mark="step[DECODE bs=64]"), "not len(rows)"),
         }
 
 
-def _decode(
+def _build_decoding(
     us: float,
     kernel: str = "flash_fwd_splitkv_kernel",
     *,

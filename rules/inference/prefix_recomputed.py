@@ -136,19 +136,24 @@ class PrefixRecomputed(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a sequence that grows": _generation(range(100, 108)),
-            "on a CPU": _generation(range(100, 108), gpu=None),
-            "embeddings that come from elsewhere": _generation(range(100, 108), embedded=False),
+            "a sequence that grows": _build_generation(range(100, 108)),
+            "on a CPU": _build_generation(range(100, 108), gpu=None),
+            "embeddings that come from elsewhere": _build_generation(
+                range(100, 108), embedded=False
+            ),
             "queries of one token": (
-                _generation([100, *[1] * 7], embedded=False),
+                _build_generation([100, *[1] * 7], embedded=False),
                 "len(lengths) < self.min_passes",
             ),
-            "with a cache": (_generation([100, *[1] * 7]), "len(lengths) < self.min_passes"),
-            "prompts of any length": (_generation([100, 117, 64, 99, 100, 210]), "min_passes"),
-            "the same length": (_generation([128] * 8), "min_passes"),
-            "the first tokens": (_generation(range(1, 8)), "min_tokens"),
+            "with a cache": (_build_generation([100, *[1] * 7]), "len(lengths) < self.min_passes"),
+            "prompts of any length": (
+                _build_generation([100, 117, 64, 99, 100, 210]),
+                "min_passes",
+            ),
+            "the same length": (_build_generation([128] * 8), "min_passes"),
+            "the first tokens": (_build_generation(range(1, 8)), "min_tokens"),
             "training on growing sequences": (
-                _generation(range(100, 108), trains=True),
+                _build_generation(range(100, 108), trains=True),
                 "not a.forward_only",
             ),
         }
@@ -210,7 +215,7 @@ def _longest_run(passes: list[int]) -> list[int]:
     return longest
 
 
-def _generation(
+def _build_generation(
     lengths: Any, *, gpu: str | None = "A100", trains: bool = False, embedded: bool = True
 ) -> TraceBuilder:
     """Build a trace with one pass per step over these numbers of tokens."""

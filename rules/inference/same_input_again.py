@@ -137,15 +137,18 @@ class SameInputAgain(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a text encoder in each denoising step": _denoising(),
-            "on a GPU": _denoising(gpu="A100"),
-            "without the caller's frames": _denoising(frames=[]),
-            "each input is new": (_denoising(again=0), "module is None"),
-            "an input came back by chance": (_denoising(again=1), "min_repeated_share"),
-            "one input for all modules": (_denoising(again=6, others=5), "min_new_input_share"),
-            "small next to the rest": (_denoising(ms=0.2), "min_share"),
-            "few forwards": (_denoising(samples=1, compared=11), "min_forwards"),
-            "a training": (_denoising(trained=True), "not recorded.inference"),
+            "a text encoder in each denoising step": _build_denoising(),
+            "on a GPU": _build_denoising(gpu="A100"),
+            "without the caller's frames": _build_denoising(frames=[]),
+            "each input is new": (_build_denoising(again=0), "module is None"),
+            "an input came back by chance": (_build_denoising(again=1), "min_repeated_share"),
+            "one input for all modules": (
+                _build_denoising(again=6, others=5),
+                "min_new_input_share",
+            ),
+            "small next to the rest": (_build_denoising(ms=0.2), "min_share"),
+            "few forwards": (_build_denoising(samples=1, compared=11), "min_forwards"),
+            "a training": (_build_denoising(trained=True), "not recorded.inference"),
         }
 
 
@@ -176,7 +179,7 @@ def _locate(frames: list[Any]) -> Location | None:
 FRAMES = ["poster.py(41): Pipeline.velocity", "poster.py(60): main"]
 
 
-def _denoising(
+def _build_denoising(
     *,
     gpu: str | None = None,
     again: int = 5,

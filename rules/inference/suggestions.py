@@ -93,9 +93,9 @@ class PrefillStallsDecode(_Suggestion):
     def examples() -> Examples:
         """Build decode steps with a prompt of 8,192 tokens between them."""
         return {
-            "a long prompt": _engine(prefill=20_000),
-            "a short chunk": (_engine(prefill=3_000), "min_ratio"),
-            "decode alone": (_engine(), "long is None"),
+            "a long prompt": _build_engine(prefill=20_000),
+            "a short chunk": (_build_engine(prefill=3_000), "min_ratio"),
+            "decode alone": (_build_engine(), "long is None"),
         }
 
 
@@ -142,10 +142,10 @@ class SmallDecodeBatch(_Suggestion):
     @staticmethod
     def examples() -> Examples:
         return {
-            "four requests": _engine(batch=4),
-            "a full batch": (_engine(batch=128), "decode.limit != 'memory'"),
-            "twenty requests": (_engine(batch=20), "max_batch"),
-            "the host is slower": (_engine(batch=4, eager=True), "decode.limit != 'memory'"),
+            "four requests": _build_engine(batch=4),
+            "a full batch": (_build_engine(batch=128), "decode.limit != 'memory'"),
+            "twenty requests": (_build_engine(batch=20), "max_batch"),
+            "the host is slower": (_build_engine(batch=4, eager=True), "decode.limit != 'memory'"),
         }
 
 
@@ -199,10 +199,10 @@ class PrefixCacheUnused(_Suggestion):
     @staticmethod
     def examples() -> Examples:
         return {
-            "new prompts": _engine(prefill=20_000, prompts=9),
-            "a cached prefix": (_engine(prefill=20_000, prompts=9, cached=4000), "any("),
-            "one prompt": (_engine(prefill=20_000), "min_prompts"),
-            "hardly any time": (_engine(prefill=300, prompts=9), "min_share"),
+            "new prompts": _build_engine(prefill=20_000, prompts=9),
+            "a cached prefix": (_build_engine(prefill=20_000, prompts=9, cached=4000), "any("),
+            "one prompt": (_build_engine(prefill=20_000), "min_prompts"),
+            "hardly any time": (_build_engine(prefill=300, prompts=9), "min_share"),
         }
 
 
@@ -247,9 +247,12 @@ class CollectivesOfTensorParallel(_Suggestion):
     @staticmethod
     def examples() -> Examples:
         return {
-            "all-reduce after each product": _engine(collective=15),
-            "a short all-reduce": (_engine(collective=2), "min_share"),
-            "prompts alone": (_engine(prefill=2_000, collective=15, decodes=0), "decode is None"),
+            "all-reduce after each product": _build_engine(collective=15),
+            "a short all-reduce": (_build_engine(collective=2), "min_share"),
+            "prompts alone": (
+                _build_engine(prefill=2_000, collective=15, decodes=0),
+                "decode is None",
+            ),
         }
 
 
@@ -298,10 +301,10 @@ class PiecewiseGraphs(_Suggestion):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a graph per layer": _engine(pieces=25),
-            "two graphs": (_engine(pieces=2), "min_graphs"),
-            "short gaps": (_engine(pieces=25, kernel=400), "max_busy"),
-            "prompts alone": (_engine(prefill=2_000, decodes=0), "decode is None"),
+            "a graph per layer": _build_engine(pieces=25),
+            "two graphs": (_build_engine(pieces=2), "min_graphs"),
+            "short gaps": (_build_engine(pieces=25, kernel=400), "max_busy"),
+            "prompts alone": (_build_engine(prefill=2_000, decodes=0), "decode is None"),
         }
 
 
@@ -360,10 +363,10 @@ class SlowDecodeAttention(_Suggestion):
     def examples() -> Examples:
         """Build decode steps that read 64 MB of keys and values in 400 µs."""
         return {
-            "a slow backend": _attend(400),
-            "near the rate": (_attend(60), "max_rate"),
-            "hardly any": (_attend(400, product=4_000), "min_share"),
-            "no shapes": (_attend(400, shapes=False), "not ns"),
+            "a slow backend": _build_attention(400),
+            "near the rate": (_build_attention(60), "max_rate"),
+            "hardly any": (_build_attention(400, product=4_000), "min_share"),
+            "no shapes": (_build_attention(400, shapes=False), "not ns"),
         }
 
 
@@ -426,10 +429,10 @@ class UnevenExperts(_Suggestion):
     @staticmethod
     def examples() -> Examples:
         return {
-            "every fifth": _exchange((40, 40, 40, 40, 200)),
-            "even": (_exchange((40,) * 5), "min_ratio"),
-            "short": (_exchange((2, 2, 2, 2, 10)), "min_share"),
-            "a dense model": (_engine(collective=15), "roles.get"),
+            "every fifth": _build_exchange((40, 40, 40, 40, 200)),
+            "even": (_build_exchange((40,) * 5), "min_ratio"),
+            "short": (_build_exchange((2, 2, 2, 2, 10)), "min_share"),
+            "a dense model": (_build_engine(collective=15), "roles.get"),
         }
 
 
@@ -437,7 +440,7 @@ EXCHANGES = r"(?i)deep_?ep|(?:^|[:_])(?:dispatch|combine)(?:_|<|\b)|all_?to_?all
 """Pattern of kernels that send tokens to their experts and back."""
 
 
-def _attend(us: float, *, product: float = 20, shapes: bool = True) -> TraceBuilder:
+def _build_attention(us: float, *, product: float = 20, shapes: bool = True) -> TraceBuilder:
     """Build decode steps of 32 requests of 1,000 tokens each, and one attention of 8 heads of
     128."""
     b = TraceBuilder("H100")
@@ -451,7 +454,7 @@ def _attend(us: float, *, product: float = 20, shapes: bool = True) -> TraceBuil
     return b
 
 
-def _exchange(lengths: tuple[float, ...]) -> TraceBuilder:
+def _build_exchange(lengths: tuple[float, ...]) -> TraceBuilder:
     """Build decode steps whose layers send tokens to experts on other GPUs."""
     b = TraceBuilder("H100")
     for _ in range(6):
@@ -468,7 +471,7 @@ def _ns(phase: InferencePhase) -> float:
     return phase.ns
 
 
-def _engine(
+def _build_engine(
     *,
     batch: int = 8,
     prefill: float = 0,

@@ -86,11 +86,11 @@ class TrainingMode(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "on a GPU": _model(),
-            "on a CPU": _model(gpu=None),
-            "evaluation mode": (_model(active=False), "not len(layers)"),
-            "a training": (_model(trains=True), "not a.forward_only"),
-            "a single pass": (_model(steps=2), "min_steps"),
+            "on a GPU": _build_model(),
+            "on a CPU": _build_model(gpu=None),
+            "evaluation mode": (_build_model(active=False), "not len(layers)"),
+            "a training": (_build_model(trains=True), "not a.forward_only"),
+            "a single pass": (_build_model(steps=2), "min_steps"),
         }
 
 
@@ -106,7 +106,7 @@ def _find_active_layers(a: Analysis) -> Rows:
     return rows_in_steps(a, rows[rows >= 0].astype(np.int64))
 
 
-def _model(
+def _build_model(
     *, gpu: str | None = "A100", active: bool = True, trains: bool = False, steps: int = 5
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)

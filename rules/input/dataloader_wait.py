@@ -581,26 +581,26 @@ class SamplerTime(Rule):
         for number in once.steps():
             once.loader_wait(14000 if number == 1 else 30, workers=0)
             once.on_host("aten::mm", 30000)
-        _record_stacks(once)
+        _add_stacks(once)
         return {
-            "stacks sampled outside the window": _run_with_stacks(5000),
-            "a fast sampler": (_run_with_stacks(5000, 100_000), "min_share"),
-            "short steps": (_run_with_stacks(900, 900), "min_ms"),
-            "workers": (_run_with_stacks(5000, workers=2), "waits is None"),
+            "stacks sampled outside the window": _build_loading_with_stacks(5000),
+            "a fast sampler": (_build_loading_with_stacks(5000, 100_000), "min_share"),
+            "short steps": (_build_loading_with_stacks(900, 900), "min_ms"),
+            "workers": (_build_loading_with_stacks(5000, workers=2), "waits is None"),
             "one step": (once, "not is_recurring("),
         }
 
 
-def _run_with_stacks(us: int, compute_us: int = 5000, workers: int = 0) -> TraceBuilder:
+def _build_loading_with_stacks(us: int, compute_us: int = 5000, workers: int = 0) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.loader_wait(us, workers=workers)
         b.on_host("aten::mm", compute_us)
-    _record_stacks(b)
+    _add_stacks(b)
     return b
 
 
-def _record_stacks(b: TraceBuilder) -> None:
+def _add_stacks(b: TraceBuilder) -> None:
     """Record 60 samples of the loading, 40 of which are in the sampler."""
     frames = [
         "train.py(70): main",

@@ -141,13 +141,13 @@ class IgnoredLabels(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "on the CPU": _tuning(),
-            "on a GPU": _tuning(gpu="A100"),
-            "few are ignored": (_tuning(ignored=0.1), "min_ignored_share"),
-            "sampled twice": (_tuning(samples=2), "min_samples"),
-            "selected already": (_tuning(positions=256), "min_position_share"),
-            "little work": (_tuning(us=20), "min_share"),
-            "few classes": (_tuning(vocabulary=100), "work is None"),
+            "on the CPU": _build_tuning(),
+            "on a GPU": _build_tuning(gpu="A100"),
+            "few are ignored": (_build_tuning(ignored=0.1), "min_ignored_share"),
+            "sampled twice": (_build_tuning(samples=2), "min_samples"),
+            "selected already": (_build_tuning(positions=256), "min_position_share"),
+            "little work": (_build_tuning(us=20), "min_share"),
+            "few classes": (_build_tuning(vocabulary=100), "work is None"),
         }
 
 
@@ -207,7 +207,7 @@ def _measure_device_ns(a: Analysis, edits: list[Edit]) -> int:
     return int(a.trace.gpu.filter(a.trace.gpu["correlation"].is_in(ids))["dur"].sum())
 
 
-def _tuning(
+def _build_tuning(
     *,
     ignored: float = 0.75,
     samples: int = 8,

@@ -237,30 +237,33 @@ class LoaderWorkers(LoadingRule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "no workers on eight cores": _run(0, 8, data=6),
-            "two workers on eight cores": _run(2, 8, data=6),
-            "forty workers on eight busy cores": _run(40, 8, data=0.1, busy=780),
+            "no workers on eight cores": _build_run(0, 8, data=6),
+            "two workers on eight cores": _build_run(2, 8, data=6),
+            "forty workers on eight busy cores": _build_run(40, 8, data=0.1, busy=780),
             "no workers, and no wait": (
-                _run(0, 8, data=0.1),
+                _build_run(0, 8, data=0.1),
                 "workers > self.max_workers_per_core * cores",
             ),
-            "as many workers as cores": (_run(8, 8, data=6), "min_workers_per_core"),
-            "the cores belong to four ranks": (_run(2, 8, data=6, ranks=4), "min_workers_per_core"),
-            "only the hand-over of ready batches": (_run(2, 8, data=1.5), "min_wait_ms"),
+            "as many workers as cores": (_build_run(8, 8, data=6), "min_workers_per_core"),
+            "the cores belong to four ranks": (
+                _build_run(2, 8, data=6, ranks=4),
+                "min_workers_per_core",
+            ),
+            "only the hand-over of ready batches": (_build_run(2, 8, data=1.5), "min_wait_ms"),
             "one core, no workers": (
-                _run(0, 1, data=6),
+                _build_run(0, 1, data=6),
                 "workers > self.max_workers_per_core * cores",
             ),
-            "many workers, idle cores": (_run(40, 8, data=0.1, busy=200), "max_busy_cpus"),
+            "many workers, idle cores": (_build_run(40, 8, data=0.1, busy=200), "max_busy_cpus"),
             "training on the CPU keeps both cores busy": (
-                _run(0, 2, data=6, busy=170),
+                _build_run(0, 2, data=6, busy=170),
                 "workers > self.max_workers_per_core * cores",
             ),
-            "cores not recorded": (_run(2, None, data=6), "cpus is None"),
+            "cores not recorded": (_build_run(2, None, data=6), "cpus is None"),
         }
 
 
-def _run(
+def _build_run(
     workers: int, cpus: int | None, *, data: float, ranks: int = 1, busy: float = 150
 ) -> TraceBuilder:
     b = TraceBuilder()
@@ -428,22 +431,24 @@ class CpuBoundTransforms(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "eight busy cores": _busy(760),
-            "workers take the core of a training on the CPU": _busy(
+            "eight busy cores": _build_busy_cores(760),
+            "workers take the core of a training on the CPU": _build_busy_cores(
                 200, data=0.1, workers=2, cpus=2, children=140, threads=1
             ),
             "workers of a training on the CPU, cores are idle": (
-                _busy(160, data=0.1, workers=2, cpus=4, children=80, threads=1),
+                _build_busy_cores(160, data=0.1, workers=2, cpus=4, children=80, threads=1),
                 "min_cpu",
             ),
             "other programs take more of the cores than the workers": (
-                _busy(40, data=0.1, workers=2, cpus=2, children=20, threads=1, machine=97),
+                _build_busy_cores(
+                    40, data=0.1, workers=2, cpus=2, children=20, threads=1, machine=97
+                ),
                 "share < self.min_wait",
             ),
-            "idle cores": (_busy(200), "min_cpu"),
-            "the disk delivers 2 GB/s": (_busy(760, disk=2e9), "max_disk"),
-            "no wait": (_busy(760, data=0.1), "min_wait"),
-            "no workers": (_busy(760, workers=0), "not workers_of(loader)"),
+            "idle cores": (_build_busy_cores(200), "min_cpu"),
+            "the disk delivers 2 GB/s": (_build_busy_cores(760, disk=2e9), "max_disk"),
+            "no wait": (_build_busy_cores(760, data=0.1), "min_wait"),
+            "no workers": (_build_busy_cores(760, workers=0), "not workers_of(loader)"),
         }
 
 
@@ -506,7 +511,7 @@ def _measure_disk_rate(hosts: list[tuple[int, HostSample]]) -> float | None:
     return max(0.0, (last_count - first_count) * 1e9 / (end - begin))
 
 
-def _busy(
+def _build_busy_cores(
     cpu: float,
     *,
     disk: float = 1e6,

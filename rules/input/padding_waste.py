@@ -184,16 +184,16 @@ class PaddingWaste(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "on the CPU": _run(0.4),
-            "on a GPU": _run(0.4, device=True),
-            "beyond the longest sequence": _run(None, beyond=0.3),
-            "beyond the longest sequence, on a GPU": _run(None, beyond=0.3, device=True),
-            "within the longest sequence": _run(None, beyond=0.0),
-            "little": (_run(0.1), "min_padding"),
-            "no mask": (_run(None), "len(padding.all) < self.min_samples"),
-            "sampled twice": (_run(0.4, samples=2), "min_samples"),
+            "on the CPU": _build_run(0.4),
+            "on a GPU": _build_run(0.4, device=True),
+            "beyond the longest sequence": _build_run(None, beyond=0.3),
+            "beyond the longest sequence, on a GPU": _build_run(None, beyond=0.3, device=True),
+            "within the longest sequence": _build_run(None, beyond=0.0),
+            "little": (_build_run(0.1), "min_padding"),
+            "no mask": (_build_run(None), "len(padding.all) < self.min_samples"),
+            "sampled twice": (_build_run(0.4, samples=2), "min_samples"),
             "nested tensors": (
-                _run(None, beyond=0.3, device=True, op="aten::_nested_tensor_from_mask"),
+                _build_run(None, beyond=0.3, device=True, op="aten::_nested_tensor_from_mask"),
                 "contains(_PACKS)",
             ),
         }
@@ -249,7 +249,7 @@ def _has_twice(inputs: OpInputs, length: int) -> bool:
     return any(tensor is not None and tensor.shape.count(length) >= 2 for tensor in tensors)
 
 
-def _run(
+def _build_run(
     padding: float | None,
     *,
     samples: int = 30,

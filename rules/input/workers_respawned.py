@@ -140,20 +140,20 @@ class WorkersRespawned(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a second for each of three epochs": _run(),
-            "the start is between two steps": _run(wait=30, between=700),
-            "short epochs whose starts are recorded two steps later": _run(
+            "a second for each of three epochs": _build_run(),
+            "the start is between two steps": _build_run(wait=30, between=700),
+            "short epochs whose starts are recorded two steps later": _build_run(
                 epochs=20, steps=4, wait=15, usual=1, spawn=18, between=31, late=2
             ),
             "persistent workers": (
-                _run(persistent=True, wait=20),
+                _build_run(persistent=True, wait=20),
                 "feed.get('persistent_workers') is not False",
             ),
-            "no workers": (_run(workers=0), "not workers_of(feed)"),
-            "one epoch": (_run(epochs=1), "len(starts) < self.min_epochs"),
-            "long epochs": (_run(steps=8000, epochs=3), "min_share"),
+            "no workers": (_build_run(workers=0), "not workers_of(feed)"),
+            "one epoch": (_build_run(epochs=1), "len(starts) < self.min_epochs"),
+            "long epochs": (_build_run(steps=8000, epochs=3), "min_share"),
             "the iterators are of validation": (
-                _run(evaluation=True),
+                _build_run(evaluation=True),
                 "len(starts) < self.min_epochs",
             ),
         }
@@ -165,7 +165,7 @@ def _read_duration(value: object) -> float:
     return float(value) if is_valid and isinstance(value, int | float) else 0.0
 
 
-def _run(
+def _build_run(
     *,
     workers: int = 4,
     epochs: int = 4,
@@ -298,15 +298,15 @@ class PrefetchStarved(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a slow batch now and then": _prefetch_run(lambda n: n % 30 < 3),
+            "a slow batch now and then": _build_prefetch_run(lambda n: n % 30 < 3),
             "a loader that is too slow throughout": (
-                _prefetch_run(lambda n: n % 3 == 0),
+                _build_prefetch_run(lambda n: n % 3 == 0),
                 "float(np.mean(stretches)) > 1 - self.min_unstarved_share",
             ),
-            "no waits": (_prefetch_run(lambda _: False), "starved.mean() < self.min_starved"),
-            "no workers": (_prefetch_run(lambda n: n % 30 < 3, workers=0), "not workers"),
+            "no waits": (_build_prefetch_run(lambda _: False), "starved.mean() < self.min_starved"),
+            "no workers": (_build_prefetch_run(lambda n: n % 30 < 3, workers=0), "not workers"),
             "the first batch of an epoch": (
-                _prefetch_run(lambda n: n % 15 == 0, epochs=15),
+                _build_prefetch_run(lambda n: n % 15 == 0, epochs=15),
                 "starved.mean() < self.min_starved",
             ),
         }
@@ -325,7 +325,7 @@ def _find_steps_at_start(a: Analysis) -> np.ndarray:
     return at_start
 
 
-def _prefetch_run(slow: object, *, workers: int = 2, epochs: int = 0) -> TraceBuilder:
+def _build_prefetch_run(slow: object, *, workers: int = 2, epochs: int = 0) -> TraceBuilder:
     assert callable(slow)
     b = TraceBuilder()
     r = b.record_of_run(cpus=8)

@@ -456,16 +456,16 @@ class Fp32Matmul(Rule):
         nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
         sliced = "ampere_sgemm_32x32_sliced1x4_tn"
 
-        def gemv(b: TraceBuilder) -> None:
+        def add_matrix_vector(b: TraceBuilder) -> None:
             # eight rows times 16384 x 16384: 1.07 GB of weights, 0.53 ms at 2 TB/s
             b.run("aten::mm", sliced, 560, [[8, 16384], [16384, 16384]])
 
-        def idle(b: TraceBuilder) -> None:
+        def add_idle_time(b: TraceBuilder) -> None:
             for _ in range(10):
                 b.run("aten::mm", sliced, 4, [[64, 64], [64, 64]])
                 b.host(100)
 
-        def mixed(b: TraceBuilder) -> None:
+        def add_mixed_precision(b: TraceBuilder) -> None:
             b.run("aten::mm", tf32, 1500, [[4096, 4096], [4096, 4096]])
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 200, [[4096, 33], [33, 647]])
 
@@ -484,9 +484,12 @@ class Fp32Matmul(Rule):
             "BF16 as nvjet": (_build_training("H100", "c10::BFloat16", nvjet, 300), guard),
             "BF16 as wmma_tensorop": (_build_training("H100", "c10::BFloat16", wmma, 900), guard),
             "TF32 is on": (_build_training("A100", "float", tf32, 1500), guard),
-            "TF32 is on, an odd shape is left": (example_steps(mixed), guard),
-            "bound by reading the weights": (example_steps(gemv), "max_bandwidth_share"),
-            "the device is mostly idle": (example_steps(idle), "min_step_share"),
+            "TF32 is on, an odd shape is left": (example_steps(add_mixed_precision), guard),
+            "bound by reading the weights": (
+                example_steps(add_matrix_vector),
+                "max_bandwidth_share",
+            ),
+            "the device is mostly idle": (example_steps(add_idle_time), "min_step_share"),
             "operands are cast from BF16": (_build_adapters(), "self._casts(a, slow)"),
         }
 

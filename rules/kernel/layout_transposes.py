@@ -188,7 +188,7 @@ class LayoutTransposes(Rule):
     def examples() -> Examples:
         shape = [64, 512, 512]
 
-        def multiply(b: TraceBuilder) -> None:
+        def add_products(b: TraceBuilder) -> None:
             kernel = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn"
             b.run("aten::bmm", kernel, 800, [shape, shape], "c10::Half")
             copy = "void at::native::elementwise_kernel<128, 4>"
@@ -202,7 +202,7 @@ class LayoutTransposes(Rule):
                 _build_network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
                 "share < self.min_share",
             ),
-            "transposes without a convolution": (example_steps(multiply), "not conv_ns"),
+            "transposes without a convolution": (example_steps(add_products), "not conv_ns"),
         }
 
 

@@ -185,7 +185,7 @@ class LowOccupancy(Rule):
         """Return a kernel whose 168 registers per thread leave 12 of 64 warps; 192 MB in 600 µs are
         0.32 of 2.04 TB/s."""
 
-        def product(b: TraceBuilder) -> None:
+        def add_product(b: TraceBuilder) -> None:
             kernel = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"
             limits = {"registers": 168, "shared": 98304, "occupancy": 12}
             b.run("aten::mm", kernel, 2000, [[4096, 4096]] * 2, "c10::BFloat16", **limits)
@@ -196,7 +196,7 @@ class LowOccupancy(Rule):
             "full bandwidth": (_build_kernel(168, 130), "max_bandwidth"),
             "a small grid": (_build_kernel(32, 600, blocks=16), "max_occupancy"),
             "a tensor-core kernel": (
-                example_steps(product),
+                example_steps(add_product),
                 "kernel_work.summed_duration(a, rows) < self.min_share * total",
             ),
         }

@@ -169,38 +169,49 @@ class ProductOrder(Rule):
         adjacency, features = [6000, 6000], [6000, 500]
         attention = ([16, 1024, 32], [16, 32, 1024], [16, 1024, 32])
         return {
-            "aggregation before projection": _chain(adjacency, features, [500, 64], sparse=True),
-            "in training": _chain(adjacency, features, [500, 64], sparse=True, trains=True),
-            "on a GPU": _chain(adjacency, features, [500, 64], sparse=True, gpu="A100"),
-            "attention without a softmax": _chain(*attention, trains=True),
-            "a vector at the end": _chain([512, 4000], [4000, 512], [512]),
-            "two layers in a row": _chain([64, 128, 64], [64, 1024], [1024, 64]),
-            "a transposed result": _chain([2000, 16], [16, 2000], [2000, 16], view="aten::t"),
-            "from the right": _chain([2000, 16], [16, 2000], [8, 2000], reverse=True),
-            "compiled": (_chain(*attention, around="Torch-Compiled Region: 0/0"), "is_compiled(a)"),
-            "a softmax between": (_chain(*attention, view="aten::softmax"), "len(pairs)"),
+            "aggregation before projection": _build_chain(
+                adjacency, features, [500, 64], sparse=True
+            ),
+            "in training": _build_chain(adjacency, features, [500, 64], sparse=True, trains=True),
+            "on a GPU": _build_chain(adjacency, features, [500, 64], sparse=True, gpu="A100"),
+            "attention without a softmax": _build_chain(*attention, trains=True),
+            "a vector at the end": _build_chain([512, 4000], [4000, 512], [512]),
+            "two layers in a row": _build_chain([64, 128, 64], [64, 1024], [1024, 64]),
+            "a transposed result": _build_chain([2000, 16], [16, 2000], [2000, 16], view="aten::t"),
+            "from the right": _build_chain([2000, 16], [16, 2000], [8, 2000], reverse=True),
+            "compiled": (
+                _build_chain(*attention, around="Torch-Compiled Region: 0/0"),
+                "is_compiled(a)",
+            ),
+            "a softmax between": (_build_chain(*attention, view="aten::softmax"), "len(pairs)"),
             "a kernel of no operator between": (
-                _chain(*attention, gpu="A100", view="launch"),
+                _build_chain(*attention, gpu="A100", view="launch"),
                 "len(pairs)",
             ),
             "a third less arithmetic": (
-                _chain([512, 512], [512, 512], [512, 256]),
+                _build_chain([512, 512], [512, 512], [512, 256]),
                 "max_remaining_share",
             ),
-            "an adapter": (_chain([4096, 1024], [1024, 8], [8, 1024]), "self.max_remaining_share"),
-            "nearly square": (
-                _chain([512, 500], [500, 520], [520, 510]),
+            "an adapter": (
+                _build_chain([4096, 1024], [1024, 8], [8, 1024]),
                 "self.max_remaining_share",
             ),
-            "read again": (_chain(*attention, read_by="aten::sum"), "not unshared"),
-            "read again in a list": (_chain(*attention, read_by="aten::cat"), "not unshared"),
-            "a bias in the first": (_chain(*attention, op="aten::baddbmm"), "chain is None"),
-            "the result with itself": (_chain([500, 20], [20, 500], [500, 500]), "chain is None"),
-            "two sparse matrices": (
-                _chain(adjacency, adjacency, features, sparse=True, strides=[[], []]),
+            "nearly square": (
+                _build_chain([512, 500], [500, 520], [520, 510]),
+                "self.max_remaining_share",
+            ),
+            "read again": (_build_chain(*attention, read_by="aten::sum"), "not unshared"),
+            "read again in a list": (_build_chain(*attention, read_by="aten::cat"), "not unshared"),
+            "a bias in the first": (_build_chain(*attention, op="aten::baddbmm"), "chain is None"),
+            "the result with itself": (
+                _build_chain([500, 20], [20, 500], [500, 500]),
                 "chain is None",
             ),
-            "little of the step": (_chain(*attention, rest=900_000), "min_share"),
+            "two sparse matrices": (
+                _build_chain(adjacency, adjacency, features, sparse=True, strides=[[], []]),
+                "chain is None",
+            ),
+            "little of the step": (_build_chain(*attention, rest=900_000), "min_share"),
         }
 
 
@@ -271,7 +282,7 @@ def _shapes(x: OpInputs) -> list[Shape]:
     return [*(tensor.shape for tensor in x.tensors), *lists]
 
 
-def _chain(
+def _build_chain(
     *matrices: list[int],
     op: str = "aten::matmul",
     view: str = "",

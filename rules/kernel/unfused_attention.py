@@ -324,7 +324,7 @@ class UnfusedAttention(Rule):
     def examples() -> Examples:
         """Return hand-written attention and PyTorch's fallback, and traps."""
 
-        def fall_back(b: TraceBuilder) -> None:
+        def add_fallback(b: TraceBuilder) -> None:
             with (
                 b.op("aten::scaled_dot_product_attention"),
                 b.op("aten::_scaled_dot_product_attention_math"),
@@ -335,17 +335,17 @@ class UnfusedAttention(Rule):
         half, gemm = "c10::Half", "ampere_fp16_s16816gemm_fp16_128x128_ldg8"
         softmax = "void (anonymous namespace)::"
 
-        def fused(b: TraceBuilder) -> None:
+        def add_fused(b: TraceBuilder) -> None:
             kernel = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>"
             b.run("aten::_flash_attention_forward", kernel, 400, [[8, TOKENS, 16, 64]] * 3, half)
 
-        def classifier(b: TraceBuilder) -> None:
+        def add_classifier(b: TraceBuilder) -> None:
             shapes = [[1000], [TOKENS, 1024], [1024, 1000]]
             b.run("aten::addmm", f"{gemm}_tn", 300, shapes, half)
             kernel = f"{softmax}cunn_SoftMaxForward<8, c10::Half>"
             b.run("aten::_softmax", kernel, 200, [[TOKENS, 1000]], half)
 
-        def experts(b: TraceBuilder) -> None:
+        def add_experts(b: TraceBuilder) -> None:
             kernel = "ampere_fp16_s16816gemm_fp16_64x64_ldg8_tn"
             b.run("aten::mm", kernel, 100, [[TOKENS, 1024], [1024, 8]], half)
             kernel = f"{softmax}softmax_warp_forward<c10::Half>"
@@ -353,19 +353,19 @@ class UnfusedAttention(Rule):
             shapes = [[8, TOKENS, 1024], [8, 1024, 4096]]
             b.run("aten::bmm", f"{gemm}_nn", 500, shapes, half)
 
-        def interaction(b: TraceBuilder) -> None:
+        def add_interaction(b: TraceBuilder) -> None:
             shapes = [[TOKENS, 27, 64], [TOKENS, 64, 27]]
             b.run("aten::bmm", "ampere_sgemm_128x128_tn", 500, shapes, times=2)
 
         guard = "share < self.min_share"
         return {
             "by hand": _build_model(_add_attention),
-            "PyTorch's math fallback": example_steps(fall_back),
+            "PyTorch's math fallback": example_steps(add_fallback),
             "training": _build_model(_add_training),
-            "flash attention": (_build_model(fused), guard),
-            "a classifier's softmax": (_build_model(classifier), guard),
-            "a router of experts": (_build_model(experts), guard),
-            "products of embeddings": (_build_model(interaction), guard),
+            "flash attention": (_build_model(add_fused), guard),
+            "a classifier's softmax": (_build_model(add_classifier), guard),
+            "a router of experts": (_build_model(add_experts), guard),
+            "products of embeddings": (_build_model(add_interaction), guard),
         }
 
 

@@ -266,17 +266,17 @@ class UnfusedElementwise(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        def compiled(b: TraceBuilder) -> None:
+        def add_compiled(b: TraceBuilder) -> None:
             _add_product(b)
             for n in range(4):
                 b.launch(f"triton_poi_fused_add_mul_tanh_{n}", 300)
 
-        def single(b: TraceBuilder) -> None:
+        def add_single_kernels(b: TraceBuilder) -> None:
             for _ in range(4):
                 _add_product(b)
                 _add_pointwise(b, "aten::relu", [64, 1024, 1024])
 
-        def normalised(b: TraceBuilder) -> None:
+        def add_layer_norm(b: TraceBuilder) -> None:
             _add_product(b)
             for op, kernel in (
                 ("aten::add", "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>"),
@@ -285,13 +285,13 @@ class UnfusedElementwise(Rule):
             ):
                 b.run(op, kernel, 300, [[64, 1024, 1024]], "float")
 
-        def batch_normalised(b: TraceBuilder) -> None:
+        def add_batch_norm(b: TraceBuilder) -> None:
             _add_product(b)
             shape = [[64, 256, 64, 64]]
             b.run("aten::cudnn_batch_norm", "void cudnn::bn_fw_tr_1C11_kernel", 300, shape, "float")
             b.run("aten::relu", "void vectorized_elementwise_kernel<4, relu>", 300, shape, "float")
 
-        def different(b: TraceBuilder) -> None:
+        def add_different_sizes(b: TraceBuilder) -> None:
             _add_product(b)
             for n in range(1, 9):
                 _add_pointwise(b, "aten::mul", [n, 1024, 1024])
@@ -299,11 +299,11 @@ class UnfusedElementwise(Rule):
         return {
             "an activation by hand": _build_step(8, [64, 1024, 1024]),
             "no shapes": _build_step(8, None),
-            "a layer norm between an addition and a cast": example_steps(normalised),
-            "compiled": (example_steps(compiled), "share < self.min_share"),
-            "one kernel after each product": (example_steps(single), "min_chain"),
-            "batch norm and activation": (example_steps(batch_normalised), "min_chain"),
-            "parameters of different sizes": (example_steps(different), "min_chain"),
+            "a layer norm between an addition and a cast": example_steps(add_layer_norm),
+            "compiled": (example_steps(add_compiled), "share < self.min_share"),
+            "one kernel after each product": (example_steps(add_single_kernels), "min_chain"),
+            "batch norm and activation": (example_steps(add_batch_norm), "min_chain"),
+            "parameters of different sizes": (example_steps(add_different_sizes), "min_chain"),
             "a short chain beside long products": (
                 _build_step(3, [4, 1024, 1024], 20),
                 "min_share",

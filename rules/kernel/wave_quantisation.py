@@ -149,7 +149,7 @@ class WaveQuantisation(Rule):
         """Return a kernel of 1.1 waves: 238 blocks where 216 fit (two per multiprocessor, of 256
         threads and 128 registers)."""
 
-        def wait(b: TraceBuilder) -> None:
+        def add_wait(b: TraceBuilder) -> None:
             _add_run(b, 1024, 20, 238)
             b.host(2000)
 
@@ -160,7 +160,7 @@ class WaveQuantisation(Rule):
             "just above one wave, at 90% of the rate": (_build_product(238, us=560), "min_waste"),
             "ten waves and a bit": (_build_product(2170), "table.is_empty()"),
             "persistent": (_build_product(238, nvjet), "table.is_empty()"),
-            "the device waits": (example_steps(wait), "min_busy"),
+            "the device waits": (example_steps(add_wait), "min_busy"),
         }
 
 
@@ -328,20 +328,20 @@ class SmallGrids(Rule):
         shapes, dtype = [[4096, 4096], [4096, 4096]], "c10::BFloat16"
         pointwise = "void at::native::vectorized_elementwise_kernel<4>"
 
-        def communicate(b: TraceBuilder) -> None:
+        def add_all_reduce(b: TraceBuilder) -> None:
             b.run("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 800, shapes, dtype)
             b.collective("allreduce", 100 << 20, 3000, wait=True)
 
-        def persist(b: TraceBuilder) -> None:
+        def add_persistent_kernel(b: TraceBuilder) -> None:
             kernel = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
             b.run("aten::mm", kernel, 2000, shapes, dtype, blocks=99)
 
-        def normalise(b: TraceBuilder) -> None:
+        def add_batch_norm(b: TraceBuilder) -> None:
             kernel = "void at::native::batch_norm_collect_statistics_channels_last_kernel<4>"
             shape = [[8, 32, 512, 512], [32], [32]]
             b.run("aten::native_batch_norm", kernel, 800, shape, dtype, blocks=32)
 
-        def starve(b: TraceBuilder) -> None:
+        def add_late_launches(b: TraceBuilder) -> None:
             for _ in range(20):
                 b.run("aten::add", pointwise, 2, [[256], [256]], blocks=1)
                 b.host(30)
@@ -359,10 +359,13 @@ class SmallGrids(Rule):
                 )
             ),
             "an all-reduce takes few blocks": (
-                example_steps(communicate),
+                example_steps(add_all_reduce),
                 "share < self.min_share",
             ),
-            "one block per channel": (example_steps(normalise), "share < self.min_share"),
-            "persistent kernels": (example_steps(persist, "H100"), "share < self.min_share"),
-            "the host is late": (example_steps(starve), "min_busy"),
+            "one block per channel": (example_steps(add_batch_norm), "share < self.min_share"),
+            "persistent kernels": (
+                example_steps(add_persistent_kernel, "H100"),
+                "share < self.min_share",
+            ),
+            "the host is late": (example_steps(add_late_launches), "min_busy"),
         }

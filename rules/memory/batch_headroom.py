@@ -143,20 +143,23 @@ class BatchHeadroom(Rule):
         """Build runs with a tenth of the memory and 40% active, or an idle GPU in the window.
         Others are full, busy, at a utilization of 100%, or without a recording."""
         return {
-            "40% of the multiprocessors": _run(8e9, gpm=40),
-            "an idle GPU in the window": _run(8e9, window=True),
+            "40% of the multiprocessors": _build_run(8e9, gpm=40),
+            "an idle GPU in the window": _build_run(8e9, window=True),
             "the host prepares each batch": (
-                _run(8e9, window=True, prepares=True),
+                _build_run(8e9, window=True, prepares=True),
                 "min_launch_gap_share",
             ),
-            "an allocator with a limit": (_run(8e9, window=True, frees=True), "_is_capped(a)"),
-            "loading takes the step": (_run(8e9, gpm=40, data=9), "max_loading_share"),
-            "full": (_run(70e9, gpm=40), "max_memory"),
-            "busy": (_run(8e9, gpm=90), "max_active"),
-            "utilization of 100%": (_run(8e9, utilisation=100), "max_active"),
-            "GPU activity not recorded": (_run(8e9), "active is None"),
-            "no GPU": (_run(None), "not total"),
-            "other processes": (_run(8e9, gpm=40, others=40e9), "max_memory"),
+            "an allocator with a limit": (
+                _build_run(8e9, window=True, frees=True),
+                "_is_capped(a)",
+            ),
+            "loading takes the step": (_build_run(8e9, gpm=40, data=9), "max_loading_share"),
+            "full": (_build_run(70e9, gpm=40), "max_memory"),
+            "busy": (_build_run(8e9, gpm=90), "max_active"),
+            "utilization of 100%": (_build_run(8e9, utilisation=100), "max_active"),
+            "GPU activity not recorded": (_build_run(8e9), "active is None"),
+            "no GPU": (_build_run(None), "not total"),
+            "other processes": (_build_run(8e9, gpm=40, others=40e9), "max_memory"),
         }
 
 
@@ -181,7 +184,7 @@ def _measure_activity(a: Analysis) -> tuple[str, float, str] | None:
     return None
 
 
-def _run(
+def _build_run(
     held: float | None,
     *,
     gpm: float | None = None,

@@ -116,8 +116,8 @@ class EmptyCacheInLoop(Rule):
             run_product(none)
             none.sync()
         return {
-            "with stacks": _loop(stacks=True),
-            "without stacks": _loop(stacks=False),
+            "with stacks": _build_loop(stacks=True),
+            "without stacks": _build_loop(stacks=False),
             "once": (once, "frees['step'].n_unique() < needed_steps"),
             "the allocator frees because memory is full": (
                 full,
@@ -127,7 +127,7 @@ class EmptyCacheInLoop(Rule):
         }
 
 
-def _loop(*, stacks: bool) -> TraceBuilder:
+def _build_loop(*, stacks: bool) -> TraceBuilder:
     b = TraceBuilder()
 
     def body() -> None:

@@ -175,16 +175,16 @@ class EvalWithoutNoGrad(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "validation": _trace(24),
-            "without a GPU": _trace(24, gpu=False),
-            "no_grad": (_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
-            "training alone": (_trace(0), "np.median(by_step) < self.min_numbers"),
-            "an unused output": (_trace(2), "min_numbers"),
+            "validation": _build_trace(24),
+            "without a GPU": _build_trace(24, gpu=False),
+            "no_grad": (_build_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
+            "training alone": (_build_trace(0), "np.median(by_step) < self.min_numbers"),
+            "an unused output": (_build_trace(2), "min_numbers"),
             "a distribution that checks its arguments": (
-                _trace(24, name="aten::abs"),
+                _build_trace(24, name="aten::abs"),
                 "find_layer_operators",
             ),
-            "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
+            "no backward pass in the trace": (_build_trace(24, backward=False), "not nodes.any()"),
         }
 
 
@@ -268,15 +268,15 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         for _ in range(80):
             run.step(10, forward=8, fields={"unused_graphs": 1})
         return {
-            "validation": _run_validation(10, 60),
+            "validation": _build_validation(10, 60),
             "a run that never trains": b,
-            "no_grad": (_run_validation(0, 60), "count < self.min_numbers"),
-            "one output": (_run_validation(1, 60), "min_numbers"),
-            "a short validation": (_run_validation(10, 1), "min_step"),
+            "no_grad": (_build_validation(0, 60), "count < self.min_numbers"),
+            "one output": (_build_validation(1, 60), "min_numbers"),
+            "a short validation": (_build_validation(10, 1), "min_step"),
         }
 
 
-def _run_validation(forwards: int, ms: float) -> TraceBuilder:
+def _build_validation(forwards: int, ms: float) -> TraceBuilder:
     b = TraceBuilder()
     run = b.record_of_run()
     for n in range(80):
@@ -300,7 +300,7 @@ def _union_spans(a: Analysis, rows: NDArray[np.intp] | Rows) -> Intervals:
     return union(ts, ts + a.trace.cpu["dur"].to_numpy()[rows])
 
 
-def _trace(
+def _build_trace(
     unused_count: int,
     *,
     graph: bool = True,

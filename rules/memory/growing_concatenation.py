@@ -133,14 +133,14 @@ class GrowingConcatenation(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "keys and values": _cache(range(100, 105)),
-            "on a CPU": _cache(range(100, 105), gpu=None),
-            "a cache of one length": (_cache([100] * 5), "not appends"),
-            "a window that slides": _cache([100] * 5, dropped=1),
-            "an end is read": (_cache([100] * 5, dropped=101 - 8), "not appends"),
-            "two outputs joined": (_cache([100, 90, 104, 88]), "not appends"),
-            "two passes": (_cache([100, 101]), "not appends"),
-            "hardly any time": (_cache(range(100, 105), us=4), "min_share"),
+            "keys and values": _build_cache(range(100, 105)),
+            "on a CPU": _build_cache(range(100, 105), gpu=None),
+            "a cache of one length": (_build_cache([100] * 5), "not appends"),
+            "a window that slides": _build_cache([100] * 5, dropped=1),
+            "an end is read": (_build_cache([100] * 5, dropped=101 - 8), "not appends"),
+            "two outputs joined": (_build_cache([100, 90, 104, 88]), "not appends"),
+            "two passes": (_build_cache([100, 101]), "not appends"),
+            "hardly any time": (_build_cache(range(100, 105), us=4), "min_share"),
         }
 
 
@@ -224,7 +224,7 @@ def _find_slices(a: Analysis, kind: _Kind, calls: Rows, length: int) -> list[int
     return readers
 
 
-def _cache(
+def _build_cache(
     lengths: Sequence[int], *, gpu: str | None = "A100", us: float = 400, dropped: int = 0
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)

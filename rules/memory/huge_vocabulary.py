@@ -212,23 +212,29 @@ class HugeVocabulary(Rule):
         """Build losses of 20,480 tokens over 128,256 words in fp32 (9.8 GiB), or with a known
         peak."""
         return {
-            "a tenth of the GPU": _training([20480, 128256]),
-            "a tenth of the peak": _training([10240, 128256], peak=44 << 30),
+            "a tenth of the GPU": _build_training([20480, 128256]),
+            "a tenth of the peak": _build_training([10240, 128256], peak=44 << 30),
             "a snapshot's peak": snapshot_example(logits=96 << 20),
-            "chunks": (_training([1024, 128256], peak=60 << 30), "min_memory"),
-            "a small vocabulary": (_training([262144, 8192], peak=50 << 30), "min_vocabulary"),
+            "chunks": (_build_training([1024, 128256], peak=60 << 30), "min_memory"),
+            "a small vocabulary": (
+                _build_training([262144, 8192], peak=50 << 30),
+                "min_vocabulary",
+            ),
             "classes of pixels, last dimension wide": (
-                _training([2, 64, 512, 32768], dim="1"),
+                _build_training([2, 64, 512, 32768], dim="1"),
                 "not largest",
             ),
             "no backward": (
-                _training([20480, 128256], backward=False),
+                _build_training([20480, 128256], backward=False),
                 "not name_matches(cpu['name'], _LOG_SOFTMAX_BACKWARD).any()",
             ),
-            "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
-            "no shapes": (_training(None), "inputs.null_count() == len(calls)"),
+            "the rest is much larger": (
+                _build_training([4096, 128256], peak=60 << 30),
+                "min_memory",
+            ),
+            "no shapes": (_build_training(None), "inputs.null_count() == len(calls)"),
             "most of the GPU's memory is free": (
-                _training([4096, 128256], peak=16 << 30),
+                _build_training([4096, 128256], peak=16 << 30),
                 "min_used_memory_share",
             ),
             "a snapshot in which the loss is small": (
@@ -239,7 +245,7 @@ class HugeVocabulary(Rule):
         }
 
 
-def _training(
+def _build_training(
     dims: list[int] | None, *, dim: str = "1", peak: int | None = None, backward: bool = True
 ) -> TraceBuilder:
     b = TraceBuilder()

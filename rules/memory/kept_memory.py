@@ -354,22 +354,25 @@ class MemoryLeak(Rule):
         """Build runs that leak 2 MB per step on the GPU, or 5 MB per step on the host."""
         rng = np.random.default_rng(0).integers(0, 400, 1000)
         return {
-            "on the GPU": _run(lambda n: 10e9 + 2e6 * n),
+            "on the GPU": _build_run(lambda n: 10e9 + 2e6 * n),
             "on the host, in windows of the profiler": (
-                _run(lambda _: 10e9, host=lambda n: 4e9 + 5e8 * (n // 20), window_every=20),
+                _build_run(lambda _: 10e9, host=lambda n: 4e9 + 5e8 * (n // 20), window_every=20),
                 "is_steady",
             ),
-            "on the host": _run(lambda _: 5e9, host=lambda n: 4e9 + 5e6 * n),
+            "on the host": _build_run(lambda _: 5e9, host=lambda n: 4e9 + 5e6 * n),
             "in a snapshot": snapshot_example(steps=12, leak=16 << 20),
-            "steady": (_run(lambda _: 10e9), "is_steady"),
-            "sequences of random length": (_run(lambda n: 10e9 + 1e7 * rng[n]), "is_steady"),
-            "a cache that fills up": (_run(lambda n: 10e9 + 5e8 * (1 - 0.97**n)), "is_steady"),
+            "steady": (_build_run(lambda _: 10e9), "is_steady"),
+            "sequences of random length": (_build_run(lambda n: 10e9 + 1e7 * rng[n]), "is_steady"),
+            "a cache that fills up": (
+                _build_run(lambda n: 10e9 + 5e8 * (1 - 0.97**n)),
+                "is_steady",
+            ),
             "a little on the host": (
-                _run(lambda _: 10e9, host=lambda n: 4e9 + 1e5 * n),
+                _build_run(lambda _: 10e9, host=lambda n: 4e9 + 1e5 * n),
                 "growth >= limit",
             ),
             "a short run": (
-                _run(lambda n: 10e9 + 2e6 * n, steps=40),
+                _build_run(lambda n: 10e9 + 2e6 * n, steps=40),
                 "int(counted.sum()) < self.min_steps",
             ),
             "a snapshot of steps that hold nothing": (
@@ -403,7 +406,7 @@ def _measure_resident(recorded: StepRecords) -> Floats:
     return result
 
 
-def _run(
+def _build_run(
     device: object, *, host: object = None, steps: int = 300, window_every: int = 10_000
 ) -> TraceBuilder:
     from advisor.core.run_directory import RecordedDevice

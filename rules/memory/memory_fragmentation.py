@@ -239,18 +239,18 @@ class MemoryFragmentation(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "70 GB held for 40 GB": _run(70e9, 40e9, 30e9),
-            "retries": _run(78e9, 70e9, 50e9, retries=5),
-            "a snapshot with gaps": _with_gaps(keep=True),
+            "70 GB held for 40 GB": _build_run(70e9, 40e9, 30e9),
+            "retries": _build_run(78e9, 70e9, 50e9, retries=5),
+            "a snapshot with gaps": _build_gaps(keep=True),
             "a past peak": (
-                _run(70e9, 69e9, 20e9),
+                _build_run(70e9, 69e9, 20e9),
                 "not (retries > 0 and unused_share >= self.min_unused)",
             ),
-            "a small model": (_run(2e9, 1e9, 1e9), "min_device"),
-            "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
-            "no GPU": (_run(None, None, None), "reserved is None"),
-            "a snapshot without gaps": (_with_gaps(keep=False), "a.recorded is None"),
-            "free in pieces when the snapshot was taken": _with_gaps(keep=True, full=True),
+            "a small model": (_build_run(2e9, 1e9, 1e9), "min_device"),
+            "full of tensors": (_build_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
+            "no GPU": (_build_run(None, None, None), "reserved is None"),
+            "a snapshot without gaps": (_build_gaps(keep=False), "a.recorded is None"),
+            "free in pieces when the snapshot was taken": _build_gaps(keep=True, full=True),
             "caches after the step": (
                 snapshot_example(steps=8, activation=512 << 20),
                 "a.recorded is None",
@@ -258,7 +258,7 @@ class MemoryFragmentation(Rule):
         }
 
 
-def _run(
+def _build_run(
     reserved: float | None, peak: float | None, allocated: float | None, *, retries: int = 0
 ) -> TraceBuilder:
     from advisor.core.run_directory import RecordedDevice
@@ -278,7 +278,7 @@ def _run(
     return b
 
 
-def _with_gaps(*, keep: bool, full: bool = False) -> TraceBuilder:
+def _build_gaps(*, keep: bool, full: bool = False) -> TraceBuilder:
     """Build twenty segments of 200 MiB with 4 MiB in the middle of each, then request 180 MiB.
     Without ``keep`` the segments are empty and given back. With ``full`` there is no request."""
     from advisor.testing.allocator import LOOP, MIB, DeviceFull, FakeAllocator

@@ -164,25 +164,28 @@ class MemoryNearCapacity(Rule):
     def examples() -> Examples:
         """Build steps full of tensors, or of fragments (an A100 of 85 GB)."""
         return {
-            "tensors": _step(76_000_000_000, 80_000_000_000),
-            "fragments": _step(45_000_000_000, 82_000_000_000),
-            "a snapshot with a trace": _snapshot(1340),
+            "tensors": _build_step(76_000_000_000, 80_000_000_000),
+            "fragments": _build_step(45_000_000_000, 82_000_000_000),
+            "a snapshot with a trace": _build_snapshot(1340),
             "a server whose cache fills the memory": (
-                _step(76_000_000_000, 80_000_000_000, mark="step[DECODE bs=64]"),
+                _build_step(76_000_000_000, 80_000_000_000, mark="step[DECODE bs=64]"),
                 "FILLS_MEMORY",
             ),
-            "half full": (_step(30_000_000_000, 40_000_000_000), "max_share"),
-            "not recorded": (_step(None, 0), "reserved is None"),
+            "half full": (_build_step(30_000_000_000, 40_000_000_000), "max_share"),
+            "not recorded": (_build_step(None, 0), "reserved is None"),
             "an allocator that does not report what it reserves": (
-                _step(30_000_000_000, 0),
+                _build_step(30_000_000_000, 0),
                 "max_share",
             ),
-            "a snapshot of less": (_snapshot(300), "max_share"),
+            "a snapshot of less": (_build_snapshot(300), "max_share"),
             "a snapshot that ends out of memory": (
-                _snapshot(1340, total=1 << 33),
+                _build_snapshot(1340, total=1 << 33),
                 "peak.history.failed_event is not None",
             ),
-            "a snapshot alone, of an unknown GPU": (_snapshot(1340, trace=False), "not capacity"),
+            "a snapshot alone, of an unknown GPU": (
+                _build_snapshot(1340, trace=False),
+                "not capacity",
+            ),
         }
 
 
@@ -206,7 +209,7 @@ def _find_capacity(a: Analysis, device: int) -> int | None:
     return None if a.recorded is None else gpu_capacity(a)
 
 
-def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:
+def _build_snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:
     """Build the history of a training. Most of it is activations and logits of eleven times
     ``mib``. A trace of a V100 with 16.9 GB is optional."""
     b = TraceBuilder(gpu="V100")
@@ -218,7 +221,7 @@ def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBu
     return snapshot_example(b, total=total, activation=size, logits=size)
 
 
-def _step(allocated: int | None, reserved: int, mark: str | None = None) -> TraceBuilder:
+def _build_step(allocated: int | None, reserved: int, mark: str | None = None) -> TraceBuilder:
     """Build steps, with a server's range ``mark`` around each."""
     b = TraceBuilder()
     for _ in b.steps():

@@ -270,9 +270,9 @@ class OutOfMemory(Rule):
         b = TraceBuilder()
         b.record_of_run().steps(20, 10)
         return {
-            "full of tensors": _run(78e9, 79e9),
-            "fragments": _run(40e9, 79e9),
-            "a large batch": _run(78e9, 79e9, last=4.0),
+            "full of tensors": _build_run(78e9, 79e9),
+            "fragments": _build_run(40e9, 79e9),
+            "a large batch": _build_run(78e9, 79e9, last=4.0),
             "a snapshot with the failure": snapshot_example(total=1 << 30, activation=96 << 20),
             "it did not happen": (b, "not events"),
             "a snapshot without a failure": (
@@ -328,7 +328,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and value >= 0 else None
 
 
-def _run(allocated: float, reserved: float, *, last: float = 1.0) -> TraceBuilder:
+def _build_run(allocated: float, reserved: float, *, last: float = 1.0) -> TraceBuilder:
     from advisor.core.run_directory import RecordedDevice
 
     b = TraceBuilder()

@@ -162,16 +162,16 @@ class RecomputeWithFreeMemory(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "use_reentrant=False": _step(40_000_000_000),
-            "use_reentrant=True": _step(40_000_000_000, reentrant=True),
-            "memory is full": (_step(78_000_000_000), "max_reserved"),
-            "memory is not recorded": (_step(None), "reserved is None"),
-            "use_reentrant=False, without stacks": _without_stacks(),
-            "one small block": (_step(40_000_000_000, us=100), "min_share"),
+            "use_reentrant=False": _build_step(40_000_000_000),
+            "use_reentrant=True": _build_step(40_000_000_000, reentrant=True),
+            "memory is full": (_build_step(78_000_000_000), "max_reserved"),
+            "memory is not recorded": (_build_step(None), "reserved is None"),
+            "use_reentrant=False, without stacks": _build_step_without_stacks(),
+            "one small block": (_build_step(40_000_000_000, us=100), "min_share"),
         }
 
 
-def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) -> TraceBuilder:
+def _build_step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) -> TraceBuilder:
     b = TraceBuilder()
 
     def backward() -> None:
@@ -203,7 +203,7 @@ def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) ->
     return b
 
 
-def _without_stacks() -> TraceBuilder:
+def _build_step_without_stacks() -> TraceBuilder:
     b = TraceBuilder()
     gemm, shape = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", [[4096, 4096], [4096, 4096]]
 

@@ -185,12 +185,12 @@ class DenseEmbeddingGradient(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "few rows of many": _recommender(),
-            "on a CPU": _recommender(gpu=None),
-            "a small vocabulary": (_recommender(rows=2000), "not tables"),
-            "tied weights": (_recommender(tied=True), "not tables"),
-            "a sparse gradient": (_recommender(sparse=True), "name_matches"),
-            "hardly any time": (_recommender(us=2), "min_share"),
+            "few rows of many": _build_recommender(),
+            "on a CPU": _build_recommender(gpu=None),
+            "a small vocabulary": (_build_recommender(rows=2000), "not tables"),
+            "tied weights": (_build_recommender(tied=True), "not tables"),
+            "a sparse gradient": (_build_recommender(sparse=True), "name_matches"),
+            "hardly any time": (_build_recommender(us=2), "min_share"),
         }
 
 
@@ -283,7 +283,7 @@ class _TableWork:
         ]
 
 
-def _recommender(
+def _build_recommender(
     *,
     gpu: str | None = "A100",
     rows: int = 400_000,

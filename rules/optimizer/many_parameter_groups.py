@@ -177,22 +177,22 @@ class ManyParameterGroups(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a group for each parameter": _training(120, settings=4),
-            "60 groups of three tensors": _training(60, 3, settings=2),
-            "all settings differ": _training(60, settings=60),
-            "fused groups": _training(120, settings=4, fused=True),
+            "a group for each parameter": _build_training(120, settings=4),
+            "60 groups of three tensors": _build_training(60, 3, settings=2),
+            "all settings differ": _build_training(60, settings=60),
+            "fused groups": _build_training(120, settings=4, fused=True),
             "fused groups that all differ": (
-                _training(120, settings=120, fused=True),
+                _build_training(120, settings=120, fused=True),
                 "rounds.fused",
             ),
-            "two groups": (_training(2, 60, settings=2), "not split"),
-            "large groups": (_training(40, 40, settings=2), "not split"),
-            "hardly any time": (_training(40, settings=2, rest=400_000), "min_share"),
-            "no optimizer": (_training(0, settings=1), "a.trace.inputs.is_empty()"),
+            "two groups": (_build_training(2, 60, settings=2), "not split"),
+            "large groups": (_build_training(40, 40, settings=2), "not split"),
+            "hardly any time": (_build_training(40, settings=2, rest=400_000), "min_share"),
+            "no optimizer": (_build_training(0, settings=1), "a.trace.inputs.is_empty()"),
         }
 
 
-def _training(
+def _build_training(
     groups: int, tensors: int = 1, *, settings: int, fused: bool = False, rest: float = 500
 ) -> TraceBuilder:
     """Build AdamW with ``groups`` groups of some tensors, and ``settings`` different learning

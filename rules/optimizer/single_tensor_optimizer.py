@@ -283,18 +283,24 @@ class SingleTensorOptimizer(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "without stacks": _step("loop"),
-            "with stacks": _step("loop", stacks=True),
-            "foreach": (_step("foreach"), "multi_tensor.any()"),
-            "fused": (_step("fused"), "multi_tensor.any()"),
-            "a few large parameters": (_step("large"), "count_per_step < self.min_kernels"),
-            "small kernels elsewhere": (_step("elsewhere"), "multi_tensor.any()"),
-            "on a CPU": _train_cpu(360),
-            "on a CPU, fused": (_train_cpu(1, "aten::_fused_adamw_"), "count < self.min_kernels"),
-            "on a CPU, small next to the rest": (_train_cpu(360, rest=40_000), "min_host_share"),
-            "on a CPU, a few large parameters": (_train_cpu(360, us=100), "max_median_ns"),
+            "without stacks": _build_step("loop"),
+            "with stacks": _build_step("loop", stacks=True),
+            "foreach": (_build_step("foreach"), "multi_tensor.any()"),
+            "fused": (_build_step("fused"), "multi_tensor.any()"),
+            "a few large parameters": (_build_step("large"), "count_per_step < self.min_kernels"),
+            "small kernels elsewhere": (_build_step("elsewhere"), "multi_tensor.any()"),
+            "on a CPU": _build_cpu_training(360),
+            "on a CPU, fused": (
+                _build_cpu_training(1, "aten::_fused_adamw_"),
+                "count < self.min_kernels",
+            ),
+            "on a CPU, small next to the rest": (
+                _build_cpu_training(360, rest=40_000),
+                "min_host_share",
+            ),
+            "on a CPU, a few large parameters": (_build_cpu_training(360, us=100), "max_median_ns"),
             "on a CPU, hand-written": (
-                _train_cpu(360, optimizer="Lion"),
+                _build_cpu_training(360, optimizer="Lion"),
                 "optimizer not in FUSED_ON_HOST",
             ),
         }
@@ -304,7 +310,7 @@ POINTWISE = "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<f
 MULTI = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, "
 
 
-def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
+def _build_step(kind: str, *, stacks: bool = False) -> TraceBuilder:
     def loop(b: TraceBuilder, count: int = 360, us: float = 3) -> None:
         b.run("aten::addcmul_", POINTWISE, us, times=count, host_us=4)
 
@@ -331,7 +337,7 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
     return example_steps(body)
 
 
-def _train_cpu(
+def _build_cpu_training(
     count: int,
     name: str = "aten::mul_",
     *,

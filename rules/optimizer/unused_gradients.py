@@ -165,12 +165,12 @@ class UnusedGradients(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a base that is not frozen": _training(),
-            "on a GPU": _training(gpu="A100"),
-            "a whole model": _training(models=["Net"]),
-            "dropped before their optimizer steps": _training(dropped=True),
-            "all are trained": (_training(unused=False), "not dropped"),
-            "little work": (_training(us=4), "min_share"),
+            "a base that is not frozen": _build_training(),
+            "on a GPU": _build_training(gpu="A100"),
+            "a whole model": _build_training(models=["Net"]),
+            "dropped before their optimizer steps": _build_training(dropped=True),
+            "all are trained": (_build_training(unused=False), "not dropped"),
+            "little work": (_build_training(us=4), "min_share"),
         }
 
 
@@ -182,7 +182,7 @@ def _find_reference(modules: Sequence[str]) -> str:
     return root if _REFERENCE_NAMES.fullmatch(root) else ""
 
 
-def _training(
+def _build_training(
     *,
     unused: bool = True,
     dropped: bool = False,

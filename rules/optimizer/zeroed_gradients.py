@@ -109,14 +109,14 @@ class ZeroedGradients(Rule):
     def examples() -> Examples:
         few = "share < self.min_share"
         return {
-            "a fill and an addition for each": _training(),
-            "several batches": _training(batches=4),
-            "set to None": (_training(zeros=False), "not fills"),
-            "little next to the model": (_training(layers=1, other=60), few),
+            "a fill and an addition for each": _build_training(),
+            "several batches": _build_training(batches=4),
+            "set to None": (_build_training(zeros=False), "not fills"),
+            "little next to the model": (_build_training(layers=1, other=60), few),
         }
 
 
-def _training(
+def _build_training(
     *, zeros: bool = True, batches: int = 1, layers: int = 20, other: int = 2
 ) -> TraceBuilder:
     b = TraceBuilder()

@@ -474,7 +474,7 @@ def measured_here(known: Prediction) -> Outcome:
         band = predictions.GainInterval(known.predicted / factor, known.predicted * factor)
         if known.rule:
             wide = predictions.widened_by_rule
-            band = wide(known.rule, known.device, known.predicted, band, float("inf")).band
+            band = wide(known.rule, known.device, known.predicted, band, float("inf")).interval
     low, high = known.measured_low or known.measured, known.measured_high or known.measured
     inside = low <= band.high and high >= band.low
     half = (band.high - band.low) / 2 / known.measured

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from advisor.advise.engine import AnalysisResult, Options, examine, open_ranks
 from advisor.advise.finding_text import ranked_findings
-from advisor.advise.ranks.job import files_summarised_apart
+from advisor.advise.ranks.job import files_summarized_apart
 from advisor.core.errors import AdvisorError
 from advisor.core.report import SCHEMA, Report
 from advisor.core.report_file import read_saved
@@ -406,7 +406,7 @@ class DashboardSession:
             entry.progress = "measuring"
 
         options = replace(self.options, read=read_options, on_progress=report_progress)
-        if not self.is_live and not is_one_run and files_summarised_apart([entry.path], options):
+        if not self.is_live and not is_one_run and files_summarized_apart([entry.path], options):
             return examine(entry.path, options, report_measuring)
         run = open_ranks(entry.path, replace(self.options, read=read_options))
         report_measuring()

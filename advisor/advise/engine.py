@@ -22,7 +22,7 @@ from advisor.advise.impact import (
 from advisor.advise.one_run import refuse_unrelated
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.priority import prioritize
-from advisor.advise.ranks.job import files_summarised_apart, first_rank, summarise_apart
+from advisor.advise.ranks.job import files_summarized_apart, first_rank, summarize_apart
 from advisor.advise.ranks.task import shorten_reason
 from advisor.advise.report_fields import cost_per_step
 from advisor.advise.report_writer import write_report
@@ -95,13 +95,13 @@ def examine(
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
     paths = [] if isinstance(source, Run) else _list_paths(source)
-    sources = files_summarised_apart(paths, options) if paths else []
+    sources = files_summarized_apart(paths, options) if paths else []
     summaries: list[RankSummary] = []
     unread: list[UnreadRank] = []
     if isinstance(source, Run):
         run = source
     elif sources:
-        summaries, unread = summarise_apart(sources, paths, options, config)
+        summaries, unread = summarize_apart(sources, paths, options, config)
         run = first_rank(summaries, sources, options)
     else:
         run = open_ranks(source, options)

@@ -12,7 +12,7 @@ from math import ceil, isfinite, sqrt
 import polars as pl
 from msgspec.structs import replace
 
-from advisor.advise.recording_limits import lost_records
+from advisor.advise.recording_limits import explain_lost_records
 from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
 from advisor.core.finding import (
@@ -146,7 +146,7 @@ def estimate_impact(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
         return finding
     if not finding.edits:
         return _without_estimate(finding, "no gain can be estimated from this trace")
-    if why := lost_records(a):
+    if why := explain_lost_records(a):
         return replace(_without_estimate(finding, why), edits=[])
     return _estimate_edits(finding, a, estimator)
 
@@ -169,13 +169,13 @@ def _estimate_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
         saved = saved._replace(low=low, high=high, low_by="not proven", high_by="not proven")
     device = "" if a.device is None or a.device.name is None else a.device.name
     interval = GainInterval(saved.low, saved.high)
-    band, why = widened_by_rule(finding.rule, device, saved.gain, interval, limit)
+    interval, why = widened_by_rule(finding.rule, device, saved.gain, interval, limit)
     if why:
         saved = saved._replace(
-            low=band.low,
-            high=band.high,
-            low_by="past" if band.low < saved.low else saved.low_by,
-            high_by="past" if band.high > saved.high else saved.high_by,
+            low=interval.low,
+            high=interval.high,
+            low_by="past" if interval.low < saved.low else saved.low_by,
+            high_by="past" if interval.high > saved.high else saved.high_by,
         )
         finding = lower_confidence(finding, 1.0, f"{why}, and the range allows for that")
     operations = {(edit.op, edit.select.on) for edit in finding.edits}

@@ -22,7 +22,7 @@ from advisor.measure.memory.memory_savings import (
 )
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_rate
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """GPU memory of the CUDA context and libraries, bytes. The snapshot does not show it. 200 to 700
@@ -267,8 +267,8 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
         return None
     dur = a.trace.gpu["dur"].to_numpy()
     compute = a.in_window & ~a.kernels["communication"].fill_null(False).to_numpy()
-    optimizer = rows_launched_under(a, r"^Optimizer\.step") & compute
-    backward = rows_launched_under(a, BACKWARD) & compute & ~optimizer
+    optimizer = mask_launched_under(a, r"^Optimizer\.step") & compute
+    backward = mask_launched_under(a, BACKWARD) & compute & ~optimizer
     forward = compute & ~optimizer & ~backward
     waits = pl.col("class").cast(pl.String).is_in(["sync", "drain", "unrecorded", "loader"])
     threads = a.host.filter(~waits).group_by("thread").agg(pl.col("ns").sum())["ns"].to_list()

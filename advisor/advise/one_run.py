@@ -10,7 +10,7 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.snapshot import MemorySnapshot
 from advisor.core.trace import Run, Trace
-from advisor.measure.host.launches import analysed_device
+from advisor.measure.host.launches import analyzed_device
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.memory.memory_origin import frame_owner
 from advisor.read import open_run
@@ -102,7 +102,7 @@ def refuse_unrelated(run: Run) -> None:
 
 
 def _get_gpu_model(trace: Trace) -> str | None:
-    number = analysed_device(trace)
+    number = analyzed_device(trace)
     device = None if number is None else trace.working_device(number)
     return None if device is None else device.name
 

@@ -145,7 +145,7 @@ def _explain_unmarked_steps(a: Analysis) -> list[Limit]:
     if a.steps.source == "whole trace":
         return [
             Limit(
-                f"Steps were not recorded: the figures are for {_name_analysed_part(a)}. "
+                f"Steps were not recorded: the figures are for {_name_analyzed_part(a)}. "
                 f"{t.upper_first(marking)} for figures per step.",
                 UNMARKED,
             )
@@ -196,7 +196,7 @@ def _list_possible_steps(trace: Trace) -> list[Limit]:
     return [Limit(text)] if named else []
 
 
-def _name_analysed_part(a: Analysis) -> str:
+def _name_analyzed_part(a: Analysis) -> str:
     """Name the analysed part of a recording without steps, and the time left out."""
     if a.device_id is None:
         return "the whole recording"
@@ -214,11 +214,11 @@ def _name_analysed_part(a: Analysis) -> str:
 def call_before(a: Analysis) -> tuple[str, int]:
     """Return the driver call that takes most of the time before the first GPU work, because it
     starts CUDA, and its time there, ns. The name is empty if no call takes half of that time."""
-    begin, start = int(a.spans.start.min()), recorded_extent(a.trace)[0]
-    calls = a.trace.cpu.filter(pl.col("kind") == "runtime", pl.col("ts") < begin)
-    took = pl.min_horizontal(pl.col("dur"), begin - pl.col("ts"))
+    steps_start, start = int(a.spans.start.min()), recorded_extent(a.trace)[0]
+    calls = a.trace.cpu.filter(pl.col("kind") == "runtime", pl.col("ts") < steps_start)
+    took = pl.min_horizontal(pl.col("dur"), steps_start - pl.col("ts"))
     longest = calls.select(pl.col("name").cast(pl.String), took=took).sort("took").tail(1)
-    if longest.is_empty() or longest["took"][0] < MIN_CALL_SHARE * max(1, begin - start):
+    if longest.is_empty() or longest["took"][0] < MIN_CALL_SHARE * max(1, steps_start - start):
         return "", 0
     return labels.shorten(labels.clean(longest["name"][0]), 50), int(longest["took"][0])
 
@@ -327,7 +327,7 @@ def _list_window_limits(a: Analysis) -> list[Limit]:
         )
     result += _warn_of_work_after_steps(a)
     result += _describe_one_off_costs(a)
-    if lost_replays(a):
+    if describe_lost_replays(a):
         result.append(
             Limit(
                 "Graph replays hold fewer kernels than others of the same graph or than its "
@@ -492,8 +492,8 @@ def _describe_start_up(a: Analysis) -> list[Limit]:
     if longest.is_empty() or not a.span_ns or longest["ts"][0] in a.one_off_costs["ts"]:
         return []  # the line of one-off costs names it
     name, took = str(longest["name"][0]), int(longest["dur"][0])
-    begin = int(longest["ts"][0])
-    within = covered_length(np.array([begin]), np.array([begin + took]), a.spans)[0]
+    start = int(longest["ts"][0])
+    within = covered_length(np.array([start]), np.array([start + took]), a.spans)[0]
     if within < took / 2 or took >= a.span_ns:
         return []  # no figure includes it
     return [
@@ -654,7 +654,7 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def lost_replays(a: Analysis) -> str:
+def describe_lost_replays(a: Analysis) -> str:
     """Say that records of graph replays are lost, and what to record. Empty if none are lost."""
     if not a.lost_records.has_lost_replays:
         return ""
@@ -665,7 +665,7 @@ def lost_replays(a: Analysis) -> str:
     )
 
 
-def lost_records(a: Analysis) -> str:
+def explain_lost_records(a: Analysis) -> str:
     """Say why idle time and gains are unknown. Empty if no records are lost."""
     if a.lost_records.truncated:
         return "the file is cut off, and GPU work may be missing from it"

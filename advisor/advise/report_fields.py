@@ -12,7 +12,11 @@ import polars as pl
 from msgspec.structs import replace
 
 from advisor.advise.auxiliary_report import source_scope
-from advisor.advise.recording_limits import lost_records, lost_replays, window_lines
+from advisor.advise.recording_limits import (
+    describe_lost_replays,
+    explain_lost_records,
+    window_lines,
+)
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
@@ -76,7 +80,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         return {"scope": _build_recorded_scope(a), "host": _list_phases(a)}
     fields: dict[str, Any] = {
         "scope": _build_scope(a),
-        "host": [] if lost_replays(a) else host_time(a),
+        "host": [] if describe_lost_replays(a) else host_time(a),
         "host_step_ns": None
         if a.steps.launched is None
         else a.steps.host_spans.total / a.step_count,
@@ -87,8 +91,8 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
     if a.device_id is not None:
         fields |= device_time(a)
         fields |= {"rooflines": rooflines(a), "attainable": list_attainable_rates(a)}
-        if (utilisation := a.flop_utilisation) is not None:
-            fields |= {"mfu": utilisation.share, "mfu_format": utilisation.format}
+        if (utilization := a.flop_utilization) is not None:
+            fields |= {"mfu": utilization.share, "mfu_format": utilization.format}
     else:
         fields["operators"] = _list_operators(a)
     if not (a.trace.cpu["kind"] == "op").any():
@@ -107,7 +111,7 @@ def device_time(a: Analysis) -> dict[str, Any]:
     """Return device time by class, idle cause and kernel family. Empty if there is no device."""
     if a.device_id is None:
         return {}
-    if lost_replays(a):
+    if describe_lost_replays(a):
         return {"families": list_families(a)}
     per_step = a.step_count
     totals = a.breakdown.totals()
@@ -226,7 +230,7 @@ def list_families(a: Analysis) -> list[Family]:
 
 
 def _measure_idle_time(a: Analysis, idle: int) -> dict[str, Any]:
-    if lost_records(a):
+    if explain_lost_records(a):
         return {"idle": [], "unknown_idle_share": None}
     table = a.gaps.group_by("cause").agg(pl.col("dur").sum()).sort("dur", descending=True)
     rows = list(zip(table["cause"].cast(pl.String), table["dur"], strict=True))

@@ -133,12 +133,12 @@ def _describe_steps(report: Report) -> list[str]:
         span, recorded = scope.span_ns, scope.recorded_ns
         if recorded is None:
             return [f"none marked: the whole recording, {t.format_duration(span)}"]
-        analysed = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
+        analyzed = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
         whole_recording = f"{t.format_duration(recorded)} recorded"
         return (
-            [analysed]
+            [analyzed]
             if recorded - span < MIN_OUTSIDE_SHARE * recorded
-            else [analysed, whole_recording]
+            else [analyzed, whole_recording]
         )
     if scope.step_source == LAYER_TIMES:
         return [f"one inference of {t.format_duration(scope.span_ns)}, the sum of its layers"]

@@ -17,9 +17,9 @@ from advisor.advise.kernel_counters import (
 from advisor.advise.memory import build_memory_views, memory_of_rank
 from advisor.advise.priority import MOSTLY_BUSY
 from advisor.advise.recording_limits import (
+    explain_lost_records,
     is_too_small,
     list_limits,
-    lost_records,
     one_off_costs,
     part_of_step,
 )
@@ -218,7 +218,7 @@ def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | Non
         for each in log.kernels
     ]
     log = replace(log, kernels=sorted(kernels, key=lambda each: -(each.ns or 0.0)))
-    if lost_records(a):
+    if explain_lost_records(a):
         return log
     gaps = a.gaps.filter(a.gaps["cause"].is_in(GRAPH_BREAK_CAUSES))
     idle = union(gaps["ts"].to_numpy(), gaps["ts"].to_numpy() + gaps["dur"].to_numpy())

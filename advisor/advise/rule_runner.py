@@ -22,7 +22,7 @@ from advisor.advise.program_wording import (
     without_compilation,
     without_known_settings,
 )
-from advisor.advise.recording_limits import lost_records
+from advisor.advise.recording_limits import explain_lost_records
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule
@@ -77,26 +77,26 @@ def run_ranks(analyses: dict[int, Analysis], rules: list[Rule]) -> dict[int, Ran
     rows = sum(a.trace.cpu.height + a.trace.gpu.height for a in analyses.values())
     with ThreadPoolExecutor(1 if rows > MAX_PARALLEL_EVENTS else None) as threads:
         done = threads.map(
-            _run_and_summarise, list(analyses), analyses.values(), [rules] * len(analyses)
+            _run_and_summarize, list(analyses), analyses.values(), [rules] * len(analyses)
         )
         return {result.rank: result for result in done}
 
 
-def _run_and_summarise(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
+def _run_and_summarize(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
     from advisor.advise.memory import memory_of_rank
-    from advisor.measure.ranks.rank_summary import summarise_rank
+    from advisor.measure.ranks.rank_summary import summarize_rank
 
     checked = run_rules(number, a, rules)
     if a.record_only:
         return checked
     memory = memory_of_rank(a, number)
-    return replace(checked, summary=summarise_rank(a, number, checked.findings, memory=memory))
+    return replace(checked, summary=summarize_rank(a, number, checked.findings, memory=memory))
 
 
 def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:
     """Run the per-rank rules on one window; estimate the gains if ``prices`` is set."""
     outcomes: list[Outcome] = []
-    lost = lost_records(a)
+    lost = explain_lost_records(a)
     is_cut_off = a.trace.meta.truncated
     for rule in rules:
         if rule.across_ranks or not _applies(rule, a) or not is_of_use(rule, a):
@@ -164,7 +164,8 @@ def _without_idle(
     rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: bool, cut: bool
 ) -> list[Outcome]:
     """Replace what a rule says about idle or exposed time by a skipped check. ``why``: from
-    ``lost_records``. ``of_idle``: the rule looked at such time. ``cut``: the file is cut off."""
+    ``explain_lost_records``. ``of_idle``: the rule looked at such time. ``cut``: the file is
+    cut off."""
     if not of_idle or not outcomes:
         return outcomes
     name = rule.title or rule.id

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from advisor.advise.finding_text import explain_note
 from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
 from advisor.advise.program_wording import how_to_record_more
-from advisor.advise.recording_limits import is_too_small, lost_records
+from advisor.advise.recording_limits import explain_lost_records, is_too_small
 from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Edit, Finding
 from advisor.core.intervals import covered_length, intersect, union
@@ -49,7 +49,7 @@ def find_time_without_fix(
     end of the recording and the profiler do not count. Empty if records are lost, or if the trace
     is too small for advice. ``fired``: all findings of the rules, including those the report leaves
     out."""
-    if not report.time or lost_records(a) or is_too_small(a):
+    if not report.time or explain_lost_records(a) or is_too_small(a):
         return []
     step_ns, framework = report.scope.step_ns, report.scope.framework
     gains = [
@@ -172,5 +172,5 @@ def _iterate_touched_gaps(a: Analysis, edits: Sequence[Edit]) -> Iterator[NDArra
         elif edit.op == "drop_launch":
             yield dur * a.gaps["cause"].is_in(LAUNCH_CAUSES).to_numpy()
         elif edit.select.on == "host":
-            _, begin, length = host_spans(a, edit.select)
-            yield covered_length(ts, ts + dur, union(begin, begin + length))
+            _, start, length = host_spans(a, edit.select)
+            yield covered_length(ts, ts + dur, union(start, start + length))

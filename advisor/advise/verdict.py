@@ -28,10 +28,10 @@ from advisor.advise.recording_limits import (
     call_before,
     count_events,
     count_launches,
+    describe_lost_replays,
     describe_unseen_end,
+    explain_lost_records,
     is_too_small,
-    lost_records,
-    lost_replays,
     one_off_costs,
     part_of_step,
     record_whole_steps,
@@ -154,7 +154,7 @@ def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
     """Return the verdict on a recording that supports no advice, or else ``None``."""
     if a.record_only:
         return None
-    if why := lost_replays(a):
+    if why := describe_lost_replays(a):
         return f"{why} No busy share, idle time or gain is given."
     if report.busy_share is None:
         return None
@@ -169,7 +169,7 @@ def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
             f"The profiler lost {a.lost_records.lost:,} of {a.lost_records.launches:,} kernels: "
             f"the GPU is busy at least {busy}. Idle time and gains are unknown."
         )
-    if why := lost_records(a):
+    if why := explain_lost_records(a):
         return f"{t.upper_first(why)}: GPU busy at least {busy}."
     if a.trace.meta.truncated:
         lead = f". {_name_first_finding(report, part=True)}" if report.findings else ""

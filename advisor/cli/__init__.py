@@ -74,7 +74,7 @@ COMMANDS = {
 }
 """Subcommands: module, attribute to run (``app`` is a group with its own commands), help line."""
 
-ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
+ANALYZING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
 """Commands that read, report their result, and end. They do not run the user's programs."""
 GC_THRESHOLD = 100_000
 """Number of new objects between two searches for cycles; Python's default is 700. Objects here are
@@ -91,7 +91,7 @@ def main() -> None:
 
     0: success. 1: ``--fail-on`` applied. 2: bad input or usage, reported in one line on stderr.
     130: interrupted. 141: the reader of a pipe closed it, as for a program that SIGPIPE ends."""
-    if sys.argv[1:2] and sys.argv[1] in ANALYSING:
+    if sys.argv[1:2] and sys.argv[1] in ANALYZING:
         gc.set_threshold(GC_THRESHOLD, 20, 20)
         os.environ.setdefault(*ALLOCATOR_SETTING)  # read when polars is imported
     sys.exit(run(sys.argv[1:]))

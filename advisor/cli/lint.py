@@ -42,7 +42,7 @@ def _format_hints(hints: list[Hint], problems: list[str]) -> str:
     from advisor.core import text as t
     from advisor.render.formats.terminal import Page
 
-    page = Page(out.find_report_width(sys.stdout), colour=out.can_use_colour(sys.stdout))
+    page = Page(out.find_report_width(sys.stdout), colour=out.can_use_color(sys.stdout))
     for hint in hints:
         place = f"{t.shorten_path(hint.file, 60)}:{hint.line}"
         page.wrap((f"{place}  ", "bold"), labels.clean(hint.title), indent=4)

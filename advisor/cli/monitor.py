@@ -119,7 +119,7 @@ def _format_text(source: SampleSource, sample: Sample) -> str:
     from advisor.render.formats.terminal import Terminal
 
     document = build(sample, names=_device_names(source), without_gpu=source.without_gpu)
-    width, colour = out.find_report_width(sys.stdout), out.can_use_colour(sys.stdout)
+    width, colour = out.find_report_width(sys.stdout), out.can_use_color(sys.stdout)
     return Terminal().draw(document, RenderOptions(width=width, colour=colour, details=True))
 
 

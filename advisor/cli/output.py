@@ -74,7 +74,7 @@ def deliver(
         if sys.stderr.isatty():
             print(f"wrote {output}", file=sys.stderr)
         return
-    width, colour = find_report_width(sys.stdout), can_use_colour(sys.stdout)
+    width, colour = find_report_width(sys.stdout), can_use_color(sys.stdout)
     show(renderer.render(subject, RenderOptions(width=width, colour=colour, **options)))
 
 
@@ -85,7 +85,7 @@ def show_document(document: Document, **options: Any) -> None:
     deliver(Terminal(), document, details=True, **options)
 
 
-def can_use_colour(stream: TextIO) -> bool:
+def can_use_color(stream: TextIO) -> bool:
     """Return whether to use colour: only on a terminal, and not with NO_COLOR (no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False

@@ -216,9 +216,9 @@ def autocorrelation(sample: Sample) -> float | None:
     """Return the correlation of neighbouring steps, or ``None`` if too few or all equal."""
     if len(sample) < MIN_STEPS:
         return None
-    centred = sample - sample.mean()
-    total = float(centred @ centred)
-    return float(centred[1:] @ centred[:-1]) / total if total > 0 else None
+    centered = sample - sample.mean()
+    total = float(centered @ centered)
+    return float(centered[1:] @ centered[:-1]) / total if total > 0 else None
 
 
 def t_quantile(p: float, freedom: float) -> float:

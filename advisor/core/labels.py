@@ -168,22 +168,22 @@ def distinct_labels(
             taken.add(label)
         else:
             long.append(name)
-    unlabelled = long
+    unlabeled = long
     last_look: Callable[[str], str] | None = None
     texts, words = list[str](), dict[int, list[str]]()
     # first the whole head, then less of it, to make room for the differences; names that are equal
     # without namespaces or parameters differ in these
     for look, share in _ATTEMPTS:
         # a hostile table gets no second attempt
-        if not unlabelled or (words and sum(map(len, words.values())) > MAX_TABLE_WORDS):
+        if not unlabeled or (words and sum(map(len, words.values())) > MAX_TABLE_WORDS):
             break
         if look is not last_look:
             texts, last_look = [look(name) for name in long], look
             words = {i: _split_words(text) for i, text in enumerate(texts) if len(text) > width}
         shown = dict(zip(long, _cut_texts(texts, words, width, share), strict=True))
-        unlabelled = _assign_unique(unlabelled, shown, labels, taken)
+        unlabeled = _assign_unique(unlabeled, shown, labels, taken)
     number = 2
-    for name in unlabelled:
+    for name in unlabeled:
         labels[name], number = _number_label(tidy_name(name), width, number, taken)
     return ["" if name is None else labels[name] for name in listed]
 

@@ -161,10 +161,10 @@ def format_ranks(ranks: list[int]) -> str:
     """Return rank numbers as ranges: ``[0, 1, 2, 7]`` as ``0-2, 7``."""
     parts: list[str] = []
     ordered = sorted(set(ranks))
-    begin = 0
+    start = 0
     for index in range(1, len(ordered) + 1):
         if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
-            first, last = ordered[begin], ordered[index - 1]
+            first, last = ordered[start], ordered[index - 1]
             parts.append(str(first) if first == last else f"{first}-{last}")
-            begin = index
+            start = index
     return ", ".join(parts)

@@ -57,7 +57,7 @@ class VerdictOnGpu(Verdict):
     gpu: str | None
 
 
-class Analysed(TypedDict):
+class Analyzed(TypedDict):
     """Answer of analyze. Findings with the largest gain come first. more_findings: the rest."""
 
     path: str

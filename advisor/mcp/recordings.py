@@ -17,7 +17,7 @@ from advisor.read.remote.urls import rank_in
 from advisor.read.runs import wanted_traces
 from advisor.read.source import ByteSource
 
-MAX_SUMMARISED_BYTES = 8 << 20
+MAX_SUMMARIZED_BYTES = 8 << 20
 """Maximum size of the records, without traces, that are read to summarise a run, in bytes."""
 
 
@@ -128,7 +128,7 @@ def _build_line(allowed: AllowedFolders, candidate: _Candidate) -> RecordingLine
     if not kind:
         return None
     records = sum(size for file, size in sizes.items() if file.suffix in (".json", ".jsonl"))
-    if kind == "run" and records <= MAX_SUMMARISED_BYTES:
+    if kind == "run" and records <= MAX_SUMMARIZED_BYTES:
         with suppress(AdvisorError):  # list it anyway: the error appears when it is read
             summary = RunSummary.read(shown_path)
     return RecordingLine(

@@ -23,7 +23,7 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.mcp import SKILL, answers, programs
 from advisor.mcp.answers import (
-    Analysed,
+    Analyzed,
     ChangeLine,
     Compared,
     EditLine,
@@ -119,7 +119,7 @@ class Tools:
 
     def analyze(
         self, path: Place, rank: Rank = None, top: Annotated[int, Field(ge=0, le=20)] = 10
-    ) -> Analysed:
+    ) -> Analyzed:
         """Say what is slow in a profiler trace, a folder of one run's traces, or a recorded run:
         the findings with the largest gain first, and what each fix saves per step."""
         report = self._examine_path(path, rank).report
@@ -132,7 +132,7 @@ class Tools:
         )
         risks = [(key, f) for key, f in findings_by_id.items() if f in report.risks]
         scope = report.scope
-        return Analysed(
+        return Analyzed(
             path=answers.bound_name(path),
             status=report.status,
             step_ns=report.step_ns,

@@ -23,7 +23,7 @@ from advisor.measure.device.kernel_profiles import compiled_kernels, profiled_ke
 from advisor.measure.device.kernels import (
     find_varying_kernels,
     measure_kernels,
-    model_flop_utilisation,
+    model_flop_utilization,
     sum_families,
     sum_kernels,
 )
@@ -38,9 +38,9 @@ from advisor.measure.host.gaps import idle_gaps
 from advisor.measure.host.host_time import host_breakdown
 from advisor.measure.host.launches import (
     LostRecords,
-    analysed_device,
+    analyzed_device,
+    count_lost_records,
     launched_before_recording,
-    lost_records,
 )
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
@@ -54,7 +54,7 @@ from advisor.measure.host.unused_gradients import (
     recorded_gradients,
     unused_gradient_work,
 )
-from advisor.measure.inference.graphs import missing_records
+from advisor.measure.inference.graphs import count_missing_records
 from advisor.measure.inference.passes import find_engine, find_passes, with_attention
 from advisor.measure.inference.phases import measure_inference
 from advisor.measure.memory.peak_memory import peak_memories
@@ -258,7 +258,7 @@ class Analysis:
     def device_id(self) -> int | None:
         """The analysed device, which is the one with the most device time. ``None`` if there is no
         device work."""
-        return analysed_device(self.trace)
+        return analyzed_device(self.trace)
 
     @property
     def trains_on_host(self) -> bool:
@@ -301,7 +301,7 @@ class Analysis:
     def lost_records(self) -> LostRecords:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
         replays that is not in the recording (``inference/graphs.py``)."""
-        calls, graphs = lost_records(self.trace), missing_records(self.trace)
+        calls, graphs = count_lost_records(self.trace), count_missing_records(self.trace)
         totals = calls.launches + graphs[0], calls.lost + graphs[1]
         is_truncated = self.trace.meta.truncated and not self.trace.cpu.is_empty()
         return LostRecords(*totals, graphs[1], is_truncated)
@@ -422,13 +422,13 @@ class Analysis:
     varying_kernels = _Measurement(find_varying_kernels)
     """Kernels whose similar launches differ in duration."""
 
-    flop_utilisation = _Measurement(model_flop_utilisation)
+    flop_utilization = _Measurement(model_flop_utilization)
     """Model FLOP utilisation and the number format that it refers to."""
 
     @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation, 0 to 1."""
-        return None if self.flop_utilisation is None else self.flop_utilisation.share
+        return None if self.flop_utilization is None else self.flop_utilization.share
 
     collectives = _IdleMeasurement(find_collectives)
     """Collectives: bytes, rates and the work that hid them."""

@@ -326,22 +326,22 @@ def _exclude_closures(host: Columns, texts: list[str]) -> None:
     if not len(steps) or not len(nodes) or tables.is_blank(host["sequence"]):
         return
     nodes = nodes[np.argsort(ts[nodes], kind="stable")]
-    begins, ends = ts[nodes], ts[nodes] + host["dur"][nodes]
+    node_starts, node_ends = ts[nodes], ts[nodes] + host["dur"][nodes]
     numbered = (np.asarray(host["sequence"]) >= 0) & ~is_node[name]
     starts = {
         thread_code: np.sort(ts[numbered & (thread == thread_code)])
         for thread_code in np.unique(thread[steps])
     }
     for step in steps.tolist():
-        begin, end = ts[step], ts[step] + host["dur"][step]
-        first, last = np.searchsorted(begins, (begin, end))
+        range_start, range_end = ts[step], ts[step] + host["dur"][step]
+        first, last = np.searchsorted(node_starts, (range_start, range_end))
         if first < last:
             first_start, last_start = np.searchsorted(
-                starts[thread[step]], (begin, begins[last - 1])
+                starts[thread[step]], (range_start, node_starts[last - 1])
             )
             if first_start < last_start:
-                ts[step] = min(end, max(begin, ends[first:last].max()))
-                host["dur"][step] = end - ts[step]
+                ts[step] = min(range_end, max(range_start, node_ends[first:last].max()))
+                host["dur"][step] = range_end - ts[step]
 
 
 def _nest_rows(host: Columns) -> tuple[Array, Array, int]:

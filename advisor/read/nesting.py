@@ -153,7 +153,7 @@ def nest(thread: Any, start: Ints, end: Ints) -> Nesting:
             return Nesting(parent, depth, end, int(repaired.sum()))
         if len(overlong) > MAX_TANGLED:
             break
-        rows = overlong[_find_certain_rows(overlong, starts, ends, parent)]
+        rows = overlong[_mask_certain_rows(overlong, starts, ends, parent)]
         if not len(rows):
             break
         end[rows] = end[parent[rows]]
@@ -179,7 +179,7 @@ def _find_parents(start: Ints, end: Ints) -> tuple[NDArray[np.int32], NDArray[np
     return parent, depth
 
 
-def _find_certain_rows(
+def _mask_certain_rows(
     overlong: NDArray[np.intp], start: Ints, end: Ints, parent: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     """Return a mask of the overlong rows that can certainly be cut to the end of their parent.

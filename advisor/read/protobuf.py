@@ -190,15 +190,21 @@ class Buffer:
             index = index + step
             wire = (key & np.uint64(7)).astype(np.uint8)
             is_valid &= (key >= 8) & (key < 1 << 32) & (index < stop)
-            value, begin, next_index, has_valid_value = self._read_values(
+            value, value_start, next_index, has_valid_value = self._read_values(
                 np.minimum(index, stop), wire
             )
             is_valid &= has_valid_value & (next_index <= stop)
             if not is_valid.all():
                 broken += int((~is_valid).sum())
                 row, stop, key, wire = row[is_valid], stop[is_valid], key[is_valid], wire[is_valid]
-                value, begin, next_index = value[is_valid], begin[is_valid], next_index[is_valid]
-            parts.append(Fields(row, (key >> np.uint64(3)).astype(np.int32), wire, value, begin))
+                value, value_start, next_index = (
+                    value[is_valid],
+                    value_start[is_valid],
+                    next_index[is_valid],
+                )
+            parts.append(
+                Fields(row, (key >> np.uint64(3)).astype(np.int32), wire, value, value_start)
+            )
             continues = next_index < stop
             row, index, stop = row[continues], next_index[continues], stop[continues]
         broken += len(row)
@@ -213,22 +219,22 @@ class Buffer:
     ) -> tuple[Words, Ints, Ints, NDArray[np.bool_]]:
         """Return value, first byte, end and validity of the values at the positions."""
         value, length, is_valid = self.numbers(index)
-        begin = index + length
-        next_index = begin
+        start = index + length
+        next_index = start
         if wire.any():
             is_fixed = (wire == FIXED64) | (wire == FIXED32)
             if is_fixed.any():
                 word = self.words[index]
                 word = np.where(wire == FIXED32, word & np.uint64(0xFFFFFFFF), word)
                 value = np.where(is_fixed, word, value)
-                begin = np.where(is_fixed, index, begin)
+                start = np.where(is_fixed, index, start)
                 next_index = np.where(is_fixed, index + np.where(wire == FIXED64, 8, 4), next_index)
                 is_valid = is_valid | is_fixed
             is_bytes = wire == BYTES
             is_inside = value < len(self.data)
-            next_index = np.where(is_bytes & is_inside, begin + value.astype(np.int64), next_index)
+            next_index = np.where(is_bytes & is_inside, start + value.astype(np.int64), next_index)
             is_valid = is_valid & (is_inside | ~is_bytes) & (is_fixed | is_bytes | (wire == VARINT))
-        return value, begin, next_index, is_valid
+        return value, start, next_index, is_valid
 
     def text(self, start: int, end: int) -> str:
         """Return bytes as text, with invalid UTF-8 replaced."""

@@ -48,7 +48,7 @@ _OTHER_PACKINGS = (
 
 
 SEE_FORMATS = "'advisor analyze --help' lists the formats"
-MAX_NEIGHBOURS = 1000
+MAX_NEIGHBORS = 1000
 """Maximum number of files in a folder that are compared with a mistyped name."""
 
 
@@ -57,7 +57,7 @@ def _suggest_similar(path: str) -> str:
     folder, name = os.path.split(path)
     try:
         with os.scandir(folder or ".") as entries:
-            listed = [entry.name for entry in islice(entries, MAX_NEIGHBOURS)]
+            listed = [entry.name for entry in islice(entries, MAX_NEIGHBORS)]
     except OSError:
         return "check the path"
     # ignore suffixes, because most files have the same ones

@@ -186,14 +186,14 @@ def print_result(run: Path, *, analyse: bool) -> None:
     """Print where a run is, and its first finding."""
     shown = _short_path(run)
     sentences = [f"recorded in {shown}"]
-    result = summarise_findings(run) if analyse else None
+    result = summarize_findings(run) if analyse else None
     if result:
         sentences += result
     sentences.append(f"More: advisor analyze {shlex.quote(shown)}")
     print_message(*sentences)
 
 
-def summarise_findings(run: Path) -> list[str] | None:
+def summarize_findings(run: Path) -> list[str] | None:
     """Return sentences on the findings, the most important first, or ``None`` if unknown."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
     env["ADVISOR"] = "0"
@@ -210,12 +210,12 @@ def summarise_findings(run: Path) -> list[str] | None:
             check=False,
             env=env,
         )
-        return _summarise_report(process.stdout)
+        return _summarize_report(process.stdout)
     except (OSError, subprocess.SubprocessError, AdvisorError):
         return None
 
 
-def _summarise_report(text: bytes) -> list[str]:
+def _summarize_report(text: bytes) -> list[str]:
     from advisor.core import labels
     from advisor.core import text as t
     from advisor.core.report import Report

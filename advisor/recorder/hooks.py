@@ -350,11 +350,11 @@ def _wrap_iter(on: Listener) -> Callable[[Any], Any]:
         def __iter__(self: Any) -> Any:
             if get_ident() != hook_state[0] or hook_state[1] == DATA:
                 return original(self)
-            begin = now()
-            put((ITERATE, begin))
+            start = now()
+            put((ITERATE, start))
             iterator = original(self)
             try:
-                data = on.loaders.on_iterator(self, iterator, begin, now() - begin)
+                data = on.loaders.on_iterator(self, iterator, start, now() - start)
                 if data is not None:
                     put((ITERATED, data))
             except Exception as error:

@@ -32,9 +32,9 @@ class Loaders:
         """Number of the loader whose batch is in use, or ``None`` before the first."""
 
     def on_iterator(
-        self, loader: Any, iterator: Any, began: int, took_ns: int
+        self, loader: Any, iterator: Any, start_ns: int, took_ns: int
     ) -> dict[str, Any] | None:
-        """Number a loader that returned an iterator; ``began`` is the time of the call,
+        """Number a loader that returned an iterator; ``start_ns`` is the time of the call,
         perf_counter_ns. Called in the training thread. Return the epoch's data, for ``on_epoch``,
         or ``None`` if there are too many loaders."""
         number = self._numbers_by_id.get(id(loader))
@@ -50,7 +50,7 @@ class Loaders:
         self.numbers[id(iterator)] = number
         return {
             "id": number,
-            "began_ns": began,
+            "began_ns": start_ns,
             "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
             "evaluation": True,
         }

@@ -82,7 +82,7 @@ def _compile_at_original(original: CodeType) -> CodeType:
     lines = [line for _, _, line in original.co_lines() if line]
     last_line = max(lines, default=original.co_firstlineno)
     positions = [p for p in original.co_positions() if p[0] == last_line and p[2] is not None]
-    begin = min((p[2] for p in positions if p[2] is not None), default=0)
+    start = min((p[2] for p in positions if p[2] is not None), default=0)
     end = max((p[3] for p in positions if p[3] is not None), default=0)
     tree = ast.parse(_SOURCE)
     for node in ast.walk(tree):
@@ -90,7 +90,7 @@ def _compile_at_original(original: CodeType) -> CodeType:
             node.lineno, node.end_lineno = original.co_firstlineno, last_line
         elif hasattr(node, "lineno"):
             node.lineno = node.end_lineno = last_line  # type: ignore[attr-defined]
-            node.col_offset, node.end_col_offset = begin, end  # type: ignore[attr-defined]
+            node.col_offset, node.end_col_offset = start, end  # type: ignore[attr-defined]
     namespace: dict[str, Any] = {}
     exec(compile(tree, original.co_filename, "exec"), namespace)  # our own text, above
     code: CodeType = namespace[_NAME].__code__

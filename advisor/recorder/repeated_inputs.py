@@ -211,15 +211,15 @@ def _checksum(tensor: Any) -> Hashable | None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
         return None
     size = tensor.numel() * tensor.element_size()
-    begin = tensor.storage_offset() * tensor.element_size()
-    if begin + size > tensor.untyped_storage().nbytes():
+    start = tensor.storage_offset() * tensor.element_size()
+    if start + size > tensor.untyped_storage().nbytes():
         return None  # its memory was freed
     values = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
     blocks = min(MAX_BLOCKS, -(-size // BLOCK_BYTES))
     result = 0
     for index in range(blocks):
-        begin = index * (size - BLOCK_BYTES) // max(1, blocks - 1) if size > BLOCK_BYTES else 0
-        result = crc32(values[begin : begin + BLOCK_BYTES], result)
+        start = index * (size - BLOCK_BYTES) // max(1, blocks - 1) if size > BLOCK_BYTES else 0
+        result = crc32(values[start : start + BLOCK_BYTES], result)
     return tensor.shape, tensor.dtype, result
 
 

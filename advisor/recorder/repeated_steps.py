@@ -37,7 +37,7 @@ class RepeatedBlock(NamedTuple):
     """Consecutive steps outside windows, as columns; times in ns."""
 
     n: int
-    begins: list[int]
+    starts: list[int]
     ends: list[int]
     phases: list[tuple[int, list[int]]]
     """Number of each phase with its time in each step, ns."""
@@ -47,14 +47,14 @@ class RepeatedBlock(NamedTuple):
 
     def steps(self) -> list[RecordedStep]:
         result = []
-        for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
+        for index, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             phases = [0] * MAX_PHASES
             for phase, column in self.phases:
                 phases[phase] = column[index]
             batch = self.batches[index] if self.batches else []
             number = self.n + index
             result.append(
-                RecordedStep(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
+                RecordedStep(number, start, end, phases, self.micro, 0, None, 0, batch, None, None)
             )
         return result
 
@@ -162,8 +162,8 @@ class StepMatcher:
                 result = columns[offset] = values[entry + offset : stop + offset : size][:count]
             return result
 
-        begins, ends = column(-1), column(size - 1)
-        remaining = list(map(sub, ends, begins))
+        starts, ends = column(-1), column(size - 1)
+        remaining = list(map(sub, ends, starts))
         phases = []
         for phase, intervals in pattern.intervals:
             total: list[int] | None = None
@@ -181,16 +181,16 @@ class StepMatcher:
             oldest = self._steps.swap_batches([*chain.from_iterable(zip(*notes, strict=True))])
             micro = len(pattern.batches)
             batches = [oldest[i : i + micro] for i in range(0, len(oldest), micro)]
-        return RepeatedBlock(self._steps.count, begins, ends, phases, pattern.micro, batches)
+        return RepeatedBlock(self._steps.count, starts, ends, phases, pattern.micro, batches)
 
     def _make_pattern(
-        self, codes: list[int], values: list[Any], begin: int, result: StepSegment, micro: int
+        self, codes: list[int], values: list[Any], start: int, result: StepSegment, micro: int
     ) -> StepPattern | None:
         """Return the pattern of these entries, or ``None`` if their codes do not determine the
         step."""
         if any(code >= MAX_PHASES and code not in PATTERN_CODES for code in codes):
             return None
-        if result.t != begin or result.end != values[-1]:
+        if result.t != start or result.end != values[-1]:
             return None
         batches = [at for at, code in enumerate(codes) if code == tape.BATCH]
         fetched = [at for at, c in enumerate(codes) if c in (tape.FETCHED, tape.FETCHED_INSIDE)]
@@ -215,7 +215,7 @@ class StepMatcher:
                 current = DATA if code == tape.FETCH else code
         if last != len(codes) - 1:
             spans.setdefault(current, []).append((last, len(codes) - 1))
-        at_ = lambda index: begin if index < 0 else values[index]  # noqa: E731
+        at_ = lambda index: start if index < 0 else values[index]  # noqa: E731
         lengths = {phase: sum(at_(b) - at_(a) for a, b in ab) for phase, ab in spans.items()}
         if any(ns != lengths.get(phase, 0) for phase, ns in enumerate(result.phases)):
             return None

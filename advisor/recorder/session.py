@@ -67,7 +67,7 @@ from advisor.recorder.watchers import (
     OutOfMemoryHook,
     PhaseEventTimer,
     TraceRanges,
-    is_cuda_initialised,
+    is_cuda_initialized,
     make_ranges,
 )
 from advisor.recorder.windows import Windows
@@ -644,7 +644,7 @@ class RecordingSession(Listener):
         change that affects this."""
         hook_state = self.tape.hook_state
         hook_state[ACT_ON_OPTIMIZER_STEP] = 0
-        if self.windows.needs_step_ends or is_cuda_initialised(self.torch):
+        if self.windows.needs_step_ends or is_cuda_initialized(self.torch):
             hook_state[ACT_ON_OPTIMIZER_STEP] = 1
 
     def _read_in_writer(self) -> None:
@@ -737,10 +737,10 @@ class RecordingSession(Listener):
     def _emit_block(self, block: RepeatedBlock) -> None:
         """Write steps that were read together. Runs in the writer's thread."""
         windows = self.windows
-        span = block.begins[0], block.ends[-1]
+        span = block.starts[0], block.ends[-1]
         if windows.window_of(*span) is None and not windows.exporting(*span):
             self.writer.put(block)
-            windows.add_steps(list(map(sub, block.ends, block.begins)))
+            windows.add_steps(list(map(sub, block.ends, block.starts)))
             return
         for step in block.steps():
             window = windows.window_of(step.t, step.end)

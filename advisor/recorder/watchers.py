@@ -194,7 +194,7 @@ class PhaseEventTimer:
             self._start_events(1, now)
         elif self._steps:
             self.end()
-        elif now - self._started_ns >= MARKS_EVERY_NS and is_cuda_initialised(self._torch):
+        elif now - self._started_ns >= MARKS_EVERY_NS and is_cuda_initialized(self._torch):
             self._start_events(2, now)
             self._tape.add_watcher(self)
 
@@ -233,7 +233,7 @@ def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
     return spent
 
 
-def is_cuda_initialised(torch: Any) -> bool:
+def is_cuda_initialized(torch: Any) -> bool:
     """Return whether the process has initialised CUDA itself."""
     return bool(torch.cuda.is_initialized())
 
@@ -249,7 +249,7 @@ class AllocatorStats:
         """Return bytes in tensors, reserved bytes, peak in tensors, retries, or ``None`` if too
         soon."""
         now = perf_counter_ns()
-        if now - self._sampled_ns < MEMORY_EVERY_NS or not is_cuda_initialised(self._torch):
+        if now - self._sampled_ns < MEMORY_EVERY_NS or not is_cuda_initialized(self._torch):
             return None
         self._sampled_ns = now
         stats = self._torch.cuda.memory_stats()

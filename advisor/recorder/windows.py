@@ -186,18 +186,18 @@ class Windows:
         """True while no window has been opened."""
         return self._number <= self._dropped
 
-    def window_of(self, begin: int, end: int) -> int | None:
+    def window_of(self, start: int, end: int) -> int | None:
         """Return the number of the window that was open during a step, or ``None`` if none was."""
-        return self._find_window(begin, end, 1)
+        return self._find_window(start, end, 1)
 
-    def exporting(self, begin: int, end: int) -> bool:
+    def exporting(self, start: int, end: int) -> bool:
         """Return whether a window's trace was being written during a step."""
-        return self._find_window(begin, end, 2) is not None
+        return self._find_window(start, end, 2) is not None
 
-    def _find_window(self, begin: int, end: int, until: int) -> int | None:
+    def _find_window(self, start: int, end: int, until: int) -> int | None:
         for number, span in reversed([*enumerate(self._spans)]):
             opened, closed = span[0], span[until]
-            if opened is not None and end > opened and (closed is None or begin < closed):
+            if opened is not None and end > opened and (closed is None or start < closed):
                 return number
         return None
 

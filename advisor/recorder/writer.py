@@ -286,7 +286,7 @@ class Writer:
             for step in block.steps():
                 self._files[RecordedStep].add(self._make_row(step))
             self._check_slowdown(
-                [end - begin for begin, end in zip(block.begins, block.ends, strict=True)]
+                [end - start for start, end in zip(block.starts, block.ends, strict=True)]
             )
             return
         phases = [(phase, column) for phase, column in block.phases if column[0]]
@@ -294,7 +294,7 @@ class Writer:
         fields = ",".join(f"{name}:%d" for name in names)
         line = f'{{"n":%d,"t":%d,"dur":%d,"phases":{{{fields}}}%s}}\n'
         count = len(block.ends)
-        lengths = list(map(sub, block.ends, block.begins))
+        lengths = list(map(sub, block.ends, block.starts))
         first = f',"micro":{block.micro}' if block.micro != 1 else ""
         ends = [first] * count
         if block.batches and uniform:
@@ -304,7 +304,7 @@ class Writer:
         if resident is not None:
             ends[-1] += f',"rss":{resident}'
         numbers = range(block.n, block.n + count)
-        columns = (numbers, block.begins, lengths, *(column for _, column in phases), ends)
+        columns = (numbers, block.starts, lengths, *(column for _, column in phases), ends)
         text = line * count % tuple(chain.from_iterable(zip(*columns, strict=True)))
         steps.add_lines(text.encode(), count)
         self._check_slowdown(lengths)
@@ -313,14 +313,14 @@ class Writer:
         """Write steps that were read together, several per line."""
         template = rundir.StepRow(n=0, t=0, dur=0, micro=block.micro)
         self._describe_batches(template, block.batches[0] if block.batches else [])
-        lengths = list(map(sub, block.ends, block.begins))
+        lengths = list(map(sub, block.ends, block.starts))
         phases = [(self._names[phase], column) for phase, column in block.phases if any(column)]
         size = 1 if steps.has_outlier(lengths) else steps.every
         for i in range(0, len(lengths), size):
             part = slice(i, i + size)
             count = len(lengths[part])
             step = msgspec.structs.replace(
-                template, n=block.n + i, t=block.begins[i], dur=sum(lengths[part]), of=count,
+                template, n=block.n + i, t=block.starts[i], dur=sum(lengths[part]), of=count,
                 phases={name: ns for name, column in phases if (ns := sum(column[part]))},
                 samples=None if template.samples is None else template.samples * count,
                 bytes=None if template.bytes is None else template.bytes * count,

@@ -16,8 +16,8 @@ from advisor.core.charts import FixSequence, Segment, StepBar
 from advisor.render.document import Figure, Grid
 from advisor.render.html import (
     Markup,
-    colour_class,
-    colour_class_of_segment,
+    color_class,
+    color_class_of_segment,
     join,
     scrolling_box,
     tag,
@@ -86,7 +86,7 @@ class Bar(Figure):
             keys = [
                 tag(
                     "li",
-                    legend_key(colour_class_of_segment(segment)),
+                    legend_key(color_class_of_segment(segment)),
                     f"{segment.name} {segment.time}, {segment.share_text}",
                 )
                 for segment in bar.segments
@@ -95,7 +95,7 @@ class Bar(Figure):
         rows = [
             tag(
                 "tr",
-                tag("th", legend_key(colour_class_of_segment(segment)), segment.name, scope="row"),
+                tag("th", legend_key(color_class_of_segment(segment)), segment.name, scope="row"),
                 tag("td", segment.time),
                 tag("td", segment.share_text),
             )
@@ -105,7 +105,7 @@ class Bar(Figure):
         legend = tag("table", head, tag("tbody", *rows), cls="legend")
         if self.step is None:
             return join(drawn, legend)
-        explained = set(map(colour_class_of_segment, bar.segments))
+        explained = set(map(color_class_of_segment, bar.segments))
         return join(drawn, self.step.draw_lanes(explained), legend)
 
     def lines(self, width: int, *, short: bool = False) -> list[Parts]:
@@ -167,7 +167,7 @@ def _draw_strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> 
         width = max(0.0, min(segment.share, 1.0)) * WIDTH * scale
         title = tag("title", f"{segment.label} {segment.time}, {segment.share_text}")
         place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
-        parts.append(tag("rect", title, cls=colour_class_of_segment(segment), **place))
+        parts.append(tag("rect", title, cls=color_class_of_segment(segment), **place))
         if segment.kind == "idle":  # hatched, so that the eye need not know the colours
             stripes = range(round(x) + 6, round(x + width), 12)
             path = "".join(f"M{at},40l{min(10, x + width - at):.0f},-40" for at in stripes)
@@ -198,7 +198,7 @@ class ComparedBars(Figure):
             lanes.append(
                 tag("div", title, _draw_strip(own, f"{name}, {time}: {label}", scale), cls="lane")
             )
-        parts = {s.name: colour_class_of_segment(s) for _, _, own in self.sides for s in own}
+        parts = {s.name: color_class_of_segment(s) for _, _, own in self.sides for s in own}
         keys = [tag("li", legend_key(cls), name) for name, cls in parts.items()]
         return join(tag("div", *lanes, cls="strips"), tag("ul", *keys, cls="keys"))
 
@@ -351,7 +351,7 @@ def _draw_axis(dur_ns: float) -> Markup:
 
 
 def _kind(kind: str) -> str:
-    return colour_class(kind, "work" if kind in charts.CLASSES else "idle")
+    return color_class(kind, "work" if kind in charts.CLASSES else "idle")
 
 
 # -- many ranks ----------------------------------------------------------------------------------

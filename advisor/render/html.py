@@ -62,12 +62,12 @@ def scrolling_box(label: str, *children: object) -> Markup:
     return tag("div", *children, cls="scroll", tabindex=0, role="group", aria_label=label)
 
 
-def colour_class_of_segment(segment: Segment) -> str:
+def color_class_of_segment(segment: Segment) -> str:
     """Return the class of a part's colour (``charts.css_rules``), never a text from the trace."""
-    return colour_class(segment.key, segment.kind)
+    return color_class(segment.key, segment.kind)
 
 
-def colour_class(key: str, kind: str = "work") -> str:
+def color_class(key: str, kind: str = "work") -> str:
     """Return the class of a colour, if there is one for the key."""
     prefix, known = {
         "work": ("", charts.CLASSES),

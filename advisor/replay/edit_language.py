@@ -14,7 +14,7 @@ More words narrow the target, as in the edits of findings: ``kind:``, ``family:`
 commas between them, ``max:`` a duration in ns, ``bytes:`` the largest message of collectives,
 ``at:`` a moment (``at:loop`` for host events: with the time between them), ``region:`` the compiled
 functions that follow a graph break, ``name:`` the event that explains a gap; ``ahead`` is for
-``overlap``. A factor may have a band, ``0.25..0.4..0.67``: optimistic, central, pessimistic.
+``overlap``. A factor may have a range, ``0.25..0.4..0.67``: optimistic, central, pessimistic.
 :func:`write_edit` writes any Edit as a line."""
 
 import math
@@ -132,7 +132,7 @@ def parse_edit(line: str) -> Edit:
     edit = _build_edit(verb, select, None if only_high else number, wrong)
     if low is not None or high is not None:
         if verb not in ("scale", "merge", "remove_skew") and not only_high:
-            raise wrong(f"{verb} takes no band of factors")
+            raise wrong(f"{verb} takes no range of factors")
         edit = replace(edit, factor_low=low, factor_high=high)
     if ahead and verb != "overlap":
         raise wrong("ahead is for overlap")

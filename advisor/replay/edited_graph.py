@@ -146,18 +146,18 @@ class GraphEdits:
         launch = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & (graph.src > 0))
         for thread, time in host.items():
             edges = program[lane == thread]
-            begin, end = graph.time[graph.src[edges]], graph.time[graph.dst[edges]]
+            start, end = graph.time[graph.src[edges]], graph.time[graph.dst[edges]]
             hidden = graph.queue_waits.get(thread, EMPTY)
             remaining = np.maximum(
-                weight[edges] - saved_between(begin, end, time.parts, hidden), 0.0
+                weight[edges] - saved_between(start, end, time.parts, hidden), 0.0
             )
             if time.captured:
                 floor = np.full(len(edges), np.inf)
                 for part, cost in time.captured:
-                    inside = _covered(begin, end, part) > 0
+                    inside = _covered(start, end, part) > 0
                     floor[inside] = np.minimum(floor[inside], cost)
                 parts = [*time.parts, *((part, 0.0) for part, _ in time.captured)]
-                shortest = np.maximum(weight[edges] - saved_between(begin, end, parts, hidden), 0.0)
+                shortest = np.maximum(weight[edges] - saved_between(start, end, parts, hidden), 0.0)
                 shortest = np.maximum(shortest, np.minimum(floor, weight[edges]))
                 remaining = np.minimum(remaining, shortest)
                 self._shorten_launches(
@@ -172,10 +172,10 @@ class GraphEdits:
         """Remove the intervals from the time by which launch calls delay their work."""
         graph = self.graph
         edges = launch[graph.lane[graph.src[launch]] == thread]
-        begin = graph.time[graph.src[edges]]
-        end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[graph.src[edges]]]
+        start = graph.time[graph.src[edges]]
+        end = start + self.a.trace.cpu["dur"].to_numpy()[graph.row[graph.src[edges]]]
         is_active = weight[edges] > NEVER
-        shorter = np.maximum(weight[edges] - _covered(begin, end, time), 0.0)
+        shorter = np.maximum(weight[edges] - _covered(start, end, time), 0.0)
         weight[edges] = np.where(is_active, shorter, weight[edges])
 
     def _find_removed_calls(self) -> dict[int, Intervals]:
@@ -204,18 +204,18 @@ class GraphEdits:
 _LOADING_EDGES = (EdgeKind.PROGRAM, EdgeKind.LOADER)
 
 
-def _covered(begin: Array, end: Array, covering: Intervals) -> Array:
-    result: Array = covered_length(begin.astype(np.int64), end.astype(np.int64), covering)
+def _covered(start: Array, end: Array, covering: Intervals) -> Array:
+    result: Array = covered_length(start.astype(np.int64), end.astype(np.int64), covering)
     return result
 
 
 def saved_between(
-    begin: Array, end: Array, parts: list[tuple[Intervals, float]], hidden: Intervals
+    start: Array, end: Array, parts: list[tuple[Intervals, float]], hidden: Intervals
 ) -> Array:
-    """Return the time removed from ``begin`` to ``end``, ns. Each instant keeps the product of the
+    """Return the time removed from ``start`` to ``end``, ns. Each instant keeps the product of the
     shares of all parts that cover it; ``hidden`` instants remain complete."""
     if not parts:
-        return np.zeros(len(begin))
+        return np.zeros(len(start))
     bounds = np.unique(np.concatenate([c for p in [*parts, (hidden, 1.0)] for c in p[0]]))
     kept = np.ones(len(bounds))
     for time, share in [*parts, (hidden, np.nan)]:
@@ -226,8 +226,8 @@ def saved_between(
         kept[inside] = 1.0 if np.isnan(share) else kept[inside] * share
     removed = np.append(0.0, np.cumsum((1.0 - kept[:-1]) * np.diff(bounds)))
     if not len(bounds):
-        return np.zeros(len(begin))
-    result: Array = np.interp(end, bounds, removed) - np.interp(begin, bounds, removed)
+        return np.zeros(len(start))
+    result: Array = np.interp(end, bounds, removed) - np.interp(start, bounds, removed)
     return result
 
 
@@ -239,25 +239,25 @@ assumption. Measured gains of workers were 80 to 100% of a replay without this l
 (``predictions.jsonl``)."""
 
 
-def more_workers(patch: GraphEdits, weight: Array) -> None:
+def more_workers(edits: GraphEdits, weight: Array) -> None:
     """Apply loader edits to the weights; for the same batches, the edit with most workers
     counts."""
-    is_open = np.ones(len(patch.graph), dtype=bool)
-    for workers, loaded in sorted(patch.workers, key=lambda edit: -edit[0]):
-        _add_workers(patch, weight, workers, loaded[is_open[loaded]])
+    is_open = np.ones(len(edits.graph), dtype=bool)
+    for workers, loaded in sorted(edits.workers, key=lambda edit: -edit[0]):
+        _add_workers(edits, weight, workers, loaded[is_open[loaded]])
         is_open[loaded] = False
 
 
-def _add_workers(patch: GraphEdits, weight: Array, workers: int, loaded: Array) -> None:
+def _add_workers(edits: GraphEdits, weight: Array, workers: int, loaded: Array) -> None:
     """Let ``workers`` processes load, or this multiple of the present workers. Batches come at
     their mean rate, since the queue evens them out. The window's batches give the mean, to twice
     its standard error."""
-    graph = patch.graph
+    graph = edits.graph
     into = np.isin(graph.dst, loaded)
     program = np.flatnonzero(into & (graph.edge == EdgeKind.PROGRAM))
     cost = np.zeros(len(graph))
     cost[graph.dst[program]] = weight[program]
-    hand = ready_batch_ns(patch.a.trace, patch.a.step_ns, patch.assumption)
+    hand = ready_batch_ns(edits.a.trace, edits.a.step_ns, edits.assumption)
     weight[program] = np.minimum(weight[program], hand)
     rate = np.flatnonzero(into & (graph.edge == EdgeKind.LOADER))
     multi = rate[weight[rate] > NEVER]
@@ -265,63 +265,63 @@ def _add_workers(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
         steps = np.diff(np.searchsorted(graph.step_boundaries, graph.dst[multi], side="right"))
         later = weight[multi[1:]].sum() * steps / max(1, steps.sum())
         weight[multi] = np.append(weight[multi[:1]], later) * _batch_share_with_more_workers(
-            patch, workers
+            edits, workers
         )
     single = rate[weight[rate] <= NEVER]
     if len(single):
         edges = program[np.isin(graph.dst[program], graph.dst[single])]
         batches = cost[graph.dst[single]]
         deviation = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
-        mean = float(batches.mean()) + deviation * {"low": 1, "high": -1}.get(patch.assumption, 0)
+        mean = float(batches.mean()) + deviation * {"low": 1, "high": -1}.get(edits.assumption, 0)
         length = max(float(graph.time[graph.step_boundaries[-1]]), 1.0)
         share = min(batches.sum() / length, 1.0)
-        computed = _computed_share(patch, loaded, share)
+        computed = _computed_share(edits, loaded, share)
         weight[single] = (max(mean, 0.0) + hand) * _batch_share_with_workers(
-            patch, computed, share, workers
+            edits, computed, share, workers
         )
-        slowed = LOST_LOADING_SHARE[patch.assumption] * _max_computed_share(patch, share)
-        delay_share = max(slowed, _loading_share_left(patch, computed, share))
+        slowed = LOST_LOADING_SHARE[edits.assumption] * _max_computed_share(edits, share)
+        delay_share = max(slowed, _loading_share_left(edits, computed, share))
         batch = cost[graph.dst[edges]]
         weight[edges] = np.minimum(batch, hand) + delay_share * batch
 
 
-def _computed_share(patch: GraphEdits, loaded: Array, share: float) -> float:
+def _computed_share(edits: GraphEdits, loaded: Array, share: float) -> float:
     """Return the computed share of the loading, which needs a core in any process. Waits (storage,
     a sleep) need none. The operators recorded during loading distinguish the two. Under the
     pessimistic assumption all is computed, up to the process's CPU time. ``share``: loading as a
     share of the step."""
-    if patch.assumption == "low":
-        return _max_computed_share(patch, share)
-    graph, cpu = patch.graph, patch.a.trace.cpu
+    if edits.assumption == "low":
+        return _max_computed_share(edits, share)
+    graph, cpu = edits.graph, edits.a.trace.cpu
     rows = graph.row[loaded]
-    begin, thread = cpu["ts"].to_numpy()[rows], cpu["thread"].to_numpy()[rows]
-    end = begin + cpu["dur"].to_numpy()[rows]
+    start, thread = cpu["ts"].to_numpy()[rows], cpu["thread"].to_numpy()[rows]
+    end = start + cpu["dur"].to_numpy()[rows]
     at_work = 0
     for owner in np.unique(thread):
         operators = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
         busy = union(operators["ts"].to_numpy(), (operators["ts"] + operators["dur"]).to_numpy())
-        at_work += int(covered_length(begin, end, busy)[thread == owner].sum())
-    return at_work / max(1, int((end - begin).sum()))
+        at_work += int(covered_length(start, end, busy)[thread == owner].sum())
+    return at_work / max(1, int((end - start).sum()))
 
 
-def _max_computed_share(patch: GraphEdits, share: float) -> float:
+def _max_computed_share(edits: GraphEdits, share: float) -> float:
     """Return the largest computed share that the process's CPU time allows, or 1 if not
     recorded."""
-    recorded = patch.a.recorded
+    recorded = edits.a.recorded
     share_limit = (
         None
         if recorded is None
-        else recorded.computing_share(share, on_host=patch.a.trains_on_host)
+        else recorded.computing_share(share, on_host=edits.a.trains_on_host)
     )
     return 1.0 if share_limit is None else share_limit
 
 
 def _batch_share_with_workers(
-    patch: GraphEdits, computed: float, share: float, workers: int
+    edits: GraphEdits, computed: float, share: float, workers: int
 ) -> float:
     """Return a batch's time with ``workers`` over its time before. Computing uses the free cores,
     and the main thread's core once it no longer loads."""
-    recorded = patch.a.recorded
+    recorded = edits.a.recorded
     free = None if recorded is None else recorded.free_cores
     if free is None:
         return 1 / workers
@@ -329,28 +329,28 @@ def _batch_share_with_workers(
     return computed / cores + (1 - computed) / workers
 
 
-def _batch_share_with_more_workers(patch: GraphEdits, times: int) -> float:
+def _batch_share_with_more_workers(edits: GraphEdits, times: int) -> float:
     """Return a batch's time with ``times`` the workers over its time before. Computing uses the
     workers' own cores and the free cores. The main thread keeps one core, or one per PyTorch thread
     where the step computes on the host, or none under the pessimistic assumption. Workers that wait
     for storage need no core."""
-    recorded = patch.a.recorded
+    recorded = edits.a.recorded
     if recorded is None or recorded.free_cores is None or recorded.used_cores is None:
         return 1 / times
-    threads = recorded.flag("num_threads") if patch.a.trains_on_host else None
+    threads = recorded.flag("num_threads") if edits.a.trains_on_host else None
     main = float(threads) if isinstance(threads, int) else 1.0
-    worker_cores = max(0.0, recorded.used_cores - (0.0 if patch.assumption == "low" else main))
+    worker_cores = max(0.0, recorded.used_cores - (0.0 if edits.assumption == "low" else main))
     return max(1 / times, worker_cores / max(worker_cores + recorded.free_cores, 1e-9))
 
 
-def _loading_share_left(patch: GraphEdits, computed: float, share: float) -> float:
+def _loading_share_left(edits: GraphEdits, computed: float, share: float) -> float:
     """Return the share of the loading that still delays a step computed on the host, because
     workers need its cores. Under the optimistic assumption all cores share the loss. Without
     recorded cores: ``computed`` if pessimistic, else 0."""
-    if not patch.a.trains_on_host:
+    if not edits.a.trains_on_host:
         return 0.0
-    recorded = patch.a.recorded
+    recorded = edits.a.recorded
     taken = None if recorded is None else recorded.remaining_loading_share(share, computed)
     if recorded is None or taken is None:
-        return computed if patch.assumption == "low" else 0.0
-    return taken / (recorded.record.rank.cpus or 1) if patch.assumption == "high" else taken
+        return computed if edits.assumption == "low" else 0.0
+    return taken / (recorded.record.rank.cpus or 1) if edits.assumption == "high" else taken

@@ -319,10 +319,10 @@ def _gaps_in_merged(a: Analysis, select: Select) -> Intervals:
     """Return the idle time before kernels that merge with the previous kernel on their stream,
     which ends with their launches. Idle time with causes other than launching stays."""
     gpu = a.trace.gpu.select("device", "stream", "ts", end=pl.col("ts") + pl.col("dur"))
-    begins = pl.Series(
+    starts = pl.Series(
         np.searchsorted(a.steps.used["ts"].to_numpy(), gpu["ts"].to_numpy(), "right")
     )
-    gpu = gpu.with_columns(step=begins, chosen=pl.Series(selected_gpu(a, select)))
+    gpu = gpu.with_columns(step=starts, chosen=pl.Series(selected_gpu(a, select)))
     before = pl.col("chosen", "end", "step").shift(1).over("device", "stream").name.prefix("last_")
     merged = (
         gpu.filter(pl.Series(a.in_window))

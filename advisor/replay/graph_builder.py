@@ -136,12 +136,12 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
     step's device work, which is replayed, not copied. A recording without steps ends when a wait
     for this work returns."""
     trace = a.trace
-    end, begin = int(table["end"][-1]), int(table["ts"][-1])
+    end, start = int(table["end"][-1]), int(table["ts"][-1])
     if trace.main_thread is None:
         return end
     cpu = trace.cpu.filter(
         (pl.col("thread") == trace.main_thread)
-        & (pl.col("ts") >= begin)
+        & (pl.col("ts") >= start)
         & (pl.col("ts") < end)
         & (pl.col("kind") != "overhead")
     ).select("ts", "name", "kind", "call", until=pl.col("ts") + pl.col("dur"))
@@ -149,7 +149,7 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
         wait = cpu.filter(pl.col("call").is_in(BLOCKING_CALLS) & (pl.col("until") > end))
         end = max([end, *wait["until"]])
     mark = cpu.filter(
-        (pl.col("ts") == begin)
+        (pl.col("ts") == start)
         & (pl.col("kind") == "annotation")
         & (pl.col("name").cast(pl.String) == table["name"][-1])
     )
@@ -179,8 +179,8 @@ def _merge_nodes(
     """Merge all nodes in order of time: host points by ``key``, device work by its start."""
     hosts, devices = len(time), len(work.row)
     # work that runs when the window begins counts from the beginning
-    begin = np.maximum(work.ts, start)
-    when = np.concatenate([[start - 1], key, begin])
+    work_start = np.maximum(work.ts, start)
+    when = np.concatenate([[start - 1], key, work_start])
     tie = np.concatenate([[0], np.ones(hosts), np.full(devices, 2)])
     # host points of a thread at one instant keep their order
     inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])
@@ -189,7 +189,7 @@ def _merge_nodes(
         np.uint8
     )
     ends = np.concatenate([[start], time, work.ts + work.dur])
-    dur = np.concatenate([np.zeros(1 + hosts), work.ts + work.dur - begin]).astype(float)
+    dur = np.concatenate([np.zeros(1 + hosts), work.ts + work.dur - work_start]).astype(float)
     rows = np.concatenate([[-1], row, work.row])
     lane = np.concatenate([[-1], thread, work.lane])
     none = np.zeros(0, dtype=np.int64)
@@ -264,9 +264,12 @@ def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: in
             dtype=np.int64,
         )
 
-    left, began = nodes(result.waiter, result.wait_start), nodes(result.worker, result.work_start)
+    left, work_start = (
+        nodes(result.waiter, result.wait_start),
+        nodes(result.worker, result.work_start),
+    )
     done, back = nodes(result.worker, result.work_end), nodes(result.waiter, result.wait_end)
-    pairs_of = [(left, began), (done, back)]
+    pairs_of = [(left, work_start), (done, back)]
     forward = [(src > 0) & (src < dst) for src, dst in pairs_of]
     woken = np.concatenate([dst[good] for (_, dst), good in zip(pairs_of, forward, strict=True)])
     edges.drop_program(woken)

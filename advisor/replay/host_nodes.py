@@ -170,9 +170,9 @@ def find_handoffs(trace: Trace, threads: Array, start: int, end: int, waiting: A
             last = np.searchsorted(other.start, back, side="left") - 1
             inside = (first <= last) & (first < len(other))
             at_first, at_last = np.minimum(first, len(other) - 1), np.maximum(last, 0)
-            began, over = other.start[at_first], other.end[at_last] - back
+            work_start, over = other.start[at_first], other.end[at_last] - back
             done = np.minimum(other.end[at_last], back - 1)
-            left_over = (began - left) + (back - done)
+            left_over = (work_start - left) + (back - done)
             nodes = np.searchsorted(engine[worker], back) > np.searchsorted(engine[worker], left)
             nodes &= waiter == trace.main_thread
             shared_ns = intersect(busy[waiter], busy[worker]).total
@@ -184,7 +184,7 @@ def find_handoffs(trace: Trace, threads: Array, start: int, end: int, waiting: A
                 inside
                 & ~_is_inside(busy[worker], back, spare)
                 & ((turns & at_work) | nodes)
-                & (began >= left)
+                & (work_start >= left)
                 & (over <= spare)
                 & (
                     (left_over <= np.maximum(MAX_LEFT_OVER_SHARE * (back - left), MAX_LEFT_OVER_NS))
@@ -192,9 +192,9 @@ def find_handoffs(trace: Trace, threads: Array, start: int, end: int, waiting: A
                 )
                 & (left_over < back - left)
             )
-            began = np.where(is_working, -1, began)
+            work_start = np.where(is_working, -1, work_start)
             for i in np.flatnonzero(fits).tolist():
-                row = (waiter, worker, int(left[i]), int(began[i]), int(done[i]), int(back[i]))
+                row = (waiter, worker, int(left[i]), int(work_start[i]), int(done[i]), int(back[i]))
                 best = rows.get(row[-1])
                 if best is None or left_over[i] < best[0]:
                     rows[row[-1]] = int(left_over[i]), row
@@ -270,5 +270,7 @@ def _find_active(trace: Trace, thread: int, start: int, end: int, waiting: Array
     frame = (only_edges & ~cpu["row"].is_in(waiting.tolist())).to_numpy()
     ts, until = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()
     instants = np.concatenate([ts[frame], until[frame]])
-    begin = np.concatenate([ts[~frame], instants])
-    return union(begin, np.maximum(np.concatenate([until[~frame], instants]), begin + 1))
+    active_start = np.concatenate([ts[~frame], instants])
+    return union(
+        active_start, np.maximum(np.concatenate([until[~frame], instants]), active_start + 1)
+    )

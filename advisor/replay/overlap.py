@@ -22,13 +22,13 @@ WAITING_EDGES = (EdgeKind.STREAM, EdgeKind.CROSS_STREAM, EdgeKind.SYNC, EdgeKind
 """Kinds of edges out of moved work by which something else waits for it."""
 
 
-def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
+def move_to_streams(edits: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     """Return the graph and its weights with the moved work on separate streams."""
-    graph, trace = patch.graph, patch.a.trace
-    moved = patch.moved  # removed work takes no time there
+    graph, trace = edits.graph, edits.a.trace
+    moved = edits.moved  # removed work takes no time there
     nodes = np.flatnonzero(moved)
-    marked = patch.a.steps.source != "whole trace"
-    step, group = _find_steps(graph), _number_streams(patch)
+    marked = edits.a.steps.source != "whole trace"
+    step, group = _find_steps(graph), _number_streams(edits)
     earlier = _find_earlier(graph, group, step, marked=marked)
     uploads = np.zeros(len(graph), dtype=bool)
     uploads[nodes] = (
@@ -68,7 +68,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
         if earlier[node] >= 0:
             older[in_stream] = max(older.get(in_stream, -1), int(earlier[node]))
         waits_of[node], awaited[node] = waits, older
-        if not uploads[node] or patch.merged[node]:
+        if not uploads[node] or edits.merged[node]:
             extra += [(s, node, w + gap, EdgeKind.CROSS_STREAM) for s, w in waits.values()]
         if in_stream in last_of:
             extra.append((last_of[in_stream], node, gap, EdgeKind.STREAM))
@@ -90,16 +90,16 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
                 extra += [(s, target, delay, edge_kind) for s in awaited[source].values()]
         weight[edge] = NEVER
     weight[moved[graph.dst] & np.isin(graph.edge, [EdgeKind.CONTENTION, EdgeKind.STREAM])] = NEVER
-    extra += _edges_to_device_syncs(patch, nodes, group)
+    extra += _edges_to_device_syncs(edits, nodes, group)
     lanes = np.where(moved, int(graph.lane.max()) + 1 + group, graph.lane)
     return add_edges(graph, weight, extra, lane=lanes, last_nodes=_add_moved(graph, nodes, group))
 
 
-def _number_streams(patch: GraphEdits) -> Array:
+def _number_streams(edits: GraphEdits) -> Array:
     """Return the number of the separate stream for each piece of work, by its stream and name."""
-    graph = patch.graph
+    graph = edits.graph
     device = graph.device
-    name = patch.a.trace.gpu["name"].to_physical().gather(pl.Series(graph.row[device])).to_numpy()
+    name = edits.a.trace.gpu["name"].to_physical().gather(pl.Series(graph.row[device])).to_numpy()
     result = np.zeros(len(graph), dtype=np.int64)
     keys = np.stack([graph.lane[device], name.astype(np.int64)])
     result[device] = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
@@ -138,17 +138,17 @@ def _find_earlier(graph: Graph, group: Array, step: Array, *, marked: bool) -> A
 
 
 def _edges_to_device_syncs(
-    patch: GraphEdits, nodes: Array, group: Array
+    edits: GraphEdits, nodes: Array, group: Array
 ) -> list[tuple[int, int, float, int]]:
     """Return edges into waits for the whole device, from each name's last moved work."""
-    graph = patch.graph
-    done = np.flatnonzero((graph.kind == NodeKind.SYNC_END) & ~patch.unblocked)
-    call = patch.a.trace.cpu["call"].gather(pl.Series(graph.row[done]))
+    graph = edits.graph
+    done = np.flatnonzero((graph.kind == NodeKind.SYNC_END) & ~edits.unblocked)
+    call = edits.a.trace.cpu["call"].gather(pl.Series(graph.row[done]))
     done = done[(call == "sync_device").fill_null(False).to_numpy()]
     edges = np.flatnonzero((graph.edge == EdgeKind.SYNC) & np.isin(graph.dst, done))
     extra = []
     for index, node in _find_latest(
-        graph, nodes[~patch.issued_earlier[nodes]], group, graph.src[edges]
+        graph, nodes[~edits.issued_earlier[nodes]], group, graph.src[edges]
     ):
         edge = edges[index]
         extra.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(EdgeKind.SYNC)))

@@ -289,7 +289,7 @@ OF_THE_STEP = ("batch",)
 MIN_SHARE = 0.01
 """Share of the step, in both directions, by which two runs of one program differ."""
 OTHERS = "others"
-"""Name for all kinds of fault together, used for those without a band."""
+"""Name for all kinds of fault together, used for those without a range."""
 
 
 class GainInterval(NamedTuple):
@@ -340,7 +340,7 @@ def error_of(kinds: Iterable[str], past: Sequence[Prediction]) -> float:
 def widened_by_kind(
     gain: float, low: float, high: float, edits: Sequence[Edit], step_ns: float
 ) -> GainInterval:
-    """Return a band (``low`` to ``high``, from the edits' assumptions) widened by past errors of
+    """Return a range (``low`` to ``high``, from the edits' assumptions) widened by past errors of
     these kinds. All ns per step."""
     kinds, past = {edit_kind(edit) for edit in edits}, shipped_experiments()
     floor = MIN_SHARE * step_ns
@@ -354,8 +354,8 @@ def widened_by_kind(
 
 
 def worst_case(low: float, high: float, limit_ns: float) -> GainInterval:
-    """Return a band widened by the largest past error, ns per step, up to ``limit_ns``, the maximum
-    that the fix can save."""
+    """Return a range widened by the largest past error, ns per step, up to ``limit_ns``, the
+    maximum that the fix can save."""
     factor = math.exp(max(row.error for row in shipped_experiments()))
     return GainInterval(low / factor, max(high, min(high * factor, limit_ns)))
 
@@ -364,25 +364,27 @@ def worst_case(low: float, high: float, limit_ns: float) -> GainInterval:
 
 
 class WidenedRange(NamedTuple):
-    """Band, and the record that widened it. Empty if too little is known of the rule."""
+    """Range, and the record that widened it. Empty if too little is known of the rule."""
 
-    band: GainInterval
+    interval: GainInterval
     note: str
 
 
 def widened_by_rule(
-    rule: str, device: str, gain: float, band: GainInterval, limit_ns: float
+    rule: str, device: str, gain: float, interval: GainInterval, limit_ns: float
 ) -> WidenedRange:
-    """Return a band, ns per step, widened by past errors of this rule's fixes: on the same hardware
-    if there are enough, else on any. It never becomes narrower, and ends at ``limit_ns``, the
-    maximum that the fix can save."""
+    """Return a range, ns per step, widened by past errors of this rule's fixes: on the same
+    hardware if there are enough, else on any. It never becomes narrower, and ends at ``limit_ns``,
+    the maximum that the fix can save."""
     of_rule = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
     on_device = [row for row in of_rule if row.device == device]
     used = on_device if len(on_device) >= MIN_ERRORS else of_rule
     if len(used) < MIN_ERRORS:
-        return WidenedRange(band, "")
+        return WidenedRange(interval, "")
     factor = math.exp(error_bound([row.error for row in used]))
-    wide = GainInterval(min(band.low, gain / factor), max(band.high, min(gain * factor, limit_ns)))
+    wide = GainInterval(
+        min(interval.low, gain / factor), max(interval.high, min(gain * factor, limit_ns))
+    )
     return WidenedRange(wide, str(records_by_rule(used)[rule]))
 
 
@@ -394,30 +396,30 @@ def fault_kind(kind: str, *, moves: bool) -> str:
     return f"{kind} that moves" if moves else kind
 
 
-def job_band(kind: str) -> GainInterval:
+def job_range(kind: str) -> GainInterval:
     """Return measured over predicted gains of faults of a kind, or of all kinds if there are too
-    few. They come from simulated jobs that ran again without the fault. The band covers what the
+    few. They come from simulated jobs that ran again without the fault. The range covers what the
     replay cannot know, such as hiding by overlap and hosts that run ahead."""
-    bands = job_bands()
-    return bands.get(kind) or bands[OTHERS]
+    ranges = job_ranges()
+    return ranges.get(kind) or ranges[OTHERS]
 
 
 @cache
-def job_bands() -> dict[str, GainInterval]:
-    """Return job bands by kind: split conformal, equal tails, rounded outwards to hundredths."""
+def job_ranges() -> dict[str, GainInterval]:
+    """Return job ranges by kind: split conformal, equal tails, rounded outwards to hundredths."""
     ratios: dict[str, list[float]] = {}
     for row in shipped_predictions():
         if row.source == "job":
             for name in (row.kind, OTHERS):
                 ratios.setdefault(name, []).append(row.measured / row.predicted)
-    bands = {}
+    ranges = {}
     for name, values in ratios.items():
         outside = math.floor((1 - JOB_COVERAGE) / 2 * (len(values) + 1))
         if outside:
             values.sort()
             low, high = values[outside - 1], values[-outside]
-            bands[name] = GainInterval(math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
-    return bands
+            ranges[name] = GainInterval(math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
+    return ranges
 
 
 # -- another mesh -------------------------------------------------------------------------------

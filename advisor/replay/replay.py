@@ -150,15 +150,15 @@ class GraphArrays(NamedTuple):
         )
         second, dur, further = self.second, list(self.dur), dict(self.further_edges)
         for fixed_times, earliest_starts, source in states:
-            for node, begin in fixed_times.items():
-                first[node], first_weight[node] = source, begin
+            for node, start in fixed_times.items():
+                first[node], first_weight[node] = source, start
                 second_weight[node], dur[node] = NEVER, 0.0
                 further.pop(node, None)
-            for node, begin in earliest_starts.items():
+            for node, start in earliest_starts.items():
                 first_weight[node] = NEVER if first[node] == source else first_weight[node]
                 second_weight[node] = NEVER if second[node] == source else second_weight[node]
                 others = [edge for edge in further.get(node, []) if edge[0] != source]
-                further[node] = [(source, begin, False), *others]
+                further[node] = [(source, start, False), *others]
         return GraphArrays(first, first_weight, second, second_weight, dur, further)
 
 
@@ -291,8 +291,8 @@ class CarriedState:
             for edge, node in zip(self.between.tolist(), self.into, strict=True):
                 other = self.out_of.get(int(self.graph.src[edge]), -1)
                 if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in fixed_times:
-                    begin = float(time[other]) - host + float(weight[edge])
-                    earliest_starts[node] = max(earliest_starts.get(node, 0.0), begin)
+                    start = float(time[other]) - host + float(weight[edge])
+                    earliest_starts[node] = max(earliest_starts.get(node, 0.0), start)
         if len(self.loader):
             first, last = int(self.graph.dst[self.loader[0]]), int(self.graph.dst[self.loader[-1]])
             after = self._next_batch_gap(weight)

@@ -109,8 +109,8 @@ def host_waits(graph: Graph) -> WaitTimes:
     """Return the host's waits for the device: blocking calls, and launches into a full queue."""
     starts = np.flatnonzero(graph.kind == NodeKind.SYNC)
     ends = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
-    begin = dict(zip(graph.row[starts].tolist(), graph.time[starts].tolist(), strict=True))
-    since = np.array([begin.get(row, np.inf) for row in graph.row[ends].tolist()])
+    start = dict(zip(graph.row[starts].tolist(), graph.time[starts].tolist(), strict=True))
+    since = np.array([start.get(row, np.inf) for row in graph.row[ends].tolist()])
     duration = graph.time[ends] - since - graph.latencies.sync_call
     is_wait = duration > 0
     calls = explain_waits(graph, ends[is_wait], duration[is_wait], (EdgeKind.SYNC,))
@@ -208,7 +208,7 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Criti
         chosen.append(edge)
         node = source[edge]
     nodes, edges = np.array(chain, dtype=np.int64), np.array(chosen, dtype=np.int64)
-    begin = time[nodes] - dur[nodes]
+    node_start = time[nodes] - dur[nodes]
     has_work = dur[nodes] > 0
     # the host's work after the end of device work is on the path
     host_edge = binding[[host]] if chain and chain[0] != host else binding[:0]
@@ -216,7 +216,7 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Criti
     return CriticalPath(
         edge=np.concatenate([np.full(int(has_work.sum()), -1), edges, host_edge]),
         node=np.concatenate([nodes[has_work], nodes, np.full(len(host_edge), host)]),
-        ns=np.concatenate([dur[nodes[has_work]], begin - time[graph.src[edges]], tail]),
+        ns=np.concatenate([dur[nodes[has_work]], node_start - time[graph.src[edges]], tail]),
     )
 
 

@@ -62,7 +62,7 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bool
     if select.layer:
         mask &= _in_layer(a, select.layer, work_nodes(a))
     if select.under:
-        under = rows_under(a, select.under)
+        under = mask_under(a, select.under)
         start = gpu["op"].fill_null(-1).to_numpy()
         launch = gpu["launch"].fill_null(-1).to_numpy()
         mask &= np.where(start >= 0, under[start], False) | np.where(
@@ -70,11 +70,11 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bool
         )
     if select.at:
         launch = gpu["launch"].fill_null(-1).to_numpy()
-        mask &= np.append(_find_rows_at(a, select), False)[launch]
+        mask &= np.append(_mask_at_instants(a, select), False)[launch]
     return mask
 
 
-def _find_rows_at(a: Analysis, select: Select) -> Bools:
+def _mask_at_instants(a: Analysis, select: Select) -> Bools:
     """Return the mask over ``trace.cpu`` of rows that begin in the instants of ``Select.at``."""
     ts = a.trace.cpu["ts"].to_numpy()
     result: Bools = covered_length(ts, ts + 1, select_instants(a, select)) > 0
@@ -92,7 +92,7 @@ def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
         names = a.trace.cpu["name"].gather(table["host"])
         mask &= name_matches(names, _check_pattern(select.name)).to_numpy()
     if select.under:
-        mask &= rows_under(a, select.under)[table["op"].fill_null(-1).to_numpy()]
+        mask &= mask_under(a, select.under)[table["op"].fill_null(-1).to_numpy()]
     if select.max_ns is not None:
         mask &= (table["dur"] <= select.max_ns).to_numpy()
     if select.max_bytes is not None:
@@ -130,7 +130,7 @@ def selected_host(a: Analysis, select: Select) -> Bools:
     if select.copy:
         mask &= _find_copy_calls(a, select.copy)
     if select.under:
-        mask &= rows_under(a, select.under)[:-1]
+        mask &= mask_under(a, select.under)[:-1]
     if select.layer:
         mask &= _in_layer(a, select.layer, modules_around(a, np.arange(cpu.height)).node)
     if select.max_ns is not None:
@@ -138,7 +138,7 @@ def selected_host(a: Analysis, select: Select) -> Bools:
     if select.correlation:
         mask &= cpu["correlation"].is_in(list(select.correlation)).fill_null(False).to_numpy()
     if select.at and select.at != "loop":
-        mask &= _find_rows_at(a, select)
+        mask &= _mask_at_instants(a, select)
     return mask
 
 
@@ -232,7 +232,7 @@ def selected_gaps(a: Analysis, select: Select) -> Bools:
         mask &= gaps["cause"].is_in(list(select.cause)).to_numpy()
     if select.under:
         host = gaps["host"].fill_null(-1).to_numpy()
-        mask &= rows_under(a, select.under)[host]
+        mask &= mask_under(a, select.under)[host]
     if select.name:
         named = name_matches(a.trace.cpu["name"], _check_pattern(select.name)).to_numpy()
         host = gaps["host"].fill_null(-1).to_numpy()
@@ -245,7 +245,7 @@ def selected_gaps(a: Analysis, select: Select) -> Bools:
     return mask
 
 
-def rows_under(a: Analysis, pattern: str) -> Bools:
+def mask_under(a: Analysis, pattern: str) -> Bools:
     """Return which rows of ``trace.cpu`` match the name or are inside such a row, and a last
     False."""
     cpu = a.trace.cpu
@@ -265,9 +265,9 @@ def rows_under(a: Analysis, pattern: str) -> Bools:
     return result
 
 
-def rows_launched_under(a: Analysis, pattern: str) -> Bools:
+def mask_launched_under(a: Analysis, pattern: str) -> Bools:
     """Return which rows of ``trace.gpu`` were launched inside a host event with a matching name."""
-    under: Bools = rows_under(a, pattern)  # its last entry means "no launch in the window"
+    under: Bools = mask_under(a, pattern)  # its last entry means "no launch in the window"
     rows: Bools = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
     return rows
 
@@ -309,7 +309,7 @@ class Selection:
         device = self.graph.device
         return device[selected_gpu(self.a, select, anywhere=True)[self.graph.row[device]]]
 
-    def host_rows(self, select: Select) -> Array:
+    def host_mask(self, select: Select) -> Array:
         """Return the mask over ``trace.cpu`` of selected host events, with a last False."""
         result: Array = self._look_up(
             "rows", select, lambda s: np.append(selected_host(self.a, s), False)
@@ -319,7 +319,7 @@ class Selection:
     def wait_ends(self, select: Select) -> Array:
         """Return the nodes at which selected blocking calls and waits for the loader end."""
         done = np.flatnonzero(np.isin(self.graph.kind, [NodeKind.SYNC_END, NodeKind.LOADER_END]))
-        return done[self.host_rows(select)[self.graph.row[done]]]
+        return done[self.host_mask(select)[self.graph.row[done]]]
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
         """Return selected host time by thread, ns from the window's start: of host events, of idle
@@ -424,13 +424,13 @@ class Selection:
         points = np.flatnonzero(chosen)
         if not len(points):
             return {}
-        begin, end = self._outermost_ops(graph.row[points])
+        start, end = self._outermost_ops(graph.row[points])
         host = np.flatnonzero((graph.kind != NodeKind.DEVICE) & (graph.kind != NodeKind.SOURCE))
         order = host[np.argsort(graph.lane[host], kind="stable")]
         position = np.empty(len(graph), dtype=np.int64)
         position[order] = np.arange(len(order))
         step = np.searchsorted(graph.time[graph.step_boundaries], graph.time, side="right")
-        low, high = begin.astype(float), end.astype(float)
+        low, high = start.astype(float), end.astype(float)
         for bound, shift in ((low, -1), (high, 1)):
             index = position[points] + shift
             other = order[np.clip(index, 0, len(order) - 1)]
@@ -449,8 +449,8 @@ class Selection:
         cpu = trace.cpu
         outermost = climb_stack(parent_rows(trace), is_operator(trace), rows, top=True)
         result = np.where(outermost >= 0, outermost, rows)
-        begin = cpu["ts"].to_numpy()[result] - self.graph.origin
-        return begin, begin + cpu["dur"].to_numpy()[result]
+        start = cpu["ts"].to_numpy()[result] - self.graph.origin
+        return start, start + cpu["dur"].to_numpy()[result]
 
 
 MAX_COMPARED = 3_000

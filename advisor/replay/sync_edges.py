@@ -32,19 +32,19 @@ MAX_SYNC_RETURN_NS = 100_000
 
 def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Add edges into the ends of blocking calls, which replace their measured ends."""
-    begin = np.flatnonzero(graph.kind == NodeKind.SYNC)
+    start = np.flatnonzero(graph.kind == NodeKind.SYNC)
     done = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
     add_queue_edges(trace, graph, edges, work, node)
     if not len(done):
         return
-    start_of = {int(r): int(n) for r, n in zip(graph.row[begin], begin, strict=True)}
+    start_of = {int(r): int(n) for r, n in zip(graph.row[start], start, strict=True)}
     is_known = np.array([int(r) in start_of for r in graph.row[done]])
     done = done[is_known]
-    begin = np.array([start_of[int(r)] for r in graph.row[done]], dtype=np.int64)
+    start = np.array([start_of[int(r)] for r in graph.row[done]], dtype=np.int64)
     row = graph.row[done]
     call = trace.cpu["call"].gather(pl.Series(row)).fill_null("other").to_list()
-    called = graph.time[begin] + graph.origin
+    called = graph.time[start] + graph.origin
     ended = graph.time[done] + graph.origin
     by_call = _group_by_call(work)
     tolerance = np.maximum(clock_tolerance_ns(trace), work_past_return_ns(trace, row))
@@ -67,7 +67,7 @@ def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork
     # time that the device cannot explain is the call's own cost (lazy loading, locks)
     cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.sync_call, ended - called)
     edges.drop_program(done)
-    edges.add(begin, done, np.minimum(cost, np.maximum(ended - called, 1.0)), EdgeKind.PROGRAM)
+    edges.add(start, done, np.minimum(cost, np.maximum(ended - called, 1.0)), EdgeKind.PROGRAM)
     counts = [len(sources) for sources in awaited]
     source = np.concatenate(awaited).astype(np.int64)
     edges.add(node[source], np.repeat(done, counts), np.repeat(sync_return, counts), EdgeKind.SYNC)
@@ -81,8 +81,8 @@ def _group_by_call(work: DeviceWork) -> dict[int, Array]:
     calls, first = np.unique(work.launch[launched], return_index=True)
     ends = np.append(first, len(launched))[1:]
     return {
-        int(call): launched[begin:end]
-        for call, begin, end in zip(calls.tolist(), first.tolist(), ends.tolist(), strict=True)
+        int(call): launched[start:end]
+        for call, start, end in zip(calls.tolist(), first.tolist(), ends.tolist(), strict=True)
     }
 
 
@@ -140,27 +140,27 @@ def _find_awaited(
     owner = np.where(work.launch >= 0, thread[work.launch], -1)
     result = []
     for index, call_row in enumerate(row.tolist()):  # a few calls per step, each with few streams
-        begin, end = called[index], ended[index]
+        start, end = called[index], ended[index]
         if call_row in by_call and call[index] in OWN_WORK_CALLS:
             result.append(by_call[call_row])
             continue
         if call[index] == "sync_event":
-            result.append(events.awaited_work(call_row, begin, end))
+            result.append(events.awaited_work(call_row, start, end))
             continue
         last_launched = []
         for lane, ts in zip(by_lane, launch_ts, strict=True):
-            position = int(np.searchsorted(ts, begin)) - 1
+            position = int(np.searchsorted(ts, start)) - 1
             if position >= 0:
                 last_launched.append(int(lane[position]))
         candidates = np.array(last_launched, dtype=np.int64)
         possible = candidates[ends[candidates] <= end + tolerance[index]]
         # independent work of other threads comes before the call by chance: it counts only if
         # nothing else explains the wait
-        is_near = ends[possible] > max(begin, end - MAX_SYNC_RETURN_NS)
+        is_near = ends[possible] > max(start, end - MAX_SYNC_RETURN_NS)
         own_threads = work.on_step_threads[possible]
         if thread[call_row] not in work.step_threads:
             own_threads = owner[possible] == thread[call_row]
-        if end - begin <= 3 * CALL_NS or (is_near & own_threads).any() or not is_near.any():
+        if end - start <= 3 * CALL_NS or (is_near & own_threads).any() or not is_near.any():
             possible = possible[own_threads]
         if call[index] == "sync_device":
             result.append(possible)
@@ -170,13 +170,13 @@ def _find_awaited(
         else:
             # most likely the stream that the thread used last, except for collectives, which run on
             # the library's own streams, for which programs do not wait
-            position = int(np.searchsorted(work.launch_ts[launched], begin)) - 1
+            position = int(np.searchsorted(work.launch_ts[launched], start)) - 1
             recent = launched[max(0, position - 32) : position + 1]
             recent = recent[thread[work.launch[recent]] == thread[call_row]]
             used = work.lane[possible] == work.lane[recent[-1]] if len(recent) else slice(0)
             waited_for = possible[used]
-        is_near = possible[ends[possible] > max(begin, end - MAX_SYNC_RETURN_NS)]
-        if end - begin > 3 * CALL_NS and len(is_near) and not np.isin(waited_for, is_near).any():
+        is_near = possible[ends[possible] > max(start, end - MAX_SYNC_RETURN_NS)]
+        if end - start > 3 * CALL_NS and len(is_near) and not np.isin(waited_for, is_near).any():
             # it waited longer: its stream waited for another stream, or it was another stream
             waited_for = np.append(waited_for, is_near[np.argmax(ends[is_near])])
         result.append(waited_for)
@@ -230,25 +230,25 @@ class _EventRecords:
             if len(before):
                 self.recorded[int(row[mark])] = int(before[np.argmax(work.launch_ts[before])])
 
-    def awaited_work(self, call_row: int, begin: float, end: float) -> Array:
+    def awaited_work(self, call_row: int, start: float, end: float) -> Array:
         """Return the recorded work that a call waited for. Else, for a long call, return the
         recorded work that ended last before its return. Empty for other calls, which did not wait
         and show no work."""
-        blocked = end - begin > 3 * CALL_NS
+        blocked = end - start > 3 * CALL_NS
         recorded = self.recorded.get(call_row, -1)
         ended = self.ends[recorded] if recorded >= 0 else np.inf
         # later than its own work: its stream waited for another stream
         if ended <= end + SLACK_NS and (
-            not blocked or ended > max(begin, end - MAX_SYNC_RETURN_NS)
+            not blocked or ended > max(start, end - MAX_SYNC_RETURN_NS)
         ):
             return np.array([recorded])
         if not blocked:
             return np.zeros(0, dtype=np.int64)
-        marked = self.marked[(self.marked >= 0) & (self.record_ts < begin)]
-        for candidates in (marked, np.flatnonzero(self.launch_ts < begin)):
+        marked = self.marked[(self.marked >= 0) & (self.record_ts < start)]
+        for candidates in (marked, np.flatnonzero(self.launch_ts < start)):
             ends = self.ends[candidates]
             recent = candidates[
-                (ends <= end + SLACK_NS) & (ends > max(begin, end - MAX_SYNC_RETURN_NS))
+                (ends <= end + SLACK_NS) & (ends > max(start, end - MAX_SYNC_RETURN_NS))
             ]
             if len(recent):
                 return recent[[np.argmax(self.ends[recent])]]
@@ -312,11 +312,11 @@ def add_queue_edges(
     returned = graph.time[launch] + length + graph.origin
     blocked = (length > CALL_NS) & (np.abs(returned - work.ts[src]) <= 2 * AT_ONCE_NS)
     edges.shorten(launch[blocked], after[blocked], CALL_NS + host_ns[blocked])
-    lane, begin = graph.lane[launch[blocked]], graph.time[launch[blocked]]
+    lane, start = graph.lane[launch[blocked]], graph.time[launch[blocked]]
     for thread in np.unique(lane).tolist():
         of_thread = lane == thread
         graph.queue_waits[thread] = union(
-            begin[of_thread] + CALL_NS, (begin + length[blocked])[of_thread]
+            start[of_thread] + CALL_NS, (start + length[blocked])[of_thread]
         )
     # the launch does not delay its own work while it waits, either
     waited = np.isin(work.launch, call[blocked])

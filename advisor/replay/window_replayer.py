@@ -96,9 +96,9 @@ def launching_events(a: Analysis) -> float:
     launching = cpu["thread"].gather(a.trace.gpu["launch"].drop_nulls().unique())
     is_launching |= cpu["thread"].is_in(launching.unique().implode()).fill_null(False).to_numpy()
     ts = cpu["ts"].to_numpy()[is_launching]
-    begin, end = a.steps.used["ts"].to_numpy(), a.steps.used["end"].to_numpy()
+    start, end = a.steps.used["ts"].to_numpy(), a.steps.used["end"].to_numpy()
     starts = np.sort(ts)
-    return max(1.0, float((np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()))
+    return max(1.0, float((np.searchsorted(starts, end) - np.searchsorted(starts, start)).sum()))
 
 
 def _host_times(recorded: StepRecords, window: int) -> tuple[Array, Array]:
@@ -415,9 +415,9 @@ class WindowReplayer:
             rows = np.flatnonzero(thread == owner)
             rows = rows[np.argsort(ts[rows], kind="stable")]
             starts, added = ts[rows], np.append(0.0, np.cumsum(cost[rows]))
-            begin = graph.time[graph.src[thread_edges]] + graph.origin
+            start = graph.time[graph.src[thread_edges]] + graph.origin
             end = graph.time[graph.dst[thread_edges]] + graph.origin
-            added_ns = added[np.searchsorted(starts, end)] - added[np.searchsorted(starts, begin)]
+            added_ns = added[np.searchsorted(starts, end)] - added[np.searchsorted(starts, start)]
             length = graph.weight[thread_edges]
             share[thread_edges] = np.maximum(1.0 - added_ns / length, MIN_HOST_SHARE_LEFT)
         return share
@@ -430,8 +430,8 @@ class WindowReplayer:
         rate = graph.weight[graph.edge == EdgeKind.LOADER]
         if (rate > NEVER).any() or cpu.is_empty():
             return False
-        begin, end = graph.origin, graph.origin + float(graph.time[graph.step_boundaries[-1]])
-        inside = cpu["ts"].is_between(begin, end)
+        start, end = graph.origin, graph.origin + float(graph.time[graph.step_boundaries[-1]])
+        inside = cpu["ts"].is_between(start, end)
         return bool((name_matches(cpu["name"], WORKERS) & inside).any())
 
     def count_selected(self, edit: Edit) -> int:

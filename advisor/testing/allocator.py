@@ -160,13 +160,10 @@ class FakeAllocator:
         self._add_event("free_completed", address, block.requested, segment.stream, segment.pool)
         block.state, block.requested, block.frames, block.label = "inactive", 0, None, ""
         index = segment.blocks.index(block)
-        for neighbour in (index + 1, index - 1):
-            if (
-                0 <= neighbour < len(segment.blocks)
-                and segment.blocks[neighbour].state == "inactive"
-            ):
-                other = segment.blocks[neighbour]
-                first = min(index, neighbour)
+        for neighbor in (index + 1, index - 1):
+            if 0 <= neighbor < len(segment.blocks) and segment.blocks[neighbor].state == "inactive":
+                other = segment.blocks[neighbor]
+                first = min(index, neighbor)
                 merged = _Block(min(block.address, other.address), block.size + other.size)
                 segment.blocks[first : first + 2] = [merged]
                 block, index = merged, first

@@ -86,13 +86,13 @@ class RecordBuilder:
 
     def build(self, *, samples: int = 40) -> RankRecord:
         """Return the record, with ``samples`` telemetry samples."""
-        begin = self._steps[0].t if self._steps else self.now
+        start = self._steps[0].t if self._steps else self.now
         result = list(self._samples)
         for gpu, host in self._telemetry:
             for number in range(samples):
                 share = number / max(1, samples - 1)
                 gpu_sample = gpu(share)
-                time = begin + round(share * (self.now - begin))
+                time = start + round(share * (self.now - start))
                 result.append(
                     Sample(
                         t=time, gpus=[] if gpu_sample is None else [gpu_sample], host=host(share)

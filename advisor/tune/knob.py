@@ -23,7 +23,7 @@ from advisor.core.errors import AdvisorError, suggest
 
 Safety = Literal["exact", "reordered", "precision", "learning"]
 """Effect of a knob on the numbers. ``exact``: losses are equal bit for bit. ``reordered``: equal
-within the effect of another order of the same sums. ``precision``: the loss curve stays in a band.
+within the effect of another order of the same sums. ``precision``: the loss curve stays in a range.
 ``learning``: the training differs, so losses are not compared. Such a knob is tried only on
 request, alone, and by the time per sample."""
 
@@ -50,7 +50,7 @@ class Knob:
     safety: ClassVar[Safety] = "exact"
     changes_random_numbers: ClassVar[bool] = False
     """Whether another generator may draw random numbers (loader workers have their own). Losses
-    that differ for this reason must stay in the band of ``precision``."""
+    that differ for this reason must stay in the range of ``precision``."""
     needs_cuda: ClassVar[bool] = False
     group: ClassVar[str] = ""
     """Name of a group of knobs that exclude each other."""

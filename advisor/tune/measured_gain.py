@@ -168,11 +168,11 @@ SUM_ORDER_ULPS = 256.0
 another order grow as √n, and 2¹⁶ terms are a row of the largest products."""
 GROWN_ULPS = 1000.0
 """Factor on ``SUM_ORDER_ULPS`` for all losses: training enlarges small differences."""
-LOSS_BAND, NORM_BAND = 0.05, 0.25
+MAX_LOSS_DIFFERENCE, MAX_NORM_DIFFERENCE = 0.05, 0.25
 """Change that ``precision`` allows, as a share of the mean loss and of gradient norms. Two runs of
 different seeds differ by more."""
 MAX_STANDARD_ERRORS = 4.0
-"""Number of standard errors added to the band, since losses of single steps scatter."""
+"""Number of standard errors added to the range, since losses of single steps scatter."""
 
 
 class LossCheck(NamedTuple):
@@ -237,7 +237,7 @@ def _check_run(
         text = f"differs from loss {position} on, and must not"
         return LossCheck(False, text, needs_rerun=_is_rounding(before, after))
     if safety == "precision" or changes_random_numbers or (safety == "exact" and not repeats):
-        result = _check_band(before, after)
+        result = _check_ranges(before, after)
         if safety != "precision" and result.passed:
             reason = "other random numbers" if repeats else "as its own runs"
             return LossCheck(True, f"{result.text} ({reason})")
@@ -250,7 +250,7 @@ def _check_run(
         )
     gap = _max_gap(a, b)
     if gap > SUM_ORDER_ULPS * GROWN_ULPS * epsilon:
-        result = _check_band(before, after)
+        result = _check_ranges(before, after)
         return (
             result
             if not result.passed
@@ -289,7 +289,7 @@ def _max_gap(a: Numbers, b: Numbers) -> float:
     return max(abs(x - y) / (max(abs(x), mean) or 1.0) for x, y in pairs)
 
 
-def _check_band(before: TrialResult, after: TrialResult) -> LossCheck:
+def _check_ranges(before: TrialResult, after: TrialResult) -> LossCheck:
     pairs = _pair_finite(before.losses, after.losses)
     if not pairs:
         return LossCheck(False, "no loss to compare")
@@ -298,7 +298,7 @@ def _check_band(before: TrialResult, after: TrialResult) -> LossCheck:
     gaps = [y - x for x, y in pairs]
     mean = sum(gaps) / count
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, count - 1) / count)
-    allowed = LOSS_BAND + MAX_STANDARD_ERRORS * spread / scale
+    allowed = MAX_LOSS_DIFFERENCE + MAX_STANDARD_ERRORS * spread / scale
     share = abs(mean) / scale
     if share > allowed:
         return LossCheck(
@@ -307,6 +307,6 @@ def _check_band(before: TrialResult, after: TrialResult) -> LossCheck:
     norms = [(x, y) for x, y in _pair_finite(before.norms, after.norms) if x > 0]
     if norms:
         factor = math.exp(sum(math.log(max(y, 1e-30) / x) for x, y in norms) / len(norms))
-        if not 1 / (1 + NORM_BAND) <= factor <= 1 + NORM_BAND:
+        if not 1 / (1 + MAX_NORM_DIFFERENCE) <= factor <= 1 + MAX_NORM_DIFFERENCE:
             return LossCheck(False, f"gradient norms ×{factor:.2g}")
     return LossCheck(True, f"loss {t.format_share_change(mean / scale)} over {count}")

@@ -244,8 +244,8 @@ def _set_args(
             return None
         insert_at = max(script.span(node)[1] for node in values)
         edits.append((insert_at, insert_at, f", {', '.join(additions)}"))
-    for begin, end, new in sorted(edits, reverse=True):
-        text = text[:begin] + new + text[end:]
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[end:]
     return text
 
 
@@ -344,7 +344,7 @@ def _recorded_ns(analysis: AnalysisResult) -> float | None:
 def _predict(
     trial: Trial, finding: Finding, analysis: AnalysisResult, value: Value, *, is_first: bool
 ) -> None:
-    """Set the predicted band; for another number of workers, replay the same edit with that
+    """Set the predicted range; for another number of workers, replay the same edit with that
     number."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
@@ -371,5 +371,5 @@ def _predict(
         low = impact.gain_ns if impact.low_ns is None else impact.low_ns
         high = impact.gain_ns if impact.high_ns is None else impact.high_ns
         trial.predicted = min(1.0, impact.gain_ns / step)
-        # no fix saves more than the step, although bands of rare pauses extend beyond it
+        # no fix saves more than the step, although ranges of rare pauses extend beyond it
         trial.predicted_low, trial.predicted_high = min(1.0, low / step), min(1.0, high / step)

@@ -43,7 +43,7 @@ class Trial(Struct, kw_only=True):
     gain_low: float | None = None
     gain_high: float | None = None
     inside: bool | None = None
-    """Whether the measured interval overlaps the predicted band, or ``null`` without a band or if
+    """Whether the measured interval overlaps the predicted range, or ``null`` without a range or if
     the interval is too wide."""
     runs: int = 0
     """Number of runs with the knob."""

@@ -1,6 +1,6 @@
 """Summarize each rank of a simulated job, without writing and reading its file.
 
-The same numbers as ``advise.ranks.measure.summarise_file`` of the files of ``kineto.write``
+The same numbers as ``advise.ranks.measure.summarize_file`` of the files of ``kineto.write``
 (tested), so that hundreds of jobs can be diagnosed in minutes. Advice of single ranks is left out.
 """
 
@@ -52,7 +52,7 @@ _KIND = {
     "send": "send_recv",
     "recv": "send_recv",
 }
-_SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def summarise_all(played: SimulatedRun) -> tuple[list[RankSummary], list[UnreadRank]]:
@@ -397,7 +397,7 @@ def _collectives(
         end=pack(end),
         exposed=pack(covered_length(start, end, exposed)),
         work=pack(start - before - covered_length(before, start, exposed)),
-        synchronising=[kind in _SYNCHRONISING for _, _, kind, _ in facts],
+        synchronising=[kind in _SYNCHRONIZING for _, _, kind, _ in facts],
         group=[group for group, _, _, _ in facts],
         size=[size for _, size, _, _ in facts],
         kind=[kind for _, _, kind, _ in facts],

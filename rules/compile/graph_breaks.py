@@ -464,10 +464,10 @@ class Recompilation(Rule):
         if not len(compilations):
             return
         steps = a.steps.used
-        begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
+        start, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
         ts = cpu["ts"].to_numpy()[compilations]
         compile_intervals = intersect(union(ts, ts + cpu["dur"].to_numpy()[compilations]), a.spans)
-        by_step = covered_length(begin, end, compile_intervals)
+        by_step = covered_length(start, end, compile_intervals)
         share = compile_intervals.total / max(a.span_ns, 1)
         if share < self.min_share:
             return

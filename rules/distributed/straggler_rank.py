@@ -321,17 +321,17 @@ def _build_processes(compute: list[float], lengths: Sequence[int] = ()) -> list[
         for rank, (b, us) in enumerate(zip(builders, compute, strict=True)):
             shapes = [[lengths[rank], 64]] if lengths else None
             with b.step():
-                begin = b.now
+                start = b.now
                 for part, bucket in ((0.75, 1), (0.25, 2)):
                     b.on_host("aten::mm", us * part, shapes)
                     with b.op("c10d::allreduce_"):
                         started = b.now
                     # two threads: both wait for the slowest process at once
-                    done = begin + max(compute) * (0.75 if bucket == 1 else 1) + 300 * bucket
+                    done = start + max(compute) * (0.75 if bucket == 1 else 1) + 300 * bucket
                     with b.thread(10 + bucket):
                         outer, b.now = b.now, started
                         with b.range("gloo:all_reduce"):
                             b.now = max(done, started)
                         b.now = outer
-                b.now = begin + max(compute) + 1000
+                b.now = start + max(compute) + 1000
     return builders

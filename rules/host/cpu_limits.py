@@ -60,9 +60,9 @@ class CpuQuota(Rule):
         samples = [(ns, host) for ns, host in recorded.hosts if host.throttled is not None]
         if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
             return
-        (begin, first_sample), (end, last_sample) = samples[0], samples[-1]
+        (start, first_sample), (end, last_sample) = samples[0], samples[-1]
         stopped_ns = 1e3 * ((last_sample.throttled or 0) - (first_sample.throttled or 0))
-        run_ns = float(end - begin)
+        run_ns = float(end - start)
         if stopped_ns < self.min_share * run_ns:
             return
         periods = (last_sample.throttled_periods or 0) - (first_sample.throttled_periods or 0)

@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.inference.annotations import FORWARD
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.support.common import amount_per_step, of_step, per_step, shapes_by_step
@@ -375,7 +375,7 @@ class LaunchBound(Rule):
 def _list_ways(a: Analysis) -> list[str]:
     """Return ways to make launches larger, except those already in use or not applicable."""
     ways = ["a larger batch"]
-    updates = rows_launched_under(a, OPTIMIZER_STEP)
+    updates = mask_launched_under(a, OPTIMIZER_STEP)
     fused = name_matches(a.trace.gpu["name"], kernel_work.FUSED).to_numpy()
     if updates.any() and not (updates & fused).any():
         ways.append("a fused optimizer")

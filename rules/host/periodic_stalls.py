@@ -395,8 +395,8 @@ def _measure_compiling(a: Analysis, step: dict[str, Any]) -> float:
         return 0.0
     gaps = a.gaps.filter(pl.col("cause") == "compile")
     ts = gaps["ts"].to_numpy()
-    begin, end = np.array([step["ts"]]), np.array([step["end"]])
-    return float(covered_length(begin, end, union(ts, ts + gaps["dur"].to_numpy()))[0])
+    start, end = np.array([step["ts"]]), np.array([step["end"]])
+    return float(covered_length(start, end, union(ts, ts + gaps["dur"].to_numpy()))[0])
 
 
 def _find_longest_name(
@@ -408,9 +408,9 @@ def _find_longest_name(
         (pl.col("thread") == (-1 if a.trace.main_thread is None else a.trace.main_thread))
         & ~pl.col("name").cast(pl.String).is_in(steps["name"].to_list())
     ).select("name", "ts", "dur")
-    begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
+    start, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
     ts = cpu["ts"].to_numpy()
-    step = np.searchsorted(begin, ts, side="right") - 1
+    step = np.searchsorted(start, ts, side="right") - 1
     in_any_step = (step >= 0) & (ts < end[np.maximum(step, 0)])
     in_step = pl.Series(step == index)
     table = (

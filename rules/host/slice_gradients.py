@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -90,7 +90,7 @@ class SliceGradients(Rule):
         rows = np.sort(np.concatenate([group.rows for group in groups]))
         on_gpu = a.device_id is not None
         if on_gpu:
-            ns = summed_duration(a, rows_launched_under(a, NODE) & a.in_window)
+            ns = summed_duration(a, mask_launched_under(a, NODE) & a.in_window)
         else:
             nodes = np.flatnonzero(name_matches(a.trace.cpu["name"], NODE).to_numpy())
             ns = sum_column(a.trace.cpu["dur"].gather(rows_in_steps(a, nodes)))

@@ -178,23 +178,26 @@ def _find_passes(a: Analysis) -> Passes | None:
     step = np.searchsorted(cpu["ts"].to_numpy()[updates], table["ts"].to_numpy())
     node = table["name"].str.starts_with(NODE_PREFIX).to_numpy()
     layer = table["name"].str.contains(_LAYER).to_numpy()
-    begins, ends, kinds = _split_passes(step, node, layer, table["inputs"].to_list())
-    counts = Counter(step_number for step_number, _ in begins)
+    pass_starts, ends, kinds = _split_passes(step, node, layer, table["inputs"].to_list())
+    counts = Counter(step_number for step_number, _ in pass_starts)
     if len(set(counts.values())) != 1 or len(counts) != a.step_count or len(set(kinds)) != 1:
         return None
     in_pass = np.zeros(len(table), dtype=bool)
-    for (_, begin), end in zip(begins, ends, strict=True):
-        in_pass[begin : end + 1] = True
+    for (_, pass_start), end in zip(pass_starts, ends, strict=True):
+        in_pass[pass_start : end + 1] = True
     sign_rows = np.flatnonzero((table["name"] == "aten::sign").to_numpy())
-    position = np.searchsorted([begin for _, begin in begins], sign_rows) % counts[begins[0][0]]
+    position = (
+        np.searchsorted([pass_start for _, pass_start in pass_starts], sign_rows)
+        % counts[pass_starts[0][0]]
+    )
     if position.any():
         return None  # between two passes of a step
     starts, ends_ns = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
-    count = counts[begins[0][0]]
+    count = counts[pass_starts[0][0]]
     return Passes(
         count,
         table.filter(pl.Series(in_pass)),
-        [int(starts[begin]) for _, begin in begins[::count]],
+        [int(starts[pass_start]) for _, pass_start in pass_starts[::count]],
         [int(ends_ns[end]) for end in ends[count - 1 :: count]],
     )
 
@@ -204,14 +207,14 @@ def _split_passes(
 ) -> tuple[list[tuple[int, int]], list[int], list[tuple[int | None, ...]]]:
     """Return the passes, each from its first layer to its last backward node: (step, first row),
     last row, and the inputs of its layers."""
-    begins: list[tuple[int, int]] = []
+    pass_starts: list[tuple[int, int]] = []
     ends: list[int] = []
     kinds: list[tuple[int | None, ...]] = []
     layers: list[int] = []
     end = -1
     for row in [*np.flatnonzero(node | layer).tolist(), None]:  # None marks the end
         if layers and end >= 0 and (row is None or layer[row] or step[row] != step[layers[0]]):
-            begins.append((int(step[layers[0]]), layers[0]))
+            pass_starts.append((int(step[layers[0]]), layers[0]))
             ends.append(end)
             kinds.append(tuple(inputs[n] for n in layers))
             layers, end = [], -1
@@ -219,7 +222,7 @@ def _split_passes(
             layers.append(row)
         elif row is not None and layers:
             end = row
-    return begins, ends, kinds
+    return pass_starts, ends, kinds
 
 
 def _build_training(

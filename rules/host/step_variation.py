@@ -439,9 +439,9 @@ def _cpu_share_of_others(recorded: StepRecords, rows: Ints) -> float | None:
     if len(loads) < 3:
         return None
     at, others = (np.array([load[0] for load in loads]), np.array([load[1] for load in loads]))
-    begin = np.array([recorded.steps[row].t for row in rows])
-    end = begin + recorded.dur[rows]
-    during_steps = ((at[:, None] > begin) & (np.roll(at, 1)[:, None] < end)).any(axis=1)
+    start = np.array([recorded.steps[row].t for row in rows])
+    end = start + recorded.dur[rows]
+    during_steps = ((at[:, None] > start) & (np.roll(at, 1)[:, None] < end)).any(axis=1)
     share_during_steps = float(others[during_steps].mean()) if during_steps.sum() >= 3 else 0.0
     return max(float(others.mean()), share_during_steps)
 

@@ -78,10 +78,10 @@ class TimeBetweenSteps(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        begin, end = recorded.span
+        start, end = recorded.span
         outside = recorded.outside_steps_ns
         steps = int(recorded.used.sum())
-        if steps < self.min_steps or recorded.inference or end <= begin:
+        if steps < self.min_steps or recorded.inference or end <= start:
             return
         run_ns = recorded.after_first_ns
         if outside < self.min_share * run_ns:

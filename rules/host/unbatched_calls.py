@@ -14,7 +14,7 @@ from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
@@ -113,10 +113,10 @@ class UnbatchedCalls(Rule):
         between = between.with_columns(step=_step_of(a, between["ts"].to_numpy()))
         step_spans = between.filter(pl.col("row").is_in(calls.implode()))
         step_spans = step_spans.group_by("step").agg(
-            pl.col("ts").min().alias("begin"), pl.col("ts").max().alias("end")
+            pl.col("ts").min().alias("start"), pl.col("ts").max().alias("end")
         )
         between = between.join(step_spans, on="step").filter(
-            (pl.col("ts") >= pl.col("begin")) & (pl.col("ts") <= pl.col("end"))
+            (pl.col("ts") >= pl.col("start")) & (pl.col("ts") <= pl.col("end"))
         )
         joins = between.filter(pl.col("name").str.contains(_DEPENDS.pattern))
         is_dependent = any(not _is_scalar(a, index) for index in joins["inputs"].to_list())
@@ -359,7 +359,7 @@ def _carries_results(a: Analysis, loop_ops: pl.DataFrame) -> bool:
 
 
 def _is_excluded(a: Analysis, rows: np.ndarray) -> np.ndarray:
-    is_excluded: np.ndarray = rows_under(a, _EXCLUDED_LOOPS)[rows]
+    is_excluded: np.ndarray = mask_under(a, _EXCLUDED_LOOPS)[rows]
     return is_excluded
 
 

@@ -193,8 +193,8 @@ def _read_calls(a: Analysis) -> Iterator[tuple[str, tuple[Tensor | None, Tensor 
     )
     rows = np.flatnonzero(is_call.to_numpy())
     ts = cpu["ts"].to_numpy()[rows]
-    begin, end = a.spans.start.min(), a.spans.end.max()
-    in_window = (ts >= begin) & (ts < end)
+    start, end = a.spans.start.min(), a.spans.end.max()
+    in_window = (ts >= start) & (ts < end)
     rows = rows[in_window][np.argsort(ts[in_window], kind="stable")][:MAX_CALLS]
     shapes: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     names = cpu["name"].gather(rows).cast(str).to_list()

@@ -507,8 +507,8 @@ def _measure_disk_rate(hosts: list[tuple[int, HostSample]]) -> float | None:
     samples = [(ns, host.disk_read) for ns, host in hosts if host.disk_read is not None]
     if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
         return None
-    (begin, first_count), (end, last_count) = samples[0], samples[-1]
-    return max(0.0, (last_count - first_count) * 1e9 / (end - begin))
+    (start, first_count), (end, last_count) = samples[0], samples[-1]
+    return max(0.0, (last_count - first_count) * 1e9 / (end - start))
 
 
 def _build_busy_cores(

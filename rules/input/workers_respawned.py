@@ -104,8 +104,8 @@ class WorkersRespawned(Rule):
             filling[first : first + 2 + workers * DEFAULT_PREFETCH] = True
         if len(costs) < self.min_epochs:
             return
-        begin = max(int(np.searchsorted(end, find_iterator_start(starts[0]))), 0)
-        total = float((recorded.dur + recorded.column("evaluation"))[begin:].sum())
+        first_step = max(int(np.searchsorted(end, find_iterator_start(starts[0]))), 0)
+        total = float((recorded.dur + recorded.column("evaluation"))[first_step:].sum())
         start_costs = np.array(costs) + np.array(spawns)
         lost = float(start_costs.sum())
         upper = float(np.sum(spawns)) + float(np.maximum(0.0, wait[filling] - best_wait).sum())

@@ -15,9 +15,9 @@ from advisor.measure.host.stacks import is_operator
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF, public_traces
 from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.support.kernel_work import (
-    compute_rows,
+    compute_mask,
     exact_pattern,
-    family_rows,
+    family_mask,
     kernel_locations,
     select_kernels,
     summed_duration,
@@ -147,8 +147,8 @@ class DoublePrecision(Rule):
         """Report kernels on doubles: those of matrix products, and those of other operators."""
         if not a.span_ns:
             return
-        double = compute_rows(a) & _find_double_kernels(a)
-        products = double & family_rows(a, "gemm", "convolution")
+        double = compute_mask(a) & _find_double_kernels(a)
+        products = double & family_mask(a, "gemm", "convolution")
         ns = summed_duration(a, double)
         if ns < self.min_share * a.span_ns:
             return
@@ -178,7 +178,7 @@ class DoublePrecision(Rule):
         where = kernel_locations(a, double)
         op = where[0].op if where and where[0].op else ""
         longest = f", longest in {op}" if op else ""
-        all_products = compute_rows(a) & family_rows(a, "gemm", "convolution")
+        all_products = compute_mask(a) & family_mask(a, "gemm", "convolution")
         is_model_double = summed_duration(a, products) >= MIN_MODEL_SHARE * summed_duration(
             a, all_products
         )
@@ -267,7 +267,7 @@ def _find_double_kernels(a: Analysis) -> np.ndarray:
         inputs.is_null() & (a.kernels["dtype"] == "fp64").fill_null(False)
     ).to_numpy()
     is_named_double &= (
-        family_rows(a, "gemm", "convolution")
+        family_mask(a, "gemm", "convolution")
         | name_matches(a.trace.gpu["name"], _DOUBLE_TEMPLATE).to_numpy()
     )
     return np.asarray(result | is_named_double, dtype=bool)

@@ -211,12 +211,12 @@ def _parse_part(name: str, x: OpInputs) -> tuple[Shape, float, str] | None:
     stride = x.argument(4) if name == "aten::slice" else 1
     if taken is None or not isinstance(stride, int) or stride < 1:
         return None
-    begin, end = max(0, taken[0]), taken[1]
-    kept = len(range(begin, end, stride))
+    start, end = max(0, taken[0]), taken[1]
+    kept = len(range(start, end, stride))
     if not kept or (leading_dims == len(shape) - 1 and kept < size):
         return None
     is_select = name == "aten::select"
-    index = f"{x.argument(2)}" if is_select else f"{begin}:{end}" + f":{stride}" * (stride > 1)
+    index = f"{x.argument(2)}" if is_select else f"{start}:{end}" + f":{stride}" * (stride > 1)
     return shape, kept / size, ":, " * leading_dims + index
 
 

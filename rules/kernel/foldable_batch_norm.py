@@ -63,12 +63,12 @@ class FoldableBatchNorm(Rule):
         if a.device_id is None or not a.forward_only:
             return
         norms = (
-            kernel_work.compute_rows(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
+            kernel_work.compute_mask(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
         )
         rows = norms & _follows_convolution(a, norms)
         ns, total = (
             kernel_work.summed_duration(a, rows),
-            kernel_work.summed_duration(a, kernel_work.kernel_rows(a)),
+            kernel_work.summed_duration(a, kernel_work.kernel_mask(a)),
         )
         if not ns or ns < self.min_share * total:
             return

@@ -280,18 +280,18 @@ class Fp32Matmul(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
             return
-        matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        matrix = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *FAMILIES)
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
         matrix_ns = kernel_work.summed_duration(a, matrix)
         if not matrix_ns or matrix_ns < self.min_share * total:
             return
         on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
         off_tensor = (~a.kernels["tensor_core"].fill_null(True)).to_numpy()
         off_tensor &= a.kernels["eligible"].fill_null(True).to_numpy()
-        fp32 = _find_fp32_rows(a)
+        fp32 = _find_fp32_mask(a)
         slow = np.zeros(len(matrix), dtype=bool)
         for family in FAMILIES:
-            kind = matrix & kernel_work.family_rows(a, family)
+            kind = matrix & kernel_work.family_mask(a, family)
             if not (kind & fp32 & on_tensor).any():  # otherwise TF32 is on and shapes decide
                 slow |= kind & fp32 & off_tensor & ~self._is_bandwidth_bound(a)
         share = kernel_work.summed_duration(a, slow) / total
@@ -313,7 +313,7 @@ class Fp32Matmul(Rule):
 
     def _casts(self, a: Analysis, slow: kernel_work.Mask) -> kernel_work.Mask:
         """Return the mask of casts around these products; empty if they take little time."""
-        matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)
+        matrix = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *FAMILIES)
         casts = find_casts(a, slow, matrix)
         min_ns = self.min_cast_share * kernel_work.summed_duration(a, slow)
         return casts & (kernel_work.summed_duration(a, casts) >= max(1.0, min_ns))
@@ -337,9 +337,9 @@ class Fp32Matmul(Rule):
                 )
             ]
             families = [
-                name for name in FAMILIES if (slow & kernel_work.family_rows(a, name)).any()
+                name for name in FAMILIES if (slow & kernel_work.family_mask(a, name)).any()
             ]
-            rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
+            rows = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *families)
             select = Select(on="gpu", kind=("kernel",), family=tuple(families))
             return Finding(
                 summary=f"Matrix work runs in FP32 {work_share}. Its kernels are from cuBLAS and "
@@ -390,8 +390,8 @@ class Fp32Matmul(Rule):
     def _build_finding(
         self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
     ) -> Finding:
-        families = [name for name in FAMILIES if (slow & kernel_work.family_rows(a, name)).any()]
-        rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
+        families = [name for name in FAMILIES if (slow & kernel_work.family_mask(a, name)).any()]
+        rows = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *families)
         saved = (
             self._estimate_saved(a, slow, target, derating, blind)
             for derating, blind in (
@@ -614,9 +614,9 @@ class MixedPrecisionOff(Fp32Matmul):
         self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
     ) -> Finding:
         finding = super()._build_finding(a, slow, share, target)
-        compute = kernel_work.compute_rows(a)
-        matrix = compute & kernel_work.family_rows(a, *FAMILIES)
-        attention = compute & kernel_work.family_rows(a, "attention")
+        compute = kernel_work.compute_mask(a)
+        matrix = compute & kernel_work.family_mask(a, *FAMILIES)
+        attention = compute & kernel_work.family_mask(a, "attention")
         attention &= a.kernels["dtype"].is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
         edits, evidence = list(finding.edits), list(finding.evidence)
         half_rate = attainable_roofs(a.hardware).matmul.get("bf16")
@@ -651,7 +651,7 @@ class MixedPrecisionOff(Fp32Matmul):
                 peft = runs_code_of(a, r"(?:^|/)peft/")
                 text = self.case(CASTS, **placeholders, library=_PEFT if peft else "")
                 names = a.trace.gpu["name"].filter(pl.Series(casts)).cast(pl.String).unique()
-                rows = kernel_work.kernel_rows(a)
+                rows = kernel_work.kernel_mask(a)
                 rows &= a.trace.gpu["name"].cast(pl.String).is_in(names.implode()).to_numpy()
                 saved_casts = (
                     ns * self.removed_cast_share,
@@ -705,7 +705,7 @@ class MixedPrecisionOff(Fp32Matmul):
         }
 
 
-def _find_fp32_rows(a: Analysis) -> kernel_work.Mask:
+def _find_fp32_mask(a: Analysis) -> kernel_work.Mask:
     """Return rows whose inputs are FP32, by the op's types or else by the kernel's name."""
     dtype = a.kernels["dtype"]
     typed: kernel_work.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()

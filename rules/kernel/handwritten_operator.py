@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import OURS, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, per_step, runs_code_of
@@ -238,7 +238,7 @@ class HandwrittenOperator(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
         table = self._find_chains(a)
         if table.is_empty() or table["dur"].sum() < self.min_share * total:
             return
@@ -248,7 +248,7 @@ class HandwrittenOperator(Rule):
         table, rows = self._add_backward(a, table)
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
         operators = kernel_work.exact_pattern(ops.to_list())
-        selected = kernel_work.compute_rows(a) & rows_launched_under(a, operators)
+        selected = kernel_work.compute_mask(a) & mask_launched_under(a, operators)
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(
@@ -358,7 +358,7 @@ class HandwrittenOperator(Rule):
         """Return one row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur``
         (ns), ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
         gpu, kernels = a.trace.gpu, a.kernels
-        index = np.flatnonzero(kernel_work.compute_rows(a))
+        index = np.flatnonzero(kernel_work.compute_mask(a))
         index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
         ops = kernels["op_name"].gather(index)
         is_chain_op = name_matches(ops, CHAIN_OPS).to_numpy()
@@ -393,8 +393,10 @@ class HandwrittenOperator(Rule):
         sizes = _ChainSizes(a, inputs.to_numpy())
         chains = []
         is_taken = np.zeros(len(starts), dtype=np.bool_)
-        for number, begin, end in chains_in("".join(text)):
-            first, last = (int(np.searchsorted(position, offset)) for offset in (begin, end))
+        for number, match_start, match_end in chains_in("".join(text)):
+            first, last = (
+                int(np.searchsorted(position, offset)) for offset in (match_start, match_end)
+            )
             span = slice(int(starts[first]), int(ends[last - 1]))
             size = None if is_taken[first:last].any() else sizes.measure(span)
             if size is None:

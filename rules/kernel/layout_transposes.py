@@ -106,9 +106,9 @@ class LayoutTransposes(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
             return
-        rows = kernel_work.compute_rows(a)
+        rows = kernel_work.compute_mask(a)
         transposes, convolutions = kernel_work.transposes_and_convolutions(a)
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
         conv_ns, transpose_ns = (
             kernel_work.summed_duration(a, convolutions),
             kernel_work.summed_duration(a, transposes),

@@ -81,9 +81,9 @@ class LowOccupancy(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *MEMORY_BOUND)
+        rows = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
         if kernel_work.summed_duration(a, rows) < self.min_share * total:
             return
         kernels = self._find_low_occupancy(a, rows, total)

@@ -188,8 +188,8 @@ class MisalignedGemm(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, "gemm")
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        rows = kernel_work.compute_mask(a) & kernel_work.family_mask(a, "gemm")
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
         if kernel_work.summed_duration(a, rows) < self.min_share * total:
             return
         misaligned, undecided, cases, saved = self._judge(a, rows)

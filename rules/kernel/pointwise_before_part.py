@@ -155,14 +155,14 @@ def _find_wasted(a: Analysis) -> list[Wasted]:
     fully_read: set[Shape] = set()
     end = 0
     for shape, run in groupby(shapes):
-        begin, end = end, end + len(list(run))
+        start, end = end, end + len(list(run))
         if shape is None:
             continue
-        part = _part_used(shape, names, calls, begin, end)
+        part = _part_used(shape, names, calls, start, end)
         if part is None:
             fully_read.add(shape)
         else:
-            by_shape.setdefault(shape, Wasted(shape, *part, [])).rows.extend(rows[begin:end])
+            by_shape.setdefault(shape, Wasted(shape, *part, [])).rows.extend(rows[start:end])
     return [wasted for wasted in by_shape.values() if wasted.shape not in fully_read]
 
 
@@ -181,13 +181,13 @@ def _arithmetic_shape(name: str, x: OpInputs | None) -> Shape | None:
 
 
 def _part_used(
-    shape: Shape, names: list[str], calls: list[OpInputs | None], begin: int, end: int
+    shape: Shape, names: list[str], calls: list[OpInputs | None], start: int, end: int
 ) -> tuple[float, bool] | None:
     """Return the share of the result that the operators from ``end`` on use, and whether they
     resize it. ``None`` if all of it is read, or no reader was found."""
     by_channel = all(
         tensor.shape[-2:] in ((1, 1), (1,), ())
-        for x in calls[begin:end]
+        for x in calls[start:end]
         if x is not None
         for tensor in x.tensors[1:]
     )

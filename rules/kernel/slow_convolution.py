@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.operators import rows_of
+from advisor.measure.host.operators import operator_mask
 from advisor.rules.support import kernel_work
 from advisor.rules.support.below_rate import ON_ROCM, BelowRate, SlowCause
 from advisor.rules.support.citations import CHOSEN, OURS, RATES, TRACELENS
@@ -118,7 +118,7 @@ class SlowConvolution(BelowRate):
 
     def _name_other(self, a: Analysis, slow: pl.DataFrame) -> str:
         transposes, _ = kernel_work.transposes_and_convolutions(a)
-        return ", with the transposes in them," * bool((rows_of(a, slow) & transposes).any())
+        return ", with the transposes in them," * bool((operator_mask(a, slow) & transposes).any())
 
     def _advise(self, cases: Sequence[str]) -> dict[str, Any]:
         advice = super()._advise(cases)
@@ -301,10 +301,10 @@ class CudnnBenchmarkOff(Rule):
             return
         if recorded.flag("cudnn.deterministic") or recorded.flag("deterministic_algorithms"):
             return
-        kernels = kernel_work.kernel_rows(a)
+        kernels = kernel_work.kernel_mask(a)
         total = kernel_work.summed_duration(a, kernels)
         share = kernel_work.summed_duration(
-            a, kernels & kernel_work.family_rows(a, "convolution")
+            a, kernels & kernel_work.family_mask(a, "convolution")
         ) / max(total, 1)
         constant_share, unit, count = _constant_shapes(a)
         if share < self.min_share or constant_share is None:

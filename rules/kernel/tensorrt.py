@@ -13,7 +13,7 @@ from advisor.rules.support.common import amount_per_step, example_steps, of_step
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.rules.support.kernel_work import (
     kernel_locations,
-    kernel_rows,
+    kernel_mask,
     scale_kernels,
     summed_duration,
 )
@@ -39,7 +39,7 @@ class EngineLayers(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         names = a.trace.gpu["name"].cast(pl.String)
-        rows = kernel_rows(a) & names.str.contains(self._pattern).to_numpy()
+        rows = kernel_mask(a) & names.str.contains(self._pattern).to_numpy()
         ns = summed_duration(a, rows)
         if not rows.any():
             return

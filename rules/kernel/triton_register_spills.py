@@ -60,7 +60,7 @@ class TritonRegisterSpills(Rule):
         """Report the kernels that spill most; with a trace, those that take most time first."""
         has_trace = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a)) if has_trace else 0
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a)) if has_trace else 0
         spilling: list[tuple[float, MatchedKernel]] = []
         for k in a.compiled_kernels:
             if not k.kernel.spilled or (has_trace and not len(k.rows)):

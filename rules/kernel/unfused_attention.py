@@ -19,7 +19,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, runs_code_of
@@ -171,10 +171,10 @@ class UnfusedAttention(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
             return
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
         if not total:
             return
-        rows = kernel_work.compute_rows(a)
+        rows = kernel_work.compute_mask(a)
         blocks = kernel_work.find_blocks(a, self.max_between)
         attention = blocks.rows | self._find_backward(a, rows, blocks.rows)
         has_numbers = (attention & ~blocks.rows).any()
@@ -211,11 +211,11 @@ class UnfusedAttention(Rule):
     def _check_fused(
         self, a: Analysis, rows: kernel_work.Mask, total: int, share: float
     ) -> Outcomes:
-        fused = kernel_work.summed_duration(a, rows & kernel_work.family_rows(a, "attention"))
+        fused = kernel_work.summed_duration(a, rows & kernel_work.family_mask(a, "attention"))
         if fused >= self.min_praised_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
         unknown = (
-            rows & kernel_work.family_rows(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
+            rows & kernel_work.family_mask(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
         )
         if kernel_work.summed_duration(a, unknown) >= 0.02 * total:
             yield SkippedCheck(
@@ -242,7 +242,7 @@ class UnfusedAttention(Rule):
             return 0.0
         op = a.kernels["op_name"]
         products = rows & name_matches(op, kernel_work.FORWARD).to_numpy()
-        in_backward = rows_launched_under(a, ENGINE_NODE)
+        in_backward = mask_launched_under(a, ENGINE_NODE)
         in_forward = kernel_work.summed_duration(a, products & ~in_backward)
         attention_share = kernel_work.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
@@ -276,7 +276,7 @@ class UnfusedAttention(Rule):
         if kernel_work.is_fallback_kernel(a).any():
             under.append(kernel_work.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
-        selected = rows_launched_under(a, select.under) & rows
+        selected = mask_launched_under(a, select.under) & rows
         affected_ns = kernel_work.summed_duration(a, attention & selected) + backward_ns
         training = backward_ns > 0 or bool((attention & ~blocks.rows).any())
         fused_ns = self._estimate_fused(a, blocks, fused, training=training)
@@ -290,7 +290,7 @@ class UnfusedAttention(Rule):
         if remaining.any():
             mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_OP_SHARE)["op"].to_list()
             select = Select(on="gpu", kind=("kernel",), under=kernel_work.exact_pattern(mixed))
-            mixed_rows = rows_launched_under(a, select.under) & rows & ~selected
+            mixed_rows = mask_launched_under(a, select.under) & rows & ~selected
             remaining_ns = float(kernel_work.summed_duration(a, remaining & mixed_rows))
             edits.append(kernel_work.scale_kernels(a, mixed_rows, [remaining_ns] * 3, select))
         return edits

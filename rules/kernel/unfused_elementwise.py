@@ -13,7 +13,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import ARITHMETIC, OURS, REAL_KERNEL, SILENT_TRACES, TRACELENS
 from advisor.rules.support.common import amount_per_step, example_steps
@@ -127,13 +127,13 @@ class UnfusedElementwise(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
-        rows = kernel_work.compute_rows(a)
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
+        rows = kernel_work.compute_mask(a)
         selected, select = _select_fusible(a, rows)
         if kernel_work.summed_duration(a, selected) < self.min_share * total:
             return
         fusible = selected & ~name_matches(a.trace.gpu["name"], FUSED_KERNELS).to_numpy()
-        fusible &= ~rows_launched_under(a, OPTIMIZER_STEP)
+        fusible &= ~mask_launched_under(a, OPTIMIZER_STEP)
         in_chain, chains, known_share = self._find_chains(a, rows, fusible)
         share = kernel_work.summed_duration(a, in_chain) / total
         if share < self.min_share:
@@ -313,10 +313,10 @@ class UnfusedElementwise(Rule):
 
 def _select_fusible(a: Analysis, rows: kernel_work.Mask) -> tuple[kernel_work.Mask, Select]:
     """Return the mask of ``rows`` that a pointwise compiler can generate, and their selection."""
-    norms = rows & kernel_work.family_rows(a, "normalisation")
+    norms = rows & kernel_work.family_mask(a, "normalisation")
     operators = a.trace.cpu["name"].gather(a.trace.gpu["op"])
     row_norms = norms & name_matches(operators, ROW_NORMS).fill_null(value=False).to_numpy()
-    selected = rows & kernel_work.family_rows(a, *FUSIBLE) | row_norms
+    selected = rows & kernel_work.family_mask(a, *FUSIBLE) | row_norms
     select = Select(on="gpu", kind=("kernel",), family=FUSIBLE)
     if row_norms.any():
         select = replace(select, family=(*FUSIBLE, "normalisation"))

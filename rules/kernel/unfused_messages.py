@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.rules.support.citations import CHOSEN, SILENT_TRACES, XPROF
 from advisor.rules.support.common import amount_per_step, device_places, example_steps, of_step
-from advisor.rules.support.kernel_work import kernel_rows
+from advisor.rules.support.kernel_work import kernel_mask
 from advisor.testing import Examples, TraceBuilder
 
 GATHERS = ("aten::gather", "aten::index_select")
@@ -138,7 +138,7 @@ def _count_passes(a: Analysis, count: int) -> str:
 def _find_chains(a: Analysis) -> list[Chain]:
     """Return chains from a gather to the scatter-add of the same rows."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
-    rows = np.flatnonzero(kernel_rows(a) & gpu["op"].is_not_null().to_numpy())
+    rows = np.flatnonzero(kernel_mask(a) & gpu["op"].is_not_null().to_numpy())
     op = gpu["op"].gather(rows)
     table = pl.DataFrame(
         {"row": rows, "ts": gpu["ts"].gather(rows), "op": op, "name": cpu["name"].gather(op)}

@@ -75,8 +75,8 @@ class WaveQuantisation(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
-        matrix_rows = kernel_work.compute_rows(a) & kernel_work.family_rows(
+        total = kernel_work.summed_duration(a, kernel_work.kernel_mask(a))
+        matrix_rows = kernel_work.compute_mask(a) & kernel_work.family_mask(
             a, "gemm", "convolution", "attention"
         )
         if kernel_work.summed_duration(a, matrix_rows) < self.min_share * total:
@@ -96,7 +96,7 @@ class WaveQuantisation(Rule):
             return
         select = kernel_work.select_kernels(table["name"].cast(pl.String).to_list())
         rows = (
-            kernel_work.compute_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+            kernel_work.compute_mask(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )
         lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
         yield Finding(
@@ -290,11 +290,11 @@ class SmallGrids(Rule):
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu
-        rows = kernel_work.compute_rows(a)
+        rows = kernel_work.compute_mask(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
         is_small = (
             rows & (blocks < 1) & ~name_matches(gpu["name"], kernel_work.PERSISTENT).to_numpy()
-        ) & ~kernel_work.family_rows(a, *BY_CHANNEL)
+        ) & ~kernel_work.family_mask(a, *BY_CHANNEL)
         total = kernel_work.summed_duration(a, rows)
         if not total:
             return
@@ -305,7 +305,7 @@ class SmallGrids(Rule):
         empty = float((dur * (1 - blocks[is_small])).sum())
         empty_share = empty / float(dur.sum())
         families = sorted(set(a.kernels["family"].filter(is_small).drop_nulls().to_list()))
-        selected = rows & kernel_work.family_rows(a, *families)
+        selected = rows & kernel_work.family_mask(a, *families)
         saved = (empty * part for part in (self.recovered_share, 1.0, self.worst_recovered_share))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(

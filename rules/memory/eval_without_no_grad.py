@@ -115,12 +115,12 @@ class EvalWithoutNoGrad(Rule):
         has_backward = np.searchsorted(backward, last) > np.searchsorted(backward, first)
         unmatched = forward[~has_backward]
         used = a.steps.used
-        begin, end = used["ts"].to_numpy(), used["end"].to_numpy()
+        start, end = used["ts"].to_numpy(), used["end"].to_numpy()
         ts = cpu["ts"].to_numpy()
-        has_training = covered_length(begin, end, _union_spans(a, np.flatnonzero(nodes))) > 0
+        has_training = covered_length(start, end, _union_spans(a, np.flatnonzero(nodes))) > 0
         by_step = [
             len(np.unique(number[unmatched[(ts[unmatched] >= b) & (ts[unmatched] < e)]]))
-            for b, e, trains in zip(begin, end, has_training, strict=True)  # a handful of steps
+            for b, e, trains in zip(start, end, has_training, strict=True)  # a handful of steps
             if trains
         ]
         if not by_step or np.median(by_step) < self.min_numbers:

@@ -13,7 +13,7 @@ from advisor.measure.memory.memory_savings import find_logits, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.measure.memory.trace_memory import measure_held, measure_peaks
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, costliest_places
@@ -142,7 +142,7 @@ class HugeVocabulary(Rule):
             return
         inputs = cpu["inputs"].gather(calls)
         if inputs.null_count() == len(calls):
-            kernels = rows_launched_under(a, _LOG_SOFTMAX) & a.in_window
+            kernels = mask_launched_under(a, _LOG_SOFTMAX) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.min_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
@@ -175,7 +175,7 @@ class HugeVocabulary(Rule):
             source = f"of the {t.format_bytes(peak)} {state} at the peak"
         tensor = OpInputs(*a.trace.inputs.row(int(inputs[int(sizes.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
-        loss = rows_launched_under(a, _LOSS_OPERATORS) & a.in_window
+        loss = mask_launched_under(a, _LOSS_OPERATORS) & a.in_window
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "

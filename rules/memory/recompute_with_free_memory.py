@@ -8,7 +8,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.trace_memory import REENTRANT, find_recompute, measure_held
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import CHECKPOINT, OURS, public_traces
 from advisor.rules.support.common import (
     TRANSFORMERS,
@@ -145,10 +145,10 @@ class RecomputeWithFreeMemory(Rule):
     def _locate_checkpoint(self, a: Analysis) -> list[Location]:
         """Find the user's line that calls ``checkpoint``."""
         cpu = a.trace.cpu
-        is_checkpoint = rows_under(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
+        is_checkpoint = mask_under(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
         rows = np.flatnonzero(is_checkpoint & (cpu["kind"] == "python").to_numpy())
         if not len(rows):
-            rows = np.flatnonzero(rows_under(a, REENTRANT)[:-1])
+            rows = np.flatnonzero(mask_under(a, REENTRANT)[:-1])
         if not len(rows):
             ts = cpu["ts"].to_numpy()
             in_recompute = covered_length(ts, ts + 1, a.recompute_time) > 0

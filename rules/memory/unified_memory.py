@@ -14,7 +14,7 @@ from advisor.rules.support.common import amount_per_step, of_step
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.rules.support.kernel_work import (
     kernel_locations,
-    kernel_rows,
+    kernel_mask,
     scale_kernels,
     select_kernels,
 )
@@ -90,16 +90,16 @@ class UnifiedMemory(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
             return
-        gpu, kernels = a.trace.gpu, kernel_rows(a)
+        gpu, kernels = a.trace.gpu, kernel_mask(a)
         name = gpu["name"].cast(pl.String)
         moved = name.str.contains(MIGRATION) & (gpu["kind"] == "memcpy") & pl.Series(a.in_window)
         asked = name.str.contains(PREFETCH, literal=True)
         demand = gpu.filter(moved & ~asked)
         if demand.is_empty():
             return
-        begin, end = demand["ts"].to_numpy(), (demand["ts"] + demand["dur"]).to_numpy()
+        start, end = demand["ts"].to_numpy(), (demand["ts"] + demand["dur"]).to_numpy()
         ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
-        migration_ns = covered_length(ts, ts + dur, union(begin, end)) * kernels
+        migration_ns = covered_length(ts, ts + dur, union(start, end)) * kernels
         waited_ns = int(migration_ns.sum())
         if waited_ns < self.min_share * a.span_ns:
             return

@@ -14,7 +14,7 @@ from advisor.measure.device.embedding_tables import MAX_DESCRIBED, Table, find_t
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SPARSE_UPDATE, XPROF
 from advisor.rules.support.common import (
@@ -220,7 +220,7 @@ class _TableWork:
         self._parts: list[tuple[Select, float]] = []
         self.ns = self.gradient_ns = 0.0
         for pattern in (self._gradient_pattern, *OTHER_PARTS):
-            in_part = rows_under(a, pattern)[:-1] & in_window
+            in_part = mask_under(a, pattern)[:-1] & in_window
             table_ns, total_ns = self._sum(a, in_part, share)
             self.ns += table_ns
             self.gradient_ns = table_ns if pattern == self._gradient_pattern else self.gradient_ns

@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import find_tables
 from advisor.measure.device.group_rounds import updates_few_tensors
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
-from advisor.replay.selection import rows_launched_under, rows_under
+from advisor.replay.selection import mask_launched_under, mask_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import FOREACH, OURS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
@@ -134,8 +134,8 @@ class SingleTensorOptimizer(Rule):
             yield from self._check_host(a)
             return
         gpu = a.trace.gpu
-        in_optimizer = rows_under(a, OPTIMIZER_STEP)
-        rows = kernel_work.compute_rows(a) & rows_launched_under(a, OPTIMIZER_STEP)
+        in_optimizer = mask_under(a, OPTIMIZER_STEP)
+        rows = kernel_work.compute_mask(a) & mask_launched_under(a, OPTIMIZER_STEP)
         count = int(rows.sum())
         if not count:
             return
@@ -145,7 +145,7 @@ class SingleTensorOptimizer(Rule):
             optimizer_ns = kernel_work.summed_duration(a, rows)
             share = kernel_work.summed_duration(a, multi_tensor) / max(1, optimizer_ns)
             is_large = optimizer_ns >= self.min_praised_share * kernel_work.summed_duration(
-                a, kernel_work.kernel_rows(a)
+                a, kernel_work.kernel_mask(a)
             )
             if share >= 0.5 and is_large and not updates_few_tensors(a):
                 yield PassedCheck(
@@ -203,7 +203,7 @@ class SingleTensorOptimizer(Rule):
         if not a.span_ns or not a.trains_on_host:
             return
         table = outermost_in_steps(a)
-        table = table.filter(pl.Series(rows_under(a, OPTIMIZER_STEP)[table["row"].to_numpy()]))
+        table = table.filter(pl.Series(mask_under(a, OPTIMIZER_STEP)[table["row"].to_numpy()]))
         count = len(table) / max(a.step_count, 1)
         if (
             count < self.min_kernels

@@ -13,7 +13,7 @@ from advisor.core.text import format_share
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.operators import rows_of, shape_text, share_in
+from advisor.measure.host.operators import operator_mask, shape_text, share_in
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import OURS, SAM_PAIR
 from advisor.rules.support.common import amount_per_step
@@ -169,11 +169,11 @@ class BelowRate(Rule):
         the estimate is the geometric mean of the best and worst case.
 
         The edit names kernels: where another operator runs the same kernels, its time stays."""
-        rows = rows_of(a, slow) & kernel_work.compute_rows(a)
+        rows = operator_mask(a, slow) & kernel_work.compute_mask(a)
         names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
         select = kernel_work.select_kernels(names.to_list())
         selected = (
-            kernel_work.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+            kernel_work.kernel_mask(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )
         saved, best, worst = (
             saved_time(slow, efficiency, speedup)

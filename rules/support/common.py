@@ -330,10 +330,10 @@ def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:
 
 def work_launched_in(a: Analysis, instants: Intervals) -> int:
     """Return the device time of the work that the host launches in some intervals, ns."""
-    return int(a.trace.gpu["dur"].to_numpy()[rows_launched_in(a, instants)].sum())
+    return int(a.trace.gpu["dur"].to_numpy()[mask_launched_in(a, instants)].sum())
 
 
-def rows_launched_in(a: Analysis, instants: Intervals) -> NDArray[np.bool_]:
+def mask_launched_in(a: Analysis, instants: Intervals) -> NDArray[np.bool_]:
     """Return which rows of ``trace.gpu`` the host launches in some intervals."""
     launch, ts = row_numbers(a.trace.gpu["launch"]), a.trace.cpu["ts"].to_numpy()
     rows: NDArray[np.bool_] = (launch >= 0) & a.in_window
@@ -345,7 +345,7 @@ def find_places(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]
     """Return the costliest place of these operators of the host, or of the device work launched in
     the ``stretches``, with its kernel, where that work takes longer."""
     gpu = a.trace.gpu
-    work = np.flatnonzero(rows_launched_in(a, stretches)) if a.device_id is not None else rows[:0]
+    work = np.flatnonzero(mask_launched_in(a, stretches)) if a.device_id is not None else rows[:0]
     if int(gpu["dur"].gather(work).sum() or 0) <= stretches.total:
         return costliest_places(a, rows, top=1)
     table = gpu.select("ts", "dur", "op")[work].with_columns(gpu=pl.Series(work))
@@ -601,9 +601,11 @@ def has_trainer(a: Analysis) -> bool:
 def find_iterator_start(event: Event) -> int:
     """Return the time at which a loader's iterator was requested, ns. The event is written once its
     purpose is known, perhaps steps later. Records of older versions have only the event's time."""
-    began = event.data.get("began_ns")
-    is_recorded = isinstance(began, int) and not isinstance(began, bool) and abs(began) < MAX_VALUE
-    return began if is_recorded and isinstance(began, int) else event.t
+    start_ns = event.data.get("began_ns")
+    is_recorded = (
+        isinstance(start_ns, int) and not isinstance(start_ns, bool) and abs(start_ns) < MAX_VALUE
+    )
+    return start_ns if is_recorded and isinstance(start_ns, int) else event.t
 
 
 def workers_of(event: dict[str, Any]) -> int | None:

@@ -11,7 +11,7 @@ from advisor.core.finding import Location, Select, SkippedCheck
 from advisor.core.intervals import Floats
 from advisor.measure import Analysis
 from advisor.measure.memory.peak_memory import PeakMemory
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support.common import recorded_steps
 from advisor.testing import TraceBuilder
 
@@ -40,7 +40,7 @@ def frees_of_empty_cache(a: Analysis, min_burst: int = 2) -> tuple[pl.DataFrame,
     more in a row with no allocation between. The allocator itself frees inside operators."""
     calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
     free: NDArray[np.bool_] = (calls["call"] == "free").to_numpy()
-    under_empty_cache = free & rows_under(a, EMPTY_CACHE)[calls["host"].to_numpy()]
+    under_empty_cache = free & mask_under(a, EMPTY_CACHE)[calls["host"].to_numpy()]
     if under_empty_cache.any():
         return calls.filter(pl.Series(under_empty_cache)), True
     free = free & calls["op"].is_null().to_numpy()

@@ -22,7 +22,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.replay.selection import rows_launched_under
+from advisor.replay.selection import mask_launched_under
 from advisor.rules.support.citations import FLASH_2, FLASH_3, SMALL_GRIDS_TRACES
 from advisor.rules.support.common import (
     Rows,
@@ -53,19 +53,19 @@ TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_
 """cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
 
 
-def kernel_rows(a: Analysis) -> Mask:
+def kernel_mask(a: Analysis) -> Mask:
     """Return all kernels of the window, communication included, aligned with ``trace.gpu``."""
     kernel: Mask = (a.trace.gpu["kind"] == "kernel").to_numpy()
     return a.in_window & kernel
 
 
-def compute_rows(a: Analysis) -> Mask:
+def compute_mask(a: Analysis) -> Mask:
     """Return kernels of the window that compute. Communication kernels are small on purpose."""
     communication: Mask = a.kernels["communication"].to_numpy()
-    return kernel_rows(a) & ~communication
+    return kernel_mask(a) & ~communication
 
 
-def family_rows(a: Analysis, *families: str) -> Mask:
+def family_mask(a: Analysis, *families: str) -> Mask:
     """Return rows of these kernel families, aligned with ``trace.gpu``."""
     rows: Mask = a.kernels["family"].is_in(list(families)).fill_null(False).to_numpy()
     return rows
@@ -73,9 +73,9 @@ def family_rows(a: Analysis, *families: str) -> Mask:
 
 def transposes_and_convolutions(a: Analysis) -> tuple[Mask, Mask]:
     """Return which device work transposes between NCHW and NHWC, and which does so or convolves."""
-    rows = compute_rows(a)
+    rows = compute_mask(a)
     is_transpose = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
-    return is_transpose, (rows & family_rows(a, "convolution")) | is_transpose
+    return is_transpose, (rows & family_mask(a, "convolution")) | is_transpose
 
 
 def summed_duration(a: Analysis, rows: Mask) -> int:
@@ -90,7 +90,7 @@ def busy_share(a: Analysis) -> float:
 
 def is_device_busy(a: Analysis, min_busy: float) -> bool:
     """Return whether there are kernels, and the device is busy enough for their speed to matter."""
-    return a.device_id is not None and bool(kernel_rows(a).any()) and busy_share(a) >= min_busy
+    return a.device_id is not None and bool(kernel_mask(a).any()) and busy_share(a) >= min_busy
 
 
 def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Iterator[SkippedCheck]:
@@ -184,7 +184,7 @@ def backward_chains(a: Analysis, chains: NDArray[np.int64]) -> NDArray[np.int64]
     chain_of = np.full(a.trace.cpu.height + 1, -1, dtype=np.int64)
     forward = (chains >= 0) & (node < 0) & (around >= 0)
     chain_of[around[forward]] = chains[forward]
-    return np.where((node >= 0) & (chains < 0) & compute_rows(a), chain_of[node], -1)
+    return np.where((node >= 0) & (chains < 0) & compute_mask(a), chain_of[node], -1)
 
 
 def fuse_kernels(
@@ -248,12 +248,12 @@ def _find_launching_operators(a: Analysis, selected: Mask) -> list[str]:
     host, keep their time."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     calling = gpu["op"].filter(pl.Series(selected)).drop_nulls().unique()
-    others = gpu["op"].filter(pl.Series(compute_rows(a) & ~selected)).drop_nulls().unique()
+    others = gpu["op"].filter(pl.Series(compute_mask(a) & ~selected)).drop_nulls().unique()
     calls = cpu.lazy().select("kind", "name", "ts", "dur", row=pl.row_index())
     is_own = pl.col("row").is_in(calling.implode()) & ~pl.col("row").is_in(others.implode())
-    begin, end = cpu["ts"].gather(calling).min(), cpu["ts"].gather(calling).max()
+    start, end = cpu["ts"].gather(calling).min(), cpu["ts"].gather(calling).max()
     table = (
-        calls.filter(pl.col("kind") == "op", pl.col("ts").is_between(begin, end))
+        calls.filter(pl.col("kind") == "op", pl.col("ts").is_between(start, end))
         .group_by("name")
         .agg(own=(pl.col("dur") * is_own).sum(), all=pl.col("dur").sum())
         .filter(pl.col("own") > 0.5 * pl.col("all"))
@@ -389,7 +389,7 @@ class FusedEstimate(NamedTuple):
 
 def is_fallback_kernel(a: Analysis) -> Mask:
     """Return kernels of PyTorch's own fallback, aligned with ``trace.gpu``."""
-    return rows_launched_under(a, MATH) & compute_rows(a)
+    return mask_launched_under(a, MATH) & compute_mask(a)
 
 
 def is_unfused_attention(a: Analysis) -> Mask:
@@ -401,7 +401,7 @@ def is_unfused_attention(a: Analysis) -> Mask:
 def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> AttentionBlocks:
     """Find product, softmax, product on one stream, with at most ``max_between`` kernels of
     scaling, mask, casts and dropout on each side of the softmax."""
-    gpu, rows = a.trace.gpu, compute_rows(a)
+    gpu, rows = a.trace.gpu, compute_mask(a)
     index = np.flatnonzero(rows)
     index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
     in_block = np.zeros(len(rows), dtype=bool)
@@ -420,19 +420,19 @@ def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> AttentionBlocks:
     before = np.maximum.accumulate(np.where(is_stop, position, -1))
     after = np.minimum.accumulate(np.where(is_stop, position, len(index))[::-1])[::-1]
     middle = np.flatnonzero(softmax)
-    begin, end = before[middle], after[middle]
-    is_block = (begin >= 0) & (end < len(index))
-    middle, begin, end = middle[is_block], begin[is_block], end[is_block]
-    is_block = products[begin] & products[end]
-    is_block &= (stream[begin] == stream[middle]) & (stream[end] == stream[middle])
-    is_block &= (middle - begin <= max_between + 1) & (end - middle <= max_between + 1)
-    begin, middle, end = begin[is_block], middle[is_block], end[is_block]
+    start, end = before[middle], after[middle]
+    is_block = (start >= 0) & (end < len(index))
+    middle, start, end = middle[is_block], start[is_block], end[is_block]
+    is_block = products[start] & products[end]
+    is_block &= (stream[start] == stream[middle]) & (stream[end] == stream[middle])
+    is_block &= (middle - start <= max_between + 1) & (end - middle <= max_between + 1)
+    start, middle, end = start[is_block], middle[is_block], end[is_block]
     edge_counts = np.zeros(len(index) + 1, dtype=np.int64)
-    np.add.at(edge_counts, begin, 1)
+    np.add.at(edge_counts, start, 1)
     np.add.at(edge_counts, end + 1, -1)
     in_block[index[np.cumsum(edge_counts)[:-1] > 0]] = True
     return AttentionBlocks(
-        in_block | is_fallback_kernel(a), in_block, index[begin], index[middle], index[end]
+        in_block | is_fallback_kernel(a), in_block, index[start], index[middle], index[end]
     )
 
 

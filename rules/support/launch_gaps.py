@@ -20,7 +20,7 @@ from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of_call
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support.common import costliest_places, int_column, row_numbers, scale_edit
 
 CAUSES = ("dispatch", "launch", "python")
@@ -102,7 +102,7 @@ def _find_launch_pieces(a: Analysis, under: str = "") -> pl.DataFrame:
     is_before_first = covered_length(ts, ts + int_column(short_gaps, "dur"), step_starts(a)) > 0
     is_chosen = ~is_before_first
     if under:
-        is_chosen &= rows_under(a, under)[row_numbers(short_gaps["host"])]
+        is_chosen &= mask_under(a, under)[row_numbers(short_gaps["host"])]
     return short_gaps.filter(pl.Series(is_chosen))
 
 

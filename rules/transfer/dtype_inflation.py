@@ -15,7 +15,7 @@ from advisor.measure.host.device_reads import DELIBERATE
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import (
     ENGINE_FLOOR,
     OURS,
@@ -413,7 +413,7 @@ class PingPong(Rule):
         ts = cpu["ts"].to_numpy()
         is_between = pl.Series(covered_length(ts, ts + 1, a.trip_intervals) > 0)
         is_between &= name_matches(cpu["name"], "^aten::") & ~name_matches(cpu["name"], _MOVE_OPS)
-        ops = cpu.filter(is_between & ~pl.Series(rows_under(a, r"Backward\d*$")[:-1]))
+        ops = cpu.filter(is_between & ~pl.Series(mask_under(a, r"Backward\d*$")[:-1]))
         time = ops.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
         time = time.filter(pl.col("dur") >= MIN_NAMED_SHARE * pl.col("dur").max())
         names = time.sort("dur", "name")["name"].to_list()[::-1][:MAX_NAMED]

@@ -138,13 +138,13 @@ def test_colour_is_for_terminals_and_for_those_who_want_it(
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert out.can_use_colour(Terminal())
-    assert not out.can_use_colour(io.StringIO())
+    assert out.can_use_color(Terminal())
+    assert not out.can_use_color(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not out.can_use_colour(Terminal())
+    assert not out.can_use_color(Terminal())
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not out.can_use_colour(Terminal())
+    assert not out.can_use_color(Terminal())
 
 
 @pytest.mark.parametrize(("columns", "width"), [("20", 40), ("80", 80), ("97", 97), ("300", 120)])

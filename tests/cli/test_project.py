@@ -72,7 +72,7 @@ def test_with_prices_the_cheapest_that_can_run_it_comes_first(
     assert rows[1]["cost_per_million_steps"] == pytest.approx(3 * 6.827e-3 / 3600 * 1e6, rel=0.01)
     assert rows[2]["memory"]["verdict"] == "too small"
     out = words(advisor("project", trace, "--all", "--prices", prices).out)
-    assert "Cheapest: AMD Instinct MI300X; within the bands it could be NVIDIA H100" in out
+    assert "Cheapest: AMD Instinct MI300X; within the ranges it could be NVIDIA H100" in out
     assert "NVIDIA L4: too little memory" in out
 
 

@@ -133,7 +133,7 @@ def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
     assert f"rank {truth.ranks[0]} " in title.lower()
     assert impact.gain_ns == pytest.approx(truth.gain_ns, rel=0.1)
     if ranks > in_memory:
-        assert len(job.files_summarised_apart([str(tmp_path)], Options(config={}))) == ranks
+        assert len(job.files_summarized_apart([str(tmp_path)], Options(config={}))) == ranks
     if ranks in (4, 17):
         assert "straggler-rank" in check_whatif(tmp_path, report)
         check_typed(tmp_path, truth.ranks[0])

@@ -21,7 +21,7 @@ from advisor.core.report import Report
 from advisor.core.report_inference import InferenceByPhase
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import StepMark, Sums, parse_mark
-from advisor.measure.inference.graphs import attach_capture, missing_records
+from advisor.measure.inference.graphs import attach_capture, count_missing_records
 from advisor.measure.inference.passes import Heads, attention_cost
 from advisor.measure.inference.phases import measure_inference
 from advisor.read import open_run
@@ -234,7 +234,7 @@ GRAPHS = [VLLM, CORPUS / "v100_train_copy_heavy.json.gz"]
 @pytest.mark.parametrize("path", GRAPHS)
 def test_complete_replays_miss_nothing(path: Path) -> None:
     (trace,) = open_run(path).traces.values()
-    expected, missing = missing_records(trace)
+    expected, missing = count_missing_records(trace)
     assert expected > 400
     assert missing == 0
 
@@ -322,7 +322,7 @@ def test_the_replay_of_a_folder_with_a_capture_is_analyzed() -> None:
 def test_fewer_kernels_than_were_captured_are_lost_records() -> None:
     (trace,), (capture,) = (open_run(p).traces.values() for p in (VLLM, CAPTURE))
     thin = trace.gpu.filter(np.arange(trace.gpu.height) != 100)
-    assert missing_records(attach_capture(replace(trace, gpu=thin), capture)) == (421, 1)
+    assert count_missing_records(attach_capture(replace(trace, gpu=thin), capture)) == (421, 1)
 
 
 def test_a_capture_without_graphs_is_refused() -> None:

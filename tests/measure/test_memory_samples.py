@@ -264,7 +264,7 @@ def test_bf16_autocast_is_estimated_as_another_recording_measured_it() -> None:
     scores = np.isin(line, [6, 516]) | ((line == 434) & (lives.size[others] == 16 * MIB * 2))
     expected = (lives.size[others] / np.where(scores, 16, 4)).sum()
     (change,) = [each for each in find_changes(full) if each.name == "BF16 autocast"]
-    is_live = np.isin(change.rows, rows) & (change.begin <= event) & (change.end > event)
+    is_live = np.isin(change.rows, rows) & (change.start <= event) & (change.end > event)
     lost = (full.history.block_lifetimes.size[change.rows] * (1 - change.kept_share))[is_live].sum()
     measured_loss = full.history.block_lifetimes.size[rows].sum() - expected
     assert lost == pytest.approx(measured_loss, rel=0.2)

@@ -11,7 +11,7 @@ import pytest
 from advisor.core import gpus
 from advisor.core.gpus import lookup
 from advisor.measure import Analysis
-from advisor.measure.host.operators import KERNEL_NS, rows_of
+from advisor.measure.host.operators import KERNEL_NS, operator_mask
 from advisor.read import open_run
 from advisor.testing import TraceBuilder
 
@@ -99,7 +99,7 @@ def test_shapes_are_apart_and_helpers_count_to_their_operator() -> None:
     assert (small["calls"], small["kernels"], small["dur"]) == (2, 4, 2 * (128 + 10) * 1000)
     assert small["kernel"] == GEMM
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1.0)
-    chosen = rows_of(a, a.rooflines.filter(a.rooflines["flops"] == small["flops"]))
+    chosen = operator_mask(a, a.rooflines.filter(a.rooflines["flops"] == small["flops"]))
     assert a.trace.gpu["dur"].to_numpy()[chosen].sum() == small["dur"]
 
 

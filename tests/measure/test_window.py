@@ -21,7 +21,7 @@ from advisor.compare.statistics import autocorrelation
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Run
 from advisor.measure import Analysis
-from advisor.measure.host.launches import lost_records
+from advisor.measure.host.launches import count_lost_records
 from advisor.measure.steps.step_differences import CAPTURE, LOADING
 from advisor.read import open_run, read_trace
 from advisor.render.formats import REPORTS
@@ -176,13 +176,13 @@ def test_nothing_is_concluded_from_holes_in_the_records(
     shared_trace: Shared, rewriting, tmp_path: Path, name: str
 ):
     path = shared_trace(name)
-    assert lost_records(read_trace(path)).lost == 0
+    assert count_lost_records(read_trace(path)).lost == 0
     data = rewriting.load(path)
     thin = rewriting.thinned(data, 0.4)
     lost_count = len(kernels_of(data)) - len(kernels_of(thin))
     report = analyze(rewriting.save(thin, tmp_path / "thin.json"), OPTIONS)
     trace = read_trace(str(tmp_path / "thin.json"))
-    assert lost_records(trace).lost == pytest.approx(lost_count, abs=4)  # but the very last
+    assert count_lost_records(trace).lost == pytest.approx(lost_count, abs=4)  # but the very last
     assert report.status == "limited"
     assert report.verdict.startswith("The profiler lost")
     assert not report.findings
@@ -197,7 +197,7 @@ def test_a_trace_whose_kernels_were_all_lost_says_so(shared_trace: Shared):
 
 def test_launches_into_a_captured_graph_lose_nothing():
     trace = loop_trace(400, 1000).trace()
-    assert lost_records(trace)[:2] == (20, 0)
+    assert count_lost_records(trace)[:2] == (20, 0)
 
 
 def test_copies_alone_say_nothing_of_overlap(shared_trace: Shared, rewriting, tmp_path: Path):

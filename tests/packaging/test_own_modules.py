@@ -32,7 +32,7 @@ def folder_of_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_lines_at_the_end_of_a_recording(folder_of_traps: Path) -> None:
     with contextlib.suppress(AdvisorError):
-        folder.summarise_findings(folder_of_traps)
+        folder.summarize_findings(folder_of_traps)
     assert not (folder_of_traps / "executed").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import advisor
 from advisor.core.errors import AdvisorError
-from advisor.measure.host.launches import lost_records
+from advisor.measure.host.launches import count_lost_records
 from advisor.read import open_run, read_trace
 from advisor.testing import TraceBuilder
 
@@ -298,7 +298,7 @@ def test_ranks_put_together_by_hand_keep_their_own_launches(
     del merged["distributedInfo"]
     path = tmp_path / "merged.json"
     path.write_text(json.dumps(merged))
-    assert lost_records(read_trace(str(path))).lost == 0
+    assert count_lost_records(read_trace(str(path))).lost == 0
     for trace, separate_trace in zip(open_run(path).traces.values(), separate, strict=True):
         assert trace.gpu.height == separate_trace.gpu.height
         assert trace.gpu["launch"].null_count() == separate_trace.gpu["launch"].null_count()

@@ -477,7 +477,7 @@ def test_the_input_bound_resnet_is_reported_as_waiting_for_its_input(tmp_path: P
     first = report.findings[0]
     assert (first.rule, first.severity) == ("dataloader-wait", "critical")
     assert first.title == "The step waits for tf.data"
-    reported_share = next(e.value for e in first.evidence if e.label == "share")
+    reported_share = next(e.value for e in first.evidence if e.label == "exposed wait, share")
     assert reported_share == pytest.approx(share, rel=1e-3)
     assert "prefetch(tf.data.AUTOTUNE)" in first.code
     assert not TORCH.search(

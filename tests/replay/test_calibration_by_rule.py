@@ -43,7 +43,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def widened_range(device: str = "", before: GainInterval = NARROW) -> GainInterval:
-    return widened_by_rule("a-rule", device, GAIN, before, STEP).band
+    return widened_by_rule("a-rule", device, GAIN, before, STEP).interval
 
 
 def test_fewer_than_four_outcomes_change_nothing(ledger: Path) -> None:
@@ -55,7 +55,7 @@ def test_four_of_five_of_the_past_errors_would_have_been_inside(ledger: Path) ->
     """Four errors by hand: the one in place ⌈0.8 · 5⌉ = 4 is a factor of two, either way."""
     predictions.append_predictions(ledger, [outcome(ratio) for ratio in (1.0, 0.5, 1.25, 0.8)])
     result = widened_by_rule("a-rule", "", GAIN, NARROW, STEP)
-    assert result.band == pytest.approx((5.0, 20.0))
+    assert result.interval == pytest.approx((5.0, 20.0))
     assert result.note == "in 4 measured cases the real gain was 50–125% of the estimate"
 
 

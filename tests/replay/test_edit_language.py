@@ -126,7 +126,7 @@ def test_any_edit_that_can_be_written_is_read_back(edit: Edit) -> None:
         ("scale work max:1,2 0.5", "one value"),
         ("scale work stream:7 stream:8 0.5", "twice"),
         ("remove work 0.1..0.5..0.9", "no number"),
-        ("roofline work 0.1..0.5..0.9", "no band"),
+        ("roofline work 0.1..0.5..0.9", "no range"),
         ("remove work ahead", "ahead"),
         ("remove host", "needs a pattern"),
         ("remove gap at:loop", "for host events"),

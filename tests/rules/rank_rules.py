@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.advise.rule_runner import RankFindings, rank_rules
 from advisor.core.rule import Rule
 from advisor.measure import Analysis
-from advisor.measure.ranks.rank_summary import summarise_rank
+from advisor.measure.ranks.rank_summary import summarize_rank
 from advisor.replay.estimators import estimator_for
 from advisor.replay.ranks.estimator import RanksEstimator
 from advisor.replay.ranks.study import Study, study_ranks
@@ -13,7 +13,7 @@ from advisor.replay.ranks.study import Study, study_ranks
 
 def study_of(ranks: dict[int, Analysis]) -> Study:
     """The study that rules of ranks read."""
-    study = study_ranks([summarise_rank(a, number, []) for number, a in ranks.items()])
+    study = study_ranks([summarize_rank(a, number, []) for number, a in ranks.items()])
     assert study is not None
     return study
 

@@ -226,7 +226,7 @@ def test_large_aligned_products_of_busy_gpus_reach_most_of_the_attainable_rate(
     for name in names:
         (rule,) = [r for r in load_rules(config={}) if isinstance(r, MisalignedGemm)]
         a = analysis(shared_trace(name))
-        gemm = kernel_work.family_rows(a, "gemm") & kernel_work.compute_rows(a)
+        gemm = kernel_work.family_mask(a, "gemm") & kernel_work.compute_mask(a)
         misaligned, undecided, _, _ = rule._judge(a, gemm)
         table = a.rooflines.filter((pl.col("family") == "gemm") & (pl.col("bound") == "compute"))
         table = table.filter(pl.col("tensor_core") & (pl.col("dtype") != "fp32"))

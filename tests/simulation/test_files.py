@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from advisor.advise.engine import examine
-from advisor.advise.ranks.task import summarise_file
+from advisor.advise.ranks.task import summarize_file
 from advisor.measure.ranks.summary_schema import PackedColumns, RankSummary, unpack
 from benchmarks.simulation import kineto
 from benchmarks.simulation.engine import SimulatedRun
@@ -58,7 +58,7 @@ def test_a_file_says_what_the_summary_without_a_file_says(
     for rank in (0, 13):
         path = tmp_path / kineto.file_name(played.job, rank)
         path.write_bytes(gzip.compress(kineto.trace(played, rank), 1))
-        read = summarise_file(str(path))
+        read = summarize_file(str(path))
         for name in RankSummary.__struct_fields__:
             if name not in APART:
                 actual, expected = (
@@ -93,7 +93,7 @@ def test_lost_ranks_have_no_file_and_cut_ones_say_so(tmp_path: Path) -> None:
     files = kineto.write(played, tmp_path)
     assert len(files) == 15
     cut = next(path for path in files if f"_{kineto.PID + 9}." in path.name)
-    assert summarise_file(str(cut)).damage
+    assert summarize_file(str(cut)).damage
     fast = {summary.rank: summary for summary in summarise_all(played)[0]}
     assert sorted(fast) == [rank for rank in range(16) if rank != 2]
     assert fast[9].damage and not fast[8].damage

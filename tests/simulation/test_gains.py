@@ -7,7 +7,13 @@ from collections import Counter
 
 import pytest
 
-from advisor.replay.predictions import OTHERS, fault_kind, job_band, job_bands, shipped_predictions
+from advisor.replay.predictions import (
+    OTHERS,
+    fault_kind,
+    job_range,
+    job_ranges,
+    shipped_predictions,
+)
 from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge
@@ -35,10 +41,10 @@ def test_predicted_is_true(kind: str, seed: int) -> None:
 
 
 def test_bands_are_of_many_jobs_and_hold_what_is_predicted_right() -> None:
-    assert job_band("no such kind") == job_bands()[OTHERS]
+    assert job_range("no such kind") == job_ranges()[OTHERS]
     names = {fault_kind(kind, moves=fault == "moving") for fault, kind in KIND.items()}
-    assert set(job_bands()) <= names | {OTHERS}
+    assert set(job_ranges()) <= names | {OTHERS}
     jobs = Counter(row.kind for row in shipped_predictions() if row.source == "job")
-    for kind, band in job_bands().items():
+    for kind, ratios in job_ranges().items():
         assert kind == OTHERS or jobs[kind] >= 9
-        assert 0 < band.low < band.high < 3
+        assert 0 < ratios.low < ratios.high < 3

@@ -33,7 +33,7 @@ about 0.15 GB (benchmarks/bench_ranks.py), and one of 100 MB about 0.8 GB. A mac
 room for sixteen of the latter."""
 
 
-def files_summarised_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
+def files_summarized_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
     """Return the files of a job whose ranks are measured one by one: on request, or because there
     are more ranks than fit in memory. Empty otherwise.
 
@@ -66,7 +66,7 @@ def _drop_logs(sources: list[RemoteFile]) -> list[RemoteFile]:
     return [each for each in sources if not is_named_log(each.at)]
 
 
-def summarise_apart(
+def summarize_apart(
     sources: Sequence[RemoteFile],
     places: Sequence[str],
     options: Options,

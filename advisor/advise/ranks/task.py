@@ -132,7 +132,7 @@ def _measure_file(task: MeasureTask) -> bytes:
     source = task.source
     with open_locally(source, check=refuse_unknown) as path:
         try:
-            summary = summarise_file(str(path), source.rank, task.wanted)
+            summary = summarize_file(str(path), source.rank, task.wanted)
         except AdvisorError as error:
             why = str(error).removeprefix(f"{path}: ").replace(str(path), source.url)
             raise AdvisorError(why) from None  # the same reason then counts once for many files
@@ -146,7 +146,7 @@ def _measure_file(task: MeasureTask) -> bytes:
     return data
 
 
-def summarise_file(
+def summarize_file(
     path: str, rank: int | None = None, options: Options | None = None
 ) -> RankSummary:
     """Read and measure one rank. ``rank``: its number. With ``None``, it is taken from the trace or
@@ -158,7 +158,7 @@ def summarise_file(
     from advisor.advise.rule_loading import load_rules, read_config
     from advisor.advise.rule_runner import run_rules
     from advisor.advise.window_choice import choose_windows
-    from advisor.measure.ranks.rank_summary import summarise_rank
+    from advisor.measure.ranks.rank_summary import summarize_rank
     from advisor.read import open_run
 
     options = options or Options()
@@ -170,7 +170,7 @@ def summarise_file(
     number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
     known_rank = number if rank is None else rank
-    return summarise_rank(a, known_rank, findings, path, memory_of_rank(a, known_rank))
+    return summarize_rank(a, known_rank, findings, path, memory_of_rank(a, known_rank))
 
 
 def _get_run_rank(path: str, rank: int | None) -> int | None:

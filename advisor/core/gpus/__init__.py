@@ -236,7 +236,7 @@ def lookup(
 
     Returns None if the device is not certainly one known GPU."""
     by_name, by_generic_name = _index_names()
-    key = _normalise_name(name or "")
+    key = _normalize_name(name or "")
     candidates = by_name.get(key, ())
     if None not in (sms, memory_bytes, compute):
         if key:
@@ -357,7 +357,7 @@ def _choose_slowest(gpus: list[GpuSpec]) -> GpuSpec | None:
     return min(gpus, key=lambda gpu: (gpu.peak("fp16") or 0.0, gpu.bandwidth))
 
 
-def _normalise_name(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Return a device name without differences between drivers and their versions."""
     words = name.casefold().split()
     return " ".join(words[1:] if words and words[0] in ("nvidia", "amd") else words)
@@ -371,7 +371,7 @@ def _index_names() -> tuple[dict[str, tuple[GpuSpec, ...]], dict[str, tuple[GpuS
     for gpu in known_gpus():
         for index, names in ((by_name, gpu.names), (by_generic_name, gpu.generic_names)):
             # The vendor is dropped from names, so two spellings may come to the same key.
-            for key in {_normalise_name(name) for name in names}:
+            for key in {_normalize_name(name) for name in names}:
                 index[key] = (*index.get(key, ()), gpu)
     return by_name, by_generic_name
 

@@ -74,9 +74,9 @@ def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
     launch = gpu["launch"].gather(rows)
     call = trace.cpu.select("ts", "dur", "call")[launch.to_numpy()]
     ts, dur = gpu["ts"].to_numpy()[rows], gpu["dur"].to_numpy()[rows]
-    begin = call["ts"].to_numpy()
-    end = begin + call["dur"].to_numpy()
-    overlap = np.minimum(end, ts + dur) - np.maximum(begin, ts)
+    start = call["ts"].to_numpy()
+    end = start + call["dur"].to_numpy()
+    overlap = np.minimum(end, ts + dur) - np.maximum(start, ts)
     long_enough = (overlap >= MIN_BLOCKED_SHARE * dur) & (end >= ts)
     is_synchronous = (call["call"] == "memcpy_blocking").fill_null(False).to_numpy()
     is_pinned = (host_memory(trace).gather(rows) == "pinned").fill_null(False).to_numpy()

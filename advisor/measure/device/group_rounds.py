@@ -54,8 +54,8 @@ def _count_rounds(a: Analysis, step: int) -> GroupRounds:
     """Count the groups that one optimizer step updates. ``step`` is its row of ``trace.cpu``."""
     cpu = a.trace.cpu
     ts, is_list_op = (cpu["ts"].to_numpy(), name_matches(cpu["name"], _LIST_OPS).to_numpy())
-    begin = int(ts[step])
-    is_inside = is_list_op & (ts >= begin) & (ts < begin + int(cpu["dur"][step]))
+    start = int(ts[step])
+    is_inside = is_list_op & (ts >= start) & (ts < start + int(cpu["dur"][step]))
     rows = np.flatnonzero(is_inside & (cpu["thread"] == cpu["thread"][step]).to_numpy())
     calls: list[tuple[str, tuple[Any, ...]]] = []
     lengths: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.device.matmuls import parse_convolution, parse_product
 from advisor.measure.device.roofline import (
     measure_residency,
-    model_flop_utilisation,
+    model_flop_utilization,
     sum_families,
     sum_kernels,
 )
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
 
-__all__ = ["measure_kernels", "model_flop_utilisation", "sum_families", "sum_kernels"]
+__all__ = ["measure_kernels", "model_flop_utilization", "sum_families", "sum_kernels"]
 
 Codes = NDArray[np.int8]
 

@@ -173,15 +173,15 @@ def find_sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedP
         return None
     types = {"long int"} if name == SORTS[1] else {"long int", data.dtype}
     size = data.shape[dim]
-    begin, end = size, 0
+    start, end = size, 0
     for row in rows[:MAX_AFTER].tolist():
         part = _find_taken_range(a, row, data, dim, types)
         if part is None:
             return None
-        begin, end = min(begin, part[0]), max(end, part[1])
-    if begin > 0 and end < size:
+        start, end = min(start, part[0]), max(end, part[1])
+    if start > 0 and end < size:
         return None
-    return SortedPart(size, end - begin, dim, (begin == 0) == descending, begin == 0)
+    return SortedPart(size, end - start, dim, (start == 0) == descending, start == 0)
 
 
 def _are_dims(data: Tensor, dims: list[Any]) -> bool:
@@ -200,15 +200,15 @@ def _find_taken_range(
     ``None`` if something else reads the result first, or nothing does. ``data`` has the result's
     shape; ``types`` are the types of tensors that may be the result."""
     size = data.shape[dim]
-    begin, end = size, 0
+    start, end = size, 0
     for _, name, x in readers_behind(a, row, data.shape, types):
         part = range_taken(name, x, dim % len(data.shape), size)
         if part is None:
             if not end:
                 return None
             continue
-        begin, end = min(begin, part[0]), max(end, part[1])
-    return (begin, end) if end else None
+        start, end = min(start, part[0]), max(end, part[1])
+    return (start, end) if end else None
 
 
 def range_taken(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] | None:
@@ -216,10 +216,10 @@ def range_taken(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] 
     first, start, stop = (x.argument(at) for at in (1, 2, 3))
     if name not in TAKES or first != dim or not isinstance(start, int | None):
         return None
-    begin = (start or 0) + (size if (start or 0) < 0 else 0)
+    start_index = (start or 0) + (size if (start or 0) < 0 else 0)
     if name == "aten::select":
-        return begin, begin + 1
+        return start_index, start_index + 1
     if name == "aten::narrow":
-        return (begin, begin + stop) if isinstance(stop, int) else None
+        return (start_index, start_index + stop) if isinstance(stop, int) else None
     end = stop if isinstance(stop, int) else size
-    return begin, min(size, end + (size if end < 0 else 0))
+    return start_index, min(size, end + (size if end < 0 else 0))

@@ -36,11 +36,11 @@ def find_casts(a: Analysis, fp32: Bools, matrix: Bools) -> Bools:
     adjacent: list[int] = []
     for position in np.flatnonzero(np.isin(events, casts)).tolist():
         cast = _read_cast(a, index[events[position]], read_casts)
-        neighbour = position + (1 if cast is not None and cast[0] else -1)
-        if cast is None or not 0 <= neighbour < len(events) or not is_fp32[neighbour]:
+        neighbor = position + (1 if cast is not None and cast[0] else -1)
+        if cast is None or not 0 <= neighbor < len(events) or not is_fp32[neighbor]:
             continue
-        if thread[events[neighbour]] == thread[events[position]]:
-            values = _count_values(a, index[events[neighbour]], counts)[0 if cast[0] else 1]
+        if thread[events[neighbor]] == thread[events[position]]:
+            values = _count_values(a, index[events[neighbor]], counts)[0 if cast[0] else 1]
             if cast[1] in values:
                 adjacent.append(events[position])
     return np.isin(ops, adjacent) & (ops >= 0)

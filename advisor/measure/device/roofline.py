@@ -108,7 +108,7 @@ MIN_FORMAT_SHARE = 0.5
 """Minimum share of the MFU in one number format for naming the format."""
 
 
-class Utilisation(NamedTuple):
+class Utilization(NamedTuple):
     """FLOPs of the steps over the FLOPs that the device could do in their time."""
 
     share: float
@@ -118,7 +118,7 @@ class Utilisation(NamedTuple):
     16-bit tensor-core peak. Otherwise ``None``."""
 
 
-def model_flop_utilisation(a: Analysis) -> Utilisation | None:
+def model_flop_utilization(a: Analysis) -> Utilization | None:
     """Return the model FLOP utilisation: FLOPs of all kernels with known shapes over the step time
     times the peak of their dtype. Work in several formats is compared with the peak of each.
     ``None`` if shapes or peak are unknown, or shapes cover less than MIN_KNOWN_SHARE of GEMM,
@@ -142,7 +142,7 @@ def model_flop_utilisation(a: Analysis) -> Utilisation | None:
     name, peak, format_busy = formats.row(0)
     best_peak = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
     is_below = peak is not None and peak < best_peak and format_busy >= MIN_FORMAT_SHARE * total
-    return Utilisation(total / (a.span_ns / 1e9), str(name).upper() if is_below else None)
+    return Utilization(total / (a.span_ns / 1e9), str(name).upper() if is_below else None)
 
 
 def select_device_rows(a: Analysis) -> pl.DataFrame:

@@ -127,8 +127,8 @@ def _created_shape(name: str, call: OpInputs) -> Shape | None:
         numbers = [call.argument(n) for n in range(max(0, len(call) - _OPTIONS))]
         if not 1 <= len(numbers) <= 3 or not all(type(n) in (int, float) for n in numbers):
             return None
-        begin, end, by = {1: (0, *numbers, 1), 2: (*numbers, 1)}.get(len(numbers), tuple(numbers))
-        return (max(0, ceil((end - begin) / by)),) if by else None
+        start, end, by = {1: (0, *numbers, 1), 2: (*numbers, 1)}.get(len(numbers), tuple(numbers))
+        return (max(0, ceil((end - start) / by)),) if by else None
     if kind in ("ones", "zeros", "full"):
         sizes = call.integers(0)
     elif kind == "eye":

@@ -57,7 +57,7 @@ TRIPS_SCHEMA: dict[str, Any] = {
     "back": pl.Int64,  # row of trace.gpu: the copy back
     "bytes": pl.Int64,
     "launch": pl.Int64,  # row of trace.cpu that made the first copy
-    "begin": pl.Int64,  # ns: the outermost operator around the first copy begins
+    "start": pl.Int64,  # ns: the outermost operator around the first copy begins
     "end": pl.Int64,  # ns: the outermost operator around the second ends
 }
 
@@ -126,10 +126,10 @@ def read_loops(a: Analysis) -> Intervals:
         is_repeat[index] = key in recent_keys
         recent_keys = [*recent_keys[1 - MAX_READS_PER_ROUND :], key]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], is_repeat.astype(np.int8), [0]])))
-    begin, end = edges[::2], edges[1::2] - 1
-    is_loop = end - begin + 1 >= MIN_LOOP_READS
+    loop_start, end = edges[::2], edges[1::2] - 1
+    is_loop = end - loop_start + 1 >= MIN_LOOP_READS
     ts = cpu["ts"].to_numpy()
-    start = ts[outermost[positions[begin[is_loop] - 1] + 1]]
+    start = ts[outermost[positions[loop_start[is_loop] - 1] + 1]]
     finish = ts[reads[end[is_loop]]] + cpu["dur"].to_numpy()[reads[end[is_loop]]]
     return intersect(union(start, finish), a.spans)
 
@@ -137,7 +137,7 @@ def read_loops(a: Analysis) -> Intervals:
 class _NextLaunches(NamedTuple):
     """Intervals from the end of each read to the start of the host's next launch, ns."""
 
-    begin: NDArray[np.int64]
+    start: NDArray[np.int64]
     end: NDArray[np.int64]
     launch: NDArray[np.int64]
     """Row of ``trace.cpu`` of the next launch, or -1."""
@@ -149,13 +149,13 @@ def _find_next_launches(a: Analysis, reads: _Reads) -> _NextLaunches:
     launches = a.trace.gpu["launch"].drop_nulls().unique().to_numpy().astype(np.int64)
     launches = launches[np.argsort(ts[launches], kind="stable")]
     tops = outermost_operator(a.trace)
-    begin = ts[reads.top] + cpu["dur"].to_numpy()[reads.top]
-    next_index = np.searchsorted(ts[launches], begin, side="left")
+    start = ts[reads.top] + cpu["dur"].to_numpy()[reads.top]
+    next_index = np.searchsorted(ts[launches], start, side="left")
     has_next = next_index < len(launches)
     launch = np.where(has_next, launches[np.minimum(next_index, len(launches) - 1)], -1)
     top = np.where(tops[launch] >= 0, tops[launch], launch)
-    end = np.where(has_next, np.maximum(ts[top], begin), begin)
-    return _NextLaunches(begin, end, launch)
+    end = np.where(has_next, np.maximum(ts[top], start), start)
+    return _NextLaunches(start, end, launch)
 
 
 def _find_loading(a: Analysis) -> Intervals:
@@ -176,11 +176,11 @@ def find_time_after_reads(a: Analysis) -> Intervals:
     reads = _Reads(reads.copy[size >= MIN_BYTES], reads.top[size >= MIN_BYTES])
     if not len(reads.top):
         return EMPTY
-    begin, end, _ = _find_next_launches(a, reads)
+    start, end, _ = _find_next_launches(a, reads)
     loading = _find_loading(a)
-    is_work = end - begin - covered_length(begin, end, loading) >= MIN_WORK_NS
+    is_work = end - start - covered_length(start, end, loading) >= MIN_WORK_NS
     excluded = union_of(loading, a.trip_intervals)
-    return intersect(subtract(union(begin[is_work], end[is_work]), excluded), a.spans)
+    return intersect(subtract(union(start[is_work], end[is_work]), excluded), a.spans)
 
 
 def round_trips(a: Analysis) -> pl.DataFrame:
@@ -211,9 +211,9 @@ def round_trips(a: Analysis) -> pl.DataFrame:
     outermost = np.flatnonzero(tops == np.arange(len(tops)))
     ts, dur = cpu["ts"].to_numpy(), cpu["dur"].to_numpy()
     operator_time = union(ts[outermost], ts[outermost] + dur[outermost])
-    worked = covered_length(next_launches.begin, next_launches.end, operator_time)
+    worked = covered_length(next_launches.start, next_launches.end, operator_time)
     is_round_trip &= worked >= np.maximum(
-        MIN_OPERATOR_SHARE * (next_launches.end - next_launches.begin), 1
+        MIN_OPERATOR_SHARE * (next_launches.end - next_launches.start), 1
     )
     is_deliberate = name_matches(cpu["name"], DELIBERATE).to_numpy()
     is_round_trip &= climb_stack(parent_rows(a.trace), is_deliberate, reads.top) < 0
@@ -227,7 +227,7 @@ def round_trips(a: Analysis) -> pl.DataFrame:
             "back": copy_back[is_round_trip],
             "bytes": sizes[reads.copy[is_round_trip]],
             "launch": gpu["launch"].gather(reads.copy[is_round_trip]),
-            "begin": ts[reads.top[is_round_trip]],
+            "start": ts[reads.top[is_round_trip]],
             "end": (ts + dur)[last_operator[is_round_trip]],
         },
         schema=TRIPS_SCHEMA,
@@ -238,4 +238,4 @@ def round_trips(a: Analysis) -> pl.DataFrame:
 def trip_intervals(a: Analysis) -> Intervals:
     """Return the intervals of round trips: copy to the host, work there, and copy back."""
     trips = a.round_trips
-    return intersect(union(trips["begin"].to_numpy(), trips["end"].to_numpy()), a.spans)
+    return intersect(union(trips["start"].to_numpy(), trips["end"].to_numpy()), a.spans)

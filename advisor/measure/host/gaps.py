@@ -301,13 +301,13 @@ def _blame_rows(
     # cut at both ends of each span; the parts after a span's start are inside it
     low = min(int(blame.start.min()), int(spans.start[0])) - 1
     cuts = np.concatenate([[low], np.stack([spans.start, spans.end], axis=1).ravel()])
-    piece, point, begin, finish = cut_at_points(cuts, blame.start, blame.end)
+    piece, point, start, finish = cut_at_points(cuts, blame.start, blame.end)
     blame = blame.take(piece)
     is_blamed = (point % 2 == 1) & np.isin(blame.cause, [_CAUSE_CODES[name] for name in replaced])
     order = np.argsort(ts, kind="stable")
-    blamed_row = rows[order[np.maximum(np.searchsorted(ts[order], begin, side="right") - 1, 0)]]
+    blamed_row = rows[order[np.maximum(np.searchsorted(ts[order], start, side="right") - 1, 0)]]
     return blame._replace(
-        start=begin,
+        start=start,
         end=finish,
         cause=np.where(is_blamed, _CAUSE_CODES[cause], blame.cause).astype(np.int8),
         host=np.where(is_blamed, blamed_row, blame.host).astype(np.int32),

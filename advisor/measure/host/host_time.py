@@ -127,16 +127,16 @@ def _find_backward_waits(a: Analysis) -> list[tuple[int, int, int]]:
     result = []
     for name in ("unknown", "unrecorded"):
         unexplained = np.flatnonzero((timeline.thread == main) & (timeline.code == CODE[name]))
-        begin, end = timeline.start[unexplained], timeline.end[unexplained]
+        start, end = timeline.start[unexplained], timeline.end[unexplained]
         # from the first node to the last one inside the dark time: between two nodes the engine
         # looks for the next
-        first = np.searchsorted(runs.end, begin, side="right")
+        first = np.searchsorted(runs.end, start, side="right")
         last = np.searchsorted(runs.start, end, side="left") - 1
         overlaps = last >= first
-        begin, end, first, last = (begin[overlaps], end[overlaps], first[overlaps], last[overlaps])
-        begin = np.maximum(begin, runs.start[first])
+        start, end, first, last = (start[overlaps], end[overlaps], first[overlaps], last[overlaps])
+        start = np.maximum(start, runs.start[first])
         end = np.minimum(end, runs.end[last])
-        result.append((main, CODE[name], int(covered_length(begin, end, a.steps.host_spans).sum())))
+        result.append((main, CODE[name], int(covered_length(start, end, a.steps.host_spans).sum())))
     return result
 
 

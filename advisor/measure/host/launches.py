@@ -132,7 +132,7 @@ class LostRecords(NamedTuple):
         return self.reported and self.replayed > 0
 
 
-def lost_records(trace: Trace) -> LostRecords:
+def count_lost_records(trace: Trace) -> LostRecords:
     """Count kernel launches with a correlation id that no device row has.
 
     These launches do not count: launches into a graph that is being captured, which run nothing;
@@ -215,7 +215,7 @@ class DeviceSteps(NamedTuple):
     """Median time that a step's first work waited in the queue, ns."""
 
 
-def analysed_device(trace: Trace) -> int | None:
+def analyzed_device(trace: Trace) -> int | None:
     """Return the device with the most device time, or ``None`` without device work."""
     if trace.gpu.is_empty():
         return None
@@ -251,7 +251,7 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Dev
     than AHEAD_SHARE of a step. Then the host's marks only show how fast it can launch, and the step
     is the device's period, from the first work of a step to the first of the next. ``closed`` says
     that the marks include the last step's own work (ranges); otherwise the host kept launching."""
-    gpu, device = trace.gpu, analysed_device(trace)
+    gpu, device = trace.gpu, analyzed_device(trace)
     if device is None or len(start) < MIN_STEPS:
         return None
     rows = np.flatnonzero(
@@ -301,10 +301,10 @@ def find_drain_time(trace: Trace, start: int, end: int, *, held: bool = False) -
     if not rows.any():
         return None
     gpu = trace.gpu
-    rows &= (gpu["device"] == analysed_device(trace)).fill_null(False).to_numpy()
+    rows &= (gpu["device"] == analyzed_device(trace)).fill_null(False).to_numpy()
     ts = gpu["ts"].to_numpy()
     work_end = ts + gpu["dur"].to_numpy()
-    later = ts[~rows & (work_end > start) & (gpu["device"] == analysed_device(trace)).to_numpy()]
+    later = ts[~rows & (work_end > start) & (gpu["device"] == analyzed_device(trace)).to_numpy()]
     drained = int(work_end[rows].max(initial=start))
     if not start < drained < end or not len(later) or later.min() < drained:
         return None

@@ -493,16 +493,16 @@ def modules_around(a: Analysis, rows: Rows) -> ModulesAround:
     if (node < 0).any():
         start = np.where(node < 0, _find_forward_ops(a, rows), rows)
         node = layers.find(start)
-    begin = no_nodes
+    module_row = no_nodes
     if len(layers.scopes):
-        begin = climb_stack(parent_rows(a.trace), layers.scopes >= 0, start)
+        module_row = climb_stack(parent_rows(a.trace), layers.scopes >= 0, start)
     frame = np.where(start >= 0, a.user_frame[np.maximum(start, 0)], -1)
     kinds: dict[tuple[int, str], int] = {}
     group: list[int] = []
     for parent, kind in layers.nodes.select("parent", "kind").iter_rows():  # nodes, not events
         key = -1 if parent is None else group[parent], kind
         group.append(kinds.setdefault(key, len(kinds)))
-    outside = (node >= 0) & ((frame < 0) | (frame < begin))
+    outside = (node >= 0) & ((frame < 0) | (frame < module_row))
     return ModulesAround(node, np.where(outside, np.array(group)[np.maximum(node, 0)], -1))
 
 

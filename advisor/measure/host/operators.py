@@ -130,7 +130,7 @@ def _raise_to_reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | No
     return Roofs(matmul, limits.memory)
 
 
-def rows_of(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
+def operator_mask(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
     """Find the kernels of some rows of ``Analysis.rooflines``, aligned with ``trace.gpu``."""
     kernels = _list_kernels(a).with_columns(pl.col("op", "kernel").cast(pl.String))
     linked = operators.filter(pl.col("op").is_not_null())

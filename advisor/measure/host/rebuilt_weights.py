@@ -176,5 +176,5 @@ def rebuilt_weights_time(a: Analysis) -> Intervals:
     previous = np.maximum(rows - 1, 0)  # it ended earlier, or is around the row
     silence_start = np.where(end[previous] <= ts[rows], end[previous], ts[previous] + 1)
     silence = np.where(thread[previous] == thread[rows], ts[rows] - silence_start, 0)
-    begin = ts[rows] - np.maximum(silence - usual_pause, 0)
-    return intersect(union(begin, end[rows]), a.steps.host_spans)
+    start = ts[rows] - np.maximum(silence - usual_pause, 0)
+    return intersect(union(start, end[rows]), a.steps.host_spans)

@@ -39,13 +39,13 @@ def second_forwards(a: Analysis) -> Intervals:
         return EMPTY
     table = _list_layers(a, main)
     marks = a.steps.marks.filter("used")
-    begin, end = (marks[name].to_numpy() for name in ("ts", "end"))
-    step = np.searchsorted(begin, table["ts"].to_numpy(), side="right") - 1
+    start, end = (marks[name].to_numpy() for name in ("ts", "end"))
+    step = np.searchsorted(start, table["ts"].to_numpy(), side="right") - 1
     is_inside = (step >= 0) & (table["ts"].to_numpy() < end[np.maximum(step, 0)])
     table = table.with_columns(step=step).filter(pl.Series(is_inside))
     repeats = [_find_repeated(layers) for _, layers in table.group_by("step", maintain_order=True)]
     repeats = [layers for layers in repeats if len(layers)]
-    if 2 * len(repeats) <= len(begin):
+    if 2 * len(repeats) <= len(start):
         return EMPTY
     spans = np.concatenate(repeats)
     return intersect(union(spans[:, 0], spans[:, 1]), a.steps.host_spans)
@@ -147,8 +147,8 @@ def _find_differentiated_twice(a: Analysis, table: pl.DataFrame) -> pl.Series:
     larger number begins the next pass."""
     number = pl.col("sequence").forward_fill().over("thread")
     table = table.with_columns(number=number)
-    begins = (pl.col("number") > pl.col("number").shift(1).over("thread")).fill_null(value=True)
-    table = table.with_columns(part=begins.cum_sum().over("thread"))
+    starts = (pl.col("number") > pl.col("number").shift(1).over("thread")).fill_null(value=True)
+    table = table.with_columns(part=starts.cum_sum().over("thread"))
     pass_columns = ("thread", "part")
     table = table.with_columns(
         root=pl.col("number").first().over(*pass_columns),

@@ -409,8 +409,8 @@ def read_stacks(record: RankRecord, since: int | None = None) -> list[SampledSta
     previous: int | None = None
     for event in (stacks_event for stacks_event in record.events if stacks_event.kind == "stacks"):
         names, stacks = event.data.get("frames"), event.data.get("stacks")
-        begin, previous = previous, event.t
-        if since is not None and (begin is None or begin < since):
+        start, previous = previous, event.t
+        if since is not None and (start is None or start < since):
             continue
         if not isinstance(names, list) or not isinstance(stacks, list):
             continue

@@ -469,7 +469,7 @@ def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
     has_launch = launch >= 0
     if not len(rows) or not has_launch.any():
         return rows[:0]
-    begin = cpu["ts"].to_numpy()[rows]
+    start = cpu["ts"].to_numpy()[rows]
     dur = cpu["dur"].to_numpy()[rows]
     ends_with_work = np.zeros(len(rows), dtype=bool)
     max_late = np.maximum(MAX_RETURN_NS, MAX_LATE_SHARE * dur)
@@ -480,7 +480,7 @@ def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
         stream_rows = np.flatnonzero(has_launch & (streams == stream))
         stream_rows = stream_rows[np.argsort(launched[launch[stream_rows]], kind="stable")]
         latest_end = np.maximum.accumulate(ends[stream_rows])
-        last_before = np.searchsorted(launched[launch[stream_rows]], begin, side="left") - 1
+        last_before = np.searchsorted(launched[launch[stream_rows]], start, side="left") - 1
         awaited_end = np.where(last_before >= 0, latest_end[np.maximum(last_before, 0)], -1)
         # with CUDA_LAUNCH_BLOCKING a launch waits for its own work, which is most of its time
         own_work = np.minimum(last_before + 1, len(stream_rows) - 1)
@@ -490,9 +490,9 @@ def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
             latest_end[own_work],
             awaited_end,
         )
-        delay = begin + dur - awaited_end
+        delay = start + dur - awaited_end
         ends_with_work |= (
-            (awaited_end > begin + dur // 2) & (delay >= -tolerance) & (delay <= max_late)
+            (awaited_end > start + dur // 2) & (delay >= -tolerance) & (delay <= max_late)
         )
     names = cpu["name"].gather(rows).to_physical().to_numpy()
     _, name_index, count = np.unique(names, return_inverse=True, return_counts=True)

@@ -277,8 +277,8 @@ def _find_pass_ends(a: Analysis, used: Any, unused: Any) -> list[tuple[int, int]
     node_starts, node_ends = cpu["ts"].to_numpy()[nodes], ends[nodes]
     result: list[tuple[int, int]] = []
     for row in np.flatnonzero(name_matches(cpu["name"], _BACKWARD_RANGE).to_numpy()):
-        begin, end = int(cpu["ts"][int(row)]), int(ends[row])
-        used_in_pass = used[(used > begin) & (used <= end)]
+        start, end = int(cpu["ts"][int(row)]), int(ends[row])
+        used_in_pass = used[(used > start) & (used <= end)]
         if not len(used_in_pass) or not ((unused > used_in_pass.max()) & (unused < end)).any():
             continue
         is_after = (node_starts >= used_in_pass.max()) & (node_starts < end)

@@ -65,15 +65,15 @@ def find_replays(trace: Trace) -> list[GraphReplay]:
     ts = gpu["ts"].to_numpy()
     end = ts + gpu["dur"].to_numpy()
     result = []
-    for row, begin, stop in zip(calls.tolist(), first.tolist(), last.tolist(), strict=True):
-        rows = order[begin:stop]  # rows are in order of ts
+    for row, start, stop in zip(calls.tolist(), first.tolist(), last.tolist(), strict=True):
+        rows = order[start:stop]  # rows are in order of ts
         span = int(end[rows].max() - ts[rows].min()) if len(rows) else 0
         busy = union(ts[rows], end[rows]).total
         result.append(GraphReplay(row, rows, names[rows], span, busy))
     return result
 
 
-def missing_records(trace: Trace) -> tuple[int, int]:
+def count_missing_records(trace: Trace) -> tuple[int, int]:
     """Count the device work that replays must have run, and how much of it is not in the recording.
 
     A replay lacks kernels that another replay of its graph has in the same order, if it takes about
@@ -162,7 +162,7 @@ def captured_launches(capture: Trace) -> list[Ints]:
     cpu = capture.cpu
     marks = np.flatnonzero((cpu["call"] == "graph_capture").fill_null(False).to_numpy())
     texts = cpu["name"].gather(marks).cast(pl.String)
-    begins = marks[texts.str.contains("(?i)begin").to_numpy()]
+    starts = marks[texts.str.contains("(?i)begin").to_numpy()]
     ends = marks[texts.str.contains("(?i)end").to_numpy()]
     is_launch = cpu["call"].is_in(["launch", "memcpy", "memset"]).fill_null(False).to_numpy()
     has_run = np.zeros(cpu.height, dtype=np.bool_)
@@ -173,7 +173,7 @@ def captured_launches(capture: Trace) -> list[Ints]:
     ts = cpu["ts"].to_numpy()
     rows = rows[np.argsort(ts[rows], kind="stable")]
     result = []
-    for first in begins.tolist():
+    for first in starts.tolist():
         later_ends = [int(ts[row]) for row in ends.tolist() if ts[row] > ts[first]]
         stop = min(later_ends) if later_ends else np.iinfo(np.int64).max
         captured = rows[(ts[rows] > ts[first]) & (ts[rows] < stop)]

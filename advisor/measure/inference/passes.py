@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Ints
 from advisor.core.trace import Trace
 from advisor.measure.device.shapes import read_inputs
-from advisor.measure.host.launches import AHEAD_SHARE, analysed_device
+from advisor.measure.host.launches import AHEAD_SHARE, analyzed_device
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import (
     DECODE,
@@ -364,7 +364,7 @@ def _add_work(
     first_start = np.full(rows.height, -1, dtype=np.int64)
     last_end, ahead = first_start.copy(), first_start.copy()
     launch = gpu["launch"].fill_null(-1).to_numpy().astype(np.int64)
-    device = analysed_device(trace)
+    device = analyzed_device(trace)
     is_launched = (
         launch >= 0 if device is None else (launch >= 0) & (gpu["device"] == device).to_numpy()
     )

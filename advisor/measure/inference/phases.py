@@ -51,7 +51,7 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
     rows_of_phase = {label: used[[name == label for name in labels]] for label in labels}
     host_share = _estimate_host_share(a)
     phases = [
-        _summarise_phase(
+        _summarize_phase(
             label, rows, passes, kernels, is_complete=is_complete, host_share=host_share
         )
         for label, rows in rows_of_phase.items()
@@ -71,7 +71,7 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
         output_tokens_per_s=sum(known_outputs) / span * 1e9
         if len(known_outputs) == len(order) and span
         else None,
-        graphs=_summarise_graphs(a, passes, used),
+        graphs=_summarize_graphs(a, passes, used),
     )
 
 
@@ -104,7 +104,7 @@ def _mean_if_complete(values: list[int | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def _summarise_phase(
+def _summarize_phase(
     label: str,
     rows: Ints,
     passes: ForwardPasses,
@@ -234,7 +234,7 @@ class _Kernels:
         )
 
 
-def _summarise_graphs(a: Analysis, passes: ForwardPasses, used: Ints) -> GraphReplays | None:
+def _summarize_graphs(a: Analysis, passes: ForwardPasses, used: Ints) -> GraphReplays | None:
     replays = find_replays(a.trace)
     if not replays:
         return None

@@ -118,20 +118,20 @@ class AllocatorModel:
 
     def free(self, block: _ModelBlock) -> None:
         """Free a block and merge it with its free neighbours."""
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.free:
-                neighbour.pool.free.remove((neighbour.size, neighbour.address, neighbour))
-                block.size += neighbour.size
-                block.address = min(block.address, neighbour.address)
-                if neighbour is block.before:
-                    block.before = neighbour.before
-                    if neighbour.before is not None:
-                        neighbour.before.after = block
+        for neighbor in (block.before, block.after):
+            if neighbor is not None and neighbor.free:
+                neighbor.pool.free.remove((neighbor.size, neighbor.address, neighbor))
+                block.size += neighbor.size
+                block.address = min(block.address, neighbor.address)
+                if neighbor is block.before:
+                    block.before = neighbor.before
+                    if neighbor.before is not None:
+                        neighbor.before.after = block
                 else:
-                    block.after = neighbour.after
-                    if neighbour.after is not None:
-                        neighbour.after.before = block
-                if block.pool.last is neighbour:
+                    block.after = neighbor.after
+                    if neighbor.after is not None:
+                        neighbor.after.before = block
+                if block.pool.last is neighbor:
                     block.pool.last = block
         self._add_free(block)
 

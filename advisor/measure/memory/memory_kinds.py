@@ -114,9 +114,9 @@ def _find_leaving_phase(h: MemoryHistory) -> Bools:
     phase = h.phase
     phase_count = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
     blocks = h.block_lifetimes
-    begin = np.clip(blocks.start_event, 0, h.count)
+    start = np.clip(blocks.start_event, 0, h.count)
     end = np.clip(blocks.end_event - 1, 0, h.count)
-    is_left: Bools = (phase_count[end + (h.count > 0)] > phase_count[begin + (h.count > 0)]) & (
+    is_left: Bools = (phase_count[end + (h.count > 0)] > phase_count[start + (h.count > 0)]) & (
         blocks.start_event >= 0
     )
     return is_left if h.count else np.zeros(len(blocks), dtype=np.bool_)
@@ -128,15 +128,15 @@ def _find_spanning_step(h: MemoryHistory) -> Bools:
     blocks, phase = h.block_lifetimes, h.phase
     if not h.count:
         return np.zeros(len(blocks), dtype=np.bool_)
-    begin = np.clip(blocks.start_event, 0, h.count - 1)
+    start = np.clip(blocks.start_event, 0, h.count - 1)
     forward = np.flatnonzero(h.allocates("forward"))
     backward = np.flatnonzero(phase == PHASES.index("backward"))
     if not len(forward) or not len(backward):
         return np.zeros(len(blocks), dtype=np.bool_)
-    starts = np.append(forward, h.count)[np.searchsorted(forward, begin)]
+    starts = np.append(forward, h.count)[np.searchsorted(forward, start)]
     turns = np.append(backward, h.count)[np.searchsorted(backward, starts)]
     is_spanning: Bools = (
-        (phase[begin] != PHASES.index("forward"))
+        (phase[start] != PHASES.index("forward"))
         & (turns < np.minimum(blocks.end_event, h.count))
         & (blocks.end_event < h.count)
     )

@@ -352,10 +352,12 @@ def _find_peaks(
     result = np.zeros(layers.nodes.height, dtype=np.int64)
     level = np.append(np.cumsum(change), 0)
     for thread_id in np.unique(thread).tolist():  # a handful of threads
-        begin, end = np.searchsorted(thread, [thread_id, thread_id + 1])
+        thread_start, thread_end = np.searchsorted(thread, [thread_id, thread_id + 1])
         calls = np.flatnonzero(is_shown & (threads == thread_id))
-        first_event = begin + np.searchsorted(ts[begin:end], start[calls])
-        end_event = begin + np.searchsorted(ts[begin:end], start[calls] + dur[calls], side="right")
+        first_event = thread_start + np.searchsorted(ts[thread_start:thread_end], start[calls])
+        end_event = thread_start + np.searchsorted(
+            ts[thread_start:thread_end], start[calls] + dur[calls], side="right"
+        )
         has_events = end_event > first_event
         calls, first_event, end_event = (
             calls[has_events],

@@ -50,8 +50,8 @@ class MemoryChange(NamedTuple):
     kept_share: float | np.ndarray
     """Share of their bytes that stays, or an array with one share per row."""
     assumes: str
-    begin: Ints | None = None
-    """Events from ``begin`` to ``end`` in which the rest is freed, or ``None`` for always."""
+    start: Ints | None = None
+    """Events from ``start`` to ``end`` in which the rest is freed, or ``None`` for always."""
     end: Ints | None = None
     where: AllocationOrigin | None = None
     """Line that the change affects, or ``None`` if it is not a single line."""
@@ -65,11 +65,11 @@ class MemoryChange(NamedTuple):
 
     def for_calls(self, count: int) -> MemoryChange:
         """Limit the change to the first ``count`` calls of each pass."""
-        if self.forward_call is None or self.begin is None or self.end is None:
+        if self.forward_call is None or self.start is None or self.end is None:
             return self
         is_chosen = self.forward_call < count
         return self._replace(
-            rows=self.rows[is_chosen], begin=self.begin[is_chosen], end=self.end[is_chosen],
+            rows=self.rows[is_chosen], start=self.start[is_chosen], end=self.end[is_chosen],
             forward_call=self.forward_call[is_chosen],
         )  # fmt: skip
 
@@ -96,7 +96,7 @@ def count_needed_bytes(
     h, lives = peak.history, peak.history.block_lifetimes
     share = np.ones(len(lives))
     for change in made:
-        if change.begin is None:
+        if change.start is None:
             share[change.rows] *= change.kept_share
     if scale != 1.0:
         share[batch_rows(peak)] *= scale
@@ -106,22 +106,22 @@ def count_needed_bytes(
         curve, np.maximum(lives.start_event, -1) + 1, np.minimum(lives.end_event, h.count) + 1, size
     )
     for change in made:
-        if change.begin is not None and change.end is not None:
+        if change.start is not None and change.end is not None:
             freed = -lives.size[change.rows] * share[change.rows] * (1 - change.kept_share)
             start = lives.start_event[change.rows]
-            begin = np.where(start < 0, change.begin, np.maximum(change.begin, start + 1))
+            free_start = np.where(start < 0, change.start, np.maximum(change.start, start + 1))
             end = np.minimum(change.end, lives.end_event[change.rows])
-            is_real = end > begin
-            _add_to_curve(curve, begin[is_real] + 1, end[is_real] + 1, freed[is_real])
+            is_real = end > free_start
+            _add_to_curve(curve, free_start[is_real] + 1, end[is_real] + 1, freed[is_real])
     if h.failed_event is not None and peak.request is not None:
         request_share = min([change.request_share for change in made], default=1.0)
         curve[h.failed_event + 1] += peak.request * request_share
     return round(float(curve.max()))
 
 
-def _add_to_curve(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
+def _add_to_curve(curve: np.ndarray, start: Ints, end: Ints, size: np.ndarray) -> None:
     count = len(curve)
-    total = np.bincount(begin, weights=size, minlength=count + 1)[: count + 1]
+    total = np.bincount(start, weights=size, minlength=count + 1)[: count + 1]
     total -= np.bincount(end, weights=size, minlength=count + 1)[: count + 1]
     curve += np.cumsum(total)[:count]
 
@@ -160,8 +160,8 @@ def _build_saving(peak: PeakMemory, change: MemoryChange, freed: int) -> FreedMe
     location = (None, None, None) if where is None else (where.file, where.line, where.function)
     lives, assumes = peak.history.block_lifetimes, change.assumes
     is_held = lives.at(peak.event)[change.rows]
-    if change.begin is not None and change.end is not None:
-        is_held &= (change.begin <= peak.event) & (change.end > peak.event)
+    if change.start is not None and change.end is not None:
+        is_held &= (change.start <= peak.event) & (change.end > peak.event)
     at_peak = float((lives.size[change.rows] * (1 - change.kept_share))[is_held].sum())
     if freed < MIN_PEAK_SHARE * at_peak:
         moved = (
@@ -233,15 +233,15 @@ def _checkpoint_line(
     h, lives = peak.history, peak.history.block_lifetimes
     stacks, born = lives.stack[rows], lives.start_event[rows]
     is_first_stack = stacks == stacks[0]
-    begins = np.flatnonzero(is_first_stack & np.append(True, ~is_first_stack[:-1]))
-    if len(begins) < 2:
+    starts = np.flatnonzero(is_first_stack & np.append(True, ~is_first_stack[:-1]))
+    if len(starts) < 2:
         return None
-    ends = np.append(begins[1:], len(rows))
+    ends = np.append(starts[1:], len(rows))
     in_backward = np.append(h.phase == PHASES.index("backward"), True)
     phase_run = np.cumsum(np.append([0], np.diff(h.phase) != 0))  # index of the run of a phase
     held_calls: list[tuple[Ints, int, int, int]] = []  # rows, begin, end, number in the pass
     number, before = 0, -1
-    for start, stop in zip(begins, ends, strict=True):  # one call per round
+    for start, stop in zip(starts, ends, strict=True):  # one call per round
         call = rows[start:stop]
         number = number + 1 if phase_run[born[start]] == before else 0
         before = int(phase_run[born[start]])
@@ -514,14 +514,14 @@ def _find_half_precision(peak: PeakMemory) -> MemoryChange | None:
     rows, shares = forward[shares != 1], shares[shares != 1]
     weights = np.flatnonzero(_is_in(peak, "weights"))
     is_running = np.isin(h.phase, [PHASES.index("forward"), PHASES.index("backward")])
-    begin, end = np.flatnonzero(np.diff(is_running, prepend=False, append=False)).reshape(-1, 2).T
+    start, end = np.flatnonzero(np.diff(is_running, prepend=False, append=False)).reshape(-1, 2).T
     return MemoryChange(
         "BF16 autocast",
-        np.concatenate([rows, np.tile(weights, len(begin))]),
-        np.append(shares, np.full(len(weights) * len(begin), 1.5)),
+        np.concatenate([rows, np.tile(weights, len(start))]),
+        np.append(shares, np.full(len(weights) * len(start), 1.5)),
         "activations are in fp32; results of matrix products, and results made only from them, are "
         "then in 16 bits, with a copy of each weight until the backward pass ends",
-        np.append(lives.start_event[rows], np.repeat(begin, len(weights))),
+        np.append(lives.start_event[rows], np.repeat(start, len(weights))),
         np.append(lives.end_event[rows], np.repeat(end - 1, len(weights))),
     )
 
@@ -554,8 +554,8 @@ def _find_references(peak: PeakMemory) -> MemoryChange | None:
         else "nothing needs the outputs and losses of earlier steps any more"
     )
     later = np.append(marks, h.count)[np.searchsorted(marks, lives.start_event[rows], side="right")]
-    begin = np.where(lives.start_event[rows] < 0, -1, later)
-    return MemoryChange("references", rows, 0.0, assumes, begin, lives.end_event[rows],
+    start = np.where(lives.start_event[rows] < 0, -1, later)
+    return MemoryChange("references", rows, 0.0, assumes, start, lives.end_event[rows],
                   None if where.file is None else where)  # fmt: skip
 
 
@@ -568,7 +568,7 @@ def _find_set_to_none(peak: PeakMemory) -> MemoryChange | None:
         (phase[:-1] == PHASES.index("optimizer")) & (phase[1:] != PHASES.index("optimizer"))
     ) + 1  # fmt: skip
     backward = np.flatnonzero(phase == PHASES.index("backward"))
-    rows, begin, end = [], [], []
+    rows, start, end = [], [], []
     for update_end in update_ends.tolist():  # one step per round
         next_backward = backward[backward >= update_end]
         end_event = int(next_backward[0]) if len(next_backward) else h.count
@@ -576,7 +576,7 @@ def _find_set_to_none(peak: PeakMemory) -> MemoryChange | None:
             (lives.start_event[gradients] < update_end) & (lives.end_event[gradients] > update_end)
         ]
         rows.append(held)
-        begin.append(np.full(len(held), update_end))
+        start.append(np.full(len(held), update_end))
         end.append(np.full(len(held), end_event))
     if not rows:
         return None
@@ -585,7 +585,7 @@ def _find_set_to_none(peak: PeakMemory) -> MemoryChange | None:
         np.concatenate(rows),
         0.0,
         "the optimizer has used the gradients: they are freed before the forward pass",
-        np.concatenate(begin),
+        np.concatenate(start),
         np.concatenate(end),
     )
 

@@ -108,8 +108,8 @@ class PeakMemory:
         if not len(rows):
             return 0
         last = rows[np.argmax(lives.start_event[rows])]
-        begin, end = int(lives.start_event[last]) + 1, int(lives.end_event[last]) + 1
-        allocated = h.allocated[begin : max(end, begin + 1)]
+        start, end = int(lives.start_event[last]) + 1, int(lives.end_event[last]) + 1
+        allocated = h.allocated[start : max(end, start + 1)]
         additional = int(allocated.max()) - int(allocated[0])
         return round(max(0, additional) / int(lives.size[last]) * request)
 
@@ -323,10 +323,10 @@ class PeakMemory:
             return None
         return float(np.median([self._count_allocated(a, b) for a, b in _list_pairs(marks)[1:]]))
 
-    def _count_allocated(self, begin: int, end: int) -> int:
+    def _count_allocated(self, start: int, end: int) -> int:
         h = self.history
         size = h.events["size"].fill_null(0).to_numpy()
-        return int(size[begin:end][h.is_action["alloc"][begin:end]].sum())
+        return int(size[start:end][h.is_action["alloc"][start:end]].sum())
 
     @cached_property
     def churn(self) -> pl.DataFrame:
@@ -336,9 +336,9 @@ class PeakMemory:
         if len(marks) < 3:
             return pl.DataFrame(schema=CHURN_SCHEMA)
         lives = self.history.block_lifetimes
-        begin, end = int(marks[1]), int(marks[-1])
+        start, end = int(marks[1]), int(marks[-1])
         step_of = np.searchsorted(marks, lives.start_event, side="right")
-        is_churn = (lives.start_event >= begin) & (lives.start_event < end)
+        is_churn = (lives.start_event >= start) & (lives.start_event < end)
         is_churn &= np.searchsorted(marks, lives.end_event, side="right") == step_of
         rows = np.flatnonzero(is_churn)
         steps = max(1, len(marks) - 2)

@@ -267,7 +267,7 @@ def recompute_time(a: Analysis) -> Intervals:
     recomputing_row = innermost_ancestor(parent, is_recomputing)
     nested = np.flatnonzero(is_backward & (recomputing_row >= 0))
     in_node = is_operator(a.trace)[rows] & (parent[rows] >= 0)
-    begins, ends = ts[rows[~in_node]], end[rows[~in_node]]
+    starts, ends = ts[rows[~in_node]], end[rows[~in_node]]
     if in_node.any():
         # a node that recomputes does nothing else, including in Python, until its own operators
         recomputed = pl.DataFrame({"node": parent[rows[in_node]], "row": rows[in_node]})
@@ -276,9 +276,9 @@ def recompute_time(a: Analysis) -> Intervals:
         next_child = pl.col("child").filter(pl.col("child") > pl.col("row")).min()
         table = table.group_by("node").agg(next_child)
         nodes, first_own = table["node"].to_numpy(), table["child"].fill_null(-1).to_numpy()
-        begins = np.append(begins, ts[nodes])
+        starts = np.append(starts, ts[nodes])
         ends = np.append(ends, np.where(first_own >= 0, ts[first_own], end[nodes]))
-    spans = union(begins, ends)
+    spans = union(starts, ends)
     return intersect(subtract(spans, union(ts[nested], end[nested])), a.steps.host_spans)
 
 

@@ -201,8 +201,8 @@ class _AlignmentPart:
             return np.asarray(group_medians(corrected, self.bounds)[self.row_index] - corrected)
         medians = np.full(len(self.rows), np.nan)
         known_cells = np.flatnonzero(is_known)
-        rows, begin = np.unique(self.row_index[known_cells], return_index=True)
-        medians[rows] = group_medians(corrected[known_cells], np.append(begin, len(known_cells)))
+        rows, start = np.unique(self.row_index[known_cells], return_index=True)
+        medians[rows] = group_medians(corrected[known_cells], np.append(start, len(known_cells)))
         return np.asarray(medians[self.row_index] - corrected)
 
     def _place_ranks(

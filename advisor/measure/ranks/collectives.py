@@ -19,10 +19,10 @@ from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_EXCESS_SHARE, Deviati
 from advisor.measure.ranks.summary_schema import Collectives, StepSummary, pack
 from advisor.measure.ranks.topology import Members, find_members
 
-SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that no rank can leave before every rank of its group has entered them. (A rank can
 leave a broadcast, a reduce or a send before the others arrive.)"""
-ALL_KINDS = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
+ALL_KINDS = (*SYNCHRONIZING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONIZING))
 _KEY_COLUMNS = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _IS_PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 _DIGITS = re.compile(r"\d+")
@@ -30,9 +30,9 @@ _DIGITS = re.compile(r"\d+")
 
 def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
     """Convert rows of the steps table, on the trace's own clock."""
-    begin = a.trace.meta.start_ns
+    start = a.trace.meta.start_ns
     return [
-        StepSummary(name, begin + ts, begin + end)
+        StepSummary(name, start + ts, start + end)
         for name, ts, end in steps.select("name", "ts", "end").iter_rows()
     ]
 
@@ -117,10 +117,10 @@ def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> C
     if table.is_empty():
         return None
     start, end, step = (table[name].to_numpy() for name in ("start", "end", "at"))
-    exposed_time, begin = a.breakdown.communication, steps["ts"].to_numpy()
+    exposed_time, step_start = a.breakdown.communication, steps["ts"].to_numpy()
     previous_start = np.concatenate([start[:1], start[:-1]])
     is_first = np.concatenate([[True], step[1:] != step[:-1]])
-    previous_start[is_first] = np.minimum(begin[step[is_first]], start[is_first])
+    previous_start[is_first] = np.minimum(step_start[step[is_first]], start[is_first])
     table = table.with_columns(
         text=pl.concat_str(
             [pl.col(name).cast(pl.String).fill_null("") for name in _KEY_COLUMNS], separator="|"
@@ -148,7 +148,7 @@ def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> C
         end=pack(end + offset),
         exposed=pack(covered_length(start, end, exposed_time)),
         work=pack(start - previous_start - covered_length(previous_start, start, exposed_time)),
-        synchronising=[kind in SYNCHRONISING for kind in distinct["collective"].to_list()],
+        synchronising=[kind in SYNCHRONIZING for kind in distinct["collective"].to_list()],
         group=[str(name)[:80] if name is not None else "" for name in distinct["group"].to_list()],
         size=[
             2 if is_pair else size or 0

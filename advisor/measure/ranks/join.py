@@ -160,8 +160,8 @@ def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     row = np.cumsum(np.concatenate([[True], row[1:] != row[:-1]])) - 1 if len(row) else row
     key = cells["key"][first] if len(row) else row
     bounds = np.append(first, len(row)).astype(np.int64)
-    is_synchronising = np.array([item.synchronising for item in keys], dtype=np.bool_)
-    usable = is_synchronising[key] if len(key) else np.zeros(0, dtype=np.bool_)
+    is_synchronizing = np.array([item.synchronising for item in keys], dtype=np.bool_)
+    usable = is_synchronizing[key] if len(key) else np.zeros(0, dtype=np.bool_)
     is_send = np.array([item.kind == "send_recv" for item in keys], dtype=np.bool_)
     pairs = is_send[key] if len(key) else usable
     has_unix_clock = all(summary.clock == "unix" for summary in summaries)

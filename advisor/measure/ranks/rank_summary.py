@@ -36,7 +36,7 @@ MAX_STEPS = 2_000
 MAX_FINDINGS = 60
 
 
-def summarise_rank(
+def summarize_rank(
     a: Analysis,
     rank: int,
     findings: Sequence[Finding] = (),
@@ -72,8 +72,8 @@ def summarise_rank(
             communication=a.breakdown.all_communication.total / a.step_count
             if is_complete
             else 0.0,
-            kernels=_summarise_kernels(a),
-            operators=_summarise_operators(a),
+            kernels=_summarize_kernels(a),
+            operators=_summarize_operators(a),
             per_step=_pack_steps(a),
             collectives=pack_collectives(a, collective_table(a, used), used),
             findings=[_shorten_finding(finding) for finding in findings[:MAX_FINDINGS]],
@@ -97,7 +97,7 @@ def _sum_host_time(a: Analysis) -> pl.DataFrame:
     return a.host.filter(pl.col("thread") == main).select("class", "ns")
 
 
-def _summarise_kernels(a: Analysis) -> dict[str, KernelSummary]:
+def _summarize_kernels(a: Analysis) -> dict[str, KernelSummary]:
     if a.device_id is None:
         return {}
     is_compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
@@ -111,7 +111,7 @@ def _summarise_kernels(a: Analysis) -> dict[str, KernelSummary]:
     return _key_by_digest(a, table)
 
 
-def _summarise_operators(a: Analysis) -> dict[str, KernelSummary]:
+def _summarize_operators(a: Analysis) -> dict[str, KernelSummary]:
     """Return the outermost ATen operators in the used steps, by name and shapes. Empty with device
     work, or if no shapes were recorded."""
     cpu = a.trace.cpu

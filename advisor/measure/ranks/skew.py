@@ -11,7 +11,7 @@ from advisor.core.intervals import Bools, Ints, covered_length
 from advisor.measure import Analysis
 from advisor.measure.comm.gloo import has_host_collectives
 from advisor.measure.ranks.collectives import (
-    SYNCHRONISING,
+    SYNCHRONIZING,
     collective_table,
     pack_collectives,
     step_summaries,
@@ -63,7 +63,7 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
         for number in numbers:
             a = ranks[number]
             steps = a.steps.table
-            tables.append(collective_table(a, steps, SYNCHRONISING))
+            tables.append(collective_table(a, steps, SYNCHRONIZING))
             summaries.append(
                 RankSummary(
                     rank=number,
@@ -81,8 +81,8 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
         if is_placed.all():
             first_cells = np.cumsum([0, *(table.height for table in tables[:-1])])
             cells = pl.concat(tables)[first_cells[joined.rank] + joined.index_on_rank]
-            begin = np.array([ranks[number].trace.meta.start_ns for number in numbers])
-            return _build_alignment(joined, cells, begin, numbers, ranks)
+            start = np.array([ranks[number].trace.meta.start_ns for number in numbers])
+            return _build_alignment(joined, cells, start, numbers, ranks)
         numbers = [number for number, aligned in zip(numbers, is_placed, strict=True) if aligned]
     return Alignment(None, reason, {}, {}, tuple(ranks))
 
@@ -90,7 +90,7 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
 def _build_alignment(
     joined: JoinedCollectives,
     cells: pl.DataFrame,
-    begin: Ints,
+    start: Ints,
     numbers: list[int],
     ranks: Mapping[int, object],
 ) -> Alignment:
@@ -98,10 +98,10 @@ def _build_alignment(
     offset = clocks.shift.copy()
     for index in range(len(numbers)):  # at the median time of the rank's matched collectives
         ends = end[(joined.rank == index) & joined.matched[joined.row]]
-        offset[index] += clocks.drift[index] * (np.median(ends) + begin[index] - joined.origin)
+        offset[index] += clocks.drift[index] * (np.median(ends) + start[index] - joined.origin)
     reference = int(np.flatnonzero(clocks.shift == 0)[0])
     offset -= offset[reference]
-    shift = offset + (begin - begin[reference])
+    shift = offset + (start - start[reference])
     return Alignment(
         error_ns=clocks.error_ns,
         reason="",

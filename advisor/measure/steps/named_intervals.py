@@ -104,7 +104,7 @@ def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
     outer_region = innermost_ancestor(parent, is_region)[parent[rows]]
     ts = cpu["ts"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
-    begin, stop = ts[outer_region].copy(), ts[rows].copy()
+    start, stop = ts[outer_region].copy(), ts[rows].copy()
     if len(graph):
         # rows of one thread are in order of time, so the graph run last before a row is the
         # graph row before it, and the next one the row after it
@@ -113,12 +113,12 @@ def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
         is_inside = (
             (position > 0) & (previous_graph > outer_region) & (end[previous_graph] <= ts[rows])
         )
-        begin = np.where(is_inside, end[previous_graph], begin)
+        start = np.where(is_inside, end[previous_graph], start)
         next_graph = graph[np.minimum(position, len(graph) - 1)]
         is_inside = (position < len(graph)) & (ts[next_graph] < end[rows]) & (next_graph > rows)
         is_inside &= cpu["thread"].to_numpy()[next_graph] == cpu["thread"].to_numpy()[rows]
         stop = np.where(is_inside, ts[next_graph], stop)
-    return intersect(union(begin, stop), a.spans)
+    return intersect(union(start, stop), a.spans)
 
 
 def graph_entries(a: Analysis) -> Intervals:
@@ -149,9 +149,9 @@ def between_steps(a: Analysis) -> Intervals:
     first, last = (passes.table[name].drop_nulls().sort().to_numpy() for name in ("first", "last"))
     if len(first) < 2:
         return EMPTY
-    begin, end = np.maximum.accumulate(last)[:-1], first[1:]
-    is_near = end - begin <= 0.5 * np.median(np.diff(first))
-    return intersect(union(begin[is_near], np.maximum(begin, end)[is_near]), a.spans)
+    start, end = np.maximum.accumulate(last)[:-1], first[1:]
+    is_near = end - start <= 0.5 * np.median(np.diff(first))
+    return intersect(union(start[is_near], np.maximum(start, end)[is_near]), a.spans)
 
 
 def without_gradient(a: Analysis) -> Intervals:

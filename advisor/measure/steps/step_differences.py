@@ -196,9 +196,9 @@ def _measure_self_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
     cpu = a.trace.cpu
     inner = cpu.select("ts", "dur", host="parent").join(rows.select("host"), on="host", how="semi")
     ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
-    begin = inner["ts"].to_numpy()
+    start = inner["ts"].to_numpy()
     self_ns: np.ndarray = dur - covered_length(
-        ts, ts + dur, union(begin, begin + inner["dur"].to_numpy())
+        ts, ts + dur, union(start, start + inner["dur"].to_numpy())
     )
     return self_ns
 
@@ -250,8 +250,8 @@ def compare_halves(a: Analysis) -> StepVariation | None:
         work = _Work(*(gpu[name].gather(rows) for name in ("name", "ts", "dur")))
     else:
         work = _list_operators(a)
-    for cause, begin, finish in _host_parts(a) if a.device_id is None else _idle_parts(a):
-        amounts[cause] = covered_length(start, end, union(begin, finish))
+    for cause, cause_start, cause_end in _host_parts(a) if a.device_id is None else _idle_parts(a):
+        amounts[cause] = covered_length(start, end, union(cause_start, cause_end))
     classes = [
         StepVariationPart(name, float(values[long_half].mean() - values[short_half].mean()))
         for name, values in amounts.items()

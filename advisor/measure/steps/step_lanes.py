@@ -52,11 +52,11 @@ def build_step_lanes(a: Analysis) -> StepLanes | None:
     dur = used["dur"].to_numpy()
     busy = covered_length(used["ts"], used["end"], a.breakdown.busy) / np.maximum(dur, 1)
     chosen = int(np.argmin(np.abs(dur / np.median(dur) - 1) + np.abs(busy - busy.mean())))
-    begin, end = int(used["ts"][chosen]), int(used["end"][chosen])
+    start, end = int(used["ts"][chosen]), int(used["end"][chosen])
     gpu = a.trace.gpu
     ts = gpu["ts"].to_numpy()
     stop = ts + gpu["dur"].to_numpy()
-    rows = np.flatnonzero(a.in_window & (ts < end) & (stop > begin))
+    rows = np.flatnonzero(a.in_window & (ts < end) & (stop > start))
     if not len(rows):
         return None
     kind = _kind_codes(a, rows)
@@ -65,15 +65,15 @@ def build_step_lanes(a: Analysis) -> StepLanes | None:
     for stream_id in np.unique(stream).tolist():
         on_stream = stream == stream_id
         grid = _fill_cells(
-            ts[rows][on_stream], stop[rows][on_stream], kind[on_stream], begin, end, len(CLASSES)
+            ts[rows][on_stream], stop[rows][on_stream], kind[on_stream], start, end, len(CLASSES)
         )
-        lanes.append(_build_lane(f"stream {stream_id}", grid, CLASSES, begin, end))
+        lanes.append(_build_lane(f"stream {stream_id}", grid, CLASSES, start, end))
     lanes.sort(key=lambda lane: -lane.busy)
     omitted = max(0, len(lanes) - MAX_STREAMS)
     return StepLanes(
         step=str(used["name"][chosen]),
-        dur_ns=end - begin,
-        lanes=[*lanes[:MAX_STREAMS], *_build_idle_lanes(a, begin, end)],
+        dur_ns=end - start,
+        lanes=[*lanes[:MAX_STREAMS], *_build_idle_lanes(a, start, end)],
         omitted_streams=omitted,
     )
 
@@ -87,30 +87,30 @@ def _kind_codes(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
     return result
 
 
-def _build_idle_lanes(a: Analysis, begin: int, end: int) -> list[Lane]:
-    gaps = a.gaps.filter((pl.col("ts") < end) & (pl.col("ts") + pl.col("dur") > begin))
+def _build_idle_lanes(a: Analysis, start: int, end: int) -> list[Lane]:
+    gaps = a.gaps.filter((pl.col("ts") < end) & (pl.col("ts") + pl.col("dur") > start))
     if gaps.is_empty():
         return []
     from advisor.measure.host.gaps import CAUSES
 
     ts = gaps["ts"].to_numpy()
     cause = gaps["cause"].to_physical().to_numpy().astype(np.int64)
-    grid = _fill_cells(ts, ts + gaps["dur"].to_numpy(), cause, begin, end, len(CAUSES))
-    return [_build_lane("idle", grid, CAUSES, begin, end)]
+    grid = _fill_cells(ts, ts + gaps["dur"].to_numpy(), cause, start, end, len(CAUSES))
+    return [_build_lane("idle", grid, CAUSES, start, end)]
 
 
 def _fill_cells(
     start: NDArray[np.int64],
     stop: NDArray[np.int64],
     kind: NDArray[np.int64],
-    begin: int,
-    end: int,
+    step_start: int,
+    step_end: int,
     kinds: int,
 ) -> NDArray[np.float64]:
     """Return the time of each kind (row) in each cell (column), ns."""
-    width = (end - begin) / CELLS
-    low = (np.clip(start, begin, end) - begin) / width
-    high = (np.clip(stop, begin, end) - begin) / width
+    width = (step_end - step_start) / CELLS
+    low = (np.clip(start, step_start, step_end) - step_start) / width
+    high = (np.clip(stop, step_start, step_end) - step_start) / width
     # The integral of "something runs" is piecewise linear, with corners at the ends of all events.
     # It is evaluated at the edges of the cells.
     grid = np.zeros((kinds, CELLS))
@@ -132,15 +132,15 @@ def _ramps(points: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[n
 
 
 def _build_lane(
-    label: str, grid: NDArray[np.float64], names: tuple[str, ...], begin: int, end: int
+    label: str, grid: NDArray[np.float64], names: tuple[str, ...], start: int, end: int
 ) -> Lane:
     """Draw a lane. Each cell shows the kind that takes most of it, if at least a tenth is filled. A
     single short event is still shown in its cell."""
-    width = (end - begin) / CELLS
+    width = (end - start) / CELLS
     filled = np.minimum(grid.sum(axis=0), width)
     largest_kind = grid.argmax(axis=0)
-    neighbours = np.maximum(np.append(filled[1:], 0), np.append(0, filled[:-1]))
-    is_shown = (filled >= 0.1 * width) | ((filled > 0) & (neighbours < 0.1 * width))
+    neighbors = np.maximum(np.append(filled[1:], 0), np.append(0, filled[:-1]))
+    is_shown = (filled >= 0.1 * width) | ((filled > 0) & (neighbors < 0.1 * width))
     code = np.where(is_shown, largest_kind, -1)
     changes = np.flatnonzero(np.diff(code)) + 1
     starts = np.concatenate([[0], changes]).tolist()
@@ -150,4 +150,4 @@ def _build_lane(
         for first, last in zip(starts, ends, strict=True)
         if code[first] >= 0
     ]
-    return Lane(label, runs, float(filled.sum()) / max(end - begin, 1))
+    return Lane(label, runs, float(filled.sum()) / max(end - start, 1))

@@ -191,9 +191,9 @@ class StepRecords:
         ends = [event.t for event in self.record.events if event.kind == "end"]
         if not self.steps or not ends or not self.inference:
             return 0, 0.0
-        begin, last_end = int(self.ts[0]), int((self.ts + self.dur).max())
+        start, last_end = int(self.ts[0]), int((self.ts + self.dur).max())
         remaining = max(ends) - last_end
-        return (remaining, remaining / (max(ends) - begin)) if remaining > 0 else (0, 0.0)
+        return (remaining, remaining / (max(ends) - start)) if remaining > 0 else (0, 0.0)
 
     @cached_property
     def count(self) -> int:

@@ -19,7 +19,7 @@ from advisor.core.intervals import Intervals, covered_length, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Run, Trace
 from advisor.measure.host.launches import (
     AHEAD_SHARE,
-    analysed_device,
+    analyzed_device,
     device_steps,
     find_drain_time,
     launched_before_recording,
@@ -139,13 +139,13 @@ def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> p
     """Return the index of the first used step that each interval [start, end) touches, or null.
     Without ``end``, return the step that contains each instant."""
     used = steps.used
-    begin, finish = used["ts"].to_numpy(), used["end"].to_numpy()
-    if not len(begin) or not len(start):
+    step_start, step_end = used["ts"].to_numpy(), used["end"].to_numpy()
+    if not len(step_start) or not len(start):
         return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(start))
     query_end = start + 1 if end is None else np.maximum(end, start + 1)
-    first_index = np.searchsorted(finish, start, side="right")
-    index = np.minimum(first_index, len(begin) - 1)
-    is_touching = (first_index < len(begin)) & (begin[index] < query_end)
+    first_index = np.searchsorted(step_end, start, side="right")
+    index = np.minimum(first_index, len(step_start) - 1)
+    is_touching = (first_index < len(step_start)) & (step_start[index] < query_end)
     step_index = used["index"].gather(index)
     return step_index.set(pl.Series(~is_touching), None)
 
@@ -243,7 +243,7 @@ def find_device_span(trace: Trace) -> tuple[int, int]:
     launched before the recording is excluded. So is a small amount of work before an unexplained
     wait: queued work that waits for no recorded reason waits for work missing from the file.
     """
-    device = analysed_device(trace)
+    device = analyzed_device(trace)
     if device is None:
         return recorded_extent(trace)
     is_own = (trace.gpu["device"] == device).fill_null(

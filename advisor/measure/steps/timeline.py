@@ -151,20 +151,20 @@ class HostTimeline(NamedTuple):
     def pieces_within(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> HostPieces:
         """Return the activity of the given threads in the given intervals. Empty intervals give no
         piece; an unknown thread (-1) is unrecorded."""
-        begin = np.asarray(start, dtype=np.int64)
-        finish = np.asarray(end, dtype=np.int64)
-        owner = np.broadcast_to(np.asarray(thread, dtype=np.int64), begin.shape)
-        is_known = (owner >= 0) & (owner < self.threads) & (finish > begin)
+        start_ns = np.asarray(start, dtype=np.int64)
+        end_ns = np.asarray(end, dtype=np.int64)
+        owner = np.broadcast_to(np.asarray(thread, dtype=np.int64), start_ns.shape)
+        is_known = (owner >= 0) & (owner < self.threads) & (end_ns > start_ns)
         asked = np.flatnonzero(is_known)
         base = owner[asked] * self.stride - self.origin
         piece, index, piece_start, piece_end = cut_at_points(
-            self.key, begin[asked] + base, finish[asked] + base
+            self.key, start_ns[asked] + base, end_ns[asked] + base
         )
-        unknown = np.flatnonzero(~is_known & (finish > begin))
+        unknown = np.flatnonzero(~is_known & (end_ns > start_ns))
         pieces = HostPieces(
             np.concatenate([asked[piece], unknown]),
-            np.concatenate([piece_start - base[piece], begin[unknown]]),
-            np.concatenate([piece_end - base[piece], finish[unknown]]),
+            np.concatenate([piece_start - base[piece], start_ns[unknown]]),
+            np.concatenate([piece_end - base[piece], end_ns[unknown]]),
             np.concatenate([self.row[index], np.full(len(unknown), -1, dtype=np.int32)]),
             np.concatenate([self.code[index], np.full(len(unknown), CODE["unrecorded"], np.int8)]),
         )

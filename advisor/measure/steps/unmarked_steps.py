@@ -13,7 +13,7 @@ from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import Ints
 from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.device.kernel_names import describe_kernels
-from advisor.measure.host.launches import analysed_device
+from advisor.measure.host.launches import analyzed_device
 
 MIN_REPEATS = 3
 """Minimum number of repeats: two may be start and end."""
@@ -57,7 +57,7 @@ class RangeGroup(NamedTuple):
 def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     """Find the steps' marks (``name``, ``ts``, ``dur``, in order of time) and their kind:
     ``ranges`` called steps, or one of ``GUESSED_STEP_SOURCES``. ``None`` if nothing repeats."""
-    device = analysed_device(trace)
+    device = analyzed_device(trace)
     if device is None:
         marks = _find_cycle(trace)
         return None if marks is None else (marks, "ranges")
@@ -85,7 +85,7 @@ def _launch_times(trace: Trace, rows: pl.DataFrame) -> Ints:
 
 def range_groups(trace: Trace) -> Iterator[RangeGroup]:
     """Yield ranges that could be the step, for each name that occurs at least MIN_REPEATS times."""
-    device = analysed_device(trace)
+    device = analyzed_device(trace)
     if device is None:
         return
     rows = trace.gpu.filter(pl.col("device") == device)
@@ -139,9 +139,9 @@ def _find_cycle(trace: Trace) -> pl.DataFrame | None:
             return result[index[:complete_rounds]].select(
                 pl.col("name").cast(pl.String), "ts", "dur"
             )
-        begin = np.append(ts[index], end[-1])[: complete_rounds + 1]
+        start = np.append(ts[index], end[-1])[: complete_rounds + 1]
         names = [f"round {number + 1}" for number in range(complete_rounds)]
-        return pl.DataFrame({"name": names, "ts": begin[:-1], "dur": np.diff(begin)})
+        return pl.DataFrame({"name": names, "ts": start[:-1], "dur": np.diff(start)})
     return None
 
 

@@ -28,7 +28,7 @@ _LINE = re.compile(
     rb"NCCL (INFO|WARN) ([^\r\n]+)"
 )
 _VERSION = re.compile(rb"\b(N|R)CCL version *:? (\d[\w.+-]{1,40})")
-_COLOUR = re.compile(rb"\x1b\[[0-9;]{0,16}m")
+_COLOR = re.compile(rb"\x1b\[[0-9;]{0,16}m")
 _CHANNEL = re.compile(
     r"Channel \d+(?:/\d+)? : (\d{1,7})\[\w+\] -> (\d{1,7})\[\w+\](?: \[(send|receive)\])? via (.+)"
 )
@@ -162,7 +162,7 @@ class _LogFacts:
         line = _LINE.search(raw) if b" NCCL " in raw else None
         if line is None:
             if b"GPU" in raw or b"NIC" in raw or (self.columns and raw.strip()):
-                self._add_matrix_line(_COLOUR.sub(b"", raw).decode("utf-8", "replace"))
+                self._add_matrix_line(_COLOR.sub(b"", raw).decode("utf-8", "replace"))
             return
         self.lines += 1
         host, process = line[1].decode(), f"{line[1].decode()}:{line[2].decode()}"

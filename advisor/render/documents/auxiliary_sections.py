@@ -43,7 +43,7 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
     """Yield the contents of torch.compile's logs, by cause and line. Nothing without logs."""
     if log is None:
         return
-    lists: list[Block] = [Paragraph(_summarise_log(log, report), indent=2)]
+    lists: list[Block] = [Paragraph(_summarize_log(log, report), indent=2)]
     for title, rows in (
         ("Graph breaks", [_describe_break(each) for each in log.breaks]),
         (
@@ -66,7 +66,7 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
     yield Section("torch.compile", lists)
 
 
-def _summarise_log(log: CompileLog, report: Report | None) -> str:
+def _summarize_log(log: CompileLog, report: Report | None) -> str:
     """Write counts and time. With a trace, also give the time as a number of steps."""
     text = f"{t.count_noun(log.compilations, 'compilation')} took {t.format_duration(log.ns)}"
     if log.inductor_ns is not None:

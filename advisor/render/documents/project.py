@@ -261,14 +261,14 @@ def _fit_table(title: str, ways: list[CostedChange]) -> Grid:
 def _build_layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
     """Build a table of the bytes and the cost of each layer. Equal adjacent layers share a row."""
     rows: list[list[str]] = []
-    begin = 0
+    start = 0
     for number, layer in enumerate(layers, start=1):
         if number < len(layers) and _is_similar(layer, layers[number]):
             continue
-        name = str(begin + 1) if number == begin + 1 else f"{begin + 1}-{number}, each"
+        name = str(start + 1) if number == start + 1 else f"{start + 1}-{number}, each"
         again = "unknown" if layer.ns is None else t.format_duration(layer.ns)
         rows.append([name, t.format_bytes(layer.bytes), again])
-        begin = number
+        start = number
     head = ["call", "frees at the peak", "forward again"]
     more = t.count_noun(len(rows) - MAX_LAYERS, "more row")
     return Grid(head, rows, "Checkpointing, by layer", short=rows[:MAX_LAYERS],

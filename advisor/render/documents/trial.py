@@ -73,7 +73,7 @@ def _build_table(report: TrialReport) -> Grid:
         rows.append(
             [name, predicted, measured, describe_prediction(trial), str(trial.runs), trial.outcome]
         )
-    return Grid(["knob", "predicted", "measured", "band", "runs", "outcome"], rows)
+    return Grid(["knob", "predicted", "measured", "range", "runs", "outcome"], rows)
 
 
 def _build_card(trial: Trial) -> Card:

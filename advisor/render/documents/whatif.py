@@ -283,8 +283,8 @@ def build_mesh(result: MeshResult) -> Document:
         ),
     ]
     if median is not None:
-        name, band = f"  of rank {median.rank}", (median.low_ns, median.high_ns)
-        rows.append(_build_times(name, median.measured_step_ns, median.step_ns, band))
+        name, step_range = f"  of rank {median.rank}", (median.low_ns, median.high_ns)
+        rows.append(_build_times(name, median.measured_step_ns, median.step_ns, step_range))
     rows += [
         ["samples per second and GPU", "1×", f"{result.throughput:.3g}×", ""],
         _build_times("compute", result.compute_ns, result.then_compute_ns),
@@ -310,7 +310,7 @@ def build_mesh(result: MeshResult) -> Document:
 
 
 def _build_times(
-    name: str, here: float, there: float, band: tuple[float, float] | None = None
+    name: str, here: float, there: float, step_range: tuple[float, float] | None = None
 ) -> list[str]:
-    shown = "" if band is None else t.format_range(*band)
+    shown = "" if step_range is None else t.format_range(*step_range)
     return [name, t.format_duration(here), t.format_duration(there), shown]

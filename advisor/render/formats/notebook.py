@@ -94,7 +94,7 @@ def _fold_card(card: d.Card, *, opened: bool) -> Markup:
 
 
 @cache
-def _list_colours() -> dict[str, str]:
+def _list_colors() -> dict[str, str]:
     return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", charts.css_rules()))
 
 
@@ -107,7 +107,7 @@ def inline_styles(markup: str) -> str:
         classes = re.search(r' class="([^"]*)"', attributes)
         looks = [STYLES.get(name, "")]
         for cls in classes[1].split() if classes else ():
-            looks += [STYLES.get(f".{cls}", ""), _list_colours().get(cls, "")]
+            looks += [STYLES.get(f".{cls}", ""), _list_colors().get(cls, "")]
         attributes = attributes.replace(classes[0], "") if classes else attributes
         style = ";".join(look.strip("; ") for look in looks if look)
         return f'<{name}{attributes} style="{style}">' if style else f"<{name}{attributes}>"

@@ -96,7 +96,7 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
 
     # A kernel with fewer blocks than processors leaves some empty, a different share on each GPU.
     # Libraries split matrix products differently for another GPU: half of the effect, and all of it
-    # in the band.
+    # in the range.
     fill = rows.fill(recorded, by_memory)
     computing = is_kernel & ~link
     low[computing] = np.minimum(low, low * fill)[computing]
@@ -183,13 +183,13 @@ class _TimeRatios:
         )
         with np.errstate(invalid="ignore", divide="ignore"):
             ideal = [
-                np.maximum(flops / rate, moved / band)
-                for rate, band in zip((old_rates, new_rates), memory, strict=True)
+                np.maximum(flops / rate, moved / bandwidth)
+                for rate, bandwidth in zip((old_rates, new_rates), memory, strict=True)
             ]
             self.roofline = ideal[1] / ideal[0]
             filled = [
-                np.maximum(flops / rate * fill[0], moved / band * fill[1])
-                for rate, band, fill in zip((old_rates, new_rates), memory, fills, strict=True)
+                np.maximum(flops / rate * fill[0], moved / bandwidth * fill[1])
+                for rate, bandwidth, fill in zip((old_rates, new_rates), memory, fills, strict=True)
             ]
             self._recorded_fill = filled[1] / filled[0] / self.roofline
             self.computes = flops / old_rates >= moved / memory[0]
@@ -437,7 +437,7 @@ class ProductEstimate(NamedTuple):
     """Estimated times of one call, ns."""
 
     kernel: Three
-    quantise: Three
+    quantize: Three
     """Time of the kernels that quantise its inputs, in addition to the recorded format's
     kernels."""
     launches: Three
@@ -446,7 +446,7 @@ class ProductEstimate(NamedTuple):
     @property
     def total(self) -> Three:
         """Time of the product and of quantising together."""
-        best, middle, worst = (sum(pair) for pair in zip(self.kernel, self.quantise, strict=True))
+        best, middle, worst = (sum(pair) for pair in zip(self.kernel, self.quantize, strict=True))
         return best, middle, worst
 
 
@@ -478,25 +478,25 @@ def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Prod
         new_rate = MEAN_RATES.get((gpu.name, narrow.unit), result.rate)
     flops = 2.0 * gemm.m * gemm.n * gemm.k
     first, second, out = float(gemm.m * gemm.k), float(gemm.k * gemm.n), float(gemm.m * gemm.n)
-    width, band = gemm.width, memory_rate(gpu)
+    width, bandwidth = gemm.width, memory_rate(gpu)
     inputs = width if narrow.inputs is None else narrow.inputs
     weight = narrow.weight * (width if name == SPARSE else 1.0)
     if gemm.role == "weight gradient":
         weight = inputs
-    before = max(flops / rate.rate, (first + second + out) * width / band)
+    before = max(flops / rate.rate, (first + second + out) * width / bandwidth)
     moved = first * inputs + second * weight + out * width
     fixed = min(float(KERNEL_NS), old_ns)
 
     def kernel(compute: float, memory: float) -> float:
-        ratio = max(flops / new_rate * compute, moved / band * memory) / before
+        ratio = max(flops / new_rate * compute, moved / bandwidth * memory) / before
         return fixed + (old_ns - fixed) * ratio
 
     best, middle, worst = map(kernel, narrow.compute, narrow.memory)
-    quantise, launches = _estimate_quantising(gemm, narrow, gpu, first, second)
-    return ProductEstimate((best, middle, worst), quantise, launches)
+    quantize, launches = _estimate_quantizing(gemm, narrow, gpu, first, second)
+    return ProductEstimate((best, middle, worst), quantize, launches)
 
 
-def _estimate_quantising(
+def _estimate_quantizing(
     gemm: Gemm, narrow: MatmulFormat, gpu: GpuSpec, first: float, second: float
 ) -> tuple[Three, Three]:
     """Return time and number of the kernels that quantise one call's inputs. Weights of a model
@@ -516,7 +516,9 @@ def _estimate_quantising(
             ((first * (scan + cast + narrow.inputs), 2), (second * (rescan + cast), 2)),
             ((first * 2 * (read + cast), 3), (second * (read + cast), 3)),
         )
-    band, min_ns = memory_rate(gpu), float(KERNEL_NS)
-    times = [sum(max(size / band * 1e9, count * min_ns) for size, count in plan) for plan in plans]
+    bandwidth, min_ns = memory_rate(gpu), float(KERNEL_NS)
+    times = [
+        sum(max(size / bandwidth * 1e9, count * min_ns) for size, count in plan) for plan in plans
+    ]
     counts = [float(sum(count for _, count in plan)) for plan in plans]
     return (times[0], times[1], times[2]), (counts[0], counts[1], counts[2])

@@ -269,8 +269,8 @@ class _Conversion:
         if call.fused:
             memory = attainable_roofs(self.gpu).memory
             extra = 2 * gemm.m * gemm.n * gemm.width / memory.rate * 1e9 if memory else 0.0
-            best, middle, worst = call.estimate.quantise
-            call.estimate = call.estimate._replace(quantise=(best, middle + extra, worst + extra))
+            best, middle, worst = call.estimate.quantize
+            call.estimate = call.estimate._replace(quantize=(best, middle + extra, worst + extra))
 
     def _choose_groups(self, calls_with_shapes: list[_Call]) -> None:
         """Leave products that would take longer unconverted: products of one shape together; in

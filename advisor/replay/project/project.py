@@ -197,7 +197,7 @@ class Projector:
         if target.vendor != self.recorded_gpu.vendor:
             notes.append(
                 "another vendor's libraries launch other kernels, and more or fewer of them: "
-                "that is not modelled; the band is wider by how much kernels of one family differ "
+                "that is not modelled; the range is wider by how much kernels of one family differ "
                 "in efficiency between the vendors in public traces"
             )
         if self.replayer.unseen_loader:
@@ -351,7 +351,7 @@ def describe_cheapest(result: tuple[TargetGpu, ...]) -> str:
     if rivals:
         names = ", ".join(c.projection.gpu for c in rivals[:MAX_NAMES])
         ellipsis = " …" if len(rivals) > MAX_NAMES else ""
-        text += f"; within the bands it could be {names}{ellipsis}"
+        text += f"; within the ranges it could be {names}{ellipsis}"
     return text
 
 

@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Finding
 from advisor.core.report_replay import Replay
 from advisor.measure import Analysis
 from advisor.measure.ranks.outliers import Deviation, edits_of
-from advisor.measure.ranks.rank_summary import summarise_rank
+from advisor.measure.ranks.rank_summary import summarize_rank
 from advisor.measure.ranks.summary_schema import unpack_findings
 from advisor.replay.estimators import GainEstimator, estimator_for
 from advisor.replay.ranks.gains import (
@@ -345,7 +345,7 @@ def estimate_ranks(
 ) -> tuple[RanksEstimator | None, str]:
     """Return the estimator for changes to a job's ranks, shown for one rank with its ``own``
     estimator. ``None``, with the reason, if they cannot be replayed together."""
-    study = study_ranks([summarise_rank(a, number) for number, a in analyses.items()])
+    study = study_ranks([summarize_rank(a, number) for number, a in analyses.items()])
     if study is None or study.summary_index(rank) is None:
         return None, "they belong to different runs"
     if study.replay.reason:

@@ -13,7 +13,7 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.join import JoinedCollectives
 from advisor.measure.ranks.own_time import RankProfile
 from advisor.measure.ranks.summary_schema import RankSummary
-from advisor.replay.predictions import OTHERS, job_band
+from advisor.replay.predictions import OTHERS, job_range
 
 MAX_CELLS = 400_000
 """Maximum number of collectives of all ranks in a replay: more ranks get fewer steps."""
@@ -57,10 +57,10 @@ class JobChange(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Collectives that can be computed at once: cells from ``begin`` to ``end``, and the first cell
+    """Collectives that can be computed at once: cells from ``start`` to ``end``, and the first cell
     of each of their rows."""
 
-    begin: int
+    start: int
     end: int
     rows: Ints
     which: Ints
@@ -224,10 +224,10 @@ class RanksReplay:
         order = np.lexsort((joined.end[cells], joined.start[cells], step, rank))
         total = np.cumsum(joined.work[cells][order])
         code = (rank * len(self.columns) + step)[order]
-        begin = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
-        before = np.concatenate([[0.0], total])[begin]
+        start = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
+        before = np.concatenate([[0.0], total])[start]
         inside = np.empty(len(cells))
-        inside[order] = total - np.repeat(before, np.diff(np.append(begin, len(code))))
+        inside[order] = total - np.repeat(before, np.diff(np.append(start, len(code))))
         return base[rank, step] + inside, own.sum(axis=1)
 
     def _progress(self, work: Floats) -> Floats:
@@ -248,7 +248,7 @@ class RanksReplay:
         parts: list[Ints] = []
         levels: list[_Level] = []
         moved = np.flatnonzero(position < first[1:])
-        begin = 0
+        start = 0
         while len(moved):
             rows_now = row[position[moved]]
             np.add.at(waiting, rows_now, 1)
@@ -264,9 +264,9 @@ class RanksReplay:
             cells = cells[order]
             edge = np.flatnonzero(np.concatenate([[True], row[cells][1:] != row[cells][:-1]]))
             row_index = np.cumsum(np.concatenate([[0], row[cells][1:] != row[cells][:-1]]))
-            levels.append(_Level(begin, begin + len(cells), edge, row_index))
+            levels.append(_Level(start, start + len(cells), edge, row_index))
             parts.append(cells)
-            begin += len(cells)
+            start += len(cells)
             position[at_ready] += 1
             moved = at_ready[position[at_ready] < first[1:][at_ready]]
         self.levels = levels
@@ -305,8 +305,8 @@ class RanksReplay:
         follows, same = self.waited_for[cells], self.previous_in_group[cells]
         free = np.where(self.sends_unwaited[cells], np.inf, 0.0)
         removed = None if change.removed is None else change.removed[cells]
-        for begin, end, rows, which in self.levels:
-            part = slice(begin, end)
+        for start, end, rows, which in self.levels:
+            part = slice(start, end)
             ready = np.maximum(progress[part] + delay[before[part]], done[follows[part]])
             ready = np.maximum(ready, done[same[part]])
             ends = np.maximum.reduceat(ready, rows)[which] + transfers[part]
@@ -328,9 +328,9 @@ class RanksReplay:
         stride = float(max(old.max(), new.max(), points.max())) + 1.0
         knots = np.maximum.accumulate(old + stride * owner)
         values = np.maximum.accumulate(new + stride * owner)
-        begins = np.concatenate([[0], after[:-1] + ranks[1:]])
-        knots = np.insert(knots, begins, stride * ranks)
-        values = np.insert(values, begins, stride * ranks)
+        starts = np.concatenate([[0], after[:-1] + ranks[1:]])
+        knots = np.insert(knots, starts, stride * ranks)
+        values = np.insert(values, starts, stride * ranks)
         result = np.interp(points + stride * self.rank, knots, values)
         return np.asarray(result - stride * self.rank)
 
@@ -341,14 +341,14 @@ class RanksReplay:
 
     def gain(self, change: JobChange, kind: str = OTHERS) -> JobGain:
         """Return by how much the job's step is shorter, ns, with its range: past errors of
-        predictions of this kind (see :func:`job_band`), and the replay's own error.
+        predictions of this kind (see :func:`job_range`), and the replay's own error.
 
         Raises ValueError if nothing is replayed."""
         if self.reason:
             raise ValueError(self.reason)
         gain = self.replayed_ns - self.step(change)
-        band, error = job_band(kind), min(abs(self.replayed_ns - self.measured_ns), abs(gain))
-        low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
+        ratios, error = job_range(kind), min(abs(self.replayed_ns - self.measured_ns), abs(gain))
+        low, high = sorted((gain * min(1.0, ratios.low), gain * max(1.0, ratios.high)))
         return JobGain(gain, max(0.0, low - error), max(0.0, high + error))
 
     def scaled_work(self, factor: Floats) -> JobChange:
@@ -361,8 +361,8 @@ class RanksReplay:
         """Return each collective's index in its rank's step."""
         code = self.rank * len(self.columns) + self.step_of_cell
         new = np.concatenate([[True], code[1:] != code[:-1]])
-        begin = np.flatnonzero(new)
-        result: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
+        start = np.flatnonzero(new)
+        result: Ints = np.arange(len(code)) - start[np.cumsum(new) - 1]
         return result
 
     def runs_same_program(self, stage: Ints) -> Bools:
@@ -513,8 +513,8 @@ def _find_entries(
     for rank, summary in enumerate(summaries):
         for row, step in enumerate(summary.steps):
             if column[rank, row] == chosen[0] and np.isfinite(clocks.shift[rank]):
-                begin = float(step.start - joined.origin)
-                result[rank] = begin + clocks.shift[rank] + clocks.drift[rank] * begin
+                start = float(step.start - joined.origin)
+                result[rank] = start + clocks.shift[rank] + clocks.drift[rank] * start
     result -= np.nanmin(result)
     return np.where(np.isfinite(result), result, np.nanmedian(result))
 
@@ -546,6 +546,6 @@ def _find_usual_transfer(joined: JoinedCollectives, cells: Ints, transfer: Float
 
 def _order_ends(until: Floats, first: Ints) -> Floats:
     """Return the ends of waits in the order of each rank's collectives."""
-    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        until[begin:end] = np.maximum.accumulate(until[begin:end])
+    for start, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        until[start:end] = np.maximum.accumulate(until[start:end])
     return until

@@ -194,7 +194,7 @@ class Study:
             note=self._explain_clocks(),
             world=max((s.world for s in job.summaries), default=0),
             hosts=len({s.host for s in job.summaries if s.host}),
-            step=_summarise_steps(job.profile.step_ns),
+            step=_summarize_steps(job.profile.step_ns),
             classes=classes,
             clusters=find_clusters(job.summaries, self.values, classes, job.stage),
             outliers=[self._describe_outlier(*each) for each in self.outliers],
@@ -337,7 +337,7 @@ def _group_missing(unread: Sequence[UnreadRank]) -> tuple[MissingRanks, ...]:
     )
 
 
-def _summarise_steps(steps: Floats) -> StepSpread | None:
+def _summarize_steps(steps: Floats) -> StepSpread | None:
     positive = steps[steps > 0]
     if not len(positive):
         return None

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.ranks.task import summarise_file
+from advisor.advise.ranks.task import summarize_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, format_ranks
 from advisor.measure.ranks.summary_schema import (
@@ -410,7 +410,7 @@ def test_no_rank_at_all_and_one_without_collectives() -> None:
 def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> None:
     """README of the traces: rank 7 comes last in 5 of 8 collectives."""
     summaries = [
-        summarise_file(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz"))
+        summarize_file(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz"))
         for rank in range(8)
     ]
     report = diagnose(summaries)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advise.ranks.task import summarise_file
+from advisor.advise.ranks.task import summarize_file
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.ranks.join import match_collectives, measure_waits
@@ -41,7 +41,7 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     assert alignment.error_ns is not None
     few = measure_skew(analyses, alignment)
     table = stragglers(analyses, alignment).sort("rank")
-    summaries = sorted((summarise_file(file) for file in files), key=lambda s: s.rank)
+    summaries = sorted((summarize_file(file) for file in files), key=lambda s: s.rank)
     joined = match_collectives(summaries)
     waits = measure_waits(joined)
     assert [s.rank for s in summaries] == table["rank"].to_list()

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import examine
-from advisor.advise.ranks.task import summarise_file
+from advisor.advise.ranks.task import summarize_file
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.rank_summary import shrink_to_limit
 from advisor.measure.ranks.summary_schema import MAX_BYTES, decode, encode, pack, unpack
@@ -36,7 +36,7 @@ def write_trace(tmp_path: Path, name: str = "rank3.json") -> str:
 
 def test_the_figures_are_those_of_the_ordinary_report(tmp_path: Path) -> None:
     path = write_trace(tmp_path)
-    report, summary = examine(path).report, summarise_file(path)
+    report, summary = examine(path).report, summarize_file(path)
     assert report.scope is not None
     assert summary.step_ns == report.scope.step_ns
     assert summary.time == {share.name: share.ns for share in report.time}
@@ -52,7 +52,7 @@ def test_the_figures_are_those_of_the_ordinary_report(tmp_path: Path) -> None:
 
 
 def test_collectives_have_their_key_step_and_the_work_before_them(tmp_path: Path) -> None:
-    summary = summarise_file(write_trace(tmp_path))
+    summary = summarize_file(write_trace(tmp_path))
     collectives = summary.collectives
     assert collectives is not None
     assert collectives.kind == ["all_reduce", "all_gather"]
@@ -69,9 +69,9 @@ def test_collectives_have_their_key_step_and_the_work_before_them(tmp_path: Path
 
 
 def test_the_number_that_is_asked_for_is_the_ranks(tmp_path: Path) -> None:
-    assert summarise_file(write_trace(tmp_path), 17).rank == 17
+    assert summarize_file(write_trace(tmp_path), 17).rank == 17
     with pytest.raises(AdvisorError):
-        summarise_file(str(tmp_path / "none.json"))
+        summarize_file(str(tmp_path / "none.json"))
 
 
 def test_a_summary_is_kept_small_by_leaving_out_whole_steps() -> None:
@@ -134,7 +134,7 @@ def test_racks_are_what_names_share_before_the_last_number() -> None:
 
 
 def test_the_shared_pair_has_consistent_summaries(shared_file: Callable[[str], str]) -> None:
-    summary = summarise_file(shared_file("two_ranks_rank0.json.gz"))
+    summary = summarize_file(shared_file("two_ranks_rank0.json.gz"))
     assert len(encode(summary)) < MAX_BYTES
     assert summary.world == 128
     assert summary.collectives is not None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, files_summarised_apart
+from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone, files_summarized_apart
 from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.worker_pool import start_processes
 from advisor.core.errors import AdvisorError
@@ -139,16 +139,16 @@ def test_a_fault_of_the_comparison_is_one_line(
 def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"trace_{number}.json").write_text("{}")
-    assert not files_summarised_apart([str(tmp_path)], Options())
+    assert not files_summarized_apart([str(tmp_path)], Options())
     for number in range(MAX_RANKS_IN_MEMORY - 1):
         for window in range(2):
             (tmp_path / f"host_{number}.{window}.pt.trace.json").write_text("{}")
-    assert not files_summarised_apart([str(tmp_path)], Options())
+    assert not files_summarized_apart([str(tmp_path)], Options())
     for number in (70, 71):
         (tmp_path / f"rank{number}").mkdir()
         (tmp_path / f"rank{number}" / "trace.json").write_text("{}")
-    assert files_summarised_apart([str(tmp_path)], Options())
-    assert not files_summarised_apart([str(tmp_path / "nowhere")], Options())
+    assert files_summarized_apart([str(tmp_path)], Options())
+    assert not files_summarized_apart([str(tmp_path / "nowhere")], Options())
 
 
 def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
@@ -156,6 +156,6 @@ def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
 ) -> None:
     remote_files = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
     monkeypatch.setattr("advisor.advise.ranks.job.locate_traces", lambda *_: remote_files)
-    assert files_summarised_apart(["s3://b/"], Options())
+    assert files_summarized_apart(["s3://b/"], Options())
     remote_files.pop()
-    assert not files_summarised_apart(["s3://b/"], Options())
+    assert not files_summarized_apart(["s3://b/"], Options())

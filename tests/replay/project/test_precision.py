@@ -48,8 +48,8 @@ def test_a_product_bound_by_arithmetic_by_hand() -> None:
     rates = [matmul_rate(H100, dtype) or 0.0 for dtype in ("bf16", "fp8")]
     ratio = rates[0] / rates[1] * FORMATS["fp8"].compute[1]
     assert product.kernel[1] == pytest.approx(KERNEL_NS + (1.9e6 - KERNEL_NS) * ratio)
-    assert product.quantise[1] == pytest.approx(3 * 8192 * 8192 / memory_rate(H100) * 1e9)
-    assert product.quantise[0] == 0.0
+    assert product.quantize[1] == pytest.approx(3 * 8192 * 8192 / memory_rate(H100) * 1e9)
+    assert product.quantize[0] == 0.0
     assert product.total[0] < product.total[1] < product.total[2]
 
 
@@ -61,7 +61,7 @@ def test_weights_of_four_bits_read_a_quarter_of_the_bytes() -> None:
     share = (0.5 + 4 / 128) / 2
     beyond = (product.kernel[0] - KERNEL_NS) / (20_000 - KERNEL_NS)
     assert beyond == pytest.approx(share, rel=0.01)
-    assert product.quantise == (0.0, 0.0, 0.0)
+    assert product.quantize == (0.0, 0.0, 0.0)
 
 
 def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
@@ -73,9 +73,9 @@ def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
     weight = estimate_product(Gemm(n, k, m, "bf16", 2, "weight gradient"), "fp8", H100, 5e6)
     assert forward is not None and gradient is not None and weight is not None
     band = memory_rate(H100) / 1e9
-    assert forward.quantise[1] == pytest.approx((6 * m * k + 5 * k * n) / band)
-    assert gradient.quantise[1] == pytest.approx((6 * m * n + 3 * k * n) / band)
-    assert weight.quantise == (0.0, 0.0, 0.0)
+    assert forward.quantize[1] == pytest.approx((6 * m * k + 5 * k * n) / band)
+    assert gradient.quantize[1] == pytest.approx((6 * m * n + 3 * k * n) / band)
+    assert weight.quantize == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -540,9 +540,9 @@ def _read_rocprof_csv(rows: Iterator[list[str]]) -> list[KernelProfile]:
 
 
 def _launch_duration(row: Sequence[str], column: dict[str, int]) -> float | None:
-    for begin, end in (("beginns", "endns"), ("starttimestamp", "endtimestamp")):
-        if begin in column and end in column:
-            times = (metric_of(row[column[begin]], "").value, metric_of(row[column[end]], "").value)
+    for start, end in (("beginns", "endns"), ("starttimestamp", "endtimestamp")):
+        if start in column and end in column:
+            times = (metric_of(row[column[start]], "").value, metric_of(row[column[end]], "").value)
             if isinstance(times[0], float) and isinstance(times[1], float):
                 return times[1] - times[0]
     return None

@@ -156,9 +156,9 @@ class _LineProgram:
         return value
 
     def _signed(self) -> int:
-        begin = self.at
+        start = self.at
         value = self._number()
-        bits = 7 * (self.at - begin)
+        bits = 7 * (self.at - start)
         return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
     def _texts(self) -> Iterator[str]:

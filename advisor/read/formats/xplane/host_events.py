@@ -360,9 +360,9 @@ def _find_wait_starts(host: XlaHost, thread: str, spans: Intervals) -> Ints:
         if thread_rows
         else pl.DataFrame(schema={"ts": pl.Int64, "dur": pl.Int64})
     )
-    begin, end = rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy()
+    start, end = rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy()
     span = np.searchsorted(spans.start, end) - 1
-    inside = (span >= 0) & (end < spans.end[span]) & (begin <= spans.start[span])
+    inside = (span >= 0) & (end < spans.end[span]) & (start <= spans.start[span])
     wait_starts = spans.start.copy()
     np.maximum.at(wait_starts, span[inside], end[inside])
     return wait_starts

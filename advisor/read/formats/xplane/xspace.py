@@ -280,11 +280,13 @@ class XSpace:
         self.nameless += int((~has_name).sum())
         event_index = np.cumsum(has_name) - 1
         base_ns = bases[line_of_event]
-        begin = base_ns + offset // 1000
+        start_ns = base_ns + offset // 1000
         is_valid = np.abs(duration) < 1 << 62
-        finish = base_ns + (offset + np.where(is_valid, duration, 0)) // 1000
-        length = np.where(is_valid, finish - begin, -1)
-        events = Events(line_of_event[has_name], meta[has_name], begin[has_name], length[has_name])
+        end_ns = base_ns + (offset + np.where(is_valid, duration, 0)) // 1000
+        length = np.where(is_valid, end_ns - start_ns, -1)
+        events = Events(
+            line_of_event[has_name], meta[has_name], start_ns[has_name], length[has_name]
+        )
         if ids:
             stats = result.select(_EVENT_STATS, BYTES)
             stats = stats.take(np.flatnonzero(has_name[stats.row]))

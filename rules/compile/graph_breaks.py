@@ -153,7 +153,7 @@ class GraphBreaks(Rule):
             evidence=[
                 Evidence("graph breaks", count, "count", per=a.per),
                 amount_per_step(a, "idle at graph breaks", idle.total),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("idle at graph breaks, share", share, "min_share", per=a.per),
                 Evidence("idle time per break", idle.total / len(broken_rows), "ns"),
                 *(
                     amount_per_step(a, f"idle at {_describe_break(item)}", ns)
@@ -491,7 +491,7 @@ class Recompilation(Rule):
             code=self._find_code(recompilations),
             evidence=[
                 amount_per_step(a, "compilation", compile_intervals.total),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("compilation, share", share, "min_share", per=a.per),
                 self.compare("steps with compilation", compiling_steps, "min_steps", "count"),
                 Evidence("compilations", len(in_window), "count"),
                 Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),

@@ -110,9 +110,9 @@ class CollectiveHang(Rule):
             evidence=[
                 Evidence("collective", f"{call.operation} {call.sequence}"),
                 Evidence("process group", call.group),
-                Evidence("due to", of_ranks(cause.ranks).lower()),
+                Evidence("ranks that the others wait for", of_ranks(cause.ranks).lower()),
                 Evidence("waiting ranks", len(cause.waiting), "count"),
-                Evidence("dumps", flight.dumps, "count"),
+                Evidence("dumps read", flight.dumps, "count"),
             ],
             where=list(dict.fromkeys(places))[:3],
             confidence=0.5 if cause.kind == UNENDED else self.confidence,

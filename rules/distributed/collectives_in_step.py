@@ -192,8 +192,13 @@ class CollectivesInStep(Rule):
                 ),
                 evidence=[
                     amount_per_step(a, "collectives", table.height, "count"),
-                    amount_per_step(a, "waiting for them", exposed),
-                    self.compare("share", exposed / a.span_ns, "min_share", per=a.per),
+                    amount_per_step(a, "waiting for these collectives", exposed),
+                    self.compare(
+                        "waiting for these collectives, share",
+                        exposed / a.span_ns,
+                        "min_share",
+                        per=a.per,
+                    ),
                     *([Evidence("mean message", size, "bytes")] if kind != "barriers" else []),
                 ],
                 where=_locate_calls(a, kind, table),
@@ -220,7 +225,9 @@ class CollectivesInStep(Rule):
             "host, before the forward pass begins.",
             evidence=[
                 amount_per_step(a, "host time of the broadcasts", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "host time of the broadcasts, share", ns / a.span_ns, "min_share", per=a.per
+                ),
             ],
             where=costliest_places(a, rows),
             edits=[

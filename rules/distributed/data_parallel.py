@@ -81,7 +81,7 @@ class DataParallel(Rule):
                 Evidence("devices with work", devices, "count"),
                 amount_per_step(a, "host time in broadcast, scatter and gather", host),
                 Evidence(
-                    "most and least device time",
+                    "most and least device time of a device",
                     f"{t.format_duration(max(busy_ns.values()))}, "
                     f"{t.format_duration(min(busy_ns.values()))}",
                 ),

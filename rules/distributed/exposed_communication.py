@@ -357,10 +357,10 @@ class ExposedCommunication(Rule):
             subject = "The rank waits for collectives for"
         evidence = [
             amount_per_step(a, "exposed communication", exposed),
-            self.compare("share", share, "min_share", per=a.per),
+            self.compare("exposed communication, share", share, "min_share", per=a.per),
             amount_per_step(a, "all communication", total),
-            Evidence("hidden under compute", overlap, "share"),
-            Evidence("largest exposed", _list_largest_kinds(a, by_kind)),
+            Evidence("communication hidden under compute", overlap, "share"),
+            Evidence("largest exposed communication", _list_largest_kinds(a, by_kind)),
         ]
         rank_waits = _find_rank_waits(a, table)
         waited_ns = min(int(rank_waits["wait"].sum()), exposed)
@@ -373,7 +373,7 @@ class ExposedCommunication(Rule):
             advice = {**self.case("the ranks train on CPUs"), **advice}
         elif wait_share >= self.min_uncertain_share:
             evidence.append(
-                Evidence("exposed beyond the fastest message of the size", wait_share, "share")
+                Evidence("exposed beyond the fastest message of the same size", wait_share, "share")
             )
             balances = advice.get("code") == self.cases[PIPELINED]["code"]  # late ranks too
             text = MESSAGES_DIFFER.format(wait_share) + ("" if balances else WAITS_REMAIN)

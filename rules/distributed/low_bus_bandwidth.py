@@ -79,9 +79,11 @@ class LowBusBandwidth(Rule):
             ),
             evidence=[
                 Evidence("measured bus bandwidth", scaled.measured * 1e9, "bytes/s"),
-                Evidence("attainable", scaled.attainable * 1e9, "bytes/s"),
-                self.compare("share", share, "max_share"),
-                self.compare("rates agree", scaled.agreement, "min_agreement"),
+                Evidence("attainable bus bandwidth", scaled.attainable * 1e9, "bytes/s"),
+                self.compare("measured share of the attainable bus bandwidth", share, "max_share"),
+                self.compare(
+                    "slowest tenth of the rates over the fastest", scaled.agreement, "min_agreement"
+                ),
             ],
             edits=[
                 Edit(

@@ -146,11 +146,13 @@ class MissingNoSync(Rule):
             ),
             evidence=[
                 Evidence("passes per optimizer step", k, "count", 2, "one pass needs no no_sync"),
-                self.compare("optimizer steps that show it", len(steps), "min_steps", "count"),
+                self.compare(
+                    "optimizer steps with needless reductions", len(steps), "min_steps", "count"
+                ),
                 Evidence("gradients reduced per optimizer step", sent_bytes, "bytes"),
                 Evidence("gradients of one pass", once_bytes, "bytes"),
                 amount_per_step(a, "needless reductions", needless.height, "count"),
-                Evidence("their time", time_ns, "ns", per=a.per),
+                Evidence("time of the needless reductions", time_ns, "ns", per=a.per),
             ],
             where=device_places(a, needless, "dur"),
             edits=[

@@ -53,7 +53,7 @@ class NetworkRule(Rule):
 def of_path(log: NetworkLog) -> list[Evidence]:
     """Return connections by transport, as evidence."""
     connections = "; ".join(f"{path} {count:,}" for path, count in log.paths.items())
-    return [Evidence("connections", connections)] if connections else []
+    return [Evidence("connections by transport", connections)] if connections else []
 
 
 def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
@@ -62,7 +62,7 @@ def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
         return []
     return [
         Evidence("measured bus bandwidth", scaled.measured * 1e9, "bytes/s"),
-        Evidence("attainable", scaled.attainable * 1e9, "bytes/s"),
+        Evidence("attainable bus bandwidth", scaled.attainable * 1e9, "bytes/s"),
     ]
 
 
@@ -120,7 +120,7 @@ class NcclSettings(NetworkRule):
             title=f"{next(iter(named))} is set: {next(iter(named.values()))}",
             summary=f"{'; '.join(f'{name}: {effect}' for name, effect in named.items())}.",
             code=f"unset {' '.join(slow_paths)}",
-            evidence=[Evidence("setting", name) for name in named],
+            evidence=[Evidence("NCCL setting", name) for name in named],
             impact=impact_without_gain("run once without it: all_reduce_perf shows the bandwidth"),
         )
 
@@ -230,7 +230,10 @@ class NcclSockets(NetworkRule):
         yield Finding(
             summary=f"{t.count_noun(sockets, 'connection')} between nodes "
             f"{'go' if sockets > 1 else 'goes'} over TCP{names}. {reason}{node}".rstrip(),
-            evidence=[*of_path(log), Evidence("interface", ", ".join(log.interfaces) or None)],
+            evidence=[
+                *of_path(log),
+                Evidence("network interface", ", ".join(log.interfaces) or None),
+            ],
             confidence=self.confidence if certain else 0.4,
             confidence_notes=[]
             if certain
@@ -311,7 +314,10 @@ class NcclGpuDirect(NetworkRule):
             f"{f': {reason}' if reason else ''}.",
             evidence=[
                 *of_path(log),
-                *(Evidence("disabled", f"{why} ({n}×)") for why, n in log.gdr_disabled.items()),
+                *(
+                    Evidence("GPUDirect RDMA disabled", f"{why} ({n}×)")
+                    for why, n in log.gdr_disabled.items()
+                ),
                 *bandwidth_evidence(scaled),
             ],
             **(self.case("far") if reason.startswith("distance") else {}),
@@ -464,7 +470,7 @@ class NcclNvls(NetworkRule):
             summary=f"All {log.gpus} GPUs are connected by NV18, and NCCL finds no multicast: "
             "all-reduce cannot add up in the switch.",
             evidence=[
-                Evidence("GPUs", log.gpus, "count"),
+                Evidence("GPUs of the node", log.gpus, "count"),
                 Evidence("NVLS channels", log.nvls_channels, "count"),
             ],
             impact=impact_without_gain("run all_reduce_perf with and without it"),
@@ -509,7 +515,7 @@ class NcclLimits(NetworkRule):
         yield Finding(
             title=f"NCCL fails: {next(iter(failures))}",
             summary=f"{'; '.join(failures)}. NCCL warns: {next(iter(failures.values()))}",
-            evidence=[Evidence("warning", text) for text in failures.values()],
+            evidence=[Evidence("warning in the log", text) for text in failures.values()],
             impact=impact_without_gain("communication fails or takes a slower path"),
         )
 

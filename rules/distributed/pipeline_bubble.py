@@ -104,14 +104,14 @@ class PipelineBubble(Rule):
                 f"formula. This rank waits in sends and receives for {of_step(a, wait)}.{more}"
             ),
             evidence=[
-                Evidence("stages_per_rank", size, "count"),
+                Evidence("stages of the pipeline", size, "count"),
                 Evidence("micro-batches", slots, "count"),
                 self.compare(
                     "micro-batches per stage", slots / size, "max_micro_batches_per_stage", "count"
                 ),
                 self.compare("bubble by formula", bubble, "min_share", "share"),
-                Evidence("with an interleaved schedule", interleaved_bubble, "share"),
-                amount_per_step(a, "wait in sends and receives", wait),
+                Evidence("bubble with an interleaved schedule", interleaved_bubble, "share"),
+                amount_per_step(a, "waiting in sends and receives", wait),
             ],
             where=device_places(a, rows, "exposed"),
             edits=[scale_edit(select, factor, factor, 1 - (1 - factor) * WORST_GAIN_SHARE)],

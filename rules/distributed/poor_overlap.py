@@ -127,11 +127,13 @@ class PoorOverlap(Rule):
                 )
             ),
             evidence=[
-                self.compare("hidden under compute", overlap, "max_overlap"),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("communication hidden under compute", overlap, "max_overlap"),
+                self.compare("exposed communication, share", share, "min_share", per=a.per),
                 amount_per_step(a, "exposed on the compute stream", on_stream),
                 amount_per_step(a, "exposed and waited for at once", waited),
-                amount_per_step(a, "such collectives", int(chosen.sum()), "count"),
+                amount_per_step(
+                    a, "collectives exposed in these two ways", int(chosen.sum()), "count"
+                ),
             ],
             where=device_places(a, table, cost, np.where(chosen, row_numbers(table["op"]), -1)),
             edits=[_overlap_streams(table, chosen)],

@@ -98,12 +98,14 @@ class RepeatedGathers(Rule):
                 f"{t.format_per(a.per)}."
             ),
             evidence=[
-                self.compare("passes", passes, "min_passes", "count"),
-                Evidence("gathered in each pass", size, "bytes"),
+                self.compare("passes that gather", passes, "min_passes", "count"),
+                Evidence("bytes gathered in each pass", size, "bytes"),
                 amount_per_step(a, "repeated all-gathers", repeated.height, "count"),
-                amount_per_step(a, "their time", repeated_ns),
-                amount_per_step(a, "exposed", sum_column(repeated["exposed"])),
-                self.compare("share", share, "min_share", "share"),
+                amount_per_step(a, "time of the repeated all-gathers", repeated_ns),
+                amount_per_step(a, "exposed repeated all-gathers", sum_column(repeated["exposed"])),
+                self.compare(
+                    "exposed repeated all-gathers, share of the step", share, "min_share", "share"
+                ),
             ],
             where=device_places(a, repeated, "exposed"),
             edits=[remove_collectives(a, repeated, int(times.sum()))],

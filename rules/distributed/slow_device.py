@@ -121,7 +121,7 @@ class SlowDevice(Rule):
             Evidence(label, ratio, ""),
             *finding.evidence[1:],
             Evidence("kernels compared", deviation.kernels, "count", MIN_KERNELS, CHOSEN.name),
-            Evidence("its GPU", slow_summary.device or None),
+            Evidence("GPU of the rank", slow_summary.device or None),
         ]
         notes = [*finding.confidence_notes, *(["only two ranks to compare"] if few_ranks else [])]
         fields = {"fix": self.fix.format(ranks=subject)}

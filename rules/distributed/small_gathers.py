@@ -126,13 +126,20 @@ class SmallGathers(Rule):
             ),
             evidence=[
                 self.compare("small gathers", count, "min_count", "count", per=a.per),
-                Evidence("median gather", size, "bytes"),
+                Evidence("median small gather", size, "bytes"),
                 self.compare(
-                    "transfer", transfer / (latency + transfer), "max_transfer_share", "share"
+                    "share of a small gather's time that its bytes take",
+                    transfer / (latency + transfer),
+                    "max_transfer_share",
+                    "share",
                 ),
-                amount_per_step(a, "latency of these all-gathers", float(small["latency"].sum())),
-                amount_per_step(a, "exposed", sum_column(small["exposed"])),
-                self.compare("share", share, "min_share"),
+                amount_per_step(a, "latency of the small gathers", float(small["latency"].sum())),
+                amount_per_step(
+                    a, "exposed small gathers and scatters", sum_column(small["exposed"])
+                ),
+                self.compare(
+                    "exposed small gathers and scatters, share of the step", share, "min_share"
+                ),
             ],
             where=device_places(a, small, "exposed"),
             edits=[scale_edit(select, factor, factor, 1 - (1 - factor) * WORST_GAIN_SHARE)],

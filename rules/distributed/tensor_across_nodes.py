@@ -79,12 +79,16 @@ class TensorAcrossNodes(Rule):
             ),
             evidence=[
                 Evidence("tensor-parallel ranks", size, "count"),
-                Evidence("of them on one node", placed.tensor.local, "count"),
+                Evidence("tensor-parallel ranks on one node", placed.tensor.local, "count"),
                 Evidence("GPUs of a node", placed.node, "count"),
                 amount_per_step(a, "exposed tensor-parallel collectives", exposed),
-                self.compare("share", share, "min_share"),
+                self.compare(
+                    "exposed tensor-parallel collectives, share of the step", share, "min_share"
+                ),
                 Evidence("bus bandwidth of a GPU across nodes", _bytes(placed.network), "bytes/s"),
-                Evidence("inside a node", _bytes(placed.inside_node), "bytes/s"),
+                Evidence(
+                    "bus bandwidth of a GPU inside a node", _bytes(placed.inside_node), "bytes/s"
+                ),
             ],
             where=device_places(a, rows, "exposed"),
             edits=edits,

@@ -185,7 +185,9 @@ class PowerThrottling(HeldClocks):
             evidence=[
                 Evidence("samples with a power brake", brake, "share"),
                 Evidence(
-                    "their clock, share of the maximum", mean_clock(samples, "power brake"), "share"
+                    "clock under the power brake, share of the maximum",
+                    mean_clock(samples, "power brake"),
+                    "share",
                 ),
             ],
             impact=impact_risk("a fault outside the GPU; speed falls to a fraction"),

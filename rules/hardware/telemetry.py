@@ -98,7 +98,7 @@ class GpuErrors(Rule):
                 Evidence("XID errors", ", ".join(map(str, xid)) or None),
                 Evidence("uncorrectable memory errors", errors[-1] if errors else None, "count", 0),
                 Evidence("row remapping pending", str(pending)),
-                Evidence("GPU", recorded.uuid),
+                Evidence("GPU with the errors", recorded.uuid),
             ],
             impact=impact_risk("wrong results, or the end of the run"),
             **(self.case("an error of the program") if is_program_error else {}),
@@ -175,7 +175,7 @@ class GpuShared(Rule):
                     "bytes",
                     times=total,
                 ),
-                self.compare("samples with them", share, "min_samples"),
+                self.compare("samples with other processes", share, "min_samples"),
             ],
             impact=impact_without_gain("how long the other processes computed is not recorded"),
         )
@@ -249,9 +249,9 @@ class PcieDowngraded(Rule):
                 f"possible: copies between host and device run at {ratio:.0%} of the speed."
             ),
             evidence=[
-                Evidence("link", f"PCIe {gen} x{width}"),
-                Evidence("possible", f"PCIe {max_gen} x{max_width}"),
-                Evidence("share of the speed", ratio, "share"),
+                Evidence("PCIe link in use", f"PCIe {gen} x{width}"),
+                Evidence("PCIe link that GPU and slot allow", f"PCIe {max_gen} x{max_width}"),
+                Evidence("speed of the link in use, share of the possible", ratio, "share"),
                 self.compare("samples under load with the slower link", share, "min_share"),
             ],
             edits=[Edit(op="scale", select=copies, factor=ratio)] if traced else [],

@@ -74,7 +74,7 @@ class UtilisationIllusion(Rule):
                 self.compare("multiprocessors active (GPM), %", active, "max_active", ""),
                 self.compare("DRAM busy (GPM), %", dram, "max_dram", ""),
                 Evidence("tensor cores busy (GPM), %", tensor),
-                self.compare("samples", len(samples), "min_samples", "count"),
+                self.compare("samples of the GPU", len(samples), "min_samples", "count"),
             ],
             impact=impact_without_gain(
                 "the findings about kernels say how much of the room can be used"
@@ -138,7 +138,7 @@ class LowMfu(Rule):
             ),
             evidence=[
                 self.compare("model FLOP utilisation", mfu, "max_mfu"),
-                Evidence("in the profiled window", a.mfu, "share"),
+                Evidence("model FLOP utilisation in the profiled window", a.mfu, "share"),
                 self.compare("matrix work, share of the step", min(matrix, 1.0), "min_matrix"),
                 Evidence(
                     "device busy, share",

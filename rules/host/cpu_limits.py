@@ -73,9 +73,13 @@ class CpuQuota(Rule):
                 "periods."
             ),
             evidence=[
-                Evidence("threads stopped", stopped_ns, "ns"),
-                self.compare("over the run's time", stopped_ns / run_ns, "min_share"),
-                Evidence("periods", periods, "count"),
+                Evidence("time in which threads were stopped", stopped_ns, "ns"),
+                self.compare(
+                    "time in which threads were stopped over the run's time",
+                    stopped_ns / run_ns,
+                    "min_share",
+                ),
+                Evidence("periods with stopped threads", periods, "count"),
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
             impact=impact_without_gain("the record does not show which steps it delayed"),
@@ -354,7 +358,7 @@ class ThreadOversubscription(Rule):
             evidence=[
                 self.compare("threads and workers per core", ratio, "max_ratio", ""),
                 Evidence("threads per process", threads, "count"),
-                Evidence("cores", cpus, "count"),
+                Evidence("cores of the process", cpus, "count"),
                 Evidence("cores of the machine", recorded.record.rank.cpus_total, "count"),
                 self.compare("busy cores", busy, "min_busy"),
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),

@@ -160,7 +160,7 @@ class CudaGraphsUnused(Rule):
             ),
             evidence=[
                 amount_per_step(a, "idle for launches", gaps.idle),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("idle for launches, share", share, "min_share", per=a.per),
                 self.compare("launch calls", gaps.calls, "min_launches", "count", per=a.per),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),

@@ -115,9 +115,11 @@ class ForwardCode(Rule):
             ),
             evidence=[
                 amount_per_step(a, "forward without an operator", ns),
-                amount_per_step(a, "stretches", int(is_long.sum()), "count"),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-                Evidence("longest stretch", int(lengths.max()), "ns"),
+                amount_per_step(a, "stretches without an operator", int(is_long.sum()), "count"),
+                self.compare(
+                    "forward without an operator, share", ns / a.span_ns, "min_share", per=a.per
+                ),
+                Evidence("longest stretch without an operator", int(lengths.max()), "ns"),
                 steps_seen(recorded),
             ],
             where=[] if place is None else [place],

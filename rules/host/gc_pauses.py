@@ -167,7 +167,7 @@ class GcPauses(Rule):
                 + (" has such a pause." if in_each_step else " with a pause is that much longer.")
             ),
             evidence=[
-                Evidence("pauses", float(pause.mean()), "ns", per="step"),
+                Evidence("pauses of the garbage collector", float(pause.mean()), "ns", per="step"),
                 self.compare("share of the steps' time", share, "min_share"),
                 self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
                 self.compare(PAUSED, paused, "min_pauses", "count"),

@@ -97,8 +97,13 @@ class GrowingInputs(Rule):
             evidence=[
                 self.compare("steps in a row with more values", len(values), "min_steps", "count"),
                 amount_per_step(a, "operators on more and more values", len(rows), "count"),
-                amount_per_step(a, "time in them", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                amount_per_step(a, "time of operators on more and more values", ns),
+                self.compare(
+                    "operators on more and more values, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=costliest_places(a, rows, top=1),
             **self._estimate_effect(a, rows, ns, costliest),

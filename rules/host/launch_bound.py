@@ -236,7 +236,7 @@ class LaunchBound(Rule):
             evidence=[
                 amount_per_step(a, "idle for launches", gaps.idle),
                 *([amount_per_step(a, "of it, in dense layers", dense_idle)] if dense_idle else []),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("idle for launches, share", share, "min_share", per=a.per),
                 amount_per_step(a, "idle in slower calls, or before the first launch", gaps.longer),
                 self.compare("GPU busy", gaps.busy_share, "max_busy"),
                 self.compare("launches", gaps.calls, "min_launches", "count", per=a.per),

@@ -70,7 +70,9 @@ class LoopCode(LoopRule):
         own_python = function.largest_part == labels.clean(name)
         main_part = None if own_python else function.largest_part
         location = locate_row(a, function.row, op=main_part, count=function.calls)
-        operator_evidence = amount_per_step(a, "operators in it", function.operators, "count")
+        operator_evidence = amount_per_step(
+            a, "operators in this function", function.operators, "count"
+        )
         use = None if many else find_library_use(function.stacks, timed=True)
         yield Finding(
             summary=(
@@ -85,7 +87,9 @@ class LoopCode(LoopRule):
             ),
             evidence=[
                 amount_per_step(a, "time of this function", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "time of this function, share", ns / a.span_ns, "min_share", per=a.per
+                ),
                 *([operator_evidence] if function.operators else []),
             ],
             where=[location],

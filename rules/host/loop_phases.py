@@ -300,7 +300,7 @@ class LoopPhases(LoopRule):
     ) -> list[Evidence]:
         """Return evidence that the loop's own code takes ``ns`` of a ``step``. ``spent`` is ns by
         phase; ``operators`` is the number per step, or ``None`` if it does not matter."""
-        share = self.compare("share", ns / step, "min_share", per="step")
+        share = self.compare("the loop's own code, share", ns / step, "min_share", per="step")
         if line is not None and ns < self.min_share * step:
             share = self.compare(
                 "share of this function", line.share * ns / step, "min_named_share", per="step"
@@ -311,7 +311,9 @@ class LoopPhases(LoopRule):
             share,
         ]
         if operators is not None:
-            evidence.append(Evidence("operators in it", operators, "count", per="step"))
+            evidence.append(
+                Evidence("operators in the loop's own code", operators, "count", per="step")
+            )
         return [*evidence, steps_seen(recorded)]
 
     def _choose_fix(
@@ -374,7 +376,9 @@ class LoopPhases(LoopRule):
             ),
             evidence=[
                 Evidence("products and losses outside the model", ns, "ns", per="step"),
-                self.compare("share", share, "min_share", per="step"),
+                self.compare(
+                    "products and losses outside the model, share", share, "min_share", per="step"
+                ),
                 *([Evidence("classes", fixed.classes, "count")] if many_classes else []),
                 steps_seen(recorded_steps(a)),
             ],

@@ -155,7 +155,12 @@ class NewInputShapes(Rule):
         timing = f" It times {main['trials']:.0f} algorithms each time." if main["trials"] else ""
         evidence = [
             amount_per_step(a, "host time of calls with new shapes", ns),
-            self.compare("share", ns / max(a.span_ns, 1), "min_share", per=a.per),
+            self.compare(
+                "host time of calls with new shapes, share",
+                ns / max(a.span_ns, 1),
+                "min_share",
+                per=a.per,
+            ),
             amount_per_step(a, "calls with new shapes", calls.height, "count"),
             Evidence("steps with new shapes", touched, "count"),
             Evidence("median call with a new shape", main["median"], "ns"),
@@ -165,7 +170,9 @@ class NewInputShapes(Rule):
             evidence.append(Evidence("algorithms timed in a call", main["trials"], "count"))
         if still_lost is not None:
             evidence.append(
-                Evidence("share of it that the run's last steps lose", still_lost, "share")
+                Evidence(
+                    "share of the loss that remains in the run's last steps", still_lost, "share"
+                )
             )
         yield Finding(
             summary=(

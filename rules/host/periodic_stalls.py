@@ -146,7 +146,7 @@ class PeriodicStalls(SavingRule):
                     Evidence("time in stalls", lost, "ns"),
                     self.compare("share of the window", lost / float(dur.sum()), "min_share"),
                     self.compare("stalled steps", stall_count, "min_stalls", "count"),
-                    self.compare("steps", steps.height, "min_steps", "count"),
+                    self.compare("recorded steps", steps.height, "min_steps", "count"),
                     Evidence("median step", median, "ns"),
                 ],
                 where=costliest_places(a, rows_in_stalls),
@@ -226,9 +226,9 @@ class SavingTime(SavingRule):
                     f"in it: {t.format_duration(spent)} per step on average."
                 ),
                 evidence=[
-                    Evidence("time in it", spent, "ns", per="step"),
+                    Evidence("time in saving or logging", spent, "ns", per="step"),
                     self.compare("share of the sampled stacks", share, "min_share"),
-                    self.compare("samples in it", samples, "min_samples", "count"),
+                    self.compare("samples in saving or logging", samples, "min_samples", "count"),
                     Evidence("median step", median, "ns"),
                     Evidence("mean step", mean, "ns"),
                     steps_seen(recorded),
@@ -354,13 +354,13 @@ class LongStep(Rule):
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),
-                self.compare("over the median", times, "min_factor", ""),
+                self.compare("longest step over the median", times, "min_factor", ""),
                 self.compare(
-                    "beyond the median, share of the steps' time",
+                    "time beyond the median, share of the steps' time",
                     excess / float(dur.sum()),
                     "min_share",
                 ),
-                Evidence("what is longer in it", name or None),
+                Evidence("longer part of the longest step", name or None),
             ],
             impact=impact_over_run(excess, method="time of this step beyond the median step"),
             **(self.case(case) if case else {}),

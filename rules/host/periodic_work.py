@@ -118,9 +118,9 @@ class PeriodicWork(Rule):
             evidence=[
                 Evidence("time of this work per step", work.per_step, "ns"),
                 self.compare("share of the run", work.share, "min_share"),
-                Evidence("steps apart", work.period, "count"),
-                Evidence("times recorded", work.times, "count", MIN_TIMES),
-                Evidence("time of each", work.each, "ns"),
+                Evidence("steps between two occurrences", work.period, "count"),
+                Evidence("occurrences recorded", work.times, "count", MIN_TIMES),
+                Evidence("time of each occurrence", work.each, "ns"),
                 steps_seen(recorded),
             ],
             where=[] if code is None else [code.location],

@@ -85,7 +85,7 @@ class SlowProfiledSteps(Rule):
             evidence=[
                 Evidence("median step around the window", around, "ns"),
                 Evidence("median profiled step", profiled, "ns"),
-                self.compare("longer by", overhead, "min_effect"),
+                self.compare("profiled step longer by", overhead, "min_effect"),
                 Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
                 steps_seen(recorded),
             ],
@@ -189,9 +189,9 @@ class ProfilerEvents(Rule):
             ),
             evidence=[
                 Evidence("overhead in the window", overhead.total, "ns"),
-                self.compare("share of the window", share, "min_share"),
+                self.compare("overhead, share of the window", share, "min_share"),
                 Evidence("GPU idle because of it", int(idle), "ns"),
-                Evidence("largest", largest),
+                Evidence("largest part of the overhead", largest),
             ],
             impact=impact_without_gain(_NO_GAIN),
             informational=True,

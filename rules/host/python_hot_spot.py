@@ -232,19 +232,24 @@ class PythonHotSpot(Rule):
             summary=self._write_summary(a, classified) + note,
             evidence=[
                 amount_per_step(a, "GPU idle in these functions", total),
-                self.compare("share", total / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "GPU idle in these functions, share", total / a.span_ns, "min_share", per=a.per
+                ),
                 *(
                     Evidence(_format_place(spot), spot["critical_ns"] / a.step_count, "ns")
                     for spot in classified
                 ),
                 self.compare(
-                    "idle time per gap in the first",
+                    "idle time per gap in the first function",
                     first["critical_ns"] / max(1, first["gaps"]),
                     "min_gap_us",
                     "ns",
                     times=1000,
                 ),
-                Evidence("all calls", "; ".join(_format_calls(a, spot) for spot in classified)),
+                Evidence(
+                    "all calls of these functions",
+                    "; ".join(_format_calls(a, spot) for spot in classified),
+                ),
             ],
             where=[_build_location(a, spot) for spot in classified],
             edits=[self._build_edit(a, gaps, spot) for spot in classified],
@@ -486,13 +491,27 @@ class CpuBeforeFirstKernel(Rule):
             ),
             evidence=[
                 amount_per_step(a, "GPU idle before the first launch", idle.total),
-                self.compare("share", share, "min_share", per=a.per),
                 self.compare(
-                    "median of the steps", float(np.median(by_step)), "min_ms", "ns", times=1e6
+                    "GPU idle before the first launch, share", share, "min_share", per=a.per
                 ),
-                Evidence("of it in operators", by_cause["dispatch"], "ns"),
-                Evidence("of it in Python", by_cause["python"] if has_stacks else None, "ns"),
-                Evidence("of it unexplained", by_cause["unknown"], "ns"),
+                self.compare(
+                    "GPU idle before the first launch, median of the steps",
+                    float(np.median(by_step)),
+                    "min_ms",
+                    "ns",
+                    times=1e6,
+                ),
+                Evidence(
+                    "idle time before the first launch in operators", by_cause["dispatch"], "ns"
+                ),
+                Evidence(
+                    "idle time before the first launch in Python",
+                    by_cause["python"] if has_stacks else None,
+                    "ns",
+                ),
+                Evidence(
+                    "idle time before the first launch, unexplained", by_cause["unknown"], "ns"
+                ),
             ],
             where=costliest_places(
                 a, row_numbers(gaps["host"]), lead_ns, ts=ts, dur=dur, gap=int_column(gaps, "gap")

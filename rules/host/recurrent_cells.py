@@ -90,7 +90,12 @@ class RecurrentCells(Rule):
             evidence=[
                 self.compare("calls of the cell", count, "min_calls", "count", per=a.per),
                 amount_per_step(a, "the loop's operators and their backward", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "the loop's operators and their backward, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=costliest_places(
                 a, cells["row"].to_numpy().astype(np.int64), cells["ns"].to_numpy(), top=1

@@ -125,9 +125,11 @@ class RepeatedBackward(Rule):
             ),
             evidence=[
                 amount_per_step(a, "nodes of the backward pass", int(in_steps.sum()), "count"),
-                amount_per_step(a, "of them, run again", int(repeated.sum()), "count"),
+                amount_per_step(
+                    a, "nodes of the backward pass that run again", int(repeated.sum()), "count"
+                ),
                 *time_evidence,
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare("nodes that run again, share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows[repeated], top=1),
             edits=remove_at("repeated_backward"),

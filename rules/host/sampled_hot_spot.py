@@ -148,7 +148,7 @@ class SampledHotSpot(Rule):
             ),
             evidence=[
                 self.compare("share of the sampled stacks", code.share, "min_share"),
-                self.compare("samples in it", code.samples, "min_samples", "count"),
+                self.compare("samples in this line", code.samples, "min_samples", "count"),
                 self.compare(
                     "GPU idle while the host computes", idle / a.span_ns, "min_share", per=a.per
                 ),

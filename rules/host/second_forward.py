@@ -87,7 +87,7 @@ class SecondForward(Rule):
         evidence = [
             amount_per_step(a, "layers that run again", len(table), "count"),
             amount_per_step(a, "time of the second pass", ns),
-            self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            self.compare("time of the second pass, share", ns / a.span_ns, "min_share", per=a.per),
         ]
         worst = self.worst_factor
         if repeated_share is not None:

@@ -108,9 +108,11 @@ class SliceGradients(Rule):
             ),
             evidence=[
                 amount_per_step(a, "gradients of slices", len(rows), "count"),
-                amount_per_step(a, "time of these nodes", ns),
+                amount_per_step(a, "time of the gradients of slices", ns),
                 self.compare("slices of one tensor", slices, "min_slices", "count", per=a.per),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "time of the gradients of slices, share", ns / a.span_ns, "min_share", per=a.per
+                ),
             ],
             where=costliest_places(a, rows, np.ones(len(rows), dtype=int), top=1),
             edits=[

@@ -138,9 +138,14 @@ class SmallMicroBatches(Rule):
                 f"time between them take {of_step(a, ns)}."
             ),
             evidence=[
-                self.compare("passes", passes.number, "min_passes", "count"),
+                self.compare("passes per optimizer step", passes.number, "min_passes", "count"),
                 amount_per_step(a, "short calls and time between them", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "short calls and time between them, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
                 Evidence("calls per pass", len(short) / len(pass_spans) / passes.number, "count"),
             ],
             where=costliest_places(a, layers["row"].to_numpy(), layers["ns"].to_numpy(), top=1),

@@ -175,8 +175,8 @@ class RegularStalls(Rule):
                 Evidence("time in stalls", lost, "ns"),
                 self.compare("share of the steps' time", lost / total, "min_share"),
                 Evidence("stalled steps", len(stalls.rows), "count", MIN_LONG_STEPS),
-                Evidence("steps apart", stalls.period, "count"),
-                Evidence("longest phase in them", phase),
+                Evidence("steps between two stalls", stalls.period, "count"),
+                Evidence("longest phase in the stalled steps", phase),
                 steps_seen(recorded),
             ],
             impact=impact_over_run(lost, method="time of the stalled steps beyond the median"),
@@ -312,9 +312,9 @@ class StepJitter(Rule):
             ),
             evidence=[
                 self.compare("99th percentile over the usual step", ratio, "min_ratio", ""),
-                self.compare("lost in long steps, of all time", excess, "min_excess"),
+                self.compare("time lost in long steps, share of all time", excess, "min_excess"),
                 Evidence("long steps", len(stalls.rows), "count"),
-                Evidence("longest phase in them", causes[0][0] if causes else None),
+                Evidence("longest phase in the long steps", causes[0][0] if causes else None),
                 self.compare("CPUs used by other programs", others, "max_others"),
                 steps_seen(recorded),
             ],
@@ -338,7 +338,9 @@ class StepJitter(Rule):
                 f"{_list_causes(find_causes(recorded, late_steps)) or 'not recorded'}."
             ),
             evidence=[
-                self.compare("late over early median", after / before, "min_ratio", ""),
+                self.compare(
+                    "median of late steps over that of early ones", after / before, "min_ratio", ""
+                ),
                 Evidence("long steps", len(late_steps.rows), "count"),
                 steps_seen(recorded),
             ],

@@ -100,8 +100,8 @@ class TimeBetweenSteps(Rule):
             where=[] if place is None else [place],
             evidence=[
                 Evidence("time between steps", outside, "ns"),
-                self.compare("share of the run", outside / run_ns, "min_share"),
-                Evidence("pauses", pauses, "count"),
+                self.compare("time between steps, share of the run", outside / run_ns, "min_share"),
+                Evidence("pauses between steps", pauses, "count"),
                 steps_seen(recorded),
             ],
             impact=impact_over_run(

@@ -147,7 +147,9 @@ class UnbatchedCalls(Rule):
             evidence=[
                 amount_per_step(a, "calls and their backward", ns),
                 self.compare("calls on one sample", number, "min_calls", "count", per=a.per),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "calls and their backward, share", ns / a.span_ns, "min_share", per=a.per
+                ),
             ],
             where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
             edits=[
@@ -246,8 +248,15 @@ class LoopedOperators(Rule):
             ),
             evidence=[
                 amount_per_step(a, "the loop's operators and their backward", ns),
-                self.compare("calls of each", number / joins * a.step_count, "min_calls", "count"),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "calls of each operator", number / joins * a.step_count, "min_calls", "count"
+                ),
+                self.compare(
+                    "the loop's operators and their backward, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
             known_cost=True,

@@ -156,10 +156,17 @@ class ConstantProjections(Rule):
                 f"{of_step(a, ns)}."
             ),
             evidence=[
-                self.compare("passes in a row", longest_run, "min_passes", "count"),
+                self.compare(
+                    "passes in a row with the same layers", longest_run, "min_passes", "count"
+                ),
                 amount_per_step(a, "layers on constant rows", len(rows), "count"),
-                amount_per_step(a, "time of these layers", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                amount_per_step(a, "time of the layers on constant rows", ns),
+                self.compare(
+                    "time of the layers on constant rows, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=costliest_places(a, rows, top=1),
             edits=self._build_edits(a, rows, ns),

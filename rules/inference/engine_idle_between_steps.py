@@ -74,8 +74,8 @@ class EngineIdleBetweenSteps(Rule):
             summary=f"The GPU idles for {of_step(a, idle)} between two steps of the engine.",
             evidence=[
                 amount_per_step(a, "idle between steps", idle),
-                self.compare("share", share, "min_share", per=a.per),
-                self.compare("steps", len(passes.marks), "min_steps", "count"),
+                self.compare("idle between steps, share", share, "min_share", per=a.per),
+                self.compare("steps of the engine", len(passes.marks), "min_steps", "count"),
             ],
             edits=[Edit(op="remove", select=Select(on="gap", at="between_steps"))],
         )

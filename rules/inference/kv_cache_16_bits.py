@@ -81,9 +81,11 @@ class KvCache16Bits(Rule):
             summary=f"Attention reads {t.format_bytes(moved / a.step_count)} of keys and values in "
             f"16 bits and takes {of_step(a, dur)}.",
             evidence=[
-                amount_per_step(a, "attention", dur),
-                self.compare("share", share, "min_share", per=a.per),
-                self.compare("of the memory's bandwidth", rate, "min_rate"),
+                amount_per_step(a, "attention over the cache", dur),
+                self.compare("attention over the cache, share", share, "min_share", per=a.per),
+                self.compare(
+                    "bandwidth of this attention, share of the memory's", rate, "min_rate"
+                ),
             ],
             edits=[
                 scale_edit(

@@ -113,8 +113,8 @@ class PrefixRecomputed(Rule):
             ),
             evidence=[
                 self.compare("passes that grow by one token", len(lengths), "min_passes", "count"),
-                self.compare("tokens of the first", lengths[0], "min_tokens", "count"),
-                amount_per_step(a, "passes", calls, "count"),
+                self.compare("tokens of the first pass", lengths[0], "min_tokens", "count"),
+                amount_per_step(a, "passes of the model", calls, "count"),
                 Evidence("tokens per pass, mean", tokens, "count"),
             ],
             edits=[self._build_edit(a, tokens)],

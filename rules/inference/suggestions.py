@@ -85,7 +85,7 @@ class PrefillStallsDecode(_Suggestion):
             [
                 Evidence(f"{long.name} step", long.ns, "ns"),
                 Evidence("decode step", decode.ns, "ns"),
-                self.compare("ratio", ratio, "min_ratio", "ratio"),
+                self.compare("the longer step over the decode step", ratio, "min_ratio", "ratio"),
             ],
         )
 
@@ -135,7 +135,9 @@ class SmallDecodeBatch(_Suggestion):
             "requests and is limited by memory.",
             [
                 self.compare("requests per step", decode.requests, "max_batch", "count"),
-                self.compare("by memory", decode.limit_share, "min_share"),
+                self.compare(
+                    "part of a decode step limited by memory", decode.limit_share, "min_share"
+                ),
             ],
         )
 
@@ -191,8 +193,10 @@ class PrefixCacheUnused(_Suggestion):
             f"All {prompts} prompts were computed from their first token, in "
             f"{t.format_duration(prompt_ns)} ({prompt_ns / total:.0%} of the steps' time).",
             [
-                self.compare("prompts", prompts, "min_prompts", "count"),
-                self.compare("with prompts", prompt_ns / total, "min_share"),
+                self.compare("prompts in the recording", prompts, "min_prompts", "count"),
+                self.compare(
+                    "steps with prompts, share of all steps' time", prompt_ns / total, "min_share"
+                ),
             ],
         )
 
@@ -241,7 +245,7 @@ class CollectivesOfTensorParallel(_Suggestion):
         yield (
             f"Collectives take {t.format_duration(ns)} of device time per decode step "
             f"({share:.0%}).",
-            [self.compare("collectives", share, "min_share")],
+            [self.compare("collectives, share of the step's device time", share, "min_share")],
         )
 
     @staticmethod
@@ -294,7 +298,7 @@ class PiecewiseGraphs(_Suggestion):
             f"{decode.busy_share:.0%} of a decode step of {t.format_duration(decode.ns)}.",
             [
                 self.compare("graph launches per step", graphs.per_step, "min_graphs", "count"),
-                self.compare("GPU busy", decode.busy_share, "max_busy"),
+                self.compare("GPU busy in a decode step", decode.busy_share, "max_busy"),
             ],
         )
 
@@ -354,8 +358,12 @@ class SlowDecodeAttention(_Suggestion):
             f"Attention takes {share:.0%} of a decode step's device time, and reads at "
             f"{rate:.0%} of the memory's bandwidth.",
             [
-                self.compare("attention", share, "min_share"),
-                self.compare("of the memory bandwidth", rate, "max_rate"),
+                self.compare(
+                    "attention, share of the decode step's device time", share, "min_share"
+                ),
+                self.compare(
+                    "bandwidth of the attention, share of the memory bandwidth", rate, "max_rate"
+                ),
             ],
         )
 
@@ -418,11 +426,14 @@ class UnevenExperts(_Suggestion):
             f"Exchanges between experts take {t.format_duration(median)} in the median and "
             f"{t.format_duration(high)} at the 90th percentile.",
             [
-                self.compare("collectives", share, "min_share"),
+                self.compare("collectives, share of the step's device time", share, "min_share"),
                 self.compare(
-                    "90th percentile over median", high / max(median, 1.0), "min_ratio", "ratio"
+                    "90th percentile of an exchange over its median",
+                    high / max(median, 1.0),
+                    "min_ratio",
+                    "ratio",
                 ),
-                self.compare("exchanges", len(dur), "min_count", "count"),
+                self.compare("exchanges in the recording", len(dur), "min_count", "count"),
             ],
         )
 

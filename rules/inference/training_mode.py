@@ -72,8 +72,8 @@ class TrainingMode(Rule):
             ),
             evidence=[
                 amount_per_step(a, "active dropout layers", len(layers), "count"),
-                amount_per_step(a, "host time in them", ns),
-                self.compare("steps", a.step_count, "min_steps", "count"),
+                amount_per_step(a, "host time in active dropout layers", ns),
+                self.compare("steps or passes", a.step_count, "min_steps", "count"),
             ],
             where=costliest_places(a, layers),
             known_cost=True,

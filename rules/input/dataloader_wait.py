@@ -217,8 +217,8 @@ class DataLoaderWait(LoaderWaitRule):
             ),
             evidence=[
                 amount_per_step(a, "exposed wait", waits.exposed),
-                self.compare("share", share, "min_share", per=a.per),
-                amount_per_step(a, "wait", waits.total),
+                self.compare("exposed wait, share", share, "min_share", per=a.per),
+                amount_per_step(a, "wait for the loader", waits.total),
                 self.compare("mean wait for a batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("steps that wait", float(np.mean(waits.by_step > 0)), "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
@@ -454,7 +454,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             ),
             evidence=[
                 amount_per_step(a, "exposed loading", exposed),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("exposed loading, share", share, "min_share", per=a.per),
                 self.compare("mean time of one batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("workers that would keep up", needed, "count"),
                 *(
@@ -560,8 +560,12 @@ class SamplerTime(Rule):
             ),
             evidence=[
                 amount_per_step(a, "exposed time of the sampler", sampler_ns),
-                self.compare("share of the step", sampler_ns / a.span_ns, "min_share"),
-                Evidence("share of the loading", share, "share"),
+                self.compare(
+                    "exposed time of the sampler, share of the step",
+                    sampler_ns / a.span_ns,
+                    "min_share",
+                ),
+                Evidence("time of the sampler, share of the loading", share, "share"),
             ],
             where=[
                 *([] if line is None else [line.location]),

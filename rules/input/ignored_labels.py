@@ -113,7 +113,12 @@ class IgnoredLabels(Rule):
                 self.compare("labels that the loss ignores", ignored, "min_ignored_share"),
                 Evidence("positions with logits, per pass", work.positions, "count"),
                 amount_per_step(a, "time of the logits, their loss and gradients", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "time of the logits, their loss and gradients, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=[] if line is None else [line.location],
             edits=edits,

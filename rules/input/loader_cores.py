@@ -206,7 +206,7 @@ class LoaderWorkers(LoadingRule):
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
-                self.compare("share", share, "min_wait", per="step"),
+                self.compare("wait for data, share", share, "min_wait", per="step"),
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
                 self.compare("workers per core", workers / cores, "min_workers_per_core", ""),
@@ -386,8 +386,8 @@ class CpuBoundTransforms(Rule):
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
-                self.compare("share", share, "min_wait", per="step"),
-                self.compare("CPU use", busy, "min_cpu"),
+                self.compare("wait for data, share", share, "min_wait", per="step"),
+                self.compare("CPU use, share of the cores", busy, "min_cpu"),
                 Evidence("cores per main process", cores, "count"),
                 self.compare("disk reads", disk_rate, "max_disk", "bytes/s"),
                 steps_seen(recorded),
@@ -412,8 +412,10 @@ class CpuBoundTransforms(Rule):
                 Evidence("cores that workers use", taken.workers, "count"),
                 Evidence("cores that the training gets", taken.training, "count"),
                 Evidence("cores that its threads can use", taken.wanted, "count"),
-                self.compare("CPU use", taken.busy, "min_cpu"),
-                self.compare("share", taken.gain, "min_wait", per="step"),
+                self.compare("CPU use, share of the cores", taken.busy, "min_cpu"),
+                self.compare(
+                    "gain if the cores sufficed, share", taken.gain, "min_wait", per="step"
+                ),
                 steps_seen(recorded),
             ],
             impact=impact_per_step(

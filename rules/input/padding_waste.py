@@ -132,12 +132,12 @@ class PaddingWaste(Rule):
                 f" {beyond:.0%} of the tokens are beyond the longest sequence of their batch."
             )
         evidence = [
-            self.compare("padding", mean, "min_padding"),
+            self.compare("padding, share of the tokens", mean, "min_padding"),
             self.compare("batches sampled", len(padding.all), "min_samples", "count"),
             steps_seen(recorded_steps(a)),
         ]
         if beyond is not None:
-            evidence.insert(1, Evidence("beyond the longest sequence", beyond, "share"))
+            evidence.insert(1, Evidence("padding beyond the longest sequence", beyond, "share"))
         if padding.length is not None:
             evidence.insert(1, Evidence("padded length", padding.length, "count"))
         yield Finding(

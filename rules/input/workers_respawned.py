@@ -121,8 +121,8 @@ class WorkersRespawned(Rule):
                 "of the time."
             ),
             evidence=[
-                Evidence("time lost", lost, "ns"),
-                self.compare("share of the epochs' time", lost / total, "min_share"),
+                Evidence("time lost at the starts of epochs", lost, "ns"),
+                self.compare("time lost, share of the epochs' time", lost / total, "min_share"),
                 Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
                 Evidence("wait for a batch, median", median_wait, "ns"),
                 Evidence("ending and starting workers, median", float(np.median(spawns)), "ns"),
@@ -284,7 +284,7 @@ class PrefetchStarved(Rule):
             evidence=[
                 self.compare("steps that wait", float(starved.mean()), "min_starved"),
                 self.compare("wait at the 95th percentile", p95, "min_p95_ms", "ns", times=1e6),
-                self.compare("share", share, "min_share", per="step"),
+                self.compare("time of these waits, share", share, "min_share", per="step"),
                 self.compare(
                     "stretches without a wait", 1 - float(np.mean(stretches)), "min_unstarved_share"
                 ),

@@ -137,10 +137,17 @@ class DenseExperts(Rule):
                 ),
                 evidence=[
                     amount_per_step(a, "time of the experts", ns),
-                    amount_per_step(a, "choices", len(mixture.layers), "count"),
+                    amount_per_step(a, "choices of experts", len(mixture.layers), "count"),
                     Evidence("experts", experts, "count"),
-                    self.compare("chosen", chosen / experts, "max_chosen_share"),
-                    self.compare("wasted", central / a.span_ns, "min_share", per=a.per),
+                    self.compare(
+                        "part of the experts that is chosen", chosen / experts, "max_chosen_share"
+                    ),
+                    self.compare(
+                        "work of experts that are not chosen, share",
+                        central / a.span_ns,
+                        "min_share",
+                        per=a.per,
+                    ),
                 ],
                 where=costliest_places(a, forward_rows),
                 edits=[

@@ -129,7 +129,7 @@ class DoublePrecision(Rule):
             summary=f"Matrix products and convolutions of doubles take {of_step(a, ns)}.",
             evidence=[
                 amount_per_step(a, "products of doubles", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare("products of doubles, share", ns / a.span_ns, "min_share", per=a.per),
                 amount_per_step(a, "all operators on doubles", int(double["own"].sum())),
             ],
             where=costliest_places(a, rows, products["ns"].to_numpy()),
@@ -171,7 +171,7 @@ class DoublePrecision(Rule):
             if names.len():
                 edits.append(scale_edit(select_kernels(names.to_list()), *factors))
         product_evidence = [
-            amount_per_step(a, "matrix products of them", summed_duration(a, products)),
+            amount_per_step(a, "matrix products of doubles", summed_duration(a, products)),
             Evidence("peak in FP64", peaks[0], "FLOP/s"),
             Evidence("peak in FP32", peaks[1], "FLOP/s"),
         ] * bool(products.any())
@@ -187,7 +187,7 @@ class DoublePrecision(Rule):
             summary=f"Kernels on doubles (float64) take {of_step(a, ns)}{longest}.",
             evidence=[
                 amount_per_step(a, "kernels on doubles", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare("kernels on doubles, share", ns / a.span_ns, "min_share", per=a.per),
                 *product_evidence,
             ],
             where=where,

@@ -113,9 +113,14 @@ class DroppedPositions(Rule):
                 ),
                 evidence=[
                     amount_per_step(a, "time of the layer", ns),
-                    amount_per_step(a, "calls", len(dropped.made), "count"),
-                    self.compare("part that is used", dropped.kept, "max_kept_share"),
-                    self.compare("dropped", saved[0] / a.span_ns, "min_share", per=a.per),
+                    amount_per_step(a, "calls of the layer", len(dropped.made), "count"),
+                    self.compare("part of the result that is used", dropped.kept, "max_kept_share"),
+                    self.compare(
+                        "work on dropped positions, share",
+                        saved[0] / a.span_ns,
+                        "min_share",
+                        per=a.per,
+                    ),
                 ],
                 where=costliest_places(a, layer_rows),
                 edits=[scale_operators(a, rows, saved)],

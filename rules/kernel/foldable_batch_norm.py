@@ -84,7 +84,11 @@ class FoldableBatchNorm(Rule):
                 self.compare("batch norm after convolutions, kernel time", ns / total, "min_share"),
                 amount_per_step(a, "batch norms", int(rows.sum()), "count"),
                 *(
-                    [amount_per_step(a, "read and written by them", int(moved), "bytes")]
+                    [
+                        amount_per_step(
+                            a, "bytes read and written by batch norms", int(moved), "bytes"
+                        )
+                    ]
                     if moved
                     else []
                 ),

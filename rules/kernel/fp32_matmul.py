@@ -307,11 +307,11 @@ class Fp32Matmul(Rule):
             yield self._check_unknown_gpu(a, slow, share)
             return
         target = self._find_target(a.hardware)
-        if target is None or (target.format == "tf32" and self._casts(a, slow).any()):
+        if target is None or (target.format == "tf32" and self._mask_casts(a, slow).any()):
             return  # mixed-precision-off advises the 16-bit format of the operands
         yield self._build_finding(a, slow, share, target)
 
-    def _casts(self, a: Analysis, slow: kernel_work.Mask) -> kernel_work.Mask:
+    def _mask_casts(self, a: Analysis, slow: kernel_work.Mask) -> kernel_work.Mask:
         """Return the mask of casts around these products; empty if they take little time."""
         matrix = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *FAMILIES)
         casts = find_casts(a, slow, matrix)
@@ -490,7 +490,7 @@ class Fp32Matmul(Rule):
                 "max_bandwidth_share",
             ),
             "the device is mostly idle": (example_steps(add_idle_time), "min_step_share"),
-            "operands are cast from BF16": (_build_adapters(), "self._casts(a, slow)"),
+            "operands are cast from BF16": (_build_adapters(), "self._mask_casts(a, slow)"),
         }
 
 
@@ -645,7 +645,7 @@ class MixedPrecisionOff(Fp32Matmul):
             dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[half_dtypes[0]]
             placeholders = {"format": half_dtypes[0].upper(), "dtype": dtype}
             text = self.case(MIXED, **placeholders)
-            casts = self._casts(a, slow)
+            casts = self._mask_casts(a, slow)
             if casts.any():
                 ns = kernel_work.summed_duration(a, casts)
                 peft = runs_code_of(a, r"(?:^|/)peft/")
@@ -686,7 +686,7 @@ class MixedPrecisionOff(Fp32Matmul):
         cast_ns = (
             1e9 * moved * casts.get(derating, self.cast_share) / memory.rate if memory else 0.0
         )
-        if self._casts(a, slow).any():
+        if self._mask_casts(a, slow).any():
             cast_ns = 0.0  # operands are in 16 bits already
         return max(0.0, super()._estimate_saved(a, slow, target, derating, blind) - float(cast_ns))
 

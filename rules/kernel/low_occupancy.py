@@ -128,11 +128,14 @@ class LowOccupancy(Rule):
             ),
             evidence=[
                 self.compare(
-                    "occupancy of the largest, percent", worst["occupancy"], "max_occupancy", ""
+                    "occupancy of the largest kernel, percent",
+                    worst["occupancy"],
+                    "max_occupancy",
+                    "",
                 ),
-                Evidence("limited by", worst["limit"]),
+                Evidence("occupancy limited by", worst["limit"]),
                 self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
-                self.compare("such kernels, share of kernel time", share, "min_share"),
+                self.compare("kernels of low occupancy, share of kernel time", share, "min_share"),
             ],
             where=kernel_work.kernel_locations(a, selected),
             edits=[scale_edit(select, expected, best, worst_factor)],

@@ -196,9 +196,14 @@ class PairwiseBroadcast(Rule):
                     f"or read. This takes {of_step(a, ns)}."
                 ),
                 evidence=[
-                    amount_per_step(a, "operators on it", len(rows), "count"),
-                    amount_per_step(a, "time of these operators", ns),
-                    self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                    amount_per_step(a, "operators on the broadcast tensor", len(rows), "count"),
+                    amount_per_step(a, "time of operators on the broadcast tensor", ns),
+                    self.compare(
+                        "time of operators on the broadcast tensor, share",
+                        ns / a.span_ns,
+                        "min_share",
+                        per=a.per,
+                    ),
                 ],
                 where=costliest_places(a, made),
                 edits=[scale_operators(a, rows, saved)],

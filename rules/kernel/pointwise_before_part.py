@@ -116,9 +116,16 @@ class PointwiseBeforePart(Rule):
                 ),
                 evidence=[
                     amount_per_step(a, "time of this arithmetic", ns),
-                    amount_per_step(a, "calls", len(rows), "count"),
-                    self.compare("part that is used", arithmetic.used, "max_used_share"),
-                    self.compare("wasted", saved / a.span_ns, "min_share", per=a.per),
+                    amount_per_step(a, "calls of this arithmetic", len(rows), "count"),
+                    self.compare(
+                        "part of the elements that is used", arithmetic.used, "max_used_share"
+                    ),
+                    self.compare(
+                        "arithmetic on unused elements, share",
+                        saved / a.span_ns,
+                        "min_share",
+                        per=a.per,
+                    ),
                 ],
                 where=costliest_places(a, rows),
                 edits=[scale_operators(a, rows, (saved, ns, 0.8 * saved))],

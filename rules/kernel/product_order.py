@@ -138,7 +138,7 @@ class ProductOrder(Rule):
                     self.compare(
                         "arithmetic that remains", 1 - saved[1] / ns, "max_remaining_share"
                     ),
-                    self.compare("saved", saved[0] / a.span_ns, "min_share", per=a.per),
+                    self.compare("time saved, share", saved[0] / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, products, top=1),
                 edits=[scale_operators(a, rows, saved)],

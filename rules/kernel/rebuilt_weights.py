@@ -174,9 +174,14 @@ class RebuiltWeights(Rule):
             title=title.get(kind, self.title),
             summary=summary,
             evidence=[
-                amount_per_step(a, "operators that make them", len(rows), "count"),
+                amount_per_step(a, "operators that recompute weights", len(rows), "count"),
                 *time_evidence,
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "operators that recompute weights, share",
+                    ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=find_places(a, intervals, rows.astype(np.int64)),
             edits=remove_at("rebuilt_weights"),

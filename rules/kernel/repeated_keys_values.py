@@ -201,11 +201,16 @@ class RepeatedKeysValues(Rule):
                 f"{', with the sums of their gradients' if gradient_ns else ''}."
             ),
             evidence=[
-                amount_per_step(a, "copies", len(repeats), "count"),
+                amount_per_step(a, "copies of keys and values", len(repeats), "count"),
                 amount_per_step(a, "time of the copies and their backward pass", ns + gradient_ns),
                 amount_per_step(a, "backward pass of the copies", gradient_ns),
                 Evidence("query heads per head of keys", largest.times, "count"),
-                self.compare("share", (ns + gradient_ns) / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "copies and their backward pass, share",
+                    (ns + gradient_ns) / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=costliest_places(a, copies, top=1),
             edits=list(self._edits(a, readers, copies, ns, backward, gradient_ns)),

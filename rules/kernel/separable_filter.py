@@ -122,9 +122,15 @@ class SeparableFilter(Rule):
                 ),
                 evidence=[
                     amount_per_step(a, "time of these convolutions", ns),
-                    amount_per_step(a, "calls", len(filter_.forward), "count"),
-                    self.compare("points along a dimension", min(sizes), self._size_limit(a)),
-                    self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                    amount_per_step(
+                        a, "calls of these convolutions", len(filter_.forward), "count"
+                    ),
+                    self.compare(
+                        "points of the filter along a dimension", min(sizes), self._size_limit(a)
+                    ),
+                    self.compare(
+                        "time of these convolutions, share", ns / a.span_ns, "min_share", per=a.per
+                    ),
                 ],
                 where=_find_places(a, filter_),
                 edits=[scale_operators(a, rows, saved)],

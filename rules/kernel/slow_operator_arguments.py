@@ -205,9 +205,14 @@ class SlowOperatorArguments(Rule):
             yield Finding(
                 summary=f"{costliest.summary} Such calls take {of_step(a, ns)}.",
                 evidence=[
-                    amount_per_step(a, "calls", len(rows), "count"),
-                    amount_per_step(a, "time of these calls", ns),
-                    self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                    amount_per_step(a, "calls with slow arguments", len(rows), "count"),
+                    amount_per_step(a, "time of calls with slow arguments", ns),
+                    self.compare(
+                        "time of calls with slow arguments, share",
+                        ns / a.span_ns,
+                        "min_share",
+                        per=a.per,
+                    ),
                 ],
                 where=costliest_places(a, rows, dur),
                 edits=[] if on_gpu else _build_edits(a, slow_calls),

@@ -94,7 +94,9 @@ class TritonRegisterSpills(Rule):
         ]
         if total:
             summary += f" and takes {t.format_share(ns / total)} of kernel time"
-            evidence.append(self.compare("of kernel time", ns / total, "min_share"))
+            evidence.append(
+                self.compare("time of the kernel, share of kernel time", ns / total, "min_share")
+            )
         summary += f" (num_warps={worst.num_warps})."
         if len(spilling) > 1:
             summary += f" {t.count_noun(len(spilling) - 1, 'more kernel')} spill too."

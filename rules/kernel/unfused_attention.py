@@ -198,7 +198,7 @@ class UnfusedAttention(Rule):
             evidence=[
                 self.compare("unfused attention, share of kernel time", share, "min_share"),
                 amount_per_step(a, "unfused attention", attention_ns),
-                Evidence("under the math fallback", fallback / total, "share"),
+                Evidence("attention under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
             where=kernel_work.kernel_locations(a, attention),

@@ -161,8 +161,8 @@ class UnfusedElementwise(Rule):
                     "chains of pointwise kernels, share of kernel time", share, "min_share"
                 ),
                 amount_per_step(a, "kernels in chains", int(in_chain.sum()), "count"),
-                amount_per_step(a, "chains", chains.height, "count"),
-                amount_per_step(a, "writing and rereading in between", saved),
+                amount_per_step(a, "chains of pointwise kernels", chains.height, "count"),
+                amount_per_step(a, "writing and rereading within chains", saved),
             ],
             where=kernel_work.kernel_locations(a, in_chain),
             edits=edits,

@@ -104,7 +104,7 @@ class UnfusedMessages(Rule):
             ),
             evidence=[
                 amount_per_step(a, "kernels of messages", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare("kernels of messages, share", ns / a.span_ns, "min_share", per=a.per),
                 amount_per_step(a, "messages written and read", bytes_moved, "byte"),
                 self.compare("edges per node", largest.edges / largest.nodes, "min_edges", "ratio"),
             ],

@@ -106,8 +106,8 @@ class WaveQuantisation(Rule):
                 "empty."
             ),
             evidence=[
-                self.compare("waste in these kernels", lost / spent, "min_waste"),
-                self.compare("waves of the largest", table["waves"][0], "max_waves", ""),
+                self.compare("waste, share of these kernels' time", lost / spent, "min_waste"),
+                self.compare("waves of the largest kernel", table["waves"][0], "max_waves", ""),
                 amount_per_step(a, "time of these kernels", spent),
             ],
             where=kernel_work.kernel_locations(a, rows),

@@ -115,7 +115,7 @@ class BatchHeadroom(Rule):
             evidence=[
                 Evidence("GPU memory held", held, "bytes"),
                 self.compare(
-                    "of the GPU's memory, other processes included",
+                    "share of the GPU's memory held, other processes included",
                     (held + others) / total,
                     "max_memory",
                 ),

@@ -86,7 +86,7 @@ class DriverAllocationRule(Rule):
             evidence=[
                 self.compare(self._label, rate, "min_a_step", "count", per=a.per),
                 self.compare(
-                    "steps with such calls", calls["step"].n_unique(), "min_steps", "count"
+                    "steps with these calls", calls["step"].n_unique(), "min_steps", "count"
                 ),
                 Evidence(
                     "host time in these calls", sum_column(calls["dur"]) / steps, "ns", per=a.per
@@ -366,10 +366,10 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             f"for {of_step(a, pinning.total)}.",
             evidence=[
                 amount_per_step(a, "host time in pin_memory()", pinning.total),
-                self.compare("of it, copying the batch", copied, "min_copy_share"),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("copying the batch, share of pin_memory()", copied, "min_copy_share"),
+                self.compare("host time in pin_memory(), share", share, "min_share", per=a.per),
                 self.compare(
-                    "steps with such calls", int((by_step > 0).sum()), "min_steps", "count"
+                    "steps with pin_memory()", int((by_step > 0).sum()), "min_steps", "count"
                 ),
             ],
             where=costliest_places(a, rows, dur, top=1),

@@ -72,10 +72,12 @@ class EmptyCacheInLoop(Rule):
                 f"({mallocs.height / a.step_count:.0f} cudaMalloc per step)."
             ),
             evidence=[
-                self.compare("steps with the call", frees["step"].n_unique(), "min_steps", "count"),
-                Evidence("cudaFree", bursts, "count", per=a.per),
-                amount_per_step(a, "cudaMalloc", mallocs.height, "count"),
-                amount_per_step(a, "host time in both", int(calls["dur"].sum())),
+                self.compare(
+                    "steps with empty_cache()", frees["step"].n_unique(), "min_steps", "count"
+                ),
+                Evidence("cudaFree calls", bursts, "count", per=a.per),
+                amount_per_step(a, "cudaMalloc calls", mallocs.height, "count"),
+                amount_per_step(a, "host time in cudaFree and cudaMalloc", int(calls["dur"].sum())),
             ],
             where=[
                 locate_row(

@@ -143,9 +143,14 @@ class EvalWithoutNoGrad(Rule):
                 self.compare(
                     "graph nodes without a backward pass", count, "min_numbers", "count", per=a.per
                 ),
-                amount_per_step(a, "host time in them", lost),
-                self.compare("share of the forward pass", share, "min_share"),
-                self.compare("share", lost / a.span_ns, "min_step", per=a.per),
+                amount_per_step(a, "host time in forward passes without a backward", lost),
+                self.compare("unused graphs, share of the forward pass", share, "min_share"),
+                self.compare(
+                    "host time in forward passes without a backward, share",
+                    lost / a.span_ns,
+                    "min_step",
+                    per=a.per,
+                ),
             ],
             where=costliest_places(a, rows_in_window),
             impact=impact_risk(
@@ -252,8 +257,8 @@ class EvaluationGraphs(EvalWithoutNoGrad):
             ),
             evidence=[
                 self.compare("forward passes", count, "min_numbers", "count"),
-                Evidence("time of these pauses", spent, "ns"),
-                self.compare("share of the run", spent / run_ns, "min_step"),
+                Evidence("time of the pauses with such passes", spent, "ns"),
+                self.compare("time of these pauses, share of the run", spent / run_ns, "min_step"),
                 steps_seen(recorded),
             ],
             impact=impact_risk(

@@ -113,15 +113,17 @@ class GrowingConcatenation(Rule):
                 f"whole. This takes {of_step(a, ns)}."
             ),
             evidence=[
-                amount_per_step(a, "these concatenations", len(calls), "count"),
-                amount_per_step(a, "time in them", ns),
+                amount_per_step(a, "growing concatenations", len(calls), "count"),
+                amount_per_step(a, "time of growing concatenations", ns),
                 self.compare(
                     "calls that slide" if longest.slides else "lengths in a row",
                     longest.evidence,
                     "min_lengths",
                     "count",
                 ),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "time of growing concatenations, share", ns / a.span_ns, "min_share", per=a.per
+                ),
             ],
             where=costliest_places(a, calls),
             edits=[

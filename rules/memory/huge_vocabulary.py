@@ -124,7 +124,9 @@ class HugeVocabulary(Rule):
             ),
             evidence=[
                 Evidence("largest block of the loss", held.largest, "bytes"),
-                self.compare("share of the memory in tensors", share, "min_memory"),
+                self.compare(
+                    "blocks of the loss, share of the memory in tensors", share, "min_memory"
+                ),
                 Evidence("blocks of its size, or half of it", held.blocks, "count"),
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
@@ -185,7 +187,7 @@ class HugeVocabulary(Rule):
                 Evidence("largest log-softmax", largest, "bytes"),
                 self.compare(f"share {part}", largest / capacity, "min_memory"),
                 self.compare(
-                    "last dimension",
+                    "last dimension of the log-softmax",
                     tensor.shape[-1] if tensor else None,
                     "min_vocabulary",
                     "count",

@@ -89,7 +89,7 @@ class KeptReferences(Rule):
                     evidence=[
                         Evidence("memory of earlier steps", saving.bytes, "bytes"),
                         self.compare(
-                            "share of the memory in tensors",
+                            "memory of earlier steps, share of the memory in tensors",
                             saving.bytes / max(peak.allocated, 1),
                             "min_memory_share",
                         ),
@@ -249,11 +249,11 @@ class MemoryLeak(Rule):
                 f"{t.format_bytes(rate)} per step.{until}"
             ),
             evidence=[
-                self.compare("growth", growth, "min_growth", "bytes"),
-                Evidence("growth per step", rate, "bytes"),
-                Evidence("at the end", now, "bytes"),
-                Evidence("capacity", total, "bytes"),
-                self.compare("steps", steps, "min_steps", "count"),
+                self.compare("growth of memory", growth, "min_growth", "bytes"),
+                Evidence("growth of memory per step", rate, "bytes"),
+                Evidence("memory at the end", now, "bytes"),
+                Evidence("capacity of the GPU", total, "bytes"),
+                self.compare("steps after the warm-up", steps, "min_steps", "count"),
             ],
             impact=impact_risk(
                 f"out of memory in {left:,} steps"
@@ -299,8 +299,10 @@ class MemoryLeak(Rule):
                     )
                 ),
                 evidence=[
-                    Evidence("left behind", rate, "bytes", per="step"),
-                    self.compare("held at the end of the history", at_end, "min_growth", "bytes"),
+                    Evidence("memory left behind", rate, "bytes", per="step"),
+                    self.compare(
+                        "memory held at the end of the history", at_end, "min_growth", "bytes"
+                    ),
                     Evidence(f"held {_name_moment(peak)}", before, "bytes"),
                     Evidence("steps that left something", int(row["steps"]), "count"),
                     Evidence("steps compared: not the first and the last", steps, "count"),
@@ -338,7 +340,7 @@ class MemoryLeak(Rule):
             evidence=[
                 Evidence(f"growth per {unit}", float(table["rate"].sum()), "bytes"),
                 self.compare("growth over the snapshots", growth, "min_growth", "bytes"),
-                Evidence("snapshots", len(peaks), "count"),
+                Evidence("snapshots compared", len(peaks), "count"),
             ],
             where=[
                 Location(file=r["file"], line=r["line"], function=r["function"], count=r["blocks"])

@@ -124,9 +124,9 @@ class MemoryFragmentation(Rule):
                 + (f" It released its cache and retried {retries} times." if retries else "")
             ),
             evidence=[
-                Evidence("reserved", reserved, "bytes"),
-                Evidence("peak allocated", peak, "bytes"),
-                self.compare("reserved over peak", reserved / peak, "min_ratio", ""),
+                Evidence("memory reserved", reserved, "bytes"),
+                Evidence("peak memory allocated", peak, "bytes"),
+                self.compare("reserved over peak allocated", reserved / peak, "min_ratio", ""),
                 Evidence("GPU memory", total, "bytes"),
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
@@ -172,20 +172,20 @@ class MemoryFragmentation(Rule):
             yield Finding(
                 summary=summary,
                 evidence=[
-                    Evidence("reserved at the peak, not in tensors", packed.slack, "bytes"),
+                    Evidence("memory reserved at the peak, not in tensors", packed.slack, "bytes"),
                     self.compare(
-                        "not reserved with expandable segments",
+                        "memory not reserved with expandable segments",
                         packed.freed,
                         "min_split",
                         "bytes",
                         times=GIB,
                     ),
                     self.compare(
-                        "share of reserved memory",
+                        "freed by expandable segments, share of reserved",
                         packed.freed / max(peak.reserved, 1),
                         "min_freed",
                     ),
-                    Evidence("lost to rounding", pieces.rounding, "bytes"),
+                    Evidence("memory lost to rounding", pieces.rounding, "bytes"),
                     Evidence("allocator settings", settings.get("PYTORCH_CUDA_ALLOC_CONF") or None),
                 ],
                 impact=impact_memory(
@@ -211,22 +211,24 @@ class MemoryFragmentation(Rule):
                 f"expandable segments, {remaining} would still be reserved."
             ),
             evidence=[
-                Evidence("free when the snapshot was taken", pieces.free, "bytes"),
-                Evidence("largest free piece", pieces.largest, "bytes"),
+                Evidence("free memory when the snapshot was taken", pieces.free, "bytes"),
+                Evidence("largest free piece of memory", pieces.largest, "bytes"),
                 self.compare(
                     "free in segments with tensors, share of reserved",
                     pieces.split / max(reserved, 1),
                     "min_unused",
                 ),
                 self.compare(
-                    "not reserved with expandable segments",
+                    "memory not reserved with expandable segments",
                     packed.freed,
                     "min_split",
                     "bytes",
                     times=GIB,
                 ),
                 self.compare(
-                    "share of reserved memory", packed.freed / max(reserved, 1), "min_freed"
+                    "freed by expandable segments, share of reserved",
+                    packed.freed / max(reserved, 1),
+                    "min_freed",
                 ),
             ],
             impact=impact_memory(

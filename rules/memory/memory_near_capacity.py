@@ -137,7 +137,7 @@ class MemoryNearCapacity(Rule):
             ),
             evidence=[
                 Evidence("peak reserved", reserved, "bytes"),
-                Evidence("capacity", capacity, "bytes"),
+                Evidence("capacity of the GPU", capacity, "bytes"),
                 self.compare("reserved, share of capacity", share, "max_share"),
                 self.compare(
                     "allocated at its peak, share of reserved", used, "max_allocated_share"

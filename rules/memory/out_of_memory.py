@@ -154,7 +154,7 @@ class OutOfMemory(Rule):
                 Evidence("held by the allocator", reserved, "bytes"),
                 Evidence("GPU memory", total, "bytes"),
                 self.compare("last batch over the median one", batch_ratio, "min_batch_ratio", ""),
-                Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
+                Evidence("snapshot file", None if snapshot is None else str(snapshot)[:200]),
             ],
             severity="critical",
             impact=impact_risk(

@@ -129,7 +129,7 @@ class RecomputeWithFreeMemory(Rule):
             evidence=[
                 self.compare("recomputation, share", share, "min_share", per=a.per),
                 amount_per_step(a, "recomputation", recomputed),
-                amount_per_step(a, "of it, the GPU idles while it is launched", launching),
+                amount_per_step(a, "GPU idle while the recomputation is launched", launching),
                 Evidence("peak reserved", reserved, "bytes"),
                 self.compare("peak reserved, share of capacity", reserved_share, "max_reserved"),
             ],

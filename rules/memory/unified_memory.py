@@ -125,10 +125,15 @@ class UnifiedMemory(Rule):
             ),
             evidence=[
                 amount_per_step(a, "kernels during migrations", waited_ns),
-                self.compare("share", waited_ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "kernels during migrations, share",
+                    waited_ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
                 amount_per_step(a, "bytes to the GPU on demand", size["HtoD"], "bytes"),
                 amount_per_step(a, "bytes back on demand", size["DtoH"], "bytes"),
-                amount_per_step(a, "the same bytes over the link", link_ns),
+                amount_per_step(a, "time of these bytes over the link", link_ns),
                 amount_per_step(a, "evictions", evicted.height, "count"),
                 Evidence("GPU page faults in the recording",
                          None if faults.is_empty() else float(faults["value"].sum()), "count"),

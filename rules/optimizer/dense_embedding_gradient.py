@@ -140,8 +140,13 @@ class DenseEmbeddingGradient(Rule):
                     "size of the table's gradient, values", largest.rows * largest.size, "count"
                 ),
                 amount_per_step(a, "time of work on whole tables", work.ns),
-                amount_per_step(a, "of it, making the gradient", work.gradient_ns),
-                self.compare("share", work.ns / a.span_ns, "min_share", per=a.per),
+                amount_per_step(a, "time of making the gradient of the table", work.gradient_ns),
+                self.compare(
+                    "time of work on whole tables, share",
+                    work.ns / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
             ],
             where=kernel_work.kernel_locations(a, work.kernels)
             if work.kernels.any()

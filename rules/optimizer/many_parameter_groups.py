@@ -135,7 +135,7 @@ class ManyParameterGroups(Rule):
             ),
             evidence=[
                 self.compare("groups in a step", rounds.groups, "min_groups", "count"),
-                Evidence("different settings of them", rounds.settings, "count"),
+                Evidence("different settings of the groups", rounds.settings, "count"),
                 self.compare("tensors in a group", rounds.tensors, "max_tensors", ""),
                 self.compare("optimizer, share", ns / a.span_ns, "min_share", per=a.per),
             ],

@@ -142,9 +142,11 @@ class UnusedGradients(Rule):
             evidence=[
                 Evidence("parameters with a gradient", report.total, "count"),
                 Evidence(f"of them, {kind_text}", report.unused, "count"),
-                Evidence("size of their gradients", report.bytes, "bytes"),
+                Evidence("size of the unused gradients", report.bytes, "bytes"),
                 *times,
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare(
+                    "work on the unused gradients, share", ns / a.span_ns, "min_share", per=a.per
+                ),
             ],
             fix=fix,
             code=code,

@@ -85,8 +85,10 @@ class ZeroedGradients(Rule):
             evidence=[
                 amount_per_step(a, "fills of gradients", fills, "count"),
                 amount_per_step(a, "additions to gradients", additions, "count"),
-                amount_per_step(a, "device time of both", int(dur[needless].sum())),
-                self.compare("share of launches or device time", share, "min_share"),
+                amount_per_step(a, "device time of fills and additions", int(dur[needless].sum())),
+                self.compare(
+                    "fills and additions, share of launches or device time", share, "min_share"
+                ),
                 Evidence("additions per fill", additions / fills),
             ],
             where=costliest_places(a, launch[rows[ZERO_GRAD_RANGE]], dur[rows[ZERO_GRAD_RANGE]]),

@@ -48,7 +48,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     evidence = [
         Evidence("rank", job.topology.ranks[index[0]])
         if len(index) == 1
-        else Evidence("who", subject),
+        else Evidence("ranks", subject),
         Evidence(label, deviation.excess_ns, "ns", per=per),
         Evidence(
             "share of the ranks' step",

@@ -69,7 +69,7 @@ class BlockingRule(Rule):
         return [
             amount_per_step(a, "calls before idle time", blocking.reads, "count"),
             amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
-            Evidence("calls", count_causes(a, blocking)),
+            Evidence("calls by name", count_causes(a, blocking)),
         ]
 
     def _advice(
@@ -90,7 +90,7 @@ class BlockingRule(Rule):
             summary=f"The GPU idles for {of_step(a, blocking.total)} {self._reason(a, blocking)}",
             evidence=[
                 amount_per_step(a, "GPU idle after these calls", blocking.total),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("GPU idle after these calls, share", share, "min_share", per=a.per),
                 *self._details(a, blocking),
             ],
             where=where,
@@ -418,9 +418,9 @@ class BlockingPinnedCopy(BlockingRule):
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
         bytes_copied = sum_column(a.trace.gpu["bytes"].gather(blocking.table["copy"]))
         return [
-            amount_per_step(a, "copies", blocking.table.height, "count"),
+            amount_per_step(a, "copies that block", blocking.table.height, "count"),
             amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
-            amount_per_step(a, "bytes", bytes_copied, "bytes"),
+            amount_per_step(a, "bytes copied", bytes_copied, "bytes"),
         ]
 
     @staticmethod

@@ -231,13 +231,13 @@ class ImplicitSync(Rule):
         in_optimizer = self._in_optimizer(a, blocking)
         evidence = [
             amount_per_step(a, "GPU idle in and after these calls", idle),
-            self.compare("share", share, "min_share", per=a.per),
+            self.compare("GPU idle in and after these calls, share", share, "min_share", per=a.per),
             amount_per_step(a, "calls before idle time", reads, "count"),
             amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
-            Evidence("calls", count_causes(a, blocking)),
+            Evidence("calls by name", count_causes(a, blocking)),
         ]
         if in_optimizer:
-            evidence.append(Evidence("GPU idle after those in the optimizer", in_optimizer, "ns"))
+            evidence.append(Evidence("GPU idle after calls in the optimizer", in_optimizer, "ns"))
         values = Select(on="host", kind=("runtime",), under=VALUE)
         copies = Select(on="host", call=("memcpy", "memcpy_blocking", "sync_stream"), under=COPY)
         edits = [make_async(a, blocking, values, copies)]
@@ -245,7 +245,7 @@ class ImplicitSync(Rule):
         if in_optimizer:
             case = "inside the optimizer"
         if loops.total >= self.min_share * a.span_ns:
-            evidence.append(amount_per_step(a, "of it in loops of reads", loops.total))
+            evidence.append(amount_per_step(a, "GPU idle in loops of reads", loops.total))
             edits += [
                 Edit(op="remove", select=values),
                 scale_edit(
@@ -257,7 +257,9 @@ class ImplicitSync(Rule):
             ]
             effect, case = "Most of them are made one by one in a loop.", "in a loop"
         if host_work.total >= self.min_share * a.span_ns:
-            evidence.append(amount_per_step(a, "of it in work on what was read", host_work.total))
+            evidence.append(
+                amount_per_step(a, "GPU idle in work on what was read", host_work.total)
+            )
             edits.append(scale_edit(Select(on="gap", at="after_read"), 0.0, 0.0, 1.0))
             effect = (
                 f"The host works on them for {t.format_duration(host_work.total / a.step_count)}"
@@ -292,7 +294,7 @@ class ImplicitSync(Rule):
                 f"{count_noun(-(-reads // a.step_count), 'read')}{per_step(a)} of GPU values. The "
                 "GPU has work meanwhile, but the next launches come later."
             ),
-            evidence=[Evidence("calls", count_causes(a, blocking))],
+            evidence=[Evidence("calls by name", count_causes(a, blocking))],
             where=costliest_places(a, calls, waited, instance=number_reads(blocking.table)),
             edits=[make_calls_async(a, calls[np.argsort(-waited, kind="stable")])],
             informational=True,
@@ -528,10 +530,12 @@ class HostReads(Rule):
             evidence=[
                 amount_per_step(a, "host blocked in reads", wait_ns),
                 amount_per_step(a, "GPU idle", idle_ns),
-                self.compare("smaller of the two, share", share, "min_share", per=a.per),
-                amount_per_step(a, "reads", copies, "count"),
+                self.compare(
+                    "smaller of host blocked and GPU idle, share", share, "min_share", per=a.per
+                ),
+                amount_per_step(a, "reads of GPU values", copies, "count"),
                 self.compare("launches between reads", launches / copies, "max_apart", "count"),
-                Evidence("calls", count_causes(a, reads)),
+                Evidence("calls by name", count_causes(a, reads)),
             ],
             where=costliest_places(a, calls, waited + 1, instance=number_reads(reads.table)),
             edits=[Edit(op="make_async", select=READING_CALLS), *launches_saved],

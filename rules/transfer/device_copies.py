@@ -141,10 +141,12 @@ class DeviceCopies(Rule):
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time within the GPU", exposed),
-                self.compare("share", share, "min_share", per=a.per),
-                amount_per_step(a, "copies", copies.height, "count"),
-                amount_per_step(a, "bytes", bytes_copied, "bytes"),
-                amount_per_step(a, "inside compiled functions", compiled_ns),
+                self.compare(
+                    "exposed copy time within the GPU, share", share, "min_share", per=a.per
+                ),
+                amount_per_step(a, "copies within the GPU", copies.height, "count"),
+                amount_per_step(a, "bytes copied within the GPU", bytes_copied, "bytes"),
+                amount_per_step(a, "copy time inside compiled functions", compiled_ns),
                 amount_per_step(a, "graph launches", graph_launches, "count"),
             ],
             where=device_places(a, copies),
@@ -301,16 +303,20 @@ class CopiesNotOverlapped(Rule):
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time", exposed),
-                self.compare("share", share, "min_share", per=a.per),
-                self.compare("hidden by compute", overlap, "max_overlap"),
-                Evidence("exposed on the compute stream", on_compute_share, "share"),
+                self.compare("exposed copy time, share", share, "min_share", per=a.per),
+                self.compare("copy time hidden by compute", overlap, "max_overlap"),
+                Evidence("copy time exposed on the compute stream", on_compute_share, "share"),
                 *(
                     [amount_per_step(a, "GPU idle after calls that wait", awaited.total)]
                     if awaited.total
                     else []
                 ),
-                amount_per_step(a, "bytes", bytes_copied, "bytes"),
-                Evidence("bandwidth", bytes_copied / max(1, int(copies["dur"].sum())), "GB/s"),
+                amount_per_step(a, "bytes copied", bytes_copied, "bytes"),
+                Evidence(
+                    "bandwidth of the copies",
+                    bytes_copied / max(1, int(copies["dur"].sum())),
+                    "GB/s",
+                ),
             ],
             where=device_places(a, copies),
             edits=[

@@ -221,11 +221,11 @@ class PageableCopies(Rule):
             evidence=[
                 amount_per_step(a, "exposed copy time", exposed),
                 amount_per_step(a, "GPU idle after these calls", blocking.total),
-                self.compare("share", share, "min_share", per=a.per),
+                self.compare("exposed copies and idle GPU, share", share, "min_share", per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
                 *([Evidence("peak of the PCIe link", link, "GB/s")] if link else []),
-                amount_per_step(a, "bytes", sum_column(slow_copies["bytes"]), "bytes"),
+                amount_per_step(a, "bytes copied", sum_column(slow_copies["bytes"]), "bytes"),
             ],
             where=device_places(a, slow_copies),
             edits=[

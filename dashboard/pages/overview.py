@@ -187,12 +187,12 @@ def _fix_sequence_card(view: PageView) -> Any:
                         sequence, stage, is_kept=_is_kept(stage, kept_fixes)
                     ).items()
                 ),
-                cls="stair",
+                cls="fix-row",
             )
         )
     return card(
         f"{sequence.per.capitalize()} time after each fix",
-        element("Ol", *rows, cls="stairs"),
+        element("Ol", *rows, cls="fix-rows"),
         element("P", outlook, id=OUTLOOK_ID, cls="note-line", role="status"),
         aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),

@@ -100,7 +100,7 @@ def test_unticking_a_fix_updates_the_step_and_the_gains_of_the_others(
     _, second = finding_text.ranked_findings(result.report)[:2]
     tab = open_tab(dashboard)
     page = tab.open("/")
-    ticks, figures = page.locator(".stair input"), page.locator(".stair .after-figures")
+    ticks, figures = page.locator(".fix-row input"), page.locator(".fix-row .after-figures")
     ticks.nth(0).uncheck()
     own_gain = second.impact.gain_ns
     figures.nth(2).get_by_text(f"−{format_duration(own_gain)}").wait_for()
@@ -122,36 +122,36 @@ def test_a_link_restores_which_fixes_are_ticked(
 ) -> None:
     tab = open_tab(dashboard_of(pair[0]))
     page = tab.open("/")
-    page.locator(".stair input").first.uncheck()
+    page.locator(".fix-row input").first.uncheck()
     page.locator("#outlook", has_text="With the ticked fixes").wait_for()
     page.wait_for_url("**/?without=1")
-    rows = page.locator(".stairs").inner_text()
+    rows = page.locator(".fix-rows").inner_text()
     tab.open(page.url.removeprefix(tab.address))
-    assert not page.locator(".stair input").first.is_checked()
-    assert page.locator(".stairs").inner_text() == rows
+    assert not page.locator(".fix-row input").first.is_checked()
+    assert page.locator(".fix-rows").inner_text() == rows
     assert page.locator("#outlook").inner_text().startswith("With the ticked fixes")
     for path in (".to-findings a", ".lines .title", ".bar a"):
         page.locator(path).first.click()
         page.wait_for_url("**without=1*")
         page.locator(".page-overview").wait_for(state="detached")
         page.locator(".to-overview a").click()
-        page.locator(".stairs").wait_for()
-        assert not page.locator(".stair input").first.is_checked()
-        assert page.locator(".stairs").inner_text() == rows
-    page.locator(".stair input").first.check()
+        page.locator(".fix-rows").wait_for()
+        assert not page.locator(".fix-row input").first.is_checked()
+        assert page.locator(".fix-rows").inner_text() == rows
+    page.locator(".fix-row input").first.check()
     page.wait_for_url("**/")
     page.locator(".to-findings a").click()
     page.wait_for_url("**/findings")
     page.locator(".to-overview a").click()
-    page.locator(".stairs").wait_for()
-    page.locator(".stair input").first.uncheck()
+    page.locator(".fix-rows").wait_for()
+    page.locator(".fix-row input").first.uncheck()
     page.wait_for_url("**/?without=1")
     page.locator(".to-findings a").click()
     page.wait_for_url("**/findings?without=1")
     for argument in ("", "x", "99", "1e9,-1,,", "²", "without", "%00", "1&without=2", "1" * 5000):
         tab.open(f"/?without={argument}")
-        assert page.locator(".stair input").count() == page.locator(
-            ".stair input:checked"
+        assert page.locator(".fix-row input").count() == page.locator(
+            ".fix-row input:checked"
         ).count() + (argument.startswith("1&"))
     assert tab.problems == []
 
@@ -266,7 +266,7 @@ def test_click_targets_are_at_least_24_pixels_high(
         assert [node for node in page.evaluate(SMALL_TARGETS) if parts not in node] == [], path
     assert all(
         box["height"] >= 24 and box["width"] >= 24
-        for box in (each.bounding_box() for each in tab.open("/").locator(".stair input").all())
+        for box in (each.bounding_box() for each in tab.open("/").locator(".fix-row input").all())
     )
 
 

@@ -244,7 +244,7 @@ def _check_fixes(tab: Any, report: dict[str, Any]) -> None:
 def _check_fix_sequence(tab: Any, report: dict[str, Any]) -> None:
     """Check that each fix shortens the step by the finding's marginal gain."""
     ranked = [f for f in report["findings"] if f["folded_under"] is None]
-    texts = tab.page.locator(".stair .after-figures").all_inner_texts()
+    texts = tab.page.locator(".fix-row .after-figures").all_inner_texts()
     if not ranked:
         assert texts == []
         return

@@ -46,7 +46,7 @@ def read(path: str, processes: int) -> int:
     return read_trace(path, ReadOptions(processes=processes)).meta.events_read
 
 
-def analyse(path: str, processes: int) -> int:
+def analyze_file(path: str, processes: int) -> int:
     """Read a file and find what can be found."""
     from advisor.advise.engine import analyze
     from advisor.read import ReadOptions, open_run
@@ -67,8 +67,11 @@ SUBJECTS: dict[str, tuple[str, Callable[[str], int]]] = {
     "floor": ("floor: gunzip + decode, 1 process", floor),
     "read1": ("advisor, reading, 1 process", lambda path: read(path, 1)),
     "read2": ("advisor, reading, 2 decoding processes", lambda path: read(path, 2)),
-    "full1": ("advisor, file to findings, 1 process", lambda path: analyse(path, 1)),
-    "full2": ("advisor, file to findings, 2 decoding processes", lambda path: analyse(path, 2)),
+    "full1": ("advisor, file to findings, 1 process", lambda path: analyze_file(path, 1)),
+    "full2": (
+        "advisor, file to findings, 2 decoding processes",
+        lambda path: analyze_file(path, 2),
+    ),
     "hta": ("HolisticTraceAnalysis, loading only", hta),
 }
 

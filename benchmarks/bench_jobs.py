@@ -33,7 +33,7 @@ from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, FaultTruth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
-from benchmarks.simulation.summaries import summarise_all
+from benchmarks.simulation.summaries import summarize_all
 from benchmarks.table_of_predictions import replace
 
 CALIBRATED = 2_000
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     truth: FaultTruth
     score: Score
     play_s: float
-    summarise_s: float
+    summarize_s: float
     diagnose_s: float
     bytes: int
 
@@ -62,16 +62,16 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     """Simulate, sum up, diagnose, judge."""
     begin = time.perf_counter()
     played, truth = play(seed, ranks, kind)
-    analyzed_at = time.perf_counter()
-    summaries, unread = summarise_all(played)
-    summarised = time.perf_counter()
+    played_at = time.perf_counter()
+    summaries, unread = summarize_all(played)
+    summarized_at = time.perf_counter()
     study = study_ranks(summaries, unread)
     assert study is not None
     ranks_found = study.ranks
-    done = time.perf_counter()
+    diagnosed_at = time.perf_counter()
     layout = played.job.layout
     score = judge(ranks_found, truth, played.job.cut)
-    times = analyzed_at - begin, summarised - analyzed_at, done - summarised
+    times = played_at - begin, summarized_at - played_at, diagnosed_at - summarized_at
     return Case(seed, layout, truth, score, *times, len(msgspec.json.encode(ranks_found)))
 
 
@@ -247,7 +247,7 @@ def describe(case: Case) -> str:
     who = f"{truth.unit} {truth.name} ({len(truth.ranks)} ranks)"
     return (
         f"seed {case.seed} {case.layout}: {truth.kind} {who}, {share:.0%} of {step:.1f} ms; "
-        f"reported: {case.score.summarised or 'nothing'}"
+        f"reported: {case.score.reported or 'nothing'}"
     )
 
 
@@ -260,7 +260,7 @@ def single(arguments: argparse.Namespace) -> None:
 
         print(len(write(played, arguments.files)), "files")
     if arguments.job:
-        summaries, unread = summarise_all(played)
+        summaries, unread = summarize_all(played)
         study = study_ranks(summaries, unread)
         assert study is not None
         arguments.job.write_bytes(msgspec.json.encode(study.ranks))

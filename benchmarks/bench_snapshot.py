@@ -42,14 +42,18 @@ def read(path: str) -> int:
     return read_snapshot(ByteSource(path).blocks(), path).events.height
 
 
-def analyse(path: str) -> int:
+def analyze_file(path: str) -> int:
     """Read a file and build its report."""
     from advisor.advise.engine import analyze
 
     return len(analyze(path).memory)
 
 
-WAYS: dict[str, Callable[[str], int]] = {"pickle.load": unpickle, "read": read, "analyze": analyse}
+WAYS: dict[str, Callable[[str], int]] = {
+    "pickle.load": unpickle,
+    "read": read,
+    "analyze": analyze_file,
+}
 
 
 def make(path: Path, size: int) -> None:

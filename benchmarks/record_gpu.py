@@ -229,7 +229,7 @@ def save(folder: Path, results: Results) -> None:
 # -- what the advice says of it -------------------------------------------------------------------
 
 
-def analyse_all(options: argparse.Namespace) -> None:
+def analyze_all(options: argparse.Namespace) -> None:
     """Findings and prices of every recording, and the comparison with what was measured."""
     results = load(options.output)
     for name, entry in results.get("workloads", {}).items():
@@ -518,7 +518,7 @@ def main(arguments: list[str]) -> int:
     if importlib.util.find_spec("polars") is None:
         print(f"recorded in {options.output}; where polars is installed, run this with --table")
         return 0
-    analyse_all(options)
+    analyze_all(options)
     print(summary(load(options.output)))
     print(f"table: {options.output / 'README.md'}")
     return 0

@@ -55,7 +55,7 @@ _KIND = {
 _SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def summarise_all(played: SimulatedRun) -> tuple[list[RankSummary], list[UnreadRank]]:
+def summarize_all(played: SimulatedRun) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Summarize every rank that has a file. Files that are cut off hold half of their events.
     Lost ones hold nothing, and nobody knows of them either."""
     offsets = {
@@ -73,7 +73,7 @@ def summarise_all(played: SimulatedRun) -> tuple[list[RankSummary], list[UnreadR
             }
             for name, table in _tables(played).items()
         }
-        result.append(_summarise(played, rank, tables))
+        result.append(_summarize(played, rank, tables))
     return result, []
 
 
@@ -98,7 +98,7 @@ class _Device(NamedTuple):
     held: NDArray[np.bool_]
 
 
-def _summarise(played: SimulatedRun, rank: int, tables: dict[str, Table]) -> RankSummary:
+def _summarize(played: SimulatedRun, rank: int, tables: dict[str, Table]) -> RankSummary:
     job = played.job
     full_tables = tables
     if rank in job.cut:

@@ -134,7 +134,7 @@ def test_the_profilers_overhead_is_profiled_against_unprofiled_steps(tmp_path: P
     assert "median 10 ms without the profiler" in text and "the profiler adds 50%" in text
 
 
-def test_a_run_that_was_killed_is_analysed_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_analyzed_up_to_its_last_whole_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training(ended=False)})
     steps = folder / "rank0" / "steps.jsonl"
     steps.write_bytes(steps.read_bytes()[:-7])
@@ -170,7 +170,7 @@ def test_windows_keep_the_numbers_of_their_names(tmp_path: Path) -> None:
     assert run.traces[1, 2].meta.rank == 1
 
 
-def test_only_the_window_that_is_analysed_is_read(tmp_path: Path) -> None:
+def test_only_the_analyzed_window_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training(), 1: training()})
     for rank, number in ((0, 0), (0, 1), (0, 2), (1, 1)):
         (folder / f"rank{rank}" / f"trace_w{number}.json.gz").write_bytes(gzip.compress(window()))

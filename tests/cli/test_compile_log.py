@@ -383,7 +383,7 @@ def test_processes_that_number_functions_otherwise_name_none() -> None:
 # -- on the command line ------------------------------------------------------------------------
 
 
-def test_logs_alone_are_analysed(advisor: Callable[..., Any], tmp_path: Path) -> None:
+def test_logs_alone_are_analyzed(advisor: Callable[..., Any], tmp_path: Path) -> None:
     write_log(tmp_path, "break_print", "recompile_dtype", "recompile_limit")
     result = advisor("analyze", str(tmp_path))
     text = " ".join(result.out.split())

@@ -133,7 +133,7 @@ def test_the_package_runs_as_a_module() -> None:
     assert result.stdout == f"advisor {package.__version__}\n"
 
 
-def test_colour_is_for_terminals_and_for_those_who_want_it(
+def test_color_is_for_terminals_and_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -283,7 +283,7 @@ def test_every_command_uses_each_of_its_options() -> None:
     assert seen > 10
 
 
-def test_every_shared_option_arrives_in_what_is_analysed() -> None:
+def test_every_shared_option_arrives_in_the_analysis() -> None:
     """Each of ANALYSIS is a field of Options or ReadOptions, or changes one."""
     fields: dict[str, Any] = dict.fromkeys(o.ANALYSIS, 3)
     fields |= {"steps": "1:2", "max_size": "1G", "price": "2/h", "rules": Path("rules")}
@@ -295,7 +295,7 @@ def test_every_shared_option_arrives_in_what_is_analysed() -> None:
 
 
 @pytest.mark.parametrize("command", ["whatif", "project", "fit"])
-def test_a_command_that_analyses_by_itself_uses_each_shared_option(command: str) -> None:
+def test_a_command_that_analyzes_by_itself_uses_each_shared_option(command: str) -> None:
     folder = ROOT / "advisor" / "cli"
     text = "".join(file.read_text(encoding="utf-8") for file in folder.glob(f"{command}*.py"))
     names = re.findall(r'"(\w+)"', text[text.index("@o.with_options(") :].partition(")")[0])

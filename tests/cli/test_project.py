@@ -40,7 +40,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_json_has_the_step_its_band_and_what_it_rests_on(advisor: Run, trace: Path) -> None:
+def test_json_has_the_step_its_range_and_its_basis(advisor: Run, trace: Path) -> None:
     result = advisor("project", trace, "--gpu", "h100 sxm5", "--format", "json")
     assert result.code == 0, result.err
     output = json.loads(result.out)

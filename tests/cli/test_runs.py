@@ -79,7 +79,7 @@ def test_a_folder_of_runs_lists_them_and_says_what_to_type(
     assert typed == wanted
 
 
-def test_analyze_takes_the_newest_run_that_can_be_analysed_and_says_why_not_a_newer_one(
+def test_analyze_takes_the_newest_run_that_can_be_analyzed_and_says_why_not_a_newer_one(
     project: Path, advisor: Cli
 ) -> None:
     runs = project / "runs"

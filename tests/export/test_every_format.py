@@ -110,7 +110,7 @@ def test_a_redacted_trace_tells_nobody_s_name(file: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("packed", "redact"), [("", []), (".gz", ["--redact"])])
-def test_the_exported_trace_is_analysed_as_the_file_is(
+def test_the_exported_trace_is_analyzed_as_the_file_is(
     file: Path, packed: str, redact: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / f"out.json{packed}"

@@ -109,7 +109,7 @@ def test_tracks_say_what_the_analysis_says(slow_trace: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["a100_train_6steps", "h100_bert_small_inference", "two_ranks_rank0", "alexnet"]
 )
-def test_a_real_trace_is_analysed_the_same_after_its_export(
+def test_a_real_trace_is_analyzed_the_same_after_its_export(
     shared_trace: Callable[[str], str], tmp_path: Path, name: str
 ) -> None:
     path = shared_trace(name)

@@ -103,8 +103,8 @@ def test_the_tools_are_few_typed_and_say_what_they_do(folder: Path) -> None:
 def test_a_session_diagnoses_prices_and_verifies(folder: Path) -> None:
     trace(folder / "before.json")
     trace(folder / "after.json", wait=0)
-    (analysed,) = client_answers(folder, ("analyze", {"path": "before.json"}))
-    first = analysed["findings"][0]
+    (analysis,) = client_answers(folder, ("analyze", {"path": "before.json"}))
+    first = analysis["findings"][0]
     assert (first["id"], first["severity"]) == ("single-process-loader", "critical")
     # by hand: 10 of 11 ms are the wait; a tenth of loading and 1.5 ms of handing over stay
     assert 7e6 < first["gain_ns"] < 8e6 and first["low_ns"] <= first["gain_ns"]

@@ -233,7 +233,7 @@ def test_without_device_work_nothing_is_measured_and_nothing_is_idle():
     assert parts.communication_overlap is None
 
 
-def test_only_the_analysed_device_counts():
+def test_only_the_analyzed_device_counts():
     b = TraceBuilder()
     with b.step():
         b.launch("gemm", 100)

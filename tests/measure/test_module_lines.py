@@ -62,7 +62,7 @@ def test_a_kernel_has_the_layer_that_launches_it() -> None:
     assert (result.line, result.layer) == (13, "blocks.*.down (Linear)")
 
 
-def test_normalisations_have_weights_of_one_dimension() -> None:
+def test_normalizations_have_weights_of_one_dimension() -> None:
     result = find(linear_layers(gpu=None), op="aten::native_layer_norm")
     assert result is not None
     assert result.line == 39

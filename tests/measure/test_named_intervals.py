@@ -129,7 +129,7 @@ def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: 
     assert 0 < graph_breaks(a).total < a.span_ns
 
 
-def test_runs_without_gradient_are_each_one_normalisation_of_the_graph() -> None:
+def test_runs_without_gradient_are_each_one_normalization_of_the_graph() -> None:
     """A graph convolution normalises its graph (one ``pow_``, one ``nonzero`` whose size is read),
     then multiplies by its weights, which have a gradient."""
     run = advisor.open(CORPUS / "h100" / "citation_gcn")

@@ -260,7 +260,7 @@ def test_a_sync_with_work_after_it_is_never_the_profilers():
     assert not only_row(b.analysis())["profiler"]
 
 
-def test_with_stacks_the_frames_tell_who_synchronised():
+def test_with_stacks_the_frames_name_the_synchronizing_line():
     b = program()
     with b.step(), b.python("train.py(1): main"):
         b.launch("gemm", 100)

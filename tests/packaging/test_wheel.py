@@ -182,7 +182,7 @@ def test_the_command_shows_its_help(wheel: Wheel) -> None:
     assert "analyze" in run(wheel.bin / "advisor", "--help", cwd=wheel.bin)
 
 
-def test_the_command_analyses_a_trace(wheel: Wheel, tmp_path: Path) -> None:
+def test_the_command_analyzes_a_trace(wheel: Wheel, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"schemaVersion": 1, "traceEvents": three_steps()}))
     report = json.loads(

@@ -411,7 +411,7 @@ def test_a_mutated_trace_is_read_or_refused_in_a_line(
 
 @pytest.mark.skipif(util.find_spec("advisor.advise.engine") is None, reason="no engine yet")
 @pytest.mark.parametrize("chunk", range(-(-ANALYSES // 20)))
-def test_a_mutated_trace_is_analysed_or_refused_in_a_line(
+def test_a_mutated_trace_is_analyzed_or_refused_in_a_line(
     chunk: int, seeds: list[bytes], tmp_path: Path
 ) -> None:
     for number in range(chunk * 20, min((chunk + 1) * 20, ANALYSES)):
@@ -426,7 +426,7 @@ def test_every_mutator_changes_something(seeds: list[bytes]) -> None:
 
 
 @pytest.mark.skipif(util.find_spec("advisor.advise.engine") is None, reason="no engine yet")
-def test_a_trace_of_nothing_but_allocations_is_analysed(tmp_path: Path) -> None:
+def test_a_trace_of_allocations_alone_is_analyzed(tmp_path: Path) -> None:
     """A damaged file leaves this where everything else is dropped: a graph without an edge."""
     args = {"Device Type": 0, "Device Id": -1, "Addr": 1, "Bytes": 64, "Total Allocated": 64}
     event = {

@@ -54,7 +54,7 @@ def record(training: Any, out: Path, until: str = "rank.json") -> Path:
     return next(out.glob("rank*"))
 
 
-def test_the_log_and_the_topology_are_kept_and_analysed(
+def test_the_log_and_the_topology_are_kept_and_analyzed(
     training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrix = tmp_path / "matrix"

@@ -190,8 +190,8 @@ def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> 
     page = Page(REPORTS.render("html", result.report, analysis=result.main))
     assert "A typical step" in page.text and "stream 7" in page.text
     assert "idle: outside operators" in page.text and "idle: unknown" not in page.text
-    colours = [str(attrs.get("class")) for tag, attrs in page.tags if tag == "span"]
-    keys = [name for name in colours if name.startswith("key ")]
+    classes = [str(attrs.get("class")) for tag, attrs in page.tags if tag == "span"]
+    keys = [name for name in classes if name.startswith("key ")]
     assert len(keys) > 1 and len(set(keys)) == len(keys)
 
 

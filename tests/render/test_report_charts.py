@@ -84,7 +84,7 @@ def test_idle_time_without_causes_is_one_segment(report: Callable[..., Report]) 
     assert [(segment.label, segment.ns) for segment in idle] == [("idle or not recorded", 70e6)]
 
 
-def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
+def test_every_class_of_one_bar_has_a_glyph_and_a_color_of_its_own() -> None:
     bars = {"work": charts.CLASSES, "idle": charts.CAUSES, "host": charts.HOST}
     for name, looks in bars.items():
         for what in ("glyph", "colour"):
@@ -101,7 +101,7 @@ def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
     assert set(CLASSES) <= set(charts.HOST)
 
 
-def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Report]) -> None:
+def test_a_cause_has_one_color_wherever_it_is_shown(report: Callable[..., Report]) -> None:
     one = report(idle=[IdleCause("sync", 3e6, 0.3), IdleCause("loader", 1e6, 0.1)])
     other = report(idle=[IdleCause("loader", 3e6, 0.3), IdleCause("sync", 1e6, 0.1)])
     for each_report in (one, other):

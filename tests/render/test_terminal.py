@@ -214,9 +214,9 @@ def test_hostile_names_fit_and_stay_names(
     assert max_width(plain) <= width
     for char in plain.replace("\n", ""):
         assert unicodedata.category(char) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
-    coloured = REPORTS.render("terminal", full, width=width, colour=True)
-    assert ANSI.sub("", coloured) == plain
-    assert "\x1b" not in ANSI.sub("", coloured)
+    colored = REPORTS.render("terminal", full, width=width, colour=True)
+    assert ANSI.sub("", colored) == plain
+    assert "\x1b" not in ANSI.sub("", colored)
 
 
 def test_markup_in_a_name_is_shown_not_obeyed(report: Make) -> None:
@@ -225,7 +225,7 @@ def test_markup_in_a_name_is_shown_not_obeyed(report: Make) -> None:
     assert name in ANSI.sub("", text)
 
 
-def test_colour_is_off_unless_asked_for(report: Make) -> None:
+def test_color_is_off_unless_asked_for(report: Make) -> None:
     assert "\x1b" not in REPORTS.render("terminal", report(3))
     assert "\x1b" in REPORTS.render("terminal", report(3), colour=True)
 

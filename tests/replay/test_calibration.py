@@ -74,7 +74,7 @@ def test_an_edit_is_of_the_kind_of_what_it_changes(edit: Edit, expected: str) ->
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0, 13.1, 60.0])
-def test_no_band_is_without_width_and_none_ends_beyond_the_step(gain: float) -> None:
+def test_no_range_is_without_width_and_none_ends_beyond_the_step(gain: float) -> None:
     edit = Edit(op="scale", select=WORK, factor=0.5)
     low, high = widened_by_kind(gain, gain, gain, [edit], 80.0)
     assert low < gain < high <= 80.0

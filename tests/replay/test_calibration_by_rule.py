@@ -64,13 +64,13 @@ def test_with_nine_outcomes_the_worst_one_is_left_outside(ledger: Path) -> None:
     assert widened_range() == pytest.approx((5.0, 20.0))
 
 
-def test_good_outcomes_make_no_band_narrower(ledger: Path) -> None:
+def test_good_outcomes_make_no_range_narrower(ledger: Path) -> None:
     predictions.append_predictions(ledger, [outcome(1.0)] * 20)
     assert widened_range() == NARROW
     assert widened_range(before=GainInterval(2.0, 60.0)) == (2.0, 60.0)
 
 
-def test_no_band_ends_beyond_the_step_by_what_was_learnt(ledger: Path) -> None:
+def test_no_learnt_range_ends_beyond_the_step(ledger: Path) -> None:
     predictions.append_predictions(ledger, [outcome(0.05)] * 4)
     assert widened_range() == pytest.approx((0.5, STEP))
 
@@ -101,7 +101,7 @@ def test_predictions_appended_since_are_known(ledger: Path) -> None:
     assert widened_range() == pytest.approx((5.0, 20.0))
 
 
-def test_a_finding_says_what_its_band_allows_for(ledger: Path, tmp_path: Path) -> None:
+def test_a_finding_says_what_its_range_allows_for(ledger: Path, tmp_path: Path) -> None:
     b = TraceBuilder()
     for number in range(6):
         with b.step():

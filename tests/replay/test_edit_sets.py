@@ -174,11 +174,11 @@ def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() 
 
 
 @pytest.mark.parametrize(
-    ("band", "remaining_us"),
+    ("factor_range", "remaining_us"),
     [("0.1..0.25..0.5", 100), ("0.25..0.25..0.5", 125), ("0..0.25..0.5", 0)],
 )
 def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(
-    band: str, remaining_us: float
+    factor_range: str, remaining_us: float
 ) -> None:
     """1 ms of kernels per step: at best the share that the best case says is left, µs. One that is
     no more than the expected one may be exceeded, as past estimates were, but not without end."""
@@ -187,7 +187,7 @@ def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(
         for _ in range(5):
             b.product(200)
     a = b.analysis()
-    edit = parse_edit(f"scale family:gemm {band}")
+    edit = parse_edit(f"scale family:gemm {factor_range}")
     for estimator in (ReplayEstimator(a), BoundEstimator(a)):
         gain, _, high, *_ = estimator.gain_range([edit])
         assert gain == pytest.approx(750e3, rel=0.02)

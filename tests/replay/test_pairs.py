@@ -44,7 +44,7 @@ def test_the_point_is_within_a_quarter_of_what_happened(row: Row) -> None:
     assert row.error <= CLOSE, row
 
 
-def test_the_band_is_narrow_enough_to_be_of_use(row: Row) -> None:
+def test_the_range_is_narrow_enough_to_be_useful(row: Row) -> None:
     assert 0 < row.width <= NARROW, row
 
 

@@ -340,7 +340,7 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(
     outcomes = []
     path, read = _mutant_paths(tmp_path / "mutant", name, seeds)
     for number in range(first, last):
-        act = _analysing if MUTANTS or number % 8 == 0 else _reading
+        act = _analyze_fully if MUTANTS or number % 8 == 0 else _reading
         path.unlink(missing_ok=True)
         if name == LOGDIR:
             story = damaged_logdir(number, seeds, tmp_path / LOGDIR)
@@ -353,11 +353,11 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_every_sound_file_is_analysed(name: str, seeds: dict[str, bytes], tmp_path: Path) -> None:
+def test_every_sound_file_is_analyzed(name: str, seeds: dict[str, bytes], tmp_path: Path) -> None:
     """Else the mutants would prove nothing."""
     path, read = _mutant_paths(tmp_path / "sound", name, seeds)
     path.write_bytes(seeds[name])
-    assert mutations.check_file(_analysing, name, read) == "read"
+    assert mutations.check_file(_analyze_fully, name, read) == "read"
 
 
 ELSEWHERE = {KINETO, "flight-recorder", "nccl-log", "memory-timeline"}
@@ -380,7 +380,7 @@ def _mutant_paths(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path,
     return path, read
 
 
-def _analysing(path: Path) -> None:
+def _analyze_fully(path: Path) -> None:
     """Analyze a file and render every form of report."""
     mutations.analyze_fully(path)
 

@@ -23,7 +23,7 @@ def findings_by_rule(path: str) -> dict[str, Finding]:
     return {finding.rule: finding for finding in (*report.findings, *report.notes)}
 
 
-def test_rms_normalisation_and_rotary_embedding_of_a_language_model_are_named(
+def test_rms_normalization_and_rotary_embedding_of_a_language_model_are_named(
     shared_trace: Callable[[str], str],
 ) -> None:
     """49 normalisations and 48 rotary embeddings a pass: 24 layers, two of each, and one at the

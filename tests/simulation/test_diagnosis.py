@@ -10,7 +10,7 @@ from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import Score, judge
-from benchmarks.simulation.summaries import summarise_all
+from benchmarks.simulation.summaries import summarize_all
 
 RANKS = 32
 
@@ -18,7 +18,7 @@ RANKS = 32
 def diagnose_seed(seed: int, kind: str) -> Score:
     """Diagnose a small job and judge it by its truth; its report survives being sent."""
     played, truth = play(seed, RANKS, kind)
-    study = study_ranks(*summarise_all(played))
+    study = study_ranks(*summarize_all(played))
     assert study is not None
     ranks = study.ranks
     assert ranks.world == RANKS and len(ranks.lines) == RANKS - len(played.job.lost)
@@ -37,7 +37,7 @@ def test_nearly_all_faults_are_reported_for_what_they_are_and_where() -> None:
 def test_the_reported_cost_of_a_fault_is_about_right() -> None:
     for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
         played, truth = play(seed, RANKS, kind)
-        study = study_ranks(*summarise_all(played))
+        study = study_ranks(*summarize_all(played))
         assert study is not None
         score = judge(study.ranks, truth)
         assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)

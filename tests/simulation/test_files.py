@@ -18,7 +18,7 @@ from benchmarks.simulation import kineto
 from benchmarks.simulation.engine import SimulatedRun
 from benchmarks.simulation.jobs import HEALTHY
 from benchmarks.simulation.programs import play, simulate
-from benchmarks.simulation.summaries import summarise_all
+from benchmarks.simulation.summaries import summarize_all
 
 APART = ("path", "events", "bytes_read", "findings", "details")
 """Fields that only a summary read from a file has."""
@@ -53,7 +53,7 @@ def test_a_file_says_what_the_summary_without_a_file_says(
     tmp_path: Path, seed: int, kind: str
 ) -> None:
     played = small_job(seed, kind)
-    fast, unread = summarise_all(played)
+    fast, unread = summarize_all(played)
     assert not unread and len(fast) == 16
     for rank in (0, 13):
         path = tmp_path / kineto.file_name(played.job, rank)
@@ -94,7 +94,7 @@ def test_lost_ranks_have_no_file_and_cut_ones_say_so(tmp_path: Path) -> None:
     assert len(files) == 15
     cut = next(path for path in files if f"_{kineto.PID + 9}." in path.name)
     assert summarize_file(str(cut)).damage
-    fast = {summary.rank: summary for summary in summarise_all(played)[0]}
+    fast = {summary.rank: summary for summary in summarize_all(played)[0]}
     assert sorted(fast) == [rank for rank in range(16) if rank != 2]
     assert fast[9].damage and not fast[8].damage
     assert fast[9].time["compute"] < 0.7 * fast[8].time["compute"]

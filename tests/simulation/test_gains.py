@@ -17,7 +17,7 @@ from advisor.replay.predictions import (
 from advisor.replay.ranks.study import study_ranks
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge
-from benchmarks.simulation.summaries import summarise_all
+from benchmarks.simulation.summaries import summarize_all
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from benchmarks.simulation.summaries import summarise_all
 )
 def test_predicted_is_true(kind: str, seed: int) -> None:
     played, truth = play(seed, 64, kind)
-    study = study_ranks(*summarise_all(played))
+    study = study_ranks(*summarize_all(played))
     assert study is not None
     assert study.ranks.replay_error == pytest.approx(0, abs=0.01)
     score = judge(study.ranks, truth, played.job.cut)
@@ -40,7 +40,7 @@ def test_predicted_is_true(kind: str, seed: int) -> None:
     assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.05)
 
 
-def test_bands_are_of_many_jobs_and_hold_what_is_predicted_right() -> None:
+def test_ranges_are_of_many_jobs_and_hold_right_predictions() -> None:
     assert job_range("no such kind") == job_ranges()[OTHERS]
     names = {fault_kind(kind, moves=fault == "moving") for fault, kind in KIND.items()}
     assert set(job_ranges()) <= names | {OTHERS}

@@ -58,7 +58,7 @@ def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
     ).needs_rerun
 
 
-def test_a_program_that_does_not_repeat_itself_is_held_to_a_band() -> None:
+def test_losses_of_a_program_that_varies_are_compared_with_a_range() -> None:
     baseline = [run([*BASE]), run(scale_losses(1.001))]
     assert check_losses("exact", False, baseline, [run(scale_losses(0.999))]).passed
     assert not check_losses("exact", False, baseline, [run(scale_losses(1.5))]).passed

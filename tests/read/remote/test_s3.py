@@ -151,7 +151,7 @@ def test_no_credentials_are_reported(
         open_run(url)
 
 
-def test_the_command_line_analyses_and_compares_urls(
+def test_the_command_line_analyzes_and_compares_urls(
     s3: Any, trace_bytes: Callable[[int], bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = (s3.store(f"{name}/rank0.json", trace_bytes(0)) for name in ("before", "after"))

@@ -72,9 +72,9 @@ def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
     gradient = estimate_product(Gemm(m, k, n, "bf16", 2, "input gradient"), "fp8", H100, 5e6)
     weight = estimate_product(Gemm(n, k, m, "bf16", 2, "weight gradient"), "fp8", H100, 5e6)
     assert forward is not None and gradient is not None and weight is not None
-    band = memory_rate(H100) / 1e9
-    assert forward.quantize[1] == pytest.approx((6 * m * k + 5 * k * n) / band)
-    assert gradient.quantize[1] == pytest.approx((6 * m * n + 3 * k * n) / band)
+    bandwidth = memory_rate(H100) / 1e9
+    assert forward.quantize[1] == pytest.approx((6 * m * k + 5 * k * n) / bandwidth)
+    assert gradient.quantize[1] == pytest.approx((6 * m * n + 3 * k * n) / bandwidth)
     assert weight.quantize == (0.0, 0.0, 0.0)
 
 

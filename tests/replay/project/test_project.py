@@ -119,7 +119,7 @@ def test_there_and_back_is_where_it_began() -> None:
     assert back.step_ns == pytest.approx(projected.measured_ns, rel=0.01)
 
 
-def test_another_vendor_has_a_wider_band_and_is_reported() -> None:
+def test_another_vendor_has_a_wider_range_and_is_reported() -> None:
     projector = Projector(trace(add_product), same_host=True)
     near, far = projector.on(find_gpu("h100 sxm5").gpu), projector.on(find_gpu("mi300x").gpu)
     assert far.high_ns / far.step_ns >= near.high_ns / near.step_ns

@@ -69,15 +69,15 @@ class EndlessDataset(IterableDataset[Any]):
 
 
 class Program:
-    """A random program. ``losses`` and ``said`` are what it sees of itself; ``steps`` is how
+    """A random program. ``losses`` and ``messages`` are what it sees of itself; ``steps`` is how
     many a reader would count, ``None``: readers would not agree."""
 
     def __init__(self, number: int, compiling: bool = False) -> None:
         self.rng = random.Random(number)
         self.compiling = compiling
         self.losses: list[float] = []
-        self.said: list[str] = []
-        self.done = 0
+        self.messages: list[str] = []
+        self.step_count = 0
         self.steps: int | None = 0
         torch.manual_seed(number)
         self.net: Any = self._net()
@@ -161,7 +161,7 @@ class Program:
         return loss
 
     def _count(self) -> None:
-        self.done += 1
+        self.step_count += 1
         if self.steps is not None:
             self.steps += 1
 
@@ -340,7 +340,7 @@ class Program:
             else:
                 torch.Tensor.to()  # type: ignore[call-arg]
         except Exception as error:
-            self.said.append(f"{type(error).__name__}: {error}"[:200])
+            self.messages.append(f"{type(error).__name__}: {error}"[:200])
 
     def and_validation(self, number: int, x: Any, y: Any) -> None:
         if number % 4 == 3:
@@ -385,7 +385,7 @@ class Program:
                 torch.ones(2, 2) @ torch.ones(2, 2)
                 self.net(x)
             names = sorted(e.key for e in seen.key_averages() if e.key.startswith("aten"))
-            self.said.append(" ".join(names))
+            self.messages.append(" ".join(names))
 
     def and_a_long_profiler(self, number: int, x: Any, y: Any) -> None:
         if number == 2:
@@ -407,7 +407,7 @@ class Program:
             def hook(*_: Any) -> None:
                 with torch.profiler.profile() as seen:
                     torch.ones(2) + 1
-                self.said.append(str(any(e.key == "aten::add" for e in seen.key_averages())))
+                self.messages.append(str(any(e.key == "aten::add" for e in seen.key_averages())))
 
             handle = self.net[0].register_forward_hook(hook)
             self.net(x)
@@ -456,12 +456,12 @@ def run_program(make: Callable[[], Program]) -> tuple[Program, list[Any]]:
     try:
         program.run()
     except Exception as error:
-        program.said.append("".join(traceback.format_exception_only(error))[:500])
+        program.messages.append("".join(traceback.format_exception_only(error))[:500])
         program.steps = None
     finally:
         if program.profiler is not None:
             program.profiler.stop()
-    return program, [[loss.hex() for loss in program.losses], program.said, program.done]
+    return program, [[loss.hex() for loss in program.losses], program.messages, program.step_count]
 
 
 def compare(number: int, folder: Path, compiling: bool) -> str | None:

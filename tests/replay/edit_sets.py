@@ -146,9 +146,9 @@ class Laws:
         self.a = a
         self.estimator = estimator_for(a)
         self.draw = EditSampler(a, seed)
-        self.found: list[Violation] = []
-        self.tried: Counter[str] = Counter()
-        self._known: dict[tuple[str, ...], float] = {}
+        self.violations: list[Violation] = []
+        self.checks: Counter[str] = Counter()
+        self._known_gains: dict[tuple[str, ...], float] = {}
 
     def gain_range(self, lines: Sequence[str]) -> GainRange:
         """The gain of edits, with its range."""
@@ -157,9 +157,11 @@ class Laws:
     def gain(self, lines: Sequence[str]) -> float:
         """The gain without its range."""
         key = tuple(lines)
-        if key not in self._known:
-            self._known[key] = self.estimator.marginal([parse_edit(line) for line in lines], ())
-        return self._known[key]
+        if key not in self._known_gains:
+            self._known_gains[key] = self.estimator.marginal(
+                [parse_edit(line) for line in lines], ()
+            )
+        return self._known_gains[key]
 
     def check_at_most(
         self,
@@ -170,10 +172,10 @@ class Laws:
         value: float | None = None,
     ) -> None:
         """Check that ``lines`` save at most ``limit``."""
-        self.tried[law] += 1
+        self.checks[law] += 1
         gain = self.gain(lines) if value is None else value
         if gain > limit + max(EXACT_NS, TOLERANCE * self.a.step_ns):
-            self.found.append(
+            self.violations.append(
                 Violation(law, tuple(lines), tuple(other), gain, limit, self.a.step_ns)
             )
 

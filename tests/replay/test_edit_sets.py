@@ -71,7 +71,7 @@ def test_no_law_is_broken_by_a_recorded_run(run: Path) -> None:
 
 def assert_laws(a: Analysis, name: str, count: int) -> None:
     laws = edit_sets.check_random_sets(a, name, count)
-    assert not [str(violation) for violation in laws.found]
+    assert not [str(violation) for violation in laws.violations]
 
 
 def test_moved_work_of_a_recording_without_steps_takes_its_time_somewhere() -> None:

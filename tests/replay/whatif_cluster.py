@@ -17,11 +17,11 @@ class Rank(Machine):
     def __init__(self, cluster: Cluster, number: int, program: Program, settings: Settings) -> None:
         super().__init__(program, settings)
         self.cluster, self.number = cluster, number
-        self.met: dict[str, int] = {}
+        self.turns: dict[str, int] = {}
 
     def waits_for_ranks(self, work: Work) -> bool:
         """The n-th collective of a name is that of the other ranks."""
-        turn = self.met[work.name] = self.met.get(work.name, 0) + 1
+        turn = self.turns[work.name] = self.turns.get(work.name, 0) + 1
         return self.cluster.join_collective(self, work, (work.name, turn))
 
     def trace(self, clock: float) -> bytes:
@@ -43,7 +43,7 @@ class Cluster:
             Rank(self, number, program, Settings(**settings, seed=seed + 77 * number))
             for number, program in enumerate(programs)
         ]
-        self.there: dict[tuple[str, int], list[tuple[Rank, Work]]] = {}
+        self.arrived: dict[tuple[str, int], list[tuple[Rank, Work]]] = {}
         for rank in self.ranks:
             rank.start_threads()
         while True:
@@ -56,12 +56,12 @@ class Cluster:
 
     def join_collective(self, rank: Rank, work: Work, meeting: tuple[str, int]) -> bool:
         """A rank comes to a collective; the last one lets the others go on."""
-        arrived = self.there.setdefault(meeting, [])
+        arrived = self.arrived.setdefault(meeting, [])
         arrived.append((rank, work))
         if len(arrived) < len(self.ranks):
             return True
         for other, held_work in arrived[:-1]:
-            other.start_collective(held_work, work.left, rank.now)
+            other.start_collective(held_work, work.remaining_us, rank.now)
         return False
 
 

@@ -208,7 +208,7 @@ class Signal:
 
     def __init__(self) -> None:
         self.at: float | None = None
-        self.then: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
 
 
 MAIN, AUTOGRAD, BACKGROUND = 1, 2, 3
@@ -222,16 +222,16 @@ class Work:
 
     cat: str
     name: str
-    left: float
+    remaining_us: float
     correlation: int
     args: dict[str, Any]
     engine: str
     visible: float = 0.0
     gap: float = 0.0
     start: float = 0.0
-    slot: bool = True
+    takes_slot: bool = True
     meets: bool = False
-    held: bool = False
+    is_waiting: bool = False
     """Whether it waits for other ranks."""
     done: Signal = field(default_factory=Signal)
 
@@ -245,7 +245,7 @@ class Stream:
         self.running: Work | None = None
         self.ready = 0.0
         self.pending = 0
-        self.space: deque[Signal] = deque()
+        self.waiting_launches: deque[Signal] = deque()
         self.last: Signal | None = None
 
 
@@ -265,14 +265,14 @@ class Machine:
     """Runs a program; ``events`` is its trace, ``complete`` when each recorded step was done."""
 
     def __init__(self, program: Program, settings: Settings) -> None:
-        self.program, self.set = program, settings
+        self.program, self.settings = program, settings
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._streams: dict[int, Stream] = {}
         self._running: dict[int, tuple[Work, Stream]] = {}
         self._version = 0
-        self._advanced = 0.0
+        self._updated_at = 0.0
         self._engines: dict[str, Work] = {}
         self._events: dict[str, list[tuple[Signal, int, int]]] = {}
         self._correlations = count(1)
@@ -283,8 +283,8 @@ class Machine:
         self.host_end: list[float] = []
         self._work_of_step: list[list[Signal]] = []
         self._step = 0
-        self._over = False
-        self._acts: dict[type, Callable[[int, Any], Steps]] = {}
+        self._is_over = False
+        self._handlers: dict[type, Callable[[int, Any], Steps]] = {}
         self._start_workers()
 
     # time
@@ -336,16 +336,16 @@ class Machine:
 
     def _trigger(self, signal: Signal) -> None:
         signal.at = self.now
-        for act in signal.then:
+        for act in signal.callbacks:
             self._schedule(self.now, act)
-        signal.then = []
+        signal.callbacks = []
 
     def _resume_thread(self, steps: Steps) -> None:
         def resume() -> None:
             for request in steps:
                 if isinstance(request, Signal):
                     if request.at is None:
-                        request.then.append(resume)
+                        request.callbacks.append(resume)
                         return
                 elif request > 0:
                     self._schedule(self.now + request, resume)
@@ -359,7 +359,7 @@ class Machine:
             return value
         place = (key, self._step)
         turn = self._seen[place] = self._seen.get(place, 0) + 1
-        z = key * 1_000_003 + self._step * 7919 + turn * 104_729 + self.set.seed * 15_485_863
+        z = key * 1_000_003 + self._step * 7919 + turn * 104_729 + self.settings.seed * 15_485_863
         return value * max(0.2, 1.0 + share * _normal_noise(z & (2**64 - 1)) * 1.73)
 
     # the device
@@ -376,14 +376,14 @@ class Machine:
             elif isinstance(head, tuple):
                 signal = head[1]
                 if signal.at is None:
-                    signal.then.append(lambda: self._pump(s))
+                    signal.callbacks.append(lambda: self._pump(s))
                     return
-                s.ready = max(s.ready, signal.at + self.set.event_us)
+                s.ready = max(s.ready, signal.at + self.settings.event_us)
             else:
                 when = max(head.visible, s.ready + (head.gap if s.last is not None else 0.0))
                 other = self._engines.get(head.engine) if head.engine else None
                 if other is not None:
-                    other.done.then.append(lambda: self._pump(s))
+                    other.done.callbacks.append(lambda: self._pump(s))
                     return
                 if when > self.now + 1e-9:
                     self._schedule(when, lambda: self._pump(s))
@@ -396,13 +396,13 @@ class Machine:
     def _start(self, s: Stream, work: Work) -> None:
         work.start = self.now
         s.running, s.last = work, work.done
-        if work.slot:
+        if work.takes_slot:
             s.pending -= 1
-            if s.space:
-                self._trigger(s.space.popleft())
+            if s.waiting_launches:
+                self._trigger(s.waiting_launches.popleft())
         if work.engine:
             self._engines[work.engine] = work
-        work.held = work.meets and self.waits_for_ranks(work)
+        work.is_waiting = work.meets and self.waits_for_ranks(work)
         self._update_progress()
         self._running[id(work)] = (work, s)
         self._schedule_next_end()
@@ -416,37 +416,41 @@ class Machine:
 
         def start_transfer() -> None:
             self._update_progress()
-            work.held, work.left = False, us
+            work.is_waiting, work.remaining_us = False, us
             self._schedule_next_end()
 
         self._schedule(when, start_transfer)
 
     def _update_progress(self) -> None:
-        passed = (self.now - self._advanced) * self._rate()
+        passed = (self.now - self._updated_at) * self._rate()
         for work, _ in self._running.values():
-            if work.held:
+            if work.is_waiting:
                 continue
-            work.left -= passed if work.cat == "kernel" else self.now - self._advanced
-        self._advanced = self.now
+            work.remaining_us -= passed if work.cat == "kernel" else self.now - self._updated_at
+        self._updated_at = self.now
 
     def _rate(self) -> float:
         kernels = sum(w.cat == "kernel" for w, _ in self._running.values())
-        return 1.0 / (1.0 + self.set.contention * max(0, kernels - 1))
+        return 1.0 / (1.0 + self.settings.contention * max(0, kernels - 1))
 
     def _schedule_next_end(self) -> None:
         """The next piece of work to end, at the present rate."""
         self._version += 1
         version, rate = self._version, self._rate()
-        running = [w for w, _ in self._running.values() if not w.held]
+        running = [w for w, _ in self._running.values() if not w.is_waiting]
         if not running:
             return
-        rest = min(w.left / (rate if w.cat == "kernel" else 1.0) for w in running)
+        rest = min(w.remaining_us / (rate if w.cat == "kernel" else 1.0) for w in running)
 
         def finish_ended() -> None:
             if version != self._version:
                 return
             self._update_progress()
-            ended = [(w, s) for w, s in self._running.values() if not w.held and w.left <= 1e-6]
+            ended = [
+                (w, s)
+                for w, s in self._running.values()
+                if not w.is_waiting and w.remaining_us <= 1e-6
+            ]
             for work, s in ended:
                 self._finish_work(work, s)
             self._schedule_next_end()
@@ -505,13 +509,13 @@ class Machine:
 
     def _run_statements(self, thread: int, body: Sequence[Any]) -> Steps:
         for s in body:
-            act = self._acts.get(type(s))
+            act = self._handlers.get(type(s))
             if act is None:
-                act = self._acts[type(s)] = getattr(self, f"_{type(s).__name__.lower()}")
+                act = self._handlers[type(s)] = getattr(self, f"_{type(s).__name__.lower()}")
             yield from act(thread, s)
 
     def _host(self, thread: int, s: Host) -> Steps:
-        yield self._vary(s.us, self.set.host_jitter, s.id)
+        yield self._vary(s.us, self.settings.host_jitter, s.id)
 
     def _span(self, thread: int, s: Span) -> Steps:
         start = self.now
@@ -520,7 +524,7 @@ class Machine:
         name = "Python id" if s.kind == "python" else "External id"
         self._emit(cat, s.name, thread, start, {name: next(self._ids), **dict(s.args)})
 
-    def _run_every(self, thread: int, s: Every) -> Steps:
+    def _every(self, thread: int, s: Every) -> Steps:
         if self._step % s.n == 0:
             yield from self._run_statements(thread, s.body)
 
@@ -528,20 +532,20 @@ class Machine:
         self, thread: int, call: str, us: float, works: list[Work], key: int, stream: int
     ) -> Steps:
         start, s = self.now, self.stream(stream)
-        yield self._vary(us, self.set.host_jitter, key + 1)
+        yield self._vary(us, self.settings.host_jitter, key + 1)
         # the place is taken in the order in which threads ask
-        if s.pending >= self.set.depth or s.space:
+        if s.pending >= self.settings.depth or s.waiting_launches:
             room = Signal()
-            s.space.append(room)
+            s.waiting_launches.append(room)
             yield room
         self._call(thread, call, start, works[0].correlation)
-        latency = self._vary(self.set.latency_us, self.set.latency_jitter, key + 2)
+        latency = self._vary(self.settings.latency_us, self.settings.latency_jitter, key + 2)
         s.pending += 1
         for i, work in enumerate(works):
-            work.slot = i == 0
+            work.takes_slot = i == 0
             work.visible = self.now + latency
-            gap = self.set.gap_us if i == 0 else self.set.graph_gap_us
-            work.gap = self._vary(gap, self.set.latency_jitter, key + 3 + i)
+            gap = self.settings.gap_us if i == 0 else self.settings.graph_gap_us
+            work.gap = self._vary(gap, self.settings.latency_jitter, key + 3 + i)
             s.queue.append(work)
             if thread != BACKGROUND:
                 self._work_of_step[self._step].append(work.done)
@@ -556,13 +560,13 @@ class Machine:
             "registers per thread": 32,
             "shared memory": 0,
         }
-        us = self._vary(us, self.set.kernel_jitter, key)
+        us = self._vary(us, self.settings.kernel_jitter, key)
         return Work("kernel", name, us, correlation, args, "")
 
     def _kernel(self, thread: int, s: Kernel) -> Steps:
         work = self._kernel_work(s.name, s.us, s.id, next(self._correlations), s.blocks)
         work.meets = s.meets
-        us = self.set.launch_us if s.launch_us is None else s.launch_us
+        us = self.settings.launch_us if s.launch_us is None else s.launch_us
         yield from self._launch(thread, "cudaLaunchKernel", us, [work], s.id, s.stream)
 
     def _graph(self, thread: int, s: Graph) -> Steps:
@@ -582,7 +586,7 @@ class Machine:
         work = Work(
             "gpu_memcpy",
             f"Memcpy {s.direction} ({ends[0]} -> {ends[1]})",
-            self._vary(s.us, self.set.kernel_jitter, s.id),
+            self._vary(s.us, self.settings.kernel_jitter, s.id),
             next(self._correlations),
             {"bytes": s.size, "memory bandwidth (GB/s)": s.size / s.us / 1e3},
             "" if s.direction == "DtoD" else s.direction,
@@ -590,20 +594,22 @@ class Machine:
         holds = not s.pinned and s.direction != "DtoD"
         small = s.direction == "HtoD" and s.size <= 1 << 16
         if not holds or small:
-            us = self.set.launch_us + (s.size / 20e3 if holds else 0.0)
+            us = self.settings.launch_us + (s.size / 20e3 if holds else 0.0)
             yield from self._launch(thread, "cudaMemcpyAsync", us, [work], s.id, s.stream)
             return
         if s.direction == "HtoD":  # staging begins when the stream has got here
-            yield self.set.call_us
+            yield self.settings.call_us
             yield from self._wait_until_drained(stream)
-        yield self.set.launch_us
-        work.visible = self.now + self._vary(self.set.latency_us, self.set.latency_jitter, s.id + 2)
-        work.gap, work.slot = self.set.gap_us, False
+        yield self.settings.launch_us
+        work.visible = self.now + self._vary(
+            self.settings.latency_us, self.settings.latency_jitter, s.id + 2
+        )
+        work.gap, work.takes_slot = self.settings.gap_us, False
         stream.queue.append(work)
         self._work_of_step[self._step].append(work.done)
         self._pump(stream)
         yield work.done
-        yield 1.0 if s.direction == "HtoD" else self.set.release_us
+        yield 1.0 if s.direction == "HtoD" else self.settings.release_us
         self._call(thread, "cudaMemcpyAsync", start, work.correlation)
 
     def _wait_until_drained(self, s: Stream) -> Steps:
@@ -615,7 +621,7 @@ class Machine:
 
     def _record(self, thread: int, s: Record) -> Steps:
         start, stream = self.now, self.stream(s.stream)
-        yield self.set.call_us
+        yield self.settings.call_us
         signal, number = Signal(), next(self._correlations)
         stream.queue.append(signal)
         self._events.setdefault(s.event, []).append((signal, s.stream, number))
@@ -628,7 +634,7 @@ class Machine:
 
     def _wait(self, thread: int, s: Wait) -> Steps:
         start, stream = self.now, self.stream(s.stream)
-        yield self.set.call_us
+        yield self.settings.call_us
         result = self._find_record(s.event, s.lag)
         call = self._call(thread, "cudaStreamWaitEvent", start)
         if result is None:
@@ -639,7 +645,7 @@ class Machine:
 
     def _sync(self, thread: int, s: Sync) -> Steps:
         start = self.now
-        yield self.set.call_us
+        yield self.settings.call_us
         if s.what == "event":
             recorded = self._find_record(s.event, s.lag)
             waited = recorded is not None and recorded[0].at is None
@@ -655,13 +661,13 @@ class Machine:
             name = "cudaDeviceSynchronize" if s.what == "device" else "cudaStreamSynchronize"
             kind = "Context Sync" if s.what == "device" else "Stream Sync"
         if waited:
-            yield self._vary(self.set.release_us, self.set.latency_jitter, 5)
+            yield self._vary(self.settings.release_us, self.settings.latency_jitter, 5)
         self._sync_row(kind, self._call(thread, name, start), stream, recorded)
 
     def _sync_row(
         self, kind: str, call: dict[str, Any], stream: int, recorded: tuple[Signal, int, int] | None
     ) -> None:
-        if not self.set.sync_rows:
+        if not self.settings.sync_rows:
             return
         on, record = (-1, -1) if recorded is None else (recorded[1], recorded[2])
         row = self._emit(
@@ -686,13 +692,13 @@ class Machine:
         done = Signal()
 
         def autograd() -> Steps:
-            yield self._vary(self.set.wake_us, self.set.latency_jitter, 11)
+            yield self._vary(self.settings.wake_us, self.settings.latency_jitter, 11)
             yield from self._run_statements(AUTOGRAD, s.body)
             self._trigger(done)
 
         self._resume_thread(autograd())
         yield done
-        yield self._vary(self.set.wake_us, self.set.latency_jitter, 12)
+        yield self._vary(self.settings.wake_us, self.settings.latency_jitter, 12)
 
     # the loader
 
@@ -701,44 +707,44 @@ class Machine:
         p = self.program
         self._ready: dict[int, Signal] = {}
         self._orders: list[deque[int]] = [deque() for _ in range(p.workers)]
-        self._called: list[Signal] = [Signal() for _ in range(p.workers)]
-        self._ordered = self._taken = 0
+        self._requested: list[Signal] = [Signal() for _ in range(p.workers)]
+        self._batches_ordered = self._batches_taken = 0
         for _ in range(p.workers * p.prefetch):
             self._order_batch()
         for worker in range(p.workers):
             self._resume_thread(self._run_worker(worker))
 
     def _order_batch(self) -> None:
-        worker = self._ordered % self.program.workers
-        self._ready[self._ordered] = Signal()
-        self._orders[worker].append(self._ordered)
-        self._ordered += 1
-        if self._called[worker].at is None:
-            self._trigger(self._called[worker])
+        worker = self._batches_ordered % self.program.workers
+        self._ready[self._batches_ordered] = Signal()
+        self._orders[worker].append(self._batches_ordered)
+        self._batches_ordered += 1
+        if self._requested[worker].at is None:
+            self._trigger(self._requested[worker])
 
     def _batch_us(self, batch: int) -> float:
-        share = self.program.uneven or self.set.host_jitter
+        share = self.program.uneven or self.settings.host_jitter
         step, self._step = self._step, batch
         us = self._vary(self.program.batch_us, share, 13)
         self._step = step
         return us
 
     def _run_worker(self, worker: int) -> Steps:
-        while not self._over:
+        while not self._is_over:
             if not self._orders[worker]:
-                self._called[worker] = Signal()
-                yield self._called[worker]
+                self._requested[worker] = Signal()
+                yield self._requested[worker]
                 continue
             batch = self._orders[worker].popleft()
             yield self._batch_us(batch)
             self._trigger(self._ready[batch])
 
-    def _next_batch(self, thread: int, s: Next) -> Steps:
-        start, batch = self.now, self._taken
-        self._taken += 1
+    def _next(self, thread: int, s: Next) -> Steps:
+        start, batch = self.now, self._batches_taken
+        self._batches_taken += 1
         if self.program.workers:
             yield self._ready[batch]
-            yield self.set.hand_us
+            yield self.settings.hand_us
             self._order_batch()
             which = "_MultiProcessingDataLoaderIter"
         else:
@@ -766,12 +772,12 @@ class Machine:
             yield from self._run_statements(MAIN, self.program.body)
             self._emit("user_annotation", f"ProfilerStep#{step}", MAIN, start, {"External id": 0})
             self.host_end.append(self.now)
-        self._over = True
+        self._is_over = True
         yield 30.0
         yield from self._sync(MAIN, Sync("device"))
 
     def _run_background(self) -> Steps:
-        while not self._over:
+        while not self._is_over:
             yield from self._run_statements(BACKGROUND, self.program.background)
 
     # the trace
@@ -779,7 +785,7 @@ class Machine:
     def json(self) -> bytes:
         """The recorded window as a Kineto file: what began in it."""
         rows = [e for e in [*self.events, *self.device] if e["ts"] >= self.origin]
-        exact = 0 if self.set.whole_us else 3
+        exact = 0 if self.settings.whole_us else 3
         for row in rows:
             end = round(row["ts"] + row["dur"], exact)
             row["ts"] = round(row["ts"], exact)

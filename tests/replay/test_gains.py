@@ -140,7 +140,7 @@ class Case:
         )
 
 
-def check_case(shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path) -> None:
+def check(shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path) -> None:
     case = Case(shape, machine, fix, folder)
     assume(not loader_rate_is_not_in_the_trace(shape, case.slow.period, case.fast.period))
     case.check()
@@ -156,7 +156,7 @@ def check_case(shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path) ->
 def test_kernels_made_faster_or_slower(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float, which: str
 ) -> None:
-    check_case(shape, machine, scale_kernels(which, factor), tmp_path)
+    check(shape, machine, scale_kernels(which, factor), tmp_path)
 
 
 @examples
@@ -164,7 +164,7 @@ def test_kernels_made_faster_or_slower(
 def test_kernels_that_are_not_run(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], which: str
 ) -> None:
-    check_case(shape, machine, remove_kernels(which), tmp_path)
+    check(shape, machine, remove_kernels(which), tmp_path)
 
 
 @examples
@@ -173,25 +173,25 @@ def test_host_work_removed_or_scaled(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float | None
 ) -> None:
     fix = remove_host() if factor is None else scale_host("train.py", factor)
-    check_case(shape, machine, fix, tmp_path)
+    check(shape, machine, fix, tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.sync != "none"), SETTINGS)
 def test_the_host_no_longer_waits(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check_case(shape, machine, asynchronous(shape.sync), tmp_path)
+    check(shape, machine, asynchronous(shape.sync), tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.sync in ("stream", "device", "event")), SETTINGS)
 def test_a_wait_removed(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check_case(shape, machine, remove_wait(shape.sync), tmp_path)
+    check(shape, machine, remove_wait(shape.sync), tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.comm > 0), SETTINGS)
 def test_collectives_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check_case(shape, machine, overlap_collectives(), tmp_path)
+    check(shape, machine, overlap_collectives(), tmp_path)
 
 
 @examples
@@ -199,13 +199,13 @@ def test_collectives_overlapped(tmp_path: Path, shape: Shape, machine: dict[str,
 def test_collectives_that_move_fewer_bytes_or_have_another_bandwidth(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
-    check_case(shape, machine, scale_kernels("nccl", factor), tmp_path)
+    check(shape, machine, scale_kernels("nccl", factor), tmp_path)
 
 
 @examples
 @given(SHAPES.filter(lambda s: s.copy > 0), SETTINGS)
 def test_copies_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
-    check_case(replace(shape, pinned=True), machine, overlap_copies(), tmp_path)
+    check(replace(shape, pinned=True), machine, overlap_copies(), tmp_path)
 
 
 @examples
@@ -213,7 +213,7 @@ def test_copies_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]
 def test_kernels_merged_into_one(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
-    check_case(shape, machine, merge_update(factor), tmp_path)
+    check(shape, machine, merge_update(factor), tmp_path)
 
 
 @examples
@@ -221,7 +221,7 @@ def test_kernels_merged_into_one(
 def test_launches_that_cost_less(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], which: str
 ) -> None:
-    check_case(shape, machine, set_launch_cost(which), tmp_path)
+    check(shape, machine, set_launch_cost(which), tmp_path)
 
 
 @examples
@@ -232,7 +232,7 @@ def test_operators_put_into_one_cuda_graph(
     """A graph's first kernel starts when the whole graph has been launched, which the edit does
     not know: a few µs per step, which only steps well above a millisecond do not see."""
     assume(max(shape.host, shape.device) >= 1500)
-    check_case(shape, machine, into_graph(), tmp_path)
+    check(shape, machine, into_graph(), tmp_path)
 
 
 @examples
@@ -240,7 +240,7 @@ def test_operators_put_into_one_cuda_graph(
 def test_the_loader_gets_workers(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], workers: int
 ) -> None:
-    check_case(shape, machine, spread(workers), tmp_path)
+    check(shape, machine, spread(workers), tmp_path)
 
 
 @examples
@@ -257,7 +257,7 @@ def test_another_batch_size(
     factor: float,
     blocks: tuple[int, ...],
 ) -> None:
-    check_case(replace(shape, blocks=blocks, pinned=True), machine, resize(factor), tmp_path)
+    check(replace(shape, blocks=blocks, pinned=True), machine, resize(factor), tmp_path)
 
 
 @examples
@@ -284,7 +284,7 @@ def test_fixes_one_after_the_other(tmp_path: Path, shape: Shape, machine: dict[s
         set_launch_cost("gemm"),
         scale_kernels("gemm", 0.5),
     )
-    check_case(shape, machine, fix, tmp_path)
+    check(shape, machine, fix, tmp_path)
 
 
 # -- no gain, because something else hides it --------------------------------------------------

@@ -36,8 +36,9 @@ def findings_of(a: Analysis, rule: str) -> list[Finding]:
 
 
 def evidence_value(finding: Finding, start: str) -> float:
-    """The evidence whose label starts so."""
-    (value,) = [e.value for e in finding.evidence if e.label.startswith(start)]
+    """The evidence whose label starts so; not the share beside it, which has the same start."""
+    share = f"{start}, share"
+    (value,) = [e.value for e in finding.evidence if e.label.startswith(start) and e.label != share]
     assert isinstance(value, int | float)
     return float(value)
 

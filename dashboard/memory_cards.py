@@ -188,7 +188,7 @@ def _timeline_table(loaded: LoadedRun, rank: int | None, peak: PeakMemory) -> pl
 
 def _timeline_figure(peak: PeakMemory, timeline: pl.DataFrame) -> Any:
     """Draw memory by category over time, with the peak marked."""
-    figure = plotly_figures.empty_figure(320)
+    chart = plotly_figures.empty_figure(320)
     has_times = not timeline["time_us"].is_null().any()
     x = (timeline["time_us"] / 1e3).to_list() if has_times else timeline["event"].to_list()
     names = [name for name in CATEGORIES if name in timeline.columns]
@@ -201,7 +201,7 @@ def _timeline_figure(peak: PeakMemory, timeline: pl.DataFrame) -> Any:
         ("GiB", 1 << 30) if total.to_numpy().max(initial=0) >= 1 << 30 else ("MiB", 1 << 20)
     )
     for name in names:
-        figure.add_trace(
+        chart.add_trace(
             go.Scatter(
                 x=x,
                 y=(timeline[name] / scale).to_list(),
@@ -220,7 +220,7 @@ def _timeline_figure(peak: PeakMemory, timeline: pl.DataFrame) -> Any:
     line_name, line_bytes = (
         ("reserved", timeline["reserved"]) if peak.reserved else ("in tensors", total)
     )
-    figure.add_trace(
+    chart.add_trace(
         go.Scatter(
             x=x,
             y=(line_bytes / scale).to_list(),
@@ -233,20 +233,20 @@ def _timeline_figure(peak: PeakMemory, timeline: pl.DataFrame) -> Any:
     )
     row = int(np.searchsorted(timeline["event"].to_numpy(), peak.event))
     label = "out of memory" if peak.history.failed_event is not None else "peak"
-    figure.add_annotation(
+    chart.add_annotation(
         x=x[row], y=peak.allocated / scale, text=f"{label} {t.format_bytes(peak.allocated)}",
         showarrow=True, arrowhead=0, arrowcolor=RESERVED_COLOR, ax=-10, ay=-34, xanchor="right",
         font={"size": 12},
     )  # fmt: skip
-    figure.update_xaxes(
+    chart.update_xaxes(
         title="ms into the history" if has_times else "event", range=_active_range(x, row)
     )
-    figure.update_yaxes(title=unit, rangemode="tozero")
-    figure.update_layout(
+    chart.update_yaxes(title=unit, rangemode="tozero")
+    chart.update_layout(
         showlegend=True, hovermode="x unified", hoverdistance=-1, margin={"t": 64},
         hoverlabel={"align": "left"}, legend={"maxheight": 1},
     )  # fmt: skip
-    return figure
+    return chart
 
 
 def _active_range(x: list[float], peak: int) -> list[float] | None:
@@ -361,12 +361,12 @@ def _segment_figure(peak: PeakMemory) -> Any:
                 tooltip,
             )
         )
-    figure = plotly_figures.empty_figure(_map_height(peak))
+    chart = plotly_figures.empty_figure(_map_height(peak))
     for category in (*CATEGORIES, "pending", "free"):
         bars = bars_by_category.get(category)
         if not bars:
             continue
-        figure.add_trace(
+        chart.add_trace(
             go.Bar(
                 orientation="h", name=category, base=[b[0] for b in bars], x=[b[1] for b in bars],
                 y=[b[2] for b in bars], customdata=[[b[3]] for b in bars],
@@ -375,14 +375,12 @@ def _segment_figure(peak: PeakMemory) -> Any:
                 hovertemplate="%{customdata[0]}<extra></extra>",
             )
         )  # fmt: skip
-    figure.update_layout(
-        barmode="overlay", showlegend=True, bargap=0.15, margin={"t": 64, "l": 150}
-    )
-    figure.update_xaxes(title="MiB into the segment")
-    figure.update_yaxes(
+    chart.update_layout(barmode="overlay", showlegend=True, bargap=0.15, margin={"t": 64, "l": 150})
+    chart.update_xaxes(title="MiB into the segment")
+    chart.update_yaxes(
         categoryorder="array", categoryarray=names[::-1], showgrid=False, tickfont={"size": 10}
     )
-    return figure
+    return chart
 
 
 def _segment_name(row: dict[str, Any]) -> str:

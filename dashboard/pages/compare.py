@@ -154,12 +154,12 @@ def _step_card(comparison: Comparison) -> Any:
 
 def _distribution_figure(before: Distribution, after: Distribution) -> Any:
     """Draw both distributions as cumulative shares, which show every step and need no bins."""
-    figure = plotly_figures.empty_figure(230)
+    chart = plotly_figures.empty_figure(230)
     for name, side, color in (("before", before, BEFORE_COLOR), ("after", after, AFTER_COLOR)):
         durations = sorted(side.durations_ns)
         shares = [(i + 1) / len(durations) for i in range(len(durations))]
         x, y = plotly_figures.downsample([ns / 1e6 for ns in durations], shares)
-        figure.add_trace(
+        chart.add_trace(
             go.Scatter(
                 x=x,
                 y=y,
@@ -170,10 +170,10 @@ def _distribution_figure(before: Distribution, after: Distribution) -> Any:
                 hovertemplate="%{y:.0%} take at most %{x:,.2f} ms<extra>" + name + "</extra>",
             )
         )
-    figure.update_xaxes(title="ms per step")
-    figure.update_yaxes(title="share of steps", tickformat=".0%", range=[0, 1.04], nticks=5)
-    figure.update_layout(showlegend=True, margin={"t": 34})
-    return figure
+    chart.update_xaxes(title="ms per step")
+    chart.update_yaxes(title="share of steps", tickformat=".0%", range=[0, 1.04], nticks=5)
+    chart.update_layout(showlegend=True, margin={"t": 34})
+    return chart
 
 
 VERDICT_CLASSES = {
@@ -207,7 +207,7 @@ def _comparison_table(
 
     ``bars``: also draw both as bars, all on one scale."""
     largest = max(
-        (value for figure in lines for value in (figure.before, figure.after) if value), default=0.0
+        (value for line in lines for value in (line.before, line.after) if value), default=0.0
     )
     rows = []
     for line in lines:

@@ -93,7 +93,7 @@ def _history_card(entries: list[OpenedPath]) -> Any:
     runs = [
         (entry.name, entry.summary, entry.step) for entry in reversed(_runs_of_program(entries))
     ]
-    measured_runs = [(name, details, step) for name, details, step in runs if details and step]
+    measured_runs = [(name, summary, step) for name, summary, step in runs if summary and step]
     if len(measured_runs) < 2:
         return None
     names = labels.distinct_labels((name for name, _, _ in measured_runs), 28)

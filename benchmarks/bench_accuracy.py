@@ -392,16 +392,16 @@ def measure(folder: Path, only: str, steps: int, rounds: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     have = torch.cuda.is_available()
     where = torch.cuda.get_device_name() if have else f"CPU ({platform.machine()})"
-    found: Row = {"where": f"PyTorch {torch.__version__}, {where}", "cuda": have, "rows": []}
+    result_row: Row = {"where": f"PyTorch {torch.__version__}, {where}", "cuda": have, "rows": []}
     for number, experiment in enumerate(EXPERIMENTS):
         if any(part in experiment.name for part in only.split("|")) and (
             have or not experiment.cuda
         ):
             name = f"{number:02}.json.gz"
             row = timed(experiment, steps, rounds, folder / name)
-            found["rows"].append({**row, "trace": name})
+            result_row["rows"].append({**row, "trace": name})
             print(experiment.name, f"{row['true_gain']:.1%}", file=sys.stderr, flush=True)
-            (folder / MEASURED).write_text(json.dumps(found, indent=1))
+            (folder / MEASURED).write_text(json.dumps(result_row, indent=1))
 
 
 def write(path: Path, text: str, have_cuda: bool) -> None:

@@ -313,7 +313,7 @@ def unserved() -> float:
     return int(stat.split()[1]) / 1e9
 
 
-def whole(make: Callable[[], Loop], blocks: int, record: bool) -> BlockDifferences:
+def whole_cost(make: Callable[[], Loop], blocks: int, record: bool) -> BlockDifferences:
     """Blocks with and without a recording in turns; without ``record`` nothing on either side."""
     loop = make()
     plain = StepFunctions.present()
@@ -460,7 +460,7 @@ def tables(steps: int, seconds: float, blocks: int) -> list[str]:
     for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
         for what, record in (("nothing (control)", False), ("recorded, telemetry at 2 Hz", True)):
             print(f"{name}: {what}, whole …", file=sys.stderr, flush=True)
-            cost = whole(make, blocks, record)
+            cost = whole_cost(make, blocks, record)
             paragraphs.append(
                 f"| {name} | {what} | {cost.plain:.0f} | {cost.thread:+.1f} | {cost.process:+.1f}"
                 f" | {cost.blocked:+.1f} | {cost.spread:.1f} | {cost.process + cost.blocked:+.1f} |"

@@ -94,11 +94,11 @@ class Row(NamedTuple):
     truth: MeasuredChange
     predicted: GainInterval
     """Prediction with a range that knows nothing of this pair."""
-    shown: GainInterval
+    shown_range: GainInterval
     """Prediction as it is shown: with all that is known."""
     exposed: float
     """Change that the exposed time of the same edits would predict, ms."""
-    found: GainInterval | None
+    finding_gain: GainInterval | None
     """Estimated gain of the finding that proposes the change; ``None``: no such finding, or one
     without an estimate."""
 
@@ -120,7 +120,7 @@ class Row(NamedTuple):
     @property
     def width(self) -> float:
         """Half the band that is shown, as a share of ``scale``."""
-        return (self.shown.high - self.shown.low) / 2 / self.scale
+        return (self.shown_range.high - self.shown_range.low) / 2 / self.scale
 
     @property
     def inside(self) -> bool:
@@ -153,7 +153,7 @@ def marked(path: Path) -> StepTimes:
     return StepTimes(statistics.mean(steps), statistics.median(steps))
 
 
-def asked(path: Path) -> StepTimes:
+def batch_to_batch(path: Path) -> StepTimes:
     """Step times from one batch that was asked for to the next. The first is left out: it starts
     workers, loads kernels and takes seconds."""
     starts = sorted(e["ts"] for e in events(path) if e["name"].startswith("enumerate(DataLoader)#"))
@@ -161,7 +161,7 @@ def asked(path: Path) -> StepTimes:
     return StepTimes(statistics.mean(steps), statistics.median(steps))
 
 
-def whole(path: Path) -> StepTimes:
+def whole_recording(path: Path) -> StepTimes:
     """Time from the first event of host or device to the end of the last."""
     real = [e for e in events(path) if e.get("cat") not in ("Trace", "python_function", None)]
     begin, end = min(e["ts"] for e in real), max(e["ts"] + e["dur"] for e in real)
@@ -278,7 +278,7 @@ PAIRS = (
         "pairs/loader_autograd_workers4",
         "`num_workers` 0 → 4",
         ("parallelize loader 4",),
-        both(asked),
+        both(batch_to_batch),
         kind="loader",
         group="image loader",
         rule="single-process-loader",
@@ -293,7 +293,7 @@ PAIRS = (
             "async sync",
             *one_by_one("is_nonzero", "eq", "index", "to", "add", "cat", "sub"),
         ),
-        both(whole),
+        both(whole_recording),
         kind="waits",
         group="segment-anything",
         rule="host-reads",
@@ -312,7 +312,7 @@ PAIRS = (
             work("scale", TENSOR_CORES, family=("gemm", "convolution", "attention")),
             work("scale", HALF_THE_BYTES, family=("elementwise", "normalisation", "layout")),
         ),
-        both(whole),
+        both(whole_recording),
         kind="device",
         group="segment-anything",
         rule="mixed-precision-off",
@@ -328,7 +328,7 @@ PAIRS = (
             "pairs/" + BATCH.format(large),
             f"{small} → {large}",
             (f"resize work {large // small}",),
-            both(whole),
+            both(whole_recording),
             kind="batch",
             group="particle transformer",
             whole_step=True,
@@ -421,8 +421,8 @@ def cells(r: Row) -> tuple[str, ...]:
     if r.pair.rule:
         finding_text = f"`{r.pair.rule}`: "
         finding_text += (
-            f"{r.found.point:.1f} ({r.found.low:.1f} to {r.found.high:.1f})"
-            if r.found
+            f"{r.finding_gain.point:.1f} ({r.finding_gain.low:.1f} to {r.finding_gain.high:.1f})"
+            if r.finding_gain
             else "no estimate"
         )
     of = " of the step" if r.pair.whole_step else ""
@@ -521,8 +521,10 @@ def entry(r: Row, traces: Path) -> Prediction | None:
     is one finding's fix and no more, that finding's; where the step is the scale, the step's."""
     if r.truth.after is None:
         return None
-    is_measured_alone = r.pair.nothing_else and r.found is not None
-    point, low, high = r.found if is_measured_alone and r.found is not None else r.predicted
+    is_measured_alone = r.pair.nothing_else and r.finding_gain is not None
+    point, low, high = (
+        r.finding_gain if is_measured_alone and r.finding_gain is not None else r.predicted
+    )
     measured = (r.truth.low + r.truth.high) / 2
     numbers = (point, low, high, measured, r.truth.low, r.truth.high)
     if r.pair.whole_step:

@@ -152,8 +152,8 @@ def record_all(options: argparse.Namespace) -> None:
     with ThreadPoolExecutor(options.jobs) as processes:
         running = [(name, variant, processes.submit(one, name, variant)) for name, variant in due]
         for name, variant, process in running:
-            found = entries.setdefault(name, {})[variant] = process.result()
-            summary_line = found.get("error") or f"{found['median_ms']:.3f} ms per step"
+            recording = entries.setdefault(name, {})[variant] = process.result()
+            summary_line = recording.get("error") or f"{recording['median_ms']:.3f} ms per step"
             print(f"{name}, {variant}: {summary_line}", flush=True)
             save(options.output, results)
     (options.output / ".turn").unlink(missing_ok=True)
@@ -410,7 +410,7 @@ def summary(results: Results) -> str:
     faulty = {n: e.get("compared", {}) for n, e in entries.items() if catalogue()[n].finds}
     controls = {n: e.get("compared", {}) for n, e in entries.items() if not catalogue()[n].finds}
     top = [c["place"] in ("1", "2", "risk 1", "risk 2") for c in faulty.values() if "place" in c]
-    gone = [c["gone"] for c in faulty.values() if "gone" in c]
+    cured = [c["gone"] for c in faulty.values() if "gone" in c]
     silent = [c["silent"] for c in controls.values() if "silent" in c]
     inside = [
         c["low"] <= c["measured"] <= c["high"]
@@ -419,7 +419,7 @@ def summary(results: Results) -> str:
     ]
     lines = [
         f"- expected finding at first or second place: {sum(top)} of {len(top)}",
-        f"- no longer there once cured: {sum(gone)} of {len(gone)}",
+        f"- no longer there once cured: {sum(cured)} of {len(cured)}",
         f"- controls without a finding: {sum(silent)} of {len(silent)}",
         f"- measured gain inside the predicted band: {sum(inside)} of {len(inside)}",
     ]

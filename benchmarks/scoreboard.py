@@ -163,7 +163,7 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
-def shown(r: Row, hta_cells: list[str]) -> str:
+def format_row(r: Row, hta_cells: list[str]) -> str:
     """A line of the table."""
     expected = " or ".join(f"`{each}`" for each in r.accepted) or "none"
     first = f"`{r.first}`" if r.first else "none"
@@ -184,7 +184,7 @@ def page(rows: list[Row], hta_busy: dict[str, float | None]) -> str:
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
-        *(shown(r, [percent(hta_busy.get(r.name))] if hta_busy else []) for r in rows),
+        *(format_row(r, [percent(hta_busy.get(r.name))] if hta_busy else []) for r in rows),
         "",
     ]
     measured = [r for r in rows if r.saves is not None]

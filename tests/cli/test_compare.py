@@ -45,14 +45,14 @@ def slow_trace(tmp_path: Path) -> Path:
 def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
     advisor: Run, fast_trace: Path, slow_trace: Path, bound: str, code: int
 ) -> None:
-    found, _, err = advisor("compare", fast_trace, slow_trace, "--fail-if-slower", bound)
-    assert found == code
+    exit_code, _, err = advisor("compare", fast_trace, slow_trace, "--fail-if-slower", bound)
+    assert exit_code == code
     assert err.startswith("slower by " if code else "not slower: slower by ")
     share = f"{float(bound.rstrip('%')) / (100 if '%' in bound else 1):.1%}"
     assert f"; up to {share} slower is allowed (95% confidence); exit code {code}" in err
     assert err.count("\n") == 1
-    found, _, err = advisor("compare", slow_trace, fast_trace, "--fail-if-slower", bound)
-    assert found == 0 and err.startswith("not slower: faster by ")
+    exit_code, _, err = advisor("compare", slow_trace, fast_trace, "--fail-if-slower", bound)
+    assert exit_code == 0 and err.startswith("not slower: faster by ")
 
 
 def test_the_gate_holds_when_the_interval_reaches_below_the_bound(

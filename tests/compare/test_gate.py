@@ -90,10 +90,12 @@ def test_a_run_is_compared_with_the_saved_baseline(
     old, new = trace(tmp_path / "old.json", 1000), trace(tmp_path / "new.json", us)
     assert advisor("gate", "--save", "base.json", old)[0] == 0
     old.unlink()  # the baseline is all that is needed
-    found, out, err = advisor("gate", "base.json", new, "--max-slower", bound, "--format", "json")
+    exit_code, out, err = advisor(
+        "gate", "base.json", new, "--max-slower", bound, "--format", "json"
+    )
     comparison = json.loads(out)
     decision, steps = comparison["decision"], comparison["steps"]
-    assert (found, decision["answer"], decision["failed"], err) == (code, answer, code == 1, "")
+    assert (exit_code, decision["answer"], decision["failed"], err) == (code, answer, code == 1, "")
     # by hand: a step is the kernel and some 20 µs of host
     assert steps["share"] == pytest.approx(us / 1000 - 1, abs=0.01)
     assert steps["share_low"] <= steps["share"] <= steps["share_high"]

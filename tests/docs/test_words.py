@@ -164,6 +164,24 @@ def test_names_in_the_dashboard_are_no_riddles() -> None:
     assert riddles == []
 
 
+TEST_NAMES = re.compile(
+    r"^test_(?:what|whatever|those|of|it|its|so|they|these|such|who|whose|which|why|how)_"
+    r"|^_*(?:told|said|theirs|ours|mine|asked)$"
+)
+"""Names in tests and benchmarks: a test begins with its subject, and data are nouns."""
+
+
+def test_names_in_tests_and_benchmarks_say_what_a_thing_is() -> None:
+    found = [
+        f"{folder}: {name}"
+        for folder, file in code_files()
+        if folder.partition("/")[0] in ("tests", "benchmarks", "tools")
+        for name in names(file.read_text(encoding="utf-8"))
+        if TEST_NAMES.search(name)
+    ]
+    assert found == []
+
+
 def test_no_name_in_the_code_is_a_retired_one() -> None:
     result = [
         f"{file.relative_to(ROOT)}: {name}"

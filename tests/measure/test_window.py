@@ -178,7 +178,7 @@ def test_nothing_is_concluded_from_holes_in_the_records(
     path = shared_trace(name)
     assert count_lost_records(read_trace(path)).lost == 0
     data = rewriting.load(path)
-    thin = rewriting.thinned(data, 0.4)
+    thin = rewriting.drop_device_work(data, 0.4)
     lost_count = len(kernels_of(data)) - len(kernels_of(thin))
     report = analyze(rewriting.save(thin, tmp_path / "thin.json"), OPTIONS)
     trace = read_trace(str(tmp_path / "thin.json"))

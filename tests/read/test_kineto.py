@@ -112,15 +112,15 @@ def test_other_spellings_of_a_trace_are_the_same_trace(spell: Any) -> None:
     b = loop()
     document = msgspec.json.decode(b.json())
     document["traceEvents"] = [spell(event) for event in document["traceEvents"]]
-    expected, found = b.trace(), read_bytes(json.dumps(document).encode())
+    expected, trace = b.trace(), read_bytes(json.dumps(document).encode())
     for name in FRAMES:
         if name not in ("inputs", "comms"):  # there the texts differ by white space
             assert_frame_equal(
-                getattr(expected, name), getattr(found, name), categorical_as_str=True
+                getattr(expected, name), getattr(trace, name), categorical_as_str=True
             )
     assert_frame_equal(
         expected.inputs.select(pl.all().str.replace_all(" ", "")),
-        found.inputs.select(pl.all().str.replace_all(" ", "")),
+        trace.inputs.select(pl.all().str.replace_all(" ", "")),
     )
 
 
@@ -169,21 +169,21 @@ def test_the_size_of_pieces_changes_nothing(size: int) -> None:
     assert_same_traces(in_one_piece, with_rows_of(in_one_piece, pieces))
 
 
-def with_rows_of(expected: Trace, found: Trace) -> Trace:
+def with_rows_of(expected: Trace, trace: Trace) -> Trace:
     """``found`` with its inputs and collectives numbered as in ``expected``: they are numbered as
     they come, and within a piece ops come before ranges."""
     changed: dict[str, pl.DataFrame] = {}
     for code, table in (("inputs", "inputs"), ("comm", "comms")):
-        order = [getattr(expected, table).rows().index(row) for row in getattr(found, table).rows()]
+        order = [getattr(expected, table).rows().index(row) for row in getattr(trace, table).rows()]
         assert sorted(order) == list(range(getattr(expected, table).height))
         new = pl.Series(order, dtype=pl.Int32)
         for name in ("cpu", "gpu"):
-            frame = changed.get(name, getattr(found, name))
+            frame = changed.get(name, getattr(trace, name))
             if code in frame.columns:
                 changed[name] = frame.with_columns(new.gather(frame[code]).alias(code))
         changed[table] = getattr(expected, table)
     return Trace(
-        **{name: changed.get(name, getattr(found, name)) for name in FRAMES}, meta=found.meta
+        **{name: changed.get(name, getattr(trace, name)) for name in FRAMES}, meta=trace.meta
     )
 
 
@@ -239,18 +239,18 @@ def test_a_worker_that_dies_costs_only_its_help(
     b = loop(steps=60)
     one = read_bytes(b.json(), options=SMALL_PIECES)
     killed: list[int] = []
-    made: list[core_pool.ProcessPool] = []
+    pools: list[core_pool.ProcessPool] = []
     start, original = core_pool.ProcessPool.__init__, kineto.decode_all
 
     def start_worker(self: core_pool.ProcessPool, count: int, **options: Any) -> None:
         start(self, count, **options)
-        made.append(self)
+        pools.append(self)
 
     def decode_and_kill(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
         def pieces_until_kill() -> Iterator[bytes]:
             for number, piece in enumerate(pieces):
                 if number == pieces_before + 1:
-                    while not (pids := made[-1].pids):
+                    while not (pids := pools[-1].pids):
                         time.sleep(0.001)
                     os.kill(pids[0], signal.SIGKILL)
                     killed.append(pids[0])

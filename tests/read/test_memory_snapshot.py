@@ -60,9 +60,9 @@ class BuildsObject:
 
 
 def with_state() -> bytes:
-    made = BuildsObject()
-    made.__dict__["x"] = 1
-    return pickle.dumps({"segments": [made]})
+    built = BuildsObject()
+    built.__dict__["x"] = 1
+    return pickle.dumps({"segments": [built]})
 
 
 BODY = b"\x80\x04}\x8c\x08segments"
@@ -402,10 +402,10 @@ def mutant(data: bytes, chance: random.Random) -> bytes:
     if way == 1:
         return data[:2] + data[at:]
     if way == 2:
-        made = bytearray(data)
+        changed = bytearray(data)
         for _ in range(chance.choice([1, 1, 5, 50])):
-            made[chance.randrange(2, len(made))] = chance.randrange(256)
-        return bytes(made)
+            changed[chance.randrange(2, len(changed))] = chance.randrange(256)
+        return bytes(changed)
     if way == 3:
         end = min(len(data), at + chance.randrange(200))
         return data[:at] + data[at:end] * chance.choice([2, 3, 500]) + data[end:]
@@ -444,10 +444,10 @@ def test_a_damaged_snapshot_ends_in_a_report_or_a_line(
     for number in range(MUTANTS):
         chance = random.Random(number)
         if number % 2:
-            made = mutant(data, chance)
+            damaged = mutant(data, chance)
         else:
-            made = pickle.dumps(replace_values(pickle.loads(data), chance))
-        file.write_bytes(made)
+            damaged = pickle.dumps(replace_values(pickle.loads(data), chance))
+        file.write_bytes(damaged)
         capsys.readouterr()
         started = time.process_time()
         form = chance.choice(["terminal", "json", "html", "markdown"])

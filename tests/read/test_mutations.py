@@ -147,8 +147,8 @@ def swap_quotes(text: bytes, chance: random.Random) -> bytes:
 
 
 def other_encoding(text: bytes, chance: random.Random) -> bytes:
-    shown = text.decode("utf-8", "replace")
-    return shown.encode(chance.choice(["utf-16", "utf-32", "utf-8-sig", "utf-16-le", "utf-7"]))
+    decoded = text.decode("utf-8", "replace")
+    return decoded.encode(chance.choice(["utf-16", "utf-32", "utf-8-sig", "utf-16-le", "utf-7"]))
 
 
 def concatenate(text: bytes, chance: random.Random) -> bytes:

@@ -273,11 +273,13 @@ def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_report
     with pytest.raises(AdvisorError, match=rf"nsys export --type sqlite run\{suffix}"):
         read_trace(str(report))
     (tmp_path / "made").mkdir()
-    made = profiler_files.nsys(tmp_path / "made" / "a.sqlite")
+    database = profiler_files.nsys(tmp_path / "made" / "a.sqlite")
     tool = tmp_path / "bin" / "nsys"
     tool.parent.mkdir()
     # the command as it is called: nsys export --type sqlite --force-overwrite true --output F R
-    tool.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "export --type sqlite" ] && /bin/cp {made} "$7"\n')
+    tool.write_text(
+        f'#!/bin/sh\n[ "$1 $2 $3" = "export --type sqlite" ] && /bin/cp {database} "$7"\n'
+    )
     tool.chmod(0o755)
     trace = read_trace(str(report))
     assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
@@ -285,8 +287,8 @@ def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_report
     tool.write_text("#!/bin/sh\necho 'cannot open the report' >&2\nexit 1\n")
     with pytest.raises(AdvisorError, match=r"nsys export failed \(cannot open the report\)"):
         read_trace(str(report))
-    shutil.copy(report, made.parent / f"a{suffix}")  # nsys leaves both in a folder
-    assert open_run(made.parent).problems == ()
+    shutil.copy(report, database.parent / f"a{suffix}")  # nsys leaves both in a folder
+    assert open_run(database.parent).problems == ()
 
 
 # -- untrusted files ----------------------------------------------------------------------------

@@ -215,15 +215,17 @@ def test_an_unknown_format_gets_one_line_with_the_way_to_the_formats(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("return ReaderClaim.SURE", "return 1 / 0"),
         ("rows = rows.rename", "rows = nonsense.rename"),
         ("host.with_columns(", 'host.drop("name").with_columns('),
     ],
 )
-def test_a_reader_that_fails_is_one_line(toy: None, tmp_path: Path, fault: str, said: str) -> None:
-    (tmp_path / "site" / "toy_reader.py").write_text(TOY.replace(fault, said))
+def test_a_reader_that_fails_is_one_line(
+    toy: None, tmp_path: Path, fault: str, message: str
+) -> None:
+    (tmp_path / "site" / "toy_reader.py").write_text(TOY.replace(fault, message))
     with pytest.raises(AdvisorError, match=r"^x\.csv: the reader 'toy' failed \(\w+Error: .*\)$"):
         read_bytes(table().encode(), "x.csv")
 
@@ -266,7 +268,7 @@ def test_rows_of_a_real_trace_join_as_they_do_in_its_own_reader(
     names = {
         (p, t): n for p, t, n in original.threads.select("pid", "tid", "name").iter_rows() if n
     }
-    made = build_trace(
+    built = build_trace(
         TraceMeta(path=original.meta.path, start_ns=original.meta.start_ns),
         host=host.sort("ts", "dur", "name", descending=[True, False, True]),
         device=original.gpu.drop("launch", "op").sort("ts", "stream", descending=True),
@@ -277,13 +279,13 @@ def test_rows_of_a_real_trace_join_as_they_do_in_its_own_reader(
         thread_names=names,
     )
     target = tmp_path / "out.json"
-    write_tables(made, target)
+    write_tables(built, target)
     restored = read_trace(str(target))
     assert (restored.meta.start_ns, restored.meta.end_ns) == (
         original.meta.start_ns,
         original.meta.end_ns,
     )
-    for trace in (made, restored):
+    for trace in (built, restored):
         assert_frame_equal(trace.sync, original.sync)
         assert trace.comms.rows() == original.comms.rows()
         for table in ("cpu", "gpu"):
@@ -326,7 +328,7 @@ def test_rows_without_sane_times_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"kind": "operator"}, "kind 'operator' is not one of op, annotation"),
         ({"call": "enqueue"}, "call 'enqueue' is not one of launch, graph_launch"),
@@ -334,11 +336,11 @@ def test_rows_without_sane_times_are_left_out_and_counted(
     ],
 )
 def test_a_reader_whose_table_is_none_gets_an_error_that_names_it(
-    change: dict[str, str | None], said: str
+    change: dict[str, str | None], message: str
 ) -> None:
     row = {"ts": 1, "dur": 1, "kind": "op", "name": "f", "thread": "a", **change}
     host = pl.DataFrame([{key: value for key, value in row.items() if value is not None}])
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         build_trace(TraceMeta(path="x"), host=host)
 
 

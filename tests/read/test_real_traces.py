@@ -113,11 +113,11 @@ def test_launches_and_ops_are_those_of_a_plain_reading(
         events_of_kind(events, DEVICE), key=lambda e: (e["args"]["correlation"], e["ts"], e["name"])
     )
     rows = trace.gpu.with_columns(pl.col("name").cast(pl.String)).sort("correlation", "ts", "name")
-    found = trace.cpu["correlation"].gather(rows["launch"]).to_list()
+    correlations = trace.cpu["correlation"].gather(rows["launch"]).to_list()
     expected = [
         e["args"]["correlation"] if e["args"]["correlation"] in calls else None for e in device
     ]
-    assert found == expected
+    assert correlations == expected
     assert rows["stream"].to_list() == [e["args"]["stream"] for e in device]
     assert rows["device"].to_list() == [e["args"]["device"] for e in device]
     grids = [e["args"].get("grid") for e in device]

@@ -220,7 +220,7 @@ def packed_by(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "expected"),
     [
         ("zip", "a zip archive; unpack it and give the file or folder in it"),
         ("checkpoint", "a checkpoint (torch.save); give a PyTorch profiler trace"),
@@ -229,8 +229,8 @@ def packed_by(kind: str) -> bytes:
         ("bzip2", "packed with bzip2; unpack it first (bzip2 -d)"),
     ],
 )
-def test_other_packings_are_named(kind: str, said: str) -> None:
-    assert message(packed_by(kind)) == f"x: {said}"
+def test_other_packings_are_named(kind: str, expected: str) -> None:
+    assert message(packed_by(kind)) == f"x: {expected}"
 
 
 def test_a_tar_is_not_mistaken_for_a_trace() -> None:

@@ -64,10 +64,10 @@ def contents(pieces: list[bytes]) -> list[Any]:
 def message(text: bytes) -> str:
     with pytest.raises(AdvisorError) as caught:
         split_text(text)
-    shown = str(caught.value)
-    assert "\n" not in shown
-    assert shown.startswith("x: ")
-    return shown.removeprefix("x: ")
+    error_text = str(caught.value)
+    assert "\n" not in error_text
+    assert error_text.startswith("x: ")
+    return error_text.removeprefix("x: ")
 
 
 def layouts(events: list[Any]) -> dict[str, bytes]:
@@ -257,7 +257,7 @@ GIVE = "give a PyTorch profiler trace"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (b"   \n\n ", f"nothing but white space; {GIVE}"),
         (b"hello", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
@@ -305,8 +305,8 @@ GIVE = "give a PyTorch profiler trace"
         ),
     ],
 )
-def test_a_file_that_is_no_trace_gets_a_line_of_its_own(text: bytes, said: str) -> None:
-    assert message(text) == said
+def test_a_file_that_is_no_trace_gets_a_line_of_its_own(text: bytes, expected: str) -> None:
+    assert message(text) == expected
 
 
 def test_a_gzip_of_which_nothing_can_be_unpacked_is_reported() -> None:
@@ -471,8 +471,8 @@ def test_the_first_of_concatenated_traces_is_read(between: bytes) -> None:
         if text.lstrip()[:1] == b"[":
             continue
         twice = text + between + text.removeprefix(b"\xef\xbb\xbf")
-        found, splitter = split_text(twice)
-        assert contents(found) == PLAIN[:30], name
+        pieces, splitter = split_text(twice)
+        assert contents(pieces) == PLAIN[:30], name
         assert splitter.followed and not splitter.truncated
         assert splitter.head == split_text(text)[1].head
         # in pieces, the quick way notices that something is wrong, and the exact way what
@@ -485,8 +485,8 @@ def test_the_first_of_concatenated_traces_is_read(between: bytes) -> None:
 
 
 def test_an_execution_trace_is_reported_as_one() -> None:
-    said = message(b'{"schema": "1.1.1", "pid": 1, "nodes": [], "finish_ts": 1}')
-    assert said.startswith("an execution trace (ExecutionTraceObserver)")
+    text = message(b'{"schema": "1.1.1", "pid": 1, "nodes": [], "finish_ts": 1}')
+    assert text.startswith("an execution trace (ExecutionTraceObserver)")
 
 
 @pytest.mark.parametrize("text", ['{"child_paths": {}}', '{"num_warps": 4, "num_stages": 3}'])
@@ -495,5 +495,5 @@ def test_a_file_of_tritons_cache_is_reported_as_one(text: str) -> None:
 
 
 def test_printable_names_in_messages() -> None:
-    shown = message(json.dumps({string.printable: 1}).encode())
-    assert shown.isprintable()
+    text = message(json.dumps({string.printable: 1}).encode())
+    assert text.isprintable()

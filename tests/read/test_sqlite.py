@@ -83,5 +83,5 @@ def test_a_table_without_rows_has_the_columns_that_are_made_of_rows(tmp_path: Pa
         db.execute("CREATE TABLE stamps (id INTEGER PRIMARY KEY, value)")
     types = {"id": pl.Int64, "value": pl.Int64}
     with open_database(ByteSource(str(path)), ReadOptions()) as db:
-        made = read_numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
-        assert made.at(pl.Series([1]), ["twice"]).to_dicts() == [{"twice": None}]
+        table = read_numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
+        assert table.at(pl.Series([1]), ["twice"]).to_dicts() == [{"twice": None}]

@@ -98,8 +98,8 @@ def test_each_is_named_with_what_to_do(kind: str, packed: bool, tmp_path: Path) 
     ).encode()  # fmt: skip
     path = tmp_path / (f"{name}.gz" if packed else name)
     path.write_bytes(gzip.compress(data) if packed else data)
-    said = refusal(path)
-    assert what in said and cure in said and "\n" not in said, said
+    line = refusal(path)
+    assert what in line and cure in line and "\n" not in line, line
 
 
 def test_layers_of_tensorrt_without_times_are_named(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_profile_of_nvprof_is_not_taken_for_one_of_nsys(tmp_path: Path) -> Non
         db.execute("CREATE TABLE StringTable (_id_ INTEGER PRIMARY KEY, value TEXT)")
         db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL (_id_ INTEGER, start INT)")
     db.close()
-    said = refusal(path)
-    assert "nvprof" in said and "nsys profile" in said
+    line = refusal(path)
+    assert "nvprof" in line and "nsys profile" in line
 
 
 def test_the_xplane_wins_over_what_was_made_of_it(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_numbers_are_decoded_as_they_are_one_by_one() -> None:
     values += [chance.getrandbits(chance.randrange(1, 65)) for _ in range(500)]
     parts = [w.varint(value) for value in values]
     at = np.cumsum([0, *map(len, parts[:-1])])
-    found, length, sound = Buffer(b"".join(parts) + bytes(PADDING)).numbers(at)
-    assert found.tolist() == values
+    decoded, length, sound = Buffer(b"".join(parts) + bytes(PADDING)).numbers(at)
+    assert decoded.tolist() == values
     assert length.tolist() == list(map(len, parts))
     assert sound.all()
 
@@ -75,14 +75,14 @@ def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
     end = np.cumsum(list(map(len, messages)))
     start = end - np.array(list(map(len, messages)))
     data = b"".join(messages) + bytes(PADDING)
-    found, broken = Buffer(data).fields(start, end)
-    order = np.argsort(found.row, kind="stable")
+    decoded, broken = Buffer(data).fields(start, end)
+    order = np.argsort(decoded.row, kind="stable")
     fields = [
         (
-            int(found.number[i]),
-            int(found.value[i])
-            if found.wire[i] == 0
-            else data[found.start[i] : found.start[i] + int(found.value[i])],
+            int(decoded.number[i]),
+            int(decoded.value[i])
+            if decoded.wire[i] == 0
+            else data[decoded.start[i] : decoded.start[i] + int(decoded.value[i])],
         )
         for i in order
     ]
@@ -195,9 +195,9 @@ def test_steps_that_the_profiler_derived_on_the_gpu_are_used_where_nothing_else_
     assert "GPU busy 70% of a 21.3 ms step." in report.verdict
     (limit,) = (line for line in report.limits if "derived" in line)
     assert "left out" in limit
-    said = " ".join((report.verdict, *report.limits, *(one.record for one in report.not_checked)))
-    assert "tf.profiler" in said
-    assert "jax" not in said
+    text = " ".join((report.verdict, *report.limits, *(one.record for one in report.not_checked)))
+    assert "tf.profiler" in text
+    assert "jax" not in text
 
 
 def test_the_line_is_the_users_and_not_jaxs() -> None:
@@ -546,9 +546,9 @@ def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
     index = build_index(Analysis(read_trace(str(path))))
-    shown = {*index.names, *(category_label(category, index) for category in ALL_CATEGORIES)}
-    assert "input pipeline" in shown
-    assert not [name for name in shown if PYTORCHS.search(name)]
+    labels = {*index.names, *(category_label(category, index) for category in ALL_CATEGORIES)}
+    assert "input pipeline" in labels
+    assert not [name for name in labels if PYTORCHS.search(name)]
 
 
 # -- all that works on a trace works on it --------------------------------------------------------

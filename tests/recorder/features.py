@@ -710,10 +710,10 @@ def train(steps: int) -> list[str]:
 def print_features(when: str) -> None:
     for name, feature in FEATURES.items():
         try:
-            found: Any = feature()
+            outcome_text: Any = feature()
         except Exception as error:
-            found = f"failed: {type(error).__name__}: {error}"[:400]
-        text = re.sub(r"0x[0-9a-f]{6,}|/tmp/\S+", "", json.dumps(found, default=str))
+            outcome_text = f"failed: {type(error).__name__}: {error}"[:400]
+        text = re.sub(r"0x[0-9a-f]{6,}|/tmp/\S+", "", json.dumps(outcome_text, default=str))
         print(json.dumps([when, name, text]), flush=True)
 
 

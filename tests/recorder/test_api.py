@@ -31,10 +31,10 @@ BATCH = (torch.ones(2, 4), torch.ones(2, 1))
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
-    made = advisor.profile(str(tmp_path / "run"), **QUIET)
-    assert isinstance(made, Recorder)
-    yield made
-    made.close()
+    profile = advisor.profile(str(tmp_path / "run"), **QUIET)
+    assert isinstance(profile, Recorder)
+    yield profile
+    profile.close()
 
 
 def steps(tmp_path: Path, recorder: Recorder) -> int:

@@ -23,7 +23,7 @@ class Device:
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
-        self.made = self.recorded = 0
+        self.created = self.recorded = 0
         self.capturing = False
         self.on_internal_error = False
         self.lag_ns = 3_000_000
@@ -42,7 +42,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
-            played.made += 1
+            played.created += 1
             self.at: int | None = None
 
         def record(self) -> None:
@@ -190,7 +190,7 @@ def test_events_are_touched_in_the_training_thread_alone(
                 training.learn(batch)
                 time.sleep(0.05)  # the writer's thread has its rounds in between
     assert device.threads == {threading.get_ident()}
-    assert device.made < 0.8 * device.recorded  # events that were read are used again
+    assert device.created < 0.8 * device.recorded  # events that were read are used again
     assert any(step.gpu for step in only_rank(tmp_path / "run").steps)
 
 

@@ -169,11 +169,11 @@ def test_a_teacher_between_forward_and_backward_is_part_of_the_step(
     def run() -> None:
         for _ in range(8):
             training.optimizer.zero_grad()
-            found = training.net(x)
+            output = training.net(x)
             time.sleep(0.01)
             with torch.no_grad():
                 wanted = teacher(x)
-            ((found - y) ** 2 + (found - wanted) ** 2).mean().backward()
+            ((output - y) ** 2 + (output - wanted) ** 2).mean().backward()
             training.optimizer.step()
 
     record = record_run(run)

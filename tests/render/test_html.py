@@ -214,9 +214,9 @@ def test_an_axis_has_round_times(dur_ns: float, step_ns: float, ticks: list[str]
 def test_a_long_table_shows_the_rows_that_matter_and_all_on_demand() -> None:
     rows = [[f"rank {number}", f"{number} ms"] for number in range(40)]
     drawn = block(Grid(["rank", "step"], rows, short=rows[30:33]))
-    shown, details, folded = drawn.partition("<details>")
+    visible, details, folded = drawn.partition("<details>")
     assert details and "All 40 rows" in folded
-    assert [f"{n} ms<" in shown for n in (29, 30, 32, 33)] == [False, True, True, False]
+    assert [f"{n} ms<" in visible for n in (29, 30, 32, 33)] == [False, True, True, False]
     assert all(f">{n} ms<" in folded for n in range(40))
     assert "<details>" not in block(Grid(["rank", "step"], rows[:16], short=rows[:3]))
 

@@ -74,7 +74,7 @@ def test_steps_are_measured_as_by_those_who_published_them(
     after: tuple[float, float | None],
 ) -> None:
     pair = PAIRS[number]
-    measure = (bench_pairs.marked, bench_pairs.asked)[number]
+    measure = (bench_pairs.marked, bench_pairs.batch_to_batch)[number]
     for name, (mean, median) in ((pair.before, before), (pair.after, after)):
         result = measure(Path(shared_trace(name)))
         assert result.mean == pytest.approx(mean, rel=0.02)
@@ -95,4 +95,6 @@ def test_steps_are_measured_as_by_those_who_published_them(
 def test_runs_without_steps_are_measured_as_by_those_who_published_them(
     shared_trace: Find, name: str, span: float
 ) -> None:
-    assert bench_pairs.whole(Path(shared_trace(name))).mean == pytest.approx(span, rel=0.015)
+    assert bench_pairs.whole_recording(Path(shared_trace(name))).mean == pytest.approx(
+        span, rel=0.015
+    )

@@ -222,15 +222,15 @@ def test_titles_name_what_works_in_vain(name: str, rule: str, title: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "gone"),
+    ("name", "removed"),
     [
         ("latent_sampler", "the casts are gone"),
         ("voice_stream", "no weight is normalised"),
         ("doc_finder", "nothing comes before the product"),
     ],
 )
-def test_the_evidence_of_the_fix_is_about_the_repeated_work(name: str, gone: str) -> None:
-    assert gone in text_of(name, "rebuilt-weights").verify
+def test_the_evidence_of_the_fix_is_about_the_repeated_work(name: str, removed: str) -> None:
+    assert removed in text_of(name, "rebuilt-weights").verify
 
 
 def test_a_gelu_by_hand_has_the_page_of_gelu_to_read() -> None:

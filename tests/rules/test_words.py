@@ -145,8 +145,10 @@ def test_default_texts_of_findings_name_nothing_of_pytorch(rule: Rule, framework
     cases = [{}, *(other.case(name) for name in other.cases)]
     for texts in cases:
         result = other.complete(Finding(summary="", **{**texts, "confidence": 0.5}))
-        said = (result.title, result.fix, result.code, result.verify, result.falsified_by)
-        assert not any(map(TORCH.search, (*said, result.alternatives, *result.assumptions)))
+        finding_texts = (result.title, result.fix, result.code, result.verify, result.falsified_by)
+        assert not any(
+            map(TORCH.search, (*finding_texts, result.alternatives, *result.assumptions))
+        )
         assert not any(map(TORCH.search, result.references))
 
 

@@ -189,8 +189,14 @@ def gain_conditions(finding: Finding, report: Report) -> list[str]:
 def minor_conditions(finding: Finding, report: Report) -> list[str]:
     """Return the conditions that a page may omit: no other figure of the page contradicts them, and
     no gain near zero depends on them."""
-    stacks = _warn_of_stacks(finding, report)
-    return stacks if may_gain_little(finding) else [*range_reasons(finding), *stacks]
+    stacks, impact, shown = _warn_of_stacks(finding, report), finding.impact, finding.shown_time
+    exceeds = (
+        impact is not None
+        and shown is not None
+        and (impact.high_ns or 0) > MAX_EVIDENCE_RATIO * float(shown.value or 0)
+    )
+    needs_reason = exceeds or may_gain_little(finding)
+    return stacks if needs_reason else [*range_reasons(finding), *stacks]
 
 
 def _warn_of_stacks(finding: Finding, report: Report) -> list[str]:

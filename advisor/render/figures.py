@@ -112,11 +112,11 @@ class Bar(Figure):
         """Draw the bar. Below it are work on the left and causes of idle time on the right, or
         below each other on a narrow page. ``short``: only shares, as many per line as fit."""
         bar = self.bar
+        if short:
+            return self._short_lines(width)
         lengths = share_cells([segment.share for segment in bar.segments], width)
         both = zip(bar.segments, lengths, strict=True)
         drawn = [(s.look.glyph * length, s.look.style) for s, length in both if length]
-        if short:
-            return [drawn, *self._keys(width)]
         wide = max(len(segment.time) for segment in bar.segments)
         room = width - wide - 12
         left_room = min(max((len(s.label) for s in bar.work), default=0), room)
@@ -140,24 +140,36 @@ class Bar(Figure):
             rows.append(parts)
         return [drawn, *rows]
 
-    def _keys(self, width: int) -> list[Parts]:
-        """Explain the drawn segments by glyph, name and share."""
+    def _short_lines(self, width: int) -> list[Parts]:
+        """Draw the bar, and below it the glyph, name and share of each part. Small parts are one
+        part, the last."""
+        segments = self.bar.segments
+        named = [
+            s
+            for s in segments
+            if s.share >= MIN_KEY_SHARE and s.look.glyph != charts.OTHER_LOOK.glyph
+        ]
+        rest = sum(segment.share for segment in segments) - sum(s.share for s in named)
+        parts = [(s.look.glyph, s.look.style, s.share, s.name, s.share_text) for s in named]
+        parts.append((charts.OTHER_LOOK.glyph, "dim", rest, "smaller parts", t.format_share(rest)))
+        cells = share_cells([share for _, _, share, *_ in parts], width)
+        drawn = [(part[0] * count, part[1]) for part, count in zip(parts, cells, strict=True)]
         rows: list[Parts] = []
         used = width
-        for segment in self.bar.segments:
-            text = f" {segment.name} {segment.share_text}"
-            if segment.share < MIN_KEY_SHARE:
+        for (glyph, style, _, name, share_text), count in zip(parts, cells, strict=True):
+            text = f" {name} {share_text}"
+            if not count:
                 continue
             if used + len(text) + 3 > width:
                 rows.append([("  ", "")])
                 used = 0
             rows[-1] += [
                 ("  " * bool(used), ""),
-                (segment.look.glyph, segment.look.style),
+                (glyph, style),
                 (text, ""),
             ]
             used += len(text) + 3
-        return rows
+        return [[part for part in drawn if part[0]], *rows]
 
 
 def _draw_strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Markup:

@@ -510,6 +510,11 @@ def _set_reference_share(finding: Finding, step: StepTime | None) -> Finding:
     return replace(finding, impact=replace(impact, share=share), severity=severity)
 
 
+MIN_KEPT_WORK_SHARE = 0.5
+"""Minimum time of other work in the run's step, as a share of its time at the same scale as the
+whole step. The profiler may lengthen that work more than the work that a fix removes."""
+
+
 def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns: float) -> Finding:
     """Convert a gain in a step of ``of_ns`` to the run's step.
 
@@ -532,7 +537,10 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
     high_ns = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = min(convert(low_ns), scale * low_ns), max(convert(high_ns), scale * high_ns)
     if scale < 1 and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE):
-        high = max(high, min(high_ns, step.ns - _device_work_left(a, [finding], step.ns)))
+        work_left = _device_work_left(a, [finding], step.ns)
+        if a.device_id is None:
+            work_left = MIN_KEPT_WORK_SHARE * scale * max(0.0, of_ns - high_ns)
+        high = max(high, min(high_ns, step.ns - work_left))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, low_ns)
     if impact.kind != "upper bound":

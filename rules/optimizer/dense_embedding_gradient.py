@@ -1,5 +1,6 @@
 """The gradient of an embedding is a whole table, although a step uses few rows."""
 
+import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,8 +27,8 @@ from advisor.rules.support.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-BACKWARD = r"^aten::embedding_dense_backward$"
-BACKWARD_NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$"
+BACKWARD = r"^aten::(?:embedding|_embedding_bag)_dense_backward$"
+BACKWARD_NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: Embedding(?:Bag)?Backward\d*$"
 """Backward node. On a GPU it also sums several lookups' gradients, each as large as the table."""
 OTHER_PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
 """Patterns of the other parts with work on whole tables."""
@@ -40,10 +41,10 @@ LIGHTNING = r"(?:^|/)(?:pytorch_)?lightning/"
 
 
 class DenseEmbeddingGradient(Rule):
-    """The backward pass of ``nn.Embedding`` fills a gradient as large as the table with zeros and
-    adds the rows that the batch looked up. The optimizer then reads and writes the whole table and
-    its state. With ``sparse=True`` the gradient holds the looked-up rows alone, and SparseAdam,
-    Adagrad and SGD touch no others.
+    """The backward pass of ``nn.Embedding`` or ``nn.EmbeddingBag`` fills a gradient as large as the
+    table with zeros and adds the rows that the batch looked up. The optimizer then reads and writes
+    the whole table and its state. With ``sparse=True`` the gradient holds the looked-up rows alone,
+    and SparseAdam, Adagrad and SGD touch no others.
 
     The rule fires where a step looks up less than a tenth of the rows, and this work takes much of
     the step. It is silent for a table that is also multiplied (an output layer with tied weights):
@@ -96,7 +97,7 @@ class DenseEmbeddingGradient(Rule):
         "the optimizer takes sparse gradients": {
             "fix": "Make the gradient sparse ({optimizer} takes sparse gradients); nothing else "
             "has to change.",
-            "code": "table = torch.nn.Embedding(rows, size, sparse=True)",
+            "code": "table = torch.nn.{layer}(rows, size, sparse=True)",
             "falsified_by": "weight decay or clipping, which need the gradient of every row",
             "references": (
                 "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
@@ -160,7 +161,7 @@ class DenseEmbeddingGradient(Rule):
                 else "no CUDA graph has to hold this part of the step: sizes of sparse gradients "
                 "vary from step to step",
             ],
-            **self._advise(a),
+            **self._advise(a, largest, work.optimizers),
         )
 
     def _remaining(self, a: Analysis, tables: list[Table], ns: float) -> tuple[float, float, float]:
@@ -179,19 +180,25 @@ class DenseEmbeddingGradient(Rule):
             )
         return min(expected, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
 
-    def _advise(self, a: Analysis) -> dict[str, Any]:
-        """Return the texts that fit the program's optimizer, if the trace names it."""
-        names = a.trace.cpu["name"].cast(pl.String).str.extract(_OPTIMIZER).drop_nulls().unique()
-        if names.len() and set(names) <= SPARSE_OPTIMIZERS:
-            name = " and ".join(sorted(names))
-            return self.case("the optimizer takes sparse gradients", optimizer=name)
-        return self.case("Lightning") if runs_code_of(a, LIGHTNING) else {}
+    def _advise(self, a: Analysis, table: Table, optimizers: set[str]) -> dict[str, Any]:
+        """Return the texts that fit the table, and the optimizers that update tables."""
+        layer = "EmbeddingBag" if table.is_bag else "Embedding"
+        if optimizers and optimizers <= SPARSE_OPTIMIZERS:
+            name = " and ".join(sorted(optimizers))
+            return self.case("the optimizer takes sparse gradients", optimizer=name, layer=layer)
+        texts = self.case("Lightning") if runs_code_of(a, LIGHTNING) else {}
+        return texts | {"code": self.code.replace("nn.Embedding(", f"nn.{layer}(")}
 
     @staticmethod
     def examples() -> Examples:
         return {
             "few rows of many": _build_recommender(),
             "on a CPU": _build_recommender(gpu=None),
+            "bags": _build_recommender(bag="mean"),
+            "bags of the largest value, which take no sparse gradient": (
+                _build_recommender(bag="max"),
+                "not tables",
+            ),
             "a small vocabulary": (_build_recommender(rows=2000), "not tables"),
             "tied weights": (_build_recommender(tied=True), "not tables"),
             "a sparse gradient": (_build_recommender(sparse=True), "name_matches"),
@@ -222,6 +229,13 @@ class _TableWork:
             self.cost = cpu["dur"].to_numpy()[self.backward]
         self.kernels = np.zeros(a.trace.gpu.height, dtype=np.bool_)
         """Kernels that mostly work on these tables, of all parts, aligned with ``trace.gpu``."""
+        names = cpu["name"].cast(pl.String).str.extract(_OPTIMIZER).drop_nulls().unique()
+        self.optimizers = {
+            name
+            for name in names
+            if (share > 0)[rows_under(a, rf"^Optimizer\.step#{re.escape(name)}\.step$")[:-1]].any()
+        }
+        """Names of the optimizers that update these tables."""
         self._parts: list[tuple[Select, float]] = []
         self.ns = self.gradient_ns = 0.0
         for pattern in (self._gradient_pattern, *OTHER_PARTS):
@@ -295,16 +309,24 @@ def _build_recommender(
     tied: bool = False,
     sparse: bool = False,
     us: float = 900,
+    bag: str | None = None,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
     compute = partial(b.compute, kernel="at::native::vectorized_elementwise_kernel")
     table = [rows, 32]
+    mode = None if bag is None else ["", "", "", "False", {"mean": "1", "max": "2"}[bag]]
+    backward = (
+        "aten::embedding_dense_backward" if bag is None else "aten::_embedding_bag_dense_backward"
+    )
 
     for _ in b.steps(5):
-        compute("aten::embedding", 20, [table, [512]])
+        if mode is None:
+            compute("aten::embedding", 20, [table, [512]])
+        else:
+            compute("aten::embedding_bag", 20, [table, [512], [32], [], []], concrete=mode)
         compute("aten::mm", 200, [[512, 32], [32, rows] if tied else [32, 64]])
         if not sparse:
-            compute("aten::embedding_dense_backward", us, [[512, 32], [512], [], [], []])
+            compute(backward, us, [[512, 32], [512], [], [], []])
             with b.range("Optimizer.step#Adam.step"):
                 compute("aten::lerp_", us, [table, table, []])
                 compute("aten::lerp_", 10, [[32, 64], [32, 64], []])

@@ -1,5 +1,5 @@
-"""Padding in the token ids of a model's call, and ignored labels of a loss's call, whatever their
-source.
+"""Padding in the token ids or feature sequences of a model's call, and ignored labels of a loss's
+call, whatever their source.
 
 One forward in ``EVERY`` is examined. Ids on the CPU are read in place. Ids on a GPU are never read,
 but their CPU copy is, when ``Tensor.to`` uploads it. NumPy reads them, so that traces contain no
@@ -22,6 +22,17 @@ MAX_IDS = 1 << 20
 """Maximum size of a matrix of ids to examine, elements: about 1 ms."""
 MIN_LENGTH = 8
 """Minimum length of a sequence to examine."""
+MAX_SIGNAL = 1 << 24
+"""Maximum size of feature sequences to examine, elements."""
+MAX_FEATURES = 4
+"""Maximum number of features per position that are read."""
+MIN_SIGNAL_LENGTH = 32
+"""Minimum length of a sequence of features to examine."""
+MIN_WAVEFORM_LENGTH = 1024
+"""Minimum length of a sequence of single values: shorter ones may be features of a sample."""
+MIN_DENSITY = 0.9
+"""Minimum share of positions before the end of a sequence that differ from the padding. Sparse
+vectors have fewer."""
 MAX_UPLOADS = 8
 """Maximum number of uploads examined per forward."""
 MIN_VALUES = 3
@@ -33,7 +44,7 @@ IGNORED = -100
 
 class TokenPadding:
     """Sampler of padding. ``write_event(kind, data)`` gets the share of padding of a forward's ids
-    (``padding``) and of the labels that its loss ignores (``labels``)."""
+    or features (``padding``) and of the labels that its loss ignores (``labels``)."""
 
     def __init__(self, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._write_event = write_event
@@ -42,6 +53,8 @@ class TokenPadding:
         self._losses = 0
         self._last_labels: Callable[[], Any] = lambda: None
         """Reference to the labels of the last examined loss."""
+        self._has_signals = False
+        """Whether padding of feature sequences was found."""
         self._uploads: dict[tuple[int, ...], dict[str, Any]] = {}
         self._vocabularies: dict[int, int] = {}
         """Maximum number of ids that a module embeds, by the module's id, or 0 if it embeds
@@ -64,8 +77,10 @@ class TokenPadding:
             ids = _read_ids(tensor)
             if ids is not None and (labels := measure_labels(ids)) is not None:
                 self._uploads[(-1, *tensor.shape)] = labels
-            elif ids is not None and (padding := measure_ids(ids)) is not None:
-                self._uploads[tuple(tensor.shape)] = padding
+            else:
+                padding = self._measure_signal(tensor) if ids is None else measure_ids(ids)
+                if padding is not None:
+                    self._uploads[tuple(tensor.shape)] = padding
 
     def on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Examine the inputs of an outermost forward that begins, if it is due."""
@@ -74,8 +89,6 @@ class TokenPadding:
             return
         uploads, self._uploads = self._uploads, {}
         vocabulary = self._vocabulary_size(module)
-        if not vocabulary:
-            return
         import torch
 
         if is_intercepted(torch):
@@ -83,9 +96,10 @@ class TokenPadding:
         with torch._C.DisableTorchFunction():
             given: list[tuple[str | None, Any]] = []
             collect_tensors((args, kwargs), None, given, 0)
-            labels = next(
-                filter(None, (_find_labels(tensor, uploads) for _, tensor in given)), None
-            )
+            labels = None
+            if vocabulary:
+                found_labels = (_find_labels(tensor, uploads) for _, tensor in given)
+                labels = next(filter(None, found_labels), None)
             padding = self._measure_inputs(given, vocabulary, uploads)
         self._samples += padding is not None or labels is not None
         if labels is not None:
@@ -124,8 +138,12 @@ class TokenPadding:
         vocabulary: int,
         uploads: dict[tuple[int, ...], Any],
     ) -> dict[str, Any] | None:
-        """Return the padding of a mask among the inputs, else of the largest matrix of ids."""
+        """Return the padding of a mask among the inputs, else of the largest matrix of ids, else of
+        the largest feature sequences."""
         best: dict[str, Any] | None = None
+        if not vocabulary:
+            signals = [self._measure_signal(tensor, uploads) for _, tensor in given]
+            return max(filter(None, signals), key=lambda s: s["rows"] * s["columns"], default=None)
         for name, tensor in given:
             ids = _read_ids(tensor)
             if name in MASKS and ids is not None:
@@ -143,6 +161,19 @@ class TokenPadding:
             if best is None or size > (best["rows"] * best["columns"], best["largest"]):
                 best = padding
         return best
+
+    def _measure_signal(
+        self, tensor: Any, uploads: Mapping[tuple[int, ...], Any] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the padding of feature sequences on the CPU, or of their upload."""
+        if tensor.dim() not in (2, 3) or not tensor.dtype.is_floating_point:
+            return None
+        if tensor.device.type != "cpu":
+            return None if uploads is None else uploads.get(tuple(tensor.shape))
+        values = _as_array(tensor.detach()) if 0 < tensor.numel() <= MAX_SIGNAL else None
+        padding = None if values is None else measure_signal(values, varies=not self._has_signals)
+        self._has_signals |= padding is not None
+        return padding
 
     def _vocabulary_size(self, module: Any) -> int:
         size = self._vocabularies.get(id(module))
@@ -238,6 +269,30 @@ def measure_ids(ids: Any) -> dict[str, Any] | None:
         if best is not None and best["padding"] > 0:
             break
     return None if best is None else {**best, "largest": largest}
+
+
+def measure_signal(values: Any, *, varies: bool = True) -> dict[str, Any] | None:
+    """Return the padding of feature sequences, [rows, time, features] or [rows, features, time], or
+    of waveforms, [rows, time]: a constant that ends the rows. ``varies``: only if they end at
+    different places. Return ``None`` if these are not sequences."""
+    import numpy as np
+
+    orders = (values, values.transpose(0, 2, 1)) if values.ndim == 3 else (values[:, :, None],)
+    for matrix in orders:
+        _, length, features = matrix.shape
+        if length < (MIN_SIGNAL_LENGTH if features > 1 else MIN_WAVEFORM_LENGTH):
+            continue
+        sampled = matrix[:, :, :: max(1, features // MAX_FEATURES)]
+        ends, counts = np.unique(sampled[:, -1, 0], return_counts=True)
+        differs = (sampled != ends[counts.argmax()]).any(axis=2)
+        is_token = _mark_until_last_token(differs)
+        lengths = is_token.sum(axis=1)
+        is_dense = differs.sum() >= MIN_DENSITY * lengths.sum()
+        if is_dense and (not varies or lengths.min() != lengths.max()):
+            padding = measure_mask(is_token)
+            if padding is not None:
+                return {**padding, "signal": True}
+    return None
 
 
 def _mark_until_last_token(tokens: Any) -> Any:

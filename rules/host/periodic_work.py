@@ -1,5 +1,6 @@
 """Work that the loop does every few steps and that takes much of the run."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -23,6 +24,9 @@ from advisor.rules.support.common import (
     time_compiling,
 )
 from advisor.testing import Examples, TraceBuilder
+
+_EVALUATION = re.compile(r"(?i)eval|valid|test|metric|accura|confusion|score|predict")
+"""Pattern of names of functions and classes that evaluate a model."""
 
 
 class PeriodicWork(Rule):
@@ -125,7 +129,7 @@ class PeriodicWork(Rule):
             ],
             where=[] if code is None else [code.location],
             impact=self._estimate_impact(a, work, self._share_in_code(code, work)),
-            **(self.case("validation") if work.outside else {}),
+            **(self.case("validation") if work.outside and self._evaluates(code) else {}),
         )
 
     def _is_other_work(self, recorded: StepRecords, work: RecurringWork) -> bool:
@@ -139,6 +143,11 @@ class PeriodicWork(Rule):
             share_in(recorded.stacks, pattern)[0] >= self.min_samples_share * work.share
             for pattern in SAVING_AND_LOGGING.values()
         )
+
+    @staticmethod
+    def _evaluates(code: SampledCode | None) -> bool:
+        """Return whether the named code evaluates, by its names. Code that is not named may."""
+        return code is None or _EVALUATION.search(f"{code.location.function}") is not None
 
     def _device_idles(self, work: RecurringWork) -> bool:
         """Return whether the device also idles during the work."""
@@ -189,6 +198,7 @@ class PeriodicWork(Rule):
         return {
             "a loop over time before every 16 updates": _build_run(16, 40),
             "a validation on the host every 8 steps": _build_run(8, 40, outside=True),
+            "advantages after every rollout": _build_run(8, 40, outside=True, work="advantages"),
             "a part of it in other functions": _build_run(16, 40, blamed=0.6),
             "without samples": _build_run(16, 40, samples=0),
             "the host waits for the GPU": (
@@ -216,6 +226,7 @@ def _build_run(
     device: float = 0.0,
     steps: int = 200,
     at: tuple[int, ...] = (),
+    work: str = "evaluate",
 ) -> TraceBuilder:
     """Build steps of 8 ms, of which every ``period``-th takes ``ms`` more. ``blamed`` is its share
     in one function."""
@@ -236,7 +247,7 @@ def _build_run(
         )
     hits = round(blamed * samples * times * ms / (times * ms + 8 * steps))
     call = "train.py(9): main"
-    frames = [call, "train.py(40): work", "torch/_tensor.py(9): backward", leaf or call]
+    frames = [call, f"train.py(40): {work}", "torch/_tensor.py(9): backward", leaf or call]
     stacks = [[samples - hits, [0, 2]], [max(1, hits), [0, 1, *([3] if leaf else [])]]]
     if samples:
         r.event("stacks", frames=frames, stacks=stacks)

@@ -30,6 +30,8 @@ class Padding(NamedTuple):
     """Share beyond the longest sequence of the batch, or ``None`` if it was not recorded."""
     length: int | None
     """Median number of tokens of a padded sequence, or ``None`` if it was not recorded."""
+    unit: str = "tokens"
+    """What a sequence consists of: ``tokens`` or, for features, ``frames``."""
 
 
 class PaddingWaste(Rule):
@@ -37,9 +39,11 @@ class PaddingWaste(Rule):
     padding is the share of the work on unused tokens.
 
     The recorder samples one forward in five: a mask among its inputs, else the ids of a model with
-    an embedding. There, padding is one id that ends, or begins, most rows. Ids on a GPU are not
-    read. Their copy on the CPU is read as the program uploads it. The rule reports 20% and more,
-    from at least three samples.
+    an embedding. There, padding is one id that ends, or begins, most rows. In models without an
+    embedding it samples sequences of features, such as spectrograms, and waveforms. There, padding
+    is a constant that ends rows at different places. Inputs on a GPU are not read. Their copy on
+    the CPU is read as the program uploads it. The rule reports 20% and more, from at least three
+    samples.
 
     Padding beyond the longest sequence of the batch holds no token of any row. Padding to the
     longest sequence removes it, and results stay the same. The remaining padding needs batches of
@@ -106,7 +110,15 @@ class PaddingWaste(Rule):
                 "    rows, batch_first=True, padding_value=pad_id)"
             ),
             "falsified_by": "the same time per batch with every batch cut to its longest sequence",
-        }
+        },
+        "frames": {
+            "code": (
+                "# in collate_fn: pad to the longest of the batch\n"
+                "x = torch.nn.utils.rnn.pad_sequence(features, batch_first=True)\n"
+                "# for strides or CUDA graphs: round up to a multiple, such as 64\n"
+                "x = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 64))"
+            )
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -124,12 +136,13 @@ class PaddingWaste(Rule):
         edits, impact = self._estimate_effect(a, removed, padding.length)
         span = f"{t.format_share(padding.all.min())} to {t.format_share(padding.all.max())}"
         summary = (
-            f"{mean:.0%} of the tokens are padding, {span} per batch. "
+            f"{mean:.0%} of the {padding.unit} are padding, {span} per batch. "
             "The model computes on them for nothing."
         )
         if is_beyond:
             summary += (
-                f" {beyond:.0%} of the tokens are beyond the longest sequence of their batch."
+                f" {beyond:.0%} of the {padding.unit} are beyond the longest sequence of their "
+                "batch."
             )
         evidence = [
             self.compare("padding, share of the tokens", mean, "min_padding"),
@@ -140,12 +153,15 @@ class PaddingWaste(Rule):
             evidence.insert(1, Evidence("padding beyond the longest sequence", beyond, "share"))
         if padding.length is not None:
             evidence.insert(1, Evidence("padded length", padding.length, "count"))
+        texts = self.case("beyond the longest") if is_beyond else {}
+        if is_beyond and padding.unit == "frames":
+            texts |= self.case("frames")
         yield Finding(
             summary=summary,
             evidence=evidence,
             edits=edits,
             impact=impact,
-            **(self.case("beyond the longest") if is_beyond else {}),
+            **texts,
         )
 
     @staticmethod
@@ -188,6 +204,7 @@ class PaddingWaste(Rule):
             "on a GPU": _build_run(0.4, device=True),
             "beyond the longest sequence": _build_run(None, beyond=0.3),
             "beyond the longest sequence, on a GPU": _build_run(None, beyond=0.3, device=True),
+            "frames beyond the longest sequence": _build_run(None, beyond=0.3, signal=True),
             "within the longest sequence": _build_run(None, beyond=0.0),
             "little": (_build_run(0.1), "min_padding"),
             "no mask": (_build_run(None), "len(padding.all) < self.min_samples"),
@@ -222,7 +239,9 @@ def _read_samples(a: Analysis) -> Padding:
         return Padding(column, None, None)
     shares = np.array([row[:2] for row in events], dtype=np.float64)
     lengths = [length for *_, length in events if isinstance(length, int) and length > 0]
-    return Padding(shares[:, 0], shares[:, 1], int(np.median(lengths)) if lengths else None)
+    is_signal = any(event.get("signal") for event in recorded.record.events_of("padding"))
+    length = int(np.median(lengths)) if lengths else None
+    return Padding(shares[:, 0], shares[:, 1], length, "frames" if is_signal else "tokens")
 
 
 def _quadratic_share(a: Analysis, length: int | None) -> float:
@@ -256,6 +275,7 @@ def _build_run(
     device: bool = False,
     beyond: float | None = None,
     op: str = "aten::mm",
+    signal: bool = False,
 ) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps(4 if device else 0):
@@ -266,5 +286,6 @@ def _build_run(
         fields = {} if padding is None or n < 60 - samples else {"padding": padding}
         r.step(10, forward=3, backward=6, fields=fields)
     for _ in range(0 if beyond is None else 6):
-        r.event("padding", padding=0.4, beyond=beyond, rows=8, columns=160)
+        fields = {"signal": True} if signal else {}
+        r.event("padding", padding=0.4, beyond=beyond, rows=8, columns=160, **fields)
     return b

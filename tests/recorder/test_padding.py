@@ -196,6 +196,49 @@ def test_one_token_of_each_sequence_has_no_padding() -> None:
     assert result is not None and result["padding"] == pytest.approx(5 / 11)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_padding_of_spectrograms_is_a_constant_that_ends_the_rows(order: tuple[int, ...]) -> None:
+    from advisor.recorder.padding import measure_signal
+
+    frames = torch.randn(4, 400, 80)
+    for row, length in enumerate((100, 120, 160, 200)):
+        frames[row, length:] = 0
+    result = measure_signal(frames.permute(order).contiguous().numpy())
+    assert result is not None
+    assert result["padding"] == pytest.approx(1 - (100 + 120 + 160 + 200) / 1600)
+    assert result["beyond"] == pytest.approx(0.5) and result["signal"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.randn(8, 400, 16),  # no padding
+        torch.nn.functional.pad(torch.randn(8, 200, 16), (0, 0, 0, 200)),  # all end at one place
+        (torch.rand(64, 2000) > 0.98).float(),  # sparse vectors
+        torch.rand(64, 30),  # features of samples
+        torch.zeros(4, 2000),
+    ],
+)
+def test_values_that_are_no_padded_sequences_have_no_padding(values: torch.Tensor) -> None:
+    from advisor.recorder.padding import measure_signal
+
+    assert measure_signal(values.numpy()) is None
+
+
+def test_padding_of_spectrograms_that_a_model_gets_is_recorded() -> None:
+    from advisor.recorder.padding import TokenPadding
+
+    written: list[Any] = []
+    padding = TokenPadding(lambda *event: written.append(event))
+    frames = torch.randn(2, 100, 8)
+    frames[0, 50:] = 0
+    model = torch.nn.Linear(8, 8)
+    padding.on_forward(model, (frames, torch.tensor([50, 100])), {})
+    assert [(kind, data["columns"], data["padding"]) for kind, data in written] == [
+        ("padding", 100, 0.25)
+    ]
+
+
 def test_labels_of_one_call_count_once() -> None:
     from advisor.recorder.padding import TokenPadding
 

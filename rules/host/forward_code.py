@@ -85,6 +85,7 @@ class ForwardCode(Rule):
     falsified_by = "a result that differs from step to step"
     assumptions = ("the result can be kept, or computed with few operators",)
     confidence = 0.75
+    alternatives = "forward code"
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)

@@ -13,6 +13,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import MAX_LISTED
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
@@ -44,8 +45,6 @@ _EXCLUDED_LOOPS = r"^enumerate\(DataLoader\)|^Optimizer\."
 _MODEL_OPS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution|lstm|gru)$")
 """Operators of a model that is called per sample, which another rule reports."""
 LIST = ("TensorList", "Scalar")
-MAX_LISTED = 30
-"""Maximum length of tensor lists whose sizes PyTorch's profiler writes."""
 
 
 class UnbatchedCalls(Rule):

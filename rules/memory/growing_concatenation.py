@@ -2,21 +2,34 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at, range_taken, readers_behind
+from advisor.measure.device.shapes import MAX_LISTED
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import outermost_rows
 from advisor.measure.steps.steps import rows_in_steps
+from advisor.replay.selection import rows_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
-from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.rules.support.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    impact_per_step,
+    of_step,
+    outermost_in_steps,
+    scale_edit,
+)
+from advisor.rules.support.kernel_work import exact_pattern, scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
 CAT = r"^aten::cat$"
@@ -144,6 +157,163 @@ class GrowingConcatenation(Rule):
             "two passes": (_build_cache([100, 101]), "not appends"),
             "hardly any time": (_build_cache(range(100, 105), us=4), "min_share"),
         }
+
+
+class JoinedList(Rule):
+    """Entries are kept as a Python list of tensors, such as a memory bank or a replay buffer, and
+    ``torch.stack`` or ``torch.cat`` joins them again in each step. Each entry costs the host its
+    checks, and its values are copied. One tensor, allocated once, holds them in place.
+
+    PyTorch's profiler does not write the shapes of lists of more than 30 tensors, which tells them
+    from others. The rule is silent where a step itself makes as many tensors: it collects results
+    (see unbatched-calls). Lists in the backward pass, the optimizer and the loader do not count.
+
+    The gain is the time of these calls, and on a CPU the time right before them, in which Python's
+    list is read: at most as long as the call itself."""
+
+    id = "joined-list"
+    title = "A long list of tensors is joined into one in each step"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/joined_list.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/joined_list.cured", *CURED_RECORDINGS)
+    validation_note = "a CPU recording of a memory bank, torch 2.13, and its cure"
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.stack.html",)
+
+    min_share = Threshold(0.05, "of the step in these calls", XPROF)
+    max_repeats = Threshold(MAX_LISTED, "calls of one operator in a step with equal inputs", CHOSEN)
+    factor = Factor(0.1, "of their time, to write the new entries", CHOSEN)
+    best_factor = Factor(0.0, "of it, at best", CHOSEN)
+    worst_factor = Factor(0.5, "of it, where other code needs a copy", CHOSEN)
+
+    fix = (
+        "Keep the entries in one tensor, allocated once, and write new ones over the oldest, at a "
+        "place that goes round. Read the tensor as it is: no list, no copy."
+    )
+    code = (
+        "bank = first.new_empty(capacity, *first.shape[1:])   # once\n"
+        "rows = (place + torch.arange(len(new))) % capacity\n"
+        "bank[rows] = new.detach()   # not list.extend(new.unbind(0))\n"
+        "place = (place + len(new)) % capacity\n"
+        "scores = query @ bank.T     # not torch.stack(list)"
+    )
+    verify = "Profile again: aten::stack and aten::cat take no share of the step."
+    falsified_by = "the same step time with a tenth of the entries"
+    assumptions = ("most entries stay from step to step",)
+    confidence = 0.8
+    alternatives = "forward code"
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or a.trace.inputs.is_empty() or not a.step_count:
+            return
+        outermost = outermost_in_steps(a)
+        joins = outermost.filter(pl.col("name").is_in(_JOINS), pl.col("inputs").is_not_null())
+        is_long = [inputs_at(a, index).is_long_list(0) for index in joins["inputs"]]
+        joins = joins.filter(pl.Series(is_long, dtype=pl.Boolean))
+        rows = joins["row"].to_numpy()
+        excluded = rows_under(a, _EXCLUDED)[:-1][rows]
+        joins = joins.filter(pl.Series(~excluded, dtype=pl.Boolean))
+        rows = joins["row"].to_numpy()
+        work_ns = time_of_operators(a, rows)
+        ns = max(work_ns, int(joins["ns"].sum()))
+        before_ns = _time_before(a, rows) if a.device_id is None else 0
+        if ns + before_ns < self.min_share * a.span_ns:
+            return
+        others = outermost.filter(~pl.col("name").is_in(_JOINS))
+        repeats = others.group_by("name", "inputs").len()["len"].to_numpy()
+        if repeats.max(initial=0) > self.max_repeats * a.step_count:
+            return
+        per_step, before = ns / a.step_count, before_ns / a.step_count
+        edits: list[Edit] = []
+        if a.device_id is not None:
+            factors = (self.factor, self.best_factor, self.worst_factor)
+            names = exact_pattern(joins["name"].unique().to_list())
+            on_host = Select(on="host", kind=("op",), name=names)
+            on_device = scale_operators(a, rows, [(1 - factor) * work_ns for factor in factors])
+            edits = [on_device, scale_edit(on_host, *factors)]
+        yield Finding(
+            summary=(
+                f"{_name_calls(joins)} of more than {MAX_LISTED} tensors takes "
+                f"{of_step(a, ns + before_ns)}, although the step makes few tensors."
+            ),
+            evidence=[
+                amount_per_step(a, "such calls", len(rows), "count"),
+                amount_per_step(a, "time in them", ns),
+                amount_per_step(a, "time right before them", before_ns),
+                self.compare("share", (ns + before_ns) / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows),
+            edits=edits,
+            impact=None
+            if edits
+            else impact_per_step(
+                a,
+                (1 - self.factor) * (per_step + before),
+                low=(1 - self.worst_factor) * per_step,
+                high=(1 - self.best_factor) * (per_step + before),
+                method="recorded time of these calls",
+                of_median=True,
+            ),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a memory bank": _bank(),
+            "a memory bank on a GPU": _bank(gpu="A100"),
+            "a short list": (_bank(entries=8), "ns + before_ns < self.min_share * a.span_ns"),
+            "results of this step": (_bank(made=64), "max_repeats"),
+            "in the backward pass": (
+                _bank(around="autograd::engine::evaluate_function: UnbindBackward0"),
+                "ns + before_ns < self.min_share * a.span_ns",
+            ),
+            "hardly any time": (_bank(us=9), "ns + before_ns < self.min_share * a.span_ns"),
+        }
+
+
+_JOINS = ("aten::stack", "aten::cat")
+_EXCLUDED = r"^autograd::|^Optimizer|^enumerate\(DataLoader\)"
+
+
+def _name_calls(joins: pl.DataFrame) -> str:
+    names = joins["name"].unique().sort().str.replace("aten::", "torch.").to_list()
+    return " and ".join(names)
+
+
+def _time_before(a: Analysis, rows: Rows) -> int:
+    """Return the time between these calls and the work before each on its thread, ns. Each counts
+    for at most as long as the call."""
+    cpu = a.trace.cpu
+    order = outermost_rows(a.trace)
+    table = pl.DataFrame(
+        {
+            "row": order,
+            "thread": cpu["thread"].gather(order),
+            "ts": cpu["ts"].gather(order),
+            "dur": cpu["dur"].gather(order),
+        }
+    ).sort("thread", "ts", maintain_order=True)
+    end = (pl.col("ts") + pl.col("dur")).shift().over("thread")
+    gaps = table.with_columns(gap=pl.min_horizontal(pl.col("ts") - end, "dur").clip(lower_bound=0))
+    return int(gaps.filter(pl.col("row").is_in(rows.tolist()))["gap"].fill_null(0).sum())
+
+
+def _bank(
+    *,
+    gpu: str | None = None,
+    us: float = 900,
+    entries: int = 4096,
+    made: int = 1,
+    around: str = "",
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+    b.record_of_run().steps(60, 5, forward=2)
+    lists = [[[96]] * entries if entries <= MAX_LISTED else [], []]
+    for _ in b.steps(5):
+        for _ in range(made):
+            b.compute("aten::linear", 60, [[32, 96], [96, 96], [96]])
+        b.compute("aten::mm", 3000, [[512, 512], [512, 512]])
+        with b.range(around) if around else nullcontext():
+            b.compute("aten::stack", us, lists, ["TensorList", "Scalar"])
+    return b
 
 
 class _Kind(NamedTuple):

@@ -62,10 +62,15 @@ class DenseEmbeddingGradient(Rule):
     training_only = True
     found_in: ClassVar[tuple[str, ...]] = (
         "recorded/dense_embedding.slow",
+        "recorded/embedding_bag.slow",
         "traces/h100/ads_ranker",
     )
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.cured", *CURED_RECORDINGS)
-    validation_note = "a CPU recording, torch 2.13, and its cure"
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/dense_embedding.cured",
+        "recorded/embedding_bag.cured",
+        *CURED_RECORDINGS,
+    )
+    validation_note = "CPU recordings of both layers, torch 2.13, and their cures"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html",

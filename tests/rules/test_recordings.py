@@ -67,6 +67,8 @@ CASES = {
     "gloo_parameters": "small-collectives",
     "contention": "cpu-contention",
     "worker_cpu": "cpu-bound-transforms",
+    "joined_list": "joined-list",
+    "embedding_bag": "dense-embedding-gradient",
 }
 
 
@@ -89,6 +91,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "constant_kernel",
             "contention",
             "embedded_prefix",
+            "embedding_bag",
             "experts",
             "float64",
             "gloo_accumulation",
@@ -96,6 +99,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
         ),
         *(
             "hooks",
+            "joined_list",
             "last_position",
             "micro_batches",
             "one_by_one",

@@ -60,6 +60,10 @@ class Tensor(NamedTuple):
         return None if self.width is None else float(self.stored_elements * self.width)
 
 
+MAX_LISTED = 30
+"""Maximum length of tensor lists whose shapes PyTorch's profiler writes."""
+
+
 class OpInputs:
     """The inputs of one operator call, by position, from a row of ``Trace.inputs``."""
 
@@ -115,6 +119,12 @@ class OpInputs:
             return []
         parsed = [_parse_shape(sizes) for sizes in _limit_list(self._dims[index])]
         return [shape for shape in parsed if shape is not None]
+
+    def is_long_list(self, index: int) -> bool:
+        """Return whether an input is a list of more than ``MAX_LISTED`` tensors. Their shapes are
+        not recorded."""
+        types = self._types
+        return index < len(types) and types[index] == "TensorList" and not self.shapes(index)
 
     @property
     def has_arguments(self) -> bool:

@@ -1,5 +1,6 @@
 """Layers that compute all positions although only some results are used."""
 
+import re
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,6 +32,7 @@ BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::
 """Operators that keep the shape, between a product and the operator that takes a part of its
 result."""
 MAX_BETWEEN = 6
+TRANSFORMERS = re.compile(r"(?:^|/)transformers/models/")
 END = str(2**63 - 1)
 """End of a slice that has no end."""
 
@@ -48,6 +50,8 @@ class Dropped(NamedTuple):
     """Rows of ``trace.cpu`` that compute the whole result."""
     through: list[int]
     """Rows of all operators from the layer to the one that takes the part."""
+    lengths: int = 1
+    """Number of shapes of the results."""
 
 
 class DroppedPositions(Rule):
@@ -87,6 +91,13 @@ class DroppedPositions(Rule):
         "the results stay the same. Move the selection ahead of earlier layers of this kind too."
     )
     code = "result = layer(hidden[{part}])     # not layer(hidden)[{part}]"
+    cases: ClassVar[dict[str, dict[str, Any]]] = {
+        "Transformers": {
+            "fix": "Tell the model to compute logits of the last position only. The results stay "
+            "the same.",
+            "code": "outputs = model(**inputs, logits_to_keep=1)\nlast = outputs.logits[:, -1]",
+        }
+    }
     verify = "Record again: the product has fewer rows. Compare the results."
     falsified_by = "other code that reads the whole result, in steps that are not recorded"
     assumptions = ("only this part of the result is used",)
@@ -105,11 +116,12 @@ class DroppedPositions(Rule):
             if saved[0] < self.min_share * a.span_ns:
                 continue
             sizes = " × ".join(f"{size:,}" for size in dropped.shape)
+            places = costliest_places(a, layer_rows)
             backward = " With its backward pass this" if len(backward_rows) else " This"
             yield Finding(
                 summary=(
-                    f"A layer computes {sizes} results, and {dropped.kept:.0%} of them are used: "
-                    f"[{dropped.part}].{backward} takes {of_step(a, ns)}."
+                    f"A layer computes {'up to ' * (dropped.lengths > 1)}{sizes} results, and "
+                    f"{dropped.kept:.0%} of them are used: [{dropped.part}].{backward} takes {of_step(a, ns)}."
                 ),
                 evidence=[
                     amount_per_step(a, "time of the layer", ns),
@@ -122,9 +134,13 @@ class DroppedPositions(Rule):
                         per=a.per,
                     ),
                 ],
-                where=costliest_places(a, layer_rows),
+                where=places,
                 edits=[scale_operators(a, rows, saved)],
-                code=self.code.format(part=dropped.part),
+                **(
+                    self.case("Transformers")
+                    if any(TRANSFORMERS.search(place.file or "") for place in places[:1])
+                    else {"code": self.code.format(part=dropped.part)}
+                ),
             )
 
     def _find_dropped(self, a: Analysis) -> list[Dropped]:
@@ -179,7 +195,9 @@ class DroppedPositions(Rule):
             dropped = dropped_layers.setdefault((shape, index), Dropped(shape, kept, index, [], []))
             dropped.made.append(rows[first])
             dropped.through.extend(rows[first : at + 1])
-        return [dropped for dropped in dropped_layers.values() if dropped.shape not in needed]
+        return _merge_lengths(
+            [dropped for dropped in dropped_layers.values() if dropped.shape not in needed]
+        )
 
     @staticmethod
     def examples() -> Examples:
@@ -190,6 +208,7 @@ class DroppedPositions(Rule):
             "the first four positions": _build_model(
                 taker="aten::slice", args=["1", "0", "4", "1"]
             ),
+            "sequences of several lengths": _build_model(lengths=(32, 48)),
             "after slices of everything": _build_model(slices_all=True),
             "all but the last": (
                 _build_model(taker="aten::slice", args=["1", "0", "31", "1"]),
@@ -200,6 +219,25 @@ class DroppedPositions(Rule):
             "a part of something else": (_build_model(product="aten::tanh"), "not product_takers"),
             "hardly any time": (_build_model(us=20), "min_share"),
         }
+
+
+def _merge_lengths(layers: list[Dropped]) -> list[Dropped]:
+    """Return the layers with results of several lengths as one: equal but for the dimensions before
+    the last, with the same part taken. The shape is the largest."""
+    merged: dict[tuple[int, int, str], Dropped] = {}
+    for layer in sorted(layers, key=lambda layer: -prod(layer.shape)):
+        key = (len(layer.shape), layer.shape[-1], layer.part)
+        largest = merged.setdefault(key, layer)
+        if largest is not layer:
+            count, more = len(largest.made), len(layer.made)
+            kept = (largest.kept * count + layer.kept * more) / (count + more)
+            merged[key] = largest._replace(
+                kept=kept,
+                lengths=largest.lengths + 1,
+                made=largest.made + layer.made,
+                through=largest.through + layer.through,
+            )
+    return list(merged.values())
 
 
 def _parse_part(name: str, x: OpInputs) -> tuple[Shape, float, str] | None:
@@ -257,13 +295,15 @@ def _build_model(
     slices_all: bool = False,
     trains: bool = True,
     us: float = 3000,
+    lengths: tuple[int, ...] = (32,),
 ) -> TraceBuilder:
     """Build steps on sequences of 32 positions, with logits over 6,000 classes."""
     b = TraceBuilder(gpu=gpu)
-    logits, hidden = [16, 32, 6000], [16, 32, 96]
     args = ["1", "-1"] if args is None else args
 
     for number in b.steps():
+        length = lengths[number % len(lengths)]
+        logits, hidden = [16, length, 6000], [16, length, 96]
         sequence = 10 * number if trains else None
         b.compute("aten::tanh", 5000, [hidden])
         b.compute(product, us, [hidden, [6000, 96], [6000]], sequence=sequence)

@@ -1,6 +1,5 @@
 """Layers that compute all positions although only some results are used."""
 
-import re
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +20,7 @@ from advisor.rules.support.common import (
     costliest_places,
     of_step,
     outermost_in_steps,
+    runs_code_of,
 )
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
@@ -32,7 +32,7 @@ BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::
 """Operators that keep the shape, between a product and the operator that takes a part of its
 result."""
 MAX_BETWEEN = 6
-TRANSFORMERS = re.compile(r"(?:^|/)transformers/models/")
+TRANSFORMERS = r"(?:^|/)transformers/models/"
 END = str(2**63 - 1)
 """End of a slice that has no end."""
 
@@ -116,12 +116,12 @@ class DroppedPositions(Rule):
             if saved[0] < self.min_share * a.span_ns:
                 continue
             sizes = " × ".join(f"{size:,}" for size in dropped.shape)
-            places = costliest_places(a, layer_rows)
             backward = " With its backward pass this" if len(backward_rows) else " This"
             yield Finding(
                 summary=(
                     f"A layer computes {'up to ' * (dropped.lengths > 1)}{sizes} results, and "
-                    f"{dropped.kept:.0%} of them are used: [{dropped.part}].{backward} takes {of_step(a, ns)}."
+                    f"{dropped.kept:.0%} of them are used: [{dropped.part}].{backward} takes "
+                    f"{of_step(a, ns)}."
                 ),
                 evidence=[
                     amount_per_step(a, "time of the layer", ns),
@@ -134,11 +134,11 @@ class DroppedPositions(Rule):
                         per=a.per,
                     ),
                 ],
-                where=places,
+                where=costliest_places(a, layer_rows),
                 edits=[scale_operators(a, rows, saved)],
                 **(
                     self.case("Transformers")
-                    if any(TRANSFORMERS.search(place.file or "") for place in places[:1])
+                    if runs_code_of(a, TRANSFORMERS)
                     else {"code": self.code.format(part=dropped.part)}
                 ),
             )

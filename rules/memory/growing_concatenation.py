@@ -18,7 +18,7 @@ from advisor.measure.device.shapes import MAX_LISTED
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -209,7 +209,7 @@ class JoinedList(Rule):
         is_long = [inputs_at(a, index).is_long_list(0) for index in joins["inputs"]]
         joins = joins.filter(pl.Series(is_long, dtype=pl.Boolean))
         rows = joins["row"].to_numpy()
-        excluded = rows_under(a, _EXCLUDED)[:-1][rows]
+        excluded = mask_under(a, _EXCLUDED)[:-1][rows]
         joins = joins.filter(pl.Series(~excluded, dtype=pl.Boolean))
         rows = joins["row"].to_numpy()
         work_ns = time_of_operators(a, rows)
@@ -257,15 +257,15 @@ class JoinedList(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "a memory bank": _bank(),
-            "a memory bank on a GPU": _bank(gpu="A100"),
-            "a short list": (_bank(entries=8), "ns + before_ns < self.min_share * a.span_ns"),
-            "results of this step": (_bank(made=64), "max_repeats"),
+            "a memory bank": _build_bank(),
+            "a memory bank on a GPU": _build_bank(gpu="A100"),
+            "a short list": (_build_bank(entries=8), "ns + before_ns < self.min_share * a.span_ns"),
+            "results of this step": (_build_bank(made=64), "max_repeats"),
             "in the backward pass": (
-                _bank(around="autograd::engine::evaluate_function: UnbindBackward0"),
+                _build_bank(around="autograd::engine::evaluate_function: UnbindBackward0"),
                 "ns + before_ns < self.min_share * a.span_ns",
             ),
-            "hardly any time": (_bank(us=9), "ns + before_ns < self.min_share * a.span_ns"),
+            "hardly any time": (_build_bank(us=9), "ns + before_ns < self.min_share * a.span_ns"),
         }
 
 
@@ -296,7 +296,7 @@ def _time_before(a: Analysis, rows: Rows) -> int:
     return int(gaps.filter(pl.col("row").is_in(rows.tolist()))["gap"].fill_null(0).sum())
 
 
-def _bank(
+def _build_bank(
     *,
     gpu: str | None = None,
     us: float = 900,

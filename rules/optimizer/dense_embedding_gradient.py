@@ -238,7 +238,7 @@ class _TableWork:
         self.optimizers = {
             name
             for name in names
-            if (share > 0)[rows_under(a, rf"^Optimizer\.step#{re.escape(name)}\.step$")[:-1]].any()
+            if (share > 0)[mask_under(a, rf"^Optimizer\.step#{re.escape(name)}\.step$")[:-1]].any()
         }
         """Names of the optimizers that update these tables."""
         self._parts: list[tuple[Select, float]] = []

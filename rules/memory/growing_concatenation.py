@@ -160,16 +160,16 @@ class GrowingConcatenation(Rule):
 
 
 class JoinedList(Rule):
-    """Entries are kept as a Python list of tensors, such as a memory bank or a replay buffer, and
-    ``torch.stack`` or ``torch.cat`` joins them again in each step. Each entry costs the host its
-    checks, and its values are copied. One tensor, allocated once, holds them in place.
+    """A Python list of tensors holds entries, such as a memory bank or a replay buffer. In each
+    step ``torch.stack`` or ``torch.cat`` joins them again. Each entry costs the host its checks,
+    and its values are copied. One tensor, allocated once, holds them in place.
 
     PyTorch's profiler does not write the shapes of lists of more than 30 tensors, which tells them
     from others. The rule is silent where a step itself makes as many tensors: it collects results
     (see unbatched-calls). Lists in the backward pass, the optimizer and the loader do not count.
 
-    The gain is the time of these calls, and on a CPU the time right before them, in which Python's
-    list is read: at most as long as the call itself."""
+    The gain is the time of these calls. On a CPU, the time right before each call counts too: the
+    list is read then. It counts for at most as long as the call."""
 
     id = "joined-list"
     title = "A long list of tensors is joined into one in each step"

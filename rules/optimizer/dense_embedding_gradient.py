@@ -41,8 +41,8 @@ LIGHTNING = r"(?:^|/)(?:pytorch_)?lightning/"
 
 
 class DenseEmbeddingGradient(Rule):
-    """The backward pass of ``nn.Embedding`` or ``nn.EmbeddingBag`` fills a gradient as large as the
-    table with zeros and adds the rows that the batch looked up. The optimizer then reads and writes
+    """The backward pass of ``nn.Embedding`` and ``nn.EmbeddingBag`` fills a gradient as large as
+    the table with zeros. It then adds the rows that the batch looked up. The optimizer then reads and writes
     the whole table and its state. With ``sparse=True`` the gradient holds the looked-up rows alone,
     and SparseAdam, Adagrad and SGD touch no others.
 

@@ -31,7 +31,7 @@ class Padding(NamedTuple):
     length: int | None
     """Median number of tokens of a padded sequence, or ``None`` if it was not recorded."""
     unit: str = "tokens"
-    """What a sequence consists of: ``tokens`` or, for features, ``frames``."""
+    """Parts of a sequence: ``tokens`` or, for features, ``frames``."""
 
 
 class PaddingWaste(Rule):

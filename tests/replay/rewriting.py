@@ -4,10 +4,10 @@
 that returns a new one and leaves the given one alone:
 
 - ``permuted``: the same events in another order in the file;
-- ``renumbered``: other process, thread and stream numbers;
-- ``repeated``: the whole recording several times, one after the other;
-- ``stretched``: all times multiplied;
-- ``thinned``: part of the device's work left out.
+- ``renumber_processes``: other process, thread and stream numbers;
+- ``repeat_recording``: the whole recording several times, one after the other;
+- ``stretch_times``: all times multiplied;
+- ``drop_device_work``: part of the device's work left out.
 """
 
 from __future__ import annotations

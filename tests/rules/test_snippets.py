@@ -101,16 +101,17 @@ def test_a_padded_image_fits_the_padded_layer() -> None:
     assert fields["self"].first(fields["x"]).shape == (2, 16, 8, 8)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("layer", ["Embedding", "EmbeddingBag"])
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])
-def test_the_advised_optimizers_take_sparse_gradients(name: str) -> None:
+def test_the_advised_optimizers_take_sparse_gradients(name: str, layer: str) -> None:
     rule = RULES["dense-embedding-gradient"]
-    case = rule.case("the optimizer takes sparse gradients", optimizer=name)
+    case = rule.case("the optimizer takes sparse gradients", optimizer=name, layer=layer)
     fields: dict[str, Any] = {"torch": torch, "rows": 50, "size": 4}
     exec(str(case["code"]), fields)
     table = fields["table"]
     before = table.weight.detach().clone()
     optimizer = getattr(torch.optim, name)(table.parameters(), lr=0.1)
-    table(torch.tensor([3])).sum().backward()
+    table(torch.tensor([[3]])).sum().backward()
     assert table.weight.grad.is_sparse
     optimizer.step()
     changed = (table.weight != before).any(dim=1).nonzero().flatten().tolist()

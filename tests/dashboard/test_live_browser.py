@@ -58,7 +58,11 @@ def test_the_page_follows_the_training_and_shows_the_findings_of_a_window(
             page.get_by_text("of window 0").wait_for()
             loaded = session.entries[0].loaded
             assert loaded is not None and loaded.report.scope.step_source == "ProfilerStep"
-            first = next(f for f in loaded.report.findings if f.folded_under is None)
+            first = next(  # other tests may take the cores
+                f
+                for f in loaded.report.findings
+                if f.folded_under is None and f.rule != "cpu-contention"
+            )
             assert first.category == "input"
             assert first.title in tab.text("#live-body ol.lines")
             assert "Host memory" in tab.text("#live-body")

@@ -344,7 +344,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     if shown is None:
         return []
     amount = t.format_duration(float(shown.value or 0))
-    in_summary = amount in t.first_sentence(finding.summary)
+    in_summary = amount in t.shorten_evidence(finding.summary)
     duration = f"the {amount} {'below' if in_summary else f'of {labels.clean(shown.label)}'}"
     operations: list[str] = [edit.op for edit in finding.edits]
     if why := _explain_smaller_gain(finding, report, float(shown.value or 0)):

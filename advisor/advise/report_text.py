@@ -174,6 +174,8 @@ MIN_OUTSIDE_SHARE = 0.01
 MIN_SAME_CAUSE_SHARE = 0.5
 """Minimum share of an excess that a cause must explain to be named. The window's steps may exceed
 the run's because nearby unprofiled steps do too, and the mean the median because of slow steps."""
+MAX_NAMED_STEPS = 3
+"""Maximum number of slow steps that are named by their numbers."""
 MIN_SLOW_STEP_RATIO = 2.0
 """Minimum ratio of a step to the median at which it is called slow."""
 
@@ -190,8 +192,10 @@ def compare_window_with_run(report: Report) -> list[str]:
     around, nearby_difference = t.format_duration(nearby), nearby / step.reference_ns - 1
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
+        profiled = None if report.recorded is None else report.recorded.profiled_median_ns
         if step.atypical or abs(nearby_difference) >= EQUAL_STEP_SHARE:
-            parts[0] += f" to the {around} of the steps around them"
+            medians = "" if profiled is None else f": {t.format_duration(profiled)} (median)"
+            parts[0] += f" to the {around} of the steps around them{medians}"
     elif step.nearby_ns is None or (report.scope.steps_used == 1 and not step.atypical):
         parts = [longer]
     elif step.atypical or nearby_difference / step.window_excess >= MIN_SAME_CAUSE_SHARE:
@@ -279,9 +283,18 @@ def _describe_slow_steps(report: Report) -> list[str]:
     if excess < MIN_SAME_CAUSE_SHARE * (sum(durations) - len(durations) * step.ns):
         return []
     share = t.format_share(sum(slow) / sum(durations))
-    verb = "takes" if len(slow) == 1 else "take"
-    count = t.count_noun(len(slow), "step")
-    return [f"{count} over twice the median {verb} {share} of the time"]
+    numbers = [n for first, last in runs[0].numbers for n in range(first, last + 1)]
+    slow_numbers = [
+        str(number)
+        for number, ns in zip(numbers, durations, strict=True)
+        if ns >= MIN_SLOW_STEP_RATIO * step.ns
+    ]
+    which = f" ({', '.join(slow_numbers)})" if len(slow_numbers) <= MAX_NAMED_STEPS else ""
+    verb = "exceeds" if len(slow) == 1 else "exceed"
+    return [
+        f"{len(slow)} of {t.count_noun(len(durations), 'timed step')} {verb} twice the "
+        f"median{which}: {share} of the time"
+    ]
 
 
 def describe_phases(report: Report) -> list[str]:

@@ -443,6 +443,18 @@ def first_clause(text: str) -> str:
     return _REASON_START.split(first_sentence(text))[0]
 
 
+def shorten_evidence(text: str, shorten: Callable[[str], str] = first_sentence) -> str:
+    """Return the beginning of a text, as ``shorten`` cuts it. If it states no time and the second
+    sentence does, return both sentences."""
+    first, *others = _SENTENCE_END.split(clean(text).strip(), maxsplit=2)
+    result = shorten(text)
+    second = first_sentence(others[0]) if others else ""
+    if _TIME.search(result) or not _TIME.search(second):
+        return result
+    return f"{first_sentence(first)}. {second}"
+
+
+_TIME: Final = re.compile(r"\d (?:ns|µs|ms|s|min|h)\b")
 _SENTENCE_END: Final = re.compile(
     r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])|(?<=[A-Za-z_)%`]{2}\.)\s+(?=[A-Z\d]|[a-z]+(?:::|[A-Z_(]|\.[a-z]))"
 )

@@ -158,7 +158,8 @@ class Bar(Figure):
         used = width
         for (glyph, style, _, name, share_text), count in zip(parts, cells, strict=True):
             text = f" {name} {share_text}"
-            if not count:
+            is_rest = glyph == charts.OTHER_LOOK.glyph
+            if not count or (is_rest and used + len(text) + 3 > width):
                 continue
             if used + len(text) + 3 > width:
                 rows.append([("  ", "")])

@@ -42,9 +42,9 @@ LIGHTNING = r"(?:^|/)(?:pytorch_)?lightning/"
 
 class DenseEmbeddingGradient(Rule):
     """The backward pass of ``nn.Embedding`` and ``nn.EmbeddingBag`` fills a gradient as large as
-    the table with zeros. It then adds the rows that the batch looked up. The optimizer then reads and writes
-    the whole table and its state. With ``sparse=True`` the gradient holds the looked-up rows alone,
-    and SparseAdam, Adagrad and SGD touch no others.
+    the table with zeros. It then adds the rows that the batch looked up. The optimizer reads and
+    writes the whole table and its state. With ``sparse=True`` the gradient holds the looked-up rows
+    alone, and SparseAdam, Adagrad and SGD touch no others.
 
     The rule fires where a step looks up less than a tenth of the rows, and this work takes much of
     the step. It is silent for a table that is also multiplied (an output layer with tied weights):

@@ -202,13 +202,14 @@ def _build_card(
     ``shared``: caveats shown above all cards."""
     notes = finding_text.gain_conditions(finding, report)
     minor = finding_text.minor_conditions(finding, report)
+    optional = () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding)
     fields = [
         *(
             TextField(
                 "" if number else "note",
                 [note],
                 "warn",
-                spare=3 if note in minor else 4 * (number > 0),
+                spare=3 if note in minor else 4 * (number > 0 or note in optional),
                 is_note=True,
             )
             for number, note in enumerate(notes)

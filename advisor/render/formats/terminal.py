@@ -275,7 +275,10 @@ class _Screen:
             parts = [d.plain_text(part) for part in row.parts]
             if row.prose and not self.details:
                 shorten = t.first_clause if self.level >= TIGHT_LEVEL else t.first_sentence
-                parts = [shorten(part) for part in parts]
+                if row.label == "why" and self.level < MAX_SPARE_LEVEL:
+                    parts = [t.shorten_evidence(part, shorten) for part in parts]
+                else:
+                    parts = [shorten(part) for part in parts]
             self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
 
     def block(self, block: d.Block) -> None:

@@ -293,7 +293,7 @@ def _build_tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
         ),
         _build_table(
             f"What a change frees {freed} (least time first; savings overlap)",
-            ["change", "frees", "costs per step"] + ["line"] * _has_lines(view),
+            ["change", "frees", "cost"] + ["line"] * _has_lines(view),
             _build_savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],

@@ -586,6 +586,10 @@ def step_after_fixes(report: Report) -> float:
     return max(0.0, report.step_ns - saved)
 
 
+MIN_UNCERTAIN_SHARE = 0.1
+"""Minimum share of gains that may be nothing at which their sum is an upper bound."""
+
+
 def format_speedup(report: Report) -> str:
     """Format how much faster the step gets with every ranked fix: ``1.53× faster``. Empty if the
     fixes do not shorten it, or if only a part of a step is recorded."""
@@ -596,7 +600,10 @@ def format_speedup(report: Report) -> str:
     gains = gains_of_findings(report)
     if all(impact.share is None for impact in gains):
         return ""
-    bound = "up to " * any(map(t.is_upper_bound, gains))
+    uncertain = sum(impact.gain_ns or 0 for impact in gains if impact.low_ns == 0)
+    total = sum(impact.gain_ns or 0 for impact in gains)
+    may_be_less = uncertain > 0 and uncertain >= MIN_UNCERTAIN_SHARE * total
+    bound = "up to " * (any(map(t.is_upper_bound, gains)) or may_be_less)
     return f"{bound}{f'{ratio:.1f}' if ratio >= 2 else f'{ratio:.2f}'}× faster"
 
 

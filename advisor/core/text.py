@@ -37,7 +37,7 @@ CLASS_LABELS: Final = {
 CAUSE_LABELS: Final = {
     "loader": "data loader", "sync": "host in a sync", "copy": "host in a copy",
     "dispatch": "CPU operators", "python": "Python code", "communication": "host in MPI",
-    "host_code": "CPU code (sampled)", "launch": "launch calls", "compile": "first-call set-up",
+    "host_code": "CPU code (sampled)", "launch": "launch latency", "compile": "first-call set-up",
     "allocation": "allocating memory", "profiler": "the profiler", "stream": "another stream",
     "other_thread": "another thread", "end": "nothing recorded",
 }  # fmt: skip
@@ -45,6 +45,7 @@ CAUSE_LABELS: Final = {
 
 HOST_LABELS: Final = {
     **CAUSE_LABELS, "sync": "waiting in a sync", "copy": "waiting in a copy",
+    "launch": "launch calls",
     "communication": "in MPI", "drain": "waiting for the queue to drain",
     "unknown": "outside operators", "unrecorded": "nothing recorded",
     "autograd": "waiting for backward", "data": "loading data", "h2d": "uploads",

@@ -168,7 +168,7 @@ def test_a_layer_profile_says_nothing_of_idle_time_steps_or_the_host(engines: Pa
         for words in (
             "ProfilerStep",
             "GPU busy 1",
-            "╳ launch calls",
+            "╳ launch latency",
             "waiting in a sync",
             "explains",
         ):

@@ -243,7 +243,7 @@ HEADINGS: Final = {
     "What to try": "--only --dry-run --budget --allow-write",
     "Baseline and bounds": "--save --max-slower --max-memory --strict",
     "What to change": "--edit --precision --mesh --same-batch --micro-batches",
-    "Where to": "--gpu --capacity --all --gpus --nodes --instance --same-host --batch-size "
+    "Target GPU": "--gpu --capacity --all --gpus --nodes --instance --same-host --batch-size "
     "--recorded-batch-size",
     "Server": "--port --host --browser --live",
     "Access": "--token-file --no-token",

@@ -165,8 +165,9 @@ class JoinedList(Rule):
     and its values are copied. One tensor, allocated once, holds them in place.
 
     PyTorch's profiler does not write the shapes of lists of more than 30 tensors, which tells them
-    from others. The rule is silent where a step itself makes as many tensors: it collects results
-    (see unbatched-calls). Lists in the backward pass, the optimizer and the loader do not count.
+    from others, if it writes any. The rule is silent where a step itself makes as many tensors: it
+    collects results (see unbatched-calls). Lists in the backward pass, the optimizer and the loader
+    do not count.
 
     The gain is the time of these calls. On a CPU, the time right before each call counts too: the
     list is read then. It counts for at most as long as the call."""
@@ -206,8 +207,13 @@ class JoinedList(Rule):
             return
         outermost = outermost_in_steps(a)
         joins = outermost.filter(pl.col("name").is_in(_JOINS), pl.col("inputs").is_not_null())
-        is_long = [inputs_at(a, index).is_long_list(0) for index in joins["inputs"]]
-        joins = joins.filter(pl.Series(is_long, dtype=pl.Boolean))
+        inputs = joins["inputs"].unique().to_list()
+        long_lists = [index for index in inputs if inputs_at(a, index).is_long_list(0)]
+        if len(long_lists) == len(inputs):
+            return  # this version of the profiler may write no list
+        joins = joins.filter(pl.col("inputs").is_in(long_lists))
+        if joins.is_empty():
+            return
         rows = joins["row"].to_numpy()
         excluded = mask_under(a, _EXCLUDED)[:-1][rows]
         joins = joins.filter(pl.Series(~excluded, dtype=pl.Boolean))
@@ -259,7 +265,8 @@ class JoinedList(Rule):
         return {
             "a memory bank": _build_bank(),
             "a memory bank on a GPU": _build_bank(gpu="A100"),
-            "a short list": (_build_bank(entries=8), "ns + before_ns < self.min_share * a.span_ns"),
+            "a short list": (_build_bank(entries=8), "joins.is_empty()"),
+            "no list is written": (_build_bank(short=False), "len(long_lists) == len(inputs)"),
             "results of this step": (_build_bank(made=64), "max_repeats"),
             "in the backward pass": (
                 _build_bank(around="autograd::engine::evaluate_function: UnbindBackward0"),
@@ -303,6 +310,7 @@ def _build_bank(
     entries: int = 4096,
     made: int = 1,
     around: str = "",
+    short: bool = True,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
     b.record_of_run().steps(60, 5, forward=2)
@@ -311,6 +319,8 @@ def _build_bank(
         for _ in range(made):
             b.compute("aten::linear", 60, [[32, 96], [96, 96], [96]])
         b.compute("aten::mm", 3000, [[512, 512], [512, 512]])
+        if short:
+            b.compute("aten::cat", 5, [[[32, 1], [32, 64]], []], ["TensorList", "Scalar"])
         with b.range(around) if around else nullcontext():
             b.compute("aten::stack", us, lists, ["TensorList", "Scalar"])
     return b

@@ -77,7 +77,9 @@ def _list_idle_segments(report: Report) -> tuple[list[Segment], Segment | None]:
     if part is None or part.share < MIN_SHOWN_SHARE:
         return [], None
     label = t.CLASS_LABELS["idle"] if report.idle else "idle or not recorded"
-    label += " while profiled" * (report.step is not None and report.step.window_is_other)
+    label += " while profiled" * (
+        report.step is not None and report.step.window_is_unrepresentative
+    )
     total = Segment("idle", "idle", label, charts.CLASSES["idle"], part.ns, part.share)
     if not report.idle:
         return [total] if part.ns > 0 else [], total

@@ -223,7 +223,7 @@ def time_heading(report: Report) -> tuple[str, str]:
     empty if the report leads with that step."""
     where = "on the GPU" if report.time else "on the host's main thread"
     step = report.step
-    is_other_step = step is not None and step.window_is_other
+    is_other_step = step is not None and step.window_is_unrepresentative
     title = f"Where {'a profiled' if is_other_step else 'the'} {report.per}'s time goes {where}"
     if any(shown_input.truncated for shown_input in report.inputs):
         return title, "of what is left of the file"
@@ -314,7 +314,7 @@ def headline_numbers(report: Report) -> list[Line]:
     """Return the lines of figures next to the bar of the step."""
     lines: list[Line] = []
     if report.time:
-        is_other_step = report.step is not None and report.step.window_is_other
+        is_other_step = report.step is not None and report.step.window_is_unrepresentative
         profiled = t.format_share(report.busy_share)
         busy = [f"busy {profiled}{' while profiled' * is_other_step}"]
         if is_other_step and report.step is not None and report.step.busy_share is not None:
@@ -437,7 +437,9 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
         spread_note = f"{step.statistic} of the run, outside the profiler"
         if step.window_differs:
             of_step = f"of the profiled {unit}"
-    own_busy_share = None if step is None or not step.window_is_other else step.busy_share
+    own_busy_share = (
+        None if step is None or not step.window_is_unrepresentative else step.busy_share
+    )
     if own_busy_share is not None:
         of_step = f"of the run's {unit}; {t.format_share(report.busy_share)} while profiled"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread_note)]

@@ -73,7 +73,11 @@ def find_time_without_fix(
     for name, label, ns, share in parts:
         if ns < min_ns or any(reasons.is_about(f, name) for f in report.findings):
             continue
-        if not (reason := reasons.of_copies() if name == "copies" else reasons.of_part(name, name)):
+        if not (
+            reason := reasons.explain_copies()
+            if name == "copies"
+            else reasons.explain_part(name, name)
+        ):
             continue
         part = TimeWithoutFix([label], ns, share, reason)
         if (previous := result.get(reason)) is not None:
@@ -93,7 +97,7 @@ class _Reasons:
     rules: Sequence[Rule]
     fired: Sequence[Finding]
 
-    def of_copies(self) -> str:
+    def explain_copies(self) -> str:
         """Say why copies have no fix, by direction. Empty if findings cover all copies."""
         table = self.a.copies.group_by(pl.col("copy").cast(pl.String)).agg(pl.col("exposed").sum())
         total_ns = max(1, int(table["exposed"].to_numpy().sum()))
@@ -102,7 +106,7 @@ class _Reasons:
             direction_text = DIRECTIONS.get(direction)
             if direction_text is None or ns < MIN_DIRECTION_SHARE * total_ns:
                 continue
-            why = f"({self.of_part('copies', direction)})"
+            why = f"({self.explain_part('copies', direction)})"
             ranked = (f for f in self.report.findings if f.priority is not None)
             fix = next((f for f in ranked if self._rule_looks(f, direction)), None)
             if fix is not None:
@@ -110,7 +114,7 @@ class _Reasons:
             parts.append(f"{t.format_duration(ns / self.a.step_count)} {direction_text} {why}")
         return "; ".join(parts)
 
-    def of_part(self, part: str, kind: str) -> str:
+    def explain_part(self, part: str, kind: str) -> str:
         """Say why a part, or a kind of it, has no fix: a note says so, the fix gains nothing, or
         the part is too small for the rules that look at it."""
         for note in self.report.notes:

@@ -126,7 +126,7 @@ def _format_text(source: SampleSource, sample: Sample) -> str:
 def _format_json(source: SampleSource, sample: Sample) -> str:
     import msgspec
 
-    from advisor.core.labels import sanitize
+    from advisor.core.labels import escape_terminal_controls
 
     data = {
         "unix_ns": time.time_ns(),
@@ -137,7 +137,7 @@ def _format_json(source: SampleSource, sample: Sample) -> str:
         "host": None if sample.host is None else msgspec.structs.asdict(sample.host),
         "without_gpu": source.without_gpu,
     }
-    return sanitize(msgspec.json.encode(data)) + "\n"
+    return escape_terminal_controls(msgspec.json.encode(data)) + "\n"
 
 
 def _write_prometheus(file: Path, source: SampleSource, sample: Sample) -> None:

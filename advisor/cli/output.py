@@ -125,9 +125,9 @@ def show_json(data: Any) -> None:
     """Show data as JSON, without control characters that a terminal would interpret."""
     import msgspec
 
-    from advisor.core.labels import sanitize
+    from advisor.core.labels import escape_terminal_controls
 
-    show(sanitize(msgspec.json.format(msgspec.json.encode(data), indent=2)) + "\n")
+    show(escape_terminal_controls(msgspec.json.format(msgspec.json.encode(data), indent=2)) + "\n")
 
 
 def check_output(output: Path, inputs: Iterable[str | Path]) -> None:

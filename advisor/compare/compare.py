@@ -304,9 +304,8 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
         result.append("Both are the same recording.")
     if c.same_device is False:
         result.append(
-            f"The GPUs differ ({old.device_name} and {new.device_name}): the program need not "
-            "be "
-            "what became faster or slower. Work is matched by operator, not by kernel name."
+            f"The GPUs differ ({old.device_name} and {new.device_name}): a change may come "
+            "from the GPU, not the program. Work is matched by operator, not by kernel name."
         )
     elif c.same_device is None and (old.device_name or new.device_name):
         result.append("The GPU model of one side is unknown: the two GPUs may differ.")

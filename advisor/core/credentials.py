@@ -111,7 +111,7 @@ _IDENTITY_NAMES = re.compile(
 )
 
 
-def names_who(name: str) -> bool:
+def is_identity_variable(name: str) -> bool:
     """Return whether a variable contains a user, a machine or a home folder by its name: ``USER``,
     ``SLURM_JOB_USER``, ``MASTER_ADDR``, ``hostname``."""
     return len(name) <= MAX_NAME_LENGTH and _IDENTITY_NAMES.fullmatch(name) is not None

@@ -57,7 +57,7 @@ _RAW_HIDDEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206
 The others reorder or break the line."""
 
 
-def sanitize(text: bytes) -> str:
+def escape_terminal_controls(text: bytes) -> str:
     """Return JSON text with escapes for characters that a terminal would interpret."""
     return _RAW_HIDDEN.sub(lambda result: f"\\u{ord(result[0]):04x}", text.decode())
 

@@ -134,7 +134,7 @@ class ProcessPool(Executor):
             children = [worker.child for worker in self._workers]
         for child in children:
             if child is not None:
-                child.end_if_it_has(answer)
+                child.kill_if_working_on(answer)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
         """End all processes and their tasks."""
@@ -223,7 +223,7 @@ class _Child:
                 self.waiting.append(answer)
             return not self._over
 
-    def end_if_it_has(self, answer: Future[bytes]) -> None:
+    def kill_if_working_on(self, answer: Future[bytes]) -> None:
         """Kill the process if it works on this answer."""
         with self._lock:
             if answer in self.waiting:

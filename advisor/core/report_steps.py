@@ -98,7 +98,7 @@ class StepTime(Struct, kw_only=True):
         return abs(self.window_excess or 0.0) >= EQUAL_STEP_SHARE
 
     @property
-    def window_is_other(self) -> bool:
+    def window_is_unrepresentative(self) -> bool:
         """Whether the window's step differs so much that its shares say little about the run's
         step."""
         return abs(self.window_excess or 0.0) >= OTHER_STEP_SHARE

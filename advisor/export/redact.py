@@ -21,7 +21,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Raw, Struct
 
-from advisor.core.credentials import hide_known, hide_values, is_secret_name, names_who
+from advisor.core.credentials import hide_known, hide_values, is_identity_variable, is_secret_name
 from advisor.core.errors import AdvisorError
 from advisor.core.files import BLOCK, open_regular
 from advisor.core.run_directory import EVENTS, MANIFEST, RANK
@@ -505,7 +505,7 @@ def is_random(text: str) -> bool:
 
 def _names_private_value(name: str) -> bool:
     """Return whether a name belongs to a private value: a credential, a user or a host."""
-    return is_secret_name(name) or names_who(name)
+    return is_secret_name(name) or is_identity_variable(name)
 
 
 def _redact_url(result: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ from msgspec import Raw
 from advisor.core.errors import AdvisorError
 from advisor.export.redact import HEAD_KEYS, NameMap, Redactor
 from advisor.read.formats.kineto.json_pieces import Splitter
-from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
+from advisor.read.json_repair import DECODE_ERRORS, repair_json, split_objects
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
 
 _event_decoder = msgspec.json.Decoder(list[Raw])
@@ -164,7 +164,7 @@ def _event_texts(
 
 def _salvage_events(piece: bytes, written: RewriteCounts) -> list[Raw]:
     """Return the elements of a damaged piece that are JSON, repaired if necessary."""
-    texts, others = split_objects(sanitise(piece)[1:-1])
+    texts, others = split_objects(repair_json(piece)[1:-1])
     written.lost += others
     kept = []
     for text in texts:

@@ -142,7 +142,7 @@ class ChangeLine(TypedDict):
     from_trace: Titles
 
 
-class Gained(TypedDict):
+class MeasuredSaving(TypedDict):
     """Predicted saving of the fixed findings and measured saving per step, in ns."""
 
     rules: list[str]
@@ -155,7 +155,7 @@ class Gained(TypedDict):
     agrees: bool | None
 
 
-class Compared(TypedDict):
+class ComparisonResult(TypedDict):
     """Two runs compared. share: change of the step time (0.1 is 10% slower), null if unknown."""
 
     verdict: str
@@ -166,7 +166,7 @@ class Compared(TypedDict):
     share_high: float | None
     level: float
     method: str
-    gained: Gained
+    gained: MeasuredSaving
     findings: list[ChangeLine]
     more_findings: int
     untrusted: str
@@ -263,7 +263,7 @@ class Recordings(TypedDict):
     untrusted: str
 
 
-class Ran(TypedDict):
+class ProgramResult(TypedDict):
     """A recorded program: its exit code (null: ended at the time limit) and last output."""
 
     path: str
@@ -315,7 +315,7 @@ class TogetherLine(TypedDict):
     gain_high: float
 
 
-class Tried(Ran):
+class TrialsResult(ProgramResult):
     """Measured effect of fixes that can be made when a program starts. complete: false if the
     time ran out before all trials were done."""
 

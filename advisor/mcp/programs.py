@@ -13,7 +13,14 @@ from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.mcp import answers
-from advisor.mcp.answers import AllowedFolders, Ran, TogetherLine, TrialLine, TrialText, Tried
+from advisor.mcp.answers import (
+    AllowedFolders,
+    ProgramResult,
+    TogetherLine,
+    TrialLine,
+    TrialsResult,
+    TrialText,
+)
 from advisor.tune.knob import find_knob
 from advisor.tune.report import FILE, MAX_BYTES, CombinedTrial, Trial, TrialReport
 
@@ -33,7 +40,7 @@ GRACE_S = 10.0
 
 def record(
     allowed: AllowedFolders, script: str, arguments: list[str], out: str, timeout_s: float
-) -> Ran:
+) -> ProgramResult:
     """Run ``advisor record`` on a script, in its own folder, into a new run directory.
 
     Raises AdvisorError if the script is outside the folders or the run directory exists."""
@@ -42,7 +49,7 @@ def record(
     command = ["record", "--no-report", "--out", str(folder), "--", str(program), *arguments]
     exit_code, elapsed_s, output = _run_command(command, program.parent, seconds)
     recorded = folder.is_dir() and any(folder.iterdir())
-    return Ran(
+    return ProgramResult(
         path=str(folder) if recorded else "",
         exit_code=exit_code,
         seconds=elapsed_s,
@@ -58,7 +65,7 @@ def try_knobs(
     out: str,
     only: list[str],
     budget_s: float,
-) -> Tried:
+) -> TrialsResult:
     """Run ``advisor try`` on a script, in its own folder, into a new run directory.
 
     Raises AdvisorError if the script is outside the folders, the run directory exists, or a knob
@@ -154,11 +161,11 @@ def _signal_group(process: subprocess.Popen[bytes], signal_number: int) -> None:
 
 def build_trial_answer(
     report: TrialReport | None, path: str, exit_code: int | None, seconds: float, output: str
-) -> Tried:
+) -> TrialsResult:
     """Return the answer for a trial report. If there is none, ``output`` tells why."""
     report = report or TrialReport(interrupted=True)
     shown, remaining = answers.take_first(report.trials, answers.MAX_TRIALS)
-    return Tried(
+    return TrialsResult(
         path=path,
         exit_code=exit_code,
         seconds=seconds,

@@ -25,20 +25,20 @@ from advisor.mcp import SKILL, answers, programs
 from advisor.mcp.answers import (
     Analyzed,
     ChangeLine,
-    Compared,
+    ComparisonResult,
     EditLine,
     FindingFull,
     FindingLine,
-    Gained,
     GpuStep,
+    MeasuredSaving,
     OperatorAnswer,
     OperatorLine,
+    ProgramResult,
     Projected,
-    Ran,
     Recordings,
     ReplayAnswer,
     SplitStep,
-    Tried,
+    TrialsResult,
 )
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Tools:
             critical_path_ns={} if result.reason else dict(result.critical_path),
         )
 
-    def compare(self, before: Place, after: Place, rank: Rank = None) -> Compared:
+    def compare(self, before: Place, after: Place, rank: Rank = None) -> ComparisonResult:
         """Report whether a change made the step faster, with a confidence interval. Also report
         which findings it fixed, and whether they gained what was predicted."""
         from advisor.compare import compare_examined
@@ -223,11 +223,11 @@ class Tools:
         steps, realised = comparison.steps, comparison.realised
         before_ns, after_ns = steps.centers()
         return answers.copy_fields(
-            Compared,
+            ComparisonResult,
             steps,
             before_ns=before_ns,
             after_ns=after_ns,
-            gained=answers.copy_fields(Gained, realised),
+            gained=answers.copy_fields(MeasuredSaving, realised),
             findings=[_build_change_line(item) for item in changes],
             more_findings=remaining,
             untrusted=answers.UNTRUSTED,
@@ -605,7 +605,7 @@ def _add_run_tools(server: MCPServer[Any], allowed: AllowedFolders) -> None:
         out: Place,
         arguments: Annotated[list[str], Field(max_length=programs.MAX_ARGUMENTS)] = [],  # noqa: B006
         timeout_s: Annotated[float, Field(ge=1, le=programs.MAX_SECONDS)] = 600,
-    ) -> Ran:
+    ) -> ProgramResult:
         """Run a Python training script in its folder and record it into a new run directory,
         for analyze and compare. The script runs with the user's rights."""
         return programs.record(allowed, script, list(arguments), out, timeout_s)
@@ -627,7 +627,7 @@ def _add_run_tools(server: MCPServer[Any], allowed: AllowedFolders) -> None:
             ),
         ] = [],  # noqa: B006
         budget_s: Annotated[float, Field(ge=programs.MIN_BUDGET, le=programs.MAX_SECONDS)] = 300,
-    ) -> Tried:
+    ) -> TrialsResult:
         """Run a Python training script several times for some steps, as it is and with each fix
         that needs no edit (loader workers, precision, compiling, ...). Measure the gain of each
         fix and check the losses. Files that the script writes go to a scratch folder; otherwise

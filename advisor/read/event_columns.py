@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
+from advisor.read.json_repair import DECODE_ERRORS, repair_json, split_objects
 from advisor.read.trace_events import (
     ABSENT,
     COMM_FIELDS,
@@ -484,7 +484,7 @@ def _counter_columns(piece: bytes, names: _Codes) -> Columns:
     """Return the columns of hardware counters (``cuda_profiler_range``). Their argument names are
     metric names, so these few events are decoded a second time without a type."""
     rows: list[tuple[Any, Any, str, str, float]] = []
-    for text in split_objects(sanitise(piece)[1:-1])[0]:
+    for text in split_objects(repair_json(piece)[1:-1])[0]:
         if COUNTER_CATEGORY.encode() not in text:
             continue
         try:

@@ -127,7 +127,7 @@ _SURROGATE = re.compile(
 )
 
 
-def sanitise(text: bytes) -> bytes:
+def repair_json(text: bytes) -> bytes:
     """Repair text that a decoder rejects: control characters, bad UTF-8, lone surrogates, NaN and
     Infinity, and backslashes that escape nothing (Windows paths)."""
     text = text.translate(_CONTROL)

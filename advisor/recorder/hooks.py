@@ -25,7 +25,6 @@ from weakref import ref
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_dynamo
 from advisor.recorder.tape import (
-    APPLIED,
     BACKWARD,
     BACKWARD_END,
     BATCH,
@@ -42,6 +41,7 @@ from advisor.recorder.tape import (
     FORWARD_END_TRAINING,
     GENERATE,
     GENERATED,
+    GRADIENTS_USED,
     H2D,
     ITERATE,
     ITERATED,
@@ -104,7 +104,7 @@ class Listener:
         considered. Return whether the calling thread is watched from now on."""
         return False
 
-    def on_other_thread(self, *, updates: bool) -> None:
+    def consider_calling_thread(self, *, updates: bool) -> None:
         """Called when a backward or an optimizer step (``updates``) begins in an unwatched thread,
         which may become the watched one."""
 
@@ -425,7 +425,7 @@ def _make_forward(
     evaluated_model = 0  # id of the model that last ran in evaluation mode with a graph
     busy_threads: set[int] = set()  # unwatched threads inside a call
 
-    def call_elsewhere(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_unwatched(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         thread = get_ident()
         outermost = thread not in busy_threads
         busy_threads.add(thread)
@@ -442,7 +442,7 @@ def _make_forward(
             if thread == hook_state[0]:
                 hook_state[7] -= 1
             elif thread in busy_threads or not on.on_forward_elsewhere(module):
-                return call_elsewhere(module, args, kwargs)
+                return call_unwatched(module, args, kwargs)
         before, result = hook_state[1], None
         if hook_state[3] and hook_state[6] and not hook_state[5]:
             on.read_tape()  # if the optimizer is not seen, the end of a step is known by now
@@ -606,7 +606,7 @@ def _wrap_backward(on: Listener) -> Callable[[Any], Any]:
             if compiling():
                 return original(*args, **kwargs)
             if get_ident() != hook_state[0]:
-                on.on_other_thread(updates=False)
+                on.consider_calling_thread(updates=False)
                 if get_ident() != hook_state[0]:
                     return original(*args, **kwargs)
             before = hook_state[1]
@@ -616,7 +616,7 @@ def _wrap_backward(on: Listener) -> Callable[[Any], Any]:
                 if not hook_state[6]:
                     on.on_first_backward()
                 if probe.has_update(args):
-                    put((APPLIED, now()))
+                    put((GRADIENTS_USED, now()))
             if hook_state[2]:
                 on.on_enter(BACKWARD)
             hook_state[1] = BACKWARD
@@ -670,7 +670,7 @@ def _hook_steps(on: Listener, opened: Opened) -> tuple[Callable[..., None], Call
         if compiling():
             return
         if get_ident() != hook_state[0]:
-            on.on_other_thread(updates=True)
+            on.consider_calling_thread(updates=True)
             if get_ident() != hook_state[0]:
                 return
         phase = hook_state[1]

@@ -45,8 +45,8 @@ MIN_TOKENS = 3
 LEARNING = frozenset((BACKWARD, OPTIMIZER))
 TRAINING_CODES = frozenset(
     (
-        tape.BACKWARD_END, tape.OPTIMIZED_BY, tape.OPTIMIZER_END, tape.APPLIED, tape.BOUNDARY,
-        tape.BEGIN, tape.BREAK_OFF, tape.FETCHED_INSIDE,
+        tape.BACKWARD_END, tape.OPTIMIZED_BY, tape.OPTIMIZER_END, tape.GRADIENTS_USED,
+        tape.BOUNDARY, tape.BEGIN, tape.BREAK_OFF, tape.FETCHED_INSIDE,
     )
 )  # fmt: skip
 LEAVING = tape.FORWARDED | {tape.LEAVE}

@@ -428,7 +428,7 @@ class RecordingSession(Listener):
             self.on_internal_error(error)
             return False
 
-    def on_other_thread(self, *, updates: bool) -> None:
+    def consider_calling_thread(self, *, updates: bool) -> None:
         """Consider watching the calling thread instead, because it begins a backward or an
         optimizer step (``updates``)."""
         try:

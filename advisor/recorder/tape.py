@@ -22,14 +22,21 @@ MAX_TAPE = 20_000_000
 """Maximum number of unread entries: minutes of a disk that does not respond."""
 
 (
-    THREAD, PHASE, WATCHED, ACT_ON_OPTIMIZER_STEP, LAST_LOADER, OPTIMIZED, HAS_TRAINED, SEEKING
+    THREAD, PHASE, WATCHED, ACT_ON_OPTIMIZER_STEP, LAST_LOADER, OPTIMIZED, HAS_TRAINED,
+    FORWARDS_LEFT,
 ) = range(8)  # fmt: skip
-"""Indices of ``Tape.hook_state``, in order: the watched thread (hooks ignore others; -1 if
-recording is off), its open phase, whether watchers listen to phases, whether an optimizer step
-needs an action, the last noted loader, whether an optimizer has ever stepped, whether a backward or
-update has ended the search for inference steps, and how many forwards the watched thread must still
-make before forwards in other threads, whose model may be the serving one, are no longer
-considered."""
+"""Indices of ``Tape.hook_state``:
+
+- ``THREAD``: the watched thread, -1 if recording is off. Hooks ignore other threads.
+- ``PHASE``: its open phase.
+- ``WATCHED``: whether watchers listen to phases.
+- ``ACT_ON_OPTIMIZER_STEP``: whether an optimizer step needs an action.
+- ``LAST_LOADER``: the last noted loader.
+- ``OPTIMIZED``: whether an optimizer has ever stepped.
+- ``HAS_TRAINED``: whether a backward or update has ended the search for inference steps.
+- ``FORWARDS_LEFT``: number of forwards in the watched thread after which those in other threads are
+  ignored. Until then, a model that another thread calls may be the served one.
+"""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -59,7 +66,7 @@ considered."""
     MEMORY,  # the allocator's counters
     CUDA_EVENT,  # (phase, CUDA event)
     MARKS_END,  # nothing: no more CUDA events for a while
-    APPLIED,  # time: weights or gradients changed since the last backward
+    GRADIENTS_USED,  # time: weights or gradients changed since the last backward
     FORWARD_OF,  # id of the module whose forward just ended, negative if it has no parameters
     GENERATE,  # time: a call of ``generate`` begins; its forwards are recorded as well
     GENERATED,  # time: the call of ``generate`` has ended
@@ -76,8 +83,8 @@ class Tape:
         self.log: list[Any] = []
         self.hook_state = [-1, OTHER, 0, 0, -1, 0, 1, 0]
         """State that hooks read, indexed by ``THREAD``, ``PHASE``, ``WATCHED``,
-        ``ACT_ON_OPTIMIZER_STEP``, ``LAST_LOADER``, ``OPTIMIZED``, ``HAS_TRAINED`` and ``SEEKING``.
-        It is one list because the caches are cold when hooks run."""
+        ``ACT_ON_OPTIMIZER_STEP``, ``LAST_LOADER``, ``OPTIMIZED``, ``HAS_TRAINED`` and
+        ``FORWARDS_LEFT``. It is one list because the caches are cold when hooks run."""
         self.watchers: list[Any] = []
         """Watchers to call when phases begin and end (NVTX, CUDA events)."""
         self.names = list(PHASES)

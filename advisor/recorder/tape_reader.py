@@ -75,7 +75,7 @@ class TapeReader:
             **{code: partial(self._on_forward_end, code) for code in tape.FORWARDED},
             tape.BACKWARD_END: self._on_backward_end, tape.OPTIMIZED_BY: self._on_optimizer,
             tape.OPTIMIZER_END: self._on_optimizer_end, tape.SAVE: self.steps.on_checkpoint,
-            tape.APPLIED: self.steps.on_update, tape.BOUNDARY: self.steps.on_step_end,
+            tape.GRADIENTS_USED: self.steps.on_update, tape.BOUNDARY: self.steps.on_step_end,
             tape.BEGIN: self.steps.begin, tape.BREAK_OFF: self.steps.stop,
             tape.ABANDON: self.steps.drop_step, tape.RESET: self.clock.leave_all,
             tape.PAUSE: self._on_pause, tape.MEMORY: self._on_memory,

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from advisor.recorder.call_depth import in_backward
-from advisor.recorder.tape import ABANDON, PHASE, RESET, SEEKING, THREAD
+from advisor.recorder.tape import ABANDON, FORWARDS_LEFT, PHASE, RESET, THREAD
 
 if TYPE_CHECKING:
     from advisor.recorder.session import RecordingSession
@@ -48,7 +48,7 @@ class WatchedThread:
 
     def begin(self) -> None:
         self._first, self._first_trained = threading.get_ident(), False
-        self._hook_state[SEEKING] = AWAITED_FORWARDS * (self._session.entry == "command")
+        self._hook_state[FORWARDS_LEFT] = AWAITED_FORWARDS * (self._session.entry == "command")
         self._hook_state[THREAD] = self._first
 
     def consider(self, updates: bool) -> None:
@@ -62,7 +62,7 @@ class WatchedThread:
         """Watch the calling thread instead if it calls a model repeatedly and the watched thread
         calls none. Return whether it is watched now. Modules without parameters, such as image
         transforms, do not count."""
-        thread, awaited = threading.get_ident(), self._hook_state[SEEKING]
+        thread, awaited = threading.get_ident(), self._hook_state[FORWARDS_LEFT]
         if next(module.parameters(), None) is None:
             return False
         before, count = self._forwards.get(thread, (awaited, 0))
@@ -70,11 +70,11 @@ class WatchedThread:
         self._forwards[thread] = awaited, count
         progress, fetched = self._session.progress()
         if progress or fetched:
-            self._hook_state[SEEKING] = 0
+            self._hook_state[FORWARDS_LEFT] = 0
             return False
         if count < FORWARDS_ELSEWHERE or not self._may_watch(updates=False):
             return False
-        self._hook_state[SEEKING] = 0
+        self._hook_state[FORWARDS_LEFT] = 0
         self._watch_this_thread()
         return True
 
@@ -106,8 +106,8 @@ class WatchedThread:
             return True  # another thread was mistaken for the one that trains
         # only until the started thread runs
         is_starting = any(name == "start" for _, name in names)
-        # two frames: a collection's callback may run in one that waits. What calls a thread's, a
-        # pool's or a loop's function is of these modules too, and does not wait
+        # Two frames, because a garbage collection's callback may run in a frame that waits. Frames
+        # that call the function of a thread, pool or loop are in these modules, but do not wait.
         frames = [names[0], *(name for name in names[1:2] if name[1] not in ("run", "_run"))]
         waits = any(str(module).partition(".")[0] in WAITING for module, _ in frames)
         progress, fetched = session.progress()

@@ -22,7 +22,7 @@ from advisor.read.formats.kineto import json_pieces as split_module
 from advisor.read.formats.kineto.decode import decode_piece
 from advisor.read.formats.kineto.json_pieces import Splitter, last_boundary
 from advisor.read.formats.kineto.reader import KinetoReader
-from advisor.read.json_repair import sanitise, scan_list, split_objects
+from advisor.read.json_repair import repair_json, scan_list, split_objects
 from advisor.read.reader import ReadOptions
 from advisor.read.source import ByteSource
 
@@ -403,7 +403,7 @@ def test_any_bytes_can_be_scanned_split_and_repaired(data: bytes) -> None:
     scan_list(data)
     last_boundary(data)
     list(split_objects(data)[0])
-    sanitise(data).decode()
+    repair_json(data).decode()
     for text in (b'{"traceEvents":[' + data, b"[{" + data, b"{" + data):
         for exact in (False, True):
             try:
@@ -421,7 +421,7 @@ def test_any_bytes_can_be_scanned_split_and_repaired(data: bytes) -> None:
 @given(values)
 def test_repair_leaves_sound_text_as_it_is(value: Any) -> None:
     for text in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=False).encode()):
-        assert msgspec.json.decode(sanitise(text)) == value
+        assert msgspec.json.decode(repair_json(text)) == value
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_repair_leaves_sound_text_as_it_is(value: Any) -> None:
     ],
 )
 def test_repair(broken: bytes, repaired: Any) -> None:
-    assert msgspec.json.decode(sanitise(broken)) == repaired
+    assert msgspec.json.decode(repair_json(broken)) == repaired
 
 
 def blocks_of(text: bytes, sizes: Iterator[int]) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ STEPS = {
     "accumulation": [*FETCH, *LEARN, *FETCH, *LEARN, *FETCH, *LEARN, *APPLY],
     "ahead": [*LEARN, *FETCH, *APPLY],
     "two optimizers": [*FETCH, *LEARN, *APPLY, *LEARN, *APPLY],
-    "without an optimizer": [tape.APPLIED, *LEARN],
+    "without an optimizer": [tape.GRADIENTS_USED, *LEARN],
     "said": [*LEARN, *APPLY, tape.BOUNDARY],
     "validation": [*FETCH, tape.FORWARD, tape.FORWARD_END_NO_GRAD],
     "forwards": [tape.FORWARD, tape.FORWARD_END_NO_GRAD],

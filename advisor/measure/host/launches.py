@@ -135,11 +135,14 @@ class LostRecords(NamedTuple):
 def count_lost_records(trace: Trace) -> LostRecords:
     """Count kernel launches with a correlation id that no device row has.
 
-    These launches do not count: launches into a graph that is being captured, which run nothing;
-    launches after the last one with a kernel, since the recording may have ended before their
-    kernels; a launch inside another (the runtime's call around the driver's) whose kernel is linked
-    to one of the two; as many launches as there are device rows without a link to their launch; and
-    launches of an id with as many device rows as launches (merged traces of several processes)."""
+    These launches do not count:
+
+    - Launches into a graph that is being captured: they run nothing.
+    - Launches after the last one with a kernel: the recording may have ended before their kernels.
+    - A launch inside another (the driver's call in the runtime's), if one of them has the kernel.
+    - As many launches as there are device rows without a link to their launch.
+    - Launches of an id with as many device rows as launches (merged traces of several processes).
+    """
     cpu, gpu = trace.cpu, trace.gpu
     call = cpu["call"]
     launching = (call.is_in(["launch"]) & cpu["correlation"].is_not_null()).fill_null(False)

@@ -51,61 +51,70 @@ def classify(h: MemoryHistory, moment: int) -> BlockCategories:
     kind = np.full(len(lives), NOT_ATTRIBUTED, dtype=np.int8)
     basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
 
-    def is_(*names: str) -> Bools:
+    def has_role(*names: str) -> Bools:
         return np.isin(role, [ROLES.index(name) for name in names])
 
-    def put(rows: Bools, name: str, why: str = "call path") -> None:
+    def assign_category(rows: Bools, name: str, why: str = "call path") -> None:
         kind[rows] = CATEGORIES.index(name)
         basis[rows] = BASES.index(why)
 
     if h.snapshot.categories:
         for number, name in enumerate(h.snapshot.categories):
-            put(
+            assign_category(
                 lives.stack == number,
                 name,
                 "none" if name == CATEGORIES[NOT_ATTRIBUTED] else "the file",
             )
         return BlockCategories(kind, basis)
     leaves = _find_leaving_phase(h)
-    weight_sizes = np.unique(lives.size[is_("parameter")])
-    by_engine = is_("backward") | (is_("nothing") & in_history & h.has_stacks)
+    weight_sizes = np.unique(lives.size[has_role("parameter")])
+    by_engine = has_role("backward") | (has_role("nothing") & in_history & h.has_stacks)
     is_kept = leaves | (np.isin(lives.size, weight_sizes) & (lives.end_event > moment))
-    put(is_("parameter"), "weights")
-    put(by_engine & ~is_kept, "backward temporaries")
-    put(by_engine & is_kept, "gradients", "lifetime")
-    put(is_("gradient"), "gradients")
+    assign_category(has_role("parameter"), "weights")
+    assign_category(by_engine & ~is_kept, "backward temporaries")
+    assign_category(by_engine & is_kept, "gradients", "lifetime")
+    assign_category(has_role("gradient"), "gradients")
     never_freed = (
         lives.end_event == h.count
         if h.failed_event is None
         else np.zeros(len(lives), dtype=np.bool_)
     )
     is_state = state | leaves | never_freed | ~in_history
-    put(is_("optimizer") & is_state, "optimizer state")
-    put(is_("optimizer") & ~is_state, "optimizer temporaries")
-    put(is_("forward", "recomputed"), "activations")
-    put(is_("input"), "inputs")
-    put(is_("cache"), "KV cache")
-    put(is_("communication"), "communication buffers")
-    is_lasting = is_("nothing") | (is_("forward", "own") & (lives.end_event == h.count))
-    put(is_("workspace") | (is_lasting & np.isin(lives.size, CUBLAS_WORKSPACES)), "workspace")
+    assign_category(has_role("optimizer") & is_state, "optimizer state")
+    assign_category(has_role("optimizer") & ~is_state, "optimizer temporaries")
+    assign_category(has_role("forward", "recomputed"), "activations")
+    assign_category(has_role("input"), "inputs")
+    assign_category(has_role("cache"), "KV cache")
+    assign_category(has_role("communication"), "communication buffers")
+    is_lasting = has_role("nothing") | (has_role("forward", "own") & (lives.end_event == h.count))
+    assign_category(
+        has_role("workspace") | (is_lasting & np.isin(lives.size, CUBLAS_WORKSPACES)), "workspace"
+    )
     ends_in = np.append(h.phase, -1)[lives.end_event]
-    by_user = is_("own") & in_history
-    put(by_user & (ends_in == PHASES.index("backward")), "activations", "lifetime")
-    put(by_user & _find_spanning_step(h), "inputs", "lifetime")
-    older = is_("nothing") & ~in_history & (kind == NOT_ATTRIBUTED)
-    put(older & (ends_in == PHASES.index("backward")), "activations", "lifetime")
+    by_user = has_role("own") & in_history
+    assign_category(by_user & (ends_in == PHASES.index("backward")), "activations", "lifetime")
+    assign_category(by_user & _find_spanning_step(h), "inputs", "lifetime")
+    older = has_role("nothing") & ~in_history & (kind == NOT_ATTRIBUTED)
+    assign_category(older & (ends_in == PHASES.index("backward")), "activations", "lifetime")
     weight_sized = np.isin(lives.size, np.unique(lives.size[kind <= CATEGORIES.index("gradients")]))
     is_updated = (released == "optimizer") | (weight_sized & (ends_in == PHASES.index("optimizer")))
-    put(older & is_updated, "optimizer state", "lifetime")
-    put(older & (released == "gradient"), "gradients", "call path")
-    put(older & (kind == NOT_ATTRIBUTED) & _find_replaced(h, kind), "earlier steps", "lifetime")
+    assign_category(older & is_updated, "optimizer state", "lifetime")
+    assign_category(older & (released == "gradient"), "gradients", "call path")
+    assign_category(
+        older & (kind == NOT_ATTRIBUTED) & _find_replaced(h, kind), "earlier steps", "lifetime"
+    )
     _match_sizes(h, kind, basis, older & (kind == NOT_ATTRIBUTED) & (lives.end_event == h.count))
     is_cast = np.array([origin.cast for origin in h.origins])[lives.stack] & in_history
-    put(_find_weight_copies(h, kind, is_cast), "autocast copies", "size pattern")
-    put((released == "autocast") & is_("forward"), "autocast copies")
-    put(_find_outliving_step(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
+    assign_category(_find_weight_copies(h, kind, is_cast), "autocast copies", "size pattern")
+    assign_category((released == "autocast") & has_role("forward"), "autocast copies")
+    assign_category(
+        _find_outliving_step(h) & has_role("forward", "recomputed"), "earlier steps", "lifetime"
+    )
     is_private = _find_in_private_pools(h)
-    put(is_private & ~is_("parameter", "communication", "cache", "workspace"), "CUDA graph pools")
+    assign_category(
+        is_private & ~has_role("parameter", "communication", "cache", "workspace"),
+        "CUDA graph pools",
+    )
     return BlockCategories(kind, basis)
 
 

@@ -357,8 +357,8 @@ def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]
 
 def find_late(job: JobMeasurements) -> list[Deviation]:
     """Find the rank that arrives last at most collectives, if own work in these steps does not
-    explain it: with few ranks there is no scatter to compare with, and a window of a step or two
-    shows a delay that began before it."""
+    explain it. Used for few ranks, where outliers cannot be found statistically. In a window of a
+    step or two, the delay may have begun before it."""
     waits, step = job.waits, job.step_ns
     steps = max(1, len(job.profile.steps))
     if not len(waits.row) or step <= 0:

@@ -207,7 +207,7 @@ def _find_extreme_units(units: dict[str, Floats], limit: float) -> dict[str, flo
     error = float(np.sqrt(variance * (1 / len(samples[top]) + 1 / len(other_values))))
     lead = means[top] - float(other_values.mean())
     tail = upper_tail(lead / error, min(30.0, degrees)) if error > 0 else float(lead <= 0)
-    p_value = of_the_largest(tail, len(names))
+    p_value = max_tail_probability(tail, len(names))
     return {names[top]: p_value} if p_value < limit else {}
 
 
@@ -290,7 +290,7 @@ def upper_tail(t: float, degrees: float) -> float:
     return tail if t >= 0 else 1 - tail
 
 
-def of_the_largest(tail: float, count: int) -> float:
+def max_tail_probability(tail: float, count: int) -> float:
     """Return the probability that the largest of ``count`` values exceeds one with this
     ``tail``."""
     if tail >= 1:
@@ -369,5 +369,5 @@ def p_values(left: Floats) -> Floats:
             tail = min(tail, upper_tail((value - mean) / spread, min(MAX_DEGREES, count - 2)))
         if scale == 0 and spread == 0:
             tail = 0.0
-        result[index] = min(1.0, 2 * of_the_largest(tail, count))
+        result[index] = min(1.0, 2 * max_tail_probability(tail, count))
     return result

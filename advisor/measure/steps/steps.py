@@ -157,11 +157,17 @@ def step_of_call(steps: Steps, start: np.ndarray) -> pl.Series:
 
 
 def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
-    """Find the steps: the ranges that the user named as steps, else the marks of an inference
-    engine, else ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else the period
-    of ``Optimizer.step``, else the calls of a model that only infers (``inference/passes.py``),
-    else, in formats without marks of their own, the range or the sequence of device work that
-    repeats (``unmarked_steps.py``), else the whole trace.
+    """Find the steps. The first of these that the trace has:
+
+    1. The ranges that the user named as steps.
+    2. The marks of an inference engine.
+    3. ProfilerStep ranges.
+    4. The recorder's ``advisor::step`` ranges.
+    5. The period of ``Optimizer.step``.
+    6. The calls of a model that only infers (``inference/passes.py``).
+    7. In formats without marks of their own, the range or the sequence of device work that repeats
+       (``unmarked_steps.py``).
+    8. The whole trace.
 
     Raises AdvisorError if no range has the given name.
 

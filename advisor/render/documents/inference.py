@@ -46,7 +46,7 @@ def sections(report: Report) -> Iterator[Block]:
     source = "its own marks" if inference.source == "engine" else inference.source
     step = report.step
     profiled = "profiled steps" * (step is not None and step.window_differs)
-    if step is not None and step.window_is_other:
+    if step is not None and step.window_is_unrepresentative:
         profiled += "; limit: of the run's own steps"
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
     title = "Inference by phase"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from advisor.core.labels import sanitize
+from advisor.core.labels import escape_terminal_controls
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 
@@ -13,4 +13,4 @@ class Json(Renderer[Any]):
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
         """Return all data, without shortening. ``from_json`` reads it back."""
-        return sanitize(subject.to_json().rstrip(b"\n") + b"\n")
+        return escape_terminal_controls(subject.to_json().rstrip(b"\n") + b"\n")

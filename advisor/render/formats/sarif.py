@@ -38,7 +38,7 @@ class Sarif(Renderer[Report]):
     def render(self, subject: Report, options: RenderOptions = DEFAULT) -> str:
         """Write a result for every finding, risk and note."""
         log = json.dumps(_build_log(subject), indent=2, ensure_ascii=False)
-        return labels.sanitize(log.encode("utf-8") + b"\n")
+        return labels.escape_terminal_controls(log.encode("utf-8") + b"\n")
 
 
 def _build_log(report: Report) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.read.event_columns import Piece, build_columns
-from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
+from advisor.read.json_repair import DECODE_ERRORS, repair_json, split_objects
 from advisor.read.trace_events import EventArgs, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
@@ -47,7 +47,7 @@ def _decode_events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
         return event_list.decode(piece), 0, 0
     except DECODE_ERRORS:
         pass
-    piece = sanitise(piece)
+    piece = repair_json(piece)
     try:
         return event_list.decode(piece), 0, 0
     except DECODE_ERRORS:

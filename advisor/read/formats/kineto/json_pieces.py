@@ -19,7 +19,7 @@ from advisor.read.json_repair import (
     EVENT_BOUNDARY,
     SPACE,
     object_end,
-    sanitise,
+    repair_json,
     scan_list,
 )
 from advisor.read.reader import PIECE
@@ -277,7 +277,7 @@ def _decode_fields(text: bytes, *, repair: bool = True) -> dict[str, Raw] | None
         if not repair or len(text) > HEAD_LIMIT:
             return None
     try:
-        return _dict_decoder.decode(sanitise(text))
+        return _dict_decoder.decode(repair_json(text))
     except DECODE_ERRORS:
         return None
 
@@ -319,7 +319,7 @@ def _is_event(text: bytes) -> bool:
 
 def _is_json(text: bytes) -> bool:
     """Return whether a text is one complete JSON value, repaired if necessary."""
-    for attempt in (text, sanitise(text)):
+    for attempt in (text, repair_json(text)):
         try:
             msgspec.json.decode(attempt, type=Raw)
         except DECODE_ERRORS:

@@ -38,7 +38,7 @@ from advisor.measure.steps.named_intervals import (
     remove_breaks,
 )
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.citations import SILENT_TRACES, TRIED_ON_TRACES
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -90,7 +90,7 @@ class GraphBreaks(Rule):
     )
 
     auxiliary_inputs = (COMPILE_LOG,)
-    min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
+    min_share = Threshold(0.02, "of the step, idle at the breaks", TRIED_ON_TRACES)
 
     fix = (
         "Remove what breaks the graph: prints and logging, .item() and .cpu(), conditions on "
@@ -356,8 +356,8 @@ class Recompilation(Rule):
     )
 
     auxiliary_inputs = (COMPILE_LOG,)
-    min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
-    min_share = Threshold(0.02, "of the recorded steps, as for graph breaks", OURS)
+    min_steps = Threshold(2, "steps with compilation: the first time is needed", TRIED_ON_TRACES)
+    min_share = Threshold(0.02, "of the recorded steps, as for graph breaks", TRIED_ON_TRACES)
 
     fix = (
         "Mark what changes as dynamic: dynamic=True, or torch._dynamo.mark_dynamic for one "

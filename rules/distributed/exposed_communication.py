@@ -24,7 +24,7 @@ from advisor.measure.host.stacks import (
     innermost_ancestor,
     parent_rows,
 )
-from advisor.rules.support.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
+from advisor.rules.support.citations import NCCL_TESTS, TRACELENS, TRIED_ON_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, of_step, without_bf16
 from advisor.rules.support.framework_advice import (
     FLAGS,
@@ -97,15 +97,15 @@ class ExposedCommunication(Rule):
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
     min_other_share = Threshold(
-        0.25, "of exposed communication, at which a kind is advised too", OURS
+        0.25, "of exposed communication, at which a kind is advised too", TRIED_ON_TRACES
     )
     max_small_bytes = Threshold(
         1048576, "bytes of a message: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
     min_uncertain_share = Threshold(
-        0.2, "of exposed time beyond the fastest messages, at which it counts", OURS
+        0.2, "of exposed time beyond the fastest messages, at which it counts", TRIED_ON_TRACES
     )
-    min_healthy_overlap = Threshold(0.8, "share hidden, at which the check passes", OURS)
+    min_healthy_overlap = Threshold(0.8, "share hidden, at which the check passes", TRIED_ON_TRACES)
 
     fix = (
         "Overlap collectives with compute: let DDP reduce its buckets (25 to 100 MB) during the "

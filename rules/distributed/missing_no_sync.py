@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.comms import in_window, list_collectives
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
-from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.citations import SILENT_TRACES, TRIED_ON_TRACES
 from advisor.rules.support.common import (
     Rows,
     amount_per_step,
@@ -78,7 +78,7 @@ class MissingNoSync(Rule):
     )
 
     min_steps = Threshold(
-        2, "complete optimizer steps that show it: one may be a coincidence", OURS
+        2, "complete optimizer steps that show it: one may be a coincidence", TRIED_ON_TRACES
     )
 
     fix = (

@@ -12,7 +12,7 @@ from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
-from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
+from advisor.rules.support.citations import SILENT_TRACES, TRACELENS, TRIED_ON_TRACES, XPROF_LAUNCH
 from advisor.rules.support.common import (
     amount_per_step,
     device_places,
@@ -41,13 +41,12 @@ class PoorOverlap(Rule):
     Where it applies, this is the cause of exposed communication, so the two findings claim the same
     time. The rule looks at collectives with exposed time. *On the compute stream*: nothing launched
     later can start before they end (tensor parallelism with custom all-reduce kernels,
-    `multimem_*`). *Waited for at once*: the first compute kernel launched after the collective was
-    ready in time and still started only when the collective had ended. A synchronous collective or
-    a ``work.wait()`` in the next line does that. (Calls of ``cudaStreamWaitEvent`` do not show it:
-    every collective is followed by some, and which stream they hold is not recorded.) When the
-    kernel was launched too late, the host is the bottleneck and not the wait. The last bucket of
-    DistributedDataParallel is always waited for, so most of the exposed time must be of these two
-    kinds.
+    `multimem_*`). *Waited for at once*: the next compute kernel was launched early enough, but
+    started only after the collective. A synchronous collective or a ``work.wait()`` in the next
+    line does that. (Calls of ``cudaStreamWaitEvent`` do not show it: every collective is followed
+    by some, and which stream they hold is not recorded.) When the kernel was launched too late, the
+    host is the bottleneck and not the wait. The last bucket of DistributedDataParallel is always
+    waited for, so most of the exposed time must be of these two kinds.
 
     Where compute depends on the result at once, as in tensor parallelism, only splitting the work
     lets one piece communicate while the next computes."""
@@ -69,7 +68,9 @@ class PoorOverlap(Rule):
 
     max_overlap = Threshold(0.70, "share of communication under compute", TRACELENS)
     min_share = Threshold(0.03, "of the step, exposed", XPROF_LAUNCH)
-    min_explained = Threshold(0.5, "share of exposed time that the two kinds must make up", OURS)
+    min_explained = Threshold(
+        0.5, "share of exposed time that the two kinds must make up", TRIED_ON_TRACES
+    )
 
     fix = (
         "Start each collective with async_op=True as soon as its input is ready. Launch the "

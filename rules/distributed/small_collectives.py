@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.gloo import COLLECTIVE_WAITS
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import COMMUNICATION, outermost_rows
-from advisor.rules.support.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
+from advisor.rules.support.citations import ENGINE_FLOOR, NCCL_TESTS, SILENT_TRACES, TRIED_ON_TRACES
 from advisor.rules.support.common import (
     amount_per_step,
     device_places,
@@ -59,9 +59,11 @@ class SmallCollectives(Rule):
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )
 
-    min_count = Threshold(20.0, "collectives per step, in runs", OURS)
+    min_count = Threshold(20.0, "collectives per step, in runs", TRIED_ON_TRACES)
     max_bytes = Threshold(1048576, "bytes: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS)
-    max_between = Threshold(2, "compute launches between two of a run (a division, a cast)", OURS)
+    max_between = Threshold(
+        2, "compute launches between two of a run (a division, a cast)", TRIED_ON_TRACES
+    )
     min_share = Threshold(0.01, "of the step, exposed in runs", ENGINE_FLOOR)
 
     fix = (
@@ -255,12 +257,16 @@ class UnbucketedGradients(Rule):
     references = SmallCollectives.references
 
     min_count = Threshold(
-        100, "all-reduces per step: as many buckets of 25 MB hold 2.5 GB of gradients", OURS
+        100,
+        "all-reduces per step: as many buckets of 25 MB hold 2.5 GB of gradients",
+        TRIED_ON_TRACES,
     )
     max_bytes = Threshold(
         1048576, "bytes on average: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
-    max_exposed = Threshold(0.5, "of their time exposed: above it another rule reports them", OURS)
+    max_exposed = Threshold(
+        0.5, "of their time exposed: above it another rule reports them", TRIED_ON_TRACES
+    )
 
     fix = (
         "Let DistributedDataParallel send gradients in buckets (bucket_cap_mb), in place of a hook "

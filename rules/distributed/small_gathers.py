@@ -26,8 +26,8 @@ from advisor.rules.support.citations import (
     ENGINE_FLOOR,
     NCCL_OVERHEAD,
     NCCL_TUNING,
-    OURS,
     SILENT_TRACES,
+    TRIED_ON_TRACES,
 )
 from advisor.rules.support.common import (
     amount_per_step,
@@ -64,7 +64,7 @@ class SmallGathers(Rule):
     )
     sources = (NCCL_TUNING, NCCL_OVERHEAD)
 
-    min_count = Threshold(20.0, "small gathers per step", OURS)
+    min_count = Threshold(20.0, "small gathers per step", TRIED_ON_TRACES)
     max_transfer_share = Threshold(0.5, "of a gather's shortest time that its bytes take", CHOSEN)
     min_share = Threshold(0.01, "of the step, exposed in small gathers and scatters", ENGINE_FLOOR)
     target_latency_share = Factor(0.2, "of a gather's time that is latency in larger units", CHOSEN)

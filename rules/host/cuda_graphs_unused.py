@@ -4,7 +4,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF_LAUNCH, public_traces
+from advisor.rules.support.citations import GPU_IDLE, TRIED_ON_TRACES, XPROF_LAUNCH, public_traces
 from advisor.rules.support.common import amount_per_step
 from advisor.rules.support.framework_advice import (
     CAPTURE_CALLS,
@@ -52,11 +52,13 @@ class CudaGraphsUnused(Rule):
     min_share = Threshold(0.10, "of the step, idle for launches", XPROF_LAUNCH)
     max_busy = Threshold(0.80, "of the step, the GPU is busy", GPU_IDLE)
     min_launches = Threshold(
-        30, "launches per step; with fewer, launching is not the problem", OURS
+        30, "launches per step; with fewer, launching is not the problem", TRIED_ON_TRACES
     )
 
     min_apart = Threshold(
-        10, "launches between two waits for the GPU; with fewer, no capture is possible", OURS
+        10,
+        "launches between two waits for the GPU; with fewer, no capture is possible",
+        TRIED_ON_TRACES,
     )
 
     code = (

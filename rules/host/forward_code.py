@@ -19,7 +19,7 @@ from advisor.measure.host.stacks import (
     normalize_operator_name,
     parse_frame,
 )
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
     impact_per_step,
@@ -70,7 +70,7 @@ class ForwardCode(Rule):
     min_share = Threshold(0.10, "of the step; twice the threshold for a waiting GPU", XPROF)
     min_stretch_ms = Threshold(1.0, "ms without an operator, longer than Python around one", CHOSEN)
     min_stretch_share = Threshold(0.05, "of the step, for a shorter stretch", CHOSEN)
-    min_samples = Threshold(8, "samples in a function at which it is named", OURS)
+    min_samples = Threshold(8, "samples in a function at which it is named", TRIED_ON_TRACES)
     min_gain_share = Threshold(0.5, "of the time is gained at least; some may have to stay", CHOSEN)
 
     fix = (

@@ -11,7 +11,13 @@ from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.inference.annotations import FORWARD
 from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
+from advisor.rules.support.citations import (
+    GPU_IDLE,
+    TRIED_ON_TRACES,
+    XPROF,
+    XPROF_LAUNCH,
+    public_traces,
+)
 from advisor.rules.support.common import amount_per_step, of_step, per_step, shapes_by_step
 from advisor.rules.support.framework_advice import (
     CAPTURE_CALLS,
@@ -96,15 +102,19 @@ class LaunchBound(Rule):
         0.80, "of the step, the GPU is busy; above it, the host is not the problem", GPU_IDLE
     )
     min_launches = Threshold(
-        30, "launches per step; with fewer, launching is not the problem", OURS
+        30, "launches per step; with fewer, launching is not the problem", TRIED_ON_TRACES
     )
 
     min_apart = Threshold(
-        10, "launches between two waits for the GPU; with fewer, no capture is possible", OURS
+        10,
+        "launches between two waits for the GPU; with fewer, no capture is possible",
+        TRIED_ON_TRACES,
     )
 
     max_used_share = Threshold(
-        0.5, "of the step busy, and of memory in use: twice the batch fits into both", OURS
+        0.5,
+        "of the step busy, and of memory in use: twice the batch fits into both",
+        TRIED_ON_TRACES,
     )
 
     code = (
@@ -300,7 +310,8 @@ class LaunchBound(Rule):
         if self._can_double_batch(a, gaps):
             double, code = self.case("a larger batch fits", code=code).values()
             graphs = f"{graphs.removesuffix('.')}. Or {t.lower_first(double)}"
-        otherwise = self.case("in every case", ways="".join(f"{w}, " for w in _list_ways(a)))["fix"]
+        ways = "".join(f"{way}, " for way in _list_remedies(a))
+        otherwise = self.case("in every case", ways=ways)["fix"]
         fix = " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, remaining, otherwise]))
         return {"fix": fix, "code": code}
 
@@ -372,7 +383,7 @@ class LaunchBound(Rule):
         }
 
 
-def _list_ways(a: Analysis) -> list[str]:
+def _list_remedies(a: Analysis) -> list[str]:
     """Return ways to make launches larger, except those already in use or not applicable."""
     ways = ["a larger batch"]
     updates = mask_launched_under(a, OPTIMIZER_STEP)

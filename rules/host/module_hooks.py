@@ -7,7 +7,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import hottest_line, stacks_in_hooks
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
@@ -33,7 +33,7 @@ class ModuleHooks(Rule):
     )
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
-    min_samples = Threshold(8, "samples in hooks", OURS)
+    min_samples = Threshold(8, "samples in hooks", TRIED_ON_TRACES)
     min_gain_share = Threshold(0.5, "of the time is gained at least; some may have to stay", CHOSEN)
 
     fix = (

@@ -10,7 +10,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.new_shapes import REPEATED_NS
-from advisor.rules.support.citations import CURED_RECORDINGS, OURS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
@@ -86,13 +86,17 @@ class NewInputShapes(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in such calls", XPROF)
-    algorithms_per_shape = Factor(10, "algorithms per shape, if the trace does not show them", OURS)
-    final_steps_share = Factor(
-        0.25, "of the run's steps, at its end, show the remaining loss", OURS
+    algorithms_per_shape = Factor(
+        10, "algorithms per shape, if the trace does not show them", TRIED_ON_TRACES
     )
-    min_final_steps = Threshold(4, "steps to measure it", OURS)
+    final_steps_share = Factor(
+        0.25, "of the run's steps, at its end, show the remaining loss", TRIED_ON_TRACES
+    )
+    min_final_steps = Threshold(4, "steps to measure it", TRIED_ON_TRACES)
     max_remaining_share = Threshold(
-        0.5, "of the loss remains in the last steps; below it, the problem ends by itself", OURS
+        0.5,
+        "of the loss remains in the last steps; below it, the problem ends by itself",
+        TRIED_ON_TRACES,
     )
 
     fix = _PAD + " Run each size once before the loop."

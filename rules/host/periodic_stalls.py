@@ -22,9 +22,9 @@ from advisor.rules.support.citations import (
     CHOSEN,
     CURED_RECORDINGS,
     GPUPROF,
-    OURS,
     SILENT_TRACES,
     STEP_SERIES,
+    TRIED_ON_TRACES,
     XPROF,
 )
 from advisor.rules.support.common import (
@@ -96,9 +96,9 @@ class PeriodicStalls(SavingRule):
     validation_note = "a CPU recording that saves its state; silent with an asynchronous save"
 
     min_steps = Threshold(20, "steps; fewer do not show what is usual", GPUPROF)
-    min_stalls = Threshold(2, "stalls; one may be coincidence", OURS)
-    min_explained = Threshold(0.5, "of the stalls' excess", OURS)
-    min_share = Threshold(0.02, "of the window", OURS)
+    min_stalls = Threshold(2, "stalls; one may be coincidence", TRIED_ON_TRACES)
+    min_explained = Threshold(0.5, "of the stalls' excess", TRIED_ON_TRACES)
+    min_share = Threshold(0.02, "of the window", TRIED_ON_TRACES)
     min_factor = Threshold(
         1.5, "times the median step, as the step series sets steps aside", STEP_SERIES
     )
@@ -197,7 +197,7 @@ class SavingTime(SavingRule):
     validation_note = "a CPU recording that saves in every fourth step; silent without"
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
-    min_samples = Threshold(8, "samples in saving or logging", OURS)
+    min_samples = Threshold(8, "samples in saving or logging", TRIED_ON_TRACES)
     min_gain_share = Threshold(
         0.5, "of the time is gained at least, because copying the state remains", CHOSEN
     )
@@ -293,10 +293,10 @@ class LongStep(Rule):
     silent_in = SILENT_TRACES
     references = SavingRule.references
 
-    min_steps = Threshold(4, "steps; fewer do not show what is usual", OURS)
-    min_factor = Threshold(3.0, "times the median step", OURS)
-    min_share = Threshold(0.05, "of the recorded steps' time, beyond the median", OURS)
-    min_explained = Threshold(0.5, "of the difference", OURS)
+    min_steps = Threshold(4, "steps; fewer do not show what is usual", TRIED_ON_TRACES)
+    min_factor = Threshold(3.0, "times the median step", TRIED_ON_TRACES)
+    min_share = Threshold(0.05, "of the recorded steps' time, beyond the median", TRIED_ON_TRACES)
+    min_explained = Threshold(0.5, "of the difference", TRIED_ON_TRACES)
 
     fix = (
         "Find what the loop does in this step. Do it less often, in another thread, or outside the "

@@ -12,7 +12,7 @@ from advisor.measure.host.sampled_code import LEARNING, SampledCode, code_outsid
 from advisor.measure.host.stacks import share_in
 from advisor.measure.steps.periodic import MIN_TIMES, RecurringWork, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import (
     CONFUSION_MATRIX,
     MOSTLY_COMPILING,
@@ -63,12 +63,12 @@ class PeriodicWork(Rule):
         0.5, "of the work must be gain if the host runs ahead, because it waits for the GPU", CHOSEN
     )
     min_samples_share = Threshold(
-        0.5, "of the work's share of the run, at least, in the function's samples", OURS
+        0.5, "of the work's share of the run, at least, in the function's samples", TRIED_ON_TRACES
     )
     min_whole_share = Threshold(
         0.9,
         "of the work's share of the run in the code's samples: it is all of the work",
-        OURS,
+        TRIED_ON_TRACES,
     )
     min_gain_share = Threshold(
         0.5, "of the gain at least, because some of the work may have to stay", CHOSEN

@@ -11,7 +11,7 @@ from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.support.citations import CHOSEN, OURS, TRACEML, public_traces
+from advisor.rules.support.citations import CHOSEN, TRACEML, TRIED_ON_TRACES, public_traces
 from advisor.rules.support.common import recorded_steps, steps_seen
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
@@ -127,7 +127,7 @@ class ProfilerEvents(Rule):
     )
     references = ("https://pytorch.org/docs/stable/profiler.html#torch.profiler.schedule",)
 
-    min_share = Threshold(0.02, "of the window", OURS)
+    min_share = Threshold(0.02, "of the window", TRIED_ON_TRACES)
 
     fix = (
         "Let the profiler warm up before it records, and record fewer things at a time (stacks "

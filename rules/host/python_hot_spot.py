@@ -43,7 +43,7 @@ from advisor.testing import Examples, TraceBuilder
 MAX_NAMES = 20
 MAX_SPOTS = 3
 """Maximum number of functions in a finding. Each must take its part of the minimum share."""
-_AHEAD = (
+_WORKER_PREFETCH_CODE = (
     "# raw: a list of what your loop prepares now, one item per batch;\n"
     "# prepare: a function of one item, which does that in a worker process\n"
     "loader = torch.utils.data.DataLoader(\n"
@@ -166,7 +166,7 @@ class PythonHotSpot(Rule):
         AHEAD: {
             "fix": "Prepare the result of {names} ahead in DataLoader workers, or compute it once "
             "and keep it. With num_workers={workers} they keep up with the shorter step.",
-            "code": f"{_AHEAD}    train_step(inputs)",
+            "code": f"{_WORKER_PREFETCH_CODE}    train_step(inputs)",
             "assumptions": (
                 "the step's other work can go on without its result",
                 "the work becomes unnecessary, or runs in other processes with {workers} free. A "
@@ -187,7 +187,7 @@ class PythonHotSpot(Rule):
     inference = {
         "cases": {
             AHEAD: {
-                "code": f"{_AHEAD}    # of a tensor: model(inputs.to(device))\n"
+                "code": f"{_WORKER_PREFETCH_CODE}    # of a tensor: model(inputs.to(device))\n"
                 "    on_device = dict((name, x.to(device)) for name, x in inputs.items())\n"
                 "    outputs = model(**on_device)"
             },

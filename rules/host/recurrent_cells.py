@@ -7,7 +7,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.support.citations import OURS, XPROF
+from advisor.rules.support.citations import TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -41,14 +41,18 @@ class RecurrentCells(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTMCell.html",
     )
 
-    min_calls = Threshold(16, "calls of a cell per step; fewer are a decoding step", OURS)
+    min_calls = Threshold(
+        16, "calls of a cell per step; fewer are a decoding step", TRIED_ON_TRACES
+    )
     min_share = Threshold(0.10, "of the step in these operators and their backward", XPROF)
     min_calls_share = Threshold(
-        0.5, "of the cell's calls, for an operator to count as part of the loop", OURS
+        0.5, "of the cell's calls, for an operator to count as part of the loop", TRIED_ON_TRACES
     )
-    factor = Factor(0.1, "of the host time remains with one operator for the sequence", OURS)
-    best_factor = Factor(0.03, "of that time remains, at best", OURS)
-    worst_factor = Factor(0.3, "of that time remains, at worst", OURS)
+    factor = Factor(
+        0.1, "of the host time remains with one operator for the sequence", TRIED_ON_TRACES
+    )
+    best_factor = Factor(0.03, "of that time remains, at best", TRIED_ON_TRACES)
+    worst_factor = Factor(0.3, "of that time remains, at worst", TRIED_ON_TRACES)
 
     fix = (
         "Use nn.{name} for the whole sequence: one call, in which cuDNN runs all elements and "

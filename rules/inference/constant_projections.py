@@ -64,7 +64,8 @@ class Pass:
     made: set[int] = field(default_factory=set)
     """Numbers of elements of the tensors that the pass computes on."""
     encoded: int = 0
-    """Maximum rows of a convolution, a recurrent layer, or a linear layer on what it computes."""
+    """Maximum rows of a convolution, a recurrent layer, or a linear layer on the pass's own
+    activations."""
     layers: Layers = field(default_factory=list)
     """Linear layers on tensors that the pass does not compute."""
 

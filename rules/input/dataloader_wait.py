@@ -14,9 +14,9 @@ from advisor.rules.support.citations import (
     CHOSEN,
     ENGINE_FLOOR,
     HAND_OVER,
-    OURS,
     SILENT_TRACES,
     TENSORBOARD,
+    TRIED_ON_TRACES,
     XPROF,
 )
 from advisor.rules.support.common import (
@@ -79,7 +79,7 @@ class LoaderWaitRule(Rule):
         waits = find_waits(a, self._ranges)
         if waits is None:
             return
-        moved_share = sample_loading(a, waits).moves
+        moved_share = sample_loading(a, waits).movable_share
         share = moved_share * waits.exposed / a.span_ns
         batch = moved_share * waits.total / len(waits.host)
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
@@ -136,7 +136,9 @@ class DataLoaderWait(LoaderWaitRule):
         0.01, "of the step, exposed: below it the loader keeps up", ENGINE_FLOOR
     )
     worker_ratio = Factor(
-        2, "times the workers, for the estimate: one doubling, where cores are free", OURS
+        2,
+        "times the workers, for the estimate: one doubling, where cores are free",
+        TRIED_ON_TRACES,
     )
 
     fix = (
@@ -324,7 +326,9 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     )
 
     max_workers = Threshold(
-        8, "workers, where the cores are not recorded: shared machines give a GPU as many", OURS
+        8,
+        "workers, where the cores are not recorded: shared machines give a GPU as many",
+        TRIED_ON_TRACES,
     )
     max_taken = Threshold(
         0.5, "of the loading would run on cores that the step needs for its own compute", CHOSEN
@@ -393,7 +397,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
 
     def _report(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         samples = sample_loading(a, waits)
-        moved_share = samples.moves
+        moved_share = samples.movable_share
         hot_line = samples.other_line if moved_share < 1 else None
         exposed = moved_share * waits.exposed
         calls = find_loading_calls(a, waits)

@@ -138,7 +138,7 @@ class LoaderWorkers(LoadingRule):
             return
         cores = own_cores(a, cpus)
         share = recorded.share("data") or 0.0
-        moved_share = sample_loading(a).moves
+        moved_share = sample_loading(a).movable_share
         share *= moved_share
         mean_wait = moved_share * float(wait.mean())
         median_wait = moved_share * float(np.median(wait))
@@ -168,7 +168,7 @@ class LoaderWorkers(LoadingRule):
     ) -> Finding:
         recorded = recorded_steps(a)
         samples = sample_loading(a)
-        line = samples.other_line if samples.moves < 1 else None
+        line = samples.other_line if samples.movable_share < 1 else None
         step = recorded.mean or 0.0
         other_ns = step - wait
         best = max(1, int(cores) - (0 if cores < 2 else 1), workers + 1)
@@ -191,10 +191,10 @@ class LoaderWorkers(LoadingRule):
         if not a.record_only:
             ratio = best if workers == 0 else max(2, round(best / workers))
             name = SINGLE_PROCESS if workers == 0 else WORKERS
-            texts["edits"] = [move_loading(samples.moves, ratio, name)]
+            texts["edits"] = [move_loading(samples.movable_share, ratio, name)]
         use = None if workers else library_of_loading(a)
         if use is not None and use.cure is not None:
-            texts |= self.advise_library(use, use.cure, texts["fix"], samples.moves, best)
+            texts |= self.advise_library(use, use.cure, texts["fix"], samples.movable_share, best)
         if a.record_only:
             texts["edits"] = []
             texts["impact"] = impact_per_step(a, gain, low=0.5 * gain)

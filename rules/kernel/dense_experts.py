@@ -28,7 +28,7 @@ from advisor.testing import Examples, TraceBuilder
 PRODUCTS = ("aten::linear", "aten::matmul", "aten::addmm", "aten::mm")
 
 
-class Choice(NamedTuple):
+class ExpertRouting(NamedTuple):
     """Choice of a router among experts."""
 
     experts: int
@@ -37,22 +37,22 @@ class Choice(NamedTuple):
     tokens: int
 
 
-class Call(NamedTuple):
+class ExpertCall(NamedTuple):
     """An outermost operator that follows a choice."""
 
     row: int
     """Row of ``trace.cpu``."""
     name: str
-    described: int
+    inputs_row: int
     """Row of ``trace.inputs``."""
     inputs: OpInputs
 
 
-class Mixture(NamedTuple):
+class ExpertMixture(NamedTuple):
     """Experts that follow choices of one kind."""
 
-    choice: Choice
-    made: list[int]
+    choice: ExpertRouting
+    rows: list[int]
     """Rows of ``trace.cpu``: products of the experts and the operators between them."""
     layers: list[int]
     """Rows of the choices in all steps."""
@@ -121,7 +121,7 @@ class DenseExperts(Rule):
             return
         for mixture in self._find_mixtures(a):
             experts, chosen, tokens = mixture.choice
-            forward_rows = np.array(mixture.made)
+            forward_rows = np.array(mixture.rows)
             backward_rows = rows_in_steps(a, backward_operators(a, forward_rows))
             rows = np.concatenate([forward_rows, backward_rows])
             ns = time_of_operators(a, rows)
@@ -157,7 +157,7 @@ class DenseExperts(Rule):
                 ],
             )
 
-    def _find_mixtures(self, a: Analysis) -> list[Mixture]:
+    def _find_mixtures(self, a: Analysis) -> list[ExpertMixture]:
         """Return mixtures by choice."""
         table = outermost_in_steps(a)
         topk = table.filter(pl.col("name") == "aten::topk")["inputs"].drop_nulls().unique()
@@ -171,24 +171,24 @@ class DenseExperts(Rule):
         inputs = {index: inputs_at(a, index) for index in table["inputs"].drop_nulls().unique()}
         step = np.searchsorted(a.steps.used["ts"].to_numpy(), table["ts"].to_numpy(), side="right")
         table = table.with_columns(step=step, choice=(pl.col("name") == "aten::topk").cum_sum())
-        mixtures: dict[Choice, Mixture] = {}
+        mixtures: dict[ExpertRouting, ExpertMixture] = {}
         for group in table.partition_by("choice", "step", maintain_order=True):
             if group["name"][0] != "aten::topk" or group["inputs"][0] not in choices:
                 continue
             choice = choices[group["inputs"][0]]
             described = group.drop_nulls("inputs").select("row", "name", "inputs").iter_rows()
-            calls = [Call(row, name, index, inputs[index]) for row, name, index in described]
+            calls = [ExpertCall(row, name, index, inputs[index]) for row, name, index in described]
             products = _find_products(calls, choice)
-            if not products or not _are_weighed(calls, choice):
+            if not products or not _are_weighted(calls, choice):
                 continue
-            mixture = mixtures.setdefault(choice, Mixture(choice, [], []))
+            mixture = mixtures.setdefault(choice, ExpertMixture(choice, [], []))
             mixture.layers.append(group["row"][0])
-            mixture.made.extend(
+            mixture.rows.extend(
                 group["row"].filter(group["row"].is_between(products[0], products[-1]))
             )
         return list(mixtures.values())
 
-    def _parse_choice(self, x: OpInputs) -> Choice | None:
+    def _parse_choice(self, x: OpInputs) -> ExpertRouting | None:
         """Return what a call of ``topk`` chooses, or ``None`` if it is not a choice of few
         experts."""
         scores, chosen = x.tensor(0), x.argument(1)
@@ -197,7 +197,11 @@ class DenseExperts(Rule):
         experts = scores.shape[-1]
         is_few = 0 < chosen <= self.max_chosen_share * experts and experts >= self.min_experts
         is_last_dim = x.argument(2) in (-1, len(scores.shape) - 1)
-        return Choice(experts, chosen, prod(scores.shape[:-1])) if is_few and is_last_dim else None
+        return (
+            ExpertRouting(experts, chosen, prod(scores.shape[:-1]))
+            if is_few and is_last_dim
+            else None
+        )
 
     @staticmethod
     def examples() -> Examples:
@@ -207,7 +211,7 @@ class DenseExperts(Rule):
             "in inference": _build_mixture(trains=False),
             "six of eight": (_build_mixture(chosen=6), "not choices"),
             "experts of their own tokens": (_build_mixture(rows=80), "not products"),
-            "layers behind a choice": (_build_mixture(weighs=False), "_are_weighed"),
+            "layers behind a choice": (_build_mixture(weighs=False), "_are_weighted"),
             "hardly any time": (_build_mixture(us=8), "min_share"),
         }
 
@@ -218,14 +222,14 @@ def _count_tokens(x: OpInputs) -> int:
     return prod(shape[:-1])
 
 
-def _find_products(calls: list[Call], choice: Choice) -> list[int]:
+def _find_products(calls: list[ExpertCall], choice: ExpertRouting) -> list[int]:
     """Return the rows of products that run once per expert, on all tokens."""
     products = [c for c in calls if c.name in PRODUCTS and _count_tokens(c.inputs) == choice.tokens]
-    counts = Counter((call.name, call.described) for call in products)
-    return [c.row for c in products if counts[c.name, c.described] % choice.experts == 0]
+    counts = Counter((call.name, call.inputs_row) for call in products)
+    return [c.row for c in products if counts[c.name, c.inputs_row] % choice.experts == 0]
 
 
-def _are_weighed(calls: list[Call], choice: Choice) -> bool:
+def _are_weighted(calls: list[ExpertCall], choice: ExpertRouting) -> bool:
     """Return whether results are multiplied by one weight per token, or joined, once per expert."""
     weights = 0
     for call in calls:

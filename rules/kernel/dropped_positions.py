@@ -28,7 +28,14 @@ from advisor.testing import Examples, TraceBuilder
 Shape = tuple[int, ...]
 PRODUCTS = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm": -1}
 """Product -> the dimension of its last operand that gives the width of the result."""
-BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::mul", "aten::to")
+OPS_BETWEEN_PRODUCT_AND_PART = (
+    "aten::_unsafe_view",
+    "aten::add",
+    "aten::add_",
+    "aten::div",
+    "aten::mul",
+    "aten::to",
+)
 """Operators that keep the shape, between a product and the operator that takes a part of its
 result."""
 MAX_BETWEEN = 6
@@ -157,7 +164,8 @@ class DroppedPositions(Rule):
             return []
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
         keeps = [
-            name in BETWEEN or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
+            name in OPS_BETWEEN_PRODUCT_AND_PART
+            or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
             for name, at in zip(names, inputs, strict=True)
         ]
         dropped_layers: dict[tuple[Shape, str], Dropped] = {}

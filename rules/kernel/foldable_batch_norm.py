@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, is_operator, parent_rows
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.citations import SILENT_TRACES, TRIED_ON_TRACES
 from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
@@ -40,7 +40,9 @@ class FoldableBatchNorm(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.fusion.fuse_conv_bn_eval.html",
         "https://docs.pytorch.org/tutorials/intermediate/torch_compile_conv_bn_fuser.html",
     )
-    min_share = Threshold(0.03, "of kernel time: folding changes the model's modules", OURS)
+    min_share = Threshold(
+        0.03, "of kernel time: folding changes the model's modules", TRIED_ON_TRACES
+    )
     min_busy = kernel_work.MIN_BUSY
 
     fix = (

@@ -21,12 +21,12 @@ from advisor.measure.host.operators import attainable_roofs
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import (
     NCU,
-    OURS,
     PEAKS,
     REAL_KERNEL,
     SAM_PAIR,
     TF32_BLOG,
     TF32_NOTES,
+    TRIED_ON_TRACES,
     public_traces,
 )
 from advisor.rules.support.common import (
@@ -67,11 +67,11 @@ _VERIFY_FP16 = (
     "Profile again: kernel names contain s884, h884, s1688 or fp16 instead of sgemm or scudnn. "
 )
 _NEEDS_FP32 = "mathematics that needs FP32, or results that are not finite in 16 bits"
-_REACHED = (
+_DERATING_TEXT = (
     "real shapes reach {derating:.0%} of the ratio of the peaks ({worst_derating:.0%} to "
     "{best_derating:.0%})"
 )
-_REACHED_BLIND = (
+_DERATING_TEXT_WITHOUT_SHAPES = (
     "real shapes, which are not recorded, reach {derating_without_shapes:.0%} of the ratio of the "
     "peaks ({worst_derating_without_shapes:.0%} to {best_derating_without_shapes:.0%})"
 )
@@ -88,8 +88,8 @@ MIXED = "other products are in a 16-bit format"
 CASTS = "their operands are cast from it"
 CASES = {"bf16": BF16, "fp16": FP16}
 """Case by format to move to. TF32 has none: the rule's own texts apply."""
-BLIND = "shapes are not recorded"
-_ON_ALREADY = "TF32 that is on already, or mathematics that needs FP32"
+SHAPES_MISSING = "shapes are not recorded"
+_TF32_ALREADY_ON = "TF32 that is on already, or mathematics that needs FP32"
 """Text of what would prove the finding wrong in programs without PyTorch."""
 FAMILIES = {"gemm": "GEMMs", "convolution": "convolutions"}
 
@@ -149,13 +149,13 @@ class Fp32Matmul(Rule):
     )
 
     min_share = Threshold(
-        0.05, "of kernel time; below it, findings of other rules always save more", OURS
+        0.05, "of kernel time; below it, findings of other rules always save more", TRIED_ON_TRACES
     )
     min_step_share = Threshold(
         0.025,
         "of the step: 5% of kernel time on a device that is busy half of it; the replay decides "
         "the rest",
-        OURS,
+        TRIED_ON_TRACES,
     )
     min_ratio = Threshold(
         1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
@@ -189,11 +189,13 @@ class Fp32Matmul(Rule):
     max_bandwidth_share = Threshold(
         0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
     )
-    min_cast_share = Threshold(0.2, "of the products' time is spent in casts around them", OURS)
-    min_praised_share = Threshold(
-        0.9, "of matrix time on tensor cores, from which the report says so", OURS
+    min_cast_share = Threshold(
+        0.2, "of the products' time is spent in casts around them", TRIED_ON_TRACES
     )
-    min_praised_rate = Threshold(0.25, "of the attainable rate, to be praised", OURS)
+    min_praised_share = Threshold(
+        0.9, "of matrix time on tensor cores, from which the report says so", TRIED_ON_TRACES
+    )
+    min_praised_rate = Threshold(0.25, "of the attainable rate, to be praised", TRIED_ON_TRACES)
 
     fix = (
         "Allow TF32 for FP32 matrix work; check that accuracy holds. Products then have 10 bits of "
@@ -206,7 +208,7 @@ class Fp32Matmul(Rule):
         "torch.backends.cudnn.allow_tf32), or mathematics that needs FP32"
     )
     confidence = 0.85
-    assumptions: ClassVar[tuple[str, ...]] = (_REACHED, _TRAINS)
+    assumptions: ClassVar[tuple[str, ...]] = (_DERATING_TEXT, _TRAINS)
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         BF16: {
             "fix": "Train in BF16 with autocast; check that accuracy holds. TF32 is no faster "
@@ -228,13 +230,16 @@ class Fp32Matmul(Rule):
             "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
             "falsified_by": f"{_NEEDS_FP32}, or a GPU without tensor cores (GTX 16)",
             "confidence": 0.5,
-            "assumptions": (_HAS_TENSOR_CORES, _REACHED_BLIND, _TRAINS),
+            "assumptions": (_HAS_TENSOR_CORES, _DERATING_TEXT_WITHOUT_SHAPES, _TRAINS),
         },
-        BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
+        SHAPES_MISSING: {
+            "confidence": 0.7,
+            "assumptions": (_DERATING_TEXT_WITHOUT_SHAPES, _TRAINS),
+        },
     }
     inference: ClassVar[Mapping[str, Any]] = {
         "verify": f"{_VERIFY}Compare the model's outputs.",
-        "assumptions": (_REACHED, _ANSWERS),
+        "assumptions": (_DERATING_TEXT, _ANSWERS),
         "cases": {
             BF16: {
                 "fix": "Run the model in BF16; check that accuracy holds. TF32 is no faster than "
@@ -246,7 +251,7 @@ class Fp32Matmul(Rule):
                 "accuracy holds.",
                 "code": _FORWARD.format("float16"),
                 "verify": f"{_VERIFY_FP16}Compare the model's outputs.",
-                "assumptions": (_HAS_TENSOR_CORES, _REACHED_BLIND, _ANSWERS),
+                "assumptions": (_HAS_TENSOR_CORES, _DERATING_TEXT_WITHOUT_SHAPES, _ANSWERS),
             },
             FP16: {
                 "fix": "Run the model in FP16; check that accuracy holds. This GPU has no TF32, "
@@ -254,7 +259,7 @@ class Fp32Matmul(Rule):
                 "code": _FORWARD.format("float16"),
                 "verify": f"{_VERIFY_FP16}Compare the model's outputs.",
             },
-            BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
+            SHAPES_MISSING: {"assumptions": (_DERATING_TEXT_WITHOUT_SHAPES, _ANSWERS)},
         },
     }
     framework_advice = {
@@ -262,18 +267,18 @@ class Fp32Matmul(Rule):
             "Let matrix products use the tensor cores: TF32, or 16-bit inputs with 32-bit sums.",
             cuda="cublasSetMathMode(handle, CUBLAS_TF32_TENSOR_OP_MATH), or "
             "CUBLAS_COMPUTE_32F_FAST_TF32 in cublasGemmEx.",
-            falsified_by=_ON_ALREADY,
+            falsified_by=_TF32_ALREADY_ON,
         ),
         TENSORFLOW: FrameworkAdvice(
             "Train in mixed precision, or allow TF32 in matrix products.",
             'tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")\n'
             "tf.config.experimental.enable_tensor_float_32_execution(True)",
-            falsified_by=_ON_ALREADY,
+            falsified_by=_TF32_ALREADY_ON,
         ),
         JAX: FrameworkAdvice(
             "Compute in bfloat16, or allow TF32 in matrix products.",
             'jax.config.update("jax_default_matmul_precision", "tensorfloat32")',
-            falsified_by=_ON_ALREADY,
+            falsified_by=_TF32_ALREADY_ON,
         ),
     }
 
@@ -424,7 +429,7 @@ class Fp32Matmul(Rule):
             if shapes_known
             else ["shapes are not recorded: memory-bound matrices gain less"],
             **(self.case(CASES[target.format]) if target.format in CASES else {}),
-            **({} if shapes_known else self.case(BLIND)),
+            **({} if shapes_known else self.case(SHAPES_MISSING)),
         )
 
     def _estimate_saved(
@@ -525,13 +530,15 @@ class MixedPrecisionOff(Fp32Matmul):
     )
     references = ("https://pytorch.org/docs/stable/amp.html",)
 
-    cast_share = Factor(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
-    best_cast_share = Factor(0.5, "of these bytes, at best", OURS)
-    worst_cast_share = Factor(1.5, "of these bytes, at worst", OURS)
-    removed_cast_share = Factor(
-        0.8, "of these casts' time is saved: weights are cast instead", OURS
+    cast_share = Factor(
+        1.0, "of the products' bytes in FP32, for casts of operands", TRIED_ON_TRACES
     )
-    worst_removed_cast_share = Factor(0.5, "of it, at worst", OURS)
+    best_cast_share = Factor(0.5, "of these bytes, at best", TRIED_ON_TRACES)
+    worst_cast_share = Factor(1.5, "of these bytes, at worst", TRIED_ON_TRACES)
+    removed_cast_share = Factor(
+        0.8, "of these casts' time is saved: weights are cast instead", TRIED_ON_TRACES
+    )
+    worst_removed_cast_share = Factor(0.5, "of it, at worst", TRIED_ON_TRACES)
     attained_share = kernel_work.ATTAINED_SHARE
     best_attained_share = kernel_work.BEST_ATTAINED_SHARE
     worst_attained_share = Factor(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
@@ -543,7 +550,7 @@ class MixedPrecisionOff(Fp32Matmul):
     code = _BF16
     falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
     assumptions = (
-        _REACHED,
+        _DERATING_TEXT,
         "bytes of casts are {cast_share:.0%} of those of the products ({best_cast_share:.0%} to "
         "{worst_cast_share:.0%})",
         _TRAINS,
@@ -566,13 +573,16 @@ class MixedPrecisionOff(Fp32Matmul):
             "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
             "    loss = model(**batch).loss  # loss.backward() stays outside",
         },
-        BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
+        SHAPES_MISSING: {
+            "confidence": 0.7,
+            "assumptions": (_DERATING_TEXT_WITHOUT_SHAPES, _TRAINS),
+        },
     }
     inference: ClassVar[Mapping[str, Any]] = {
         "fix": "Run the model in BF16, whole or with autocast; check that accuracy holds.",
         "code": _FORWARD.format("bfloat16"),
         "verify": f"{_VERIFY}Compare the model's outputs.",
-        "assumptions": (_REACHED, assumptions[1], _ANSWERS),
+        "assumptions": (_DERATING_TEXT, assumptions[1], _ANSWERS),
         "cases": {
             MIXED: {
                 "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
@@ -585,7 +595,7 @@ class MixedPrecisionOff(Fp32Matmul):
                 "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
                 "    y = model(x)",
             },
-            BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
+            SHAPES_MISSING: {"assumptions": (_DERATING_TEXT_WITHOUT_SHAPES, _ANSWERS)},
         },
     }
     framework_advice = {

@@ -17,7 +17,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import OURS, public_traces
+from advisor.rules.support.citations import TRIED_ON_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, per_step, runs_code_of
 from advisor.testing import Examples, TraceBuilder
 
@@ -207,14 +207,16 @@ class HandwrittenOperator(Rule):
     references = (*dict.fromkeys(pattern.reference for pattern in PATTERNS),)
 
     min_share = Threshold(
-        0.05, "of kernel time in such chains; below it, other findings save more", OURS
+        0.05, "of kernel time in such chains; below it, other findings save more", TRIED_ON_TRACES
     )
     min_busy = Threshold(
-        0.2, "of the step the device is busy; below it, the host is the bottleneck", OURS
+        0.2, "of the step the device is busy; below it, the host is the bottleneck", TRIED_ON_TRACES
     )
-    fused_factor = Factor(1.5, "of the fused kernel's ideal time that such kernels take", OURS)
-    best_fused_factor = Factor(1.15, "of that time, at best", OURS)
-    worst_fused_factor = Factor(2.5, "of that time, at worst", OURS)
+    fused_factor = Factor(
+        1.5, "of the fused kernel's ideal time that such kernels take", TRIED_ON_TRACES
+    )
+    best_fused_factor = Factor(1.15, "of that time, at best", TRIED_ON_TRACES)
+    worst_fused_factor = Factor(2.5, "of that time, at worst", TRIED_ON_TRACES)
 
     fix = "Call the fused operator. Compiling the model fuses such chains too."
     code = "model = torch.compile(model)"

@@ -12,7 +12,7 @@ from advisor.measure.host.operators import attainable_roofs
 from advisor.replay.operations import ROOFLINE_SHARE
 from advisor.rules.support import kernel_work
 from advisor.rules.support.below_rate import saved_time
-from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS
+from advisor.rules.support.citations import SILENT_TRACES, TRACELENS, TRIED_ON_TRACES
 from advisor.rules.support.common import amount_per_step, example_steps, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
@@ -55,22 +55,26 @@ class LayoutTransposes(Rule):
         0.10, "of convolution time: consider from 10%, strongly from 20%", TRACELENS
     )
     min_time = Threshold(
-        0.02, "of kernel time: converting a network with one convolution does not pay", OURS
+        0.02,
+        "of kernel time: converting a network with one convolution does not pay",
+        TRIED_ON_TRACES,
     )
     min_busy = kernel_work.MIN_BUSY
     attained_share = Factor(
         ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
     )
-    best_attained_share = Factor(1.0, "of the memory's rate, at best", OURS)
-    worst_attained_share = Factor(0.5, "of the memory's rate, at worst", OURS)
+    best_attained_share = Factor(1.0, "of the memory's rate, at best", TRIED_ON_TRACES)
+    worst_attained_share = Factor(0.5, "of the memory's rate, at worst", TRIED_ON_TRACES)
     best_convolution_share = Factor(
-        0.45, "of the attainable rate, at best, for convolutions that are slower now", OURS
+        0.45,
+        "of the attainable rate, at best, for convolutions that are slower now",
+        TRIED_ON_TRACES,
     )
-    best_speedup = Factor(2.0, "times faster at most, at best", OURS)
+    best_speedup = Factor(2.0, "times faster at most, at best", TRIED_ON_TRACES)
     min_praised_share = Threshold(
         0.2,
         "of kernel time in convolutions without transposes, from which the report says so",
-        OURS,
+        TRIED_ON_TRACES,
     )
 
     fix = (

@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.roofline import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import FOURNEX, NCU, OURS, SILENT_TRACES, TRACELENS
+from advisor.rules.support.citations import FOURNEX, NCU, SILENT_TRACES, TRACELENS, TRIED_ON_TRACES
 from advisor.rules.support.common import example_steps, scale_edit
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
@@ -46,7 +46,7 @@ class LowOccupancy(Rule):
         "https://docs.nvidia.com/nsight-compute/ProfilingGuide/#occupancy-calculator",
     )
 
-    min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
+    min_share = Threshold(0.05, "of kernel time, for one kernel name", TRIED_ON_TRACES)
     max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
     max_bandwidth = Threshold(0.6, "of the peak; above it, occupancy is high enough", TRACELENS)
     attained_share = Factor(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)

@@ -27,7 +27,12 @@ from advisor.testing import Examples, TraceBuilder
 
 Shape = tuple[int, ...]
 SUB, MUL, COSINE = "aten::sub", "aten::mul", "aten::cosine_similarity"
-BETWEEN = {"aten::pow": "square", "aten::square": "square", MUL: "square", "aten::abs": "size"}
+OPS_BETWEEN_DIFFERENCE_AND_SUM = {
+    "aten::pow": "square",
+    "aten::square": "square",
+    MUL: "square",
+    "aten::abs": "size",
+}
 """Operator between a difference and its sum -> what it computes."""
 REDUCTIONS = {
     "aten::sum": ("sum", 1),
@@ -316,9 +321,13 @@ def _match_reduction(
             kind, position = REDUCTIONS[op]
             dims = op_inputs.integers(position)
             break
-        if between or op not in BETWEEN or (op == "aten::pow" and op_inputs.argument(1) != 2):
+        if (
+            between
+            or op not in OPS_BETWEEN_DIFFERENCE_AND_SUM
+            or (op == "aten::pow" and op_inputs.argument(1) != 2)
+        ):
             return None
-        between = BETWEEN[op]
+        between = OPS_BETWEEN_DIFFERENCE_AND_SUM[op]
     case = CASES.get((name, between, kind))
     reduced = {dim % len(pair.shape) for dim in dims or ()}
     if case is None or not reduced or not reduced <= pair.shared:

@@ -246,8 +246,8 @@ def _find_chains(a: Analysis) -> Iterator[tuple[Chain, Rows]]:
 
 
 def _number_segments(a: Analysis, table: pl.DataFrame) -> tuple[Rows, Rows]:
-    """Number the stretches of operators of one thread that end where a step ends or a backward node
-    begins, and count the kernels that were launched before outside of operators."""
+    """Number the stretches of operators of one thread, and count the kernels launched before each
+    operator outside of operators. A stretch ends where a step ends or a backward node begins."""
     cpu, gpu, ts = a.trace.cpu, a.trace.gpu, table["ts"].to_numpy()
     nodes = cpu["ts"].filter(name_matches(cpu["name"], f"^{NODE_PREFIX}"))
     launches = cpu["ts"].gather(gpu["launch"].filter(gpu["op"].is_null()).drop_nulls())

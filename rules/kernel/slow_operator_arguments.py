@@ -33,17 +33,17 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
-Left = tuple[float, float, float]
+RemainingShares = tuple[float, float, float]
 """Shares of an operator's time that remain: expected, at best, at worst."""
-EVEN: Left = (0.33, 0.13, 0.65)
-REAL: Left = (0.17, 0.07, 0.4)
-COMPLEX: Left = (0.33, 0.17, 0.55)
-REAL_SMALL: Left = (0.4, 0.22, 0.7)
-UNCHANGED: Left = (1.0, 1.0, 1.0)
-"""Shares of an FFT's time that remain at the next good length. ``EVEN``: even lengths with a large
-factor. ``REAL``, ``COMPLEX``: other lengths with one. ``REAL_SMALL``: real, other lengths with
-small factors."""
-Reason = tuple[str, Left, str, dict[str, object]]
+EVEN_LENGTH: RemainingShares = (0.33, 0.13, 0.65)
+REAL_LARGE_FACTOR: RemainingShares = (0.17, 0.07, 0.4)
+COMPLEX_LARGE_FACTOR: RemainingShares = (0.33, 0.17, 0.55)
+REAL_SMALL_FACTORS: RemainingShares = (0.4, 0.22, 0.7)
+UNCHANGED: RemainingShares = (1.0, 1.0, 1.0)
+"""Shares of an FFT's time that remain at the next good length. ``EVEN_LENGTH``: even lengths with a
+large factor. ``REAL_LARGE_FACTOR``, ``COMPLEX_LARGE_FACTOR``: other lengths with one.
+``REAL_SMALL_FACTORS``: other lengths with small factors, for real numbers."""
+Reason = tuple[str, RemainingShares, str, dict[str, object]]
 FRESH_MEMORY = 0.1
 """Maximum share of a reduction's time that the replacements need for memory of intermediate
 results."""
@@ -87,7 +87,7 @@ class SlowCall(NamedTuple):
     rows: Rows
     ns: int
     case: str
-    left: Left
+    remaining: RemainingShares
     summary: str
     texts: dict[str, object]
 
@@ -259,31 +259,31 @@ class SlowOperatorArguments(Rule):
             {"length": length, "good": good},
         )
 
-    def _remaining_of_fft(self, length: int, real: bool, on_gpu: bool) -> Left:
+    def _remaining_of_fft(self, length: int, real: bool, on_gpu: bool) -> RemainingShares:
         """Return the shares of an FFT's time that remain at the next good length."""
         factor = arguments.largest_factor(length)
         if length < self.min_length:
             return UNCHANGED
         if on_gpu or length % 2 == 0:
             return (
-                EVEN
+                EVEN_LENGTH
                 if factor > (self.max_gpu_factor if on_gpu else self.max_even_factor)
                 else UNCHANGED
             )
         if factor > self.max_other_factor:
-            return REAL if real else COMPLEX
-        return REAL_SMALL if real else UNCHANGED
+            return REAL_LARGE_FACTOR if real else COMPLEX_LARGE_FACTOR
+        return REAL_SMALL_FACTORS if real else UNCHANGED
 
     def _check_sort(self, part: arguments.SortedPart | None) -> Iterator[Reason]:
         if part is None:
             return
         size, taken = part.size, part.taken
-        left = 0.03 + 0.75 * (taken / size) ** 0.5 + 12 / size  # fits the benchmark's results
-        if left > self.max_remaining_share:
+        remaining = 0.03 + 0.75 * (taken / size) ** 0.5 + 12 / size  # fits the benchmark's results
+        if remaining > self.max_remaining_share:
             return
         yield (
             "sort",
-            (left, left / 2, min(1.0, 1.7 * left)),
+            (remaining, remaining / 2, min(1.0, 1.7 * remaining)),
             f"Rows of {size:,} elements are sorted, and {taken:,} are taken.",
             part._asdict() | {"note": "" if part.from_first else "   # in reverse order"},
         )
@@ -302,9 +302,9 @@ class SlowOperatorArguments(Rule):
         slowdown = ns / (size * rate)
         if slowdown < self.min_slowdown:
             return
-        left, parameter = reduction.passes / slowdown, x.argument(1 if name == NORM else 2)
+        remaining, parameter = reduction.passes / slowdown, x.argument(1 if name == NORM else 2)
         code = NORMS.get(parameter) if name == NORM else reduction.code
-        if code is None or left > self.max_remaining_share:
+        if code is None or remaining > self.max_remaining_share:
             return
         code = code.format(
             of=dims[0] if len(dims) == 1 else tuple(dims),
@@ -314,7 +314,7 @@ class SlowOperatorArguments(Rule):
         sizes = " × ".join(f"{size:,}" for size in data.shape)
         yield (
             "reduction",
-            (left, left / 2, min(1.0, 2 * left + FRESH_MEMORY)),
+            (remaining, remaining / 2, min(1.0, 2 * remaining + FRESH_MEMORY)),
             f"{name} over an outer dimension of {sizes} takes {slowdown:.0f} times as long per "
             "byte as elementwise operators.",
             {"code": code},
@@ -361,14 +361,14 @@ class SlowOperatorArguments(Rule):
 
 
 def _build_edits(a: Analysis, slow_calls: list[SlowCall]) -> list[Edit]:
-    """Scale each operator. An edit selects all of its calls; its factor leaves the time of those
-    that are not slow."""
+    """Scale each operator. An edit selects all of its calls. Calls that are not slow keep their
+    time."""
     result = []
     dur = a.trace.cpu["dur"].to_numpy()
     for name in sorted({slow.name for slow in slow_calls}):
         pattern, calls = exact_pattern([name]), [slow for slow in slow_calls if slow.name == name]
         all_ns = sum(dur[rows].sum() for _, _, rows in arguments.calls_by_inputs(a, pattern))
-        saved = [sum(slow.ns * (1 - slow.left[end]) for slow in calls) for end in range(3)]
+        saved = [sum(slow.ns * (1 - slow.remaining[end]) for slow in calls) for end in range(3)]
         select = Select(on="host", kind=("op",), name=pattern)
         result.append(scale_edit(select, *(float(1 - ns / all_ns) for ns in saved)))
     return result

@@ -8,7 +8,7 @@ from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import INDUCTOR_SPILLS, OURS
+from advisor.rules.support.citations import INDUCTOR_SPILLS, TRIED_ON_TRACES
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
@@ -31,7 +31,7 @@ class TritonRegisterSpills(Rule):
     auxiliary_inputs = (TRITON_CACHE,)
     min_spilled_registers = Threshold(16, "registers per thread", INDUCTOR_SPILLS)
     min_spilled_registers_amd = Threshold(32, "registers per thread on AMD GPUs", INDUCTOR_SPILLS)
-    min_share = Threshold(0.05, "of kernel time, where there is a trace", OURS)
+    min_share = Threshold(0.05, "of kernel time, where there is a trace", TRIED_ON_TRACES)
     confidence = 0.6
     fix = (
         "Let a thread keep fewer values: smaller block sizes, or more num_warps for the same "

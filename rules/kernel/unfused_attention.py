@@ -21,7 +21,13 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
+from advisor.rules.support.citations import (
+    CHOSEN,
+    SAM_PAIR,
+    SILENT_TRACES,
+    TRIED_ON_TRACES,
+    public_traces,
+)
 from advisor.rules.support.common import amount_per_step, example_steps, runs_code_of
 from advisor.testing import Examples, TraceBuilder
 
@@ -87,11 +93,11 @@ class UnfusedAttention(Rule):
         "https://arxiv.org/abs/2205.14135",
     )
 
-    min_share = Threshold(0.05, "of kernel time", OURS)
+    min_share = Threshold(0.05, "of kernel time", TRIED_ON_TRACES)
     max_between = Threshold(
         kernel_work.MAX_BETWEEN,
         "kernels between product and softmax: scale, mask, casts, dropout",
-        OURS,
+        TRIED_ON_TRACES,
     )
     attained_share = kernel_work.ATTAINED_SHARE
     best_attained_share = kernel_work.BEST_ATTAINED_SHARE
@@ -104,7 +110,7 @@ class UnfusedAttention(Rule):
     best_product_factor = Factor(0.5, "of the two products' own time, at best", CHOSEN)
     worst_product_factor = Factor(1.5, "of the two products' own time, at worst", CHOSEN)
     min_praised_share = Threshold(
-        0.03, "of kernel time in fused attention, from which the report says so", OURS
+        0.03, "of kernel time in fused attention, from which the report says so", TRIED_ON_TRACES
     )
 
     fix = (

@@ -15,7 +15,13 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import ARITHMETIC, OURS, REAL_KERNEL, SILENT_TRACES, TRACELENS
+from advisor.rules.support.citations import (
+    ARITHMETIC,
+    REAL_KERNEL,
+    SILENT_TRACES,
+    TRACELENS,
+    TRIED_ON_TRACES,
+)
 from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.rules.support.framework_advice import TF_COMPILE
 from advisor.testing import Examples, TraceBuilder
@@ -67,12 +73,14 @@ class UnfusedElementwise(Rule):
     min_share = Threshold(
         0.20, "of kernel time in chains; healthy public traces have 3 to 11%", REAL_KERNEL
     )
-    min_chain = Threshold(3, "kernels: shorter runs also occur between fused operators", OURS)
+    min_chain = Threshold(
+        3, "kernels: shorter runs also occur between fused operators", TRIED_ON_TRACES
+    )
     max_chain = Threshold(15, "kernels merged into one", TRACELENS)
     min_busy = kernel_work.MIN_BUSY
-    kept_share = Factor(1.0, "of the links whose tensor is no longer written", OURS)
-    best_kept_share = Factor(1.0, "of the links, at best", OURS)
-    worst_kept_share = Factor(0.7, "of the links, at worst", OURS)
+    kept_share = Factor(1.0, "of the links whose tensor is no longer written", TRIED_ON_TRACES)
+    best_kept_share = Factor(1.0, "of the links, at best", TRIED_ON_TRACES)
+    worst_kept_share = Factor(0.7, "of the links, at worst", TRIED_ON_TRACES)
     saved_share_without_shapes = Factor(
         2 / 3,
         "of a chain's bytes without shapes: binary operators, 2 reads and 1 write",

@@ -17,7 +17,7 @@ from advisor.testing import Examples, TraceBuilder
 
 GATHERS = ("aten::gather", "aten::index_select")
 SCATTERS = ("aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add")
-BETWEEN = ("aten::mul", "aten::mul_", "aten::fill_", "aten::zero_")
+OPS_BETWEEN_GATHER_AND_SCATTER = ("aten::mul", "aten::mul_", "aten::fill_", "aten::zero_")
 """Operators whose work a sparse product includes: multiplying by edge weights, and zeroing sums."""
 MAX_BETWEEN = 3
 
@@ -149,7 +149,11 @@ def _find_chains(a: Analysis) -> list[Chain]:
     # loop over gathers only, which are few
     for start in np.flatnonzero(table["name"].is_in(GATHERS).to_numpy()):
         end = start + 1
-        while end < len(named) and end <= start + MAX_BETWEEN and named[end] in BETWEEN:
+        while (
+            end < len(named)
+            and end <= start + MAX_BETWEEN
+            and named[end] in OPS_BETWEEN_GATHER_AND_SCATTER
+        ):
             end += 1
         if end < len(named) and named[end] in SCATTERS:
             chain = _match_chain(

@@ -13,9 +13,9 @@ from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import (
     ARITHMETIC,
     MATMUL_GUIDE,
-    OURS,
     SILENT_TRACES,
     SMALL_GRIDS_TRACES,
+    TRIED_ON_TRACES,
 )
 from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.rules.support.framework_advice import in_any_language
@@ -48,9 +48,11 @@ class WaveQuantisation(Rule):
 
     min_waste = Threshold(0.20, "of a kernel's time", MATMUL_GUIDE)
     max_waves = Threshold(4, "waves; above it, the tail is below 20% anyway", ARITHMETIC)
-    min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
+    min_share = Threshold(0.03, "of kernel time, for one kernel name", TRIED_ON_TRACES)
     min_busy = kernel_work.MIN_BUSY
-    recovered_share = Factor(0.7, "of the waste that another size or tile wins back", OURS)
+    recovered_share = Factor(
+        0.7, "of the waste that another size or tile wins back", TRIED_ON_TRACES
+    )
 
     fix = (
         "Choose the batch or a layer size so that the grid is just below a whole number of waves. "
@@ -246,12 +248,12 @@ class SmallGrids(Rule):
     )
     min_busy = kernel_work.MIN_BUSY
     recovered_share = Factor(
-        0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS
+        0.5, "of the empty multiprocessors' time that a larger grid wins back", TRIED_ON_TRACES
     )
     worst_recovered_share = Factor(
         0.2,
         "of that time, at worst: fixed costs of a kernel of some microseconds do not shrink",
-        OURS,
+        TRIED_ON_TRACES,
     )
 
     fix = (

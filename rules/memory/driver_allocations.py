@@ -16,7 +16,12 @@ from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES, TENSORBOARD
+from advisor.rules.support.citations import (
+    CACHING_ALLOCATOR,
+    SILENT_TRACES,
+    TENSORBOARD,
+    TRIED_ON_TRACES,
+)
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -36,7 +41,7 @@ class DriverAllocationRule(Rule):
     """Base of the rules about one kind of driver call that allocates or frees memory."""
 
     min_steps = Threshold(
-        3, "steps with these calls: once or twice is warm-up or an evaluation", OURS
+        3, "steps with these calls: once or twice is warm-up or an evaluation", TRIED_ON_TRACES
     )
     min_a_step = Threshold(
         1.0,
@@ -137,7 +142,7 @@ class AllocationsInLoop(DriverAllocationRule):
     confidence = 0.8
 
     max_emptied_steps = Threshold(
-        0.5, "of the steps call empty_cache(), which has a rule of its own", OURS
+        0.5, "of the steps call empty_cache(), which has a rule of its own", TRIED_ON_TRACES
     )
 
     framework_advice = in_any_language(
@@ -292,12 +297,14 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     verify = "Profile later steps again: no cudaHostAlloc inside them."
     confidence = 0.85
     min_share = Threshold(0.05, "of the step in pin_memory(), as for a loader", TENSORBOARD)
-    min_copy_share = Threshold(0.5, "of pin_memory() is the copy: a buffer saves little", OURS)
+    min_copy_share = Threshold(
+        0.5, "of pin_memory() is the copy: a buffer saves little", TRIED_ON_TRACES
+    )
     remaining_pin_share = Factor(
-        0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS
+        0.0, "of pin_memory() remains: the loader's thread pins, ahead", TRIED_ON_TRACES
     )
     worst_remaining_pin_share = Factor(
-        0.5, "of it remains, at worst: the copy into a buffer that stays", OURS
+        0.5, "of it remains, at worst: the copy into a buffer that stays", TRIED_ON_TRACES
     )
     cases = {
         "pin_memory() in the loop": {

@@ -6,7 +6,7 @@ from advisor.core.finding import Edit, Finding, Outcomes
 from advisor.core.memory_changes import EXPANDABLE
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.citations import SILENT_TRACES, TRIED_ON_TRACES
 from advisor.rules.support.common import amount_per_step, locate_row
 from advisor.rules.support.device_memory import DRIVER_CALLS, frees_of_empty_cache, run_product
 from advisor.testing import Examples, TraceBuilder
@@ -32,9 +32,9 @@ class EmptyCacheInLoop(Rule):
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management",
     )
 
-    min_steps = Threshold(3, "steps with the call: between phases it does no harm", OURS)
-    min_share_of_steps = Threshold(0.5, "of the used steps", OURS)
-    min_burst = Threshold(2, "cudaFree calls in a row", OURS)
+    min_steps = Threshold(3, "steps with the call: between phases it does no harm", TRIED_ON_TRACES)
+    min_share_of_steps = Threshold(0.5, "of the used steps", TRIED_ON_TRACES)
+    min_burst = Threshold(2, "cudaFree calls in a row", TRIED_ON_TRACES)
 
     fix = (
         "Remove the call from the loop. Use it between phases only, such as after an evaluation "

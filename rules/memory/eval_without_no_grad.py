@@ -16,10 +16,10 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import (
     CURED_RECORDINGS,
-    OURS,
     REAL_EVAL,
     REAL_KERNEL,
     SILENT_TRACES,
+    TRIED_ON_TRACES,
 )
 from advisor.rules.support.common import (
     Rows,
@@ -74,7 +74,7 @@ class EvalWithoutNoGrad(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
     )
 
-    min_numbers = Threshold(10, "graph nodes per step without a backward pass", OURS)
+    min_numbers = Threshold(10, "graph nodes per step without a backward pass", TRIED_ON_TRACES)
     min_share = Threshold(
         0.10,
         "of the forward pass's host time: up to 3% of the outputs stay unused in real training",
@@ -209,7 +209,9 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         "a CPU recording with a validation loop every twenty steps; silent with no_grad"
     )
 
-    min_numbers = Threshold(10, "forwards in the run: fewer may be a look at one output", OURS)
+    min_numbers = Threshold(
+        10, "forwards in the run: fewer may be a look at one output", TRIED_ON_TRACES
+    )
     min_step = Threshold(
         0.02, "of the run, between the steps: below it the graphs cannot be large", REAL_EVAL
     )

@@ -117,7 +117,7 @@ class GrowingConcatenation(Rule):
         kinds, last = t.count_noun(len(appends), "kind"), longest.lengths[-1]
         lengths = (
             f"{last:,} entries, the oldest of which are sliced off again"
-            if longest.slides
+            if longest.drops_oldest
             else f"{longest.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
         )
         yield Finding(
@@ -129,7 +129,7 @@ class GrowingConcatenation(Rule):
                 amount_per_step(a, "growing concatenations", len(calls), "count"),
                 amount_per_step(a, "time of growing concatenations", ns),
                 self.compare(
-                    "calls that slide" if longest.slides else "lengths in a row",
+                    "calls that slide" if longest.drops_oldest else "lengths in a row",
                     longest.evidence,
                     "min_lengths",
                     "count",
@@ -142,7 +142,7 @@ class GrowingConcatenation(Rule):
             edits=[
                 scale_operators(a, rows, ((1 - self.factor) * ns, ns, (1 - self.worst_factor) * ns))
             ],
-            **(self.case("the oldest entries are dropped") if longest.slides else {}),
+            **(self.case("the oldest entries are dropped") if longest.drops_oldest else {}),
         )
 
     @staticmethod
@@ -342,14 +342,14 @@ class _Appends(NamedTuple):
     """Calls that slice the oldest entries off again, so that the tensor is as long each time."""
 
     @property
-    def slides(self) -> bool:
+    def drops_oldest(self) -> bool:
         """Whether the oldest entries are sliced off each time."""
         return bool(len(self.slices))
 
     @property
     def evidence(self) -> int:
         """Number of lengths, or of calls where it slides."""
-        return len(self.calls) if self.slides else len(self.lengths)
+        return len(self.calls) if self.drops_oldest else len(self.lengths)
 
 
 def _find_appends(a: Analysis) -> list[_Appends]:

@@ -15,7 +15,14 @@ from advisor.measure.memory.trace_memory import measure_held, measure_peaks
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.replay.selection import mask_launched_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
+from advisor.rules.support.citations import (
+    CHOSEN,
+    LLAMA,
+    PEAKS,
+    SILENT_TRACES,
+    TRIED_ON_TRACES,
+    public_traces,
+)
 from advisor.rules.support.common import amount_per_step, costliest_places
 from advisor.rules.support.device_memory import locate_allocation, snapshot_example
 from advisor.testing import Examples, TraceBuilder
@@ -72,7 +79,7 @@ class HugeVocabulary(Rule):
     min_asking_ns = Threshold(
         1_000_000, "ns of such a call: at 2 TB/s this reads and writes 1 GiB", PEAKS
     )
-    min_memory = Threshold(0.10, "of the peak, for one call's tensor", OURS)
+    min_memory = Threshold(0.10, "of the peak, for one call's tensor", TRIED_ON_TRACES)
     min_used_memory_share = Threshold(
         0.5,
         "of the GPU's memory at the peak: with more of it free, savings have no use",

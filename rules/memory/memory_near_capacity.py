@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.inference.annotations import SGLANG, TENSORRT_LLM, VLLM
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.measure.memory.trace_memory import gpu_capacity, measure_held, measure_peaks
-from advisor.rules.support.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
+from advisor.rules.support.citations import FOURNEX, GPUPROF, TENSORBOARD, TRACEML, TRIED_ON_TRACES
 from advisor.rules.support.device_memory import (
     GIB,
     LOWER_PEAK,
@@ -60,7 +60,7 @@ class MemoryNearCapacity(Rule):
     max_share = Threshold(0.90, "of capacity, reserved", TENSORBOARD, FOURNEX, GPUPROF)
     min_critical_share = Threshold(0.97, "of capacity, reserved", TRACEML)
     max_allocated_share = Threshold(
-        0.80, "allocated below this share of reserved: the rest is not in tensors", OURS
+        0.80, "allocated below this share of reserved: the rest is not in tensors", TRIED_ON_TRACES
     )
 
     verify = "Compare torch.cuda.max_memory_reserved() with the GPU's memory, over an epoch."

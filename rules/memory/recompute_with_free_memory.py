@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.trace_memory import REENTRANT, find_recompute, measure_held
 from advisor.replay.selection import mask_under
-from advisor.rules.support.citations import CHECKPOINT, OURS, public_traces
+from advisor.rules.support.citations import CHECKPOINT, TRIED_ON_TRACES, public_traces
 from advisor.rules.support.common import (
     TRANSFORMERS,
     amount_per_step,
@@ -57,7 +57,9 @@ class RecomputeWithFreeMemory(Rule):
     min_share = Threshold(
         0.10, "of the step; full recomputation is about a quarter of it", CHECKPOINT
     )
-    max_reserved = Threshold(0.70, "of capacity: above it the memory may be needed", OURS)
+    max_reserved = Threshold(
+        0.70, "of capacity: above it the memory may be needed", TRIED_ON_TRACES
+    )
 
     fix = (
         "Turn checkpointing off, or checkpoint only every second block, and check the peak of "

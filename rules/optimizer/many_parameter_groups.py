@@ -9,7 +9,7 @@ from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.device.group_rounds import GroupRounds, optimizer_steps, rounds_of_a_step
 from advisor.measure.host.names import OPTIMIZER_STEP
-from advisor.rules.support.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_TRACES, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import costliest_places, of_step, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
@@ -49,8 +49,8 @@ class ManyParameterGroups(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html",
     )
 
-    min_groups = Threshold(30, "groups in a step of the optimizer", OURS)
-    max_tensors = Threshold(10, "tensors in a group, on average", OURS)
+    min_groups = Threshold(30, "groups in a step of the optimizer", TRIED_ON_TRACES)
+    max_tensors = Threshold(10, "tensors in a group, on average", TRIED_ON_TRACES)
     min_share = Threshold(0.05, "of the step in the optimizer, on the host", XPROF)
     min_mergeable_share = Threshold(
         0.5, "of the groups share their settings with another one", CHOSEN

@@ -15,7 +15,7 @@ from advisor.measure.device.group_rounds import updates_few_tensors
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.replay.selection import mask_launched_under, mask_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import FOREACH, OURS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import FOREACH, SILENT_TRACES, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import (
     example_steps,
     of_step,
@@ -71,15 +71,17 @@ class SingleTensorOptimizer(Rule):
     )
 
     min_kernels = Threshold(
-        100, "kernels per step: some tens of parameters times several kernels each", OURS
+        100, "kernels per step: some tens of parameters times several kernels each", TRIED_ON_TRACES
     )
     max_median_ns = Threshold(
-        20_000, "ns: longer kernels are bound by bandwidth, not by launches", OURS
+        20_000, "ns: longer kernels are bound by bandwidth, not by launches", TRIED_ON_TRACES
     )
-    min_share = Threshold(0.02, "of the step between first and last kernel of the optimizer", OURS)
+    min_share = Threshold(
+        0.02, "of the step between first and last kernel of the optimizer", TRIED_ON_TRACES
+    )
     min_host_share = Threshold(0.10, "of the step in the optimizer, where a CPU trains", XPROF)
     min_praised_share = Threshold(
-        0.01, "of kernel time in the optimizer, at which the report says so", OURS
+        0.01, "of kernel time in the optimizer, at which the report says so", TRIED_ON_TRACES
     )
     host_factor = Factor(
         0.15, "host time that remains: foreach launches about a tenth as often", FOREACH

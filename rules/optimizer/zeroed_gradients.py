@@ -7,7 +7,7 @@ from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
-from advisor.rules.support.citations import OURS, public_traces
+from advisor.rules.support.citations import TRIED_ON_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, costliest_places, row_numbers, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
@@ -42,12 +42,16 @@ class ZeroedGradients(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
     )
 
-    min_share = Threshold(0.05, "of the launches, or of device time", OURS)
-    max_ratio = Threshold(1.1, "additions per fill: more are sums over several batches", OURS)
+    min_share = Threshold(0.05, "of the launches, or of device time", TRIED_ON_TRACES)
+    max_ratio = Threshold(
+        1.1, "additions per fill: more are sums over several batches", TRIED_ON_TRACES
+    )
 
-    remaining_share = Factor(0.1, "of the host time of fills and additions remains", OURS)
-    best_remaining_share = Factor(0.0, "of it, at best", OURS)
-    worst_remaining_share = Factor(0.5, "of it, at worst", OURS)
+    remaining_share = Factor(
+        0.1, "of the host time of fills and additions remains", TRIED_ON_TRACES
+    )
+    best_remaining_share = Factor(0.0, "of it, at best", TRIED_ON_TRACES)
+    worst_remaining_share = Factor(0.5, "of it, at worst", TRIED_ON_TRACES)
 
     fix = "Free gradients instead of zeroing them. The backward pass then stores instead of adding."
     code = "optimizer.zero_grad(set_to_none=True)"

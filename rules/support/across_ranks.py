@@ -69,7 +69,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         evidence.append(Evidence("error of the clocks' alignment", error_ns, "ns"))
     impact = None
     if gain is None:
-        shared_ns = subtract_dealt_work(job, deviation, waited_ns)
+        shared_ns = subtract_redistributed_work(job, deviation, waited_ns)
         impact = Impact(
             currency="step_time",
             gain_ns=round(shared_ns),
@@ -96,7 +96,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     )
 
 
-def subtract_dealt_work(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
+def subtract_redistributed_work(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
     """Return a gain, ns, minus the part of evenly dealt work that the other ranks take over."""
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns

@@ -15,7 +15,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import operator_mask, shape_text, share_in
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import OURS, SAM_PAIR
+from advisor.rules.support.citations import SAM_PAIR, TRIED_ON_TRACES
 from advisor.rules.support.common import amount_per_step
 from advisor.rules.support.kernel_work import is_unfused_attention, read_inputs
 
@@ -49,10 +49,12 @@ class BelowRate(Rule):
     worst_attained_share: ClassVar[Factor[float]]
 
     min_share = Threshold(
-        0.05, "of kernel time: below it another rule's finding always saves more", OURS
+        0.05, "of kernel time: below it another rule's finding always saves more", TRIED_ON_TRACES
     )
     min_busy = Threshold(
-        0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
+        0.2,
+        "share of the step the device is busy: below it the host is the bottleneck",
+        TRIED_ON_TRACES,
     )
     speedup = Factor(
         4.0,
@@ -60,8 +62,8 @@ class BelowRate(Rule):
         "often has a reason that its shapes do not show",
         SAM_PAIR,
     )
-    best_speedup = Factor(10.0, "times faster, at best", OURS)
-    worst_speedup = Factor(2.0, "times faster, at worst", OURS)
+    best_speedup = Factor(10.0, "times faster, at best", TRIED_ON_TRACES)
+    worst_speedup = Factor(2.0, "times faster, at worst", TRIED_ON_TRACES)
 
     assumptions: ClassVar[tuple[str, ...]] = (
         "the operators reach {attained_share:.0%} of the attainable rate "

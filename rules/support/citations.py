@@ -150,7 +150,7 @@ SPARSE_UPDATE = Citation(
 TENSORRT = Citation(
     "layer times of NVIDIA's public engines of ResNet-50", "tests/read/test_tensorrt.py"
 )
-OURS = Citation("our choice, tried on public traces", "docs/thresholds.md")
+TRIED_ON_TRACES = Citation("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Citation("our choice, checked by examples and recordings only", "docs/thresholds.md")
 """Source of a number that we chose, as no public one is known."""
 PEAKS = Citation("datasheets of the GPUs", "advisor/core/gpus/gpus.json")

@@ -51,7 +51,7 @@ CONFUSION_MATRIX = (
     "matrix.index_add_(0, index, valid.flatten().to(matrix.dtype))"
 )
 """Code that counts pairs of classes without a read of the largest index by the host."""
-COPY_AHEAD = (
+COPY_PREFETCH_CODE = (
     "uploads, compute = torch.cuda.Stream(), torch.cuda.current_stream()\n"
     "def prefetch(batch):\n"
     "    uploads.wait_stream(compute)  # until compute is done with old blocks\n"

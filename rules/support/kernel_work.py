@@ -344,7 +344,7 @@ def kernel_locations(a: Analysis, rows: Mask) -> list[Location]:
 
 
 MATH = r"^aten::_scaled_dot_product_attention_math"
-BETWEEN = ("elementwise", "copy", "layout", "random", "reduction")
+FAMILIES_BETWEEN_PRODUCTS = ("elementwise", "copy", "layout", "random", "reduction")
 """Families of scaling, mask, cast and dropout between the products and the softmax."""
 FORWARD = r"^aten::(bmm|baddbmm_?)$"
 MAX_BETWEEN = 6
@@ -412,7 +412,7 @@ def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> AttentionBlocks:
     softmax = (family == "softmax").fill_null(False).to_numpy()
     softmax &= ~name_matches(op, r"(?i)log_softmax|backward").to_numpy()
     products = name_matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
-    is_between = family.is_in(list(BETWEEN)).fill_null(False).to_numpy()
+    is_between = family.is_in(list(FAMILIES_BETWEEN_PRODUCTS)).fill_null(False).to_numpy()
     stream = gpu["stream"].to_numpy()[index]
     position = np.arange(len(index))
     is_stop = ~is_between & ~softmax

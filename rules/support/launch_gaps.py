@@ -110,7 +110,9 @@ LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
 REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
 """Edit that makes launches cost next to nothing."""
 _CAPTURED_CAUSES = (*CAUSES, "unknown")
-AT_BEST = scale_edit(Select(on="gap", cause=_CAPTURED_CAUSES, max_ns=MAX_PIECE_NS), 1.0, 0.0, 1.0)
+BEST_CASE_EDIT = scale_edit(
+    Select(on="gap", cause=_CAPTURED_CAUSES, max_ns=MAX_PIECE_NS), 1.0, 0.0, 1.0
+)
 """Edit of the best case: the graphs hold all code between launches, recorded or not."""
 CAPTURE_STEP = (
     Edit(
@@ -118,7 +120,7 @@ CAPTURE_STEP = (
         select=Select(on="gap", cause=_CAPTURED_CAUSES, max_ns=MAX_PIECE_NS),
         host_ns=1000,
     ),
-    AT_BEST,
+    BEST_CASE_EDIT,
 )
 """Edits of a step that is one graph: Python between operators goes too, recorded or not."""
 
@@ -138,9 +140,9 @@ def capture_edits(static: bool | None, waits: CaptureBlockers) -> list[Edit]:
     if static and not waits.per_step:
         return [*CAPTURE_STEP]
     if waits.dense_only:
-        edits = (REMOVE_LAUNCH_COST, AT_BEST)
+        edits = (REMOVE_LAUNCH_COST, BEST_CASE_EDIT)
         return [replace(edit, select=replace(edit.select, under=DENSE)) for edit in edits]
-    return [REMOVE_LAUNCH_COST, AT_BEST]
+    return [REMOVE_LAUNCH_COST, BEST_CASE_EDIT]
 
 
 def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from advisor.measure.host.library_time import LibraryTime, find_hottest_library_call
 from advisor.measure.host.stacks import SampledStack
 
-ONCE = ("the result is the same each time, and fits in memory",)
+CACHEABLE = ("the result is the same each time, and fits in memory",)
 
 
 class LibraryFix:
@@ -25,7 +25,7 @@ class LibraryFix:
         calls: str = "",
         workers: str = "",
         workers_first: bool = False,
-        assumptions: tuple[str, ...] = ONCE,
+        assumptions: tuple[str, ...] = CACHEABLE,
     ) -> None:
         self.work = work
         """Name of its work, the subject of a title: ``Parsing text``."""

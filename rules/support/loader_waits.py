@@ -40,7 +40,7 @@ WORKERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
 
 
 MIN_TABLE_SHARE = 0.5
-"""Minimum share of the loading at which work on a table is named as what it does."""
+"""Minimum share of the loading at which table work is named as the cause."""
 
 
 class LoaderWaits(NamedTuple):
@@ -174,7 +174,7 @@ class LoadingSamples(NamedTuple):
     """Line with most of the remaining time."""
 
     @property
-    def moves(self) -> float:
+    def movable_share(self) -> float:
         """Share of the loading that workers can take over."""
         return 1 - self.sampler
 
@@ -209,10 +209,11 @@ class LoadingRule(Rule):
     )
 
     def advise_library(
-        self, use: LibraryUse, cure: LibraryFix, fix: str, moves: float, workers: int
+        self, use: LibraryUse, cure: LibraryFix, fix: str, movable_share: float, workers: int
     ) -> dict[str, Any]:
         """Return the fields of a finding about a library function. For some functions, workers (the
-        ``fix`` so far) come first. ``moves`` is the share of the loading without the sampler."""
+        ``fix`` so far) come first. ``movable_share`` is the share of the loading without the
+        sampler."""
         if cure.workers_first:
             return {"fix": f"{fix} {cure.fix}"}
         workers_advice = f"Workers come second, for the rest: num_workers={workers}."
@@ -227,7 +228,9 @@ class LoadingRule(Rule):
             **use.advice("the loading"),
             "fix": f"{cure.fix} {workers_advice} {cure.workers}".strip(),
             "verify": "Record again: the phase 'data' shrinks.",
-            "edits": [scale_edit(select, *(1 - moves * removed for removed in removed_shares))],
+            "edits": [
+                scale_edit(select, *(1 - movable_share * removed for removed in removed_shares))
+            ],
         }
 
 
@@ -236,14 +239,16 @@ def lines_of(use: LibraryUse | None) -> list[Location]:
     return [] if use is None or use.time.location is None else [use.time.location]
 
 
-def move_loading(moves: float, workers: int, name: str, taken: float | None = None) -> Edit:
-    """Return the edit that moves loading to workers: all of it, or the share ``moves``. Of that,
-    the share ``taken`` stays, for lack of cores."""
+def move_loading(movable_share: float, workers: int, name: str, taken: float | None = None) -> Edit:
+    """Return the edit that moves loading to workers: all of it, or ``movable_share`` of it. Of
+    that, the share ``taken`` stays, for lack of cores."""
     select = Select(on="host", name=name)
-    if moves == 1:
+    if movable_share == 1:
         return Edit(op="parallelize", select=select, workers=workers)
-    left = 1 - moves * (1 - (taken or 0.0))
-    return scale_edit(select, min(1.0, left + 0.1 * moves), left, min(1.0, left + 0.2 * moves))
+    left = 1 - movable_share * (1 - (taken or 0.0))
+    return scale_edit(
+        select, min(1.0, left + 0.1 * movable_share), left, min(1.0, left + 0.2 * movable_share)
+    )
 
 
 class LoadingCalls(NamedTuple):

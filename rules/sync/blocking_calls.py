@@ -15,7 +15,12 @@ from advisor.measure import Analysis
 from advisor.measure.host.device_reads import backward_nodes, outermost_aten
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import innermost_library
-from advisor.rules.support.citations import ENGINE_FLOOR, OURS, SILENT_TRACES, public_traces
+from advisor.rules.support.citations import (
+    ENGINE_FLOOR,
+    SILENT_TRACES,
+    TRIED_ON_TRACES,
+    public_traces,
+)
 from advisor.rules.support.common import (
     amount_per_step,
     of_step,
@@ -216,14 +221,18 @@ class DataDependentShapes(BlockingRule):
         "because of these waits"
     )
     min_waiting_share = Threshold(
-        0.5, "of an operator's calls wait; otherwise most of them index with integers", OURS
+        0.5,
+        "of an operator's calls wait; otherwise most of them index with integers",
+        TRIED_ON_TRACES,
     )
     remaining_host_share = Factor(
-        0.3, "of the operators' host time remains, with fixed shapes", OURS
+        0.3, "of the operators' host time remains, with fixed shapes", TRIED_ON_TRACES
     )
-    best_remaining_host_share = Factor(0.1, "of it remains, at best", OURS)
+    best_remaining_host_share = Factor(0.1, "of it remains, at best", TRIED_ON_TRACES)
     worst_remaining_host_share = Factor(
-        0.6, "of it remains, at worst: without the search, the copy and the wait for the size", OURS
+        0.6,
+        "of it remains, at worst: without the search, the copy and the wait for the size",
+        TRIED_ON_TRACES,
     )
     references = ("https://pytorch.org/docs/stable/generated/torch.nonzero.html",)
 

@@ -19,10 +19,10 @@ from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.rules.support.citations import (
     ENGINE_FLOOR,
     FOREACH,
-    OURS,
     SAM_LAUNCHES,
     SILENT_TRACES,
     TENSORBOARD,
+    TRIED_ON_TRACES,
     XPROF,
     public_traces,
 )
@@ -440,14 +440,16 @@ class HostReads(Rule):
     looks_at: ClassVar[Mapping[str, str]] = {
         "DtoH": "a fix is advised where reads hold up the GPU for {min_share:.0%} of the time"
     }
-    max_value_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
+    max_value_us = Threshold(100, "µs of copying: a shorter copy reads a value", TRIED_ON_TRACES)
     max_copy_share = Threshold(
-        0.5, "of a wait is the copy itself: it fetches data, not a single value", OURS
+        0.5, "of a wait is the copy itself: it fetches data, not a single value", TRIED_ON_TRACES
     )
-    max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
+    max_apart = Threshold(30, "launches between two reads: more fill a queue", TRIED_ON_TRACES)
     remaining_launch_share = Factor(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
-    max_gap_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
-    best_remaining_launch_share = Factor(0.05, "of the launches remain, at best", OURS)
+    max_gap_ms = Threshold(
+        50.0, "ms of one idle gap between two reads: more is other work", TRIED_ON_TRACES
+    )
+    best_remaining_launch_share = Factor(0.05, "of the launches remain, at best", TRIED_ON_TRACES)
 
     fix = (
         "Work on whole batches instead of single items, so that one read serves them all. Replace "

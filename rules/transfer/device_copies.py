@@ -14,9 +14,9 @@ from advisor.core.trace import JAX
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
-from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS, public_traces
+from advisor.rules.support.citations import SILENT_TRACES, TRACELENS, TRIED_ON_TRACES, public_traces
 from advisor.rules.support.common import (
-    COPY_AHEAD,
+    COPY_PREFETCH_CODE,
     amount_per_step,
     busy_intervals,
     device_places,
@@ -236,7 +236,9 @@ class CopiesNotOverlapped(Rule):
         "of the step, exposed: above the noise, below the 5% from which TraceLens flags copies",
         TRACELENS,
     )
-    max_overlap = Threshold(0.5, "of the copy time is hidden: the copies count as overlapped", OURS)
+    max_overlap = Threshold(
+        0.5, "of the copy time is hidden: the copies count as overlapped", TRIED_ON_TRACES
+    )
     looks_at: ClassVar[Mapping[str, str]] = {
         "HtoD": "a fix is advised from {min_share:.0%} of the time on, if compute hides less "
         "than {max_overlap:.0%} of it"
@@ -247,7 +249,7 @@ class CopiesNotOverlapped(Rule):
         "stream wait for it. To send fewer bytes, copy data in the type it is stored in and "
         "convert it on the GPU."
     )
-    code = COPY_AHEAD
+    code = COPY_PREFETCH_CODE
     verify = "Profile again: the copies overlap with kernels, on another stream."
     falsified_by = "the same step time when the loop reuses one batch on the GPU"
     assumptions = ("the next batch is known while this step runs", "memory for one more batch")

@@ -18,10 +18,10 @@ from advisor.measure.steps.steps import step_of
 from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import (
     ENGINE_FLOOR,
-    OURS,
     PAGEABLE_64K,
     SILENT_TRACES,
     TRACELENS,
+    TRIED_ON_TRACES,
 )
 from advisor.rules.support.common import (
     amount_per_step,
@@ -73,12 +73,14 @@ class DtypeInflation(Rule):
     )
 
     min_share = Threshold(
-        0.005, "of the step, exposed in these copies; the fix saves three quarters of it", OURS
+        0.005,
+        "of the step, exposed in these copies; the fix saves three quarters of it",
+        TRIED_ON_TRACES,
     )
     min_bytes = Threshold(
         65536, "bytes: a smaller copy costs its latency, whatever its type", PAGEABLE_64K
     )
-    min_steps_share = Threshold(0.5, "of the steps have such a copy", OURS)
+    min_steps_share = Threshold(0.5, "of the steps have such a copy", TRIED_ON_TRACES)
     min_asking_share = Threshold(
         0.05,
         "of the step: with less exposed copy time, the rule does not ask for shapes",
@@ -302,18 +304,20 @@ class PingPong(Rule):
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization",
     )
 
-    min_steps = Threshold(3, "steps with such a pair", OURS)
-    min_bytes = Threshold(4096, "bytes: reads and writes of single values have other causes", OURS)
+    min_steps = Threshold(3, "steps with such a pair", TRIED_ON_TRACES)
+    min_bytes = Threshold(
+        4096, "bytes: reads and writes of single values have other causes", TRIED_ON_TRACES
+    )
     min_asking_share = Threshold(
         0.01,
         "of the step: with less exposed copy time, the rule does not ask for stacks",
         ENGINE_FLOOR,
     )
     remaining_work_share = Factor(
-        0.05, "of the time of operators on the CPU, once on the GPU", OURS
+        0.05, "of the time of operators on the CPU, once on the GPU", TRIED_ON_TRACES
     )
-    best_remaining_work_share = Factor(0.0, "of that time, at best", OURS)
-    worst_remaining_work_share = Factor(0.25, "of that time, at worst", OURS)
+    best_remaining_work_share = Factor(0.0, "of that time, at best", TRIED_ON_TRACES)
+    worst_remaining_work_share = Factor(0.25, "of that time, at worst", TRIED_ON_TRACES)
 
     fix = (
         "Do the work between the two copies on the GPU. torch has most of NumPy (sort, unique, "

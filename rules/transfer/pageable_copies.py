@@ -13,14 +13,14 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.support.citations import (
     ENGINE_FLOOR,
-    OURS,
     PAGEABLE_64K,
     PINNED_BLOG,
     SILENT_TRACES,
+    TRIED_ON_TRACES,
     public_traces,
 )
 from advisor.rules.support.common import (
-    COPY_AHEAD,
+    COPY_PREFETCH_CODE,
     amount_per_step,
     busy_intervals,
     device_places,
@@ -90,10 +90,14 @@ class PageableCopies(Rule):
     )
     worst_pinned_speedup = Factor(1.15, "times as fast, where the host is fast", PINNED_BLOG)
     link_share = Factor(
-        0.85, "of the link's peak: what large pinned copies reach (55 of 63 GB/s on an H100)", OURS
+        0.85,
+        "of the link's peak: what large pinned copies reach (55 of 63 GB/s on an H100)",
+        TRIED_ON_TRACES,
     )
     worst_link_share = Factor(
-        0.5, "of the link's peak, where other traffic shares it or host memory is far", OURS
+        0.5,
+        "of the link's peak, where other traffic shares it or host memory is far",
+        TRIED_ON_TRACES,
     )
 
     fix = (
@@ -129,7 +133,7 @@ class PageableCopies(Rule):
             "pinned buffer (out=), after uploads.synchronize(). Copying a finished batch into such "
             "a buffer can take as long as it saves.",
             "code": "loader = [[t.pin_memory() for t in x] for x in data]  # data: your batches\n"
-            + COPY_AHEAD,
+            + COPY_PREFETCH_CODE,
         },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."

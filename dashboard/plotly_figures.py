@@ -238,7 +238,7 @@ def _add_roof(figure: Any, intensity: list[float], flops_per_s: list[float]) -> 
     )
 
 
-def icicle(tree: pl.DataFrame, root: str) -> Any:
+def module_tree_figure(tree: pl.DataFrame, root: str) -> Any:
     """Draw the tree of modules and operators (``op_tree.op_tree``), outermost on top."""
     figure = empty_figure(460)
     total = int(tree.filter(pl.col("parent").is_null())["ns"].sum())

@@ -246,7 +246,7 @@ def _authenticate(access: Access) -> flask.typing.ResponseReturnValue | None:
         # A browser does not send a strict cookie if the user comes from another site or file, even
         # after redirects. A page of this server that reloads itself gets the cookie. The second
         # cookie, which grants no access, prevents an endless reload.
-        reload_response = _refuse(401, "One moment.")
+        reload_response = _refuse(401, "Signing in; this page reloads.")
         reload_response.headers["Refresh"] = "0"
         reload_response.delete_cookie(admitted_cookie, path="/", samesite="Lax", httponly=True)
         return reload_response

@@ -134,8 +134,8 @@
   document.addEventListener("mouseover", highlightPart);
   document.addEventListener("focusin", highlightPart);
 
-  // Returns the text to copy, with full names instead of shortened labels; null for the selection
-  // as it is. A selected part of a label stands for its full name if it contains the ellipsis.
+  // Returns the text to copy, with full names instead of shortened labels. null: copy unchanged. A
+  // selection that includes "…" copies the full label.
   function fullText(selection) {
     var hasFullName = null,
       ranges = [];

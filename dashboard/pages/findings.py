@@ -34,7 +34,7 @@ from advisor.render.document import Items
 MARGIN_DURATIONS = 1.0
 """Time shown on each side of the worst instance, as a multiple of its duration."""
 MIN_MARGIN_NS = 50_000
-"""Minimum time shown on each side of it, ns."""
+"""Minimum time shown on each side of the worst instance, ns."""
 
 
 def layout(category: object = None, **query: object) -> Any:

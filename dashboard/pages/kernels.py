@@ -264,7 +264,7 @@ def _tree_card(view: PageView) -> Any:
     return card(
         f"{t.upper_first(time_kind)} by module and operator",
         figure(
-            plotly_figures.icicle(tree, f"all {time_kind}"),
+            plotly_figures.module_tree_figure(tree, f"all {time_kind}"),
             "modules-and-ops",
             height=460,
             has_table=True,

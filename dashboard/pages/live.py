@@ -125,7 +125,7 @@ def live_body(view: PageView, rank: int | None) -> list[Any]:
     if len(ranks) > 1:
         links = [(str(n), view.href("/live", rank=n), n == chosen) for n in ranks[:64]]
         parts.append(choice_links("Rank", links))
-    parts.append(_figure_tiles(record))
+    parts.append(_metric_tiles(record))
     recent = record.steps[-MAX_STEPS:]
     shown_steps = StepRecords(RankRecord(rank=record.rank, steps=recent))
     parts.append(steps_card(shown_steps, f"the last {len(recent)}"))
@@ -141,7 +141,7 @@ def _recent_steps(record: RankRecord) -> StepRecords:
     return StepRecords(RankRecord(rank=record.rank, steps=steps))
 
 
-def _figure_tiles(record: RankRecord) -> Any:
+def _metric_tiles(record: RankRecord) -> Any:
     """Build the tiles of steps, step time, throughput and memory."""
     recent = _recent_steps(record)
     rate = recent.samples_per_second

@@ -45,7 +45,7 @@ def layout(**query: object) -> Any:
         return page(heading, _no_record_notice(), _trace_card(a))
     return page(
         heading,
-        _figure_tiles(view),
+        _metric_tiles(view),
         steps_card(a.recorded) if a.recorded is not None and a.recorded.steps else None,
         _phase_card(view),
         *telemetry_cards(record),
@@ -71,7 +71,7 @@ def _no_record_notice() -> Any:
     )
 
 
-def _figure_tiles(view: PageView) -> Any:
+def _metric_tiles(view: PageView) -> Any:
     """Build the tiles of step time, profiler overhead and throughput."""
     recorded = view.loaded.report.recorded
     if recorded is None or view.rank is not None:

@@ -181,7 +181,7 @@ def _table_row(entries: list[OpenedPath], index: int) -> list[Any]:
 def _step_cell(entry: OpenedPath) -> Any:
     """Build the cell of the step time, or of the reason why it is missing.
 
-    A mean is marked as such. "Not measured" needs a run that was read."""
+    Marks means. Shows "not measured" only for runs already read."""
     if (step := entry.step) is not None:
         text = t.format_duration(step.reference_ns)
         return [text, element("Small", " mean", cls="dim")] if step.varies else text

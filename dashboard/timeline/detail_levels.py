@@ -1,6 +1,6 @@
 """Level of detail of a view, and the categories that give slices their colors.
 
-A view has wide slices as they are. Narrow slices are combined into cells of 2**k ns."""
+A view has wide slices as they are. Narrow slices are combined into cells of 2**level ns."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class FlaggedRuns(NamedTuple):
 
 
 class VisibleSlices(NamedTuple):
-    """Slices and cells of a view. Cell c is [first_ns + (c << k), first_ns + ((c + 1) << k))."""
+    """Slices and cells of a view. Cell c begins at first_ns + (c << level), and is 2**level ns."""
 
-    k: int
+    level: int
     position: NDArray[np.int64]
     """Positions in the index of the slices that are two cells or longer."""
     lane: NDArray[np.uint16]
@@ -66,27 +66,35 @@ def select_visible(
     ``flags``: a byte per slice of the index. Narrow slices with a nonzero byte are in ``flagged``.
     Cells at the edge of the view are complete."""
     lanes = sorted(set(lanes))
-    k = max(((x1 - x0) // px).bit_length() - 1, 0)  # cells of half a pixel to one pixel
+    level = max(((x1 - x0) // px).bit_length() - 1, 0)  # cells of half a pixel to one pixel
     spans = [(number, *index.slice_range(number, x0, x1)) for number in lanes]
     spans = [span for span in spans if span[2] > span[1]]
-    wide_slices = _find_wide_slices(index, spans, 2 << k)
-    while sum(map(len, wide_slices)) > max_slices and k < 60:
-        k += 1
-        wide_slices = _find_wide_slices(index, spans, 2 << k)
+    wide_slices = _find_wide_slices(index, spans, 2 << level)
+    while sum(map(len, wide_slices)) > max_slices and level < 60:
+        level += 1
+        wide_slices = _find_wide_slices(index, spans, 2 << level)
     position = np.concatenate([*wide_slices, np.zeros(0, dtype=np.int64)])
     lane_numbers = np.repeat(
         np.array([span[0] for span in spans], dtype=np.uint16),
         [len(positions) for positions in wide_slices],
     )
     # whole cells, which may extend beyond the view
-    low, high = max(x0 - index.first_ns, 0) >> k, max(x1 - 1 - index.first_ns, 0) >> k
-    if k in index.pyramid:
-        runs = _stored_runs(index, lanes, k, low, high)
+    first_cell, last_cell = (
+        max(x0 - index.first_ns, 0) >> level,
+        max(x1 - 1 - index.first_ns, 0) >> level,
+    )
+    if level in index.pyramid:
+        runs = _stored_runs(index, lanes, level, first_cell, last_cell)
     else:
-        runs = _compute_runs(index, lanes, k, low, high)
-    flagged = _find_flagged_runs(index, lanes, k, low, high, flags)
+        runs = _compute_runs(index, lanes, level, first_cell, last_cell)
+    flagged = _find_flagged_runs(index, lanes, level, first_cell, last_cell, flags)
     return VisibleSlices(
-        k, position, lane_numbers, runs, flagged, sum(hi - lo for _, lo, hi in spans)
+        level,
+        position,
+        lane_numbers,
+        runs,
+        flagged,
+        sum(end_slice - first_slice for _, first_slice, end_slice in spans),
     )
 
 
@@ -95,77 +103,84 @@ def _find_wide_slices(
 ) -> list[NDArray[np.int64]]:
     """Find the slices of at least ``min_ns`` in each span: (lane, first slice, end)."""
     wide = []
-    for _, lo, hi in spans:
-        block_longest = index.longest_per_block[lo // BLOCK_SIZE : (hi - 1) // BLOCK_SIZE + 1]
-        blocks = np.flatnonzero(block_longest >= min_ns) + lo // BLOCK_SIZE
+    for _, first_slice, end_slice in spans:
+        block_longest = index.longest_per_block[
+            first_slice // BLOCK_SIZE : (end_slice - 1) // BLOCK_SIZE + 1
+        ]
+        blocks = np.flatnonzero(block_longest >= min_ns) + first_slice // BLOCK_SIZE
         rows = (blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()
-        rows = rows[(rows >= lo) & (rows < hi)]
+        rows = rows[(rows >= first_slice) & (rows < end_slice)]
         wide.append(rows[index.end[rows] - index.start[rows] >= min_ns])
     return wide
 
 
 def _stored_runs(
-    index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int
+    index: TimelineIndex, lanes: Sequence[int], level: int, first_cell: int, last_cell: int
 ) -> CellRuns:
-    """Return the runs of cells ``low`` to ``high`` from a stored level."""
-    level = index.pyramid[k]
+    """Return the runs of cells ``first_cell`` to ``last_cell`` from a stored level."""
+    stored_level = index.pyramid[level]
     parts = []
     for number in lanes:
-        first_run, end_run = int(level.first_run[number]), int(level.first_run[number + 1])
-        cell = level.runs.cell[first_run:end_run]
-        lo = max(int(np.searchsorted(cell, low, side="right")) - 1, 0)
-        hi = int(np.searchsorted(cell, high, side="right"))
-        if hi > lo:
-            parts.append(np.arange(first_run + lo, first_run + hi))
+        first_run, end_run = (
+            int(stored_level.first_run[number]),
+            int(stored_level.first_run[number + 1]),
+        )
+        cell = stored_level.runs.cell[first_run:end_run]
+        first = max(int(np.searchsorted(cell, first_cell, side="right")) - 1, 0)
+        end = int(np.searchsorted(cell, last_cell, side="right"))
+        if end > first:
+            parts.append(np.arange(first_run + first, first_run + end))
     if not parts:
         return EMPTY_RUNS
-    runs = level.runs.take(np.concatenate(parts))
+    runs = stored_level.runs.take(np.concatenate(parts))
     runs = runs._replace(cell=runs.cell.astype(np.int64), width=runs.width.astype(np.int64))
-    return _clip_runs(runs, low, high)
+    return _clip_runs(runs, first_cell, last_cell)
 
 
-def _clip_runs(runs: CellRuns, low: int, high: int) -> CellRuns:
-    """Clip runs to the cells ``low`` to ``high``, both included."""
-    end = np.minimum(runs.cell + runs.width, high + 1)
-    cell = np.maximum(runs.cell, low)
+def _clip_runs(runs: CellRuns, first_cell: int, last_cell: int) -> CellRuns:
+    """Clip runs to the cells ``first_cell`` to ``last_cell``, both included."""
+    end = np.minimum(runs.cell + runs.width, last_cell + 1)
+    cell = np.maximum(runs.cell, first_cell)
     return runs._replace(cell=cell, width=end - cell).take(end > cell)
 
 
 def _compute_runs(
-    index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int
+    index: TimelineIndex, lanes: Sequence[int], level: int, first_cell: int, last_cell: int
 ) -> CellRuns:
-    """Compute the runs of cells ``low`` to ``high`` from the slices."""
-    parts = _find_narrow_slices(index, lanes, k, low, high)
+    """Compute the runs of cells ``first_cell`` to ``last_cell`` from the slices."""
+    parts = _find_narrow_slices(index, lanes, level, first_cell, last_cell)
     if not parts:
         return EMPTY_RUNS
     positions = np.concatenate([rows for _, rows in parts])
     lane_numbers = np.array([lane for lane, _ in parts], dtype=np.int64)
     # lanes are renumbered from 0, so that keys stay small
     lane = np.repeat(np.arange(len(parts)), [len(rows) for _, rows in parts])
-    base = index.first_ns + (low << k)
-    cells = count_cells((high - low + 1) << k, k) + 2
+    base = index.first_ns + (first_cell << level)
+    cells = count_cells((last_cell - first_cell + 1) << level, level) + 2
     # shifted by two cells: a narrow slice starts at most two cells before the first one
-    start = index.start[positions] - base + (2 << k)
-    end = index.end[positions] - base + (2 << k)
+    start = index.start[positions] - base + (2 << level)
+    end = index.end[positions] - base + (2 << level)
     narrow = Slices(lane, start, end, index.slot[positions])
-    times = sum_cell_times(narrow, k, cells + 2)
-    runs = build_cell_runs(times, k, cells + 2)
-    runs = runs._replace(lane=lane_numbers[runs.lane].astype(np.uint16), cell=runs.cell + low - 2)
-    return _clip_runs(runs, low, high)
+    times = sum_cell_times(narrow, level, cells + 2)
+    runs = build_cell_runs(times, level, cells + 2)
+    runs = runs._replace(
+        lane=lane_numbers[runs.lane].astype(np.uint16), cell=runs.cell + first_cell - 2
+    )
+    return _clip_runs(runs, first_cell, last_cell)
 
 
 def _find_narrow_slices(
-    index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int
+    index: TimelineIndex, lanes: Sequence[int], level: int, first_cell: int, last_cell: int
 ) -> list[tuple[int, NDArray[np.int64]]]:
-    """Find the narrow slices that touch the cells ``low`` to ``high``, by lane."""
-    x0, x1 = index.first_ns + (low << k), index.first_ns + ((high + 1) << k)
+    """Find the narrow slices that touch the cells ``first_cell`` to ``last_cell``, by lane."""
+    x0, x1 = index.first_ns + (first_cell << level), index.first_ns + ((last_cell + 1) << level)
     parts = []
     for number in lanes:
         # from one ns earlier: a slice without duration at x0 ends there and counts as 1 ns
-        lo, hi = index.slice_range(number, x0 - 1, x1)
-        rows = np.arange(lo, hi)
-        start, end = index.start[lo:hi], index.end[lo:hi]
-        rows = rows[(end - start < 2 << k) & (np.maximum(end, start + 1) > x0)]
+        first_slice, end_slice = index.slice_range(number, x0 - 1, x1)
+        rows = np.arange(first_slice, end_slice)
+        start, end = index.start[first_slice:end_slice], index.end[first_slice:end_slice]
+        rows = rows[(end - start < 2 << level) & (np.maximum(end, start + 1) > x0)]
         if len(rows):
             parts.append((number, rows))
     return parts
@@ -174,9 +189,9 @@ def _find_narrow_slices(
 def _find_flagged_runs(
     index: TimelineIndex,
     lanes: Sequence[int],
-    k: int,
-    low: int,
-    high: int,
+    level: int,
+    first_cell: int,
+    last_cell: int,
     flags: NDArray[np.uint8] | None,
 ) -> FlaggedRuns:
     """Find the cells in which flagged narrow slices start."""
@@ -184,14 +199,14 @@ def _find_flagged_runs(
     no_runs = FlaggedRuns(no_cells.astype(np.uint16), no_cells, no_cells, no_cells.astype(np.uint8))
     if flags is None:
         return no_runs
-    x0, x1 = index.first_ns + (low << k), index.first_ns + ((high + 1) << k)
+    x0, x1 = index.first_ns + (first_cell << level), index.first_ns + ((last_cell + 1) << level)
     keys, values = [], []
     for number in lanes:
-        lo, hi = index.slice_range(number, x0 - 1, x1)
-        rows = np.flatnonzero(flags[lo:hi]) + lo
-        rows = rows[index.end[rows] - index.start[rows] < 2 << k]
-        cell = np.maximum((index.start[rows] - index.first_ns) >> k, low)
-        keys.append((number << 32) + cell - low)
+        first_slice, end_slice = index.slice_range(number, x0 - 1, x1)
+        rows = np.flatnonzero(flags[first_slice:end_slice]) + first_slice
+        rows = rows[index.end[rows] - index.start[rows] < 2 << level]
+        cell = np.maximum((index.start[rows] - index.first_ns) >> level, first_cell)
+        keys.append((number << 32) + cell - first_cell)
         values.append(flags[rows])
     key = np.concatenate([*keys, no_cells])
     if not len(key):
@@ -204,7 +219,7 @@ def _find_flagged_runs(
     )
     width = np.diff(np.append(run_starts, len(key)))
     first = key[run_starts]
-    cell = low + (first & ((1 << 32) - 1))
+    cell = first_cell + (first & ((1 << 32) - 1))
     return FlaggedRuns((first >> 32).astype(np.uint16), cell, width, value[run_starts])
 
 
@@ -260,19 +275,19 @@ class Slices(NamedTuple):
     slot: NDArray[np.uint8]
 
 
-def sum_cell_times(slices: Slices, k: int, cells: int) -> CellTimes:
+def sum_cell_times(slices: Slices, level: int, cells: int) -> CellTimes:
     """Sum the time of narrow slices in each cell. A narrow slice is shorter than two cells."""
-    first = slices.start >> k
+    first = slices.start >> level
     end = np.maximum(slices.end, slices.start + 1)
-    last = (end - 1) >> k
+    last = (end - 1) >> level
     keys, weights = [], []
     # a slice shorter than two cells touches at most three
     for step in range(3):
         cell = first + step
         touched = np.flatnonzero(cell <= last) if step else slice(None)
         cells_hit = cell[touched]
-        overlap = np.minimum(end[touched], (cells_hit + 1) << k)
-        overlap -= np.maximum(slices.start[touched], cells_hit << k)
+        overlap = np.minimum(end[touched], (cells_hit + 1) << level)
+        overlap -= np.maximum(slices.start[touched], cells_hit << level)
         keys.append((slices.lane[touched] * cells + cells_hit) * MAX_SLOTS + slices.slot[touched])
         weights.append(overlap)
     return sum_by_key(np.concatenate(keys), np.concatenate(weights))
@@ -288,7 +303,7 @@ def sum_by_key(key: Ints, weight: NDArray[np.generic]) -> CellTimes:
     return CellTimes(key[key_starts], np.add.reduceat(weight[order], key_starts).astype(np.float64))
 
 
-def build_cell_runs(times: CellTimes, k: int, cells: int) -> CellRuns:
+def build_cell_runs(times: CellTimes, level: int, cells: int) -> CellRuns:
     """Find the dominant category of each cell, and join equal neighbors into runs."""
     cell_keys = times.key // MAX_SLOTS
     if not len(cell_keys):
@@ -302,7 +317,7 @@ def build_cell_runs(times: CellTimes, k: int, cells: int) -> CellRuns:
     dominant_slot = np.minimum.reduceat(slot, cell_starts).astype(np.uint8)
     distinct_cells = cell_keys[cell_starts]
     lane, cell = distinct_cells // cells, distinct_cells % cells
-    share = np.minimum(total / float(1 << k), 1.0)
+    share = np.minimum(total / float(1 << level), 1.0)
     cover = np.clip(np.ceil(share * 255 / COVER_STEP) * COVER_STEP, 1, 255).astype(np.uint8)
     starts_run = np.ones(len(distinct_cells), dtype=bool)
     starts_run[1:] = (
@@ -331,17 +346,17 @@ EMPTY_RUNS = CellRuns(
 )
 
 
-def count_cells(length: int, k: int) -> int:
+def count_cells(length: int, level: int) -> int:
     """Count the cells of a level that cover a length, and one more for slices that end with it."""
-    return (length >> k) + 2
+    return (length >> level) + 2
 
 
 def stored_levels(slices: int, length: int) -> range:
     """Return the levels to store for an index of this many slices and ns."""
     target_cells = max(slices // SLICES_PER_CELL, MIN_CELLS_PER_LEVEL)
-    low = max((length // target_cells).bit_length() - 1, 0)
-    high = max((length // MIN_CELLS_PER_LEVEL).bit_length() - 1, low)
-    return range(low, min(high, MAX_LEVEL) + 1)
+    finest = max((length // target_cells).bit_length() - 1, 0)
+    coarsest = max((length // MIN_CELLS_PER_LEVEL).bit_length() - 1, finest)
+    return range(finest, min(coarsest, MAX_LEVEL) + 1)
 
 
 def build_pyramid(
@@ -355,23 +370,23 @@ def build_pyramid(
     """Build the runs of every stored level. ``bounds``: first and end slice of each lane.
 
     Each level joins pairs of cells of the level below and adds the slices that became narrow."""
-    count = np.array([hi - lo for lo, hi in bounds], dtype=np.int64)
+    count = np.array([end_slice - first_slice for first_slice, end_slice in bounds], dtype=np.int64)
     lanes = np.arange(len(bounds), dtype=np.int64)
     levels: dict[int, DetailLevel] = {}
     times: CellTimes | None = None
     dur = np.maximum(end - start, 1)
-    for k in stored_levels(len(start), length):
-        cells = count_cells(length, k)
-        is_new = dur < 2 << k
+    for level in stored_levels(len(start), length):
+        cells = count_cells(length, level)
+        is_new = dur < 2 << level
         if times is not None:
-            is_new &= dur >= 1 << k
+            is_new &= dur >= 1 << level
         rows = np.flatnonzero(is_new)
         lane = np.repeat(lanes, count)[rows]
         added = sum_cell_times(
-            Slices(lane, start[rows] - first_ns, end[rows] - first_ns, slot[rows]), k, cells
+            Slices(lane, start[rows] - first_ns, end[rows] - first_ns, slot[rows]), level, cells
         )
         if times is not None:
-            cells_below = count_cells(length, k - 1)
+            cells_below = count_cells(length, level - 1)
             cell_keys = times.key // MAX_SLOTS
             joined_keys = (
                 cell_keys // cells_below * cells + (cell_keys % cells_below >> 1)
@@ -380,8 +395,8 @@ def build_pyramid(
                 np.concatenate([joined_keys, added.key]), np.concatenate([times.time, added.time])
             )
         times = added
-        runs = build_cell_runs(times, k, cells)
-        levels[k] = DetailLevel(
+        runs = build_cell_runs(times, level, cells)
+        levels[level] = DetailLevel(
             np.searchsorted(runs.lane, np.arange(len(bounds) + 1)), _with_small_types(runs)
         )
     return levels

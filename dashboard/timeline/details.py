@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from advisor.core.text import cause_label
 from advisor.dashboard.timeline.index import TimelineIndex
-from advisor.dashboard.timeline.search import locate_slice
+from advisor.dashboard.timeline.queries import locate_slice
 from advisor.measure import Analysis
 
 MAX_LINKS = 24

@@ -21,7 +21,7 @@ from advisor.dashboard.timeline.detail_levels import (
 from advisor.dashboard.timeline.details import describe_slice, find_slice_near
 from advisor.dashboard.timeline.encoding import encode_view
 from advisor.dashboard.timeline.index import TimelineIndex
-from advisor.dashboard.timeline.search import (
+from advisor.dashboard.timeline.queries import (
     find_longest_slices,
     find_next_match,
     find_slice_starting,
@@ -29,7 +29,7 @@ from advisor.dashboard.timeline.search import (
     measure_range,
     summarize_finding,
 )
-from advisor.dashboard.timeline.state import RankTimeline, time_offset
+from advisor.dashboard.timeline.state import RankTimeline, compared_offset
 
 NAMES_PER_PAGE = 4096
 """Number of names per page of the name table."""
@@ -144,13 +144,13 @@ def _list_runs(session: DashboardSession) -> list[dict[str, Any]]:
     ]
 
 
-def _answer_beside(_timeline: RankTimeline, args: Any) -> Reply:
+def _answer_compared_offset(_timeline: RankTimeline, args: Any) -> Reply:
     """Answer the time offset to another rank or run (``other_run``, ``other_rank``), ns."""
     session = page_session()
     this, other = (
         _requested_rank(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
     )
-    offset = time_offset(this, other)
+    offset = compared_offset(this, other)
     return flask.jsonify({"ns": offset.ns, "alignment": offset.alignment})
 
 
@@ -323,7 +323,7 @@ def _add_labels(rows: list[dict[str, Any]], width: int) -> None:
 
 _ANSWERS: dict[str, Callable[[RankTimeline, Any], Reply]] = {
     "info": _answer_info,
-    "beside": _answer_beside,
+    "beside": _answer_compared_offset,
     "names": _answer_names,
     "view": _answer_view,
     "slice": _answer_slice,

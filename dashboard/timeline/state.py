@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.timeline.index_builder import build_index
-from advisor.dashboard.timeline.search import (
+from advisor.dashboard.timeline.queries import (
     SearchHits,
     find_affected_slices,
     findings_by_key,
@@ -103,7 +103,7 @@ class TimeOffset(NamedTuple):
     """Description of how the two are aligned."""
 
 
-def time_offset(this: tuple[LoadedRun, int], other: tuple[LoadedRun, int]) -> TimeOffset:
+def compared_offset(this: tuple[LoadedRun, int], other: tuple[LoadedRun, int]) -> TimeOffset:
     """Return the offset between two ranks, each given as (run, rank).
 
     Ranks of one run are aligned by their collectives if possible. Otherwise the starts of the first

@@ -15,7 +15,7 @@ from advisor.core.gpus import lookup
 from advisor.core.run_directory import RankRecord, StepRow
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows
 from advisor.dashboard.pages import live, memory
-from advisor.dashboard.plotly_figures import icicle, roofline
+from advisor.dashboard.plotly_figures import module_tree_figure, roofline
 from advisor.measure.steps.step_records import StepRecords
 
 
@@ -29,7 +29,7 @@ def test_overlapping_ranges_enlarge_their_parent_and_keep_their_times() -> None:
             "ns": [100, 60, 50, 40, 30],
         }
     )
-    trace = icicle(tree, "all host time").data[0]
+    trace = module_tree_figure(tree, "all host time").data[0]
     areas = dict(zip(trace.ids, trace.values, strict=True))
     child_sums: dict[str, int] = {}
     for node, parent in zip(trace.ids, trace.parents, strict=True):
@@ -54,7 +54,7 @@ def test_a_tree_without_overlap_is_drawn_unchanged() -> None:
             "ns": [70, 50, 30],
         }
     )
-    assert list(icicle(tree, "all GPU time").data[0].values) == [100, 70, 50, 30]
+    assert list(module_tree_figure(tree, "all GPU time").data[0].values) == [100, 70, 50, 30]
 
 
 def test_sparse_memory_samples_are_drawn_over_all_steps() -> None:

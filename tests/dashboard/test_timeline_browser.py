@@ -484,8 +484,8 @@ def test_pinned_lanes_stay_while_the_others_scroll(a100: Any) -> None:
     assert page.locator(".tl-pins .tl-label").count() == 0
 
 
-PARTNER = """() => { const t = advisorTimeline.current, p = t.partner;
-  return {x0: p.x0, x1: p.x1, shift: p.shift, begin: p.data.info.first_ns, rank: p.data.rank,
+COMPARED = """() => { const t = advisorTimeline.current, p = t.compared;
+  return {x0: p.x0, x1: p.x1, offset: p.offset, begin: p.data.info.first_ns, rank: p.data.rank,
           run: p.run, slices: p.answer ? p.answer.slices.n + p.answer.runs.n : 0,
           who: [t.runCaption.innerText, p.runCaption.innerText]}; }"""
 
@@ -498,30 +498,30 @@ def test_two_ranks_or_runs_share_one_zoom(
     page = tab.open("/timeline")
     wait_for_view(page)
     page.locator(".tl-compare").select_option("rank:1")
-    page.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
+    page.wait_for_function("() => (advisorTimeline.current.compared || {}).answer")
     page.locator(".tl-stage").first.focus()
     page.keyboard.press("w")
     top = wait_for_view(page)
-    below = page.evaluate(PARTNER)
+    below = page.evaluate(COMPARED)
     assert below["rank"] == 1
     assert below["slices"] > 100
     assert below["x1"] - below["x0"] == pytest.approx(top["x1"] - top["x0"])
-    assert below["x0"] - top["x0"] == pytest.approx(below["shift"])
+    assert below["x0"] - top["x0"] == pytest.approx(below["offset"])
     # a collective of both ranks ends at the same position
     analyses = dashboard.session.entries[0].loaded.analyses
     ends = [
         max(end for end in (a.collectives["ts"] + a.collectives["dur"]).to_list())
         for a in analyses.values()
     ]
-    assert abs(ends[1] - ends[0] - below["shift"]) < 5e6
-    page.locator(".tl-partner .tl-stage").focus()  # the lower timeline also moves the upper one
+    assert abs(ends[1] - ends[0] - below["offset"]) < 5e6
+    page.locator(".tl-compared .tl-stage").focus()  # the lower timeline also moves the upper one
     page.keyboard.press("d")
     moved = wait_for_view(page)
     assert moved["x0"] > top["x0"]
     second_tab = open_tab(dashboard, fresh=True)
     second_page = second_tab.open(page.url.removeprefix(dashboard.address))
-    second_page.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
-    assert second_page.evaluate(PARTNER)["rank"] == 1
+    second_page.wait_for_function("() => (advisorTimeline.current.compared || {}).answer")
+    assert second_page.evaluate(COMPARED)["rank"] == 1
     assert tab.problems == [] == second_tab.problems
 
     name = "pairs/loader_profiler_workers"
@@ -529,10 +529,10 @@ def test_two_ranks_or_runs_share_one_zoom(
     tab = open_tab(runs)
     page = tab.open("/timeline?beside=run:1")
     wait_for_view(page)
-    page.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
-    below = page.evaluate(PARTNER)
+    page.wait_for_function("() => (advisorTimeline.current.compared || {}).answer")
+    below = page.evaluate(COMPARED)
     starts = [int(e.loaded.main.spans.start[0]) for e in runs.session.entries]
-    assert below["shift"] == starts[1] - starts[0]
+    assert below["offset"] == starts[1] - starts[0]
     assert "workers0" in below["who"][0]
     assert "workers4" in below["who"][1] and "first analysed step" in below["who"][1]
     page.locator(".tl-compare").select_option("")

@@ -85,7 +85,7 @@ def check_view(
     index: TimelineIndex, lanes: list[int], x0: int, x1: int, px: int, flags=None
 ) -> None:
     view = select_visible(index, lanes, x0, x1, px, flags)
-    k = view.k
+    k = view.level
     pixel = (x1 - x0) / px
     assert (1 << k) <= max(pixel, 1) < 2 << k, "a cell is half a pixel to one pixel"
     wide = []
@@ -164,9 +164,9 @@ def test_levels_are_stored_only_for_many_slices_per_cell():
 def test_a_view_with_too_many_slices_has_wider_cells():
     index = build_index_of([(i * 10, i * 10 + 10, i % 3) for i in range(4000)])
     few = select_visible(index, [0], 0, 40_000, 8192, max_slices=500)
-    assert few.k > select_visible(index, [0], 0, 40_000, 8192).k
+    assert few.level > select_visible(index, [0], 0, 40_000, 8192).level
     assert len(few.position) <= 500
-    assert set(read_cells(few, index)) == {(0, c) for c in range(((40_000 - 1) >> few.k) + 1)}
+    assert set(read_cells(few, index)) == {(0, c) for c in range(((40_000 - 1) >> few.level) + 1)}
 
 
 def test_flagged_narrow_slices_mark_the_cells_they_start_in():
@@ -184,10 +184,10 @@ def test_flagged_narrow_slices_mark_the_cells_they_start_in():
         for i in range(width)
     }
     assert marked == {
-        (50 >> view.k, 1),
-        (60 >> view.k, 1),
-        (20_000 >> view.k, 1),
-        (30_000 >> view.k, 2),
+        (50 >> view.level, 1),
+        (60 >> view.level, 1),
+        (20_000 >> view.level, 1),
+        (30_000 >> view.level, 2),
     }
 
 

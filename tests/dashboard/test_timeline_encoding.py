@@ -44,7 +44,7 @@ def test_a_decoded_answer_equals_the_view(index, decode_view, data):
     flags = np.arange(len(index), dtype=np.uint8) % 4
     view, raw = encode_answer(index, x0, x1, px, flags)
     decoded = decode_view(raw)
-    assert (decoded.header["x0"], decoded.header["x1"], decoded.header["k"]) == (x0, x1, view.k)
+    assert (decoded.header["x0"], decoded.header["x1"], decoded.header["k"]) == (x0, x1, view.level)
     assert (decoded.header["seen"], decoded.header["version"], decoded.header["ms"]) == (
         view.slice_count,
         7,
@@ -61,8 +61,8 @@ def test_a_decoded_answer_equals_the_view(index, decode_view, data):
     assert (category == base[lane] + index.slot[ids]).all()
     run_lane, cell, width, run_category, cover = decoded.runs
     assert (run_lane == view.runs.lane).all()
-    cell_starts = decoded.header["cell0"] + cell.astype(float) * 2.0**view.k
-    assert (cell_starts == index.first_ns + view.runs.cell * 2.0**view.k).all()
+    cell_starts = decoded.header["cell0"] + cell.astype(float) * 2.0**view.level
+    assert (cell_starts == index.first_ns + view.runs.cell * 2.0**view.level).all()
     assert (width == view.runs.width).all()
     assert (run_category == base[run_lane] + view.runs.slot).all()
     assert (cover == view.runs.cover).all()

@@ -15,7 +15,7 @@ from advisor.dashboard.timeline.detail_levels import ALL_CATEGORIES
 from advisor.dashboard.timeline.details import describe_slice
 from advisor.dashboard.timeline.index import assign_tracks
 from advisor.dashboard.timeline.index_builder import build_index
-from advisor.dashboard.timeline.search import (
+from advisor.dashboard.timeline.queries import (
     find_longest_slices,
     find_next_match,
     find_slice_starting,

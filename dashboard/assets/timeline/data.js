@@ -140,7 +140,6 @@ export class TimelineData {
 
   // Requests an endpoint that answers JSON. Rejects with the reason that the server gives.
   fetchJson(endpoint, query) {
-    const self = this;
     this.pending += 1;
     return fetch(this.buildUrl(endpoint, query))
       .then((answer) => {
@@ -152,24 +151,22 @@ export class TimelineData {
         });
       })
       .finally(() => {
-        self.pending -= 1;
+        this.pending -= 1;
       });
   }
 
   // Loads the structure of the trace and the first page of names.
   loadInfo() {
-    const self = this;
     return this.fetchJson("info").then((info) => {
-      self.info = info;
-      self.rank = info.rank;
-      self.loadNames(0);
+      this.info = info;
+      this.rank = info.rank;
+      this.loadNames(0);
       return info;
     });
   }
 
   // Loads a page of the name table. Slices whose names are not loaded yet have no label.
   loadNames(number) {
-    const self = this;
     if (this.requestedPages[number]) {
       return;
     }
@@ -177,20 +174,19 @@ export class TimelineData {
     this.fetchJson("names", { page: number }).then(
       (answer) => {
         for (let i = 0; i < answer.names.length; i++) {
-          self.names[number * self.info.page + i] = answer.names[i];
-          self.labels[number * self.info.page + i] = answer.labels[i];
+          this.names[number * this.info.page + i] = answer.names[i];
+          this.labels[number * this.info.page + i] = answer.labels[i];
         }
-        self.onNames();
+        this.onNames();
       },
       () => {
-        self.requestedPages[number] = false;
+        this.requestedPages[number] = false;
       },
     );
   }
 
   // Requests slices, cells and counters of a span, and the pages of names that they need.
   fetchView(x0, x1, px, lanes, counters, focus, searchText) {
-    const self = this;
     const query = { x0, x1, px, lanes: formatRanges(lanes) };
     if (counters.length) {
       query.counters = formatRanges(counters);
@@ -213,10 +209,10 @@ export class TimelineData {
         const nameNumbers = decoded.slices.name;
         const neededPages = {};
         for (let i = 0; i < nameNumbers.length; i++) {
-          neededPages[Math.floor(nameNumbers[i] / self.info.page)] = true;
+          neededPages[Math.floor(nameNumbers[i] / this.info.page)] = true;
         }
         Object.keys(neededPages).forEach((page) => {
-          self.loadNames(Number(page));
+          this.loadNames(Number(page));
         });
         return decoded;
       });

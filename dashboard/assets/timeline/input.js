@@ -13,27 +13,26 @@ export class Input {
     this.timeline = timeline;
     this.pointers = new Map();
     this.removers = [];
-    const self = this;
     this.listen(
       timeline.overlay,
       "wheel",
       (event) => {
-        self.onWheel(event);
+        this.onWheel(event);
       },
       { passive: false },
     );
     this.listen(timeline.overlay, "pointerdown", (event) => {
       timeline.movePointer(null, null); // hide the hover card
-      self.onPointerDown(event);
+      this.onPointerDown(event);
     });
     this.listen(timeline.overlay, "pointermove", (event) => {
-      self.onPointerMove(event);
+      this.onPointerMove(event);
     });
     this.listen(timeline.overlay, "pointerup", (event) => {
-      self.onPointerUp(event);
+      this.onPointerUp(event);
     });
     this.listen(timeline.overlay, "pointercancel", (event) => {
-      self.onPointerCancel(event);
+      this.onPointerCancel(event);
     });
     this.listen(timeline.overlay, "pointerleave", () => {
       timeline.movePointer(null, null);
@@ -47,7 +46,7 @@ export class Input {
       timeline.axis,
       "wheel",
       (event) => {
-        self.onWheel(event, true);
+        this.onWheel(event, true);
       },
       { passive: false },
     );
@@ -72,7 +71,7 @@ export class Input {
       true,
     );
     this.listen(document, "keydown", (event) => {
-      self.onKeyDown(event);
+      this.onKeyDown(event);
     });
   }
 

@@ -149,9 +149,8 @@ export class Painter {
   // Reads the colors of the current theme. Slices have the same colors in both themes.
   readTheme() {
     const style = getComputedStyle(document.documentElement);
-    const self = this;
     ["bg", "card", "sunk", "line", "line-strong", "text", "dim", "accent"].forEach((name) => {
-      self[name === "line-strong" ? "lineStrong" : name] =
+      this[name === "line-strong" ? "lineStrong" : name] =
         style.getPropertyValue("--" + name).trim() || "#888";
     });
     this.font = style.getPropertyValue("--sans").trim() || "sans-serif";
@@ -225,7 +224,6 @@ export class Painter {
   // Draws all layers, from back to front, of the pinned rows or of the others.
   drawLayers(ctx, layout, width, height, top, scale) {
     const timeline = this.timeline;
-    const self = this;
     ctx.fillStyle = this.card;
     ctx.fillRect(0, 0, width, height);
     this.drawGroupLines(ctx, layout, width, height, top);
@@ -239,7 +237,7 @@ export class Painter {
       answers.forEach((answer, i) => {
         if (answer) {
           const newerAnswer = answers.length > 1 && i === 0 ? timeline.answer : null;
-          self[drawPass](ctx, answer, scale, layout, top, newerAnswer);
+          this[drawPass](ctx, answer, scale, layout, top, newerAnswer);
         }
       });
     });
@@ -486,7 +484,6 @@ export class Painter {
     const timeline = this.timeline;
     const info = timeline.data.info;
     const w = timeline.width;
-    const self = this;
     const pixelNs = (answer.x1 - answer.x0) / answer.px;
     layout.rows.forEach((row) => {
       if (row.counter === undefined) {
@@ -505,7 +502,7 @@ export class Painter {
         low = Math.min(counter.low, counter.high * 0.8);
         span = high - low || 1;
       }
-      ctx.fillStyle = self.accent;
+      ctx.fillStyle = this.accent;
       const offset = position * answer.px;
       for (let i = 0; i < answer.px; i++) {
         const largest = answer.high[offset + i];
@@ -520,8 +517,8 @@ export class Painter {
         }
         const top = row.h * ui.clamp((largest - low) / span, 0, 1);
         const bottom = row.h * ui.clamp((smallest - low) / span, 0, 1);
-        const right = self.snapToPixel(x + width); // start of the next pixel
-        x = self.snapToPixel(x);
+        const right = this.snapToPixel(x + width); // start of the next pixel
+        x = this.snapToPixel(x);
         const barWidth = Math.max(right - x, 0.5);
         ctx.globalAlpha = 0.22;
         ctx.fillRect(x, y + row.h - top, right - x, top); // translucent: bars must not overlap
@@ -573,7 +570,6 @@ export class Painter {
     }
     const span = info.last_ns - info.first_ns;
     const scale = w / span;
-    const self = this;
     ctx.fillStyle = this.sunk;
     ctx.fillRect(0, 0, w, h);
     if (base) {
@@ -598,13 +594,13 @@ export class Painter {
           r.lane[i],
           x,
           x + r.width[i] * base.cell * scale,
-          self.colors[r.category[i]],
+          this.colors[r.category[i]],
           0.3 + (0.7 * r.cover[i]) / 255,
         );
       }
       for (i = 0; i < s.n; i++) {
         x = (base.x0 + s.start[i] - info.first_ns) * scale;
-        draw(s.lane[i], x, x + s.dur[i] * scale, self.colors[s.category[i]], 1);
+        draw(s.lane[i], x, x + s.dur[i] * scale, this.colors[s.category[i]], 1);
       }
       ctx.globalAlpha = 1;
     }
@@ -632,7 +628,6 @@ export class Painter {
     const h = timeline.height;
     const ctx = this.prepareCanvas(timeline.overlay, w, h);
     const scale = w / (timeline.x1 - timeline.x0);
-    const self = this;
     if (!timeline.layout) {
       return;
     }
@@ -684,7 +679,7 @@ export class Painter {
           !["called from", "contains", "operator"].includes(link.kind) &&
           !(hasManyLaunches && link.kind === "launched")
         ) {
-          self.drawArrow(ctx, timeline.selectedSlice, link);
+          this.drawArrow(ctx, timeline.selectedSlice, link);
         }
       });
     }

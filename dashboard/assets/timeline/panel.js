@@ -51,15 +51,21 @@ function linkItem(text, figure, onclick) {
   ]);
 }
 
-// Returns whether the panel is "open" or "shut"; stores a new value first.
-function storedState(value) {
+// Returns whether the panel was left "open" or "shut"; null if unknown.
+function readStoredState() {
   try {
-    if (value) {
-      localStorage.setItem("advisor-timeline-panel", value);
-    }
     return localStorage.getItem("advisor-timeline-panel");
   } catch {
     return null; /* storage is switched off */
+  }
+}
+
+// Stores whether the panel is "open" or "shut".
+function storeState(state) {
+  try {
+    localStorage.setItem("advisor-timeline-panel", state);
+  } catch {
+    /* storage is switched off */
   }
 }
 
@@ -76,7 +82,6 @@ export class Panel {
   // Creates the elements.
   build() {
     const timeline = this.timeline;
-    const self = this;
     this.search = ui.el("input", {
       type: "search",
       cls: "tl-search",
@@ -89,26 +94,26 @@ export class Panel {
     this.search.addEventListener("keydown", (e) => {
       if (e.key === "Enter") {
         e.preventDefault();
-        timeline.findMatch(self.search.value, e.shiftKey);
+        timeline.findMatch(this.search.value, e.shiftKey);
       }
       if (e.key === "Escape") {
-        self.search.value = "";
+        this.search.value = "";
         timeline.setQuery("");
         timeline.stage.focus();
         e.stopPropagation();
       }
     });
     this.search.addEventListener("input", () => {
-      self.debounce("search", 250, () => {
-        timeline.setQuery(self.search.value);
+      this.debounce("search", 250, () => {
+        timeline.setQuery(this.search.value);
       });
     });
     this.matchCount = ui.el("span", { cls: "tl-match-count", "aria-live": "polite" });
     this.rankSelect = ui.el("select", {
       cls: "tl-select",
       "aria-label": "Rank",
-      onchange() {
-        timeline.setRank(Number(self.rankSelect.value));
+      onchange: () => {
+        timeline.setRank(Number(this.rankSelect.value));
       },
     });
     this.rankBox = ui.el("label", { cls: "tl-field", hidden: true }, [
@@ -118,16 +123,16 @@ export class Panel {
     this.findingSelect = ui.el("select", {
       cls: "tl-select tl-focus",
       "aria-label": "Highlight a finding",
-      onchange() {
-        timeline.setFinding(self.findingSelect.value, true);
+      onchange: () => {
+        timeline.setFinding(this.findingSelect.value, true);
       },
     });
     this.compareSelect = ui.el("select", {
       cls: "tl-select tl-compare",
       hidden: true,
       "aria-label": "Compare with",
-      onchange() {
-        timeline.setCompared(self.compareSelect.value);
+      onchange: () => {
+        timeline.setCompared(this.compareSelect.value);
       },
     });
     this.libraryButton = button(
@@ -139,18 +144,18 @@ export class Panel {
     );
     this.libraryButton.hidden = true;
     this.panelButton = button("Panel", "Panel: details, findings and colors (P)", () => {
-      self.toggle();
+      this.toggle();
     });
-    this.isOpen = storedState() === "open";
+    this.isOpen = readStoredState() === "open";
     this.toolbar = ui.el("div", { cls: "tl-bar", role: "toolbar", "aria-label": "Timeline" }, [
       this.rankBox,
       ui.el("div", { cls: "tl-find" }, [
         this.search,
         button("‹", "Previous match", () => {
-          timeline.findMatch(self.search.value, true);
+          timeline.findMatch(this.search.value, true);
         }),
         button("›", "Next match", () => {
-          timeline.findMatch(self.search.value, false);
+          timeline.findMatch(this.search.value, false);
         }),
         this.matchCount,
       ]),
@@ -169,7 +174,7 @@ export class Panel {
         }),
         this.panelButton,
         button("?", "Keys", () => {
-          self.showHelp();
+          this.showHelp();
         }),
       ]),
     ]);
@@ -201,7 +206,7 @@ export class Panel {
       ),
     ]);
     this.table.addEventListener("toggle", () => {
-      self.fillTable();
+      this.fillTable();
     });
     this.helpDialog = ui.el("dialog", { cls: "tl-help", "aria-label": "Keys" }, [
       ui.el("h2", { text: "Keys and gestures" }),
@@ -213,7 +218,7 @@ export class Panel {
         }, []),
       ),
       button("Close", "Close", () => {
-        self.helpDialog.close();
+        this.helpDialog.close();
       }),
     ]);
   }
@@ -234,7 +239,6 @@ export class Panel {
   // Fills the lists of ranks, findings and runs after the trace's structure is loaded.
   fillOptions(info) {
     const timeline = this.timeline;
-    const self = this;
     this.rankSelect.replaceChildren.apply(
       this.rankSelect,
       info.ranks.map((rank) => {
@@ -253,7 +257,7 @@ export class Panel {
       }),
     );
     info.findings.filter(hasEvents).forEach((finding) => {
-      self.findingSelect.appendChild(
+      this.findingSelect.appendChild(
         ui.el("option", {
           value: finding.key,
           selected: finding.key === timeline.finding,
@@ -311,12 +315,12 @@ export class Panel {
   // Opens or closes the side panel, and remembers that.
   toggle() {
     const timeline = this.timeline;
-    const timelines = [timeline, timeline.partner].filter(Boolean);
+    const timelines = [timeline, timeline.compared].filter(Boolean);
     const areClosed = timelines.every((each) => {
       return each.panel.side.hidden;
     });
     this.isOpen = areClosed;
-    storedState(areClosed ? "open" : "shut");
+    storeState(areClosed ? "open" : "shut");
     if (!areClosed) {
       timelines.forEach((each) => {
         each.panel.isRequested = false;
@@ -340,7 +344,6 @@ export class Panel {
   // Shows the details of a slice.
   showDetails(slice) {
     const timeline = this.timeline;
-    const self = this;
     const kinds = [];
     const linksByKind = {};
     (slice.links || []).forEach((link) => {
@@ -390,8 +393,8 @@ export class Panel {
             timeline.selectNeighbor(1);
           }),
           button("Find all", "Search this name", () => {
-            self.search.value = slice.name.slice(0, 200);
-            timeline.findMatch(self.search.value, false, true);
+            this.search.value = slice.name.slice(0, 200);
+            timeline.findMatch(this.search.value, false, true);
           }),
         ]),
       ].concat(
@@ -533,7 +536,6 @@ export class Panel {
   showWelcome() {
     const timeline = this.timeline;
     const info = timeline.data.info;
-    const self = this;
     if (!info) {
       return;
     }
@@ -616,7 +618,7 @@ export class Panel {
       }),
     );
     this.showSide(children, finding);
-    self.updateLegend();
+    this.updateLegend();
   }
 
   // Updates the legend with the categories in view.
@@ -726,7 +728,6 @@ export class Panel {
   // Fills the table of visible slices, if it is open.
   fillTable() {
     const timeline = this.timeline;
-    const self = this;
     if (!this.table.open || !timeline.data.info) {
       return;
     }
@@ -752,7 +753,7 @@ export class Panel {
         if (timeline.data !== data || data.tableKey !== key) {
           return;
         }
-        self.tableCaption.textContent =
+        this.tableCaption.textContent =
           answer.total > answer.rows.length
             ? "The " +
               answer.rows.length +
@@ -760,11 +761,11 @@ export class Panel {
               ui.formatCount(answer.total) +
               " visible slices, by start time"
             : ui.formatCount(answer.total) + " visible slices, by start time";
-        const focusedId = self.tableBody.contains(document.activeElement)
+        const focusedId = this.tableBody.contains(document.activeElement)
           ? /** @type {HTMLElement} */ (document.activeElement).dataset.slice
           : null;
-        self.tableBody.replaceChildren.apply(
-          self.tableBody,
+        this.tableBody.replaceChildren.apply(
+          this.tableBody,
           answer.rows.map((row) => {
             const button = ui.el(
               "button",
@@ -772,7 +773,7 @@ export class Panel {
                 type: "button",
                 cls: "tl-link",
                 title: row.name,
-                onclick() {
+                onclick: () => {
                   timeline.goToSlice(row);
                 },
               },
@@ -792,7 +793,7 @@ export class Panel {
           }),
         );
         if (focusedId !== null) {
-          const focusedButton = Array.from(self.tableBody.querySelectorAll("button")).find(
+          const focusedButton = Array.from(this.tableBody.querySelectorAll("button")).find(
             (candidate) => {
               return candidate.dataset.slice === focusedId;
             },
@@ -807,7 +808,7 @@ export class Panel {
           return;
         }
         data.tableKey = "";
-        self.tableCaption.textContent = error.message;
+        this.tableCaption.textContent = error.message;
       },
     );
   }

@@ -10,8 +10,8 @@ const PREFETCH_SPANS = 0.5; // time requested on each side of the view, in spans
 const MIN_SPAN_NS = 64; // shortest span of a view
 const ZOOM_MS = 140; // duration of an animated zoom
 
-// A timeline may have a partner below it, for a comparison. The partner shares the zoom of its
-// parent, and has neither a toolbar nor an address.
+// A timeline may have a compared timeline below it. That one shares the zoom of its parent, and has
+// neither a toolbar nor an address.
 export class Timeline {
   /** @type {ReturnType<typeof layOutRows> | null} */
   layout = null;
@@ -41,11 +41,10 @@ export class Timeline {
    * @param {Timeline} [parent] the timeline under which this one is shown
    */
   constructor(root, parent) {
-    const self = this;
     this.root = root;
     this.parent = parent || null;
-    this.partner = null; // the timeline below this one
-    this.shift = 0; // of a partner: its time minus the parent's time, ns
+    this.compared = null; // the compared timeline below this one
+    this.offset = 0; // of a compared timeline: its time minus the parent's time, ns
     this.pinned = [];
     this.libraries = parent
       ? parent.libraries
@@ -94,16 +93,16 @@ export class Timeline {
     this.painter = new Painter(this);
     this.input = new Input(this);
     this.resizeObserver = new ResizeObserver(() => {
-      self.resize();
+      this.resize();
     });
     this.resizeObserver.observe(this.stage);
-    this.onTheme = function () {
-      self.painter.readTheme();
-      self.draw();
+    this.onTheme = () => {
+      this.painter.readTheme();
+      this.draw();
     };
-    this.onUrl = function () {
-      if (location.pathname + location.search !== self.writtenUrl) {
-        self.readUrl(false);
+    this.onUrl = () => {
+      if (location.pathname + location.search !== this.writtenUrl) {
+        this.readUrl(false);
       }
     };
     window.addEventListener("advisor-theme", this.onTheme);
@@ -117,7 +116,6 @@ export class Timeline {
 
   // Creates the elements.
   build() {
-    const self = this;
     this.overview = ui.el("canvas", { cls: "tl-map", "aria-hidden": "true" });
     this.axis = ui.el("canvas", { cls: "tl-axis", "aria-hidden": "true" });
     this.canvas = ui.el("canvas", { cls: "tl-canvas", "aria-hidden": "true" });
@@ -133,8 +131,8 @@ export class Timeline {
     this.body = ui.el("div", { cls: "tl-body" }, [this.content]);
     this.message = ui.el("p", { cls: "tl-message", role: "status", text: "Reading…" });
     this.body.addEventListener("scroll", () => {
-      self.scroll = self.body.scrollTop;
-      self.draw();
+      this.scroll = this.body.scrollTop;
+      this.draw();
     });
     this.stage = ui.el(
       "div",
@@ -174,8 +172,8 @@ export class Timeline {
   // Removes the timeline and its listeners.
   destroy() {
     this.isDestroyed = true;
-    if (this.partner) {
-      this.partner.destroy();
+    if (this.compared) {
+      this.compared.destroy();
     }
     if (this.parent) {
       this.root.remove();
@@ -194,7 +192,6 @@ export class Timeline {
   // Loads a rank; null means the rank in the address, or the reported one. "span" keeps the view,
   // "usesDefault" ignores the address.
   openRank(rank, span, usesDefault) {
-    const self = this;
     const parameters = new URLSearchParams(location.search);
     if (
       rank === null &&
@@ -206,52 +203,52 @@ export class Timeline {
     }
     this.data = new TimelineData(this.run, rank, this.libraries);
     this.answer = this.overviewAnswer = null;
-    this.data.onNames = function () {
-      self.draw();
+    this.data.onNames = () => {
+      this.draw();
     };
     this.data.loadInfo().then(
       (info) => {
-        if (self.isDestroyed) {
+        if (this.isDestroyed) {
           return;
         }
-        self.message.hidden = true;
-        self.folded = {};
-        self.layout = null; // the layout has the lanes of the previous rank
+        this.message.hidden = true;
+        this.folded = {};
+        this.layout = null; // the layout has the lanes of the previous rank
         info.groups.forEach((group) => {
-          self.folded[group.key] = group.folded;
+          this.folded[group.key] = group.folded;
         });
-        self.painter.setCategories(info.categories);
-        self.panel.fillOptions(info);
-        if (self.parent) {
-          self.alignWithParent();
+        this.painter.setCategories(info.categories);
+        this.panel.fillOptions(info);
+        if (this.parent) {
+          this.alignWithParent();
           return;
         }
         if (!span) {
-          self.pinned = (parameters.get("pin") || "").split(",").filter(Boolean).slice(0, 40);
+          this.pinned = (parameters.get("pin") || "").split(",").filter(Boolean).slice(0, 40);
         }
         if (span) {
-          self.setSelectedSlice(null);
-          self.setView(span[0], span[1]);
+          this.setSelectedSlice(null);
+          this.setView(span[0], span[1]);
         } else {
-          self.readUrl(true);
+          this.readUrl(true);
         }
-        self.layOutLanes();
-        self.panel.showWelcome();
-        if (self.partner) {
-          self.setCompared(self.comparedKey);
+        this.layOutLanes();
+        this.panel.showWelcome();
+        if (this.compared) {
+          this.setCompared(this.comparedKey);
         } else if (parameters.get("beside")) {
-          self.setCompared(parameters.get("beside"));
+          this.setCompared(parameters.get("beside"));
         }
         if (!info.groups.length && !info.counters.length) {
-          self.showError("The trace has no events.");
+          this.showError("The trace has no events.");
         }
       },
       (error) => {
         if (rank !== null && !span && !usesDefault) {
-          self.openRank(null, null, true);
+          this.openRank(null, null, true);
           return;
         }
-        self.showError(error.message);
+        this.showError(error.message);
       },
     );
   }
@@ -278,23 +275,23 @@ export class Timeline {
         : info.runs.some((candidate) => {
             return candidate.key === parts[2];
           }) && parts[2] !== this.runKey());
-    if (this.partner) {
-      this.partner.destroy();
+    if (this.compared) {
+      this.compared.destroy();
     }
-    this.partner = null;
+    this.compared = null;
     this.comparedKey = isKnown ? key : "";
     this.panel.compareSelect.value = this.comparedKey;
     if (isKnown) {
       const root = ui.el("div", {
-        cls: "tl-partner",
+        cls: "tl-compared",
         "data-run": parts[1] === "run" ? parts[2] : this.runKey(),
       });
       this.left.appendChild(root);
-      this.partner = new Timeline(root, this);
+      this.compared = new Timeline(root, this);
       const comparedRun = info.runs.filter((candidate) => {
         return parts[1] === "run" && candidate.key === parts[2];
       })[0];
-      this.partner.openRank(
+      this.compared.openRank(
         parts[1] === "rank"
           ? Number(parts[2])
           : comparedRun.ranks.indexOf(info.rank) >= 0
@@ -308,36 +305,35 @@ export class Timeline {
     this.resize();
   }
 
-  // Aligns a partner with its parent, once its trace is loaded.
+  // Aligns a compared timeline with its parent, once its trace is loaded.
   alignWithParent() {
-    const self = this;
     const above = this.parent;
     const data = this.data;
     above.data.fetchJson("beside", { other_run: this.run, other_rank: data.rank }).then(
       (answer) => {
-        if (self.isDestroyed || self.data !== data) {
+        if (this.isDestroyed || this.data !== data) {
           return;
         }
-        self.shift = answer.ns;
+        this.offset = answer.ns;
         above.showCaption("");
-        self.showCaption(answer.alignment);
-        self.finding = "";
-        self.query = above.query;
-        self.layOutLanes();
-        self.panel.showWelcome();
+        this.showCaption(answer.alignment);
+        this.finding = "";
+        this.query = above.query;
+        this.layOutLanes();
+        this.panel.showWelcome();
         above.setSpan(above.x0, above.x1);
       },
       (error) => {
-        self.showError(error.message);
+        this.showError(error.message);
       },
     );
   }
 
-  // Shows the run and rank of each timeline if there are two.
-  showCaption(alignment) {
+  // Shows the run and rank of each timeline if there are two, and how their offset was found.
+  showCaption(offsetText) {
     const info = this.data.info;
     const run = info && info.runs.filter((candidate) => candidate.key === this.runKey())[0];
-    this.runCaption.hidden = !this.partner && !this.parent;
+    this.runCaption.hidden = !this.compared && !this.parent;
     if (!info || this.runCaption.hidden) {
       return;
     }
@@ -346,12 +342,12 @@ export class Timeline {
       (info.ranks.length > 1 ? " rank " + info.rank : "");
     this.runCaption.replaceChildren(
       ui.el("b", { text: text.trim() || "this run" }),
-      ui.el("span", { text: alignment ? alignment : "" }),
+      ui.el("span", { text: offsetText ? offsetText : "" }),
     );
-    this.runCaption.title = text.trim() + (alignment ? ", " + alignment : "");
+    this.runCaption.title = text.trim() + (offsetText ? ", " + offsetText : "");
   }
 
-  // Returns whether keys and the panel belong to this one of two timelines: the last one used.
+  // Returns whether this timeline was used last, and so gets the keys.
   isActive() {
     const top = this.parent || this;
     return (top.activeTimeline || top) === this;
@@ -370,7 +366,7 @@ export class Timeline {
   // Shows or hides the side panels of both timelines.
   updatePanels() {
     const top = this.parent || this;
-    const timelines = [top, top.partner].filter(Boolean);
+    const timelines = [top, top.compared].filter(Boolean);
     let isAnyOpen = false;
     if (!top.panel || !top.main) {
       return;
@@ -461,18 +457,17 @@ export class Timeline {
 
   // Puts span, finding, search and selection into the address, after a delay.
   writeUrl() {
-    const self = this;
     if (this.parent) {
       return;
     }
     clearTimeout(this.urlTimer);
     this.urlTimer = setTimeout(() => {
-      self.urlTimer = undefined;
-      if (self.isDestroyed || !self.data.info) {
+      this.urlTimer = undefined;
+      if (this.isDestroyed || !this.data.info) {
         return;
       }
       const parameters = new URLSearchParams(location.search);
-      const info = self.data.info;
+      const info = this.data.info;
       function setParameter(key, value) {
         if (value === null || value === "") {
           parameters.delete(key);
@@ -481,21 +476,21 @@ export class Timeline {
         }
       }
       const isWholeTrace =
-        Math.abs(self.x0 - info.first_ns) < 1 && Math.abs(self.x1 - info.last_ns) < 1;
-      setParameter("x0", isWholeTrace ? null : Math.floor(self.x0));
-      setParameter("x1", isWholeTrace ? null : Math.ceil(self.x1));
+        Math.abs(this.x0 - info.first_ns) < 1 && Math.abs(this.x1 - info.last_ns) < 1;
+      setParameter("x0", isWholeTrace ? null : Math.floor(this.x0));
+      setParameter("x1", isWholeTrace ? null : Math.ceil(this.x1));
       setParameter("rank", info.ranks.length > 1 || parameters.has("rank") ? info.rank : null);
-      setParameter("finding", self.instant === null ? null : self.finding);
-      setParameter("focus", self.instant === null ? self.finding : self.instant);
-      setParameter("q", self.query);
-      setParameter("sel", self.selectedSlice ? self.selectedSlice.id : null);
-      setParameter("pin", self.pinned.join(","));
-      setParameter("beside", self.comparedKey);
-      setParameter("libraries", self.libraries ? 1 : null);
+      setParameter("finding", this.instant === null ? null : this.finding);
+      setParameter("focus", this.instant === null ? this.finding : this.instant);
+      setParameter("q", this.query);
+      setParameter("sel", this.selectedSlice ? this.selectedSlice.id : null);
+      setParameter("pin", this.pinned.join(","));
+      setParameter("beside", this.comparedKey);
+      setParameter("libraries", this.libraries ? 1 : null);
       const text = parameters.toString();
-      self.writtenUrl = location.pathname + (text ? "?" + text : "");
-      if (self.writtenUrl !== location.pathname + location.search) {
-        history.replaceState(history.state, "", self.writtenUrl);
+      this.writtenUrl = location.pathname + (text ? "?" + text : "");
+      if (this.writtenUrl !== location.pathname + location.search) {
+        history.replaceState(history.state, "", this.writtenUrl);
       }
     }, 250);
   }
@@ -519,7 +514,6 @@ export class Timeline {
 
   // Lays out the rows and creates their labels.
   layOutLanes() {
-    const self = this;
     const info = this.data.info;
     const layout = (this.layout = layOutRows(info, this.folded, this.isNarrow, this.pinned));
     this.content.style.height = layout.height + "px";
@@ -558,18 +552,18 @@ export class Timeline {
           );
       if (pinButton) {
         pinButton.addEventListener("click", () => {
-          self.togglePin(key);
+          this.togglePin(key);
         });
       }
       // the label stays visible while any of its lanes is
       const labelBox = ui.el("div", { cls: "tl-box" }, [
         ui.el("div", { cls: "tl-row" }, [node, pinButton]),
       ]);
-      const above = self.isNarrow ? LABEL_HEIGHT : labelOverhang(box.h);
+      const above = this.isNarrow ? LABEL_HEIGHT : labelOverhang(box.h);
       labelBox.style.top = box.y - above + "px";
       labelBox.style.height = Math.max(box.h + above, LABEL_HEIGHT) + "px";
       node.addEventListener("click", () => {
-        self.toggleFold(key);
+        this.toggleFold(key);
       });
       return labelBox;
     });
@@ -667,7 +661,6 @@ export class Timeline {
     const span = ui.clamp(x1 - x0, MIN_SPAN_NS, traceSpan * 1.2 + MIN_SPAN_NS);
     const middle = ui.clamp((x0 + x1) / 2, info.first_ns, info.last_ns);
     const previous = [this.x0, this.x1];
-    const self = this;
     const target = [middle - span / 2, middle + span / 2];
     cancelAnimationFrame(this.zoomFrame);
     if (!isAnimated || ui.prefersReducedMotion() || document.hidden) {
@@ -675,17 +668,18 @@ export class Timeline {
       return;
     }
     const startTime = performance.now();
-    (function frame(now) {
+    const frame = (now) => {
       const progress = ui.clamp((now - startTime) / ZOOM_MS, 0, 1);
       const eased = 1 - Math.pow(1 - progress, 3);
-      self.setSpan(
+      this.setSpan(
         previous[0] + (target[0] - previous[0]) * eased,
         previous[1] + (target[1] - previous[1]) * eased,
       );
-      if (progress < 1 && !self.isDestroyed) {
-        self.zoomFrame = requestAnimationFrame(frame);
+      if (progress < 1 && !this.isDestroyed) {
+        this.zoomFrame = requestAnimationFrame(frame);
       }
-    })(startTime);
+    };
+    frame(startTime);
     this.target = target;
   }
 
@@ -698,15 +692,15 @@ export class Timeline {
     this.requestView();
     this.draw();
     this.writeUrl();
-    const other = this.parent || this.partner;
-    const offset = this.parent ? -this.shift : other ? other.shift : 0;
-    if (!other || this.isFollowing || !other.layout) {
+    const otherTimeline = this.parent || this.compared;
+    const offset = this.parent ? -this.offset : otherTimeline ? otherTimeline.offset : 0;
+    if (!otherTimeline || this.isFollowing || !otherTimeline.layout) {
       return;
     }
-    other.isFollowing = true;
-    cancelAnimationFrame(other.zoomFrame);
-    other.setSpan(x0 + offset, x1 + offset);
-    other.isFollowing = false;
+    otherTimeline.isFollowing = true;
+    cancelAnimationFrame(otherTimeline.zoomFrame);
+    otherTimeline.setSpan(x0 + offset, x1 + offset);
+    otherTimeline.isFollowing = false;
   }
 
   // Moves the view by a share of its span.
@@ -825,27 +819,25 @@ export class Timeline {
 
   // Selects a slice by its id.
   selectById(id, scrolls) {
-    const self = this;
     const data = this.data;
     return data.fetchJson("slice", { id }).then(
       (slice) => {
-        if (self.data !== data) {
+        if (this.data !== data) {
           return;
         }
-        self.setSelectedSlice(slice);
+        this.setSelectedSlice(slice);
         if (scrolls) {
-          self.scrollToSlice(slice);
+          this.scrollToSlice(slice);
         }
       },
       () => {
-        self.setSelectedSlice(null);
+        this.setSelectedSlice(null);
       },
     );
   }
 
   // Selects the slice that starts at an instant.
   selectStartingAt(ts, dur) {
-    const self = this;
     const query = { t: Math.round(ts) };
     if (dur !== null) {
       query.dur = Math.round(dur);
@@ -853,7 +845,7 @@ export class Timeline {
     this.data.fetchJson("find", query).then(
       (slice) => {
         if (slice) {
-          self.selectById(slice.id, true);
+          this.selectById(slice.id, true);
         }
       },
       () => {
@@ -864,7 +856,6 @@ export class Timeline {
 
   // Selects the previous or next slice in the lane.
   selectNeighbor(offset) {
-    const self = this;
     const current = this.selectedSlice;
     if (!current || current.id + offset < 0) {
       return;
@@ -874,9 +865,9 @@ export class Timeline {
         if (slice.lane !== current.lane) {
           return;
         }
-        self.setSelectedSlice(slice);
-        if (slice.ts < self.x0 || slice.ts + slice.dur > self.x1) {
-          self.goToSlice(slice);
+        this.setSelectedSlice(slice);
+        if (slice.ts < this.x0 || slice.ts + slice.dur > this.x1) {
+          this.goToSlice(slice);
         }
       },
       () => {
@@ -888,7 +879,6 @@ export class Timeline {
   // Selects a range. Once it is complete, its statistics are shown.
   setRange(range, isComplete) {
     this.range = range && Math.abs(range[1] - range[0]) >= 16 ? range : null;
-    const self = this;
     const requested = this.range;
     if (this.range === null) {
       if (!this.selectedSlice && this.data.info) {
@@ -903,12 +893,12 @@ export class Timeline {
         })
         .then(
           (stats) => {
-            if (self.range === requested) {
-              self.panel.showRange(stats);
+            if (this.range === requested) {
+              this.panel.showRange(stats);
             }
           },
           () => {
-            self.setRange(null);
+            this.setRange(null);
           },
         );
     }
@@ -968,11 +958,10 @@ export class Timeline {
 
   // Scrolls to the lane of a place.
   scrollToPlace(place) {
-    const self = this;
     this.data.fetchJson("find", { t: Math.round(place.ts), dur: Math.round(place.dur) }).then(
       (slice) => {
         if (slice) {
-          self.scrollToSlice(slice);
+          this.scrollToSlice(slice);
         }
       },
       () => {
@@ -999,18 +988,17 @@ export class Timeline {
     this.writeUrl();
   }
 
-  // Marks search matches in the partner too.
+  // Marks search matches in the compared timeline too.
   copyQueryToPartner() {
-    if (this.partner && this.partner.layout) {
-      this.partner.query = this.query;
-      this.partner.requestView();
-      this.partner.draw();
+    if (this.compared && this.compared.layout) {
+      this.compared.query = this.query;
+      this.compared.requestView();
+      this.compared.draw();
     }
   }
 
   // Moves to the next match. "countsOnly" only counts the matches.
   findMatch(query, isBackward, countsOnly) {
-    const self = this;
     const data = this.data;
     query = query.trim();
     if (!query) {
@@ -1030,19 +1018,19 @@ export class Timeline {
     }
     return data.fetchJson("search", parameters).then(
       (answer) => {
-        if (self.query !== query || self.data !== data) {
+        if (this.query !== query || this.data !== data) {
           return;
         }
         if (countsOnly) {
           delete answer.at;
         }
-        self.panel.showMatchCount(answer);
+        this.panel.showMatchCount(answer);
         if (!countsOnly && answer.total) {
-          self.goToSlice(answer);
+          this.goToSlice(answer);
         }
       },
       () => {
-        self.panel.showMatchCount({ total: 0 });
+        this.panel.showMatchCount({ total: 0 });
       },
     );
   }
@@ -1171,14 +1159,13 @@ export class Timeline {
 
   // Updates pointer and hover card; null: the pointer left.
   movePointer(x, y) {
-    const self = this;
     const slice = x === null ? null : this.sliceAt(x, y);
     const card = this.panel;
     this.pointer = x;
-    const other = this.parent || this.partner;
-    if (other) {
-      other.pointer = x;
-      other.drawOverlay();
+    const otherTimeline = this.parent || this.compared;
+    if (otherTimeline) {
+      otherTimeline.pointer = x;
+      otherTimeline.drawOverlay();
     }
     clearTimeout(this.hoverTimer);
     this.hoveredSlice = slice;
@@ -1187,15 +1174,15 @@ export class Timeline {
     card.showHoverCard(slice || (x !== null && this.counterAt(x, y)), left, top);
     if (!slice && x !== null) {
       this.hoverTimer = setTimeout(() => {
-        self.fetchSliceAt(x, y).then(
+        this.fetchSliceAt(x, y).then(
           (slice) => {
-            if (!slice || self.pointer !== x || self.isDestroyed) {
+            if (!slice || this.pointer !== x || this.isDestroyed) {
               return;
             }
             slice.label = slice.category;
-            self.hoveredSlice = slice;
+            this.hoveredSlice = slice;
             card.showHoverCard(slice, left, top);
-            self.draw();
+            this.draw();
           },
           () => {
             /* no slice there */
@@ -1223,7 +1210,6 @@ export class Timeline {
 
   // Selects the slice at a point.
   click(x, y) {
-    const self = this;
     const slice = this.sliceAt(x, y);
     if (slice) {
       this.selectById(slice.id);
@@ -1233,15 +1219,15 @@ export class Timeline {
     this.fetchSliceAt(x, y).then(
       (slice) => {
         if (slice) {
-          self.range = null;
-          self.selectById(slice.id);
+          this.range = null;
+          this.selectById(slice.id);
         } else {
-          self.setRange(null);
-          self.setSelectedSlice(null);
+          this.setRange(null);
+          this.setSelectedSlice(null);
         }
       },
       () => {
-        self.setSelectedSlice(null);
+        this.setSelectedSlice(null);
       },
     );
   }
@@ -1314,7 +1300,6 @@ export class Timeline {
       return;
     }
     const wanted = this.lanesToRequest();
-    const self = this;
     const data = this.data;
     const span = this.x1 - this.x0;
     const info = data.info;
@@ -1337,13 +1322,13 @@ export class Timeline {
       .fetchView(low, high, px, wanted.lanes, wanted.counters, focus, searchText)
       .then(
         (answer) => {
-          self.pendingView = null;
-          if (self.isDestroyed || self.data !== data) {
-            self.requestView();
+          this.pendingView = null;
+          if (this.isDestroyed || this.data !== data) {
+            this.requestView();
             return;
           }
           if (answer.version !== info.version) {
-            self.openRank(data.rank, [self.x0, self.x1]);
+            this.openRank(data.rank, [this.x0, this.x1]);
             return;
           } // a live run has a new window
           answer.counterNumbers = wanted.counters;
@@ -1355,27 +1340,26 @@ export class Timeline {
           answer.q = searchText;
           answer.firstEvent = info.first_ns;
           answer.lastEvent = info.last_ns;
-          self.answer = answer;
-          self.viewError = null;
-          if (!self.overviewAnswer) {
-            self.requestOverview();
+          this.answer = answer;
+          this.viewError = null;
+          if (!this.overviewAnswer) {
+            this.requestOverview();
           }
-          self.draw();
-          self.requestView();
+          this.draw();
+          this.requestView();
         },
         (error) => {
-          self.pendingView = null;
-          self.viewError = error;
-          self.panel.status.textContent = "The server does not respond: " + error.message;
-          self.announceReady();
-          self.resolveSettled();
+          this.pendingView = null;
+          this.viewError = error;
+          this.panel.status.textContent = "The server does not respond: " + error.message;
+          this.announceReady();
+          this.resolveSettled();
         },
       );
   }
 
   // Requests the whole trace once, for the overview and as a preview until a finer answer arrives.
   requestOverview() {
-    const self = this;
     const data = this.data;
     const info = data.info;
     let lanes = this.lanesToRequest().lanes.concat(this.overviewLanes);
@@ -1398,7 +1382,7 @@ export class Timeline {
       )
       .then(
         (overviewAnswer) => {
-          if (self.data !== data) {
+          if (this.data !== data) {
             return;
           }
           const slices = overviewAnswer.slices;
@@ -1407,49 +1391,48 @@ export class Timeline {
           })[0];
           overviewAnswer.hasLane = [];
           overviewAnswer.counterNumbers = [];
-          self.overviewAnswer = overviewAnswer;
-          self.stepStarts = [];
+          this.overviewAnswer = overviewAnswer;
+          this.stepStarts = [];
           for (let i = 0; stepGroup && i < slices.n; i++) {
             if (slices.lane[i] === stepGroup.first) {
-              self.stepStarts.push(overviewAnswer.x0 + slices.start[i]);
+              this.stepStarts.push(overviewAnswer.x0 + slices.start[i]);
             }
           }
-          self.draw();
+          this.draw();
         },
         () => {
-          self.announceReady(); /* without an overview */
+          this.announceReady(); /* without an overview */
         },
       );
   }
 
   // Draws everything in the next animation frame.
   draw() {
-    const self = this;
     if (this.mainFrame || this.isDestroyed) {
       return;
     }
     this.mainFrame = requestAnimationFrame(() => {
-      self.mainFrame = 0;
-      if (self.isDestroyed) {
+      this.mainFrame = 0;
+      if (this.isDestroyed) {
         return;
       }
-      self.painter.drawLanes();
-      self.painter.drawAxis();
-      self.painter.drawOverview();
-      self.painter.drawOverlay();
-      self.panel.showStatus();
-      self.panel.debounce("calm", 350, () => {
-        self.panel.updateLegend();
-        self.panel.fillTable();
+      this.painter.drawLanes();
+      this.painter.drawAxis();
+      this.painter.drawOverview();
+      this.painter.drawOverlay();
+      this.panel.showStatus();
+      this.panel.debounce("calm", 350, () => {
+        this.panel.updateLegend();
+        this.panel.fillTable();
       });
-      if (self.answer && !self.paintedAt && !self.parent) {
-        self.paintedAt = performance.now();
+      if (this.answer && !this.paintedAt && !this.parent) {
+        this.paintedAt = performance.now();
         performance.mark("advisor-timeline-painted");
       }
-      if (self.answer && self.overviewAnswer) {
-        self.announceReady();
+      if (this.answer && this.overviewAnswer) {
+        this.announceReady();
       }
-      self.resolveSettled();
+      this.resolveSettled();
     });
   }
 
@@ -1466,22 +1449,20 @@ export class Timeline {
 
   // Draws only the overlay in the next animation frame.
   drawOverlay() {
-    const self = this;
     if (this.overlayFrame || this.mainFrame) {
       return;
     }
     this.overlayFrame = requestAnimationFrame(() => {
-      self.overlayFrame = 0;
-      self.painter.drawOverlay();
+      this.overlayFrame = 0;
+      this.painter.drawOverlay();
     });
   }
 
   // Resolves when the view is completely drawn. Tests and benchmarks use it.
   whenSettled() {
-    const self = this;
     return new Promise((resolve) => {
-      self.settledCallbacks.push(resolve);
-      self.resolveSettled();
+      this.settledCallbacks.push(resolve);
+      this.resolveSettled();
     });
   }
 

@@ -348,7 +348,7 @@ class _Appends(NamedTuple):
 
     @property
     def evidence(self) -> int:
-        """Number of lengths, or of calls where it slides."""
+        """Number of lengths, or of calls if the oldest entries are dropped."""
         return len(self.calls) if self.drops_oldest else len(self.lengths)
 
 

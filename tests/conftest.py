@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks
 
 from benchmarks import public_traces
 from tests import corpus_analyses
-from tests.corpus_analyses import file_among
+from tests.corpus_analyses import find_corpus_file
 
 # what the user of this machine remembers is not part of the tests
 os.environ["ADVISOR_LEDGER"] = os.devnull + "/ledger.jsonl"
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def file_of(item: pytest.Item) -> str:
     """Name of the corpus's file that a test is about; "" for other tests."""
-    return file_among(item.callspec.params.values()) if hasattr(item, "callspec") else ""
+    return find_corpus_file(item.callspec.params.values()) if hasattr(item, "callspec") else ""
 
 
 def pytest_collection_finish() -> None:

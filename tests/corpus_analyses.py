@@ -100,8 +100,8 @@ def _without_suffix(name: str) -> str:
     return name.removesuffix(next(suffix for suffix in SUFFIXES if name.endswith(suffix)))
 
 
-def file_among(values: Iterable[object]) -> str:
-    """Name of the file of the corpus that is one of a test's parameters; "" if none is."""
+def find_corpus_file(values: Iterable[object]) -> str:
+    """Find the corpus file among a test's parameters, and return its name; "" without one."""
     for value in values:
         if isinstance(value, str | Path) and str(value):
             name = _without_suffix(str(value).removeprefix(f"{CORPUS}/"))

@@ -2,9 +2,9 @@
 
     python random_programs.py FOLDER FIRST LAST
 
-Each program is drawn from its number: what it learns from, and what happens around and inside its
-steps. A batch of programs runs in a child of its own; of one that does not come back, the programs
-run one by one, to name those that end a process. Prints a line of JSON for each that differs.
+Each program is drawn from its number: the source of its batches, and what happens around and inside
+its steps. Each batch of programs runs in a child process. If that process dies, its programs run
+one by one, to name those that end a process. Prints a line of JSON for each program that differs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Program:
         self.elsewhere: Any = nn.Linear(4, 1)
         kinds = [name for name in dir(self) if name.startswith("learn_")]
         self.kind = self.rng.choice(kinds)
-        extras = [name for name in dir(self) if name.startswith("and_")]
+        extras = [name for name in dir(self) if name.startswith("add_")]
         self.extras = self.rng.sample(extras, self.rng.choice((0, 0, 1, 1, 2, 3)))
         for profiler in [name for name in self.extras if "profiler" in name][1:]:
             self.extras.remove(profiler)  # two at once crash by themselves
@@ -106,7 +106,7 @@ class Program:
         if inner and self.kind in ("learn_by_hand", "learn_accumulating"):
             self.steps = None  # the step of another optimizer inside of a hook is one, or is not
 
-        if "and_an_exception" in self.extras and self.kind == "learn_by_hand":
+        if "add_an_exception" in self.extras and self.kind == "learn_by_hand":
             self.steps = None  # the first backward may be the one that raises: two steps are one
 
     def __str__(self) -> str:
@@ -321,7 +321,7 @@ class Program:
 
     # -- what else happens ----------------------------------------------------------------------
 
-    def and_an_exception(self, number: int, x: Any, y: Any) -> None:
+    def add_an_exception(self, number: int, x: Any, y: Any) -> None:
         if self.rng.random() < 0.5:
             return
         place = self.rng.choice(("forward", "backward", "optimizer", "wrong"))
@@ -342,35 +342,35 @@ class Program:
         except Exception as error:
             self.messages.append(f"{type(error).__name__}: {error}"[:200])
 
-    def and_validation(self, number: int, x: Any, y: Any) -> None:
+    def add_validation(self, number: int, x: Any, y: Any) -> None:
         if number % 4 == 3:
             self.net.eval()
             with torch.no_grad():
                 self._loss(self.net, x, y)
             self.net.train()
 
-    def and_a_step_in_a_forward_hook(self, number: int, x: Any, y: Any) -> None:
+    def add_a_step_in_a_forward_hook(self, number: int, x: Any, y: Any) -> None:
         if number == 1:
             hook = lambda *_: self._inner_step()  # noqa: E731
             self.handles.append(self.net[0].register_forward_hook(hook))
 
-    def and_a_step_in_a_tensor_hook(self, number: int, x: Any, y: Any) -> None:
+    def add_a_step_in_a_tensor_hook(self, number: int, x: Any, y: Any) -> None:
         if number == 1:
             weight = next(self.net.parameters())
             self.handles.append(weight.register_hook(lambda grad: self._inner_step()))
 
-    def and_a_step_in_a_backward_hook(self, number: int, x: Any, y: Any) -> None:
+    def add_a_step_in_a_backward_hook(self, number: int, x: Any, y: Any) -> None:
         if number == 1:
             hook = lambda *_: self._inner_step()  # noqa: E731
             self.handles.append(self.net[-1].register_full_backward_hook(hook))
 
-    def and_a_step_in_an_optimizer_hook(self, number: int, x: Any, y: Any) -> None:
+    def add_a_step_in_an_optimizer_hook(self, number: int, x: Any, y: Any) -> None:
         if number == 1:
             hook = lambda *_: self._inner_step()  # noqa: E731
             register = self.rng.choice(("register_step_pre_hook", "register_step_post_hook"))
             self.handles.append(getattr(self.optimizer, register)(hook))
 
-    def and_a_thread(self, number: int, x: Any, y: Any) -> None:
+    def add_a_thread(self, number: int, x: Any, y: Any) -> None:
         if number % 3 == 0:
             thread = threading.Thread(target=self._learn_elsewhere)
             thread.start()
@@ -378,7 +378,7 @@ class Program:
                 self.net(x)
             thread.join()
 
-    def and_a_profiler(self, number: int, x: Any, y: Any) -> None:
+    def add_a_profiler(self, number: int, x: Any, y: Any) -> None:
         if number == self.rng.randrange(ITERATIONS):
             stacks = self.rng.random() < 0.3
             with torch.profiler.profile(with_stack=stacks) as seen:
@@ -387,7 +387,7 @@ class Program:
             names = sorted(e.key for e in seen.key_averages() if e.key.startswith("aten"))
             self.messages.append(" ".join(names))
 
-    def and_a_long_profiler(self, number: int, x: Any, y: Any) -> None:
+    def add_a_long_profiler(self, number: int, x: Any, y: Any) -> None:
         if number == 2:
             self.profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
@@ -401,7 +401,7 @@ class Program:
             self.profiler.stop()
             self.profiler = None
 
-    def and_a_profiler_in_a_hook(self, number: int, x: Any, y: Any) -> None:
+    def add_a_profiler_in_a_hook(self, number: int, x: Any, y: Any) -> None:
         if number == self.rng.randrange(ITERATIONS):
 
             def hook(*_: Any) -> None:
@@ -413,7 +413,7 @@ class Program:
             self.net(x)
             handle.remove()
 
-    def and_a_trace(self, number: int, x: Any, y: Any) -> None:
+    def add_a_trace(self, number: int, x: Any, y: Any) -> None:
         if number == self.rng.randrange(ITERATIONS):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -421,20 +421,20 @@ class Program:
             self.net.train()
             self.losses.append(traced(x).sum().item())
 
-    def and_a_transform(self, number: int, x: Any, y: Any) -> None:
+    def add_a_transform(self, number: int, x: Any, y: Any) -> None:
         if number % 4 == 1:
             slope = torch.func.vmap(torch.func.grad(lambda v: self.inner(v).sum()))
             self.losses.append(slope(x.detach()).sum().item())
 
-    def and_ranges(self, number: int, x: Any, y: Any) -> None:
+    def add_ranges(self, number: int, x: Any, y: Any) -> None:
         with torch.profiler.record_function("outer"):
             self.losses.append(float(x.sum()))
 
-    def and_a_checkpoint(self, number: int, x: Any, y: Any) -> None:
+    def add_a_checkpoint(self, number: int, x: Any, y: Any) -> None:
         if number % 5 == 4:
             torch.save(self.net.state_dict(), os.devnull)
 
-    def and_a_compiled_step(self, number: int, x: Any, y: Any) -> None:
+    def add_a_compiled_step(self, number: int, x: Any, y: Any) -> None:
         if self.compiling and number == 3:
             before = self.net
             torch._dynamo.reset()

@@ -43,7 +43,7 @@ def in_inference_mode_with_workers(t: Any) -> None:
             t.net(x).argmax(-1)
 
 
-def with_gradients_that_nobody_wants(t: Any) -> None:
+def without_no_grad(t: Any) -> None:
     for _ in range(20):
         t.net(t.x)
 
@@ -100,7 +100,7 @@ def a_transform_before_each_forward(t: Any) -> None:
     [
         infer_plainly,
         in_inference_mode_with_workers,
-        with_gradients_that_nobody_wants,
+        without_no_grad,
         without_a_loader,
         batches_fetched_ahead,
         one_batch_again_and_again,
@@ -246,7 +246,7 @@ def test_transforms_before_a_model_are_not_steps(record: Any) -> None:
 
 
 def test_graphs_of_a_loop_that_never_trains_are_counted(record: Any) -> None:
-    rank_record = record(with_gradients_that_nobody_wants)
+    rank_record = record(without_no_grad)
     assert [step.unused_graphs for step in rank_record.steps] == [1] * 20
     assert not any(step.unused_graphs for step in record(without_a_loader).steps)
 

@@ -44,7 +44,7 @@ def gain(replayer: WindowReplayer, workers: int = 4) -> float:
 
 
 def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
-    """6 of 10 ms go, but for the hand-over of a batch (1.5 ms), and a tenth that the rest loses."""
+    """Loading takes 6 of 10 ms. 1.5 ms of it remain to transfer a batch; the rest slows by 10%."""
     assert gain(replayer(computed=True, used=None)) == pytest.approx(0.39, abs=0.02)
 
 
@@ -53,8 +53,8 @@ def test_idle_cores_do_the_work() -> None:
 
 
 def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
-    """Two cores, both busy: what is left is the main thread's own share while it does not load,
-    0.6 of a core, so that a batch takes 7.5 / 0.6 = 12.5 ms: the worker hands it over in 1.5 ms."""
+    """Both cores are busy. A worker only gets the 0.6 of a core that the main thread frees by not
+    loading. A batch then takes 7.5 / 0.6 = 12.5 ms, with 1.5 ms for its transfer."""
     assert gain(replayer(computed=True, used=2.0)) == pytest.approx(-0.25, abs=0.02)
 
 

@@ -239,7 +239,7 @@ def write_mutant(number: int, seed: bytes, path: Path) -> str:
     chance = random.Random(number)
     story = []
     if seed.startswith((b"{", b"[")):
-        path.write_bytes(every.mutate_text(seed, every.JSON, chance))
+        path.write_bytes(every.mutate_text(seed, every.JSON_MUTATIONS, chance))
         return f"{number}: JSON"
     if not seed.startswith(b"SQLite"):
         path.write_bytes(_mutate_bytes(seed, chance))
@@ -308,7 +308,7 @@ def damaged_logdir(number: int, seeds: dict[str, bytes], folder: Path) -> str:
             if what == "unusual":
                 every.replace_file(file, chance)
             elif what == "inside" and file is timeline:
-                text = every.mutate_text(seeds["xla timeline"], every.JSON, chance)
+                text = every.mutate_text(seeds["xla timeline"], every.JSON_MUTATIONS, chance)
                 file.write_bytes(gzip.compress(text))
             elif what in ("bytes", "inside"):
                 file.write_bytes(_mutate_bytes(sound, chance))

@@ -33,17 +33,14 @@ from tests.read import test_mutations as mutations
 from tests.read.nccl import logs as nccl_logs
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
-SAMPLE = 8
+MUTANTS_BY_DEFAULT = 8
 CHUNK = 100
-SECONDS = 20.0
-ROOM, FACTOR = 500 << 20, 10
-"""Memory that a command may take: so much, or so many times its input."""
+MAX_SECONDS = 20.0
+MAX_MEMORY_BYTES, MAX_MEMORY_PER_INPUT_BYTE = 500 << 20, 10
+"""Memory a command may use: the larger of a fixed number of bytes and a multiple of its input."""
 
 
-Chance = random.Random
-
-
-# -- what is mutated ----------------------------------------------------------------------------
+# -- what is mutated ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +55,8 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert cli.run(["analyze", str(run), "-o", str(folder / "report.json")]) == 0
     arguments = ["compare", str(run), str(folder / "after.json"), "--format", "json"]
     assert cli.run([*arguments, "-o", str(folder / "comparison.json")]) == 0
-    config = b"""[project]\nname = "x"\n[tool.advisor.rules.loader-stall]\nenabled = true
-[tool.advisor.rules.small-kernels]\nenabled = false\nmin_share = 0.1\n"""
+    config = b"""[project]\nname = "x"\n[tool.advisor.rules.dataloader-wait]\nenabled = true
+[tool.advisor.rules.launch-bound]\nenabled = false\nmin_share = 0.1\n"""
     timeline = [[i * 1000, i % 3, 512 * i, i % 8] for i in range(50)]
     return {
         "folder": folder,
@@ -73,9 +70,9 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-# -- how ----------------------------------------------------------------------------------------
+# -- mutations of texts ---------------------------------------------------------------------------
 
-TEXTS = [
+TEXT_MUTATIONS = [
     mutations.cut_off,
     mutations.lose_the_start,
     mutations.flip_bytes,
@@ -87,7 +84,7 @@ TEXTS = [
     mutations.other_encoding,
     mutations.concatenate,
 ]
-NESTED = [
+NESTED_VALUES = [
     b"[" * 5000,
     b'{"a":' * 5000,
     b"[" * 100_000 + b"]" * 100_000,
@@ -96,92 +93,105 @@ NESTED = [
 DEPTH = 40
 
 
-def change_any_value(text: bytes, chance: Chance) -> bytes:
-    """Values of other types, absurd figures and hostile texts, anywhere in a JSON document."""
+def change_any_value(text: bytes, rng: random.Random) -> bytes:
+    """Replace values of a JSON document by other types, absurd figures or hostile texts."""
     document = json.loads(text)
-    for _ in range(chance.choice([1, 1, 3, 20])):
+    for _ in range(rng.choice([1, 1, 3, 20])):
         at = document
         for _ in range(DEPTH):
             keys = list(at) if isinstance(at, dict) else list(range(len(at)))
             if not keys:
                 break
-            key = chance.choice(keys)
-            if isinstance(at[key], dict | list) and chance.random() < 0.85:
+            key = rng.choice(keys)
+            if isinstance(at[key], dict | list) and rng.random() < 0.85:
                 at = at[key]
                 continue
-            if chance.random() < 0.15 and isinstance(at, dict):
+            if rng.random() < 0.15 and isinstance(at, dict):
                 del at[key]
             else:
-                at[key] = chance.choice(
+                at[key] = rng.choice(
                     [*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES]
                 )
             break
     return bytes(mutations.to_json(document))
 
 
-def nest_a_value(text: bytes, chance: Chance) -> bytes:
-    """A value as deep as a reader's stack, in the place of another."""
+def nest_a_value(text: bytes, rng: random.Random) -> bytes:
+    """Replace a value by one nested deeper than a reader's stack."""
     parts = text.split(b":")
-    at = chance.randrange(len(parts))
-    return b":".join([*parts[:at], chance.choice(NESTED), *parts[at + 1 :]])
+    at = rng.randrange(len(parts))
+    return b":".join([*parts[:at], rng.choice(NESTED_VALUES), *parts[at + 1 :]])
 
 
-def stretch_a_list(text: bytes, chance: Chance) -> bytes:
-    """A list of very many trifles, in the place of a value."""
+def stretch_a_list(text: bytes, rng: random.Random) -> bytes:
+    """Replace a value by a list of 200,000 small values."""
     parts = text.split(b":")
-    at = chance.randrange(len(parts))
-    many = b"[" + b",".join([chance.choice([b"{}", b"[]", b"0", b'""'])] * 200_000) + b"]"
+    at = rng.randrange(len(parts))
+    many = b"[" + b",".join([rng.choice([b"{}", b"[]", b"0", b'""'])] * 200_000) + b"]"
     return b":".join([*parts[:at], many, *parts[at + 1 :]])
 
 
-def change_a_line(text: bytes, chance: Chance) -> bytes:
+def change_a_line(text: bytes, rng: random.Random) -> bytes:
     """Mutate single lines of JSON lines in the same way."""
     lines = text.split(b"\n")
-    for _ in range(chance.choice([1, 3, 30])):
-        at = chance.randrange(len(lines))
+    for _ in range(rng.choice([1, 3, 30])):
+        at = rng.randrange(len(lines))
         try:
-            lines[at] = chance.choice([change_any_value, nest_a_value])(lines[at], chance)
+            lines[at] = rng.choice([change_any_value, nest_a_value])(lines[at], rng)
         except mutations.NOT_FOR_THIS_TEXT:
-            lines[at] = chance.randbytes(30)
+            lines[at] = rng.randbytes(30)
     return b"\n".join(lines)
 
 
-def one_field_of_all_lines(text: bytes, chance: Chance) -> bytes:
-    """A value of every line replaced by the same one."""
+def set_field_in_all_lines(text: bytes, rng: random.Random) -> bytes:
+    """Replace one field of every line by the same value."""
     rows = [json.loads(line) for line in text.split(b"\n") if line]
-    key = chance.choice(sorted({key for row in rows for key in row}))
-    value = chance.choice([*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES])
+    key = rng.choice(sorted({key for row in rows for key in row}))
+    value = rng.choice([*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES])
     return b"\n".join(bytes(mutations.to_json({**row, key: value})) for row in rows)
 
 
-JSON = [*TEXTS, change_any_value, change_any_value, change_any_value, nest_a_value, stretch_a_list]
-LINES = [*JSON, change_a_line, change_a_line, one_field_of_all_lines, one_field_of_all_lines]
-RUN_FILES = {
-    MANIFEST: JSON,
-    f"rank0/{RANK}": JSON,
-    f"rank0/{STEPS}": LINES,
-    f"rank0/{TELEMETRY}": LINES,
-    f"rank0/{EVENTS}": LINES,
-    f"rank0/{SCALENE}": JSON,
+JSON_MUTATIONS = [
+    *TEXT_MUTATIONS,
+    change_any_value,
+    change_any_value,
+    change_any_value,
+    nest_a_value,
+    stretch_a_list,
+]
+JSON_LINES_MUTATIONS = [
+    *JSON_MUTATIONS,
+    change_a_line,
+    change_a_line,
+    set_field_in_all_lines,
+    set_field_in_all_lines,
+]
+RUN_FILE_MUTATIONS = {
+    MANIFEST: JSON_MUTATIONS,
+    f"rank0/{RANK}": JSON_MUTATIONS,
+    f"rank0/{STEPS}": JSON_LINES_MUTATIONS,
+    f"rank0/{TELEMETRY}": JSON_LINES_MUTATIONS,
+    f"rank0/{EVENTS}": JSON_LINES_MUTATIONS,
+    f"rank0/{SCALENE}": JSON_MUTATIONS,
 }
 
 
-def mutate_text(text: bytes, how: list[Any], chance: Chance) -> bytes:
+def mutate_text(text: bytes, how: list[Any], rng: random.Random) -> bytes:
     """Change a text once or twice."""
-    for _ in range(chance.choice([1, 1, 2])):
+    for _ in range(rng.choice([1, 1, 2])):
         try:
-            text = chance.choice(how)(text, chance) if text else text
+            text = rng.choice(how)(text, rng) if text else text
         except mutations.NOT_FOR_THIS_TEXT:
             continue
     return text
 
 
-def replace_file(file: Path, chance: Chance) -> None:
-    """Something that is no regular file, in a file's place."""
+def replace_file(file: Path, rng: random.Random) -> None:
+    """Replace a file by something that is no regular file, or remove it."""
     if file.is_dir():
         file.rmdir()
     file.unlink(missing_ok=True)
-    kind = chance.choice(["pipe", "folder", "loop", "zero", "nothing", "dangling"])
+    kind = rng.choice(["pipe", "folder", "loop", "zero", "nothing", "dangling"])
     if kind == "pipe":
         os.mkfifo(file)
     elif kind == "folder":
@@ -194,10 +204,10 @@ def replace_file(file: Path, chance: Chance) -> None:
         file.symlink_to("not-there")
 
 
-def pack(text: bytes, chance: Chance) -> bytes:
-    """Packed in one way or another, and damaged there too."""
-    kind = chance.choice(["gz", "gz members", "zst", "zst frames", "both"])
-    size = chance.choice([7, 100, 5000])
+def pack(text: bytes, rng: random.Random) -> bytes:
+    """Compress a text in one of several ways, and often damage the result."""
+    kind = rng.choice(["gz", "gz members", "zst", "zst frames", "both"])
+    size = rng.choice([7, 100, 5000])
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     if kind == "gz":
         data = gzip.compress(text)
@@ -209,26 +219,26 @@ def pack(text: bytes, chance: Chance) -> bytes:
         data = b"".join(zstandard.compress(part) for part in parts[:3000])
     else:
         data = gzip.compress(zstandard.compress(text))
-    if chance.random() < 0.7:
-        data = chance.choice(TEXTS)(data, chance)
+    if rng.random() < 0.7:
+        data = rng.choice(TEXT_MUTATIONS)(data, rng)
     return data
 
 
-# -- through what -------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------
 
 FORMATS = ("terminal", "json", "markdown", "html", "sarif", "github")
 
 
-def command_line(path: Path, out: Path, seeds: dict[str, Any], chance: Chance) -> list[str]:
+def command_line(path: Path, out: Path, seeds: dict[str, Any], rng: random.Random) -> list[str]:
     """Build a command line that reads the path."""
-    redacted = ["--redact"] if chance.random() < 0.3 else []
+    redacted = ["--redact"] if rng.random() < 0.3 else []
     other = str(seeds["folder"] / "after.json")
-    return chance.choice(
+    return rng.choice(
         [
-            ["analyze", str(path), "--format", chance.choice(FORMATS), *redacted],
-            ["analyze", str(path), "--format", chance.choice(FORMATS), *redacted],
+            ["analyze", str(path), "--format", rng.choice(FORMATS), *redacted],
+            ["analyze", str(path), "--format", rng.choice(FORMATS), *redacted],
             ["whatif", str(path), "-e", "scale kernel:gemm 0.5", "-e", "remove gap:data"],
-            ["compare", str(path), other, "--format", chance.choice(FORMATS[:3]), *redacted],
+            ["compare", str(path), other, "--format", rng.choice(FORMATS[:3]), *redacted],
             ["compare", other, str(path), *redacted],
             ["report", str(path), "--html", str(out / "report.html"), *redacted],
             ["export", str(path), "--perfetto", str(out / "out.json"), *redacted],
@@ -274,29 +284,31 @@ def dashboard(path: Path) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """A command line must end well or with one line, in this process."""
+    """Run a command line in this process and assert that it exits with 0 or 2."""
     assert cli.run(arguments) in (0, 2)
 
 
 def check_command(
-    act: Callable[[], None], story: str, size: int, capsys: pytest.CaptureFixture[str]
+    command: Callable[[], None], description: str, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run it: no exception, one line of complaint at most, soon, in bounded memory."""
+    """Assert that a command raises nothing, prints one error line at most, and stays in bounds."""
     capsys.readouterr()
     mutations.reset_peak_memory()
     memory, started = mutations.resident("VmRSS"), time.process_time()
     try:
         with mutations.time_limit():
-            act()
+            command()
     except Exception as error:
-        raise AssertionError(f"{story}: {type(error).__name__}") from error
+        raise AssertionError(f"{description}: {type(error).__name__}") from error
     output, messages = capsys.readouterr()
-    assert RULE_FAILED not in output, story  # a rule broke
+    assert RULE_FAILED not in output, description  # a rule broke
     complaints = [line for line in messages.splitlines() if line.startswith("advisor: ")]
-    assert "Traceback" not in messages, story
-    assert len(complaints) <= 1, story
-    assert time.process_time() - started < SECONDS, story
-    assert mutations.resident("VmHWM") - memory < max(ROOM, FACTOR * size), story
+    assert "Traceback" not in messages, description
+    assert len(complaints) <= 1, description
+    assert time.process_time() - started < MAX_SECONDS, description
+    assert mutations.resident("VmHWM") - memory < max(
+        MAX_MEMORY_BYTES, MAX_MEMORY_PER_INPUT_BYTE * size
+    ), description
 
 
 def tree_size(path: Path) -> int:
@@ -304,76 +316,76 @@ def tree_size(path: Path) -> int:
     return sum(f.lstat().st_size for f in files)
 
 
-# -- the kinds ----------------------------------------------------------------------------------
+# -- mutants of each kind -------------------------------------------------------------------------
 
-Act = tuple[str, Path, Callable[[], None]]
+Mutant = tuple[str, Path, Callable[[], None]]
 
 
-def of_runs(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A run directory with one or two of its files damaged or replaced."""
-    chance = random.Random(number)
+def mutate_run(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage or replace one or two files of a run directory."""
+    rng = random.Random(number)
     folder = place / "run"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(seeds["run"], folder, symlinks=True)
-    names = [chance.choice(list(RUN_FILES)) for _ in range(chance.choice([1, 1, 2]))]
-    if chance.random() < 0.4:  # without its trace the record is all there is
+    names = [rng.choice(list(RUN_FILE_MUTATIONS)) for _ in range(rng.choice([1, 1, 2]))]
+    if rng.random() < 0.4:  # without its trace the record is all there is
         (folder / "rank0" / "trace_w0.json.gz").unlink(missing_ok=True)
     for name in names:
         file = folder / name
-        if chance.random() < 0.15:
-            replace_file(file, chance)
+        if rng.random() < 0.15:
+            replace_file(file, rng)
         elif file.is_file():
-            file.write_bytes(mutate_text(file.read_bytes(), RUN_FILES[name], chance))
-    story = f"run {number} {names}"
-    if chance.random() < 0.15:
-        return story, folder, lambda: dashboard(folder)
-    line = command_line(folder, place, seeds, chance)
-    return f"{story} {line}", folder, lambda: run(line)
+            file.write_bytes(mutate_text(file.read_bytes(), RUN_FILE_MUTATIONS[name], rng))
+    description = f"run {number} {names}"
+    if rng.random() < 0.15:
+        return description, folder, lambda: dashboard(folder)
+    line = command_line(folder, place, seeds, rng)
+    return f"{description} {line}", folder, lambda: run(line)
 
 
-def of_traces(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A trace, mutated as the reader's own suite does it."""
-    chance = random.Random(number)
+def mutate_trace(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Mutate a trace with the mutations of the reader's own suite."""
+    rng = random.Random(number)
     file = place / "trace.json"
     how, data = mutations.make_mutant(
         50_000 + number, [seeds["trace"], *mutations.sound_traces()[:1]]
     )
     file.write_bytes(data)
-    if chance.random() < 0.1:
+    if rng.random() < 0.1:
         return f"trace {how}", file, lambda: dashboard(file)
-    line = command_line(file, place, seeds, chance)
+    line = command_line(file, place, seeds, rng)
     return f"trace {how} {line}", file, lambda: run(line)
 
 
-def of_packed_traces(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """Pack a trace, and damage the packing."""
-    chance = random.Random(number)
+def mutate_packed_trace(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Compress a trace, and often damage the archive."""
+    rng = random.Random(number)
     file = place / "trace.json.gz"
-    file.write_bytes(pack(seeds["trace"], chance))
-    line = command_line(file, place, seeds, chance)
+    file.write_bytes(pack(seeds["trace"], rng))
+    line = command_line(file, place, seeds, rng)
     return f"packed {number} {line}", file, lambda: run(line)
 
 
-def of_reports(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """Render a saved report again."""
-    chance = random.Random(number)
+def mutate_report(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage a saved report, and render it again."""
+    rng = random.Random(number)
     file = place / "report.json"
-    file.write_bytes(mutate_text(seeds["report"], JSON, chance))
-    line = ["report", str(file), "--format", chance.choice(FORMATS)]
-    if chance.random() < 0.3:
-        line = command_line(file, place, seeds, chance)
-    if chance.random() < 0.4:
+    file.write_bytes(mutate_text(seeds["report"], JSON_MUTATIONS, rng))
+    line = ["report", str(file), "--format", rng.choice(FORMATS)]
+    if rng.random() < 0.3:
+        line = command_line(file, place, seeds, rng)
+    if rng.random() < 0.4:
         line = [*line, "--redact"] if line[0] != "whatif" and "--redact" not in line else line
     return f"report {number} {line}", file, lambda: run(line)
 
 
-def of_comparisons(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A saved comparison, read back; and given where a trace or a report is wanted."""
-    chance = random.Random(number)
+def mutate_comparison(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage a saved comparison, and read it as a comparison, a trace or a report."""
+    rng = random.Random(number)
     file = place / "comparison.json"
-    file.write_bytes(mutate_text(seeds["comparison"], JSON, chance))
-    if chance.random() < 0.3:
-        line = command_line(file, place, seeds, chance)
+    file.write_bytes(mutate_text(seeds["comparison"], JSON_MUTATIONS, rng))
+    if rng.random() < 0.3:
+        line = command_line(file, place, seeds, rng)
         return f"comparison {number} {line}", file, lambda: run(line)
 
     def read() -> None:
@@ -390,14 +402,14 @@ def of_comparisons(number: int, seeds: dict[str, Any], place: Path) -> Act:
     return f"comparison {number}", file, read
 
 
-def of_configs(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """Write a pyproject.toml above the folder."""
-    chance = random.Random(number)
+def mutate_config(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage the pyproject.toml of a folder, or replace it."""
+    rng = random.Random(number)
     file = place / "pyproject.toml"
-    if chance.random() < 0.05:
-        replace_file(file, chance)
+    if rng.random() < 0.05:
+        replace_file(file, rng)
     else:
-        text = mutate_text(seeds["config"], TEXTS, chance)
+        text = mutate_text(seeds["config"], TEXT_MUTATIONS, rng)
         deep = [
             b"a=" + b"[" * 5000,
             b"a=" + b"{a=" * 3000,
@@ -408,7 +420,7 @@ def of_configs(number: int, seeds: dict[str, Any], place: Path) -> Act:
         if file.is_dir():
             file.rmdir()
         file.unlink(missing_ok=True)
-        file.write_bytes(chance.choice(deep) + text if chance.random() < 0.1 else text)
+        file.write_bytes(rng.choice(deep) + text if rng.random() < 0.1 else text)
 
     def read() -> None:
         try:
@@ -419,11 +431,11 @@ def of_configs(number: int, seeds: dict[str, Any], place: Path) -> Act:
     return f"config {number}", file, read
 
 
-def of_scalene(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """Write a profile of Scalene."""
-    chance = random.Random(number)
+def mutate_scalene_profile(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage a profile of Scalene."""
+    rng = random.Random(number)
     file = place / "scalene.json"
-    file.write_bytes(mutate_text(seeds["scalene"], JSON, chance))
+    file.write_bytes(mutate_text(seeds["scalene"], JSON_MUTATIONS, rng))
 
     def read() -> None:
         try:
@@ -434,64 +446,66 @@ def of_scalene(number: int, seeds: dict[str, Any], place: Path) -> Act:
     return f"scalene {number}", file, read
 
 
-def of_memory_timelines(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """Files that export_memory_timeline writes, given as a trace."""
-    chance = random.Random(number)
+def mutate_memory_timeline(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage a file of export_memory_timeline, and read it as a trace."""
+    rng = random.Random(number)
     file = place / "memory.json"
-    file.write_bytes(mutate_text(seeds["memory timeline"], JSON, chance))
-    line = command_line(file, place, seeds, chance)
+    file.write_bytes(mutate_text(seeds["memory timeline"], JSON_MUTATIONS, rng))
+    line = command_line(file, place, seeds, rng)
     return f"memory timeline {number} {line}", file, lambda: run(line)
 
 
-def of_flight_records(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """A dump of the flight recorder, as a pickle or as JSON."""
-    chance = random.Random(number)
+def mutate_flight_record(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage a dump of the flight recorder, a pickle or JSON."""
+    rng = random.Random(number)
     folder = Path(__file__).resolve().parents[1] / "read" / "flight"
-    binary = chance.random() < 0.5
+    binary = rng.random() < 0.5
     name = "other_order/nccl_trace_rank_1" if binary else "json/nccl_trace_rank_0.json"
     file = place / Path(name).name
-    file.write_bytes(mutate_text((folder / name).read_bytes(), TEXTS if binary else JSON, chance))
-    line = command_line(file, place, seeds, chance)
+    file.write_bytes(
+        mutate_text((folder / name).read_bytes(), TEXT_MUTATIONS if binary else JSON_MUTATIONS, rng)
+    )
+    line = command_line(file, place, seeds, rng)
     return f"flight recorder {number} {line}", file, lambda: run(line)
 
 
-def of_nccl_logs(number: int, seeds: dict[str, Any], place: Path) -> Act:
-    """Write a log of NCCL, or a topology."""
-    chance = random.Random(number)
+def mutate_nccl_log(number: int, seeds: dict[str, Any], place: Path) -> Mutant:
+    """Damage a log of NCCL, or a topology."""
+    rng = random.Random(number)
     texts = nccl_logs.job(), nccl_logs.matrix(8, "NV18", 4), nccl_logs.rocm(4, "XGMI")
     file = place / "nccl.log"
-    file.write_bytes(mutate_text(chance.choice(texts).encode(), TEXTS, chance))
-    line = command_line(file, place, seeds, chance)
+    file.write_bytes(mutate_text(rng.choice(texts).encode(), TEXT_MUTATIONS, rng))
+    line = command_line(file, place, seeds, rng)
     return f"NCCL log {number} {line}", file, lambda: run(line)
 
 
-KINDS = [
-    of_nccl_logs,
-    of_flight_records,
-    of_runs,
-    of_traces,
-    of_packed_traces,
-    of_reports,
-    of_comparisons,
-    of_configs,
-    of_scalene,
-    of_memory_timelines,
+MUTATORS = [
+    mutate_nccl_log,
+    mutate_flight_record,
+    mutate_run,
+    mutate_trace,
+    mutate_packed_trace,
+    mutate_report,
+    mutate_comparison,
+    mutate_config,
+    mutate_scalene_profile,
+    mutate_memory_timeline,
 ]
-SLOW = (of_runs, of_traces, of_packed_traces)
+SLOW_MUTATORS = (mutate_run, mutate_trace, mutate_packed_trace)
 
 
-def kind_chunks() -> Iterator[Any]:
-    """The kinds in chunks of a test each."""
-    for kind in KINDS:
-        total = MUTANTS or (SAMPLE * 2 if kind in SLOW else SAMPLE)
+def mutator_chunks() -> Iterator[Any]:
+    """Yield the parameters of one test for each chunk of a mutator's mutants."""
+    for kind in MUTATORS:
+        total = MUTANTS or (MUTANTS_BY_DEFAULT * 2 if kind in SLOW_MUTATORS else MUTANTS_BY_DEFAULT)
         for first in range(0, total, CHUNK):
             last = min(first + CHUNK, total)
             yield pytest.param(kind, first, last, id=f"{kind.__name__}-{first}")
 
 
-@pytest.mark.parametrize(("kind", "first", "last"), list(kind_chunks()))
+@pytest.mark.parametrize(("kind", "first", "last"), list(mutator_chunks()))
 def test_a_damaged_file_costs_one_line_and_no_more(
-    kind: Callable[[int, dict[str, Any], Path], Act],
+    kind: Callable[[int, dict[str, Any], Path], Mutant],
     first: int,
     last: int,
     seeds: dict[str, Any],
@@ -501,14 +515,14 @@ def test_a_damaged_file_costs_one_line_and_no_more(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for number in range(first, last):
-        story, path, act = kind(number, seeds, tmp_path)
-        check_command(act, story, tree_size(path) if path.exists() else 0, capsys)
+        description, path, command = kind(number, seeds, tmp_path)
+        check_command(command, description, tree_size(path) if path.exists() else 0, capsys)
 
 
 def test_every_sound_file_is_read(
     seeds: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else the mutants would prove nothing."""
+    """Mutants of files that could not be read anyway would prove nothing."""
     for name in ("terminal", "html", "sarif"):
         assert cli.run(["analyze", str(seeds["run"]), "--format", name]) == 0
     saved = seeds["folder"] / "report.json"
@@ -519,7 +533,7 @@ def test_every_sound_file_is_read(
     assert cli.run(["whatif", str(seeds["run"]), "-e", "scale kernel:gemm 0.5"]) == 0
     Comparison.from_json(seeds["comparison"])
     assert read_scalene(seeds["run"] / "rank0" / SCALENE)
-    assert set(read_config(_config(seeds, tmp_path))) == {"loader-stall", "small-kernels"}
+    assert set(read_config(_config(seeds, tmp_path))) == {"dataloader-wait", "launch-bound"}
     dashboard(seeds["run"])
     assert "damaged" not in capsys.readouterr().err
 

@@ -21,7 +21,7 @@ class _GuardRecorder(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         self.generic_visit(node)
-        if not _only_praises(node):
+        if not _guards_only_checks(node):
             node.test = self._record(node.test)
         return node
 
@@ -36,9 +36,9 @@ class _GuardRecorder(ast.NodeTransformer):
         return ast.Call(ast.Name("_guard", ast.Load()), [text, test], [])
 
 
-def _only_praises(node: ast.If) -> bool:
-    """Whether only ``yield PassedCheck(…)`` or ``yield SkippedCheck(…)`` depends on it: no
-    guard."""
+def _guards_only_checks(node: ast.If) -> bool:
+    """Whether an ``if`` only decides on a ``PassedCheck`` or ``SkippedCheck``: it guards no
+    finding."""
     inside = [part for line in node.body for part in ast.walk(line)]
     yields = [part.value for part in inside if isinstance(part, ast.Yield)]
     leaves = any(isinstance(part, ast.Return | ast.Continue | ast.Break) for part in inside)
@@ -87,8 +87,8 @@ def _defines(cls: type[Rule], name: str) -> bool:
 
 
 def guard_of(rule: Rule, subject: Any) -> str:
-    """The last condition that a rule looked at before it ended without a finding: what holds it
-    silent. :data:`NO_GAIN`: nothing does. ``subject``: what ``check`` or ``check_run`` takes."""
+    """Return the last condition a rule evaluated before it ended without a finding, or
+    :data:`NO_GAIN` if it found something. ``subject`` is the argument of ``check``."""
     twin = _instrumented_rule(type(rule))()
     _notes.clear()
     outcomes = list((twin.check_run if rule.across_ranks else twin.check)(subject))

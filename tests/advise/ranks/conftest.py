@@ -165,18 +165,18 @@ class Trap(Rule):
 
 @dataclass
 class JobFolder:
-    """Traces of a job in a folder, and a folder of rules with traps in it."""
+    """Traces of a job in a folder, and a folder of rules with faults injected into them."""
 
     folder: Path
     rules: Path
     ranks: int
 
-    def set_trap(self, rank: int, kind: str) -> None:
-        """``once`` or ``always``: who measures this rank is killed; ``waits``: he never ends."""
+    def inject_worker_fault(self, rank: int, kind: str) -> None:
+        """Kill (``once``, ``always``) or stall (``waits``) the worker that measures a rank."""
         (self.rules / f"rank{rank}.json.{kind}").touch()
 
     def analyze(self, ranks: str = "", **options: Any) -> Report:
-        """Analyze the job while the traps are set."""
+        """Analyze the job with the injected faults."""
         read = ReadOptions(ranks=ranks)
         chosen = Options(rules_folder=self.rules, config={}, read=read, **options)
         return analyze(self.folder, chosen)

@@ -67,7 +67,7 @@ def run(
     findings: Callable[[int], list[Advice]] = lambda rank: [],
     sequenced: bool = True,
 ) -> JobRun:
-    """Each rank does its items; a Meet ends for all at the last arrival plus its transfer."""
+    """Simulate a job: a Collective ends for all ranks at the last arrival plus its transfer."""
     queue = {r: [(s, item) for s in range(steps) for item in program(r, s)] for r in range(ranks)}
     at = dict.fromkeys(range(ranks), 0)
     now = dict.fromkeys(range(ranks), 0.0)

@@ -47,14 +47,14 @@ def test_a_worker_killed_in_the_middle_changes_nothing(scheduler: Any, job_folde
     undisturbed = job_folder.analyze(cluster=address, on_progress=progress)
     assert undisturbed == local
     assert links == {scheduler.dashboard_link}
-    job_folder.set_trap(2, "once")
+    job_folder.inject_worker_fault(2, "once")
     after_kill = job_folder.analyze(cluster=address)
     assert not (job_folder.rules / "rank2.json.once").exists(), "nobody was killed"
     assert after_kill == undisturbed
 
 
 def test_a_file_that_kills_workers_fails_alone(scheduler: Any, job_folder: Any) -> None:
-    job_folder.set_trap(4, "always")
+    job_folder.inject_worker_fault(4, "always")
     (job_folder.folder / "rank1.json").write_text("{")
     ranks = job_folder.analyze(cluster=scheduler.scheduler_address).ranks
     assert len(ranks.lines) == job_folder.ranks - 2

@@ -32,7 +32,7 @@ def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(job_fol
     undisturbed = job_folder.analyze(workers=2)
     assert undisturbed.ranks.missing == []
     assert [line.rank for line in undisturbed.ranks.lines] == list(range(job_folder.ranks))
-    job_folder.set_trap(3, "once")
+    job_folder.inject_worker_fault(3, "once")
     seen: list[tuple[int, int]] = []
 
     def progress(done: RanksDone) -> None:
@@ -43,7 +43,7 @@ def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(job_fol
     assert after_kill == undisturbed
     assert seen == [(n, job_folder.ranks) for n in range(job_folder.ranks + 1)]
     (job_folder.folder / "rank2.json").write_text('{"traceEvents": [')
-    job_folder.set_trap(5, "always")
+    job_folder.inject_worker_fault(5, "always")
     partly = job_folder.analyze(workers=2).ranks
     assert len(partly.lines) == job_folder.ranks - 2
     reasons = {item.ranks: item.why for item in partly.missing}
@@ -53,14 +53,14 @@ def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(job_fol
 
 
 def test_a_file_that_is_never_done_is_ended(job_folder: Any) -> None:
-    job_folder.set_trap(1, "waits")
+    job_folder.inject_worker_fault(1, "waits")
     ranks = job_folder.analyze("1-2", workers=2, seconds=30.0).ranks
     assert [item.ranks for item in ranks.missing] == ["1"]
     assert "not done within 30 s" in ranks.missing[0].why
 
 
 def test_no_process_is_left_behind_not_even_a_busy_one(job_folder: Any) -> None:
-    job_folder.set_trap(0, "waits")
+    job_folder.inject_worker_fault(0, "waits")
     with start_processes(1) as crew:
         crew.submit(
             run_task,

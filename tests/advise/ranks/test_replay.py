@@ -119,8 +119,8 @@ def test_the_gain_of_faster_links_is_that_of_the_job_run_so(seed: int) -> None:
 def test_ranks_that_end_sooner_shorten_the_replay_or_are_left_out(
     ranks: int, cut: int, steps: int, replayed: int
 ) -> None:
-    """The last step of some ranks is not in their recordings. What keeps the most steps of ranks is
-    replayed: 2 x 3 of two; 11 x 4, more than 12 x 3; and 12 x 3, more than 4 x 4."""
+    """The last step of some ranks is not in their recordings. The replay keeps the most rank steps:
+    2 x 3 of two ranks; 11 x 4 rather than 12 x 3; and 12 x 3 rather than 4 x 4."""
 
     def program(rank: int, step: int) -> list[Item]:
         return [Work(MS * (1 + rank)), Collective("world", tuple(range(ranks)), 0.1 * MS)] * 3
